@@ -1,0 +1,215 @@
+"""Compiles collectives for TPUs that are not there, ours and lax's side by side.
+
+libtpu holds the whole TPU compiler and needs no TPU for it. It runs in a process of its own: it
+takes JAX on a CPU, warns on a machine without TPUs, and must not take a benchmark down with it.
+
+Around each collective stand a producer and a consumer, as in a model. What is shown belongs to the
+collective: as the very output of a program, a result that other devices write would carry a copy,
+ours and lax's alike.
+"""
+
+import collections
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import pallas_collectives
+from benchmarks import devices
+from benchmarks.cases import LANES, LAYOUTS, Case
+from benchmarks.settings import Settings
+
+SIZE = 256 << 20  # bytes of the full array: more than any TPU's VMEM
+SMALLEST = SIZE >> 14  # elements: a thousandth of the array, in 32 bits, and less in fewer
+# This process may hold libtpu's lock; the other only compiles, and touches no TPU.
+_ENVIRONMENT = {
+    **devices.WITHOUT_TPU,
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+INSTALL = "libtpu is not installed: `pip install -e '.[tpu]'` brings the TPU compiler"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A collective compiled by us and by lax.
+
+    Attributes:
+      topology: libtpu's name.
+      op: lax's name, and what is special about the call.
+      type: dtype.
+      algorithm: the one the library chose; "xla" where it left the call to lax.
+      devices: devices, all on one mesh axis.
+      temp: bytes of our program beyond its arguments and results; the collective's operand and
+        result are among them where they do not fit VMEM.
+      ops: what our program holds beside producer and consumer.
+      lax_temp: as temp, for lax's.
+      lax_ops: as ops, for lax's.
+      error: why it failed.
+    """
+
+    topology: str
+    op: str
+    type: str
+    algorithm: str | None = None
+    devices: int | None = None
+    temp: int | None = None
+    ops: str = ""
+    lax_temp: int | None = None
+    lax_ops: str = ""
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong."""
+        return bool(self.error)
+
+    def __str__(self) -> str:
+        return f"{self.op} for {self.topology}"
+
+
+class CompilerError(RuntimeError):
+    """The compiling process failed; what it said is on standard error."""
+
+
+def layouts(settings: Settings) -> list[Case]:
+    """The calls to compile."""
+    ops = {case.op for case in settings.cases}
+    return [layout for layout in LAYOUTS if layout.op in ops]
+
+
+def count(settings: Settings) -> int:
+    """How many rows there will be."""
+    return len(layouts(settings)) * len(settings.topologies) * len(settings.dtypes)
+
+
+def is_available() -> bool:
+    """Whether libtpu is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """Compiles in another process; its rows as they come.
+
+    Raises:
+      CompilerError: that process failed.
+    """
+    wanted = {
+        "layouts": [layout.name for layout in layouts(settings)],
+        "topologies": settings.topologies,
+        "dtypes": settings.dtypes,
+    }
+    with subprocess.Popen(
+        (sys.executable, "-m", "benchmarks.compiled", json.dumps(wanted)),
+        env={**os.environ, **_ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield Row(**json.loads(line))
+    if process.returncode:
+        raise CompilerError(f"the TPU compiler's process ended with {process.returncode}")
+
+
+def main() -> None:
+    """Prints a row of JSON for each topology, layout and dtype wanted."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for the other process to tell
+    wanted = json.loads(sys.argv[1])
+    chosen = [layout for layout in LAYOUTS if layout.name in wanted["layouts"]]
+    for task in itertools.product(wanted["topologies"], chosen, wanted["dtypes"]):
+        print(json.dumps(dataclasses.asdict(_row(*task))), flush=True)
+
+
+def _row(topology: str, layout: Case, dtype: str) -> Row:
+    pallas_collectives.reset_counts()
+    base = Row(topology, layout.name, dtype)
+    try:
+        mesh = _mesh(topology)
+        ours = _compile(layout, dtype, mesh, pallas_collectives)
+        by_lax = _compile(layout, dtype, mesh, jax.lax)
+    except Exception as error:  # the other rows are wanted all the same
+        return dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
+    ((_, backend, algorithm),) = pallas_collectives.counts()
+    return dataclasses.replace(
+        base,
+        algorithm=algorithm or backend,
+        devices=mesh.size,
+        temp=ours.memory_analysis().temp_size_in_bytes,
+        ops=summary(ours.as_text()),
+        lax_temp=by_lax.memory_analysis().temp_size_in_bytes,
+        lax_ops=summary(by_lax.as_text()),
+    )
+
+
+@functools.cache
+def _mesh(topology: str) -> Mesh:
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return Mesh(np.array(described.devices), ("x",))
+
+
+def _compile(layout: Case, dtype: str, mesh: Mesh, module: Any) -> Any:
+    def program(x: jax.Array) -> jax.Array:
+        with jax.named_scope("producer"):
+            x = _touch(x[0])
+        y = layout.call(module, x, "x")
+        with jax.named_scope("consumer"):
+            return _touch(y)[None]
+
+    spec = PartitionSpec("x")
+    rows = SIZE // (mesh.size * LANES * jnp.dtype(dtype).itemsize)
+    shape = (mesh.size, *layout.operand(mesh.size, rows))
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(mapped).lower(x).compile()
+
+
+def _touch(x: jax.Array) -> jax.Array:
+    """An elementwise pass that XLA can neither see through nor drop."""
+    return ~x if x.dtype == jnp.bool_ else x + jnp.ones((), x.dtype)
+
+
+_TOUCH = {"add", "convert", "not"}
+_DIMENSIONS = re.compile(r"\w\[(\d[\d,]*)\]")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%\S+ = (.*?) ([a-z][\w\-]*)\(")
+_FREE = {"bitcast", "broadcast", "constant", "fusion", "get-tuple-element", "parameter", "tuple"}
+
+
+def summary(hlo: str, smallest: int = SMALLEST) -> str:
+    """The array instructions of a compiled program, those of producer and consumer left out.
+
+    Instructions inside fusions count, the fusions themselves do not; asynchronous pairs count once;
+    arrays of less than `smallest` elements are positions and offsets, and do not count.
+    """
+    found: collections.Counter[str] = collections.Counter()
+    for line in hlo.splitlines():
+        match = _INSTRUCTION.match(line)
+        if not match:
+            continue
+        type_, op = match.groups()
+        op = "kernel" if "tpu_custom_call" in line else re.sub("-start$", "", op)
+        sizes = [math.prod(map(int, dims.split(","))) for dims in _DIMENSIONS.findall(type_)]
+        is_touch = re.search(r'op_name="[^"]*(producer|consumer)/', line) and op in _TOUCH
+        is_free = op in _FREE or op.endswith(("-done", "-update"))
+        if max(sizes, default=0) >= smallest and not is_touch and not is_free:
+            found[op] += 1
+    return ", ".join(op if times == 1 else f"{times} {op}" for op, times in sorted(found.items()))
+
+
+if __name__ == "__main__":
+    main()

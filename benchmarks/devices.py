@@ -1,0 +1,118 @@
+"""The devices to run on, and what a reader of the results must know of them."""
+
+import glob
+import importlib.metadata
+import importlib.util
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from benchmarks.settings import AXES, FlagError
+
+# Tells libtpu that this machine is not a TPU VM: it then neither asks a metadata server nor warns.
+WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+}
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def prepare(simulated: int) -> None:
+    """Makes ready `simulated` TPU devices for a machine without accelerators.
+
+    Unlike `pallas_collectives.simulate` it leaves JAX the choice between them and real ones. To be
+    called before JAX looks for devices: then XLA reads its flags, of which the last one counts.
+    """
+    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
+        for name, value in WITHOUT_TPU.items():
+            os.environ.setdefault(name, value)
+    count = f"--xla_force_host_platform_device_count={simulated}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
+    # Up to JAX 0.10 a simulated device that waits for another holds a thread.
+    os.environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, 2 * simulated))
+
+
+def kind() -> str:
+    """ "tpu", "gpu", or "simulated" for CPU devices that run the kernels in interpret mode."""
+    found = jax.devices()[0].platform
+    return "simulated" if found == "cpu" else found
+
+
+def backends(kind: str) -> tuple[str, ...]:
+    """The backends to run where none is named: the platform's own, and lax beside it."""
+    match kind:
+        case "tpu":
+            return ("pallas", "xla")
+        case "gpu":
+            has_nccl = importlib.util.find_spec("pallas_collectives.backends.nccl")
+            return ("nccl", "xla") if has_nccl else ("xla",)
+        case _:
+            return ("pallas",)
+
+
+def make_mesh(sizes: Sequence[int]) -> Mesh:
+    """A mesh of the first devices, laid along the wires where JAX knows them.
+
+    Raises:
+      FlagError: there are fewer devices.
+    """
+    needed, devices = math.prod(sizes), jax.devices()
+    if needed > len(devices):
+        rule = f"it needs {needed} devices and there are {len(devices)}"
+        raise FlagError(f"--mesh={'x'.join(map(str, sizes))}", rule, "name a smaller mesh")
+    names = AXES[: len(sizes)]
+    automatic = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes), names, automatic, devices=devices[:needed])
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """What the results depend on beside the flags: chips, topology, versions, commit."""
+    device = mesh.devices.flat[0]
+    coordinates = [tuple(d.coords) for d in mesh.devices.flat if hasattr(d, "coords")]
+    packages = ("jax", "jaxlib", "libtpu", "numpy", "nccl4py", "pallas-collectives")
+    return {
+        "chip": device.device_kind,
+        "platform": kind(),
+        "host_cpus": os.cpu_count(),
+        "devices": mesh.size,
+        "processes": jax.process_count(),
+        "mesh": dict(mesh.shape),
+        "coordinates": coordinates,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "platform_version": device.client.platform_version,
+        "commit": _git("rev-parse", "HEAD"),
+        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_", "PALLAS_COLLECTIVES_"))
+        },
+        "command": sys.argv[1:],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ("git", *arguments), cwd=_REPOSITORY, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

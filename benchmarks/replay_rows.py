@@ -1,0 +1,255 @@
+"""Replays collectives on modelled pods: `python -m benchmarks --replay=v5e:16x16`.
+
+The kernels' own DMA programs run on the model of `pallas_collectives.replay`; nothing is measured.
+`of bound` holds the modelled time against the least that the pod's links and distances allow the
+collective.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import pallas_collectives
+from benchmarks.cases import LANES, Case
+from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.errors import CollectiveError
+from pallas_collectives.replay import Machine, Report, bound, replay
+
+AXES = ("x", "y", "z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A collective replayed.
+
+    Attributes:
+      machine: the pod, as "v5e:16x16".
+      op: lax's name.
+      algorithm: the library's, as named or chosen.
+      size: bytes of the full array.
+      count: see `cases`.
+      type: dtype.
+      devices: devices that take part in one collective.
+      time_us: modelled time of one call, by itself.
+      algbw: size / time, in GB/s.
+      busbw: see `cases`, in GB/s.
+      bound_us: the least time that wires and distances allow; None where no bound is known.
+      of_bound: bound_us / time_us, in percent.
+      faults: deadlocks, semaphores left over and races, where looked for; "" if none.
+      refused: why the collective cannot run so here: a clear error, as it should be.
+      error: why it failed.
+    """
+
+    machine: str
+    op: str
+    algorithm: str | None
+    size: int
+    count: int
+    type: str
+    devices: int
+    time_us: float | None = None
+    algbw: float | None = None
+    busbw: float | None = None
+    bound_us: float | None = None
+    of_bound: float | None = None
+    faults: str = ""
+    refused: str = ""
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong."""
+        return bool(self.error or self.faults)
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.algorithm or ''} on {self.machine}"
+
+
+def _cell(name: str, digits: int) -> Callable[[Any], str]:
+    def cell(row: Any) -> str:
+        value = getattr(row, name)
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return cell
+
+
+def _sound(row: Any) -> str:
+    if row.refused:
+        return "refused"
+    return "FAULT" if row.failed else "ok"
+
+
+# Header and cell of each column of the table, for `report.Report.show`.
+COLUMNS: tuple[tuple[str, Callable[[Any], str]], ...] = (
+    ("machine", lambda row: row.machine),
+    ("op", lambda row: row.op),
+    ("algorithm", lambda row: row.algorithm or "-"),
+    ("size", lambda row: str(row.size)),
+    ("count", lambda row: str(row.count)),
+    ("type", lambda row: row.type),
+    ("devices", lambda row: str(row.devices)),
+    ("modelled us", _cell("time_us", 1)),
+    ("algbw(GB/s)", _cell("algbw", 2)),
+    ("busbw(GB/s)", _cell("busbw", 2)),
+    ("bound us", _cell("bound_us", 1)),
+    ("of bound %", _cell("of_bound", 1)),
+    ("sound", _sound),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One row to be."""
+
+    machine: Machine
+    case: Case
+    dtype: str
+    size: int
+    algorithm: str | None
+    axes: tuple[str, ...]
+
+
+def plan(
+    machines: Sequence[str],
+    cases: Sequence[Case],
+    sizes: Sequence[int],
+    dtypes: Sequence[str] = ("float32",),
+    algorithms: Sequence[str] = (),
+    axes: tuple[str, ...] = ("x",),
+) -> list[Task]:
+    """The rows to replay; without `algorithms` the library chooses.
+
+    Args:
+      machines: names as `Machine.named` takes them.
+      cases: the collectives.
+      sizes: of the full array, in bytes; rounded down to whole rows of 128 elements a device.
+      dtypes: names.
+      algorithms: names, alone or with ":vmem" behind them.
+      axes: torus axes to communicate over, of x, y and z.
+
+    Raises:
+      MachineError: a name that is none.
+    """
+    pods = [Machine.named(name) for name in machines]
+    return [
+        Task(pod, case, dtype, size, algorithm, axes)
+        for pod, case, dtype, size in itertools.product(pods, cases, dtypes, sizes)
+        for algorithm in _algorithms(case, algorithms)
+    ]
+
+
+def _algorithms(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
+    if not named:
+        return (None,)
+    return tuple(a for a in named if a.partition(":")[0] in ALGORITHMS[case.op])
+
+
+def rows(tasks: Sequence[Task], *, races: bool = False) -> Iterator[Row]:
+    """Replays the tasks; with `races` each is also checked for races on any schedule."""
+    for task in tasks:
+        yield _row(task, races)
+
+
+def mesh_axes(machine: Machine) -> dict[str, int]:
+    """A mesh laid on the torus as it is: its axes, and the two devices of a chip where it has
+    two.
+    """
+    axes = {name: n for name, n in zip(AXES, machine.shape, strict=False) if n > 1}
+    if machine.generation.devices_per_chip > 1:
+        axes["core"] = machine.generation.devices_per_chip
+    return axes
+
+
+def run(task: Task, *, races: bool = False) -> Report:
+    """The replay of one task.
+
+    Raises:
+      CollectiveError: the collective cannot run so there.
+    """
+    sizes = mesh_axes(task.machine)
+    mesh = task.machine.mesh(sizes)
+    n = _members(task, sizes)
+    axis = task.axes if len(task.axes) > 1 else task.axes[0]
+
+    def body(x: jax.Array) -> jax.Array:
+        return task.case.call(
+            pallas_collectives, x, axis, backend="pallas", algorithm=task.algorithm
+        )
+
+    everywhere = PartitionSpec()
+    function = jax.shard_map(
+        body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    operand = jax.ShapeDtypeStruct(task.case.operand(n, _row_count(task, n)), task.dtype)
+    return replay(function, operand, machine=task.machine, races=races)
+
+
+def _members(task: Task, sizes: dict[str, int]) -> int:
+    unknown = [name for name in task.axes if name not in sizes]
+    if unknown:
+        raise CollectiveError(
+            f"axis {unknown[0]!r}",
+            f"{task.machine} has axes {', '.join(sizes)}",
+            "name one of them, or several with commas",
+        )
+    return int(np.prod([sizes[name] for name in task.axes]))
+
+
+def _row_count(task: Task, n: int) -> int:
+    return max(1, task.size // (n * LANES * jnp.dtype(task.dtype).itemsize))
+
+
+def _row(task: Task, races: bool) -> Row:
+    base = Row(str(task.machine), task.case.name, task.algorithm, task.size, 0, task.dtype, 0)
+    try:
+        sizes = mesh_axes(task.machine)
+        n = _members(task, sizes)
+        per_block = _row_count(task, n) * LANES
+        nbytes = n * per_block * jnp.dtype(task.dtype).itemsize
+        count = per_block * (n if task.case.whole else 1)
+        base = dataclasses.replace(base, size=nbytes, count=count, devices=n)
+        pallas_collectives.reset_counts()
+        report = run(task, races=races)
+    except CollectiveError as error:
+        return dataclasses.replace(base, refused=str(error))
+    except Exception as error:  # a sweep goes on, and fails at its end
+        return dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
+    least = None
+    if task.case.op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        groups = _groups(task, sizes)
+        least = bound(task.case.op, task.machine, groups, nbytes / n).time
+    return dataclasses.replace(
+        base,
+        algorithm=task.algorithm or _kernel_names(report),
+        time_us=report.time * 1e6,
+        algbw=nbytes / report.time / 1e9,
+        busbw=nbytes / report.time / 1e9 * task.case.busbw(n),
+        bound_us=least and least * 1e6,
+        of_bound=least and 100 * least / report.time,
+        faults=_faults(report),
+    )
+
+
+def _groups(task: Task, sizes: dict[str, int]) -> np.ndarray:
+    """The devices of each group, one row a group."""
+    names = list(sizes)
+    devices = np.arange(int(np.prod(list(sizes.values())))).reshape(tuple(sizes.values()))
+    order = [i for i, name in enumerate(names) if name not in task.axes]
+    order += [names.index(name) for name in task.axes]
+    return devices.transpose(order).reshape(-1, _members(task, sizes))
+
+
+def _kernel_names(report: Report) -> str:
+    return "+".join(dict.fromkeys(kernel.name for kernel in report.kernels)) or "no kernel"
+
+
+def _faults(report: Report) -> str:
+    found = [str(fault) for fault in (*report.stuck, *(report.races or ()))]
+    found += [f"device {x.device}: {x.semaphore} = {x.value}" for x in report.leftovers]
+    return "; ".join(found[:3])

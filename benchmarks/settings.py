@@ -1,0 +1,157 @@
+"""What the flags ask for, checked before anything runs."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from benchmarks.cases import CASES, Case
+from pallas_collectives import backends
+from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.errors import CollectiveError
+
+AXES = ("x", "y", "z")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class FlagError(CollectiveError):
+    """A flag whose value makes no sense."""
+
+
+def parse_bytes(text: str, flag: str = "--sizes") -> int:
+    """A number of bytes: "8192", "8K", "256M", "1G" (powers of 1024, as nccl-tests has them)."""
+    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
+    if not match or not int(match[1]):
+        rule = (
+            "a size is a whole number of bytes above 0, with K, M or G (powers of 1024) behind it"
+        )
+        raise FlagError(f"{flag}={text!r}", rule, "write it like 8192, 8K or 256M")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """The sizes in bytes of a sweep: "8K", "8K:256M:2x" (times 2) or "8K:64K:8K" (plus 8 KiB).
+
+    Raises:
+      FlagError: not of this form, or no size in it.
+    """
+    first, *rest = text.split(":")
+    if len(rest) not in (0, 2):
+        rule = "it is SIZE or FIRST:LAST:STEP"
+        raise FlagError(f"--sizes={text}", rule, "write it like 8K or 8K:256M:2x")
+    size = parse_bytes(first)
+    if not rest:
+        return (size,)
+    last, step = parse_bytes(rest[0]), rest[1].strip().lower()
+    factor, plus = (step[:-1], 0) if step.endswith("x") else ("1", parse_bytes(step))
+    if last < size or not factor.isdigit() or not (plus or int(factor) > 1):
+        rule = "FIRST is at most LAST, and STEP is a factor like 2x, above 1x, or a size to add"
+        raise FlagError(f"--sizes={text}", rule, "write it like 8K:256M:2x or 8K:64K:8K")
+    sizes = []
+    while size <= last:
+        sizes.append(size)
+        size = size * int(factor) + plus
+    return tuple(sizes)
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """The sizes of a mesh's axes: "8" or "4x2"."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", text):
+        rule = "a mesh is one to three axis sizes with x between them"
+        raise FlagError(f"--mesh={text}", rule, "write it like 8, 4x2 or 4x4x4")
+    return tuple(map(int, text.split("x")))
+
+
+def parse_axis(text: str, mesh: Sequence[Any]) -> tuple[str, ...]:
+    """The mesh axes to communicate over: "x", or "x,y" for both together."""
+    axes, names = tuple(text.split(",")), AXES[: len(mesh)]
+    if not set(axes) <= set(names) or len(set(axes)) < len(axes):
+        rule = f"a mesh of {len(mesh)} dimensions has the axes {', '.join(names)}"
+        raise FlagError(f"--axis={text}", rule, "name one, or several with commas, each once")
+    return axes
+
+
+def parse_topology(text: str, flag: str) -> str:
+    """The name of a TPU topology, as "v5e:2x4"."""
+    if not re.fullmatch(r"[a-z0-9]+:\d+(x\d+){1,2}", text):
+        rule = "a topology is a TPU generation and the chips along each dimension"
+        raise FlagError(f"{flag}={text}", rule, "write it like v5e:2x4 or v5p:2x2x2")
+    return text
+
+
+def parse_dtype(text: str) -> str:
+    """The name of a JAX dtype."""
+    try:
+        return jnp.dtype(text).name
+    except TypeError:
+        rule = "it is the name of a JAX dtype"
+        remedy = "write it like float32, bfloat16 or int8"
+        raise FlagError(f"--dtype={text}", rule, remedy) from None
+
+
+def choose_cases(names: Sequence[str]) -> tuple[Case, ...]:
+    """The records of the collectives named; all that have kernels if none is."""
+    known = {case.name: case for case in CASES}
+    _check_all(names, known, "--collective")
+    return tuple(known[name] for name in names) or tuple(known.values())
+
+
+def check_algorithms(names: Sequence[str], cases: Sequence[Case]) -> tuple[str, ...]:
+    """Algorithm names, each offered by one of the cases, alone or with ":vmem" behind it."""
+    known = sorted({name for case in cases for name in ALGORITHMS[case.op]})
+    _check_all([name.partition(":")[0] for name in names], known, "--algorithm")
+    return tuple(names)
+
+
+def check_backends(names: Sequence[str]) -> tuple[str, ...]:
+    """Backend names."""
+    _check_all(names, backends.NAMES, "--backend")
+    return tuple(names)
+
+
+def _check_all(names: Sequence[str], known: Sequence[str] | dict[str, Case], flag: str) -> None:
+    for name in names:
+        if name not in known:
+            remedy = "name one, several with commas, or leave the flag out for all"
+            raise FlagError(f"{flag}={name}", f"it is one of {', '.join(known)}", remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A run as asked for; empty tuples leave the choice to the platform.
+
+    Attributes:
+      cases: the collectives.
+      algorithms: names, with ":vmem" behind them or not.
+      backends: names.
+      dtypes: names.
+      sizes: of the full array, in bytes.
+      mesh: sizes of its axes.
+      axes: names of the axes to communicate over.
+      warmup: untimed runs before the timed ones.
+      iters: collectives in one timed chain.
+      seed: of the random operands.
+      topologies: TPUs to compile for.
+      pods: TPUs to replay on, instead of measuring and compiling.
+    """
+
+    cases: tuple[Case, ...]
+    algorithms: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("float32",)
+    sizes: tuple[int, ...] = ()
+    mesh: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ("x",)
+    warmup: int = 2
+    iters: int = 20
+    seed: int = 0
+    topologies: tuple[str, ...] = ()
+    pods: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Devices in the mesh."""
+        return math.prod(self.mesh)

@@ -1,0 +1,28 @@
+"""Collective communication for JAX, written as Pallas TPU kernels."""
+
+from importlib.metadata import version as _version
+
+from pallas_collectives import errors as errors
+from pallas_collectives import sharded as sharded
+from pallas_collectives.backends import counts as counts
+from pallas_collectives.backends import fallback_counts as fallback_counts
+from pallas_collectives.backends import reset_counts as reset_counts
+from pallas_collectives.backends import use_backend as use_backend
+from pallas_collectives.collectives import all_gather as all_gather
+from pallas_collectives.collectives import all_reduce as all_reduce
+from pallas_collectives.collectives import all_to_all as all_to_all
+from pallas_collectives.collectives import pbroadcast as pbroadcast
+from pallas_collectives.collectives import pmax as pmax
+from pallas_collectives.collectives import pmean as pmean
+from pallas_collectives.collectives import pmin as pmin
+from pallas_collectives.collectives import ppermute as ppermute
+from pallas_collectives.collectives import pshuffle as pshuffle
+from pallas_collectives.collectives import psum as psum
+from pallas_collectives.collectives import psum_scatter as psum_scatter
+from pallas_collectives.collectives import pswapaxes as pswapaxes
+from pallas_collectives.collectives import ragged_all_to_all as ragged_all_to_all
+from pallas_collectives.collectives import reduce_scatter as reduce_scatter
+from pallas_collectives.override import override_lax as override_lax
+from pallas_collectives.simulation import simulate as simulate
+
+__version__ = _version("pallas-collectives")

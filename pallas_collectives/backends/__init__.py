@@ -1,0 +1,239 @@
+"""Which backend serves a call, decided once per call while tracing; and how often each served.
+
+* `pallas`: our kernels; compiled on TPUs, in TPU interpret mode on simulated ones (CPU devices);
+* `nccl`: NCCL on NVIDIA GPUs;
+* `xla`: lax's own collective.
+
+A backend asked for by name, in the call, by `use_backend` or by the environment, never falls back.
+Without a name the mesh in scope decides, and where its own backend cannot serve, `xla` does,
+with a warning the first time and a count for each (`fallback_counts`).
+"""
+
+import collections
+import contextlib
+import contextvars
+import dataclasses
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from absl import logging
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend import core
+
+from pallas_collectives import _compat, simulation
+from pallas_collectives.errors import (
+    AlgorithmError,
+    BackendError,
+    DtypeError,
+    NoIdError,
+    ReachError,
+)
+
+NAMES = ("pallas", "nccl", "xla")
+ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
+
+# What a backend raises for a call that lax can serve in its place.
+UNSERVABLE = (DtypeError, NoIdError, ReachError)
+
+_GPU = ("gpu", "cuda", "rocm")
+_named_backend = jax.make_user_context(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How one call is served; a parameter of its primitive, passed on to its transpose.
+
+    Attributes:
+      backend: one of `NAMES`.
+      named: whether the caller named the backend, so that nothing else may serve.
+      fallback: why lax serves a call whose backend was not named; "" where it does not.
+      algorithm: the caller's choice, or None for the backend's own.
+      precise: sums travel in float32 where the operand is a narrower float.
+      interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
+    """
+
+    backend: str
+    named: bool = False
+    fallback: str = ""
+    algorithm: str | None = None
+    precise: bool = False
+    interpret: Any = False
+
+    @property
+    def strict(self) -> bool:
+        """Whether the call must be served as it says, or not at all."""
+        return self.named or self.algorithm is not None or self.precise
+
+
+@contextlib.contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Within this context calls use the named backend; None gives the choice back to the mesh.
+
+    Raises:
+      BackendError: no such backend.
+    """
+    if name is not None:
+        _check_name(name)
+    with _named_backend(name):
+        yield
+
+
+def choose(
+    axes: tuple[Any, ...], backend: str | None, algorithm: str | None, precise: bool = False
+) -> How:
+    """Settles how a collective over `axes` is served under the mesh in scope.
+
+    Raises:
+      BackendError: the named backend does not exist, or it, or the algorithm or precision asked
+        for, cannot be had here.
+    """
+    name = backend or _named_backend.value or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if name is not None:
+        _check_name(name)
+    if name == "xla":
+        if algorithm is not None or precise:
+            raise AlgorithmError(
+                f"algorithm={algorithm!r}, precise={precise} with backend 'xla'",
+                "lax's own collectives offer no choice",
+                "leave them out, or name another backend",
+            )
+        return How("xla", named=True)
+    platform = _platform()
+    chosen = name or ("nccl" if platform in _GPU else "pallas")
+    if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
+        if name is not None or algorithm is not None or precise:
+            asked = {"backend": name, "algorithm": algorithm, "precise": precise or None}
+            value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
+            raise BackendError(value, obstacle, "leave backend=None and the like to use lax here")
+        return How("xla", fallback=obstacle)
+    interpret = _interpret(platform) if chosen == "pallas" else False
+    return How(chosen, name is not None, "", algorithm, precise, interpret)
+
+
+def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
+    """Runs a lax collective as `how` says, or by lax where the backend cannot.
+
+    Raises:
+      DtypeError, ReachError: as `run`, where the backend or its algorithm was named.
+    """
+    if how.backend != "xla":
+        try:
+            return run(lax_p.name, how, *args, **params)
+        except UNSERVABLE as error:
+            if how.strict:
+                raise
+            how = How("xla", fallback=str(error))
+    count(lax_p.name, "xla", None)
+    if how.fallback:
+        _count_fallback(how.fallback)
+    return lax_p.bind(*args, **params)
+
+
+def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
+    """Runs the lax collective named `op` on the backend.
+
+    Raises:
+      DtypeError, ReachError: the backend cannot take the dtype, or not write to the devices.
+    """
+    from pallas_collectives.backends import canonical, untyped
+
+    module = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+    return canonical.run(module, op, how, *map(untyped.untyped, args), **params)
+
+
+def _check_name(name: str) -> None:
+    if name not in NAMES:
+        raise BackendError(f"backend {name!r}", f"it is one of {', '.join(NAMES)}", "name one")
+
+
+def _platform() -> str:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _obstacle(axes: tuple[Any, ...], platform: str) -> str:
+    """Why no kernel can serve a collective over `axes` under the mesh in scope; "" if one can."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(axes) & set(mesh.axis_names):
+        return f"{axes} are axes of vmap, not of a mesh"  # lax's vmap rules take those away
+    automatic = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
+    if automatic:
+        return f"mesh axis {automatic[0]!r} is not manual, and XLA cannot partition a kernel"
+    if platform == "cpu" and jax.process_count() > 1:
+        return "TPU devices are simulated within one process only"
+    return simulation.obstacle() if platform == "cpu" else ""
+
+
+def _missing(name: str, platform: str) -> str:
+    """Why a backend is not there on a platform; "" if it is."""
+    match name:
+        case "nccl" if platform not in _GPU:
+            return f"NCCL needs NVIDIA GPUs, and the mesh in scope is of {platform} devices"
+        case "nccl" if not importlib.util.find_spec("nccl"):
+            return "nccl4py is not installed (pip install 'pallas-collectives[gpu]')"
+        case "pallas" if platform not in ("tpu", "cpu"):
+            return f"the kernels are for TPUs, and the mesh in scope is of {platform} devices"
+    return ""
+
+
+def _interpret(platform: str) -> Any:
+    forced = _compat.forced_interpret_params()
+    if forced is not None:
+        return forced
+    return pltpu.InterpretParams() if platform == "cpu" else False
+
+
+_counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
+_fallbacks: collections.Counter[str] = collections.Counter()
+_counts_lock = threading.Lock()
+_counting = contextvars.ContextVar("counting", default=True)
+
+
+def counts() -> dict[tuple[str, str, str | None], int]:
+    """How often each (collective, backend, algorithm) was built into a program.
+
+    Since `reset_counts`. A program built once and run often counts once.
+    """
+    return dict(_counts)
+
+
+def fallback_counts() -> dict[str, int]:
+    """How often a call without a named backend went to lax, by reason, since `reset_counts`."""
+    return dict(_fallbacks)
+
+
+def reset_counts() -> None:
+    """Sets both counters to zero."""
+    _counts.clear()
+    _fallbacks.clear()
+
+
+def count(op: str, backend: str, algorithm: str | None) -> None:
+    """Notes that a collective is being built."""
+    if _counting.get():
+        with _counts_lock:
+            _counts[op, backend, algorithm] += 1
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """For traces that only ask what a lowering would do."""
+    token = _counting.set(False)
+    try:
+        yield
+    finally:
+        _counting.reset(token)
+
+
+def _count_fallback(reason: str) -> None:
+    if not _counting.get():
+        return
+    with _counts_lock:
+        _fallbacks[reason] += 1
+        first = _fallbacks[reason] == 1
+    if first:
+        logging.warning("pallas_collectives: lax serves this collective, because %s", reason)

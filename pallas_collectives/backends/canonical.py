@@ -1,0 +1,182 @@
+"""From lax's primitives and their parameters to the few functions that a backend has.
+
+A backend module implements these, for arrays with at least one element, groups of two or more, and
+one array at a time. Blocks are numbered by position in the group; nothing adds or drops dimensions:
+
+    all_gather(x, group, *, axis, how)                       blocks side by side along axis
+    reduce_scatter(x, group, *, axis, how)                   the sum of everyone's block `me`
+    all_reduce(x, group, *, op, how)                         op: "sum", "max" or "min"
+    all_to_all(x, group, *, split_axis, concat_axis, how)    block p goes to p, lands as block me
+    ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes,
+                      group, *, how)                         as lax
+    ppermute(x, group, *, perm, how)                         perm: (source, target) pairs
+
+Where a backend cannot serve a dtype it raises `DtypeError`.
+"""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_collectives.backends import How, packing
+from pallas_collectives.kernels.topology import Group
+
+
+def run(module: types.ModuleType, op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
+    """Serves the lax primitive named `op` from a backend module."""
+    match op:
+        case "all_gather" | "all_gather_invariant" | "all_gather_reduced":
+            return _all_gather(module, how, *args, **params)
+        case "reduce_scatter" | "unreduced_reduce_scatter":
+            return _reduce_scatter(module, how, *args, **params)
+        case "psum" | "psum_invariant" | "unreduced_psum":
+            return _all_reduce(module, how, "sum", *args, **params)
+        case "pmax" | "pmin" | "unreduced_pmax" | "unreduced_pmin":
+            return _all_reduce(module, how, op[-3:], *args, **params)
+        case "all_to_all":
+            return _all_to_all(module, how, *args, **params)
+        case "ragged_all_to_all":
+            return _ragged_all_to_all(module, how, *args, **params)
+        case "ppermute":
+            return _ppermute(module, how, *args, **params)
+        case "pbroadcast" | "pbroadcast_dynamic":
+            return _pbroadcast(module, how, *args, **params)
+    raise AssertionError(op)
+
+
+def group_of(axis_name: Any, index_groups: Any = None) -> Group:
+    """The group that lax's axis_name and axis_index_groups mean under the mesh in scope."""
+    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    shape = jax.sharding.get_abstract_mesh().shape
+    groups = None if index_groups is None else tuple(map(tuple, index_groups))
+    return Group(axes, tuple(shape[axis] for axis in axes), groups)
+
+
+def resized(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
+    """`shape` with another size along `axis`."""
+    return (*shape[:axis], size, *shape[axis + 1 :])
+
+
+def _all_gather(
+    module: Any,
+    how: How,
+    x: jax.Array,
+    *,
+    all_gather_dimension: int,
+    axis_name: Any,
+    axis_size: int,
+    tiled: bool,
+    axis_index_groups: Any = None,
+) -> jax.Array:
+    axis = all_gather_dimension
+    if not tiled:
+        x = lax.expand_dims(x, (axis,))
+    if axis_size == 1:
+        return x
+    if x.size == 0:
+        return jnp.zeros(resized(x.shape, axis, axis_size * x.shape[axis]), x.dtype)
+    return module.all_gather(x, group_of(axis_name, axis_index_groups), axis=axis, how=how)
+
+
+def _reduce_scatter(
+    module: Any,
+    how: How,
+    x: jax.Array,
+    *,
+    scatter_dimension: int,
+    axis_name: Any,
+    axis_size: int,
+    tiled: bool,
+    axis_index_groups: Any = None,
+) -> jax.Array:
+    axis = scatter_dimension
+    group = group_of(axis_name, axis_index_groups)
+    if x.size == 0:
+        x = jnp.zeros(resized(x.shape, axis, x.shape[axis] // axis_size), x.dtype)
+    elif axis_size > 1:
+        x = module.reduce_scatter(x, group, axis=axis, how=how)
+    return x if tiled else lax.squeeze(x, (axis,))
+
+
+def _all_reduce(
+    module: Any, how: How, op: str, x: jax.Array, *, axes: Any, axis_index_groups: Any = None
+) -> jax.Array:
+    # vmap turns a named axis into a number: a dimension of x, which is reduced here.
+    numbered = tuple(axis for axis in axes if isinstance(axis, int))
+    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    if numbered:
+        reduce: Any = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op]
+        x = reduce(x, axis=numbered).astype(x.dtype)
+    group = group_of(named, axis_index_groups)
+    if group.size == 1 or x.size == 0:
+        return x
+    return module.all_reduce(x, group, op=op, how=how)
+
+
+def _all_to_all(
+    module: Any,
+    how: How,
+    x: jax.Array,
+    *,
+    split_axis: int,
+    concat_axis: int,
+    axis_name: Any,
+    axis_index_groups: Any = None,
+    tiled: bool = True,
+) -> jax.Array:
+    del tiled  # lax has added the dimension already
+    group = group_of(axis_name, axis_index_groups)
+    if group.size == 1:
+        return x
+    if x.size == 0:
+        shape = resized(x.shape, split_axis, x.shape[split_axis] // group.size)
+        return jnp.zeros(resized(shape, concat_axis, shape[concat_axis] * group.size), x.dtype)
+    return module.all_to_all(x, group, split_axis=split_axis, concat_axis=concat_axis, how=how)
+
+
+def _ragged_all_to_all(
+    module: Any, how: How, *args: jax.Array, axis_name: Any, axis_index_groups: Any = None
+) -> jax.Array:
+    operand, output = args[:2]
+    if operand.size == 0 or output.size == 0:
+        return output
+    return module.ragged_all_to_all(*args, group_of(axis_name, axis_index_groups), how=how)
+
+
+def _ppermute(module: Any, how: How, x: jax.Array, *, axis_name: Any, perm: Any) -> jax.Array:
+    if not perm or x.size == 0:
+        return jnp.zeros_like(x)
+    return module.ppermute(x, group_of(axis_name), perm=tuple(map(tuple, perm)), how=how)
+
+
+def _pbroadcast(
+    module: Any, how: How, x: jax.Array, source: Any = None, *, axis_name: Any, **params: Any
+) -> jax.Array:
+    # Everyone but the source adds zero bits: the sum of unsigned integers is the source's bits.
+    group = group_of(axis_name)
+    source = params.get("source", source)
+    bits, packed_dtype = _bits(x)
+    masked = jnp.where(lax.axis_index(group.axes) == source, bits, jnp.zeros_like(bits))
+    if group.size > 1 and x.size:
+        masked = module.all_reduce(masked, group, op="sum", how=how)
+    return _from_bits(masked, packed_dtype, x.dtype)
+
+
+def _bits(x: jax.Array) -> tuple[jax.Array, Any]:
+    """x as unsigned integers, and the dtype of what they are the bits of (see `packing`)."""
+    packed, _ = packing.pack(x)
+    unsigned = lax.bitcast_convert_type(packed, _unsigned(packed.dtype))
+    return unsigned.astype(jnp.promote_types(unsigned.dtype, jnp.uint8)), packed.dtype
+
+
+def _from_bits(bits: jax.Array, packed_dtype: Any, dtype: Any) -> jax.Array:
+    unsigned = bits.astype(_unsigned(packed_dtype))
+    return packing.unpack(lax.bitcast_convert_type(unsigned, packed_dtype), dtype)
+
+
+def _unsigned(dtype: Any) -> Any:
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return getattr(jnp, f"uint{info(dtype).bits}")

@@ -1,0 +1,288 @@
+"""Canonical collectives on NVIDIA GPUs: NCCL's, on XLA's own stream, inside `jax.jit`.
+
+Each is one call of Python from the program (`nccl.ffi`), which only puts work on the stream. XLA
+captures runs of five or more operations into CUDA graphs by itself, these calls included, with one
+process for each GPU and with one for all: Python then runs in a program's first runs, and again
+when XLA captures anew because buffers have moved, but not in replays. Shorter programs are
+captured with `jax.jit(f, compiler_options={"xla_gpu_graph_min_graph_size": 1})`.
+
+Communicators are made while a program is lowered, in every process that lowers it, one for each
+set of devices: their timeout and watchdog are `nccl.configure`'s, and `nccl.check()` tells whether
+one has failed.
+
+NCCL moves and adds contiguous blocks, so gathering, scattering and exchanging along any but the
+first dimension costs a transpose, which XLA does.
+"""
+
+import dataclasses
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import mlir
+from jax.sharding import Mesh
+
+from pallas_collectives import backends, nccl
+from pallas_collectives.backends import How
+from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
+from pallas_collectives.kernels.topology import Group
+from pallas_collectives.nccl import dtypes, ffi
+
+# NCCL adds no 16-bit integers; modulo 2**16 the wider sums are the same.
+_WIDER = {"int16": "int32", "uint16": "uint32"}
+
+
+def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
+    """The group's blocks side by side along `axis`."""
+    _serves("all_gather", x.dtype, how)
+
+    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+        c.all_gather(inputs[0], outputs[0], x.size, x.dtype, stream)
+
+    work = _Work(f"all_gather {x.dtype} {x.size}", enqueue)
+    return _side_by_side(_call(work, group, (group.size, *x.shape), x.dtype, x), axis)
+
+
+def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
+    """The sum of everyone's block `me`."""
+    dtype = _summed("reduce_scatter", x.dtype, "sum", how)
+    blocks = _blocks(x, axis, group.size).astype(dtype)
+    shape = blocks.shape[1:]
+
+    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+        c.reduce_scatter(inputs[0], outputs[0], math.prod(shape), dtype, "sum", stream)
+
+    work = _Work(f"reduce_scatter sum {dtype} {math.prod(shape)}", enqueue)
+    return _call(work, group, shape, dtype, blocks).astype(x.dtype)
+
+
+def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
+    """The sum, maximum or minimum, everywhere."""
+    dtype = _summed("all_reduce", x.dtype, op, how)
+
+    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+        c.all_reduce(inputs[0], outputs[0], x.size, dtype, op, stream)
+
+    work = _Work(f"all_reduce {op} {dtype} {x.size}", enqueue)
+    return _call(work, group, x.shape, dtype, x.astype(dtype)).astype(x.dtype)
+
+
+def all_to_all(
+    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, how: How
+) -> jax.Array:
+    """Block p goes to p and lands as block `me`."""
+    _serves("all_to_all", x.dtype, how)
+    return _side_by_side(_exchanged(_blocks(x, split_axis, group.size), group), concat_axis)
+
+
+def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how: How) -> jax.Array:
+    """What the source sends; zeros where there is none."""
+    _serves("ppermute", x.dtype, how)
+    target_of, source_of = dict(perm), {target: source for source, target in perm}
+
+    text = f"ppermute {list(perm)} {x.dtype} {x.size}"
+
+    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+        sends = [(inputs[0], x.size, target_of[c.rank])] if c.rank in target_of else []
+        recvs = [(outputs[0], x.size, source_of[c.rank])] if c.rank in source_of else []
+        nccl.exchange([nccl.Messages(c, sends, recvs, stream)], x.dtype, text)
+
+    # The zeros are the result's memory: whoever receives overwrites them.
+    work = _Work(text, enqueue, aliases=((1, 0),))
+    return _call(work, group, x.shape, x.dtype, x, jnp.zeros_like(x))
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    group: Group,
+    *,
+    how: How,
+) -> jax.Array:
+    """Rows of runtime-chosen counts to each device, as lax.
+
+    NCCL takes counts from the host, so the stream is waited for, once a call, and the call cannot
+    be part of a graph.
+    """
+    _serves("ragged_all_to_all", operand.dtype, how)
+    to_peers = output_offsets.reshape(group.size, -1)
+    landing = _exchanged(to_peers, group).reshape(-1)  # the senders know where our rows begin
+    plan = jnp.stack([input_offsets, send_sizes, landing, recv_sizes]).astype(jnp.int32)
+    row, dtype = math.prod(operand.shape[1:]), operand.dtype
+    each = plan.shape[1] // group.size
+    text = f"ragged_all_to_all {dtype} {operand.shape} to {output.shape} by {plan.shape}"
+
+    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+        words = c.read_back(inputs[2], 4 * plan.size, stream)
+        table = np.array(struct.unpack(f"{plan.size}i", words)).reshape(plan.shape)
+        send_from, send, land_at, receive = table
+        _check_rows("send", send_from, send, operand.shape[0])
+        _check_rows("receive", land_at, receive, output.shape[0])
+
+        def parts(base: int, first: np.ndarray, count: np.ndarray) -> list[nccl.Part]:
+            pitch = row * dtype.itemsize
+            return [
+                (base + int(first[i]) * pitch, int(count[i]) * row, i // each)
+                for i in range(len(count))
+                if count[i]
+            ]
+
+        sends = parts(inputs[0], send_from, send)
+        recvs = parts(outputs[0], land_at, receive)
+        nccl.exchange([nccl.Messages(c, sends, recvs, stream)], dtype, text)
+
+    work = _Work(text, enqueue, graph=False, aliases=((1, 0),))
+    return _call(work, group, output.shape, dtype, operand, output, plan)
+
+
+def _check_rows(what: str, first: np.ndarray, count: np.ndarray, rows: int) -> None:
+    """Nothing may be read or written outside the arrays."""
+    if (first < 0).any() or (count < 0).any() or ((first + count > rows) & (count > 0)).any():
+        raise ValueError(
+            f"ragged_all_to_all would {what} rows outside [0, {rows}): offsets {first.tolist()}, "
+            f"sizes {count.tolist()}"
+        )
+
+
+def _serves(op: str, dtype: Any, how: How) -> None:
+    """Raises unless NCCL can move `dtype`, and counts the call."""
+    if how.algorithm is not None:
+        raise AlgorithmError(
+            f"algorithm={how.algorithm!r} for {op}",
+            "NCCL chooses its algorithms itself",
+            "leave algorithm=None; NCCL_ALGO and NCCL_PROTO in the environment restrict it",
+        )
+    _checked(dtype, lambda: dtypes.moved(dtype))
+    backends.count(op, "nccl", None)
+
+
+def _summed(op: str, dtype: Any, reduction: str, how: How) -> Any:
+    """The dtype in which NCCL reduces `dtype`; raises unless it can, and counts the call."""
+    name = np.dtype(dtype).name
+    if how.precise and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4:
+        name = "float32"
+    wide = jnp.dtype(_WIDER.get(name, name))
+    _checked(dtype, lambda: dtypes.reduced(wide, reduction))
+    _serves(op, dtype, how)
+    return wide
+
+
+def _checked(dtype: Any, check: Callable[[], Any]) -> None:
+    try:
+        check()
+    except TypeError as error:
+        raise DtypeError(f"dtype {dtype}", str(error), "cast before the collective") from error
+
+
+def _exchanged(blocks: jax.Array, group: Group) -> jax.Array:
+    """(n, ...): block p to device p, device p's block to place p."""
+    count = blocks.size // group.size
+
+    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+        c.all_to_all(inputs[0], outputs[0], count, blocks.dtype, stream)
+
+    work = _Work(f"all_to_all {blocks.dtype} {count}", enqueue)
+    return _call(work, group, blocks.shape, blocks.dtype, blocks)
+
+
+def _blocks(x: jax.Array, axis: int, n: int) -> jax.Array:
+    """(..., n * s, ...) -> (n, ..., s, ...)."""
+    shape = x.shape
+    cut = x.reshape(*shape[:axis], n, shape[axis] // n, *shape[axis + 1 :])
+    return jnp.moveaxis(cut, axis, 0)
+
+
+def _side_by_side(blocks: jax.Array, axis: int) -> jax.Array:
+    """(n, ..., s, ...) -> (..., n * s, ...)."""
+    n, *shape = blocks.shape
+    moved = jnp.moveaxis(blocks, 0, axis)
+    return moved.reshape(*shape[:axis], n * shape[axis], *shape[axis + 1 :])
+
+
+# --- from a trace to the call -------------------------------------------------------------------
+
+Addresses = Sequence[int]
+Enqueue = Callable[[nccl.Communicator, int, Addresses, Addresses], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What one call puts on the stream.
+
+    Attributes:
+      text: names it, dtypes, counts and all: equal texts, equal work.
+      enqueue: does it, for this device's communicator.
+      graph: whether it may be replayed as captured.
+      aliases: (operand, result) pairs that share their memory.
+    """
+
+    text: str
+    enqueue: Enqueue = dataclasses.field(compare=False)
+    graph: bool = True
+    aliases: tuple[tuple[int, int], ...] = ()
+
+
+_call_p = core.Primitive("nccl_call")
+
+
+def _call(
+    work: _Work, group: Group, shape: Sequence[int], dtype: Any, *operands: jax.Array
+) -> jax.Array:
+    return _call_p.bind(*operands, work=work, group=group, shape=tuple(shape), dtype=dtype)
+
+
+@_call_p.def_abstract_eval
+def _abstract_eval(
+    *operands: Any, work: _Work, group: Group, shape: tuple[int, ...], dtype: Any
+) -> Any:
+    return jax.core.ShapedArray(shape, dtype)
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, work: _Work, group: Group, **params: Any
+) -> Any:
+    """Makes the communicators and names the work for the program."""
+    del params
+    members = device_groups(getattr(ctx.module_context.axis_context, "mesh", None), group)
+    at: dict[int, nccl.Communicator] = {}
+    for devices in members:
+        if any(d.process_index == jax.process_index() for d in devices):
+            communicators = nccl.get(devices, name="collectives").communicators
+            at.update({c.ordinal: c for c in communicators.values()})
+
+    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
+        work.enqueue(at[ordinal], stream, inputs, outputs)
+
+    ids = [[d.id for d in devices] for devices in members]
+    return ffi.lower(
+        ctx, f"{work.text} over {ids}", function, *operands,
+        graph=work.graph, aliases=dict(work.aliases),
+    )  # fmt: skip
+
+
+mlir.register_lowering(_call_p, _lower)
+
+
+def device_groups(mesh: Any, group: Group) -> list[list[jax.Device]]:
+    """The devices of each group that a collective over `group` has on a mesh, in order of rank."""
+    if not isinstance(mesh, Mesh):
+        raise BackendError(
+            "backend='nccl'",
+            "communicators need the devices, and the program is lowered for an abstract mesh",
+            "lower it with shardings over a concrete mesh",
+        )
+    others = [a for a in mesh.axis_names if a not in group.axes]
+    order = [mesh.axis_names.index(a) for a in (*others, *group.axes)]
+    rows = np.transpose(mesh.devices, order).reshape(-1, math.prod(group.sizes))
+    if group.index_groups is None:
+        return [list(row) for row in rows]
+    return [[row[i] for i in indices] for row in rows for indices in group.index_groups]

@@ -1,0 +1,43 @@
+"""Dtypes and shapes that a TPU's DMA engine cannot address, as ones that it can.
+
+A collective that only moves data may move any bits of the same size. Aligned shapes of DMA-able
+dtypes pass through untouched; everything else costs a pass over the array on either side.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+
+def pack(x: jax.Array) -> tuple[jax.Array, int]:
+    """x in a dtype that DMAs move, and how many leading dimensions (0 or 1) that added.
+
+    bool travels as uint8, float16 as bfloat16 bits, and complex and 64-bit numbers as two arrays
+    side by side in a new leading dimension.
+    """
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8), 0
+    if x.dtype == jnp.float16:
+        return lax.bitcast_convert_type(x, jnp.bfloat16), 0
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts, added = pack(jnp.stack([x.real, x.imag]))
+        return (parts.reshape(-1, *x.shape), 1) if added else (parts, 1)
+    if x.dtype.itemsize == 8:
+        return jnp.moveaxis(lax.bitcast_convert_type(x, jnp.uint32), -1, 0), 1
+    return x, 0
+
+
+def unpack(y: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The inverse of `pack`, for an array of any shape behind the added dimension."""
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return y.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        real_dtype = jnp.finfo(dtype).dtype
+        if real_dtype.itemsize == 8:
+            y = unpack(y.reshape(2, 2, *y.shape[1:]), real_dtype)
+        return lax.complex(y[0], y[1])
+    if dtype.itemsize == 8:
+        return lax.bitcast_convert_type(jnp.moveaxis(y, 0, -1), dtype)
+    return y if y.dtype == dtype else lax.bitcast_convert_type(y, dtype)

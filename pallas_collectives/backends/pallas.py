@@ -1,0 +1,205 @@
+"""Canonical collectives on Pallas kernels: the layout, the algorithm, the launch."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from pallas_collectives import chips, tuning
+from pallas_collectives.backends import How, algorithms, packing
+from pallas_collectives.backends.pallas_reductions import all_reduce as all_reduce
+from pallas_collectives.backends.pallas_reductions import reduce_scatter as reduce_scatter
+from pallas_collectives.kernels import all_gather as all_gather_kernels
+from pallas_collectives.kernels import all_to_all as all_to_all_kernels
+from pallas_collectives.kernels import launch
+from pallas_collectives.kernels import ppermute as ppermute_kernels
+from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
+from pallas_collectives.kernels.blocks import LANES, sliceable
+from pallas_collectives.kernels.topology import Group
+
+
+def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
+    """The group's blocks side by side along `axis`.
+
+    Blocks whose size along `axis` is a whole number of tiles are written to their place; others
+    are gathered along a new leading dimension, and moved to their place by XLA: one more pass.
+    """
+    packed, added = packing.pack(x)
+    axis += added
+    aligned = sliceable(packed.shape[axis], axis, packed.ndim, packed.dtype)
+    block = packed if aligned else packed.reshape(1, *_at_least_2d(packed.shape))
+    algorithm, vmem = algorithms.choose("all_gather", how, _nbytes(block), group)
+    gathered = _all_gather(block, group, axis if aligned else 0, algorithm, vmem, how)
+    if not aligned:
+        shape = packed.shape
+        gathered = jnp.moveaxis(gathered.reshape(group.size, *shape), 0, axis)
+        gathered = gathered.reshape(*shape[:axis], group.size * shape[axis], *shape[axis + 1 :])
+    return packing.unpack(gathered, x.dtype)
+
+
+def _all_gather(
+    x: jax.Array, group: Group, axis: int, algorithm: str, vmem: bool, how: How
+) -> jax.Array:
+    kernels, interpret = all_gather_kernels, how.interpret
+    if algorithm == "direct":
+        return kernels.direct(x, group, axis=axis, vmem=vmem, interpret=interpret)
+    both = algorithm == "bidirectional"
+    return kernels.ring(x, group, axis=axis, bidirectional=both, vmem=vmem, interpret=interpret)
+
+
+def all_to_all(
+    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, how: How
+) -> jax.Array:
+    """Block p along `split_axis` goes to device p; what comes lies side by side on `concat_axis`.
+
+    Blocks that are whole tiles along both axes are read and written in place. Along an axis where
+    they are not, they go through a new leading dimension instead, at one more pass by XLA.
+    """
+    packed, added = packing.pack(x)
+    split, concat = split_axis + added, concat_axis + added
+    block = list(packed.shape)
+    block[split] //= group.size
+    splits, joins = (
+        sliceable(block[axis], axis, packed.ndim, packed.dtype) for axis in (split, concat)
+    )
+    if splits and joins:
+        operand, split_at, concat_at = packed, split, concat
+    elif splits:
+        operand, split_at, concat_at = packed[None], split + 1, 0
+    else:
+        operand = _blocks_first(packed, split, group.size)
+        split_at, concat_at = 0, concat + 1 if joins else 0
+    algorithm, vmem = algorithms.choose("all_to_all", how, _nbytes(operand) // group.size, group)
+    kernels = all_to_all_kernels
+    y = (kernels.direct if algorithm == "direct" else kernels.ring)(
+        operand,
+        group,
+        split_axis=split_at,
+        concat_axis=concat_at,
+        vmem=vmem,
+        interpret=how.interpret,
+    )
+    if not joins:
+        y = _blocks_along(y.reshape(group.size, *block), concat)
+    elif not splits:
+        y = y[0]
+    return packing.unpack(y, x.dtype)
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    group: Group,
+    *,
+    how: How,
+) -> jax.Array:
+    """The slices of rows that everyone sends, in their places in `output`.
+
+    Arrays of three or more dimensions whose last is whole lanes of 128 are read and written in
+    place. For others, whose rows DMAs cannot address one by one, rows are padded to whole lanes,
+    and all are moved: one more pass over either operand and the result.
+    """
+    algorithm, vmem = algorithms.choose(
+        "ragged_all_to_all", how, _nbytes(operand) // group.size, group
+    )
+    del algorithm  # there is one
+    (x, added), (init, _) = packing.pack(operand), packing.pack(output)
+    if added:
+        x, init = jnp.moveaxis(x, 0, 1), jnp.moveaxis(init, 0, 1)
+    y = ragged_all_to_all_kernels.direct(
+        _whole_lanes(x),
+        _whole_lanes(init),
+        _as_int32(input_offsets),
+        _as_int32(send_sizes),
+        _as_int32(output_offsets),
+        _as_int32(recv_sizes),
+        group,
+        vmem=vmem,
+        interpret=how.interpret,
+    )
+    row_size = math.prod(init.shape[1:])
+    y = y.reshape(len(y), -1)[:, :row_size].reshape(init.shape)
+    return packing.unpack(jnp.moveaxis(y, 1, 0) if added else y, output.dtype)
+
+
+def ppermute(
+    x: jax.Array, group: Group, *, perm: tuple[tuple[int, int], ...], how: How
+) -> jax.Array:
+    """Each source's x at its target, zeros elsewhere.
+
+    Where collective ids run short, a permutation that has none yet goes by `everyone`.
+    """
+    how = how if how.algorithm else _with_barrier(perm, group, how)
+    packed, _ = packing.pack(x)
+    algorithm, vmem = algorithms.choose("ppermute", how, _nbytes(packed), group)
+    chip = chips.current()
+    for source, target in perm:
+        if not tuning.reaches(target - source, group.size, chip):
+            raise algorithms.unreachable(
+                f"perm with {(source, target)} over {group.size} devices", chip
+            )
+    y = ppermute_kernels.direct(
+        packed.reshape(_at_least_2d(packed.shape)),
+        group,
+        perm=perm,
+        everyone=algorithm == "everyone",
+        vmem=vmem,
+        interpret=how.interpret,
+    )
+    return packing.unpack(y.reshape(packed.shape), x.dtype)
+
+
+def _with_barrier(perm: ppermute_kernels.Pairs, group: Group, how: How) -> How:
+    """`how`, with everyone's barrier in place of the partners' where collective ids run short."""
+    ids = launch.collective_ids(how.interpret)
+    if ids.can_spare(launch.barrier_key(ppermute_kernels.barrier_key(perm), group)):
+        return how
+    logging.log_first_n(
+        logging.WARNING,
+        "pallas_collectives: ppermute waits for everyone, because this process has met so many "
+        "permutations that no collective id is left for another (algorithm 'everyone')",
+        1,
+    )
+    return dataclasses.replace(how, algorithm="everyone")
+
+
+def _blocks_first(x: jax.Array, axis: int, n: int) -> jax.Array:
+    """The n blocks along `axis`, one after the other in a new first dimension, at least 3-D."""
+    block = (*x.shape[:axis], x.shape[axis] // n, *x.shape[axis + 1 :])
+    stacked = jnp.moveaxis(x.reshape(*x.shape[:axis], n, *block[axis:]), axis, 0)
+    return stacked.reshape(n, *_at_least_2d(block))
+
+
+def _blocks_along(stacked: jax.Array, axis: int) -> jax.Array:
+    """Blocks of a first dimension, side by side along `axis` of one block."""
+    n, *block = stacked.shape
+    block[axis] *= n
+    return jnp.moveaxis(stacked, 0, axis).reshape(block)
+
+
+def _whole_lanes(rows: jax.Array) -> jax.Array:
+    """Rows with whole lanes as their last dimension, and one dimension more at least."""
+    if rows.ndim > 2 and rows.shape[-1] % LANES == 0:
+        return rows
+    flat = rows.reshape(len(rows), -1)
+    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % LANES))).reshape(len(flat), -1, LANES)
+
+
+def _as_int32(x: jax.Array) -> jax.Array:
+    """Integers of any type as int32; those beyond it become its largest or smallest."""
+    of, to = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    return jnp.clip(x, max(of.min, to.min), min(of.max, to.max)).astype(jnp.int32)
+
+
+def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (2 - len(shape)) + shape
+
+
+def _nbytes(x: jax.Array) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize

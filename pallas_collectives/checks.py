@@ -1,0 +1,154 @@
+"""What a collective's arguments must be; each error names the value, the rule and the remedy.
+
+lax leaves these to fail later, in the compiler or on the devices, or with less to go on.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from pallas_collectives.backends import How
+from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
+
+AxisName = Any
+Groups = Any
+
+
+def named(axis_name: AxisName) -> tuple[Any, ...]:
+    """The axes that have names: all but those that are dimensions, given by number."""
+    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    return tuple(axis for axis in axes if not isinstance(axis, int))
+
+
+def size_of(axis_name: AxisName) -> int:
+    """Devices along an axis or axes; raises where one is not bound, or named twice."""
+    size, axes = 1, named(axis_name)
+    if len(set(axes)) < len(axes):
+        rule = "no axis may occur twice"
+        raise CollectiveError(f"axis_name={axis_name}", rule, "name each axis once")
+    for axis in axes:
+        try:
+            size *= lax.axis_size(axis)
+        except NameError:
+            bound = jax.sharding.get_abstract_mesh().manual_axes
+            raise UnboundAxisError(
+                f"axis name {axis!r}",
+                f"it must be bound by jax.shard_map, vmap or pmap; bound are {sorted(bound)}",
+                "call inside jax.shard_map over a mesh with this axis, or use "
+                "pallas_collectives.sharded",
+            ) from None
+    return size
+
+
+def check_groups(groups: Groups, size: int) -> None:
+    """Groups of equal size have each device of an axis of this size once."""
+    try:
+        members = sorted(device for group in groups for device in group)
+    except TypeError:
+        members = []
+    if members != list(range(size)):
+        rule = f"each of the axis's {size} device numbers must be in exactly one group"
+    elif len({len(group) for group in groups}) > 1:
+        rule = "groups must be of equal size"
+    else:
+        return
+    raise CollectiveError(f"axis_index_groups={groups}", rule, "correct the groups")
+
+
+def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int) -> None:
+    """Operand, output and tables of a ragged exchange fit together."""
+    operand, output = jax.typeof(operand), jax.typeof(output)
+    alike = operand.dtype == output.dtype and operand.shape[1:] == output.shape[1:]
+    if not alike or not operand.shape or not output.shape:
+        raise CollectiveError(
+            f"operand of {operand.str_short()}, output of {output.str_short()}",
+            "both must have the same dtype and rows of the same shape",
+            "convert or reshape one of them",
+        )
+    for name, value in slices.items():
+        if not np.issubdtype(jax.typeof(value).dtype, np.integer):
+            rule = "offsets and sizes are integers"
+            raise CollectiveError(f"{name} of {jax.typeof(value).dtype}", rule, "give it as int32")
+    lengths = {name: np.shape(value) for name, value in slices.items()}
+    count = next(iter(lengths.values()))
+    if len(set(lengths.values())) > 1 or len(count) != 1 or count[0] % devices:
+        raise CollectiveError(
+            ", ".join(f"{name} of shape {shape}" for name, shape in lengths.items()),
+            f"all must be of one length, a multiple of the {devices} devices",
+            "give each device the same number of slices, with size 0 where there is none",
+        )
+
+
+def check_perm(perm: Any, size: int) -> None:
+    """Each source and each target is a device, and occurs once."""
+    try:
+        roles = {"source": [source for source, _ in perm], "target": [to for _, to in perm]}
+    except TypeError:
+        rule = "it is a list of pairs of device numbers"
+        raise CollectiveError(f"perm={perm}", rule, "give (source, target) pairs") from None
+    for role, devices in roles.items():
+        if len(set(devices)) < len(devices):
+            rule = f"no device may be a {role} twice"
+        elif not all(0 <= device < size for device in devices):
+            rule = f"a {role} is a device number in [0, {size})"
+        else:
+            continue
+        raise CollectiveError(f"perm={perm}", rule, "correct the pairs")
+
+
+def check_source(source: Any, size: int) -> None:
+    """A source known while tracing exists."""
+    if isinstance(source, int) and not 0 <= source < size:
+        rule = f"it is a device number in [0, {size})"
+        raise CollectiveError(f"source={source}", rule, "name a device of the axis")
+
+
+def check_order(axis_name: AxisName) -> None:
+    """lax numbers a permutation's devices in the mesh's order, and refuses another from 0.11 on."""
+    mesh = jax.sharding.get_abstract_mesh()
+    given = [axis for axis in named(axis_name) if axis in mesh.axis_names]
+    ordered = sorted(given, key=mesh.axis_names.index)
+    if given != ordered:
+        raise CollectiveError(
+            f"axis_name={axis_name}",
+            f"a permutation takes its axes in the mesh's order, {tuple(ordered)}",
+            "give them in that order, and number the devices of perm by it",
+        )
+
+
+def check_ordered(name: str, x: Any, how: How) -> None:
+    """No leaf is complex, of which lax leaves the refusal to XLA."""
+    for leaf in jax.tree.leaves(x):
+        if how.backend != "xla" and np.iscomplexobj(leaf):
+            rule = "complex numbers have no order"
+            raise DtypeError(f"{name} of {jax.typeof(leaf).dtype}", rule, "reduce a real")
+
+
+def check_blocks(
+    name: str, axis: int, x: Any, axis_name: AxisName, groups: Groups, tiled: bool
+) -> None:
+    """Every leaf has a block for each device along `axis`."""
+    devices = size_of(axis_name) if groups is None else len(groups[0])
+    for leaf in jax.tree.leaves(x):
+        check_axis(name, axis, np.ndim(leaf))
+        size = np.shape(leaf)[axis]
+        if tiled and size % devices:
+            rule, remedy = f"tiled, it must be a multiple of the {devices} devices", "pad it"
+        elif not tiled and size != devices:
+            rule = f"untiled, it must be the number of devices, {devices}"
+            remedy = "pass tiled=True, or reshape the operand"
+        else:
+            continue
+        raise CollectiveError(f"dimension {name}={axis} of size {size}", rule, remedy)
+
+
+def check_axis(name: str, axis: int, ndim: int) -> None:
+    """`axis` is one of an array of `ndim` dimensions."""
+    if not -ndim <= axis < ndim:
+        raise CollectiveError(
+            f"{name}={axis}",
+            f"it must lie in [{-ndim}, {ndim}) for this operand",
+            "count dimensions from 0, or from -1 backwards; a new dimension counts too",
+        )

@@ -1,0 +1,412 @@
+"""The collectives of `jax.lax`, by the same names and with the same arguments.
+
+Each takes two keyword arguments more than lax's:
+
+* `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
+* `algorithm`: the backend's algorithm by name; None has it chosen for the size and the chip.
+
+Semantics are lax's own: its function is run, with our primitives in place of its collectives (see
+`primitives`). What is checked here is what lax leaves to fail later, or with less to go on.
+"""
+
+import types
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from pallas_collectives import backends, checks, primitives
+from pallas_collectives.backends import How
+from pallas_collectives.checks import AxisName, Groups
+
+# lax's functions as they were on import: `override_lax` may have put ours in their place since.
+LAX = types.SimpleNamespace(**{
+    name: getattr(lax, name)
+    for name in (
+        *("all_gather", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute"),
+        *("pshuffle", "psum", "psum_scatter", "pswapaxes", "ragged_all_to_all"),
+    )
+})  # fmt: skip
+
+
+def all_gather(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Gathers x from all devices along a mesh axis, as `jax.lax.all_gather` does.
+
+    Args:
+      x: array or pytree of arrays, each (..., s, ...) per device.
+      axis_name: mesh axis, or tuple of axes (numbered major first), of n devices together.
+      axis_index_groups: lists of device numbers that partition the axis; each gathers by itself.
+      axis: where the blocks go: the position of a new dimension of size n, or if tiled the
+        dimension along which they are concatenated, to size n * s.
+      tiled: concatenate instead of stacking.
+      to: "varying", or "invarying" for a result typed as equal on all devices.
+      backend: see the module.
+      algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
+        or "direct" (everyone to everyone in one hop; small arrays); with ":vmem" behind it,
+        operand and result are kept in VMEM.
+
+    Returns:
+      Arrays of n blocks, ordered by device number.
+
+    Blocks that are whole tiles along `axis` (8 rows of 4-byte, 16 of 2-byte, 32 of 1-byte elements;
+    128 in the last dimension; anything in dimensions before the last two) are written straight to
+    their place. Others cost one extra pass over the result.
+
+    Raises:
+      UnboundAxisError: no mesh in scope has the axis.
+      CollectiveError: an axis or groups that do not fit x or the mesh.
+      AlgorithmError, BackendError, VmemError: see `errors`.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
+    """
+    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    for leaf in jax.tree.leaves(x):
+        checks.check_axis("axis", axis, np.ndim(leaf) + (not tiled))
+    options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
+    return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), x)
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    precise: bool = False,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Sums x over devices and leaves each one block, as `jax.lax.psum_scatter` does.
+
+    Args:
+      x: array or pytree of arrays, each (..., n * s, ...) per device; (..., n, ...) if not tiled.
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      scatter_dimension: the dimension that is cut into n blocks.
+      axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
+      tiled: keep the scattered dimension, of size s, instead of dropping it.
+      precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
+      backend: see the module.
+      algorithm: "bidirectional" or "unidirectional"; with ":vmem" behind it the operand is kept
+        in VMEM.
+
+    Returns:
+      Arrays of one block: device p's is block p of the sum.
+
+    The order of additions is fixed by the ring, so results are bit-identical from run to run.
+    Floats narrower than 32 bits are added in float32 on each device and rounded once per hop.
+
+    Raises:
+      UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
+    """
+    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
+    checks.check_blocks(
+        "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
+    )
+    options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
+
+    def scatter(leaf: Any) -> Any:
+        dimension = scatter_dimension % np.ndim(leaf)  # JAX 0.10 takes no negative axes
+        return LAX.psum_scatter(leaf, axis_name, scatter_dimension=dimension, **options)
+
+    return primitives.with_twins(how, lambda x: jax.tree.map(scatter, x), x)
+
+
+reduce_scatter = psum_scatter
+
+
+def psum(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    precise: bool = False,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Sums x over devices, as `jax.lax.psum` does.
+
+    Args:
+      x: array or pytree of arrays, of any shape; Python scalars and other constants fold to
+        multiples of themselves, so that psum(1, axis) is the number of devices.
+      axis_name: mesh axis, or tuple of axes.
+      axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
+      precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
+      backend: see the module.
+      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays) or "one_shot"
+        (everyone to everyone in one hop; small arrays); with ":vmem" behind it operand and result
+        are kept in VMEM.
+
+    Returns:
+      Arrays of x's shape and dtype (int32 for bool), with the same bits on every device.
+
+    Raises:
+      UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+    """
+    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
+    options = {"axis_index_groups": axis_index_groups}
+    return primitives.with_twins(how, lambda x: LAX.psum(x, axis_name, **options), x)
+
+
+all_reduce = psum
+
+
+def pmean(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    precise: bool = False,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
+    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
+    options = {"axis_index_groups": axis_index_groups}
+    return primitives.with_twins(how, lambda x: LAX.pmean(x, axis_name, **options), x)
+
+
+def pmax(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """The elementwise maximum of x over devices, as `jax.lax.pmax`; arguments as `psum`'s."""
+    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    checks.check_ordered("pmax", x, how)
+    options = {"axis_index_groups": axis_index_groups}
+    return primitives.with_twins(how, lambda x: LAX.pmax(x, axis_name, **options), x)
+
+
+def pmin(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """The elementwise minimum of x over devices, as `jax.lax.pmin`; arguments as `psum`'s."""
+    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    checks.check_ordered("pmin", x, how)
+    options = {"axis_index_groups": axis_index_groups}
+    return primitives.with_twins(how, lambda x: LAX.pmin(x, axis_name, **options), x)
+
+
+def all_to_all(
+    x: Any,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Sends block p of x to device p and concatenates what comes, as `jax.lax.all_to_all` does.
+
+    Args:
+      x: array or pytree of arrays, cut into n blocks along `split_axis`.
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      split_axis: the dimension cut into blocks; of size n if not tiled.
+      concat_axis: where the blocks received are laid: along this dimension if tiled, else along
+        a new one at this position of the result.
+      axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
+      tiled: cut and concatenate, instead of dropping one dimension and adding another.
+      backend: see the module.
+      algorithm: "direct" (n-1 sends at once) or "ring" (neighbours only, both ways round); with
+        ":vmem" behind it operand and result are kept in VMEM.
+
+    Returns:
+      Arrays of as many elements as x; blocks ordered by the device they come from.
+
+    Raises:
+      UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+    """
+    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    checks.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
+    for leaf in jax.tree.leaves(x):
+        checks.check_axis("concat_axis", concat_axis, np.ndim(leaf))
+    options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
+
+    def exchange(leaf: Any) -> Any:
+        ndim = np.ndim(leaf)  # JAX 0.10 takes no negative axes
+        return LAX.all_to_all(leaf, axis_name, split_axis % ndim, concat_axis % ndim, **options)
+
+    return primitives.with_twins(how, lambda x: jax.tree.map(exchange, x), x)
+
+
+def ragged_all_to_all(
+    operand: Any,
+    output: Any,
+    input_offsets: Any,
+    send_sizes: Any,
+    output_offsets: Any,
+    recv_sizes: Any,
+    *,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Sends rows of runtime-chosen counts to each device, as `jax.lax.ragged_all_to_all` does.
+
+    Args:
+      operand: (rows, ...): the rows to send.
+      output: (rows', ...): what the result holds where nothing is received.
+      input_offsets: int[k * n]: the first row of operand for device p; with k slices per device,
+        those for device 0 come first. As the next three.
+      send_sizes: how many rows device p gets.
+      output_offsets: the row of device p's result where ours begin.
+      recv_sizes: how many rows come from device p. Must be what it sends, as its `send_sizes` say:
+        a device that waits for rows that nobody sends waits for ever, and none can check it alone.
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
+      backend: see the module.
+      algorithm: "direct" (all slices at once); with ":vmem" behind it in VMEM.
+
+    Returns:
+      `output` with the rows received in place.
+
+    The kernel clips sizes to the rows that both arrays have, and moves a slice that lies out of
+    range to where it fits, as `jax.lax.dynamic_slice` does; lax leaves both undefined.
+    Only the rows sent cross the wire. Arrays of three or more dimensions whose last is a multiple
+    of 128 are read and written in place; others cost one extra pass over each.
+
+    Raises:
+      UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+    """
+    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    slices = {
+        "input_offsets": input_offsets,
+        "send_sizes": send_sizes,
+        "output_offsets": output_offsets,
+        "recv_sizes": recv_sizes,
+    }
+    checks.check_ragged(
+        operand, output, slices, checks.size_of(axis_name) // len(axis_index_groups or [0])
+    )
+    options = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
+    return primitives.with_twins(
+        how,
+        lambda *args: LAX.ragged_all_to_all(*args, **options),
+        operand,
+        output,
+        input_offsets,
+        send_sizes,
+        output_offsets,
+        recv_sizes,
+    )
+
+
+def ppermute(
+    x: Any,
+    axis_name: AxisName,
+    perm: Any,
+    *,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Sends x from each source to its target, as `jax.lax.ppermute` does.
+
+    Args:
+      x: array or pytree of arrays, of any shape.
+      axis_name: mesh axis, or tuple of axes, in the mesh's order.
+      perm: (source, target) pairs of device numbers; no source or target twice.
+      backend: see the module.
+      algorithm: "partners" (a source waits for its target alone) or "everyone" (for all devices,
+        and needs no collective id of its own); with ":vmem" behind it in VMEM.
+
+    Returns:
+      What arrived, of x's shape; zeros on devices that are no target.
+
+    Raises:
+      CollectiveError: a source or a target that occurs twice or does not exist, or axes that are
+        not in the mesh's order.
+      UnboundAxisError, AlgorithmError, BackendError: see `errors`.
+    """
+    how = _settle(axis_name, None, backend, algorithm)
+    checks.check_order(axis_name)
+    checks.check_perm(perm, checks.size_of(axis_name))
+    return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, perm), x)
+
+
+def pshuffle(
+    x: Any,
+    axis_name: AxisName,
+    perm: Any,
+    *,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
+    how = _settle(axis_name, None, backend, algorithm)
+    checks.check_order(axis_name)
+    checks.check_perm(
+        [(source, target) for target, source in enumerate(perm)], checks.size_of(axis_name)
+    )
+    return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), x)
+
+
+def pswapaxes(
+    x: Any,
+    axis_name: AxisName,
+    axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
+    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    checks.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
+    options = {"axis_index_groups": axis_index_groups}
+    return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), x)
+
+
+def pbroadcast(
+    x: Any,
+    axis_name: AxisName,
+    source: Any,
+    *,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
+    how = _settle(axis_name, None, backend, algorithm)
+    checks.check_source(source, checks.size_of(axis_name))
+    return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
+
+
+def _settle(
+    axis_name: AxisName,
+    groups: Groups,
+    backend: str | None,
+    algorithm: str | None,
+    precise: bool = False,
+) -> How:
+    """Checks axis names and groups against the mesh in scope, and settles who serves."""
+    size = checks.size_of(axis_name)
+    axes = checks.named(axis_name)
+    if groups is not None:
+        checks.check_groups(groups, size)
+    return backends.choose(axes, backend, algorithm, precise)

@@ -1,0 +1,36 @@
+"""Errors that name the value, the rule it breaks, and what to do instead."""
+
+
+class CollectiveError(ValueError):
+    """A collective that cannot run as asked; raised while tracing, before anything is launched."""
+
+    def __init__(self, value: str, rule: str, remedy: str) -> None:
+        super().__init__(f"{value}: {rule}. {remedy}.")
+
+
+class UnboundAxisError(CollectiveError, NameError):
+    """An axis name that no mesh in scope binds."""
+
+
+class AlgorithmError(CollectiveError):
+    """An algorithm that does not exist, or that the chip or the shape cannot run."""
+
+
+class ReachError(AlgorithmError):
+    """A collective whose devices the chip cannot write to from one another."""
+
+
+class NoIdError(CollectiveError):
+    """A collective for whose barrier the TPU has no semaphore left."""
+
+
+class BackendError(CollectiveError):
+    """A backend that does not exist, or that is not there on this platform."""
+
+
+class DtypeError(CollectiveError, TypeError):
+    """A dtype that the backend cannot move or reduce."""
+
+
+class VmemError(CollectiveError):
+    """A kernel that would need more VMEM than the chip has."""

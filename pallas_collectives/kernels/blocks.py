@@ -1,0 +1,81 @@
+"""How an array is cut into blocks that DMAs can address without copying anything first."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+LANES = 128
+
+
+def sublanes(dtype: Any) -> int:
+    """Rows of one (rows x 128 lanes) tile of a dtype: 8 for 4 bytes, 16 for 2, 32 for 1."""
+    return 8 * max(1, 4 // jnp.dtype(dtype).itemsize)
+
+
+def sliceable(size: int, axis: int, ndim: int, dtype: Any) -> bool:
+    """Whether cuts every `size` elements along `axis` fall on tile boundaries.
+
+    The last two dimensions of an array in HBM or VMEM are tiled; those before them are free.
+    """
+    match ndim - axis:
+        case 1:
+            return ndim > 1 and size % LANES == 0
+        case 2:
+            return size % sublanes(dtype) == 0
+        case _:
+            return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """An array made of equal blocks side by side along `axis`, each cut in equal parts.
+
+    Attributes:
+      shape: the shape of one block.
+      axis: the dimension along which blocks lie.
+      cut: the dimension along which a block is cut.
+      parts: how many parts a block is cut into.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    cut: int
+    parts: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], axis: int, dtype: Any, parts: int = 1) -> "Blocks":
+        """Blocks in at most `parts` parts (a power of two): as many as some dimension has free."""
+        while parts > 1:
+            for cut, size in enumerate(shape):
+                if size % parts == 0 and sliceable(size // parts, cut, len(shape), dtype):
+                    return cls(shape, axis, cut, parts)
+            parts //= 2
+        return cls(shape, axis, 0, 1)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of one part of a block."""
+        size = self.shape[self.cut] // self.parts
+        return (*self.shape[: self.cut], size, *self.shape[self.cut + 1 :])
+
+    def at(self, ref: Any, block: Any = None, part: Any = None) -> Any:
+        """The part of `ref` that is one block (all of it if None), or one part of that block."""
+        starts: list[Any] = [0] * len(self.shape)
+        sizes = list(self.shape)
+        if block is not None:
+            starts[self.axis] = block * self.shape[self.axis]
+        if part is not None:
+            sizes[self.cut] //= self.parts
+            starts[self.cut] += part * sizes[self.cut]
+        return ref.at[tuple(map(_span, starts, sizes))]
+
+    def nbytes(self, dtype: Any) -> int:
+        """Bytes of one block, without padding."""
+        return math.prod(self.shape) * jnp.dtype(dtype).itemsize
+
+
+def _span(start: Any, size: int) -> Any:
+    return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)

@@ -1,0 +1,119 @@
+"""Elementwise reduction of arrays of any size, tile by tile through VMEM."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.kernels.blocks import LANES, sublanes
+
+TILE_BYTES = 256 << 10  # of each operand; the pipeline holds two tiles of each and of the result
+
+OPS: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": jnp.add,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+}
+
+
+def combine(op: str, out_ref: Any, *in_refs: Any, vmem: bool) -> None:
+    """out = in[0] op in[1] op ..., in this order, rounded once.
+
+    Refs have one shape, whose last two dimensions are whole tiles, and lie all in HBM (read and
+    written through a double-buffered pipeline) or all in VMEM. `out_ref` may be one of `in_refs`.
+    Floats narrower than 32 bits are combined in float32, integers in 32 bits.
+    """
+    dtype = out_ref.dtype
+
+    def body(*refs: Any) -> None:
+        *ins, out = refs
+        terms = [ref[...].astype(wide(dtype)) for ref in ins]
+        out[...] = functools.reduce(OPS[op], terms).astype(dtype)
+
+    _over_tiles(body, out_ref, *in_refs, vmem=vmem)
+
+
+def combine_stack(op: str, out_ref: Any, stack_ref: Any, *, vmem: bool) -> None:
+    """out = stack[0] op stack[1] op ..., as `combine`; the code does not grow with the stack."""
+    dtype = out_ref.dtype
+
+    def body(stack: Any, out: Any) -> None:
+        def add(i: Any, so_far: Any) -> Any:
+            return OPS[op](so_far, stack[i].astype(wide(dtype)))
+
+        first = stack[0].astype(wide(dtype))
+        out[...] = lax.fori_loop(1, stack.shape[0], add, first).astype(dtype)
+
+    _over_tiles(body, out_ref, stack_ref, vmem=vmem)
+
+
+def _over_tiles(body: Callable[..., None], out_ref: Any, *in_refs: Any, vmem: bool) -> None:
+    """body(*input tiles, output tile) for each tile; stacked inputs come with all their layers."""
+    ndim = len(out_ref.shape)
+    layers = math.prod(size for ref in in_refs for size in ref.shape[:-ndim])
+    tile = tile_shape(out_ref.shape, out_ref.dtype, TILE_BYTES // layers)
+    grid = tuple(size // t for size, t in zip(out_ref.shape, tile, strict=True))
+    if vmem:
+        _for_each_tile(grid, tile, body, *in_refs, out_ref)
+        return
+
+    def spec(ref: Any) -> pl.BlockSpec:
+        stacked = ref.shape[:-ndim]
+        return pl.BlockSpec((*stacked, *tile), lambda *index: (*(0 for _ in stacked), *index))
+
+    in_specs = [spec(ref) for ref in in_refs]
+    pltpu.emit_pipeline(body, grid=grid, in_specs=in_specs, out_specs=[spec(out_ref)])(
+        *in_refs, out_ref
+    )
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which values of a dtype are combined."""
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize >= 4:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+
+
+def tile_shape(shape: tuple[int, ...], dtype: Any, limit: int) -> tuple[int, ...]:
+    """The largest tile of whole hardware tiles that cuts a shape evenly, of `limit` bytes."""
+    rows, columns = shape[-2:]
+    itemsize = jnp.dtype(dtype).itemsize
+    width = _divisor(columns, LANES, limit // (itemsize * sublanes(dtype)))
+    height = _divisor(rows, sublanes(dtype), limit // (itemsize * width))
+    return (*(1,) * (len(shape) - 2), height, width)
+
+
+def _divisor(size: int, step: int, limit: int) -> int:
+    """The largest divisor of `size` that is a multiple of `step` and at most `limit`."""
+    assert size % step == 0, (size, step)
+    units = size // step
+    return step * max(d for d in range(1, max(1, limit // step) + 1) if units % d == 0)
+
+
+def _for_each_tile(
+    grid: tuple[int, ...], tile: tuple[int, ...], body: Callable[..., None], *refs: Any
+) -> None:
+    strides = tuple(itertools.accumulate(reversed(grid[1:]), int.__mul__, initial=1))[::-1]
+
+    def at(number: Any) -> tuple[Any, ...]:
+        index = [lax.rem(lax.div(number, s), g) for s, g in zip(strides, grid, strict=True)]
+        return tuple(pl.ds(pl.multiple_of(i * t, t), t) for i, t in zip(index, tile, strict=True))
+
+    def step(number: Any, _: None) -> None:
+        index = at(number)
+        body(*(ref.at[(*map(_all, ref.shape[: -len(index)]), *index)] for ref in refs))
+
+    lax.fori_loop(0, math.prod(grid), step, None)
+
+
+def _all(size: int) -> Any:
+    return pl.ds(0, size)

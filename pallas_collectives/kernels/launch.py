@@ -1,0 +1,209 @@
+"""The one place that calls `pl.pallas_call`."""
+
+import contextlib
+import contextvars
+import math
+import threading
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+from pallas_collectives import chips
+from pallas_collectives.errors import NoIdError, VmemError
+from pallas_collectives.kernels.blocks import LANES, sublanes
+from pallas_collectives.kernels.topology import Group, Ring
+
+
+def call(
+    kernel: Callable[..., None],
+    group: Group,
+    *operands: jax.Array,
+    out_shape: jax.ShapeDtypeStruct,
+    scratch_shapes: Sequence[Any],
+    scalars: Sequence[jax.Array] = (),
+    buffers: Sequence[jax.ShapeDtypeStruct] = (),
+    barrier: Hashable,
+    name: str,
+    interpret: Any,
+    vmem: bool = False,
+    wire_bytes: int = 0,
+    input_output_aliases: dict[int, int] | None = None,
+) -> jax.Array:
+    """Runs a kernel on every device of a group.
+
+    The kernel is called with its `Ring`, then refs to the scalars (SMEM), the operands, the result,
+    the buffers, and the scratch.
+
+    Args:
+      kernel: as above.
+      group: the devices.
+      *operands: arrays.
+      out_shape: shape and dtype of the result.
+      scratch_shapes: semaphores, and memory that only this device writes.
+      scalars: int32 arrays of rank 1 that the kernel reads element by element.
+      buffers: memory that other devices write to, beside the operands in HBM or VMEM.
+      barrier: what the entry barrier waits for; calls that may confuse each other's signals must
+        differ in it (see `CollectiveIds`).
+      name: what profilers show.
+      interpret: False to compile, or `pltpu.InterpretParams`.
+      vmem: operands, result and buffers are in VMEM for the duration of the call, not in HBM.
+      wire_bytes: bytes each device sends, for XLA's scheduler.
+      input_output_aliases: operand number -> 0: the operand with whose contents the result begins;
+        in HBM it is the operand's own buffer.
+
+    Raises:
+      VmemError: the operands, result and scratch do not fit the chip's VMEM.
+    """
+    members = group.members()
+
+    def body(*refs: Any) -> None:
+        if vmem:  # what aliases are the arrays in HBM, not the copies of them that kernels see
+            for operand, result in aliases.items():
+                pltpu.sync_copy(refs[operand], refs[len(tables) + len(operands) + result])
+        with jax.enable_x64(False):  # a TPU counts in 32 bits, whatever the program around it does
+            if members is None:
+                kernel(Ring(group), *refs)
+            else:
+                kernel(Ring(group, refs[0]), *refs[1:])
+
+    tables = (*(() if members is None else (members,)), *scalars)
+    aliases = {len(tables) + k: result for k, result in (input_output_aliases or {}).items()}
+    in_vmem = (*operands, out_shape, *buffers) if vmem else ()
+    vmem_bytes = sum(map(_padded_bytes, (*in_vmem, *filter(_is_vmem, scratch_shapes))))
+    # A buffer in HBM is a result that nobody wants: so it has one address on every device.
+    unwanted = () if vmem else tuple(buffers)
+    scratch_shapes = [*(pltpu.VMEM(b.shape, b.dtype) for b in buffers if vmem), *scratch_shapes]
+    block = pl.BlockSpec(memory_space=pltpu.VMEM if vmem else pltpu.HBM)
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    run = pl.pallas_call(
+        body,
+        out_shape=(out_shape, *unwanted),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(tables) + [block] * len(operands),
+        out_specs=(block, *(hbm,) * len(unwanted)),
+        scratch_shapes=scratch_shapes,
+        input_output_aliases=aliases,
+        interpret=interpret,
+        name=name,
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=wire_bytes),
+        compiler_params=pltpu.CompilerParams(
+            collective_id=collective_ids(interpret).get(barrier_key(barrier, group)),
+            vmem_limit_bytes=_vmem_limit(vmem_bytes, name),
+        ),
+    )
+    # pallas_call knows no varying types; a shard_map over no axes hides it from the checker.
+    unchecked = jax.shard_map(
+        run,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        axis_names=frozenset(),
+        check_vma=False,
+    )
+    return unchecked(*tables, *operands)[0]
+
+
+class CollectiveIds:
+    """Hands out Mosaic's collective ids: the names of the barrier semaphores that outlive a kernel.
+
+    Two calls share an id only if they share a key: the barrier's pattern, the group (axes, their
+    sizes, index groups) and the mesh's shape. A device that is already in a later call can then
+    reach us only through a signal that the pattern's counting argument (`sync`) expects. The id is
+    a hash of the key, moved on where another key holds it: processes of one job agree on ids if
+    they build the same collectives, mostly even where one has built others of its own in between.
+
+    Attributes:
+      limit: ids there are.
+      kept: of these, for keys that a call cannot do without (see `can_spare`).
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.kept = limit // 2
+        self._keys: dict[int, Hashable] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> int:
+        """The id of a key, the same every time.
+
+        Raises:
+          NoIdError: all ids are taken.
+        """
+        first = zlib.crc32(repr(key).encode()) % self.limit
+        with self._lock:
+            for probe in range(self.limit):
+                identity = (first + probe) % self.limit
+                if self._keys.setdefault(identity, key) == key:
+                    return identity
+        raise NoIdError(
+            f"collective {key!r} after {self.limit} others",
+            "each combination of group and pattern needs one of a TPU's few barrier semaphores",
+            "use fewer axis_index_groups or permutations in one process, or backend='xla'",
+        )
+
+    def can_spare(self, key: Hashable) -> bool:
+        """Whether `get` may be asked for a key that a call can do without.
+
+        It may if it has been before, or if ids are left besides those kept for calls that cannot.
+        """
+        with self._lock:
+            return key in self._keys.values() or len(self._keys) < self.limit - self.kept
+
+
+# A TPU has some 20 to 30 barrier semaphores; a simulated one has as many as one likes.
+compiled_ids = CollectiveIds(20)
+simulated_ids = CollectiveIds(10_000)
+
+
+_own_ids: contextvars.ContextVar[CollectiveIds | None] = contextvars.ContextVar("ids", default=None)
+
+
+def collective_ids(interpret: Any) -> CollectiveIds:
+    """The ids of compiled kernels (`interpret` False) or of simulated ones."""
+    return _own_ids.get() or (simulated_ids if interpret else compiled_ids)
+
+
+@contextlib.contextmanager
+def ids_of_its_own() -> Iterator[None]:
+    """For kernels that are traced here but never run here."""
+    token = _own_ids.set(CollectiveIds(10_000))
+    try:
+        yield
+    finally:
+        _own_ids.reset(token)
+
+
+def barrier_key(barrier: Hashable, group: Group) -> Hashable:
+    """What a barrier semaphore stands for."""
+    return barrier, group, tuple(jax.sharding.get_abstract_mesh().shape.items())
+
+
+def _is_vmem(scratch: Any) -> bool:
+    return getattr(scratch, "memory_space", None) == pltpu.VMEM
+
+
+def _padded_bytes(x: Any) -> int:
+    """Bytes of an array in VMEM, its last two dimensions rounded up to whole tiles."""
+    shape = (1, 1, *x.shape)
+    rows = -(-shape[-2] // sublanes(x.dtype)) * sublanes(x.dtype)
+    lanes = -(-shape[-1] // LANES) * LANES
+    return math.prod(shape[:-2]) * rows * lanes * jnp.dtype(x.dtype).itemsize
+
+
+def _vmem_limit(needed: int, name: str) -> int | None:
+    """The limit to ask the compiler for; None for its default where nothing large is kept."""
+    if not needed:
+        return None
+    chip = chips.current()
+    mib = 1 << 20
+    if needed > chip.vmem_bytes:
+        raise VmemError(
+            f"{name} needs {needed / mib:.1f} MiB of VMEM",
+            f"{chip.name} has {chip.vmem_bytes / mib:.0f} MiB",
+            "leave the operands in HBM: algorithm without ':vmem'",
+        )
+    return min(chip.vmem_bytes, needed + 2 * mib)

@@ -1,0 +1,213 @@
+"""Rings as integers: who is next to whom, and which block moves at which step.
+
+Everything here is arithmetic on positions and works alike on Python ints (tables, tests) and on
+traced int32 scalars (inside a kernel).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+RIGHT, LEFT = +1, -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The devices that take part in one collective, seen from outside the kernel.
+
+    Attributes:
+      axes: mesh axis names, major first; devices are numbered row-major over them, as lax does.
+      sizes: the size of each axis.
+      index_groups: `axis_index_groups`: equal-sized lists of device numbers that partition the
+        axes, each list a ring of its own in the order given; None for one ring of all.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    index_groups: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """Devices in the ring."""
+        if self.index_groups is not None:
+            return len(self.index_groups[0])
+        return math.prod(self.sizes)
+
+    def members(self) -> jax.Array | None:
+        """This device's row [own position, device number at position 0, 1, ...]; None if trivial.
+
+        Kernels read it from SMEM; a ring of all devices needs no table.
+        """
+        if self.index_groups is None:
+            return None
+        table = np.zeros((math.prod(self.sizes), 1 + self.size), np.int32)
+        for group in self.index_groups:
+            for position, device in enumerate(group):
+                table[device] = (position, *group)
+        return lax.dynamic_index_in_dim(table, lax.axis_index(self.axes), keepdims=False)
+
+
+class Ring:
+    """A group seen by one of its devices, inside a kernel.
+
+    Attributes:
+      size: devices in the ring.
+      me: own position, 0 <= me < size.
+    """
+
+    def __init__(self, group: Group, members_ref: Any = None) -> None:
+        self.size = group.size
+        self._group = group
+        self._members_ref = members_ref
+        self.me = lax.axis_index(group.axes) if members_ref is None else members_ref[0]
+
+    def device_id(self, position: Any) -> dict[str, Any]:
+        """The mesh coordinates, over the group's axes, of the device at a position."""
+        number = position if self._members_ref is None else self._members_ref[1 + position]
+        coordinates: dict[str, Any] = {}
+        for axis, size in zip(reversed(self._group.axes), reversed(self._group.sizes), strict=True):
+            coordinates[axis] = number if len(self._group.axes) == 1 else lax.rem(number, size)
+            number = lax.div(number, size) if len(self._group.axes) > 1 else number
+        return coordinates
+
+    def peer(self, offset: Any) -> dict[str, Any]:
+        """The device `offset` positions to the right (negative: to the left), around the ring."""
+        return self.device_id(self.block(offset))
+
+    def block(self, offset: Any) -> Any:
+        """The number of the block that belongs to the device `offset` positions to the right."""
+        return wrap(self.me + offset, self.size)
+
+
+def wrap(position: Any, n: int) -> Any:
+    """`position` mod n, for -n <= position < 2n."""
+    if isinstance(position, int):
+        return position % n
+    return lax.rem(position + n, np.int32(n))
+
+
+def wrap_step(step: Any, slots: int) -> Any:
+    """`step` mod `slots`, for step >= 0."""
+    return step % slots if isinstance(step, int) else lax.rem(step, np.int32(slots))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """One direction of a ring, in which every block travels in equal parts, one after the other.
+
+    Attributes:
+      direction: `RIGHT` or `LEFT`.
+      parts: how many parts a block is cut into.
+      near: how many hops every part travels; a device sends as many of each.
+      far: the range of parts that travel one hop more, to the opposite device of an even ring.
+    """
+
+    direction: int
+    parts: int
+    near: int
+    far: tuple[int, int] = (0, 0)
+
+    @property
+    def hops(self) -> int:
+        """The most hops of any part."""
+        return self.near + (self.far[0] < self.far[1])
+
+    def hops_of(self, part: Any) -> Any:
+        """How many hops a part travels."""
+        start, stop = self.far
+        is_far = (start <= part) & (part < stop)
+        return self.near + (is_far if isinstance(is_far, bool) else is_far.astype(np.int32))
+
+
+def lanes(n: int, *, bidirectional: bool, parts: int) -> tuple[Lane, ...]:
+    """The lanes on which every block reaches, or comes from, all other n-1 devices.
+
+    Both ways round, a block travels (n-1)/2 hops each way. The opposite device of an even ring gets
+    half of the parts from either side, so that every link carries (n-1)/2 blocks either way; a
+    block of one part comes from the left.
+
+    Args:
+      n: devices in the ring.
+      bidirectional: use both directions of the links.
+      parts: 1, or an even number.
+    """
+    if not bidirectional:
+        return (Lane(RIGHT, parts, n - 1),)
+    near, middle = (n - 1) // 2, max(1, parts // 2)
+    if n % 2:
+        return Lane(RIGHT, parts, near), Lane(LEFT, parts, near)
+    found = Lane(RIGHT, parts, near, (0, middle)), Lane(LEFT, parts, near, (middle, parts))
+    return tuple(lane for lane in found if lane.hops)
+
+
+PartBody = Callable[[Any, int, Any], None]
+
+
+def for_each_part(
+    lanes: tuple[Lane, ...], body: PartBody, step: Any = 0, far: bool = False
+) -> None:
+    """body(step, lane number, part) for every part; with `far`, for those that travel furthest.
+
+    Part by part, in both directions each: while one part is seen to, the others are on the wire.
+    Loops and no conditions: libtpu cannot compile a predicated DMA of so many operands for v4.
+    """
+
+    def in_all_lanes(part: Any, _: None) -> None:
+        for i in range(len(lanes)):
+            body(step, i, part)
+
+    if not far and lanes[0].near:
+        lax.fori_loop(0, lanes[0].parts, in_all_lanes, None)
+        return
+    for i, lane in enumerate(lanes):
+        lax.fori_loop(*lane.far, lambda part, _, i=i: body(step, i, part), None)
+
+
+def for_each_step(lanes: tuple[Lane, ...], body: PartBody, start: int) -> None:
+    """`for_each_part` for every step from `start` on; the code does not grow with ring or parts."""
+    near = lanes[0].near
+    lax.fori_loop(start, near, lambda step, _: for_each_part(lanes, body, step), None)
+    if near >= start:
+        for_each_part(lanes, body, near, far=True)
+
+
+def gather_table(n: int, lanes: tuple[Lane, ...]) -> str:
+    """Which blocks each device of a ring holds after every step, as printed in `all_gather`."""
+    whole = frozenset(range(lanes[0].parts))
+    held = [[whole if b == device else frozenset() for b in range(n)] for device in range(n)]
+    lines = [_table_line(0, held, whole)]
+    for step in range(max(lane.hops for lane in lanes)):
+        before = [row.copy() for row in held]
+        for lane in lanes:
+            moving = {part for part in whole if step < lane.hops_of(part)}
+            for device in range(n):
+                block = wrap(device - lane.direction * step, n)
+                assert moving <= before[device][block], "a device sends on what it does not hold"
+                held[wrap(device + lane.direction, n)][block] |= moving
+        lines.append(_table_line(step + 1, held, whole))
+    return "\n".join(lines)
+
+
+def reduce_table(n: int, lanes: tuple[Lane, ...]) -> str:
+    """How many terms the sums under way to each device hold, as printed in `reduce_scatter`.
+
+    Columns are devices; a digit for each part of a device's own block: from 1, its own, to n.
+    """
+    terms = [1] * lanes[0].parts
+    lines = []
+    for step in range(max(lane.hops for lane in lanes) + 1):
+        lines.append(f"{step:<6}" + "  ".join([f"[{''.join(map(str, terms))}]"] * n))
+        for lane in lanes:
+            for part in range(lane.parts):
+                terms[part] += bool(step < lane.hops_of(part))  # one more term on its way
+    return "\n".join(lines)
+
+
+def _table_line(step: int, held: list[list[Any]], whole: Any) -> str:
+    rows = ("".join(str(b) if h == whole else "." for b, h in enumerate(row)) for row in held)
+    return f"{step:<6}" + "  ".join(f"[{row}]" for row in rows)

@@ -1,0 +1,225 @@
+"""One rank's NCCL communicator: every collective on raw pointers and a stream.
+
+Counts are in elements of the JAX dtype given, pointers are device addresses, streams are CUDA
+streams. Nothing here waits: a call puts its work on the stream and returns. Moving takes any dtype
+of whole bytes; reducing what `dtypes.reduced` lists.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pallas_collectives.nccl import dtypes, progress
+from pallas_collectives.nccl.errors import CallError, CommunicatorError, NcclError
+from pallas_collectives.nccl.library import Library
+from pallas_collectives.nccl.progress import Board
+
+
+@functools.cache
+def _signature(call: tuple[Any, ...]) -> int:
+    """The signature of a call: its name, its details, and at the end perhaps dtype and count."""
+    words = (str(w) if isinstance(w, str | int) else np.dtype(w).name for w in call)
+    return progress.signature(" ".join(words))
+
+
+class Communicator:
+    """A rank of a group. `group.create` makes it; not safe for two threads at a time.
+
+    Attributes:
+      library, driver, handle: NCCL, CUDA and the `ncclComm_t`.
+      rank, size: this rank and how many there are.
+      ordinal: the CUDA ordinal of its GPU in this process.
+      board: where the GPU writes its progress for the watchdog, if there is one.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        driver: Any,
+        handle: int,
+        rank: int,
+        size: int,
+        ordinal: int,
+        title: str,
+    ):
+        self.library = library
+        self.driver = driver
+        self._nccl = library.bindings
+        self.handle = handle
+        self.rank = rank
+        self.size = size
+        self.ordinal = ordinal
+        self._title = title
+        self.board: Board | None = None
+        self._unusable: CommunicatorError | None = None
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.size} of {self._title}>"
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: Any, stream: int) -> None:
+        """Every rank's `count` elements at `send`, in order of rank, to `recv` (size × count)."""
+        code, width = dtypes.moved(dtype)
+        self._issue(
+            ("all_gather", dtype, count), stream, "ncclAllGather", self._nccl.all_gather,
+            send, recv, count * width, code,
+        )  # fmt: skip
+
+    def all_reduce(
+        self, send: int, recv: int, count: int, dtype: Any, op: str, stream: int
+    ) -> None:
+        """The reduction of every rank's `count` elements to every rank; `recv` may be `send`."""
+        code, width, reduction = dtypes.reduced(dtype, op)
+        self._issue(
+            ("all_reduce", op, dtype, count), stream, "ncclAllReduce", self._nccl.all_reduce,
+            send, recv, count * width, code, reduction,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self, send: int, recv: int, count: int, dtype: Any, op: str, stream: int
+    ) -> None:
+        """The reduction of size × count elements; this rank's `count` of them to `recv`."""
+        code, width, reduction = dtypes.reduced(dtype, op)
+        self._issue(
+            ("reduce_scatter", op, dtype, count), stream, "ncclReduceScatter",
+            self._nccl.reduce_scatter, send, recv, count * width, code, reduction,
+        )  # fmt: skip
+
+    def all_to_all(self, send: int, recv: int, count: int, dtype: Any, stream: int) -> None:
+        """The i-th `count` elements at `send` to rank i, and rank i's to the i-th at `recv`."""
+        code, width = dtypes.moved(dtype)
+        self._issue(
+            ("all_to_all", dtype, count), stream, "ncclAlltoAll", self._nccl.allto_all,
+            send, recv, count * width, code,
+        )  # fmt: skip
+
+    def broadcast(
+        self, send: int, recv: int, count: int, dtype: Any, root: int, stream: int
+    ) -> None:
+        """`root`'s `count` elements at `send` to every rank's `recv`; `send` counts there alone."""
+        code, width = dtypes.moved(dtype)
+        self.check_peer(root)
+        self._issue(
+            ("broadcast", root, dtype, count), stream, "ncclBroadcast", self._nccl.broadcast,
+            send, recv, count * width, code, root,
+        )  # fmt: skip
+
+    def reduce(
+        self, send: int, recv: int, count: int, dtype: Any, op: str, root: int, stream: int
+    ) -> None:
+        """The reduction of every rank's `count` elements to `root`'s `recv`."""
+        code, width, reduction = dtypes.reduced(dtype, op)
+        self.check_peer(root)
+        self._issue(
+            ("reduce", op, root, dtype, count), stream, "ncclReduce", self._nccl.reduce,
+            send, recv, count * width, code, reduction, root,
+        )  # fmt: skip
+
+    def read_back(self, address: int, size: int, stream: int) -> bytes:
+        """`size` bytes of device memory; waits for everything on `stream` so far."""
+        return self.driver.copy_to_host(address, size, stream)
+
+    def check_peer(self, peer: int) -> None:
+        """Raises ValueError unless `peer` is a rank."""
+        if not 0 <= peer < self.size:
+            raise ValueError(
+                f"rank {peer} is not in {self._title}, whose ranks are 0 to {self.size - 1}"
+            )
+
+    def _issue(
+        self,
+        call: tuple[Any, ...],
+        stream: int,
+        name: str,
+        function: Callable[..., None],
+        *args: int,
+    ) -> None:
+        self.begin(call, stream)
+        try:
+            function(*args, self.handle, stream)
+        except Exception as error:
+            raise self.failure(name, error) from error
+        self.end(stream)
+
+    def begin(self, call: tuple[Any, ...], stream: int) -> None:
+        """Before every call: refuses, if this communicator is unusable, or tells the board."""
+        if self._unusable is not None:
+            raise self._unusable
+        if self.board is not None:
+            self.board.enter(stream, _signature(call))
+
+    def end(self, stream: int) -> None:
+        """After every call, once NCCL has put its work on the stream."""
+        if self.board is not None:
+            self.board.leave(stream)
+
+    def failure(self, name: str, error: Exception) -> Exception:
+        """What to raise for an error in an NCCL call; an abort's reason says more than its echo."""
+        return self._unusable or self.library.error(name, error)
+
+    def disable(self, reason: CommunicatorError) -> None:
+        """Makes every later call raise `reason`; the first reason stays."""
+        self._unusable = self._unusable or reason
+
+    def async_error(self) -> NcclError | None:
+        """What NCCL says went wrong since, if anything; does not wait."""
+        code = self._nccl.comm_get_async_error(self.handle)
+        if code in (0, 7):  # success, in progress
+            return None
+        return CallError("an earlier call", code, self._nccl.get_error_string(code))
+
+    def destroy(self) -> None:
+        """Waits for this communicator's work and frees it; the group calls it."""
+        self.library.call("ncclCommDestroy", self._nccl.comm_destroy, self.handle)
+
+    def abort(self) -> None:
+        """Ends its work, also work that waits for a peer, and frees it; the group calls it."""
+        self.library.call("ncclCommAbort", self._nccl.comm_abort, self.handle)
+
+
+Part = tuple[int, int, int]
+"""(device address, elements, the other rank) of one message."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """What one rank sends and receives in an `exchange`."""
+
+    communicator: Communicator
+    sends: list[Part]
+    recvs: list[Part]
+    stream: int
+
+
+def exchange(messages: Sequence[Messages], dtype: Any, what: str) -> None:
+    """Point-to-point messages of this process's ranks of a group, all at once.
+
+    Between two ranks the n-th send meets the n-th receive. Every rank of the group takes part, if
+    need be with nothing to send or receive; one thread that has several ranks names all of them,
+    since NCCL waits for the peers when two ranks first meet.
+    what: names the exchange in the watchdog's messages; equal on every rank.
+    """
+    code, width = dtypes.moved(dtype)
+    for m in messages:
+        for _, _, peer in (*m.sends, *m.recvs):
+            m.communicator.check_peer(peer)
+    for m in messages:
+        m.communicator.begin(("exchange", what), m.stream)
+    nccl = messages[0].communicator.library.bindings
+    try:
+        nccl.group_start()
+        try:
+            for m in messages:
+                handle, stream = m.communicator.handle, m.stream
+                for address, count, peer in m.sends:
+                    nccl.send(address, count * width, code, peer, handle, stream)
+                for address, count, peer in m.recvs:
+                    nccl.recv(address, count * width, code, peer, handle, stream)
+        finally:
+            nccl.group_end()
+    except Exception as error:
+        raise messages[0].communicator.failure("ncclSend and ncclRecv", error) from error
+    for m in messages:
+        m.communicator.end(m.stream)

@@ -1,0 +1,153 @@
+"""The few CUDA driver calls that communication needs, through ctypes.
+
+The driver (`libcuda.so.1`) is on every machine with an NVIDIA GPU, whereas NVIDIA's Python
+bindings for it are no dependency of JAX's.
+"""
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from pallas_collectives.nccl.errors import CallError, NcclError
+
+_NOT_READY = 600
+_DISABLE_TIMING = 2
+_NON_BLOCKING = 1
+_HOST_PORTABLE_AND_MAPPED = 1 | 2
+
+
+class Driver:
+    """The CUDA driver of this process; GPUs are named by their ordinal in it."""
+
+    def __init__(self) -> None:
+        try:
+            self._lib = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise NcclError(
+                f"no CUDA driver: {error}; NCCL needs a machine with an NVIDIA GPU and its driver"
+            ) from error
+        self._call("cuInit", 0)
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+
+    def _call(self, name: str, *args: Any) -> None:
+        result = getattr(self._lib, name)(*args)
+        if result:
+            text = ctypes.c_char_p()
+            self._lib.cuGetErrorString(result, ctypes.byref(text))
+            raise CallError(name, result, (text.value or b"unknown error").decode())
+
+    @contextlib.contextmanager
+    def device(self, ordinal: int) -> Iterator[None]:
+        """Makes the GPU current on this thread: its primary context, the one that XLA uses."""
+        context = self._contexts.get(ordinal)
+        if context is None:
+            context, device = ctypes.c_void_p(), ctypes.c_int()
+            self._call("cuDeviceGet", ctypes.byref(device), ordinal)
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._contexts[ordinal] = context
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def new_stream(self, ordinal: int) -> int:
+        """A stream of its own, which does not wait for the default stream."""
+        stream = ctypes.c_void_p()
+        with self.device(ordinal):
+            self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def record(self, ordinal: int, stream: int) -> "Event":
+        """An event that completes when everything on `stream` so far has."""
+        handle = ctypes.c_void_p()
+        with self.device(ordinal):
+            self._call("cuEventCreate", ctypes.byref(handle), _DISABLE_TIMING)
+            event = Event(self, handle)
+            self._call("cuEventRecord", handle, ctypes.c_void_p(stream))
+        return event
+
+    def wait_event(self, stream: int, event: "Event") -> None:
+        """Work put on `stream` from now on waits, on the device, for `event`."""
+        self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), event.handle, 0)
+
+    def copy_to_host(self, source: int, size: int, stream: int) -> bytes:
+        """`size` bytes at device address `source`, once everything on `stream` so far is done."""
+        buffer = ctypes.create_string_buffer(size)
+        self._call(
+            "cuMemcpyDtoHAsync_v2",
+            buffer,
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(size),
+            ctypes.c_void_p(stream),
+        )
+        self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+        return buffer.raw
+
+    def mapped_memory(self, ordinal: int, size: int) -> int:
+        """Zeroed host memory that kernels reach at the same address; never freed.
+
+        A kernel may write to it for as long as a captured graph can be replayed, so there is no
+        moment at which freeing it would be safe.
+        """
+        address = ctypes.c_void_p()
+        with self.device(ordinal):
+            self._call(
+                "cuMemHostAlloc",
+                ctypes.byref(address),
+                ctypes.c_size_t(size),
+                _HOST_PORTABLE_AND_MAPPED,
+            )
+        assert address.value is not None
+        ctypes.memset(address.value, 0, size)
+        return address.value
+
+    def load_kernels(self, ordinal: int, ptx: bytes, *names: str) -> tuple[ctypes.c_void_p, ...]:
+        """The kernels `names` of a PTX module, compiled by the driver for this GPU."""
+        module = ctypes.c_void_p()
+        kernels = tuple(ctypes.c_void_p() for _ in names)
+        with self.device(ordinal):
+            self._call("cuModuleLoadData", ctypes.byref(module), ptx + b"\0")
+            for kernel, name in zip(kernels, names, strict=True):
+                self._call("cuModuleGetFunction", ctypes.byref(kernel), module, name.encode())
+        return kernels
+
+    def launch_one_thread(
+        self, ordinal: int, kernel: ctypes.c_void_p, stream: int, *args: Any
+    ) -> None:
+        """Launches `kernel` with a single thread; `args` are ctypes values, as it declares them."""
+        pointers = (ctypes.c_void_p * len(args))(
+            *(ctypes.cast(ctypes.byref(a), ctypes.c_void_p) for a in args)
+        )
+        with self.device(ordinal):
+            one = (1,) * 6  # the grid's and the block's three dimensions
+            self._call("cuLaunchKernel", kernel, *one, 0, ctypes.c_void_p(stream), pointers, None)
+
+
+class Event:
+    """A moment on a stream."""
+
+    def __init__(self, driver: Driver, handle: ctypes.c_void_p):
+        self._driver = driver
+        self.handle = handle
+
+    def done(self) -> bool:
+        """Whether the moment has passed; does not wait."""
+        result = self._driver._lib.cuEventQuery(self.handle)
+        if result == _NOT_READY:
+            return False
+        if result:
+            self._driver._call("cuEventSynchronize", self.handle)  # raises with the text
+        return True
+
+    def __del__(self) -> None:
+        # An event may be destroyed while it is pending: the driver frees it once it is done.
+        self._driver._lib.cuEventDestroy_v2(self.handle)
+
+
+@functools.cache
+def driver() -> Driver:
+    """This process's driver; raises NcclError where there is none."""
+    return Driver()

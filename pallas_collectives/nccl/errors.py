@@ -1,0 +1,51 @@
+"""Every exception that `pallas_collectives.nccl` raises; all are `NcclError`."""
+
+
+class NcclError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class LibraryError(NcclError):
+    """No usable libnccl: the message says which file, what failed and what to do."""
+
+
+class RendezvousError(NcclError):
+    """The processes of a group did not meet in time, or met under different terms."""
+
+
+class CallError(NcclError):
+    """A CUDA or NCCL call returned a non-zero result; carries the library's own text.
+
+    Attributes:
+      call: the function that failed, e.g. `ncclAllGather`.
+      result: its numeric result.
+    """
+
+    def __init__(self, call: str, result: int, text: str):
+        super().__init__(f"{call} returned {result}: {text}")
+        self.call = call
+        self.result = result
+
+
+class CommunicatorError(NcclError):
+    """A communicator was used after it was closed or aborted."""
+
+
+class PeerError(CommunicatorError):
+    """A group was aborted because a peer did not come, died, or made another call.
+
+    Attributes:
+      group: the group's name and devices, as text.
+      call: the collective that this group was in, e.g. `all_gather float32[1024]`.
+      sequence: that call's number on the group's communicators, from 0.
+      missing: the ranks that did not come to it; empty where the calls disagree.
+    """
+
+    def __init__(
+        self, message: str, *, group: str, call: str, sequence: int, missing: tuple[int, ...]
+    ):
+        super().__init__(message)
+        self.group = group
+        self.call = call
+        self.sequence = sequence
+        self.missing = missing

@@ -1,0 +1,297 @@
+"""Groups of devices that communicate: created together, used rank by rank, closed or aborted.
+
+    with nccl.create(jax.devices(), name="demo", timeout=60, watchdog=20) as group:
+        for communicator in group.communicators.values():   # this process's ranks
+            communicator.all_gather(...)
+
+One process may own one GPU or several, and a group may span hosts. Nothing is destroyed at
+interpreter exit: by then the peers may be gone, and destroying waits for them.
+"""
+
+import functools
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from pallas_collectives.nccl import rendezvous
+from pallas_collectives.nccl.communicator import Communicator
+from pallas_collectives.nccl.errors import CommunicatorError, NcclError, PeerError, RendezvousError
+from pallas_collectives.nccl.runtime import Runtime
+from pallas_collectives.nccl.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
+_ABORT_SECONDS = 10.0
+T = TypeVar("T")
+
+
+class Group:
+    """An ordered group of devices with a communicator for each one of this process's.
+
+    Attributes:
+      name, devices: as given to `create`; a device's rank is its place.
+      communicators: rank -> communicator, for the ranks of this process.
+      reason: why it can no longer be used, or None.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str,
+        devices: tuple[jax.Device, ...],
+        communicators: Mapping[int, Communicator],
+    ):
+        self.runtime = runtime
+        self.name = name
+        self.devices = devices
+        self.communicators = dict(communicators)
+        self._watchdog: Watchdog | None = None
+        self.reason: CommunicatorError | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return title(self.name, self.devices)
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            self.check()
+            self.close()
+        else:  # closing waits for work that may never end
+            self.abort()
+
+    def rank(self, device: jax.Device) -> int:
+        """The rank of `device`; ValueError if it is not of this group."""
+        return self.devices.index(device)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is neither closed nor aborted."""
+        return self.reason is None
+
+    def check(self) -> None:
+        """Raises what made this group unusable, if anything did: a PeerError, say.
+
+        Work that the watchdog aborted ends with undefined values in its results: call this after
+        waiting for results and before trusting them. Leaving `with` calls it.
+        """
+        if self.reason is not None:
+            raise self.reason
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Waits for all work and frees the communicators; later calls on them raise.
+
+        timeout: seconds. Raises CommunicatorError if a CUDA graph that replays this group's calls
+        keeps them alive: drop the jitted functions first (`jax.clear_caches()`).
+        """
+        if not self._disable(CommunicatorError(f"{self} is closed")):
+            return
+        try:
+            _at_once([c.destroy for c in self.communicators.values()], timeout)
+        except TimeoutError:
+            raise CommunicatorError(
+                f"{self} could not be closed in {timeout:g} s: a peer has not closed it, or a "
+                "CUDA graph still refers to it: drop the jitted functions (jax.clear_caches()), "
+                "or leave it to the end of the process"
+            ) from None
+
+    def abort(self, reason: CommunicatorError | None = None) -> None:
+        """Ends all work at once, whoever it waits for; later calls raise `reason`."""
+        if not self._disable(reason or CommunicatorError(f"{self} was aborted")):
+            return
+        try:
+            _at_once([c.abort for c in self.communicators.values()], _ABORT_SECONDS)
+        except (TimeoutError, NcclError) as error:
+            _log.warning("%s: aborting did not end well: %r", self, error)
+
+    def watch(self, timeout: float, key: str) -> None:
+        """Starts the watchdog; `create` calls it before anyone can make a call."""
+        boards = {}
+        for rank, communicator in self.communicators.items():
+            boards[rank] = communicator.board = self.runtime.board(communicator.ordinal)
+        self._watchdog = Watchdog(
+            boards=boards,
+            owners=tuple(d.process_index for d in self.devices),
+            process=self.runtime.process,
+            title=str(self),
+            store=self.runtime.store,
+            key=key,
+            timeout=timeout,
+            fail=self.abort,
+            async_error=self._async_error,
+        )
+        self._watchdog.start()
+
+    def _async_error(self) -> NcclError | None:
+        for communicator in self.communicators.values():
+            if (error := communicator.async_error()) is not None:
+                return error
+        return None
+
+    def _disable(self, reason: CommunicatorError) -> bool:
+        """Marks everything unusable; False if it already was."""
+        with self._lock:
+            if self.reason is not None:
+                return False
+            self.reason = reason
+        for communicator in self.communicators.values():
+            communicator.disable(reason)
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        return True
+
+
+def create(
+    devices: Sequence[jax.Device],
+    *,
+    name: str = "default",
+    timeout: float = 300.0,
+    watchdog: float | None = None,
+    runtime: Runtime | None = None,
+) -> Group:
+    """Creates a group over `devices`, in every process that owns one of them.
+
+    devices: in order of rank. name: the same in all those processes; groups of other names over the
+    same devices are independent. timeout: seconds for everyone to come. watchdog: seconds that a
+    call may take before the group fails, or None for no watchdog.
+    Raises ValueError for devices that cannot form a group here and RendezvousError, which names who
+    is missing, after `timeout`.
+    """
+    devices = tuple(devices)
+    runtime = runtime or Runtime.of_this_process()
+    local = {r: d for r, d in enumerate(devices) if d.process_index == runtime.process}
+    if len(set(devices)) != len(devices) or not local:
+        raise ValueError(
+            f"cannot create {title(name, devices)} in process {runtime.process}: it must have "
+            "distinct devices, and one of this process's; call create only where one is"
+        )
+    if watchdog is not None and watchdog <= 0:
+        raise ValueError(f"watchdog={watchdog} must be a positive number of seconds, or None")
+    deadline = time.monotonic() + timeout
+    ids = ",".join(str(d.id) for d in devices)
+    key = f"pallas_collectives/nccl/{name}/{hashlib.sha256(ids.encode()).hexdigest()[:16]}"
+    processes = tuple(dict.fromkeys(d.process_index for d in devices))
+    meeting = rendezvous.meet(
+        runtime.store,
+        key,
+        runtime.process,
+        processes,
+        timeout,
+        runtime.library.unique_id,
+        f"devices {ids} with NCCL {runtime.library.version}, watchdog {watchdog}",
+    )
+
+    def init(rank: int, device: jax.Device) -> Communicator:
+        ordinal = runtime.ordinal(device)
+        handle = runtime.init_rank(ordinal, len(devices), rank, meeting.unique_id)
+        return Communicator(
+            runtime.library,
+            runtime.driver,
+            handle,
+            rank,
+            len(devices),
+            ordinal,
+            title(name, devices),
+        )
+
+    try:
+        # A thread each: ncclCommInitRank waits for the other ranks.
+        made = _at_once(
+            [functools.partial(init, *item) for item in local.items()], deadline - time.monotonic()
+        )
+    except TimeoutError:
+        raise RendezvousError(
+            f"{title(name, devices)}: every process came, but NCCL did not connect them within "
+            f"{timeout:g} s (NCCL_DEBUG=INFO tells what it waits for)"
+        ) from None
+    group = Group(runtime, name, devices, dict(zip(local, made, strict=True)))
+    key = f"{key}/{meeting.nonce}"
+    if watchdog is not None:
+        group.watch(watchdog, key)
+    try:
+        # Until everyone is here no call may be made: one that fails now must not hang the others.
+        runtime.store.barrier(key, max(deadline - time.monotonic(), 1.0), processes)
+    except RendezvousError:
+        group.abort()
+        raise
+    return group
+
+
+_groups: dict[tuple[str, tuple[jax.Device, ...]], Group] = {}
+_options: dict[str, Any] = {}
+_creating = threading.Lock()
+
+
+def configure(**options: Any) -> None:
+    """Sets `create`'s options for the groups that transfers and collectives in jit create.
+
+    Call it in every process, before their first use: `configure(timeout=60, watchdog=30)`.
+    """
+    if unknown := set(options) - {"timeout", "watchdog", "runtime"}:
+        raise TypeError(f"unknown options {sorted(unknown)}: they are timeout, watchdog, runtime")
+    _options.update(options)
+
+
+def get(devices: Sequence[jax.Device], *, name: str, **options: Any) -> Group:
+    """The group of this name over `devices`, created if there is none, kept for the next time.
+
+    options: `create`'s, where they differ from `configure`'s. A group that has been closed or
+    aborted is created anew.
+    """
+    key = (name, tuple(devices))
+    with _creating:
+        group = _groups.get(key)
+        if group is None or not group.usable:
+            group = _groups[key] = create(devices, name=name, **(_options | options))
+    return group
+
+
+def check() -> None:
+    """Raises the PeerError of a group that `get` has made, once, if a watchdog has failed one.
+
+    Results that were under way are undefined then, also those of programs that ended without an
+    error: call this after waiting for results and before trusting them. The next use creates the
+    group anew; for collectives inside jit that is the next lowering (`jax.clear_caches()`).
+    """
+    for key, group in list(_groups.items()):
+        if not group.usable:
+            del _groups[key]
+        if isinstance(group.reason, PeerError):
+            raise group.reason
+
+
+def title(name: str, devices: Sequence[jax.Device]) -> str:
+    """How messages name a group."""
+    return f"group {name!r} of devices {[d.id for d in devices]}"
+
+
+def _at_once(functions: Sequence[Callable[[], T]], timeout: float) -> list[T]:
+    """The functions' results, each from a thread of its own; TimeoutError leaves them running."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(i: int, function: Callable[[], T]) -> None:
+        try:
+            results[i] = function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    if errors:
+        raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError
+    return [results[i] for i in range(len(functions))]

@@ -1,0 +1,89 @@
+"""`jax.lax`'s collectives replaced by ours, for code that is not to be edited."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.interpreters import ad
+
+from pallas_collectives import backends, collectives, primitives
+
+# JAX keeps this value per thread and in the key of its caches: what was traced without ours is
+# traced again with them.
+_overridden = jax.make_user_context(False)
+
+_lock = threading.Lock()
+_entered = 0  # contexts open, in all threads together; `jax.lax` is as it was while there are none
+
+
+@contextlib.contextmanager
+def override_lax() -> Iterator[None]:
+    """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
+
+    `jax.lax.psum` and the others of `pallas_collectives.collectives` are ours whenever they are
+    called in this thread, by the model or by a library it uses. So are the sums over devices that
+    differentiation adds where, under `check_vma=True`, an operand equal on all devices met one that
+    is not. Combine it with `use_backend` to name the backend. Contexts nest, end on an exception
+    as they do without one, and may be open in several threads; a thread without one keeps lax's.
+
+    A function under `jax.jit` is traced again inside, also where it has been traced outside.
+
+    Out of reach are:
+
+    * names bound to lax's functions before, as by `from jax.lax import psum`;
+    * code that runs or is traced outside: a vjp function made inside but first called outside runs
+      our collectives for the ones that the forward pass called, but lax's for what it adds;
+    * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
+      its `in_specs` replicate: JAX makes them without asking `jax.lax`.
+    """
+    with _installed(), _overridden(True):
+        yield
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[None]:
+    """Keeps the functions that choose by thread in `jax.lax` while any thread needs them."""
+    global _entered
+    with _lock:
+        _entered += 1
+        if _entered == 1:
+            for name, function in _CHOOSING.items():
+                setattr(jax.lax, name, function)
+            ad.primitive_transposes[_PVARY] = _pvary_transpose
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                for name, function in vars(collectives.LAX).items():
+                    setattr(jax.lax, name, function)
+                ad.primitive_transposes[_PVARY] = _LAX_PVARY_TRANSPOSE
+
+
+def _choosing(name: str) -> Callable[..., Any]:
+    """lax's function in threads outside of all contexts, ours in others."""
+    of_lax, ours = getattr(collectives.LAX, name), getattr(collectives, name)
+
+    @functools.wraps(of_lax)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (ours if _overridden.value else of_lax)(*args, **kwargs)
+
+    return function
+
+
+_CHOOSING = {name: _choosing(name) for name in vars(collectives.LAX)}
+
+# What types an equal operand as different on every device; JAX inserts it, and its transpose sums.
+_PVARY = next(p for p in ad.primitive_transposes if p.name == "pvary")
+_LAX_PVARY_TRANSPOSE = ad.primitive_transposes[_PVARY]
+
+
+def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:
+    if not _overridden.value:
+        return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
+    rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
+    return primitives.with_twins(backends.choose(axes, None, None), rule, cotangent, *args)

@@ -1,0 +1,175 @@
+"""JAX primitives for our collectives, with the rules of `jax.lax`'s own.
+
+Every lax collective primitive has a twin here. The twin's shapes and varying types, its transpose,
+its jvp and its vmap are lax's: each rule is lax's rule, run and recorded, with every lax
+collective in the recording replaced by its twin (`with_twins`). What differs is the lowering, which
+asks a backend. So whatever lax means by a collective, in this JAX version, ours means too.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_collectives import _compat as _compat  # lets jax.checkpoint replay interpreted kernels
+from pallas_collectives import backends
+from pallas_collectives.backends import How
+
+COLLECTIVES = frozenset({
+    "all_gather",
+    "all_gather_invariant",
+    "all_gather_reduced",
+    "all_to_all",
+    "pbroadcast",
+    "pbroadcast_dynamic",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_invariant",
+    "ragged_all_to_all",
+    "reduce_scatter",
+    "unreduced_pmax",
+    "unreduced_pmin",
+    "unreduced_psum",
+    "unreduced_reduce_scatter",
+})  # fmt: skip
+
+
+def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> Any:
+    """fn(*args), with the twin in place of each lax collective that fn binds.
+
+    Arguments and results are pytrees; leaves that are not being traced are passed to fn as they
+    are, so that constants stay constants. Where `op` is given, only the twin of the collective of
+    that name is held to `how.algorithm`.
+    """
+    leaves, tree = jax.tree.flatten(args, is_leaf=_is_symbolic)
+    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    results: Any = None
+
+    def recorded(*tracers: Any) -> list[Any]:
+        nonlocal results
+        merged = list(leaves)
+        for i, tracer in zip(traced, tracers, strict=True):
+            merged[i] = tracer
+        out = fn(*jax.tree.unflatten(tree, merged))
+        flat, out_tree = jax.tree.flatten(out, is_leaf=_is_symbolic)
+        arrays = [isinstance(leaf, jax.Array) for leaf in flat]
+        results = flat, out_tree, arrays
+        return [leaf for leaf, is_array in zip(flat, arrays, strict=True) if is_array]
+
+    closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
+    if not any(eqn.primitive.name in COLLECTIVES for eqn in closed.jaxpr.eqns):
+        return fn(*args)  # nothing to replace: psum(1, "x") is a number
+    replayed = iter(_replay(closed, [leaves[i] for i in traced], how, op))
+    flat, out_tree, arrays = results
+    merged = [next(replayed) if a else leaf for leaf, a in zip(flat, arrays, strict=True)]
+    return jax.tree.unflatten(out_tree, merged)
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, ad.Zero | ad.UndefinedPrimal)
+
+
+def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> list[Any]:
+    """Evaluates a jaxpr, binding twins."""
+    env: dict[Any, Any] = {}
+    jaxpr = closed.jaxpr
+    env.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in COLLECTIVES and not _within_device(eqn.params):
+            same = not op or eqn.primitive.name == op
+            how_here = how if same else dataclasses.replace(how, algorithm=None)
+            params = dict(eqn.params)
+            if eqn.primitive.name == "all_to_all":
+                # The dimension that untiled means is there already; lax's transpose adds another.
+                params["tiled"] = True
+            outs = twin(eqn.primitive).bind(*operands, how=how_here, **params)
+        else:
+            outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        outs = outs if eqn.primitive.multiple_results else [outs]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _within_device(params: dict[str, Any]) -> bool:
+    """Whether all axes of a reduction are numbers: those that vmap has made dimensions."""
+    return "axes" in params and all(isinstance(axis, int) for axis in params["axes"])
+
+
+@functools.cache
+def twin(lax_p: core.Primitive) -> core.Primitive:
+    """Our primitive for a lax collective primitive; it takes the same params and `how`."""
+    primitive = core.Primitive(f"pallas_{lax_p.name}")
+
+    def implementation(*args: jax.Array, how: How, **params: Any) -> jax.Array:
+        return backends.lower(lax_p, how, *args, **params)
+
+    def abstract_eval(*avals: Any, how: How, **params: Any) -> Any:
+        out, effects = lax_p.abstract_eval(*avals, **params)
+        return out, effects | _effects(lax_p.name, how, avals, params)
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(implementation, multiple_results=False))
+
+    for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
+        if lax_p in rules:
+            rules[primitive] = functools.partial(_rule, rules[lax_p], lax_p.name)
+    if lax_p.name in ("pbroadcast", "pbroadcast_dynamic"):
+        ad.primitive_transposes[primitive] = functools.partial(
+            _rule, _pbroadcast_transpose, lax_p.name
+        )
+    return primitive
+
+
+def _pbroadcast_transpose(
+    cotangent: Any, x: Any, *dynamic: Any, axis_name: Any, source: Any = None
+) -> list[Any]:
+    """The source's cotangent is everyone's sum. lax's own rule works for scalars only."""
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval.to_ct_aval()), *(None for _ in dynamic)]
+    is_source = lax.axis_index(axis_name) == (dynamic[0] if dynamic else source)
+    total = lax.psum(cotangent, axis_name)
+    return [jnp.where(is_source, total, jnp.zeros_like(total)), *(None for _ in dynamic)]
+
+
+def _rule(lax_rule: Callable[..., Any], op: str, *args: Any, how: How, **params: Any) -> Any:
+    """A rule of lax's for `op`, with twins: a gather's transpose is our scatter."""
+    return with_twins(how, functools.partial(lax_rule, **params), *args, op=op)
+
+
+def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset[Any]:
+    """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = params.get("axes", params.get("axis_name", ()))
+    names = axes if isinstance(axes, tuple | list) else (axes,)
+    vmapped = [a for a in names if not isinstance(a, int) and a not in mesh.axis_names]
+    if how.backend == "xla" or vmapped:  # vmap's rule will bind anew, without its axis
+        return frozenset()
+    shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    return _traced_effects(op, how, shapes, tuple(params.items()), mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced_effects(op: str, how: How, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
+    del mesh  # part of the key: axis sizes and chip are in scope, not in params
+    run = functools.partial(backends.run, op, how, **dict(params))
+    with backends.uncounted():
+        try:
+            return frozenset(jax.make_jaxpr(run)(*shapes).effects)
+        except backends.UNSERVABLE:
+            if how.strict:
+                raise
+            return frozenset()  # lax will serve

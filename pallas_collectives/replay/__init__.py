@@ -1,0 +1,20 @@
+"""Runs a kernel's own DMA program on a modelled torus: time, link loads, deadlocks, leftovers,
+races.
+
+    machine = replay.Machine.named("v5e:16x16") mesh = machine.mesh({"x": 16, "y": 16}) f =
+    jax.shard_map(lambda x: all_gather(x, "x"), mesh=mesh, in_specs=P("x", "y"), out_specs=P(None,
+    "y")) print(replay.replay(f, jax.ShapeDtypeStruct((65536, 2048), jnp.bfloat16),
+    machine=machine))
+
+Every figure is modelled, none is measured: see `machine` for the constants and where they come
+from.
+"""
+
+from pallas_collectives.replay.api import replay as replay
+from pallas_collectives.replay.bound import bound as bound
+from pallas_collectives.replay.machine import GENERATIONS as GENERATIONS
+from pallas_collectives.replay.machine import Generation as Generation
+from pallas_collectives.replay.machine import Machine as Machine
+from pallas_collectives.replay.machine import MachineError as MachineError
+from pallas_collectives.replay.report import Report as Report
+from pallas_collectives.replay.views import DataDependent as DataDependent

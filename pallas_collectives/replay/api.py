@@ -1,0 +1,80 @@
+"""`replay`: from a function with Pallas TPU kernels to a report of what it does on a modelled
+machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_collectives.replay import races as races_module
+from pallas_collectives.replay import symmetry, trace_program
+from pallas_collectives.replay.engine import Engine
+from pallas_collectives.replay.live import LiveProgram
+from pallas_collectives.replay.machine import Machine, MachineError
+from pallas_collectives.replay.report import Report, report
+
+
+def replay(
+    function: Callable[..., Any],
+    *args: Any,
+    machine: Machine,
+    placement: np.ndarray | None = None,
+    races: bool = False,
+    symmetric: bool = True,
+) -> Report:
+    """Runs `function(*args)`'s Pallas TPU kernels on a modelled machine.
+
+    Args:
+      function: calls `jax.shard_map` over a mesh (abstract, ahead-of-time or real) with Pallas TPU
+      kernels inside.
+      *args: pytrees of `jax.ShapeDtypeStruct`, or numpy arrays where the kernel reads their
+      contents (sizes, offsets).
+      machine: the pod slice, `Machine.named(...)`.
+      placement: which device of the machine each mesh position is on, row-major over the mesh:
+        device numbers, chips row-major over the torus. By default from the mesh's devices where it
+        has any, else positions in order.
+      races: also look for races (see `races.py`), on any schedule, not only the one replayed.
+      symmetric: step devices that behave identically once. The result is the same; False is for
+        tests and for pictures of every device.
+
+    Returns:
+      A `Report`: time in seconds, link loads, waits, critical path, leftovers, deadlocks, races.
+
+    Raises:
+      MachineError: the mesh does not fit the machine. NoShardMap: no mesh to be found in the
+      function.
+      DataDependent: control flow or addresses depend on an argument given by shape only.
+    """
+    program, mesh = trace_program.trace(function, *args, generation=machine.generation)
+    where = _placement(machine, mesh, program.n_devices) if placement is None else placement
+    if len(where) != program.n_devices or len(set(where.tolist())) != len(where):
+        raise MachineError(
+            f"placement of {len(where)} positions for a mesh of {program.n_devices}: "
+            "want one device number each, all different"
+        )
+    if where.max() >= machine.n_devices:
+        raise MachineError(f"placement on device {where.max()}: {machine} has {machine.n_devices}")
+    alike = symmetric and not isinstance(program, LiveProgram)
+    classes = (
+        symmetry.refine(program, machine, where)
+        if alike
+        else symmetry.discrete(program.n_devices, machine.n_links)
+    )
+    engine = Engine(program, machine, where, classes)
+    engine.run()
+    deadlocked = any(core.waiting is not None for core in engine.cores)
+    found = None
+    if races and not deadlocked and not isinstance(program, LiveProgram):
+        found = races_module.find_races(program, classes.representatives.tolist())
+    return report(engine, found)
+
+
+def _placement(machine: Machine, mesh: Any, n: int) -> np.ndarray:
+    devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
+    if devices is not None and all(hasattr(d, "coords") for d in devices.flat):
+        return machine.placement_of(devices)
+    return machine.default_placement(n)

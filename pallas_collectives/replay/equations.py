@@ -1,0 +1,377 @@
+"""Compiles single equations to steps: arithmetic, control flow, scopes, and kernels within
+programs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from pallas_collectives.replay import jaxprs, kernels, twins, values
+from pallas_collectives.replay.stepper import Step, Stepper
+from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
+from pallas_collectives.replay.views import DataDependent, View
+
+# Primitives that move no data on a TPU core, or whose cost is that of the loads and stores around
+# them.
+_LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, outside kernels
+_FREE = values.IDENTITY | {"iota", "transpose", "slice", "dynamic_slice", "concatenate", "split"}
+
+
+def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step | None:
+    """The step of `eqn`, which reads environment slots `ins` and writes `outs`; None if there is
+    nothing to do.
+    """
+    name = eqn.primitive.name
+    op = jaxprs.operation(eqn)
+    if op is not None:
+        return _operation(stepper, eqn, op, ins, outs)
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return _explained(eqn, special(stepper, eqn, ins, outs))
+    if name in values.IDENTITY and len(ins) == len(outs) == 1:
+        return _identity(stepper, eqn, ins, outs)
+    scalar = all(not getattr(v.aval, "shape", ()) for v in eqn.outvars)
+    if name in values.SCALAR and scalar:
+        return _scalar(eqn, values.SCALAR[name], ins, outs)
+    if twins.is_twin(eqn):
+        return _call(stepper, twins.expand(eqn, stepper.mesh), ins, outs)
+    called = jaxprs.called_jaxpr(eqn)
+    if called is not None:
+        return _call(stepper, called, ins, outs)
+    return _other(stepper, eqn, ins, outs)
+
+
+def _operation(stepper: Stepper, eqn: Any, op: Any, ins: list[int], outs: list[int]) -> Step:
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        out = stepper.perform(eqn, op, [env[i] for i in ins], lanes)
+        if outs:
+            env[outs[0]] = out
+
+    return _explained(eqn, step)
+
+
+def _explained(eqn: Any, step: Step) -> Step:
+    """`step` with the equation's line in the errors that its operands can cause."""
+
+    def explained(env: list[Any], lanes: np.ndarray) -> None:
+        try:
+            step(env, lanes)
+        except DataDependent as error:
+            if "\n" in str(error):
+                raise
+            raise DataDependent(
+                f"{error} at {jaxprs.where(eqn)} depends on array data, which replay does not hold."
+                "\nPass the argument that it comes from (sizes, offsets, tables) as a numpy array "
+                "instead of a shape: its contents are then followed into scalar memory."
+            ) from None
+        except IndexError as error:
+            raise IndexError(f"{error} at {jaxprs.where(eqn)}") from None
+
+    return explained
+
+
+def _identity(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    """Hands refs and scalars on; arrays whose contents are known take the general way."""
+    general = _other(stepper, eqn, ins, outs)
+    scalar = not getattr(eqn.outvars[0].aval, "shape", ())
+    dtype = getattr(eqn.outvars[0].aval, "dtype", None)
+    numeric = dtype is not None and np.dtype(dtype).kind in "iubf"
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        value = env[ins[0]]
+        if isinstance(value, View) or value is UNKNOWN:
+            env[outs[0]] = value
+        elif scalar and numeric and not isinstance(value, Known):
+            env[outs[0]] = values.settle(value, np.dtype(dtype))
+        else:
+            general(env, lanes)
+
+    return step
+
+
+def _scalar(eqn: Any, function: Any, ins: list[int], outs: list[int]) -> Step:
+    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+    (o,) = outs
+    if eqn.primitive.name == "select_n":
+
+        def select(env: list[Any], lanes: np.ndarray) -> None:
+            which, *cases = (env[i] for i in ins)
+            out = UNKNOWN if which is UNKNOWN else function(which, *cases)
+            env[o] = out if out is UNKNOWN else values.settle(out, dtype)
+
+        return select
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        args = [env[i] for i in ins]
+        for a in args:
+            if a is UNKNOWN:
+                env[o] = UNKNOWN
+                return
+        env[o] = values.settle(function(*args), dtype)
+
+    return step
+
+
+def _call(stepper: Stepper, called: Any, ins: list[int], outs: list[int]) -> Step:
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        results = stepper.run(called, [env[i] for i in ins], lanes)
+        for o, value in zip(outs, results, strict=True):
+            env[o] = value
+
+    return step
+
+
+def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    """Any other equation: computed on the host where all operands are known and small, else priced
+    and unknown.
+    """
+    if any(jaxprs.memory_space(v.aval) in ("vmem", "smem", "semaphore_mem") for v in eqn.invars):
+        raise jaxprs.UnsupportedEquation(
+            f"replay does not know the primitive {eqn.primitive.name!r} on refs, "
+            f"at {jaxprs.where(eqn)}"
+        )
+    seconds = _price(stepper, eqn)
+    sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        args = [env[i] for i in ins]
+        largest = _LARGEST_KNOWN if stepper.kernel is None else 1
+        if max(sizes) > largest or any(a is UNKNOWN for a in args):
+            stepper.work(seconds)
+            if stepper.kernel is None:
+                stepper.unmodelled[eqn.primitive.name] += 1
+            for o in outs:
+                env[o] = UNKNOWN
+            return
+        for o, value in zip(outs, _evaluate(eqn, args, lanes), strict=True):
+            env[o] = value
+
+    return step
+
+
+def _evaluate(eqn: Any, args: list[Any], lanes: np.ndarray) -> list[Any]:
+    """An equation of known operands, computed with JAX on the host: once, or once per lane where
+    they differ.
+    """
+    per_lane = any(isinstance(a, np.ndarray) or (isinstance(a, Known) and a.per_lane) for a in args)
+
+    def one(lane: int) -> list[np.ndarray]:
+        operands = []
+        for a, v in zip(args, eqn.invars, strict=True):
+            if isinstance(a, Known):
+                a = a.of_lane(lane)
+            elif isinstance(a, np.ndarray):
+                a = a[lane]
+            operands.append(np.asarray(a, v.aval.dtype))
+        out = eqn.primitive.bind(*operands, **eqn.params)
+        return [np.asarray(o) for o in (out if eqn.primitive.multiple_results else [out])]
+
+    if not per_lane:
+        return [
+            o.item() if o.ndim == 0 and o.dtype.kind in "iubf" else Known(o, False) for o in one(0)
+        ]
+    stacked = [np.stack(parts) for parts in zip(*(one(i) for i in range(len(lanes))), strict=True)]
+    return [s if s.ndim == 1 else Known(s, True) for s in stacked]
+
+
+def _price(stepper: Stepper, eqn: Any) -> float:
+    """Seconds of a core's vector or matrix unit for an equation on arrays."""
+    generation = stepper.generation
+    name = eqn.primitive.name
+    if name in _FREE:
+        return 0.0
+    size = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        return 2.0 * size * depth / generation.matrix_rate
+    if name.startswith("reduce_") or name in ("argmax", "argmin"):
+        size = max(math.prod(getattr(v.aval, "shape", ())) for v in eqn.invars)
+    return size / generation.vector_rate
+
+
+# Control flow and scopes --------------------------------------------------------------------------
+
+
+def _cond(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    branches = eqn.params["branches"]
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        which, *args = (env[i] for i in ins)
+        if which is UNKNOWN:
+            raise DataDependent("a conditional")
+        if not isinstance(which, np.ndarray):
+            branch = branches[min(max(int(which), 0), len(branches) - 1)]
+            results = stepper.run(branch, args, lanes)
+            for o, value in zip(outs, results, strict=True):
+                env[o] = value
+            return
+        stepper.flush_busy(eqn, lanes)
+        which = np.clip(which.astype(np.int64), 0, len(branches) - 1)
+        positions = []
+        parts = []
+        for b in np.unique(which):
+            at = np.nonzero(which == b)[0]
+            whole = len(at) == len(lanes)
+            operands = args if whole else [take(a, at) for a in args]
+            parts.append(stepper.run(branches[b], operands, lanes if whole else lanes[at]))
+            stepper.flush_busy(eqn, lanes[at])
+            positions.append(at)
+        for k, o in enumerate(outs):
+            by_branch = [(at, part[k]) for at, part in zip(positions, parts, strict=True)]
+            env[o] = merge(by_branch, len(lanes))
+
+    return step
+
+
+def _scan(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    order = range(length - 1, -1, -1) if eqn.params.get("reverse") else range(length)
+
+    def slice_of(value: Any, i: int) -> Any:
+        if isinstance(value, Known):
+            part = value.values[:, i] if value.per_lane else value.values[i]
+            if part.ndim == int(value.per_lane) and not value.per_lane:
+                return part.item()
+            return part if part.ndim == 1 and value.per_lane else Known(part, value.per_lane)
+        return UNKNOWN
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        consts, carry, xs = jaxprs.scan_parts(eqn, [env[i] for i in ins])
+        n_carry = len(carry)
+        for i in order:
+            rows = [slice_of(x, i) for x in xs]
+            carry = stepper.run(body, [*consts, *carry, *rows], lanes)[:n_carry]
+        stacked = [UNKNOWN] * (len(outs) - n_carry)
+        for o, value in zip(outs, [*carry, *stacked], strict=True):
+            env[o] = value
+
+    return step
+
+
+def _while(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_jaxpr, body_jaxpr = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        args = [env[i] for i in ins]
+        cond_consts, body_consts = args[:n_cond], args[n_cond : n_cond + n_body]
+        carry = args[n_cond + n_body :]
+        positions = np.arange(len(lanes))
+        finished: list[tuple[np.ndarray, list[Any]]] = []
+        while True:
+            (go_on,) = stepper.run(cond_jaxpr, [*cond_consts, *carry], lanes[positions])
+            if go_on is UNKNOWN:
+                raise DataDependent("a loop's condition")
+            if isinstance(go_on, np.ndarray) and not go_on.all():
+                stepper.flush_busy(eqn, lanes[positions])
+                stop, stay = np.nonzero(~go_on)[0], np.nonzero(go_on)[0]
+                finished.append((positions[stop], [take(c, stop) for c in carry]))
+                positions = positions[stay]
+                carry = [take(v, stay) for v in carry]
+                cond_consts = [take(v, stay) for v in cond_consts]
+                body_consts = [take(v, stay) for v in body_consts]
+                if not len(positions):
+                    break
+            elif not isinstance(go_on, np.ndarray) and not go_on:
+                finished.append((positions, carry))
+                break
+            carry = stepper.run(body_jaxpr, [*body_consts, *carry], lanes[positions])
+        for k, o in enumerate(outs):
+            parts = [(at, results[k]) for at, results in finished]
+            env[o] = parts[0][1] if len(parts) == 1 else merge(parts, len(lanes))
+
+    return step
+
+
+def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        assert stepper.kernel is not None, "run_scoped outside a kernel"
+        views = []
+        for i, var in enumerate(jaxpr.invars):
+            key = (id(eqn), i, stepper.kernel_number)
+            name = f"scoped{i}@{stepper.source(eqn).line.split(' ')[0]}"
+            views.append(stepper.allocate(key, var.aval, name))
+        vmem = sum(v.buffer.nbytes for v in views if v.buffer.space == "vmem")
+        stepper.vmem_in_use += vmem
+        stepper.kernel.vmem_bytes = max(stepper.kernel.vmem_bytes, stepper.vmem_in_use)
+        consts = [env[i] for i in ins]
+        block = stepper.block(jaxpr)  # the captured refs are the jaxpr's constvars
+        inner = block.template.copy()
+        for var_slot, value in zip(block.constants, consts, strict=True):
+            inner[var_slot] = value
+        for var_slot, view in zip(block.inputs, views, strict=True):
+            inner[var_slot] = view
+        for inner_step in block.steps:
+            inner_step(inner, lanes)
+        stepper.vmem_in_use -= vmem
+        for o, slot in zip(outs, block.outputs, strict=True):
+            env[o] = inner[slot]
+
+    return step
+
+
+# Places and kernels -------------------------------------------------------------------------------
+
+
+def _axis_index(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    axis = eqn.params["axis_name"]
+    names = axis if isinstance(axis, (tuple, list)) else (axis,)
+    for name in names:
+        if name not in stepper.axes:
+            raise jaxprs.UnsupportedEquation(f"axis {name!r} is no axis of the mesh {stepper.axes}")
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        index: Any = 0
+        for name in names:
+            index = index * stepper.axes[name] + stepper.axis_index(name, lanes)
+        env[outs[0]] = index
+
+    return step
+
+
+def _program_id(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    which = 0 if eqn.primitive.name == "program_id" else 1
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        env[outs[0]] = stepper.grid[eqn.params["axis"]][which]
+
+    return step
+
+
+def _barrier_semaphore(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    aval = eqn.outvars[0].aval
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        number = stepper.collective_id
+        key = ("barrier", number, eqn.params.get("tag"))
+        env[outs[0]] = stepper.allocate(key, aval, f"barrier[collective_id={number}]")
+
+    return step
+
+
+def _nothing(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step | None:
+    return None
+
+
+_SPECIAL: dict[str, Any] = {
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "run_scoped": _run_scoped,
+    "axis_index": _axis_index,
+    "program_id": _program_id,
+    "num_programs": _program_id,
+    "get_barrier_semaphore": _barrier_semaphore,
+    "pallas_call": kernels.compile_kernel,
+    "debug_callback": _nothing,
+    "debug_print": _nothing,
+    "trace_value": _nothing,
+    "touch": _nothing,
+    "delay": _nothing,
+}

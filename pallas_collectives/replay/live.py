@@ -1,0 +1,97 @@
+"""Programs whose course depends on time: a kernel that reads a semaphore's value is stepped while
+it is simulated.
+
+Each device steps its own jaxpr in a thread that stops at every read until the engine has reached
+that moment and answers. No devices are taken as alike here, and races are not looked for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from pallas_collectives.replay.machine import Generation
+from pallas_collectives.replay.program import Kernel, Read, Semaphore
+from pallas_collectives.replay.stepper import Stepper
+from pallas_collectives.replay.values import take
+from pallas_collectives.replay.views import Buffer
+
+_END = object()
+
+
+class _Abandoned(Exception):
+    """The simulation ended (in a deadlock) while this device waited for an answer."""
+
+
+class LiveProgram:
+    """Like `program.Program`, its instructions made on demand; `of_device` is sent the value after
+    each `Read`.
+    """
+
+    def __init__(self, mesh: Any, generation: Generation, body: Any, args: list[Any]) -> None:
+        self._mesh, self._generation, self._body, self._args = mesh, generation, body, args
+        self._shared = Stepper(mesh, generation)
+        self._lock = threading.Lock()
+        self.n_devices = self._shared.n_devices
+        self.unmodelled: dict[str, int] = {}
+        self.columns: list[Any] = []
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return self._shared.buffers
+
+    @property
+    def semaphores(self) -> list[Semaphore]:
+        return self._shared.semaphores
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return self._shared.kernels
+
+    def of_device(self, device: int) -> Generator[tuple[int, int, Any], int | None, None]:
+        """(column number, 0, column) of each instruction of `device`, as it comes to be."""
+        columns: queue.Queue[Any] = queue.Queue()
+        answers: queue.Queue[int | None] = queue.Queue()
+        threading.Thread(target=self._step, args=(device, columns, answers), daemon=True).start()
+        try:
+            while True:
+                column = columns.get()
+                if column is _END:
+                    return
+                if isinstance(column, BaseException):
+                    raise column
+                self.columns.append(column)
+                answer = yield len(self.columns) - 1, 0, column
+                if isinstance(column, Read):
+                    answers.put(answer)
+        finally:
+            answers.put(None)
+
+    def _step(
+        self, device: int, columns: queue.Queue[Any], answers: queue.Queue[int | None]
+    ) -> None:
+        def read_semaphore(sem: Any) -> int:
+            answer = answers.get()
+            if answer is None:
+                raise _Abandoned
+            return answer
+
+        stepper = Stepper(self._mesh, self._generation, columns.put, read_semaphore)
+        stepper.share_memory(self._shared, self._lock)
+        lanes = np.array([device])
+        try:
+            stepper.run(self._body, [take(a, lanes) for a in self._args], lanes)
+            with self._lock:
+                self._shared.kernels = stepper.kernels
+                self.unmodelled = dict(stepper.unmodelled)
+            columns.put(_END)
+        except _Abandoned:
+            pass
+        except (
+            BaseException
+        ) as error:  # raised again where the engine asks for the next instruction
+            columns.put(error)

@@ -1,0 +1,303 @@
+"""TPU pods as replay models them: constants per generation with their sources, torus shape, wrap
+rules, routes.
+
+Sources: [SB] the JAX scaling book (jax-ml.github.io/scaling-book, "How to think about TPUs"); [V]
+the vendor's pages for v4, v5e, v5p, v6e and 7x; [TI] `pltpu.get_tpu_info_for_chip`; [D] derived:
+vector rate = 8·128 lanes × 4 units × clock, clock = bf16 peak / (matrix units × 2·side²), VMEM
+bandwidth = two vector loads and a store per cycle; [C] fitted to measured times by
+`calibration.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+US = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One TPU generation. Bandwidths in bytes/s, rates in operations/s, times in seconds; per
+    device unless said.
+    """
+
+    name: str
+    device_kind: str
+    dims: int  # torus axes
+    link_bandwidth: float  # one ICI link, one way [SB, V]
+    link_efficiency: float  # of that, what a large copy attains [C]
+    # [SB] gives about 1 µs for a hop of a ring; it is the sum of the next three, in shares assumed
+    # here.
+    hop_latency: float  # one link, one way
+    dma_latency: float  # from a DMA's start to its first byte on the wire
+    issue_cost: float  # core time to start a DMA or to signal
+    launch_cost: float  # from a kernel's call to its first instruction, and from its last back [C]
+    hbm_bandwidth: float  # [SB, V]
+    vmem_bandwidth: float  # core loads and stores [D]
+    vector_rate: float  # 32-bit elementwise operations [D]
+    matrix_rate: float  # bf16 [V]
+    vmem_bytes: int  # [TI]
+    wrap_at: int  # a torus axis wraps round if it is a positive multiple of this [SB, V]
+    wraps_per_axis: bool  # False: all axes must satisfy it, or none wraps
+    reaches_all: bool = True  # a remote DMA reaches every device (v5e: power-of-two offsets only)
+    devices_per_chip: int = 1
+    die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
+
+
+def _generation(
+    name: str,
+    kind: str,
+    dims: int,
+    link: float,
+    hbm: float,
+    tflops: float,
+    clock_ghz: float,
+    cores: int,
+    vmem_mib: int,
+    wrap_at: int,
+    wraps_per_axis: bool,
+    efficiency: float = 0.92,  # assumed, between the two that are fitted
+    launch_us: float = 1.5,  # assumed
+    **extra: Any,
+) -> Generation:
+    lanes = 8 * 128 * cores
+    return Generation(
+        name=name,
+        device_kind=kind,
+        dims=dims,
+        link_bandwidth=link * 1e9,
+        link_efficiency=efficiency,
+        hop_latency=0.6 * US,
+        dma_latency=0.35 * US,
+        issue_cost=0.05 * US,
+        launch_cost=launch_us * US,
+        hbm_bandwidth=hbm * 1e12,
+        vmem_bandwidth=lanes * 4 * 3 * clock_ghz * 1e9,
+        vector_rate=lanes * 4 * clock_ghz * 1e9,
+        matrix_rate=tflops * 1e12,
+        vmem_bytes=vmem_mib << 20,
+        wrap_at=wrap_at,
+        wraps_per_axis=wraps_per_axis,
+        **extra,
+    )
+
+
+# name, device kind, torus axes, ICI GB/s per link one way, HBM TB/s, bf16 TFLOP/s, GHz, cores, VMEM
+# MiB, wrap rule
+GENERATIONS: dict[str, Generation] = {
+    g.name: g
+    for g in (
+        _generation("v4", "TPU v4", 3, 45, 1.23, 275, 1.05, 2, 16, 4, False),
+        _generation(
+            "v5e",
+            "TPU v5 lite",
+            2,
+            45,
+            0.82,
+            197,
+            1.5,
+            1,
+            128,
+            16,
+            True,
+            efficiency=0.95,
+            reaches_all=False,
+        ),
+        _generation("v5p", "TPU v5", 3, 90, 2.46, 459, 1.75, 2, 64, 4, False),
+        _generation("v6e", "TPU v6 lite", 2, 90, 1.64, 920, 1.75, 1, 128, 16, True),
+        _generation(
+            "7x",
+            "TPU7x",
+            3,
+            100,
+            7.40 / 2,
+            2310 / 2,
+            2.2,
+            1,
+            64,
+            4,
+            False,
+            efficiency=0.90,
+            launch_us=3.9,
+            devices_per_chip=2,
+            die_bandwidth=600e9,
+        ),
+    )
+}
+
+
+class MachineError(ValueError):
+    """A machine, mesh or placement that cannot be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A slice of a pod: `shape` chips of one generation, joined as a torus where the generation
+    wraps.
+    """
+
+    generation: Generation
+    shape: tuple[int, ...]
+    wraps: tuple[bool, ...]
+
+    @staticmethod
+    def named(name: str, wraps: tuple[bool, ...] | None = None, **overrides: float) -> Machine:
+        """The machine of a topology name such as 'v5e:16x16' or 'v5p:4x4x4'.
+
+        `wraps` overrides the wrap rule per torus axis; further keywords override fields of
+        `Generation`, e.g. `link_bandwidth=50e9` (bytes/s) or `hop_latency=0.8e-6` (seconds). Raises
+        MachineError for a name it does not know.
+        """
+        match = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", name)
+        if match is None or match[1] not in GENERATIONS:
+            known = ", ".join(GENERATIONS)
+            raise MachineError(
+                f"machine {name!r}: want GENERATION:AxBxC with a generation of {known}"
+            )
+        fields = {f.name for f in dataclasses.fields(Generation)}
+        if unknown := set(overrides) - fields:
+            raise MachineError(f"override {min(unknown)!r}: a Generation has {sorted(fields)}")
+        generation = dataclasses.replace(GENERATIONS[match[1]], **overrides)  # type: ignore[arg-type]
+        shape = tuple(int(n) for n in match[2].split("x"))
+        if len(shape) > generation.dims:
+            raise MachineError(
+                f"machine {name!r}: {match[1]} has {generation.dims} torus axes, not {len(shape)}"
+            )
+        shape += (1,) * (generation.dims - len(shape))
+        if wraps is None:
+            fits = tuple(n > 1 and n % generation.wrap_at == 0 for n in shape)
+            wraps = fits if generation.wraps_per_axis else (all(fits),) * len(shape)
+        if len(wraps) != len(shape):
+            raise MachineError(f"wraps {wraps}: one for each of the {len(shape)} torus axes")
+        return Machine(generation, shape, wraps)
+
+    def __str__(self) -> str:
+        return f"{self.generation.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def n_chips(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def n_devices(self) -> int:
+        return self.n_chips * self.generation.devices_per_chip
+
+    def mesh(self, axes: dict[str, int]) -> jax.sharding.AbstractMesh:
+        """An abstract mesh on this machine to trace with: the kernels' tracing then sees this
+        chip.
+        """
+        if math.prod(axes.values()) > self.n_devices:
+            raise MachineError(f"mesh {axes} has more devices than {self} ({self.n_devices})")
+        kind = self.generation.device_kind
+        cores = 2 if self.generation.name in ("v4", "v5p") else 1
+        device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="tpu")
+        auto = (jax.sharding.AxisType.Auto,) * len(axes)
+        return jax.sharding.AbstractMesh(
+            tuple(axes.values()), tuple(axes), axis_types=auto, abstract_device=device
+        )
+
+    def default_placement(self, n: int) -> np.ndarray:
+        """The chip of each of `n` mesh positions: row-major over chips, the devices of a chip next
+        to each other.
+
+        A mesh whose axes are the torus axes (and, on chips of two devices, the die last) then lies
+        on the torus as it is.
+        """
+        if n > self.n_devices:
+            raise MachineError(
+                f"{n} mesh positions do not fit on {self} ({self.n_devices} devices)"
+            )
+        return np.arange(n)
+
+    def placement_of(self, devices: Any) -> np.ndarray:
+        """The device number of each device of a mesh of real or ahead-of-time devices, from their
+        coordinates.
+        """
+        numbers = []
+        for d in np.asarray(devices).reshape(-1):
+            coords = tuple(d.coords[: len(self.shape)])
+            chip = int(np.ravel_multi_index(coords, self.shape))
+            numbers.append(
+                chip * self.generation.devices_per_chip
+                + (d.core_on_chip if self.generation.devices_per_chip > 1 else 0)
+            )
+        return np.array(numbers)
+
+    # Links: 2·dims a chip (axis, direction), then one a device towards the other device of its chip
+
+    @property
+    def n_links(self) -> int:
+        return 2 * len(self.shape) * self.n_chips + self.n_devices
+
+    @functools.cached_property
+    def link_capacity(self) -> np.ndarray:
+        """Bytes/s that each link attains."""
+        g = self.generation
+        capacity = np.full(self.n_links, g.link_bandwidth * g.link_efficiency)
+        capacity[2 * len(self.shape) * self.n_chips :] = g.die_bandwidth or math.inf
+        return capacity
+
+    def link_name(self, link: int) -> str:
+        """A link as 'chip (0,1) +y'."""
+        n_ici = 2 * len(self.shape) * self.n_chips
+        if link >= n_ici:
+            chip, die = divmod(link - n_ici, self.generation.devices_per_chip)
+            return f"chip {self._coords(chip)} die {die} to its neighbour"
+        rest, backwards = divmod(link, 2)
+        chip, axis = divmod(rest, len(self.shape))
+        return f"chip {self._coords(chip)} {'-' if backwards else '+'}{'xyz'[axis]}"
+
+    def _coords(self, chip: int) -> tuple[int, ...]:
+        return tuple(int(c) for c in np.unravel_index(chip, self.shape))
+
+    def routes(self, src: np.ndarray, dst: np.ndarray) -> list[np.ndarray]:
+        """The links of each route from device `src[i]` to `dst[i]`, hop by hop: arrays of link
+        numbers, -1 where none.
+
+        Dimension by dimension, the shorter way round; where both ways are equally long, devices at
+        even positions go up and at odd positions down, so that neither direction carries all of
+        them.
+        """
+        per_chip = self.generation.devices_per_chip
+        n_dims = len(self.shape)
+        src_chip, dst_chip = src // per_chip, dst // per_chip
+        here = list(np.unravel_index(src_chip, self.shape))
+        goal = np.unravel_index(dst_chip, self.shape)
+        hops: list[np.ndarray] = []
+        for axis, (n, wrap) in enumerate(zip(self.shape, self.wraps, strict=True)):
+            delta = goal[axis] - here[axis]
+            if wrap:
+                up = delta % n
+                down = n - up
+                go_up = (up < down) | ((up == down) & (here[axis] % 2 == 0))
+                delta = np.where(up == 0, 0, np.where(go_up, up, -down))
+            steps = np.abs(delta)
+            direction = np.sign(delta)
+            for hop in range(int(steps.max(initial=0))):
+                moving = hop < steps
+                chip = np.ravel_multi_index(here, self.shape)
+                link = (chip * n_dims + axis) * 2 + (direction < 0)
+                hops.append(np.where(moving, link, -1))
+                here[axis] = np.where(moving, (here[axis] + direction) % n, here[axis])
+        if per_chip > 1:
+            crosses = (src % per_chip) != (dst % per_chip)  # the die is crossed at the destination
+            last = 2 * n_dims * self.n_chips + dst_chip * per_chip + src % per_chip
+            hops.append(np.where(crosses, last, -1))
+        return hops
+
+    def distance(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
+        """ICI hops (and half a hop for the step between dies, which is on one package) of each
+        route.
+        """
+        total = np.zeros(len(src))
+        n_ici = 2 * len(self.shape) * self.n_chips
+        for hop in self.routes(src, dst):
+            total += np.where(hop < 0, 0.0, np.where(hop < n_ici, 1.0, 0.5))
+        return total

@@ -1,0 +1,156 @@
+"""A stepped program: per device, the sequence of copies, signals, waits and core work that a kernel
+performs.
+
+Instructions are held as columns: one entry for all the devices (lanes) that perform it at the same
+point of the program, a field being a plain int where it is the same on all of them and an array
+where it differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from pallas_collectives.replay.views import Buffer, View
+
+
+@dataclasses.dataclass
+class Source:
+    """Where an instruction comes from: the user's line, its `jax.named_scope`, and its kernel."""
+
+    line: str
+    scope: str
+    kernel: str
+
+
+@dataclasses.dataclass
+class Instruction:
+    """What every column has. `lanes` is sorted; `busy` is the core's own work before it, in
+    seconds.
+    """
+
+    lanes: np.ndarray
+    busy: float
+    source: Source
+
+
+@dataclasses.dataclass
+class Start(Instruction):
+    """A DMA is started: `src` here, `dst` on device `target`. `implicit`: made by Pallas itself
+    (block copies).
+    """
+
+    src: View
+    dst: View
+    target: Any  # device, int or per lane; None for a copy within the device
+    src_sem: Any  # semaphore here, signalled with the bytes read, or None
+    dst_sem: Any  # semaphore on `target`, signalled with the bytes written
+    nbytes: Any
+    implicit: bool = False
+
+
+@dataclasses.dataclass
+class Signal(Instruction):
+    """`value` is added to semaphore `sem` of device `target`."""
+
+    sem: Any
+    target: Any
+    value: Any
+
+
+@dataclasses.dataclass
+class Wait(Instruction):
+    """The core waits until `sem` here is at least `value`, then takes that off (unless `keeps`)."""
+
+    sem: Any
+    value: Any
+    is_dma: bool
+    keeps: bool = False
+    implicit: bool = False
+
+
+@dataclasses.dataclass
+class Access(Instruction):
+    """The core itself reads or writes `view`."""
+
+    view: View
+    writes: bool
+
+
+@dataclasses.dataclass
+class Read(Instruction):
+    """The core reads a semaphore's value (only in programs that are stepped live)."""
+
+    sem: Any
+
+
+@dataclasses.dataclass
+class Enter(Instruction):
+    """The core enters kernel `kernel` (a number from 1): from here on its buffers and semaphores
+    may be touched.
+    """
+
+    kernel: int
+
+
+@dataclasses.dataclass
+class Leave(Instruction):
+    """The core leaves kernel `kernel`: its buffers are freed or read, its semaphores must be 0."""
+
+    kernel: int
+
+
+@dataclasses.dataclass
+class Work(Instruction):
+    """The core works for `busy` and nothing else happens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Semaphore:
+    """One semaphore on each device. `kernel`: the number of the kernel it belongs to; 0 for barrier
+    semaphores.
+    """
+
+    name: str
+    kernel: int
+
+
+@dataclasses.dataclass
+class Kernel:
+    """One `pallas_call` of the program. Bytes are per device."""
+
+    name: str
+    vmem_bytes: int
+    hbm_scratch_bytes: int
+
+
+@dataclasses.dataclass
+class Program:
+    """All instructions of all devices, in program order per device."""
+
+    n_devices: int
+    columns: list[Any]
+    buffers: list[Buffer]
+    semaphores: list[Semaphore]
+    kernels: list[Kernel]
+    unmodelled: dict[str, int]  # equations outside kernels that are not timed, by primitive
+
+    def of_device(self, device: int) -> Iterator[tuple[int, int, Any]]:
+        """(column number, the device's position in it, column) of each of `device`'s
+        instructions.
+        """
+        for k, column in enumerate(self.columns):
+            if len(column.lanes) == self.n_devices:
+                yield k, device, column
+                continue
+            position = int(np.searchsorted(column.lanes, device))
+            if position < len(column.lanes) and column.lanes[position] == device:
+                yield k, position, column
+
+
+def at(field: Any, position: int) -> Any:
+    """A column's field on the lane at `position`."""
+    return field[position].item() if isinstance(field, np.ndarray) else field

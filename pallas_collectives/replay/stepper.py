@@ -1,0 +1,399 @@
+"""Steps a program's jaxpr once for all devices: integers and control flow are evaluated, array data
+is not.
+
+Every equation is compiled once to a closure over slots of an environment. A conditional whose
+predicate differs between devices runs each branch on the devices that take it; a loop whose trip
+count differs drops devices as they finish. Nothing here depends on time, except a semaphore's value
+(`semaphore_read`): programs that read one are stepped live, one device at a time, by `live.py`,
+which supplies `read_semaphore`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_collectives.replay import jaxprs, values
+from pallas_collectives.replay.machine import Generation
+from pallas_collectives.replay.program import (
+    Access,
+    Kernel,
+    Program,
+    Read,
+    Semaphore,
+    Signal,
+    Source,
+    Start,
+    Wait,
+    Work,
+)
+from pallas_collectives.replay.values import UNKNOWN, Known
+from pallas_collectives.replay.views import Buffer, DataDependent, View, element_size
+
+Step = Callable[[list[Any], np.ndarray], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A compiled jaxpr: an environment to copy, where its captured and own inputs go, its steps,
+    its outputs.
+    """
+
+    template: list[Any]
+    constants: list[int]
+    inputs: list[int]
+    steps: list[Step]
+    outputs: list[int]
+
+
+class Stepper:
+    """Evaluates jaxprs on lanes of devices and collects the instructions they perform."""
+
+    def __init__(
+        self,
+        mesh: Any,
+        generation: Generation,
+        emit: Callable[[Any], None] | None = None,
+        read_semaphore: Callable[[Any], int] | None = None,
+    ):
+        self.mesh = mesh
+        self.axes = axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        self.n_devices = math.prod(axes.values())
+        self.generation = generation
+        self.columns: list[Any] = []
+        self.emit = emit or self.columns.append
+        self.read_semaphore = read_semaphore
+        self.buffers: list[Buffer] = []
+        self.semaphores: list[Semaphore] = []
+        self.kernels: list[Kernel] = []
+        self.unmodelled: Counter[str] = Counter()
+        self.kernel: Kernel | None = None  # the kernel being stepped; None outside kernels
+        self.kernel_number = 0  # how many kernels were begun: each call has buffers of its own
+        self.collective_id: int | None = None
+        self.grid: tuple[
+            tuple[int, int], ...
+        ] = ()  # (program id, number of programs) per grid axis
+        self.smem: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # buffer id -> values, is known
+        self.vmem_in_use = 0
+        self._allocated: dict[Any, Buffer] = {}
+        self._lock: Any = contextlib.nullcontext()
+        self._blocks: dict[int, tuple[Any, Block]] = {}
+        self._sources: dict[int, tuple[Any, Source]] = {}
+        self._targets: dict[bytes, np.ndarray] = {}
+        self._busy = 0.0
+        every = np.arange(self.n_devices)
+        shape = tuple(axes.values())
+        self._coordinates = dict(
+            zip(axes, (c.astype(np.int32) for c in np.unravel_index(every, shape)), strict=True)
+        )
+        self._strides = dict(
+            zip(axes, (math.prod(shape[i + 1 :]) for i in range(len(shape))), strict=True)
+        )
+
+    def program(self) -> Program:
+        return Program(
+            self.n_devices,
+            self.columns,
+            self.buffers,
+            self.semaphores,
+            self.kernels,
+            dict(self.unmodelled),
+        )
+
+    # Running --------------------------------------------------------------------------------------
+
+    def run(self, jaxpr: Any, args: list[Any], lanes: np.ndarray) -> list[Any]:
+        """Steps `jaxpr` (open or closed) on the devices `lanes`; returns its outputs."""
+        block = self.block(jaxpr)
+        env = block.template.copy()
+        for slot, arg in zip(block.inputs, args, strict=True):
+            env[slot] = arg
+        for step in block.steps:
+            step(env, lanes)
+        return [env[slot] for slot in block.outputs]
+
+    def block(self, jaxpr: Any) -> Block:
+        cached = self._blocks.get(id(jaxpr))
+        if cached is None:
+            cached = (jaxpr, self._compile(jaxpr))  # holds the jaxpr: its id stays its own
+            self._blocks[id(jaxpr)] = cached
+        return cached[1]
+
+    def _compile(self, closed: Any) -> Block:
+        from pallas_collectives.replay import equations
+
+        jaxpr, consts = jaxprs.open_jaxpr(closed)
+        template: list[Any] = []
+        slots: dict[Any, int] = {}
+
+        def new_slot(value: Any) -> int:
+            template.append(value)
+            return len(template) - 1
+
+        def operand(var: Any) -> int:
+            if jaxprs.is_literal(var):
+                return new_slot(constant(var.val, var.aval))
+            return slots[var]
+
+        for i, var in enumerate(jaxpr.constvars):
+            slots[var] = new_slot(constant(consts[i], var.aval) if consts else None)
+        for var in jaxpr.invars:
+            slots[var] = new_slot(None)
+        steps = []
+        for eqn in jaxpr.eqns:
+            ins = [operand(v) for v in eqn.invars]
+            outs = []
+            for v in eqn.outvars:
+                slots[v] = new_slot(None)
+                outs.append(slots[v])
+            step = equations.compile_equation(self, eqn, ins, outs)
+            if step is not None:
+                steps.append(step)
+        return Block(
+            template,
+            [slots[v] for v in jaxpr.constvars],
+            [slots[v] for v in jaxpr.invars],
+            steps,
+            [operand(v) for v in jaxpr.outvars],
+        )
+
+    # What equations ask for -----------------------------------------------------------------------
+
+    def work(self, seconds: float) -> None:
+        """The core computes for `seconds` before its next instruction."""
+        if self.kernel is not None:
+            self._busy += seconds
+
+    def take_busy(self) -> float:
+        busy, self._busy = self._busy, 0.0
+        return busy
+
+    def flush_busy(self, eqn: Any, lanes: np.ndarray) -> None:
+        """Ends the work counted so far on these lanes, before the set of lanes changes."""
+        if self._busy:
+            self.emit(Work(lanes, self.take_busy(), self.source(eqn)))
+
+    def source(self, eqn: Any) -> Source:
+        cached = self._sources.get(id(eqn))
+        if cached is None:
+            name = self.kernel.name if self.kernel else ""
+            cached = (eqn, Source(jaxprs.where(eqn), jaxprs.scope(eqn), name))
+            self._sources[id(eqn)] = cached
+        return cached[1]
+
+    def axis_index(self, name: str, lanes: np.ndarray) -> Any:
+        coordinates = self._coordinates[name]
+        if len(lanes) == 1:
+            return int(coordinates[lanes[0]])
+        return coordinates if len(lanes) == self.n_devices else coordinates[lanes]
+
+    def device(self, device_id: Any, logical: bool, lanes: np.ndarray) -> Any:
+        """The device (its row-major position in the mesh) that a kernel's `device_id` names."""
+        if device_id is None:
+            return None
+        if isinstance(device_id, dict):
+            by_axis = device_id
+        elif logical:
+            return self._canonical(device_id)
+        else:
+            ids = device_id if isinstance(device_id, (tuple, list)) else (device_id,)
+            by_axis = dict(zip(self.axes, ids, strict=True))
+        device: Any = 0
+        for name, stride in self._strides.items():
+            index = by_axis[name] if name in by_axis else self.axis_index(name, lanes)
+            if index is UNKNOWN:
+                raise DataDependent("a device id")
+            if not isinstance(index, np.ndarray) and not 0 <= index < self.axes[name]:
+                raise IndexError(f"device {index} on axis {name!r} of size {self.axes[name]}")
+            device = device + index * stride
+        return self._canonical(device)
+
+    def _canonical(self, device: Any) -> Any:
+        """One array object per distinct array of devices: later stages work per distinct
+        pattern.
+        """
+        if not isinstance(device, np.ndarray):
+            return device
+        if device.size and not 0 <= device.min() <= device.max() < self.n_devices:
+            raise IndexError(f"device ids {device.min()} to {device.max()} of {self.n_devices}")
+        device = device.astype(np.int32, copy=False)
+        return self._targets.setdefault(device.tobytes(), device)
+
+    def share_memory(self, other: Stepper, lock: Any) -> None:
+        """Allocates from `other`'s buffers and semaphores: live devices must agree on their
+        numbers.
+        """
+        self.buffers, self.semaphores = other.buffers, other.semaphores
+        self._allocated, self.smem, self._lock = other._allocated, other.smem, lock
+
+    # Memory ---------------------------------------------------------------------------------------
+
+    def allocate(self, key: Any, aval: Any, name: str, space: str | None = None) -> View:
+        """The buffer or semaphores of `key`: the same on every device and at every visit, as on the
+        machine.
+        """
+        with self._lock:
+            if key not in self._allocated:
+                self._allocated[key] = self._new_buffer(key, aval, name, space)
+            return self._allocated[key].view()
+
+    def _new_buffer(self, key: Any, aval: Any, name: str, space: str | None) -> Buffer:
+        space = space or jaxprs.memory_space(aval)
+        shape = tuple(aval.shape)
+        if space == "semaphore_mem":
+            owner = 0 if key[0] == "barrier" else self.kernel_number
+            first = len(self.semaphores)
+            names = [name + (str(list(i)) if i else "") for i in np.ndindex(*shape)]
+            self.semaphores.extend(Semaphore(n, owner) for n in names)
+            return Buffer(first, name, space, shape, 1, owner)
+        number = len(self.buffers)
+        buffer = Buffer(number, name, space, shape, element_size(aval), self.kernel_number)
+        self.buffers.append(buffer)
+        if space == "smem":
+            size = (self.n_devices, math.prod(shape))
+            self.smem[number] = (np.zeros(size, aval.dtype), np.zeros(size, bool))
+        return buffer
+
+    def view(self, view: jaxprs.RefView, operands: list[Any]) -> View:
+        """A ref operand's view with its transforms applied."""
+
+        def read(item: Any) -> Any:
+            return operands[item.index] if isinstance(item, jaxprs.Slot) else item
+
+        out = operands[view.ref.index]
+        for transform in view.transforms:
+            out = out.transformed(transform, read)
+        return out
+
+    def semaphore(self, view: jaxprs.RefView, operands: list[Any]) -> Any:
+        """The number (or one per lane) of the semaphore that a view names."""
+        at = self.view(view, operands)
+        return at.buffer.id + at.base
+
+    def load_smem(self, view: View, lanes: np.ndarray) -> Any:
+        data, known = self.smem[view.buffer.id]
+        if any(size != 1 for size, _ in view.dims):
+            if view.nbytes == view.buffer.nbytes and known[lanes].all():
+                shape = tuple(size for size, _ in view.dims)
+                return Known(data[lanes].reshape(len(lanes), *shape), True)
+            return UNKNOWN
+        index = view.base // view.buffer.itemsize
+        if not known[lanes, index].all():
+            return UNKNOWN
+        loaded = data[lanes, index]
+        return loaded[0].item() if (loaded == loaded[0]).all() else loaded
+
+    def store_smem(self, view: View, value: Any, lanes: np.ndarray) -> None:
+        data, known = self.smem[view.buffer.id]
+        index: Any = view.base // view.buffer.itemsize
+        n = math.prod(size for size, _ in view.dims)
+        columns = np.asarray(index).reshape(-1, 1) + np.arange(n)
+        rows = lanes.reshape(-1, 1)
+        if isinstance(value, Known):
+            value = value.values.reshape(len(lanes) if value.per_lane else 1, -1)
+        elif isinstance(value, np.ndarray):
+            value = value.reshape(-1, 1)
+        known[rows, columns] = value is not UNKNOWN
+        if value is not UNKNOWN:
+            data[rows, columns] = value
+
+    # DMAs and semaphores --------------------------------------------------------------------------
+
+    def perform(self, eqn: Any, op: Any, operands: list[Any], lanes: np.ndarray) -> Any:
+        """Performs one operation of `jaxprs`; returns the loaded value of loads and reads."""
+
+        def value(item: Any) -> Any:
+            out = operands[item.index] if isinstance(item, jaxprs.Slot) else item
+            if out is UNKNOWN:
+                raise DataDependent("a semaphore's value")
+            return out
+
+        source = self.source(eqn)
+        match op:
+            case jaxprs.DmaStart():
+                device_id = _read_tree(op.device_id, operands)
+                src = self.view(op.src, operands)
+                src_sem = None if op.src_sem is None else self.semaphore(op.src_sem, operands)
+                self.emit(
+                    Start(
+                        lanes,
+                        self.take_busy(),
+                        source,
+                        src,
+                        self.view(op.dst, operands),
+                        self.device(device_id, op.logical, lanes),
+                        src_sem,
+                        self.semaphore(op.dst_sem, operands),
+                        src.nbytes,
+                    )
+                )
+            case jaxprs.DmaWait():
+                sem = self.semaphore(op.sem, operands)
+                nbytes = self.view(op.sized_by, operands).nbytes
+                self.emit(Wait(lanes, self.take_busy(), source, sem, nbytes, is_dma=True))
+            case jaxprs.Signal():
+                device = self.device(_read_tree(op.device_id, operands), op.logical, lanes)
+                sem = self.semaphore(op.sem, operands)
+                amount = value(op.value)
+                self.emit(Signal(lanes, self.take_busy(), source, sem, device, amount))
+            case jaxprs.Wait():
+                sem = self.semaphore(op.sem, operands)
+                keeps = not value(op.decrement)
+                amount = value(op.value)
+                self.emit(Wait(lanes, self.take_busy(), source, sem, amount, False, keeps))
+            case jaxprs.Read():
+                return self._read(source, self.semaphore(op.sem, operands), lanes)
+            case jaxprs.Access():
+                return self._access(source, op, operands, lanes)
+        return None
+
+    def _read(self, source: Source, sem: Any, lanes: np.ndarray) -> int:
+        assert self.read_semaphore is not None, "programs that read semaphores are stepped live"
+        self.emit(Read(lanes, self.take_busy(), source, sem))
+        return self.read_semaphore(sem)
+
+    def _access(
+        self, source: Source, op: jaxprs.Access, operands: list[Any], lanes: np.ndarray
+    ) -> Any:
+        view = self.view(op.view, operands)
+        if view.buffer.space == "smem":
+            loaded = self.load_smem(view, lanes)
+            if op.writes:
+                self.store_smem(view, operands[op.value.index], lanes)
+            return loaded
+        nbytes = view.nbytes
+        if not isinstance(nbytes, np.ndarray):
+            self.work(nbytes / self.generation.vmem_bandwidth)
+        self.emit(Access(lanes, self.take_busy(), source, view, op.writes))
+        return UNKNOWN
+
+
+def _read_tree(device_id: Any, operands: list[Any]) -> Any:
+    if isinstance(device_id, dict):
+        return {k: _read_tree(v, operands) for k, v in device_id.items()}
+    if isinstance(device_id, (tuple, list)):
+        return tuple(_read_tree(v, operands) for v in device_id)
+    return operands[device_id.index] if isinstance(device_id, jaxprs.Slot) else device_id
+
+
+def constant(value: Any, aval: Any) -> Any:
+    """A constant of a jaxpr as a value: scalars evaluated, small integer arrays known, anything
+    else unknown.
+    """
+    if isinstance(
+        value, jax.core.Tracer
+    ):  # a captured ref or index: supplied by the equation's operands
+        return UNKNOWN
+    array = np.asarray(value)
+    if array.ndim == 0:
+        numeric = array.dtype.kind in "iubf"
+        return values.settle(array.item(), np.dtype(aval.dtype)) if numeric else UNKNOWN
+    small = array.dtype.kind in "iub" and array.size <= 1 << 20
+    return Known(array, False) if small else UNKNOWN

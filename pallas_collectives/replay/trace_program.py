@@ -1,0 +1,102 @@
+"""From a function with Pallas TPU kernels inside shard_map to its stepped `Program`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_collectives.replay import jaxprs, live
+from pallas_collectives.replay.machine import Generation
+from pallas_collectives.replay.program import Program
+from pallas_collectives.replay.stepper import Stepper
+from pallas_collectives.replay.values import UNKNOWN, Known
+
+
+class NoShardMap(ValueError):
+    """The function has no `jax.shard_map`, so replay cannot know its devices."""
+
+
+def trace(function: Callable[..., Any], *args: Any, generation: Generation) -> tuple[Program, Any]:
+    """Steps `function(*args)` for every device of its shard_map's mesh; returns the program and the
+    mesh.
+
+    `args` are pytrees of `jax.ShapeDtypeStruct`s (only shapes matter) or numpy arrays (their
+    contents are followed, e.g. sizes that a kernel reads from scalar memory). Raises NoShardMap,
+    and DataDependent where the kernel's addresses or control flow depend on an argument given by
+    shape only.
+    """
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), args)
+    closed = jax.make_jaxpr(function)(*shapes)
+    leaves = jax.tree.leaves(args)
+    contents = [
+        Known(np.asarray(a), False) if isinstance(a, np.ndarray) else UNKNOWN for a in leaves
+    ]
+    shard_map, operands = _find_shard_map(closed, contents)
+    mesh = shard_map.params["mesh"]
+    axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    specs = shard_map.params["in_specs"]
+    per_device = [_shard(v, spec, axes) for v, spec in zip(operands, specs, strict=True)]
+    body = shard_map.params["jaxpr"]
+    if _reads_semaphores(body):
+        return live.LiveProgram(mesh, generation, body, per_device), mesh  # type: ignore[return-value]
+    stepper = Stepper(mesh, generation)
+    stepper.run(body, per_device, np.arange(stepper.n_devices))
+    return stepper.program(), mesh
+
+
+def _find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
+    """The outermost shard_map equation and what is known of its operands."""
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    known: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+    known |= {v: Known(np.asarray(c), False) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    for eqn in jaxpr.eqns:
+        operands = [UNKNOWN if jaxprs.is_literal(v) else known.get(v, UNKNOWN) for v in eqn.invars]
+        if eqn.primitive.name == "shard_map":
+            return eqn, operands
+        called = jaxprs.called_jaxpr(eqn)
+        if called is not None:
+            try:
+                return _find_shard_map(called, operands)
+            except NoShardMap:
+                pass
+    raise NoShardMap("replay wants a function that calls jax.shard_map over the mesh to model")
+
+
+def _shard(value: Any, spec: Any, axes: dict[str, int]) -> Any:
+    """Each device's part of a global array under a PartitionSpec."""
+    if not isinstance(value, Known):
+        return UNKNOWN
+    n = math.prod(axes.values())
+    shape = tuple(axes.values())
+    coordinates = dict(zip(axes, np.unravel_index(np.arange(n), shape), strict=True))
+    shards = []
+    for device in range(n):
+        part = value.values
+        for dim, entry in enumerate(spec):
+            names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            index, count = 0, 1
+            for name in names:
+                index = index * axes[name] + int(coordinates[name][device])
+                count *= axes[name]
+            size = part.shape[dim] // count
+            part = np.take(part, range(index * size, (index + 1) * size), axis=dim)
+        shards.append(part)
+    stacked = np.stack(shards)
+    return stacked if stacked.ndim == 1 else Known(stacked, True)
+
+
+def _reads_semaphores(jaxpr: Any) -> bool:
+    return any(eqn.primitive.name == "semaphore_read" for eqn in _equations(jaxpr))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(jaxprs.open_jaxpr(inner)[0], "eqns"):
+                    yield from _equations(inner)

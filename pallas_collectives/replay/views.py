@@ -1,0 +1,134 @@
+"""Refs: a buffer and the strided part of it that a view names, in bytes.
+
+A view is an affine set of bytes: a base offset and, per dimension, how many elements and how far
+apart. Slicing, transposing, and reshaping a contiguous view stay inside that form, so one
+representation serves copies, semaphores and scalar memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay.values import UNKNOWN, take
+
+
+class DataDependent(ValueError):
+    """The program's addresses or control flow depend on array data, which replay does not hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One allocation on each device, of kernel number `kernel`. `space`: 'hbm', 'vmem', 'smem' or
+    'semaphore_mem'.
+    """
+
+    id: int
+    name: str
+    space: str
+    shape: tuple[int, ...]
+    itemsize: int  # bytes; 1 for semaphores, whose views therefore count semaphores
+    kernel: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def view(self) -> View:
+        return View(self, 0, dense_dims(self.shape, self.itemsize), self.itemsize)
+
+
+def dense_dims(shape: tuple[int, ...], itemsize: int) -> tuple[tuple[Any, int], ...]:
+    """(size, stride in bytes) of each dimension of a row-major array."""
+    dims: list[tuple[Any, int]] = []
+    stride = itemsize
+    for size in reversed(shape):
+        dims.append((size, stride))
+        stride *= size
+    return tuple(reversed(dims))
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Part of a buffer: byte `base` (int or per lane), and per dimension (size, stride in
+    bytes).
+    """
+
+    buffer: Buffer
+    base: Any
+    dims: tuple[tuple[Any, int], ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> Any:
+        """Bytes in the view (an int, or one per lane where a slice's size differs)."""
+        total: Any = self.itemsize
+        for size, _ in self.dims:
+            total = total * size
+        return total
+
+    def take(self, positions: np.ndarray) -> View:
+        """The view on the lanes at `positions` only."""
+        dims = tuple((take(size, positions), stride) for size, stride in self.dims)
+        return dataclasses.replace(self, base=take(self.base, positions), dims=dims)
+
+    def transformed(self, transform: Any, read: Any) -> View:
+        """The view after one transform of `jaxprs`; `read` gives an operand's value."""
+        match transform:
+            case jaxprs.Index(dims=dims):
+                return self._indexed(dims, read)
+            case jaxprs.Transpose(permutation=permutation):
+                return dataclasses.replace(self, dims=tuple(self.dims[i] for i in permutation))
+            case jaxprs.Reshape(shape=shape):
+                self._require_dense("reshape")
+                dims = dense_dims(shape, self.itemsize)
+                return dataclasses.replace(self, dims=dims)
+            case jaxprs.Bitcast(dtype=dtype):
+                return self._bitcast(np.dtype(dtype).itemsize)
+        raise AssertionError(transform)
+
+    def _indexed(self, indices: tuple[Any, ...], read: Any) -> View:
+        base: Any = self.base
+        dims = []
+        for index, (_, stride) in zip(indices, self.dims, strict=True):
+            if isinstance(index, tuple):
+                start, size, step = (read(i) for i in index)
+                dims.append((size, stride * step))
+            else:
+                start, size = read(index), None
+            if start is UNKNOWN or size is UNKNOWN:
+                raise DataDependent("an index of a ref")
+            if isinstance(start, np.ndarray):
+                start = start.astype(np.int64)
+            base = base + start * stride
+        return dataclasses.replace(self, base=base, dims=tuple(dims))
+
+    def _bitcast(self, itemsize: int) -> View:
+        self._require_dense("bitcast")
+        if itemsize == self.itemsize or not self.dims:
+            return dataclasses.replace(self, itemsize=itemsize)
+        shape = [size for size, _ in self.dims]
+        axis = max(len(shape) - 2, 0)  # JAX packs narrower types along the second minor dimension
+        shape[axis] = shape[axis] * self.itemsize // itemsize
+        return dataclasses.replace(self, dims=dense_dims(tuple(shape), itemsize), itemsize=itemsize)
+
+    def _require_dense(self, what: str) -> None:
+        sizes = tuple(size for size, _ in self.dims)
+        dense = dense_dims(sizes, self.itemsize)
+        if any(s != d for s, d, n in zip(self.dims, dense, sizes, strict=True) if n != 1):
+            raise jaxprs.UnsupportedEquation(
+                f"replay does not know the {what} of a slice of {self.buffer.name} with gaps"
+            )
+
+
+def element_size(aval: Any) -> int:
+    """Bytes of one element of a ref's type (semaphores: 1; 4-bit types are counted as whole
+    bytes).
+    """
+    if jaxprs.memory_space(aval) == "semaphore_mem":
+        return 1
+    return int(np.dtype(aval.dtype).itemsize)

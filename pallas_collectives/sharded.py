@@ -1,0 +1,326 @@
+"""The same collectives on whole arrays: each wraps its own in `jax.shard_map`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_collectives import collectives
+from pallas_collectives.errors import CollectiveError
+
+
+def all_gather(
+    x: jax.Array,
+    *,
+    mesh: Mesh,
+    axis_name: Any,
+    axis: int = 0,
+    spec: PartitionSpec | None = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """Replicates an array that is sharded along one dimension.
+
+    Args:
+      x: array whose dimension `axis` is laid over the mesh axis (or tuple of axes) `axis_name`.
+      mesh: the mesh.
+      axis_name: the axis to gather over.
+      axis: the sharded dimension.
+      spec: how x is laid over the mesh; by default `axis` over `axis_name` and nothing else.
+      backend: see `collectives.all_gather`.
+      algorithm: see `collectives.all_gather`.
+
+    Returns:
+      The same values, laid out as `spec` without `axis_name`.
+
+    Raises:
+      CollectiveError: `spec` does not lay `axis` over `axis_name` alone.
+    """
+    axis = _dimension(x, axis)
+    before = _spec(x, axis, axis_name, spec)
+    after = PartitionSpec(*(None if d == axis else s for d, s in enumerate(before)))
+
+    def gather(shard: jax.Array) -> jax.Array:
+        return collectives.all_gather(
+            shard,
+            axis_name,
+            axis=axis,
+            tiled=True,
+            to="invarying",
+            backend=backend,
+            algorithm=algorithm,
+        )
+
+    return _mapped(gather, mesh, before, after, x)
+
+
+def psum_scatter(
+    x: jax.Array,
+    *,
+    mesh: Mesh,
+    axis_name: Any,
+    axis: int = 0,
+    precise: bool = False,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """Sums the rows of an array that are laid over a mesh axis, and leaves the sum laid over it.
+
+    Args:
+      x: (n, ...): row p is device p's term, for the n devices of `axis_name`.
+      mesh: the mesh.
+      axis_name: mesh axis, or tuple of axes, over which the rows of x and the result are laid.
+      axis: the dimension of the sum, so of x without its first, that is laid over `axis_name`.
+      precise: see `collectives.psum_scatter`.
+      backend: see `collectives.psum_scatter`.
+      algorithm: see `collectives.psum_scatter`.
+
+    Returns:
+      x.sum(axis=0), its dimension `axis` laid over `axis_name`.
+
+    Raises:
+      CollectiveError: x has no dimension `axis` beside its rows.
+    """
+    axis = _dimension(x[0], axis)
+
+    def scatter(rows: jax.Array) -> jax.Array:
+        options: Any = {"precise": precise, "backend": backend, "algorithm": algorithm}
+        term = rows.sum(axis=0, dtype=rows.dtype)  # one row, or a device's own few
+        return collectives.psum_scatter(
+            term, axis_name, scatter_dimension=axis, tiled=True, **options
+        )
+
+    after = PartitionSpec(*(axis_name if d == axis else None for d in range(x.ndim - 1)))
+    return _mapped(scatter, mesh, PartitionSpec(axis_name), after, x)
+
+
+reduce_scatter = psum_scatter
+
+
+def psum(
+    x: jax.Array, *, mesh: Mesh, axis_name: Any, precise: bool = False, **how: Any
+) -> jax.Array:
+    """Sums the rows of an array that are laid over a mesh axis; every device gets the sum.
+
+    Args:
+      x: (n, ...): row p is device p's term, for the n devices of `axis_name`.
+      mesh: the mesh.
+      axis_name: mesh axis, or tuple of axes, over which the rows of x are laid.
+      precise: see `collectives.psum`.
+      **how: `backend` and `algorithm`, see `collectives.psum`.
+
+    Returns:
+      x.sum(axis=0), replicated.
+    """
+
+    return _over_rows(collectives.psum, jnp.sum, x, mesh, axis_name, precise=precise, **how)
+
+
+all_reduce = psum
+
+
+def pmean(
+    x: jax.Array, *, mesh: Mesh, axis_name: Any, precise: bool = False, **how: Any
+) -> jax.Array:
+    """x.mean(axis=0), replicated; arguments as `psum`'s."""
+    return psum(x, mesh=mesh, axis_name=axis_name, precise=precise, **how) / x.shape[0]
+
+
+def pmax(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
+    """x.max(axis=0), replicated; arguments as `psum`'s, but for `precise`."""
+    return _over_rows(collectives.pmax, jnp.max, x, mesh, axis_name, **how)
+
+
+def pmin(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
+    """x.min(axis=0), replicated; arguments as `psum`'s, but for `precise`."""
+    return _over_rows(collectives.pmin, jnp.min, x, mesh, axis_name, **how)
+
+
+def _over_rows(
+    collective: Any, locally: Any, x: jax.Array, mesh: Mesh, axis_name: Any, **how: Any
+) -> jax.Array:
+    """Reduces rows laid over `axis_name`: a device's own few first, then those of all devices."""
+
+    if locally is jnp.sum and x.dtype == jnp.bool_:
+        x = jnp.asarray(x, jnp.int32)  # counts, as psum has them
+
+    def reduce(rows: jax.Array) -> jax.Array:
+        return collective(locally(rows, axis=0).astype(rows.dtype), axis_name, **how)
+
+    before, after = PartitionSpec(axis_name), PartitionSpec()
+    return _mapped(reduce, mesh, before, after, x)
+
+
+def all_to_all(
+    x: jax.Array,
+    *,
+    mesh: Mesh,
+    axis_name: Any,
+    split_axis: int,
+    concat_axis: int,
+    spec: PartitionSpec | None = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """Lays an array that is sharded along one dimension along another instead.
+
+    Args:
+      x: array whose dimension `concat_axis` is laid over the mesh axis (or tuple of axes)
+        `axis_name`.
+      mesh: the mesh.
+      axis_name: the axis.
+      split_axis: the dimension that `axis_name` is to lie over; a multiple of its size.
+      concat_axis: the dimension that each device is to have the whole of.
+      spec: how x is laid over the mesh; by default `concat_axis` over `axis_name`, nothing else.
+      backend: see `collectives.all_to_all`.
+      algorithm: see `collectives.all_to_all`.
+
+    Returns:
+      The same values, laid out as `spec` with `axis_name` at `split_axis`.
+
+    Raises:
+      CollectiveError: `spec` does not lay `concat_axis` over `axis_name` alone, or lays
+        `split_axis` over something.
+    """
+    split_axis, concat_axis = _dimension(x, split_axis), _dimension(x, concat_axis)
+    before = _spec(x, concat_axis, axis_name, spec)
+    if before[split_axis] is not None:
+        raise CollectiveError(
+            f"split_axis={split_axis} with spec={before}",
+            "the dimension must be whole on each device",
+            "split another dimension, or gather this one before",
+        )
+    laid = {split_axis: axis_name, concat_axis: None}
+    after = PartitionSpec(*(laid.get(d, s) for d, s in enumerate(before)))
+
+    def exchange(shard: jax.Array) -> jax.Array:
+        return collectives.all_to_all(
+            shard,
+            axis_name,
+            split_axis,
+            concat_axis,
+            tiled=True,
+            backend=backend,
+            algorithm=algorithm,
+        )
+
+    return _mapped(exchange, mesh, before, after, x)
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    mesh: Mesh,
+    axis_name: Any,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """Sends rows of runtime-chosen counts between the shards of two arrays.
+
+    Args:
+      operand: (n * rows, ...): n shards, laid over `axis_name` by their first dimension.
+      output: (n * rows', ...): likewise.
+      input_offsets: int[n * k * n]: each device's argument of `collectives.ragged_all_to_all`, one
+        device's after the other's. As the next three.
+      send_sizes: see `input_offsets`.
+      output_offsets: see `input_offsets`.
+      recv_sizes: see `input_offsets`.
+      mesh: the mesh.
+      axis_name: the axis, or tuple of axes, of n devices.
+      backend: see `collectives.ragged_all_to_all`.
+      algorithm: see `collectives.ragged_all_to_all`.
+
+    Returns:
+      `output` with the rows received in place, laid out like it.
+
+    Raises:
+      CollectiveError: see `collectives.ragged_all_to_all`.
+    """
+
+    def exchange(*shards: jax.Array) -> jax.Array:
+        return collectives.ragged_all_to_all(
+            *shards, axis_name=axis_name, backend=backend, algorithm=algorithm
+        )
+
+    rows = PartitionSpec(axis_name)
+    slices = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    return _mapped(exchange, mesh, rows, rows, operand, output, *slices)
+
+
+def ppermute(
+    x: jax.Array,
+    *,
+    mesh: Mesh,
+    axis_name: Any,
+    perm: Any,
+    axis: int = 0,
+    spec: PartitionSpec | None = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """Moves the blocks of a sharded array: block t becomes what block s was, for each (s, t).
+
+    Args:
+      x: array whose dimension `axis` is laid over the mesh axis (or tuple of axes) `axis_name`.
+      mesh: the mesh.
+      axis_name: the axis.
+      perm: (source, target) pairs of block numbers, each number once in either place.
+      axis: the sharded dimension.
+      spec: how x is laid over the mesh; by default `axis` over `axis_name` and nothing else.
+      backend: see `collectives.ppermute`.
+      algorithm: see `collectives.ppermute`.
+
+    Returns:
+      The blocks in their new places, zeros in places that are nobody's target, laid out like x.
+
+    Raises:
+      CollectiveError: a bad `perm`, or `spec` does not lay `axis` over `axis_name` alone.
+    """
+    layout = _spec(x, _dimension(x, axis), axis_name, spec)
+
+    def permute(shard: jax.Array) -> jax.Array:
+        return collectives.ppermute(shard, axis_name, perm, backend=backend, algorithm=algorithm)
+
+    return _mapped(permute, mesh, layout, layout, x)
+
+
+def _mapped(
+    fn: Callable[..., jax.Array],
+    mesh: Mesh,
+    before: PartitionSpec,
+    after: PartitionSpec,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """fn on each device's shards of arrays, which are laid over the mesh first if they are not."""
+    laid = (jax.device_put(x, NamedSharding(mesh, before)) for x in arrays)
+    return jax.shard_map(fn, mesh=mesh, in_specs=before, out_specs=after)(*laid)
+
+
+def _dimension(x: jax.Array, axis: int) -> int:
+    if not -x.ndim <= axis < x.ndim:
+        raise CollectiveError(
+            f"dimension {axis}",
+            f"it must lie in [{-x.ndim}, {x.ndim}) for this array",
+            "count dimensions from 0, or from -1 backwards",
+        )
+    return axis % x.ndim
+
+
+def _spec(x: jax.Array, axis: int, axis_name: Any, spec: PartitionSpec | None) -> PartitionSpec:
+    if spec is None:
+        return PartitionSpec(*(axis_name if d == axis else None for d in range(x.ndim)))
+    padded = (*spec, *(None,) * (x.ndim - len(spec)))
+    if padded[axis] not in (axis_name, (axis_name,)) and (padded[axis],) != axis_name:
+        raise CollectiveError(
+            f"spec={spec}",
+            f"it must lay dimension {axis} over {axis_name!r}",
+            "pass the spec that x has, and the axis to gather over",
+        )
+    return PartitionSpec(*padded)

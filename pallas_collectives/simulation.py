@@ -1,0 +1,56 @@
+"""TPU devices on a machine that has none: CPU devices on which kernels run in interpret mode."""
+
+import os
+import re
+
+import jax
+
+from pallas_collectives.errors import BackendError
+
+_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+
+def simulate(devices: int = 8) -> None:
+    """Makes JAX see this many simulated TPU devices, before it looks for any.
+
+    Sets `JAX_PLATFORMS=cpu` and the flag of `XLA_FLAGS` that splits the CPU into devices, unless
+    that is set already.
+
+    Raises:
+      BackendError: JAX has been used already and has fewer devices.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not _DEVICES.search(flags):
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    os.environ["PJRT_NPROC"] = str(max(_threads(), 2 * devices))
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
+    jax.config.update("jax_platforms", "cpu")
+    if jax.device_count() < devices:
+        raise BackendError(
+            f"{devices} simulated devices",
+            f"JAX has started with {jax.device_count()}",
+            "call simulate() before anything else uses JAX; XLA_FLAGS may ask for fewer",
+        )
+
+
+def obstacle() -> str:
+    """Why a simulated kernel might never end in this process; "" if it will.
+
+    Up to JAX 0.10 every simulated device holds one of the CPU client's threads while it waits for
+    another, and copies into the simulator take a thread too: with none to spare, all wait.
+    """
+    devices = jax.device_count()
+    if jax.__version_info__ >= (0, 11) or max(_threads(), devices) > devices:
+        return ""
+    return (
+        f"JAX {jax.__version__} runs {devices} simulated devices on {_threads()} threads, "
+        f"and needs {devices + 1}; set PJRT_NPROC={2 * devices} before JAX starts, or call "
+        "pallas_collectives.simulate()"
+    )
+
+
+def _threads() -> int:
+    """Threads of XLA's CPU client: one per processor, or what the environment says."""
+    asked = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    return int(asked) if asked else len(os.sched_getaffinity(0))

@@ -1,0 +1,25 @@
+"""Puts 8 simulated TPU devices (CPU devices) in place before JAX is imported."""
+
+import os
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # libtpu only compiles here: it need not ask a metadata server, and several processes may.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if config.option.markexpr == "gpu":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off on shared hosts
+        return
+    import pallas_collectives
+
+    pallas_collectives.simulate(8)
+
+
+@pytest.fixture(autouse=True)
+def fresh_collective_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a TPU's collective ids to itself: all tests use more groups than a program."""
+    from pallas_collectives.kernels import launch
+
+    monkeypatch.setattr(launch, "compiled_ids", launch.CollectiveIds(20))

@@ -1,0 +1,187 @@
+"""What the tests of every collective share: simulated meshes, adversaries, the real compiler.
+
+A collective's test module adds rows to `conformance.py` and its kernels' own faults; how to run and
+what to compare with is here.
+"""
+
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# "on_wait" runs every DMA as late as it may, newest first; "eager" at once. Races raise.
+ADVERSARIES = {
+    mode: pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    for mode in ("on_wait", "eager")
+}
+
+# One topology for each TPU generation, by libtpu's names.
+GENERATIONS = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x4",
+    "v5p": "v5p:2x2x2",
+    "v6e": "v6e:2x4",
+    "7x": "tpu7x:2x2x1",
+}
+
+SMALL = 1024
+
+
+def mesh(*sizes: int) -> Mesh:
+    """A mesh of the first simulated devices, with axes "x", "y", "z"."""
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, ("x", "y", "z")[: len(sizes)])
+
+
+def random(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
+    """Values that tell blocks apart and add exactly in narrow types."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return rng.random(shape) < 0.5
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (rng.integers(-8, 8, shape) + 1j * rng.integers(-8, 8, shape)).astype(dtype)
+    low = 0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -4
+    return rng.integers(low, 4, shape).astype(dtype)
+
+
+def per_device(
+    fn: Callable[..., Any], on: Mesh, *, check_vma: bool = True, jit: bool = True
+) -> Callable[..., list[np.ndarray]]:
+    """fn inside shard_map: takes arrays of shape (devices, ...), gives each device's result."""
+    spec = PartitionSpec(on.axis_names)
+
+    def finish(y: Any) -> jax.Array:
+        return (_varying(y, on) if check_vma else jnp.asarray(y))[None]
+
+    def shard(*args: jax.Array) -> Any:
+        return jax.tree.map(finish, fn(*(a[0] for a in args)))
+
+    mapped = jax.shard_map(shard, mesh=on, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    return jax.jit(mapped) if jit else mapped
+
+
+def _varying(y: Any, on: Mesh) -> jax.Array:
+    """y, typed as different on every device where it is not already."""
+    y = jnp.asarray(y)
+    equal = set(on.axis_names) - set(jax.typeof(y).mat.varying)
+    return jax.lax.pcast(y, tuple(equal), to="varying") if equal else y
+
+
+def delayed(x: jax.Array, device: int, seconds: float = 0.3) -> jax.Array:
+    """x, held back on one device of axis "x": the others run ahead of it."""
+
+    def hold(position: Any, value: Any) -> Any:
+        if int(position) == device:
+            time.sleep(seconds)
+        return value
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(hold, shape, jax.lax.axis_index("x"), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the TPU compiler made of a program, on one device.
+
+    Attributes:
+      ops: names of the entry computation's instructions, in order, whose result has
+        at least `SMALL` elements (tables of a few devices are not worth mentioning).
+      temp_bytes: memory beyond arguments and results.
+      seconds: time to trace, lower and compile.
+    """
+
+    ops: tuple[str, ...]
+    temp_bytes: int
+    seconds: float
+
+
+@functools.cache
+def _topology(name: str) -> Any:
+    return topologies.get_topology_desc(platform="tpu", topology_name=name)
+
+
+def compile_for_tpu(
+    fn: Callable[..., Any],
+    topology: str,
+    *shapes: tuple[int, ...],
+    dtype: Any = jnp.float32,
+    sizes: tuple[int, ...] | None = None,
+) -> Compiled:
+    """Compiles fn, inside shard_map over all devices, for a TPU topology that is not there.
+
+    `shapes` are per device. Around fn stand a producer and a consumer, as in a model; a result that
+    a remote device writes cannot be the program's own output without a copy, whoever writes it.
+    """
+    devices = np.array(_topology(topology).devices)
+    sizes = sizes or (devices.size,)
+    on = Mesh(devices.reshape(sizes), ("x", "y", "z")[: len(sizes)])
+    spec = PartitionSpec(on.axis_names)
+
+    def shard(*args: jax.Array) -> Any:
+        produced = [_touch(a[0]) for a in args]
+        return jax.tree.map(lambda y: _touch(y)[None], fn(*produced))
+
+    mapped = jax.jit(jax.shard_map(shard, mesh=on, in_specs=spec, out_specs=spec, check_vma=False))
+    sharding = NamedSharding(on, spec)
+    operands = [jax.ShapeDtypeStruct((devices.size, *s), dtype, sharding=sharding) for s in shapes]
+    start = time.perf_counter()
+    compiled = mapped.lower(*operands).compile()
+    seconds = time.perf_counter() - start
+    entry = compiled.as_text().split("ENTRY")[1]
+    ops = [op for shape, op in _INSTRUCTION.findall(entry) if _elements(shape) >= SMALL]
+    return Compiled(tuple(ops), compiled.memory_analysis().temp_size_in_bytes, seconds)
+
+
+# "%name = f32[16,128]{1,0} fusion(": the type, or tuple of types, and the op.
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%\S+ = (.*?) ([a-z][\w\-]*)\(", re.MULTILINE)
+
+
+def _elements(shape: str) -> int:
+    extents = (re.findall(r"\d+", dims) for dims in re.findall(r"\[([\d,]*)\]", shape))
+    return max((int(np.prod([int(e) for e in dims])) for dims in extents), default=0)
+
+
+def _touch(x: jax.Array) -> jax.Array:
+    """An elementwise pass that XLA cannot see through or drop."""
+    if x.dtype == jnp.bool_:
+        return ~x
+    return (x.astype(jnp.float32) + 1).astype(x.dtype)
+
+
+def caught(run: Callable[[], Any], want: Any) -> bool:
+    """Whether a fault shows: the kernel raises, a race is reported, or values are wrong."""
+    try:
+        got = jax.tree.map(np.asarray, run())
+    except Exception:
+        return True
+    else:
+        same = all(map(np.array_equal, jax.tree.leaves(got), jax.tree.leaves(want)))
+        return race_reported() or not same
+    finally:
+        forget_failures()
+
+
+def forget_failures() -> None:
+    """Clears what a failed kernel leaves behind: the simulator's state, and JAX's failed tokens."""
+    from jax._src import dispatch
+
+    pltpu.reset_tpu_interpret_mode_state()
+    dispatch.runtime_tokens.clear()
+
+
+def race_reported() -> bool:
+    """Whether the detector reported a race; from JAX 0.11 on it raises instead."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = getattr(interpret_pallas_call, "races", None)
+    return bool(races is not None and races.races_found)

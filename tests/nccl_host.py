@@ -1,0 +1,295 @@
+"""Stands for the wire, the driver and the device in tests of the NCCL plumbing without a GPU.
+
+`Wire` has the functions of NVIDIA's bindings and moves host memory between threads: addresses are
+host addresses, streams mean nothing, and every call has ended when it returns.
+"""
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import queue
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pallas_collectives.nccl import progress, runtime
+from pallas_collectives.nccl.library import Library
+from pallas_collectives.nccl.store import LocalStore
+
+SECONDS = 20.0
+_NUMBERS = {
+    0: np.int8, 1: np.uint8, 2: np.int32, 3: np.uint32, 4: np.int64, 5: np.uint64, 6: np.float16,
+    7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16, 10: ml_dtypes.float8_e4m3fn,
+    11: ml_dtypes.float8_e5m2,
+}  # fmt: skip
+_REDUCE = {
+    0: lambda x: x.sum(0), 1: lambda x: x.prod(0), 2: lambda x: x.max(0), 3: lambda x: x.min(0),
+    4: lambda x: x.mean(0),
+}  # fmt: skip
+_SUCCESS, _INVALID_USAGE, _REMOTE_ERROR = 0, 5, 6
+
+
+class WireError(Exception):
+    """As nccl4py's: carries the status."""
+
+    def __init__(self, status: int):
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+def memory(address: int, count: int, dtype: Any) -> np.ndarray:
+    """Host memory as an array."""
+    size = count * np.dtype(dtype).itemsize
+    return (
+        np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
+        if size
+        else np.empty(0, dtype)
+    )
+
+
+@dataclasses.dataclass
+class _Clique:
+    size: int
+    joined: threading.Barrier
+    changed: threading.Condition
+    rounds: dict[int, int]
+    contributions: dict[tuple[int, int], np.ndarray]
+    mail: dict[tuple[int, int], queue.Queue]
+
+
+class _UniqueId:
+    def __init__(self, number: int):
+        self._text = ctypes.create_string_buffer(str(number).encode(), 128)
+        self.ptr = ctypes.addressof(self._text)
+
+
+class Wire:
+    """NVIDIA's bindings, as far as the package calls them."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._handles = itertools.count(1)
+        self._cliques: dict[bytes, _Clique] = {}
+        self._comms: dict[int, tuple[_Clique, int]] = {}
+        self._lock = threading.Lock()
+        self._grouped = threading.local()
+        self.aborted: list[int] = []
+        self.destroyed: list[int] = []
+        self.async_status: dict[int, int] = {}
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def get_unique_id(self) -> _UniqueId:
+        return _UniqueId(next(self._ids))
+
+    def comm_init_rank_scalable(self, size: int, rank: int, n: int, ids: int, config: int) -> int:
+        name = ctypes.string_at(ids, 128)
+        with self._lock:
+            clique = self._cliques.setdefault(
+                name,
+                _Clique(
+                    size,
+                    threading.Barrier(size),
+                    threading.Condition(),
+                    {},
+                    {},
+                    collections.defaultdict(queue.Queue),
+                ),
+            )
+            handle = next(self._handles)
+            self._comms[handle] = clique, rank
+        clique.joined.wait(SECONDS)
+        return handle
+
+    def comm_destroy(self, comm: int) -> None:
+        self.destroyed.append(comm)
+
+    def comm_abort(self, comm: int) -> None:
+        self.aborted.append(comm)
+        clique, _ = self._comms[comm]
+        with clique.changed:
+            clique.changed.notify_all()
+
+    def comm_get_async_error(self, comm: int) -> int:
+        return self.async_status.get(comm, _SUCCESS)
+
+    def get_error_string(self, status: int) -> str:
+        return {_INVALID_USAGE: "invalid usage", _REMOTE_ERROR: "remote process exited"}[status]
+
+    def get_last_error(self, comm: int) -> str:
+        return ""
+
+    def _gathered(self, comm: int, array: np.ndarray, name: str) -> np.ndarray:
+        """Every rank's array, stacked, once all ranks are in the call."""
+        self.calls[name] += 1
+        clique, rank = self._comms[comm]
+        with clique.changed:
+            number = clique.rounds[rank] = clique.rounds.get(rank, -1) + 1
+            clique.contributions[number, rank] = array.copy()
+            clique.changed.notify_all()
+            there = [(number, r) for r in range(clique.size)]
+            arrived = clique.changed.wait_for(
+                lambda: comm in self.aborted or all(k in clique.contributions for k in there),
+                SECONDS,
+            )
+            if not arrived or comm in self.aborted:
+                raise WireError(_INVALID_USAGE)
+            parts = [clique.contributions[k] for k in there]
+        try:
+            return np.stack(parts)
+        except ValueError:  # other counts; NCCL may hang or not: here it fails
+            raise WireError(_INVALID_USAGE) from None
+
+    def all_gather(self, send, recv, count, code, comm, stream):  # type: ignore[no-untyped-def]
+        parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "all_gather")
+        memory(recv, parts.size, _NUMBERS[code])[:] = parts.reshape(-1)
+
+    def all_reduce(self, send, recv, count, code, op, comm, stream):  # type: ignore[no-untyped-def]
+        parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "all_reduce")
+        memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)
+
+    def reduce_scatter(self, send, recv, count, code, op, comm, stream):  # type: ignore[no-untyped-def]
+        clique, rank = self._comms[comm]
+        mine = memory(send, count * clique.size, _NUMBERS[code])
+        parts = self._gathered(comm, mine, "reduce_scatter")
+        memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)[rank * count :][:count]
+
+    def allto_all(self, send, recv, count, code, comm, stream):  # type: ignore[no-untyped-def]
+        clique, rank = self._comms[comm]
+        mine = memory(send, count * clique.size, _NUMBERS[code])
+        parts = self._gathered(comm, mine, "all_to_all").reshape(clique.size, clique.size, count)
+        memory(recv, count * clique.size, _NUMBERS[code])[:] = parts[:, rank].reshape(-1)
+
+    def broadcast(self, send, recv, count, code, root, comm, stream):  # type: ignore[no-untyped-def]
+        _, rank = self._comms[comm]
+        source = send if rank == root else recv
+        parts = self._gathered(comm, memory(source, count, _NUMBERS[code]), "broadcast")
+        memory(recv, count, _NUMBERS[code])[:] = parts[root]
+
+    def reduce(self, send, recv, count, code, op, root, comm, stream):  # type: ignore[no-untyped-def]
+        _, rank = self._comms[comm]
+        parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "reduce")
+        if rank == root:
+            memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)
+
+    def group_start(self) -> None:
+        self._grouped.recvs = []
+
+    def send(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
+        self.calls["send"] += 1
+        clique, rank = self._comms[comm]
+        clique.mail[rank, peer].put(memory(address, count, _NUMBERS[code]).copy())
+
+    def recv(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
+        self.calls["recv"] += 1
+        self._grouped.recvs.append((address, count, code, peer, comm))
+
+    def group_end(self) -> None:
+        for address, count, code, peer, comm in self._grouped.recvs:
+            clique, rank = self._comms[comm]
+            try:
+                memory(address, count, _NUMBERS[code])[:] = clique.mail[peer, rank].get(
+                    timeout=SECONDS
+                )
+            except queue.Empty:
+                raise WireError(_INVALID_USAGE) from None
+
+
+class Event:
+    def done(self) -> bool:
+        return True
+
+
+class Driver:
+    """A CUDA driver whose streams are done with everything at once."""
+
+    def __init__(self) -> None:
+        self._streams = itertools.count(1)
+
+    def device(self, ordinal: int) -> Any:
+        return contextlib.nullcontext()
+
+    def new_stream(self, ordinal: int) -> int:
+        return next(self._streams)
+
+    def record(self, ordinal: int, stream: int) -> Event:
+        return Event()
+
+    def copy_to_host(self, source: int, size: int, stream: int) -> bytes:
+        return ctypes.string_at(source, size)
+
+    def wait_event(self, stream: int, event: Event) -> None:
+        pass
+
+
+class HostBoard:
+    """A board on which the host writes, doing what the kernels do: the reference for them."""
+
+    def __init__(self) -> None:
+        self.words = progress.Words()
+
+    def enter(self, stream: int, signature: int) -> None:
+        words = self.words
+        words.history = (words.history * 16777619 & 0xFFFFFFFF) ^ signature
+        words.slots[words.begun % progress.SLOTS] = (signature, words.history)
+        words.begun += 1
+
+    def leave(self, stream: int) -> None:
+        self.words.ended += 1
+
+    def read(self) -> progress.Progress:
+        return progress.read(self.words)
+
+
+class Runtime(runtime.Runtime):
+    """What a group stands on, on the host."""
+
+    def ordinal(self, device: Any) -> int:
+        return device.id
+
+    def lend(self, array: Any, stream: int) -> Any:
+        return array.block_until_ready()
+
+    def adopt(self, array: Any, event: Event) -> Any:
+        return array
+
+    def board(self, ordinal: int) -> HostBoard:
+        return HostBoard()
+
+
+def runtimes(processes: int = 1) -> list[Runtime]:
+    """The runtimes of processes that share a wire and a store; threads stand for them."""
+    library = Library(Wire(), "/host/libnccl.so.2", "2.28.9")
+    store = LocalStore()
+    return [Runtime(library, Driver(), store, process) for process in range(processes)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device of one of several processes, as far as groups look at it."""
+
+    id: int
+    process_index: int
+    local_hardware_id: int
+
+
+def in_threads(*functions: Any) -> list[Any]:
+    """Each function's result or exception, from threads that run at the same time."""
+    results: list[Any] = [None] * len(functions)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = functions[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "a thread hangs"
+    return results

@@ -1,0 +1,240 @@
+"""Small kernels for replay's tests: sound ones, and ones with a fault that replay must name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+signal = getattr(pl, "semaphore_signal", None) or pltpu.semaphore_signal
+wait = getattr(pl, "semaphore_wait", None) or pltpu.semaphore_wait
+read = getattr(pl, "semaphore_read", None) or pltpu.semaphore_read
+DMA, REGULAR = pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.REGULAR
+
+
+def sharded(body: Any, mesh: Any, n_args: int = 1) -> Any:
+    """`body` on the mesh's devices, every operand and result split over its axis x."""
+    specs = (P("x"),) * n_args
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=False)
+
+
+def launch(
+    kernel: Any, *xs: Any, out: Any, scratch: Any, spaces: Any = None, interpret: Any = False
+) -> Any:
+    """One call of `kernel` with operands and result in HBM unless `spaces` says otherwise."""
+    spaces = spaces or [pl.ANY] * len(xs)
+    return pl.pallas_call(
+        kernel,
+        out_shape=out,
+        in_specs=[pl.BlockSpec(memory_space=s) for s in spaces],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=scratch,
+        interpret=interpret,
+        compiler_params=pltpu.CompilerParams(collective_id=0, has_side_effects=True),
+    )(*xs)
+
+
+def neighbours(n: int) -> tuple[Any, Any, Any]:
+    me = lax.axis_index("x")
+    return me, lax.rem(me + 1, n), lax.rem(me + n - 1, n)
+
+
+def barrier(*devices: Any, expect: int | None = None) -> None:
+    sem = pltpu.get_barrier_semaphore()
+    for device in devices:
+        signal(sem, 1, device_id={"x": device})
+    wait(sem, len(devices) if expect is None else expect)
+
+
+def ring(
+    x: Any,
+    n: int,
+    *,
+    fault: str | None = None,
+    unrolled: bool = False,
+    interpret: Any = False,
+) -> Any:
+    """An all-gather around a ring. Faults: shared (one receive semaphore), no_barrier, no_wait,
+    stuck, left_over.
+    """
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any, copy: Any) -> None:
+        me, right, left = neighbours(n)
+        if fault != "no_barrier":
+            barrier(left, right, expect={"stuck": 3, "left_over": 1}.get(str(fault)))
+        own = pltpu.make_async_copy(x_ref, o_ref.at[me], copy)
+        own.start()
+        own.wait()
+
+        def step(i: Any, _: Any) -> None:
+            block = o_ref.at[lax.rem(me - i + n, n)]
+            sem = recv.at[0 if fault == "shared" else i]
+            hop = pltpu.make_async_remote_copy(block, block, send, sem, device_id={"x": right})
+            hop.start()
+            if fault == "no_wait":
+                hop.wait_send()
+            else:
+                hop.wait()
+
+        if unrolled:
+            for i in range(n - 1):
+                step(i, None)
+        else:
+            lax.fori_loop(0, n - 1, step, None)
+
+    return launch(
+        kernel,
+        x,
+        out=jax.ShapeDtypeStruct((n, *x.shape), x.dtype),
+        scratch=[DMA, DMA((max(n - 1, 1),)), DMA],
+        interpret=interpret,
+    )
+
+
+def relay(x: Any, n: int, *, rounds: int, credits: bool = True, interpret: Any = False) -> Any:
+    """Passes a block around the ring through two slots, reused under credits (or, faulty,
+    without).
+    """
+
+    def kernel(x_ref: Any, o_ref: Any, slots: Any, send: Any, recv: Any, credit: Any, copy: Any):
+        _, right, left = neighbours(n)
+        barrier(left, right)
+        first = pltpu.make_async_copy(x_ref, slots.at[0], copy)
+        first.start()
+        first.wait()
+        for i in range(rounds):
+            here, there = i % 2, (i + 1) % 2
+            if credits and i > 0:
+                wait(credit, 1)  # our right neighbour has sent on what lay in the slot we write to
+            hop = pltpu.make_async_remote_copy(
+                slots.at[here], slots.at[there], send, recv.at[there], device_id={"x": right}
+            )
+            hop.start()
+            hop.wait()
+            if credits and i < rounds - 1:
+                signal(credit, 1, device_id={"x": left})
+        last = pltpu.make_async_copy(slots.at[rounds % 2], o_ref, copy)
+        last.start()
+        last.wait()
+
+    return launch(
+        kernel,
+        x,
+        out=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch=[pltpu.VMEM((2, *x.shape), x.dtype), DMA, DMA((2,)), REGULAR, DMA],
+        interpret=interpret,
+    )
+
+
+def uneven(x: Any, n: int, *, interpret: Any = False) -> Any:
+    """Devices that differ: device 0 takes another branch, device d goes d times round a loop."""
+
+    def kernel(x_ref: Any, o_ref: Any, copy: Any) -> None:
+        me = lax.axis_index("x")
+
+        @pl.when(me == 0)
+        def _() -> None:
+            done = pltpu.make_async_copy(x_ref, o_ref.at[n], copy)
+            done.start()
+            done.wait()
+
+        def body(i: Any) -> Any:
+            one = pltpu.make_async_copy(x_ref, o_ref.at[i], copy)
+            one.start()
+            one.wait()
+            return i + 1
+
+        lax.while_loop(lambda i: i < me, body, 0)
+
+    out = jax.ShapeDtypeStruct((n + 1, *x.shape), x.dtype)
+    return launch(kernel, x, out=out, scratch=[DMA], interpret=interpret)
+
+
+def ragged(rows: Any, x: Any, n: int, *, interpret: Any = False) -> Any:
+    """Sends `rows[0]` rows (read from SMEM; a multiple of 8) to the right."""
+
+    def kernel(rows_ref: Any, x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        _, right, left = neighbours(n)
+        barrier(left, right)
+        part = pl.ds(0, rows_ref[0])
+        pltpu.make_async_remote_copy(
+            x_ref.at[part], o_ref.at[part], send, recv, device_id={"x": right}
+        ).start()
+        pltpu.make_async_copy(x_ref.at[part], x_ref.at[part], send).wait()
+        due = pl.ds(0, rows_ref[1])
+        pltpu.make_async_copy(x_ref.at[due], x_ref.at[due], recv).wait()
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    spaces = [pltpu.SMEM, pl.ANY]
+    return launch(kernel, rows, x, out=out, scratch=[DMA, DMA], spaces=spaces, interpret=interpret)
+
+
+def doubled(x: Any, *, interpret: Any = False) -> Any:
+    """x + x by blocks over a grid: copies made by Pallas, no communication."""
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = x_ref[...] + x_ref[...]
+
+    block = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(x.shape[0] // 8,),
+        in_specs=[block],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        interpret=interpret,
+    )(x)
+
+
+def summed(x: Any, n: int, *, interpret: Any = False) -> Any:
+    """Adds what the left neighbour sends to our block, tile by tile through VMEM."""
+
+    def kernel(x_ref: Any, o_ref: Any, landing: Any, send: Any, recv: Any) -> None:
+        _, right, left = neighbours(n)
+        barrier(left, right)
+        hop = pltpu.make_async_remote_copy(x_ref, landing, send, recv, device_id={"x": right})
+        hop.start()
+        hop.wait()
+
+        def add(a: Any, b: Any, c: Any) -> None:
+            c[...] = a[...] + b[...]
+
+        tile = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        pltpu.emit_pipeline(add, grid=(x.shape[0] // 8,), in_specs=[tile, tile], out_specs=[tile])(
+            x_ref, landing, o_ref
+        )
+
+    return launch(
+        kernel,
+        x,
+        out=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch=[pltpu.HBM(x.shape, x.dtype), DMA, DMA],
+        interpret=interpret,
+    )
+
+
+def polling(x: Any, n: int, *, interpret: Any = False) -> Any:
+    """Waits for its left neighbour by reading a semaphore until it is 1."""
+
+    def kernel(x_ref: Any, o_ref: Any, arrived: Any, copy: Any) -> None:
+        _, right, left = neighbours(n)
+        barrier(left, right)
+        signal(arrived, 1, device_id={"x": right})
+        seen = lax.while_loop(lambda seen: seen < 1, lambda _: read(arrived), jnp.int32(0))
+        wait(arrived, seen)
+        done = pltpu.make_async_copy(x_ref, o_ref, copy)
+        done.start()
+        done.wait()
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return launch(kernel, x, out=out, scratch=[REGULAR, DMA], interpret=interpret)
+
+
+def shipped_all_gather(x: Any, mesh: Any) -> Any:
+    """The all-gather that JAX ships."""
+    from jax.experimental.pallas.ops.tpu import all_gather
+
+    return all_gather.all_gather(x, mesh=mesh, axis_name="x", memory_space=pl.ANY)

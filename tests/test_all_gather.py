@@ -1,0 +1,149 @@
+"""The all-gather kernels: their table, their faults, their neighbours in a program."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import harness
+import pallas_collectives
+from pallas_collectives.kernels import all_gather, sync, topology
+from pallas_collectives.kernels.topology import Group
+
+Kernel = Callable[..., None]
+
+
+def gather(x: jax.Array, n: int, params: Any, bidirectional: bool = True) -> jax.Array:
+    return all_gather.ring(
+        x, Group(("x",), (n,)), axis=0, bidirectional=bidirectional, vmem=False, interpret=params
+    )
+
+
+class OneSemaphore:
+    """An array of semaphores that gives its first wherever it is asked for one of a row."""
+
+    def __init__(self, semaphores: Any) -> None:
+        self._semaphores = semaphores
+
+    @property
+    def at(self) -> "OneSemaphore":
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._semaphores.shape
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Any:
+        return self._semaphores.at[(*index[:-1], 0)]
+
+
+def with_shared_receive_semaphore(kernel: Kernel) -> Kernel:
+    return lambda ring, x, o, copy, send, receive, credit, **static: kernel(
+        ring, x, o, copy, send, OneSemaphore(receive), credit, **static
+    )
+
+
+def run_faulty(monkeypatch: pytest.MonkeyPatch, n: int, mode: str, hold: int | None = None) -> bool:
+    x = harness.random((n, 16, 128), "float32")
+
+    def program(block: jax.Array) -> jax.Array:
+        block = block if hold is None else harness.delayed(block, hold)
+        return gather(block, n, harness.ADVERSARIES[mode])
+
+    run = harness.per_device(program, harness.mesh(n), check_vma=False)
+    return harness.caught(lambda: run(x), np.broadcast_to(x.reshape(-1, 128), (n, 16 * n, 128)))
+
+
+@pytest.mark.parametrize("n", [4, 7])
+def test_sound_kernel_is_not_caught(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    for mode in harness.ADVERSARIES:
+        assert not run_faulty(monkeypatch, n, mode, hold=1)
+
+
+@pytest.mark.parametrize("n", [5, 8])
+def test_shared_receive_semaphore_is_caught(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    faulty = with_shared_receive_semaphore(all_gather._ring_kernel)
+    monkeypatch.setattr(all_gather, "_ring_kernel", faulty)
+    assert run_faulty(monkeypatch, n, "on_wait")
+
+
+def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = sync.wait
+
+    def wait_for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
+        if semaphore.transforms and len(semaphore.ref.shape) == 3:  # recv_sems is the 3-D one
+            return
+        wait(semaphore, ref, times)
+
+    monkeypatch.setattr(sync, "wait", wait_for_sends_only)
+    assert run_faulty(monkeypatch, 4, "on_wait")
+
+
+def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "barrier_with_neighbours", lambda ring: pltpu.get_barrier_semaphore())
+    assert run_faulty(monkeypatch, 4, "eager", hold=1)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_step_table_in_the_docstring_is_the_schedule(bidirectional: bool) -> None:
+    lanes = topology.lanes(4, bidirectional=bidirectional, parts=2)
+    table = topology.gather_table(4, lanes)
+    assert all(line in all_gather.__doc__ for line in table.splitlines()), f"\n{table}"
+
+
+def test_calls_in_one_program_do_not_disturb_each_other() -> None:
+    on = harness.mesh(2, 4)
+    x = harness.random((8, 8, 128), "float32")
+
+    def program(m: Any, block: jax.Array) -> jax.Array:
+        block = harness.delayed(block, 1, 0.1)
+        for axis_name in ("x", "x", "y", ("x", "y"), "y"):
+            block = m.all_gather(block, axis_name, tiled=True)[:8] + block
+        return m.all_gather(jnp.sin(block), "y", axis=1, tiled=True)
+
+    def run(m: Any) -> np.ndarray:
+        return np.asarray(harness.per_device(functools.partial(program, m), on)(x))
+
+    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES["on_wait"]):
+        got = run(pallas_collectives)
+    assert not harness.race_reported()
+    np.testing.assert_array_equal(got, run(jax.lax))
+
+
+def test_an_axis_of_one_device_runs_no_kernel() -> None:
+    pallas_collectives.reset_counts()
+    x = harness.random((1, 8, 128), "float32")
+    got = harness.per_device(lambda a: pallas_collectives.all_gather(a, "x"), harness.mesh(1))(x)
+    np.testing.assert_array_equal(np.asarray(got)[0, 0], x[0])
+    assert not any(backend == "pallas" for _, backend, _ in pallas_collectives.counts())
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_jitted_or_eager_and_checked_or_not(jit: bool, check_vma: bool) -> None:
+    x = harness.random((4, 8, 128), "float32")
+    run = harness.per_device(
+        lambda a: pallas_collectives.all_gather(a, "x", tiled=True),
+        harness.mesh(4),
+        check_vma=check_vma,
+        jit=jit,
+    )
+    np.testing.assert_array_equal(np.asarray(run(x))[2], x.reshape(-1, 128))
+
+
+def test_sharded_all_gather_of_a_whole_array() -> None:
+    x = harness.random((16, 256), "float32")
+    on = harness.mesh(2, 4)
+    for axis in (0, 1):
+        got = pallas_collectives.sharded.all_gather(x, mesh=on, axis_name="y", axis=axis)
+        np.testing.assert_array_equal(np.asarray(got), x)
+        assert got.sharding.is_fully_replicated
+    spec = jax.sharding.PartitionSpec("x", "y")
+    got = pallas_collectives.sharded.all_gather(x, mesh=on, axis_name="y", axis=1, spec=spec)
+    np.testing.assert_array_equal(np.asarray(got), x)
+    assert got.sharding.spec[0] == "x"

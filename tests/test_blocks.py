@@ -1,0 +1,87 @@
+"""How arrays are cut, and how dtypes are packed for DMAs."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+from pallas_collectives.backends import packing
+from pallas_collectives.kernels import combine
+from pallas_collectives.kernels.blocks import Blocks, sliceable, sublanes
+
+
+@pytest.mark.parametrize(
+    "size, axis, ndim, dtype, free",
+    [
+        (8, 0, 2, "float32", True),
+        (4, 0, 2, "float32", False),
+        (8, 0, 2, "bfloat16", False),
+        (16, 0, 2, "bfloat16", True),
+        (32, 0, 2, "int8", True),
+        (128, 1, 2, "float32", True),
+        (64, 1, 2, "float32", False),
+        (1, 0, 3, "int8", True),
+        (1024, 0, 1, "float32", False),
+    ],
+)
+def test_what_falls_on_tile_boundaries(
+    size: int, axis: int, ndim: int, dtype: str, free: bool
+) -> None:
+    assert sliceable(size, axis, ndim, dtype) is free
+
+
+@pytest.mark.parametrize(
+    "shape, cut, parts",
+    [
+        ((8, 128), 0, 1),
+        ((16, 128), 0, 2),
+        ((64, 128), 0, 4),
+        ((8, 256), 1, 2),
+        ((2, 3, 5), 0, 2),
+        ((3, 5), 0, 1),
+    ],
+)
+def test_blocks_are_cut_where_that_is_free(shape: tuple[int, ...], cut: int, parts: int) -> None:
+    blocks = Blocks.of(shape, 0, jnp.float32, 4)
+    assert (blocks.cut, blocks.parts) == (cut, parts)
+    assert np.prod(blocks.part_shape) * parts == np.prod(shape)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bool",
+        "int4",
+        "int8",
+        "uint16",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float32",
+        "complex64",
+    ],
+)
+def test_packing_is_undone_bit_for_bit(dtype: str) -> None:
+    x = jnp.asarray(harness.random((3, 5), dtype))
+    packed, added = packing.pack(x)
+    assert packed.ndim == x.ndim + added
+    assert packed.dtype not in (jnp.bool_, jnp.float16, jnp.complex64)
+    y = packing.unpack(packed, x.dtype)
+    assert y.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(x))
+
+
+@hypothesis.given(
+    st.tuples(st.integers(1, 4), st.integers(1, 5000), st.integers(1, 64)),
+    st.sampled_from(["float32", "bfloat16", "int8"]),
+)
+def test_tiles_cut_a_shape_evenly_into_whole_tiles(size: tuple[int, int, int], dtype: str) -> None:
+    layers, tall, wide = size
+    rows = sublanes(dtype)
+    shape = (layers, tall * rows, wide * 128)
+    tile = combine.tile_shape(shape, dtype, combine.TILE_BYTES)
+    assert all(extent % t == 0 for extent, t in zip(shape, tile, strict=True))
+    assert tile[-2] % rows == 0 and tile[-1] % 128 == 0
+    assert np.prod(tile) * jnp.dtype(dtype).itemsize <= combine.TILE_BYTES

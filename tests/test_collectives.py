@@ -1,0 +1,236 @@
+"""Signatures as lax has them, and arguments that no collective can serve."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives import collectives
+from pallas_collectives.errors import (
+    AlgorithmError,
+    BackendError,
+    CollectiveError,
+    DtypeError,
+    UnboundAxisError,
+)
+
+OURS_ALONE = ("backend", "algorithm", "precise")
+
+
+@pytest.mark.parametrize("name", vars(collectives.LAX))
+def test_signature_is_laxs(name: str) -> None:
+    ours = inspect.signature(getattr(pc, name)).parameters
+    of_lax = inspect.signature(getattr(lax, name)).parameters
+    shared = {name: p for name, p in ours.items() if name not in OURS_ALONE}
+    assert list(shared) == list(of_lax)
+    for parameter, want in of_lax.items():
+        assert (shared[parameter].kind, shared[parameter].default) == (want.kind, want.default)
+    for parameter in set(ours) - set(of_lax):
+        assert ours[parameter].kind is inspect.Parameter.KEYWORD_ONLY
+        assert not ours[parameter].default
+    assert {"backend", "algorithm"} <= set(ours)
+
+
+def test_no_collective_of_laxs_is_missing() -> None:
+    """A function of lax's that takes an axis name is a collective, or one of these."""
+    no_collectives = {
+        *("axis_index", "axis_size", "pcast", "pvary"),  # move nothing
+        *("psend", "precv"),  # GPUs' halves of a ppermute, in JAX 0.10 only
+        "psum_scatter_start",  # asynchronous, in JAX 0.12 only
+    }
+    takes_axis_name = {
+        name
+        for name in dir(lax)
+        if inspect.isfunction(function := getattr(lax, name))
+        and "axis_name" in inspect.signature(function).parameters
+    }
+    assert takes_axis_name - no_collectives == set(vars(collectives.LAX))
+
+
+def test_names_of_their_own() -> None:
+    assert pc.reduce_scatter is pc.psum_scatter
+    assert pc.all_reduce is pc.psum
+
+
+def tables(n: int = 4, dtype: Any = np.int32) -> list[np.ndarray]:
+    return [np.zeros(n, dtype)] * 4
+
+
+# name: (call with x of (16, 128) on 4 devices, the error, the value, rule and remedy it names)
+REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str, str, str]]] = {
+    "unbound axis": (
+        lambda x: pc.psum(x, "data"),
+        UnboundAxisError,
+        ("axis name 'data'", "bound are ['x']", "jax.shard_map"),
+    ),
+    "axis named twice": (
+        lambda x: pc.all_gather(x, ("x", "x")),
+        CollectiveError,
+        ("axis_name=('x', 'x')", "twice", "once"),
+    ),
+    "axis out of range": (
+        lambda x: pc.all_gather(x, "x", axis=3),
+        CollectiveError,
+        ("axis=3", "[-3, 3)", "count dimensions from 0"),
+    ),
+    "scatter_dimension out of range": (
+        lambda x: pc.psum_scatter(x, "x", scatter_dimension=2, tiled=True),
+        CollectiveError,
+        ("scatter_dimension=2", "[-2, 2)", "count"),
+    ),
+    "scatter of a scalar": (
+        lambda x: pc.psum_scatter(x[0, 0], "x"),
+        CollectiveError,
+        ("scatter_dimension=0", "[0, 0)", "count"),
+    ),
+    "scatter of uneven blocks": (
+        lambda x: pc.psum_scatter({"a": x, "b": x[:6]}, "x", tiled=True),
+        CollectiveError,
+        ("scatter_dimension=0 of size 6", "multiple of the 4 devices", "pad it"),
+    ),
+    "untiled scatter": (
+        lambda x: pc.psum_scatter(x, "x"),
+        CollectiveError,
+        ("scatter_dimension=0 of size 16", "number of devices, 4", "tiled=True"),
+    ),
+    "scatter within groups": (
+        lambda x: pc.psum_scatter(x[:3], "x", axis_index_groups=[[0, 1], [2, 3]], tiled=True),
+        CollectiveError,
+        ("size 3", "multiple of the 2 devices", "pad it"),
+    ),
+    "uneven exchange": (
+        lambda x: pc.all_to_all(x[:6], "x", 0, 1, tiled=True),
+        CollectiveError,
+        ("split_axis=0 of size 6", "multiple of the 4 devices", "pad it"),
+    ),
+    "untiled exchange": (
+        lambda x: pc.all_to_all(x, "x", 0, 1),
+        CollectiveError,
+        ("split_axis=0 of size 16", "number of devices, 4", "tiled=True"),
+    ),
+    "concat_axis out of range": (
+        lambda x: pc.all_to_all(x, "x", 0, 5, tiled=True),
+        CollectiveError,
+        ("concat_axis=5", "[-2, 2)", "count"),
+    ),
+    "swap of another size": (
+        lambda x: pc.pswapaxes(x, "x", 1),
+        CollectiveError,
+        ("axis=1 of size 128", "number of devices, 4", "reshape"),
+    ),
+    "groups that leave a device out": (
+        lambda x: pc.psum(x, "x", axis_index_groups=[[0, 1], [2]]),
+        CollectiveError,
+        ("axis_index_groups=[[0, 1], [2]]", "4 device numbers", "correct the groups"),
+    ),
+    "groups of different sizes": (
+        lambda x: pc.all_gather(x, "x", axis_index_groups=[[0, 1, 2], [3]]),
+        CollectiveError,
+        ("axis_index_groups=[[0, 1, 2], [3]]", "equal size", "correct the groups"),
+    ),
+    "groups that are numbers": (
+        lambda x: pc.pmax(x, "x", axis_index_groups=[0, 1, 2, 3]),
+        CollectiveError,
+        ("axis_index_groups=[0, 1, 2, 3]", "exactly one group", "correct the groups"),
+    ),
+    "a source twice": (
+        lambda x: pc.ppermute(x, "x", [(0, 1), (0, 2)]),
+        CollectiveError,
+        ("perm=[(0, 1), (0, 2)]", "source twice", "correct the pairs"),
+    ),
+    "a target that does not exist": (
+        lambda x: pc.ppermute(x, "x", [(0, 7)]),
+        CollectiveError,
+        ("perm=[(0, 7)]", "[0, 4)", "correct the pairs"),
+    ),
+    "no pairs": (
+        lambda x: pc.ppermute(x, "x", [1, 2, 3, 0]),
+        CollectiveError,
+        ("perm=[1, 2, 3, 0]", "pairs of device numbers", "(source, target)"),
+    ),
+    "shuffle from one device twice": (
+        lambda x: pc.pshuffle(x, "x", [0, 0, 1, 2]),
+        CollectiveError,
+        ("(0, 0), (0, 1)", "source twice", "correct"),
+    ),
+    "broadcast from nowhere": (
+        lambda x: pc.pbroadcast(x, "x", 4),
+        CollectiveError,
+        ("source=4", "[0, 4)", "name a device"),
+    ),
+    "complex maximum": (
+        lambda x: pc.pmax(x + 1j, "x"),
+        DtypeError,
+        ("complex64", "no order", "reduce a real"),
+    ),
+    "ragged rows of different shapes": (
+        lambda x: pc.ragged_all_to_all(x, x[:, :8], *tables(), axis_name="x"),
+        CollectiveError,
+        ("float32[16,8]", "same shape", "reshape"),
+    ),
+    "ragged scalar": (
+        lambda x: pc.ragged_all_to_all(x[0, 0], x[0, 0], *tables(), axis_name="x"),
+        CollectiveError,
+        ("float32[]", "rows", "reshape"),
+    ),
+    "ragged tables of floats": (
+        lambda x: pc.ragged_all_to_all(x, x, *tables(dtype=np.float32), axis_name="x"),
+        CollectiveError,
+        ("input_offsets of float32", "integers", "int32"),
+    ),
+    "ragged tables of other lengths": (
+        lambda x: pc.ragged_all_to_all(x, x, *tables(3), axis_name="x"),
+        CollectiveError,
+        ("input_offsets of shape (3,)", "multiple of the 4 devices", "size 0"),
+    ),
+    "unknown algorithm": (
+        lambda x: pc.psum(x, "x", algorithm="fastest"),
+        AlgorithmError,
+        ("algorithm='fastest' for all_reduce", "one of ring, one_shot", "None"),
+    ),
+    "unknown backend": (
+        lambda x: pc.psum(x, "x", backend="mpi"),
+        BackendError,
+        ("backend 'mpi'", "pallas, nccl, xla", "name one"),
+    ),
+    "backend of another platform": (
+        lambda x: pc.psum(x, "x", backend="nccl"),
+        BackendError,
+        ("backend='nccl'", "NVIDIA GPUs", "backend=None"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_while_tracing(name: str) -> None:
+    call, error, parts = REFUSED[name]
+    x = jax.ShapeDtypeStruct((4, 16, 128), jnp.float32)
+    with pytest.raises(error) as caught:
+        jax.eval_shape(harness.per_device(call, harness.mesh(4), check_vma=False), x)
+    assert isinstance(caught.value, CollectiveError)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("call", [pc.ppermute, pc.pshuffle])
+def test_permutations_take_axes_in_the_meshs_order(call: Callable[..., Any]) -> None:
+    """lax numbers by the mesh's order whatever the tuple's, up to JAX 0.10, and refuses later."""
+    perm = [1, 2, 3, 0] if call is pc.pshuffle else [(0, 1)]
+    x = jax.ShapeDtypeStruct((4, 8, 128), jnp.float32)
+    with pytest.raises(CollectiveError, match=r"axis_name=\('y', 'x'\).*\('x', 'y'\).*number"):
+        jax.eval_shape(
+            harness.per_device(lambda x: call(x, ("y", "x"), perm), harness.mesh(2, 2)), x
+        )
+
+
+def test_an_unbound_axis_is_a_name_error_as_lax_has_it() -> None:
+    for module in (lax, pc):
+        with pytest.raises(NameError):
+            module.psum(jnp.ones(3), "x")

@@ -1,0 +1,147 @@
+"""Every algorithm through the real TPU compiler, for five generations, without a TPU.
+
+What libtpu rejects here fails on a TPU. Programs have a producer before the collective and a
+consumer after it, as in a model: XLA copies what other devices have written before it becomes a
+program's own output, for lax's collectives as for ours.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import harness
+import pallas_collectives
+from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.errors import AlgorithmError
+
+pytest.importorskip("libtpu")
+
+
+# How each collective is called over "x", and its operand per device, aligned for 8 devices.
+CALLS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "all_gather": (lambda m, x, **how: m.all_gather(x, "x", tiled=True, **how), (256, 256)),
+    "reduce_scatter": (lambda m, x, **how: m.psum_scatter(x, "x", tiled=True, **how), (256, 256)),
+    "all_reduce": (lambda m, x, **how: m.psum(x, "x", **how), (256, 256)),
+    "all_to_all": (lambda m, x, **how: m.all_to_all(x, "x", 0, 0, tiled=True, **how), (256, 256)),
+    "ppermute": (
+        lambda m, x, **how: m.ppermute(x, "x", _shift(), **how),
+        (256, 256),
+    ),
+    "ragged_all_to_all": (lambda m, x, **how: _ragged(m, x, **how), (256, 8, 128)),
+}
+
+
+def _shift() -> list[tuple[int, int]]:
+    n = jax.lax.axis_size("x")
+    return [(d, (d + 1) % n) for d in range(n)]
+
+
+def _ragged(m: Any, x: jax.Array, **how: Any) -> jax.Array:
+    n = jax.lax.axis_size("x")
+    sizes = jnp.full(n, len(x) // n, jnp.int32)
+    offsets = jnp.arange(n, dtype=jnp.int32) * sizes
+    output = jnp.cos(x)  # an array of its own: the kernel writes into it
+    return m.ragged_all_to_all(x, output, offsets, sizes, offsets, sizes, axis_name="x", **how)
+
+
+def compiled(op: str, topology: str, sizes: tuple[int, ...], **how: Any) -> harness.Compiled:
+    call, shape = CALLS[op]
+    fn = functools.partial(call, pallas_collectives, backend="pallas", **how)
+    return harness.compile_for_tpu(fn, topology, shape, sizes=sizes)
+
+
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+@pytest.mark.parametrize("op, algorithm", [(op, a) for op in ALGORITHMS for a in ALGORITHMS[op]])
+def test_compiles_for_every_generation(op: str, algorithm: str, generation: str) -> None:
+    topology = harness.GENERATIONS[generation]
+    for space, sizes in (("", (4, 2)), (":vmem", (4, 2)), ("", (8,))):
+        try:
+            program = compiled(op, topology, sizes, algorithm=algorithm + space)
+        except AlgorithmError as error:
+            assert generation == "v5e" and "power-of-two" in str(error)
+            continue
+        assert "custom-call" in program.ops
+        assert not {"copy", "transpose", "pad", "all-gather", "all-reduce"} & set(program.ops)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_no_pass_over_memory_beside_the_kernel(op: str) -> None:
+    program = compiled(op, "v5p:2x2x1", (4,))
+    free = ("parameter", "get-tuple-element", "bitcast")
+    around = [name for name in program.ops if name not in free]
+    assert around == ["fusion", "custom-call", "fusion"], program.ops
+
+
+@pytest.mark.parametrize(
+    "op, extra_blocks",
+    # The producer's result (4 blocks), the collective's, and the slots that the kernel says it has.
+    [("all_gather", 4 + 16), ("reduce_scatter", 4 + 1 + 6), ("all_reduce", 4 + 4 + 6)],
+)
+def test_temporary_memory_is_what_the_docstring_says(op: str, extra_blocks: int) -> None:
+    program = compiled(op, "v5p:2x2x1", (4,), algorithm=ALGORITHMS[op][0])
+    block = 256 * 256 * 4 // 4
+    assert program.temp_bytes <= extra_blocks * block + (64 << 10)
+
+
+@pytest.mark.parametrize("op", [op for op in CALLS if op != "ragged_all_to_all"])
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_a_gibibyte_per_device_compiles(op: str, generation: str) -> None:
+    call, _ = CALLS[op]
+    rows = (1 << 30) // (1024 * 2) // (4 if op == "all_gather" else 1)
+    program = harness.compile_for_tpu(
+        functools.partial(call, pallas_collectives, backend="pallas"),
+        {"v4": "v4:2x2x1", "7x": "tpu7x:2x2x1"}.get(generation, harness.GENERATIONS[generation]),
+        (rows, 1024),
+        dtype=jnp.bfloat16,
+        sizes=(4, 2),
+    )
+    assert "custom-call" in program.ops
+
+
+@pytest.mark.parametrize(
+    "topology, sizes", [("v5e:16x16", (256,)), ("v5e:16x16", (16, 16)), ("v5p:4x4x4", (64,))]
+)
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_a_pod_compiles_in_seconds(op: str, topology: str, sizes: tuple[int, ...]) -> None:
+    call, _ = CALLS[op]
+    program = harness.compile_for_tpu(
+        functools.partial(call, pallas_collectives, backend="pallas"),
+        topology,
+        (sizes[0] * 16, 256),
+        sizes=sizes,
+    )
+    assert "custom-call" in program.ops
+    assert program.seconds < 30
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1,), (12, 130), (3, 5, 7), ()])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "bool", "complex64"])
+def test_odd_shapes_and_dtypes_compile(shape: tuple[int, ...], dtype: str) -> None:
+    if dtype == "complex64" and shape != (5, 7):
+        pytest.skip("one shape shows the packing")
+
+    def program(x: jax.Array) -> Any:
+        x = jax.lax.complex(x, x) if dtype == "complex64" else x.astype(dtype)
+        m = functools.partial
+        gathered = pallas_collectives.all_gather(x, "x", backend="pallas")
+        moved = pallas_collectives.ppermute(x, "x", _shift(), backend="pallas")
+        summed = pallas_collectives.psum(x, "x", backend="pallas")
+        outs = [gathered, moved, summed]
+        return [jnp.abs(m(jnp.asarray)(out)).astype(jnp.float32) for out in outs]
+
+    harness.compile_for_tpu(program, "v5e:2x2", shape, sizes=(4,))
+
+
+def test_groups_that_a_chip_cannot_write_within_are_refused() -> None:
+    def program(groups: list[list[int]], x: jax.Array) -> jax.Array:
+        return pallas_collectives.psum(x, "x", axis_index_groups=groups, backend="pallas")
+
+    near, far = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 3], [1, 2], [4, 7], [5, 6]]
+    for topology, groups in (("v5e:2x4", near), ("v6e:2x4", far)):
+        harness.compile_for_tpu(functools.partial(program, groups), topology, (8, 128))
+    with pytest.raises(AlgorithmError, match=r"groups \(\(0, 3\).*power-of-two"):
+        harness.compile_for_tpu(functools.partial(program, far), "v5e:2x4", (8, 128))

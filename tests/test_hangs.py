@@ -1,0 +1,78 @@
+"""What would hang is refused before it starts; each case in a process with a time limit."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROLOGUE = """
+    import jax, numpy as np
+    import pallas_collectives as pc
+    from jax.sharding import PartitionSpec as P
+    pc.simulate(4)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    x = np.ones((32, 128), np.float32)
+    def run(f):
+        shard = jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        print(jax.jit(shard)(x).shape)
+"""
+
+CASES = {
+    "a device in no group": (
+        "run(lambda a: pc.all_gather(a, 'x', axis_index_groups=[[0, 1], [2]]))",
+        "CollectiveError: axis_index_groups=[[0, 1], [2]]: each of the axis's 4 device numbers",
+    ),
+    "groups of different sizes": (
+        "run(lambda a: pc.psum(a, 'x', axis_index_groups=[[0, 1, 2], [3]]))",
+        "groups must be of equal size",
+    ),
+    "two senders to one device": (
+        "run(lambda a: pc.ppermute(a, 'x', [(0, 1), (2, 1)]))",
+        "no device may be a target twice",
+    ),
+    "a sender that does not exist": (
+        "run(lambda a: pc.ppermute(a, 'x', [(4, 1)]))",
+        "a source is a device number in [0, 4)",
+    ),
+    "an axis that is not there": (
+        "run(lambda a: pc.all_to_all(a, 'y', 0, 0, tiled=True))",
+        "UnboundAxisError: axis name 'y'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_launch(case: str) -> None:
+    program, message = CASES[case]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROLOGUE) + program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_too_few_threads_to_simulate_are_refused_where_that_hangs() -> None:
+    program = (
+        PROLOGUE
+        + """
+    import os
+    from pallas_collectives import simulation
+    os.environ["PJRT_NPROC"] = "1"
+    jax.__version_info__ = (0, 10, 2)  # the last that hangs
+    print(simulation.obstacle())
+    run(lambda a: pc.all_gather(a, "x", tiled=True, backend="pallas"))
+    """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "set PJRT_NPROC=" in done.stdout
+    assert "BackendError" in done.stderr

@@ -1,0 +1,156 @@
+"""send_or_recv over a wire of host memory, against jax.device_put."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import nccl_host
+from pallas_collectives import nccl
+from pallas_collectives.nccl import group, transfer
+from pallas_collectives.nccl.errors import CommunicatorError
+
+
+@pytest.fixture
+def runtime():
+    (runtime,) = nccl_host.runtimes()
+    yield runtime
+    group._groups.clear()
+    transfer._streams.clear()
+    transfer._pending.clear()
+
+
+def sharding(devices, shape, spec):
+    mesh = Mesh(np.array(jax.devices())[list(devices)].reshape(shape), ("x", "y")[: len(shape)])
+    return NamedSharding(mesh, spec)
+
+
+FOUR, OTHER_FOUR, TWO = range(4), range(4, 8), range(6, 8)
+CASES = {
+    "equal shardings, other devices": (
+        (8, 6), sharding(FOUR, (4,), P("x")), sharding(OTHER_FOUR, (4,), P("x"))),
+    "4 to 2": ((8, 6), sharding(FOUR, (4,), P("x")), sharding(TWO, (2,), P("x"))),
+    "2 to 4": ((8, 6), sharding(TWO, (2,), P("x")), sharding(FOUR, (4,), P("x"))),
+    "rows to columns": (
+        (8, 12), sharding(FOUR, (4,), P("x")), sharding(OTHER_FOUR, (4,), P(None, "x"))),
+    "rows to columns on the same devices": (
+        (8, 12), sharding(FOUR, (4,), P("x")), sharding(FOUR, (4,), P(None, "x"))),
+    "other order of the same devices": (
+        (8, 3), sharding(FOUR, (4,), P("x")), sharding([2, 0, 3, 1], (4,), P("x"))),
+    "2×2 to 3 of 6 rows": (
+        (6, 4), sharding(FOUR, (2, 2), P("x", "y")), sharding([1, 5, 7], (3,), P("x"))),
+    "replicated to sharded": (
+        (8, 6), sharding(FOUR, (4,), P()), sharding(OTHER_FOUR, (4,), P("x"))),
+    "sharded to replicated": (
+        (8, 6), sharding(FOUR, (2, 2), P("y")), sharding(OTHER_FOUR, (4,), P())),
+    "one device to all": (
+        (8,), SingleDeviceSharding(jax.devices()[3]), sharding(range(8), (8,), P("x"))),
+    "a scalar": ((), sharding(FOUR, (4,), P()), sharding(OTHER_FOUR, (4,), P())),
+    "nothing": ((0, 4), sharding(FOUR, (4,), P(None, "x")), sharding(TWO, (2,), P())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_moves_between_shardings(case, runtime):
+    shape, source, target = CASES[case]
+    host = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    handle = nccl.send_or_recv(jax.device_put(host, source), target, runtime=runtime)
+    handle.wait(timeout=10)
+    y = handle.array()
+    assert y.sharding == target and y.dtype == np.float32
+    np.testing.assert_array_equal(y, host)
+    for shard in y.addressable_shards:
+        np.testing.assert_array_equal(shard.data, host[shard.index])
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int8", "int16", "uint32", "float16", "bfloat16", "float32", "float8_e4m3fn",
+     "float8_e5m2", "complex64"],
+)  # fmt: skip
+def test_every_dtype_arrives_bit_for_bit(dtype, runtime):
+    _, source, target = CASES["rows to columns"]
+    host = np.random.default_rng(0).integers(0, 2, (8, 12)).astype(jnp.dtype(dtype))
+    y = nccl.send_or_recv(jax.device_put(host, source), target, runtime=runtime).array()
+    assert y.dtype == jnp.dtype(dtype)
+    assert np.asarray(y).tobytes() == host.tobytes()
+
+
+def test_only_overlapping_boxes_travel_and_own_data_does_not(runtime):
+    shape, source, target = CASES["rows to columns on the same devices"]
+    nccl.send_or_recv(jax.device_put(np.zeros(shape), source), target, runtime=runtime)
+    calls = runtime.library.bindings.calls
+    assert (calls["send"], calls["recv"]) == (12, 12)  # 16 boxes, of which 4 stay where they are
+
+
+def test_a_second_transfer_uses_the_first_ones_group_and_streams(runtime):
+    shape, source, target = CASES["4 to 2"]
+    x = jax.device_put(np.ones(shape), source)
+    for _ in range(3):
+        nccl.send_or_recv(x, target, runtime=runtime)
+    (over,) = group._groups.values()
+    assert len(transfer._streams[over]) == 6
+    assert len(transfer._pending) == 1, "transfers that are over are forgotten"
+
+
+def test_the_source_survives_and_a_result_can_be_used_again(runtime):
+    shape, source, target = CASES["equal shardings, other devices"]
+    host = np.arange(48, dtype=np.float32).reshape(shape)
+    x = jax.device_put(host, source)
+    y = nccl.send_or_recv(x, target, runtime=runtime).array()
+    back = nccl.send_or_recv(jax.jit(lambda a: a + 1)(y), source, runtime=runtime).array()
+    np.testing.assert_array_equal(back, host + 1)
+    np.testing.assert_array_equal(x, host)
+
+
+def test_send_and_recv_are_for_processes_that_do_one_of_both(runtime):
+    shape, source, target = CASES["4 to 2"]
+    x = jax.device_put(np.ones(shape), source)
+    with pytest.raises(ValueError, match=r"receives as well \(its devices \[6, 7\]\)"):
+        nccl.send(x, target, runtime=runtime)
+    with pytest.raises(ValueError, match=r"sends as well \(its devices \[0, 1, 2, 3\]\)"):
+        nccl.recv(jax.ShapeDtypeStruct(shape, "float32"), target, source, runtime=runtime)
+
+
+SHAPE = jax.ShapeDtypeStruct((8, 6), "float32")
+SEVEN = jax.ShapeDtypeStruct((7, 6), "float32")
+MISFITS = {
+    "a shape alone": (lambda x, s, t: (SHAPE, t), ValueError, "give src_sharding"),
+    "another source": (lambda x, s, t: (x, t, t), ValueError, "leave it out"),
+    "no array here": (
+        lambda x, s, t: (SHAPE, t, s),
+        TypeError,
+        "x must be the array",
+    ),
+    "an odd shape": (lambda x, s, t: (SEVEN, t, s), ValueError, "source sharding does not fit"),
+    "memory of the host": (
+        lambda x, s, t: (x, t.with_memory_kind("pinned_host")),
+        ValueError,
+        "NCCL moves",
+    ),
+    "four bits": (lambda x, s, t: (x.astype("int4"), t), TypeError, "not whole bytes"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(misfit, runtime):
+    change, error, message = MISFITS[misfit]
+    shape, source, target = CASES["4 to 2"]
+    x = jax.device_put(np.ones(shape, np.float32), source)
+    with pytest.raises(error, match=message):
+        nccl.send_or_recv(*change(x, source, target), runtime=runtime)
+    assert not runtime.library.bindings.calls
+
+
+def test_after_an_abort_the_handle_raises_and_the_next_transfer_works(runtime):
+    shape, source, target = CASES["4 to 2"]
+    x = jax.device_put(np.ones(shape), source)
+    handle = nccl.send_or_recv(x, target, runtime=runtime)
+    next(iter(group._groups.values())).abort()
+    for use in (handle.wait, handle.array, handle.done):
+        with pytest.raises(CommunicatorError, match=r"group 'transfer' .* was aborted"):
+            use()
+    y = nccl.send_or_recv(x, target, runtime=runtime).array()
+    np.testing.assert_array_equal(y, np.ones(shape))

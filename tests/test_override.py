@@ -1,0 +1,188 @@
+"""What `override_lax` replaces, for whom, and for how long."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.lax import psum as bound_before
+from jax.sharding import PartitionSpec as P
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives import collectives
+
+NAMES = sorted(vars(collectives.LAX))
+
+
+@pytest.fixture(autouse=True)
+def fresh_counts() -> Iterator[None]:
+    pc.reset_counts()
+    yield
+    assert untouched(), "lax's functions are back after every test"
+
+
+def untouched() -> bool:
+    return all(getattr(jax.lax, name) is getattr(collectives.LAX, name) for name in NAMES)
+
+
+def doubled_sum(x: jax.Array) -> jax.Array:
+    return 2 * jax.lax.psum(x, "x")
+
+
+def run(fn: Any = doubled_sum) -> np.ndarray:
+    x = harness.random((2, 8, 128), "float32")
+    return np.asarray(harness.per_device(fn, harness.mesh(2))(x))
+
+
+def built() -> set[tuple[str, str]]:
+    return {(op, backend) for op, backend, _ in pc.counts()}
+
+
+def test_every_collective_of_ours_is_replaced() -> None:
+    ours = {name for name in dir(collectives) if callable(getattr(lax, name, None))}
+    assert ours == set(NAMES)
+    with pc.override_lax():
+        assert not any(getattr(jax.lax, name) is getattr(collectives.LAX, name) for name in NAMES)
+        assert lax.psum is jax.lax.psum
+
+
+def test_kernels_serve_inside_and_lax_outside() -> None:
+    want = run()
+    assert not pc.counts()
+    with pc.override_lax():
+        np.testing.assert_array_equal(run(), want)
+    assert built() == {("all_reduce", "pallas")}
+
+
+def test_jitted_functions_are_traced_again_inside_and_not_mixed_up() -> None:
+    on, x = harness.mesh(2), harness.random((2, 8, 128), "float32")
+    jitted = harness.per_device(doubled_sum, on)
+    want = jitted(x)
+    with pc.override_lax():
+        np.testing.assert_array_equal(jitted(x), want)
+        assert built() == {("all_reduce", "pallas")}
+    program = str(jax.make_jaxpr(jitted)(x))
+    assert "pallas_" not in program
+    with pc.override_lax():
+        assert "pallas_psum" in str(jax.make_jaxpr(jitted)(x))
+
+
+def test_it_nests() -> None:
+    with pc.override_lax():
+        with pc.override_lax():
+            assert not untouched()
+        assert not untouched()
+        run()
+    assert built() == {("all_reduce", "pallas")}
+
+
+def test_it_ends_on_an_exception() -> None:
+    with pytest.raises(RuntimeError, match="from within"), pc.override_lax(), pc.override_lax():
+        raise RuntimeError("from within")
+    assert untouched()
+    run()
+    assert not pc.counts()
+
+
+def test_as_a_decorator() -> None:
+    @pc.override_lax()
+    def model() -> np.ndarray:
+        return run()
+
+    np.testing.assert_array_equal(model(), model())
+    assert built() == {("all_reduce", "pallas")}
+
+
+def test_another_thread_keeps_laxs() -> None:
+    programs: dict[str, str] = {}
+    x = harness.random((2, 8, 128), "float32")
+    inside, done = threading.Event(), threading.Event()
+
+    def trace() -> str:
+        return str(jax.make_jaxpr(harness.per_device(doubled_sum, harness.mesh(2)))(x))
+
+    def in_context() -> None:
+        with pc.override_lax():
+            inside.set()
+            assert done.wait(60)
+            programs["inside"] = trace()
+
+    thread = threading.Thread(target=in_context)
+    thread.start()
+    assert inside.wait(60)
+    programs["outside"] = trace()
+    with pc.override_lax():
+        programs["both"] = trace()
+    assert not untouched(), "the other thread's context is open"
+    done.set()
+    thread.join()
+    assert "pallas_psum" in programs["inside"]
+    assert "pallas_psum" not in programs["outside"]
+    assert "pallas_psum" in programs["both"]
+
+
+def test_many_threads_enter_and_leave() -> None:
+    failures: list[BaseException] = []
+
+    def enter_and_leave() -> None:
+        try:
+            for _ in range(200):
+                with pc.override_lax():
+                    assert not untouched()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=enter_and_leave) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_use_backend_within() -> None:
+    with pc.override_lax(), pc.use_backend("xla"):
+        run()
+    assert built() == {("psum_invariant", "xla")}
+    assert not pc.fallback_counts()
+
+
+def test_names_bound_before_are_out_of_reach() -> None:
+    with pc.override_lax():
+        run(lambda x: bound_before(x, "x"))
+    assert not pc.counts()
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_sums_that_differentiation_adds_are_ours(where: str) -> None:
+    """The gradient of a weight that is equal everywhere is a sum that nobody wrote."""
+    on, x = harness.mesh(2), harness.random((2, 8, 128), "float32")
+    w = harness.random((8, 128), "float32", 1)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.pmean(jnp.sum(jnp.sin(w * x)), "x")
+
+    def gradient() -> np.ndarray:
+        specs: dict[str, Any] = {"mesh": on, "in_specs": (P(), P("x")), "out_specs": P()}
+        if where == "inside":
+            mapped = jax.shard_map(jax.grad(loss), **specs)
+        else:
+            mapped = jax.grad(jax.shard_map(loss, **specs))
+        program = str(jax.make_jaxpr(mapped)(w, x))
+        programs.append((program.count(" psum_invariant["), program.count("pallas_psum_inv")))
+        return np.asarray(jax.jit(mapped)(w, x))
+
+    programs: list[tuple[int, int]] = []
+    want = gradient()
+    with pc.override_lax():
+        np.testing.assert_allclose(gradient(), want, rtol=1e-6)
+    (of_lax, none), (left, ours) = programs
+    assert of_lax == ours > 0
+    assert none == left == 0
+    assert {backend for _, backend, _ in pc.counts()} == {"pallas"}
+    assert not pc.fallback_counts()

@@ -1,0 +1,173 @@
+"""The reduce-scatter and all-reduce kernels: their tables, their faults, their rounding."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import harness
+import pallas_collectives
+from pallas_collectives.kernels import all_reduce, reduce_scatter, sync, topology
+from pallas_collectives.kernels.topology import Group
+
+
+def scatter(x: jax.Array, n: int, params: Any) -> jax.Array:
+    return reduce_scatter.ring(
+        x,
+        Group(("x",), (n,)),
+        axis=0,
+        op="sum",
+        bidirectional=False,
+        vmem=True,
+        interpret=params,
+    )
+
+
+def reduce(x: jax.Array, n: int, params: Any) -> jax.Array:
+    tiles = x.reshape(n, -1, 128)
+    y = all_reduce.ring(
+        tiles, Group(("x",), (n,)), op="sum", bidirectional=True, vmem=True, interpret=params
+    )
+    return y.reshape(x.shape)
+
+
+def is_caught(kernel: Callable[..., jax.Array], n: int, mode: str, hold: int | None = None) -> bool:
+    x = harness.random((n, n * 16, 128), "float32")
+    total = x.sum(axis=0)
+    want = np.broadcast_to(total, x.shape) if kernel is reduce else total.reshape(n, 16, 128)
+
+    def program(block: jax.Array) -> jax.Array:
+        block = block if hold is None else harness.delayed(block, hold)
+        return kernel(block, n, harness.ADVERSARIES[mode])
+
+    run = harness.per_device(program, harness.mesh(n), check_vma=False)
+    return harness.caught(lambda: run(x), want)
+
+
+@pytest.mark.parametrize("kernel", [scatter, reduce])
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+def test_sound_kernel_is_not_caught(kernel: Callable[..., jax.Array], mode: str) -> None:
+    assert not is_caught(kernel, 6, mode, hold=1)
+
+
+def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for credits: a fast neighbour writes over sums that are still being sent."""
+    wait = pl.semaphore_wait
+
+    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
+            wait(semaphore, *args, **kwargs)
+
+    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    assert is_caught(scatter, 8, "on_wait")
+
+
+def test_too_few_slots_for_the_credits_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps share a slot and its semaphore, and the credits do not know it."""
+    wrap_step = topology.wrap_step
+    monkeypatch.setattr(reduce_scatter, "wrap_step", lambda step, slots: wrap_step(step, 1))
+    assert is_caught(scatter, 8, "on_wait")
+
+
+def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = sync.wait
+
+    def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
+        if len(semaphore.ref.shape) != 3:  # recv_sems is the 3-D one
+            wait(semaphore, ref, times)
+
+    monkeypatch.setattr(sync, "wait", for_sends_only)
+    assert is_caught(scatter, 4, "on_wait")
+
+
+def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "barrier_with_neighbours", lambda ring: pltpu.get_barrier_semaphore())
+    assert is_caught(scatter, 4, "eager", hold=1)
+
+
+def test_step_table_in_the_docstring_is_the_schedule() -> None:
+    lanes = topology.lanes(4, bidirectional=True, parts=2)
+    table = topology.reduce_table(4, lanes)
+    assert all(line in (reduce_scatter.__doc__ or "") for line in table.splitlines()), f"\n{table}"
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "one_shot"])
+def test_all_devices_hold_the_same_bits_on_every_run(algorithm: str) -> None:
+    x = np.random.default_rng(0).standard_normal((5, 33, 7)).astype(np.float32)
+    run = harness.per_device(
+        lambda a: pallas_collectives.psum(a, "x", algorithm=algorithm), harness.mesh(5)
+    )
+    first, second = np.asarray(run(x)), np.asarray(run(x))
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, np.broadcast_to(first[0], first.shape))
+    np.testing.assert_allclose(first[0], x.sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [4, 7])
+def test_bfloat16_sums_round_once_per_hop_and_precise_ones_once(n: int) -> None:
+    x = np.random.default_rng(1).standard_normal((n, n * 16, 128)).astype(ml_dtypes.bfloat16)
+    exact = x.astype(np.float64).sum(axis=0).reshape(n, 16, 128)
+
+    def error(**options: Any) -> float:
+        scatter = functools.partial(pallas_collectives.psum_scatter, tiled=True, **options)
+        got = harness.per_device(lambda a: scatter(a, "x"), harness.mesh(n))(x)
+        return float(np.abs(np.asarray(got).astype(np.float64) - exact).max())
+
+    ulp = 2.0**-8 * np.abs(exact).max()
+    assert error(precise=True) <= ulp
+    assert error() <= (n // 2 + 1) * ulp
+
+
+def test_large_blocks_go_through_many_tiles() -> None:
+    x = harness.random((2, 4096, 256), "float32")
+    got = harness.per_device(
+        lambda a: pallas_collectives.psum_scatter(a, "x", tiled=True), harness.mesh(2)
+    )(x)
+    np.testing.assert_array_equal(np.asarray(got), x.sum(axis=0).reshape(2, 2048, 256))
+
+
+def test_sums_and_gathers_in_one_program() -> None:
+    x = harness.random((4, 32, 128), "float32")
+
+    def program(m: Any, a: jax.Array) -> jax.Array:
+        a = harness.delayed(a, 2, 0.1)
+        for _ in range(2):
+            a = m.psum_scatter(a, "x", tiled=True)
+            a = m.all_gather(a, "x", tiled=True) - m.psum(jnp.sin(a).sum(), "x")
+        return m.pmax(a, "x")
+
+    def run(m: Any) -> np.ndarray:
+        program_m = functools.partial(program, m)
+        return np.asarray(harness.per_device(program_m, harness.mesh(4), check_vma=False)(x))
+
+    np.testing.assert_allclose(run(pallas_collectives), run(jax.lax), rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis_name, n", [("x", 2), ("y", 4), (("x", "y"), 8)])
+def test_sharded_sums_of_whole_arrays(axis_name: Any, n: int) -> None:
+    x, on = harness.random((n, 16, 128), "float32"), harness.mesh(2, 4)
+    summed = pallas_collectives.sharded.psum(x, mesh=on, axis_name=axis_name)
+    np.testing.assert_array_equal(np.asarray(summed), x.sum(axis=0))
+    assert summed.sharding.is_fully_replicated
+    whole = pallas_collectives.sharded
+    for name, want in (("pmean", x.mean(0)), ("pmax", x.max(0)), ("pmin", x.min(0))):
+        got = getattr(whole, name)(x, mesh=on, axis_name=axis_name)
+        np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6)
+    for axis in (0, -1):
+        laid = pallas_collectives.sharded.psum_scatter(x, mesh=on, axis_name=axis_name, axis=axis)
+        np.testing.assert_array_equal(np.asarray(laid), x.sum(axis=0))
+        assert laid.sharding.spec[axis] == axis_name
+
+
+def test_a_negative_axis_counts_from_the_last() -> None:
+    x = harness.random((4, 3, 28), "float32")  # JAX 0.10's lax takes no negative one
+    scatter = functools.partial(pallas_collectives.psum_scatter, scatter_dimension=-1, tiled=True)
+    got = harness.per_device(lambda a: scatter(a, "x"), harness.mesh(4))(x)
+    np.testing.assert_array_equal(np.asarray(got), np.stack(np.split(x.sum(0), 4, axis=1)))

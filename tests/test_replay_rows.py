@@ -1,0 +1,91 @@
+"""Our own collectives on modelled pods: the benchmark's rows, and no fault on any schedule."""
+
+import pytest
+
+from benchmarks import replay_rows
+from benchmarks.cases import CASES, Case
+from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.replay import MachineError
+
+_BY_NAME = {case.name: case for case in CASES}
+_ALL = [
+    (case, algorithm + space)
+    for case in CASES
+    for algorithm in ALGORITHMS[case.op]
+    for space in ("", ":vmem")
+]
+
+
+@pytest.mark.parametrize("machine", ["v5p:8x4x4", "v5e:8x2"])
+@pytest.mark.parametrize(("case", "algorithm"), _ALL, ids=lambda v: getattr(v, "name", v))
+def test_our_collectives_have_no_fault_on_any_schedule(
+    case: Case, algorithm: str, machine: str
+) -> None:
+    (task,) = replay_rows.plan([machine], [case], [1 << 18], algorithms=[algorithm])
+    (row,) = replay_rows.rows([task], races=True)
+    if row.refused:
+        assert machine.startswith("v5e")
+        assert "power-of-two offsets" in row.refused
+        return
+    assert not row.error
+    assert not row.faults
+    assert row.devices == 8
+    assert row.time_us is not None
+    if case.op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        assert row.of_bound is not None
+        assert 5 < row.of_bound <= 100.1
+
+
+def _row(machine: str, name: str, size: int, **keywords: tuple) -> replay_rows.Row:
+    (row,) = replay_rows.rows(replay_rows.plan([machine], [_BY_NAME[name]], [size], **keywords))
+    return row
+
+
+def test_bandwidths_follow_from_time_and_size() -> None:
+    row = _row("v5e:16x16", "all_gather", 64 << 20)
+    assert row.time_us is not None
+    assert row.algbw == pytest.approx(row.size / row.time_us / 1e3)
+    assert row.busbw == pytest.approx(row.algbw * 15 / 16)
+    assert row.busbw < 2 * 45
+    assert row.count == row.size // 4 // 16
+    assert row.algorithm == "all_gather_bidirectional"
+
+
+@pytest.mark.parametrize("machine", ["v5e:16x16", "v5p:4x4x4", "v6e:4x4", "7x:4x4x4"])
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
+def test_large_messages_come_near_the_bound(name: str, machine: str) -> None:
+    """4 MiB a block and more."""
+    n = 16 if machine == "v5e:16x16" else 4
+    row = _row(machine, name, n << 22)
+    assert row.of_bound is not None
+    assert row.of_bound > 95
+
+
+def test_what_cannot_run_says_why() -> None:
+    row = _row("v5e:16x16", "all_to_all", 1 << 20, algorithms=("direct",))
+    assert "power-of-two" in row.refused
+    assert not row.failed
+    row = _row("v5e:4x4", "all_gather", 1 << 20, axes=("z",))
+    assert "has axes x, y" in row.refused
+    with pytest.raises(MachineError, match="v9"):
+        replay_rows.plan(["v9:4x4"], CASES, [1024])
+
+
+def test_several_axes_and_chips_of_two_devices() -> None:
+    row = _row("v5p:4x4x4", "all_gather", 64 << 20, axes=("x", "y"))
+    assert row.devices == 16
+    row = _row("7x:4x4x4", "all_gather", 32 << 20, axes=("x", "core"))
+    assert row.devices == 8
+    assert not row.failed
+
+
+def test_every_column_has_a_cell_for_every_kind_of_row() -> None:
+    rows = [
+        _row("v5e:16x16", "all_gather", 1 << 20),
+        _row("v5e:16x16", "ppermute", 1 << 20),
+        _row("v5e:16x16", "all_to_all", 1 << 20, algorithms=("direct",)),
+    ]
+    cells = [{header: cell(row) for header, cell in replay_rows.COLUMNS} for row in rows]
+    assert [c["sound"] for c in cells] == ["ok", "ok", "refused"]
+    assert [c["of bound %"] == "-" for c in cells] == [False, True, True]
+    assert cells[0]["algorithm"] == "all_gather_bidirectional"

@@ -1,0 +1,67 @@
+"""Replay's own speed (processor time) and memory, in a process of its own, on large pods."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import json, resource, sys, time
+import jax, jax.numpy as jnp
+from pallas_collectives.kernels import all_gather
+from pallas_collectives.kernels.topology import Group
+from pallas_collectives.replay import Machine, replay
+name, n, symmetric, races = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4] == "1"
+machine = Machine.named(name)
+mesh = machine.mesh({"x": n, "y": machine.n_devices // n})
+group = Group(("x",), (n,))
+body = lambda x: all_gather.ring(
+    x, group, axis=0, bidirectional=True, vmem=False, interpret=False)
+spec = jax.sharding.PartitionSpec()
+f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+start = time.process_time()
+report = replay(f, jax.ShapeDtypeStruct((8192, 128), jnp.float32), machine=machine,
+                symmetric=symmetric, races=races)
+print(json.dumps({
+    "seconds": time.process_time() - start,
+    "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    "ok": report.ok, "stepped": report.devices_modelled, "time": report.time,
+    "races": report.races is not None,
+}))
+"""
+
+
+def _replayed(name: str, n: int, *, symmetric: bool = True, races: bool = False) -> dict:
+    arguments = (name, str(n), str(int(symmetric)), str(int(races)))
+    done = subprocess.run(
+        (sys.executable, "-c", _PROGRAM, *arguments),
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_256_devices_take_seconds_even_one_by_one() -> None:
+    along_one_axis = _replayed("v5e:16x16", 16)
+    assert along_one_axis["stepped"] == 1
+    assert along_one_axis["seconds"] < 10
+    one_ring = _replayed("v5e:16x16", 256, symmetric=False, races=True)
+    assert one_ring["stepped"] == 256
+    assert one_ring["races"]
+    assert one_ring["ok"]
+    assert one_ring["seconds"] < 40
+    assert one_ring["gigabytes"] < 4
+
+
+@pytest.mark.parametrize("n", [16, pytest.param(4096, marks=pytest.mark.slow)])
+def test_4096_devices(n: int) -> None:
+    report = _replayed("v5p:16x16x16", n)
+    assert report["ok"]
+    assert report["seconds"] < 300
+    assert report["gigabytes"] < 4
