@@ -10,12 +10,10 @@ import jax
 from absl import app, flags, logging
 from jax.sharding import Mesh
 
-from benchmarks import compiled, devices, measure, replay_rows, settings
+from benchmarks import compiled, devices, interrupt, measure, replay_rows, settings
 from benchmarks.report import COMPILED, REPLAYED, SIMULATED, TIMED, Report
 from benchmarks.settings import FlagError, Settings
 from pallas_collectives.replay import MachineError
-
-INTERRUPTED = 130  # as a shell reports SIGINT
 
 _COLLECTIVE = flags.DEFINE_list("collective", [], "Collectives, by lax's names; all by default.")
 _ALGORITHM = flags.DEFINE_list("algorithm", [], "Algorithms of the kernels; all by default.")
@@ -116,7 +114,7 @@ def _run(wanted: Settings) -> int:
             if _REPLAY.value is None and devices.kind() == "simulated":
                 _replay(report, dataclasses.replace(wanted, **ONE_POD_EACH))
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return interrupt.STATUS
     except compiled.CompilerError as error:
         print(error, file=sys.stderr)
         return 1

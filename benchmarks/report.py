@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import interrupt
+
 MIB = 1 << 20
 _WIDEST = 1000
 Column = tuple[str, Callable[[Any], str]]
@@ -104,12 +106,13 @@ class Report:
     def collect(self, part: str, rows: Iterator[Any], total: int) -> None:
         """Takes the rows of a part as they are made, behind a progress bar."""
         kept = self._parts.setdefault(part, [])
-        with self._progress() as progress:
+        with interrupt.between_rows() as check, self._progress() as progress:
             bar = progress.add_task(part, total=total)
             for row in rows:
                 kept.append(row)
                 self._save()
                 progress.update(bar, advance=1, description=str(row))
+                check()
 
     def show(self, part: str, title: str, columns: tuple[Column, ...]) -> None:
         """Prints a part's table, with what was refused or failed spelt out below it."""
