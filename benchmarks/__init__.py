@@ -1,13 +1,27 @@
 """`python -m benchmarks`: every collective verified, timed and compiled, in nccl-tests' terms.
 
-    settings.py     what the flags ask for
+Commands, each a module with a `main`; `__main__` finds them:
+
+    sweep.py        without a name: what the flags choose is measured, compiled and replayed
+    certify.py      conformance, soak and sweep on new devices, in one report
+    tune.py         the library's table of which algorithm is fastest where
+    report.py       results as a Markdown page with plots
+    compare.py      what became slower between two results
+    readme.py       the README's tables
+
+What they are made of:
+
+    selection.py    the flags that say what to run; settings.py parses and checks them
     devices.py      the devices to run on, and what a reader of the results must know of them
     cases.py        one record per collective
-    measure.py      verifies and times a collective on the devices
+    problem.py      a collective at one size: operands, program, and what must come out
+    measure.py      verifies and times it on the devices, by timing.py's clocks
+    soak.py         many collectives back to back
     compiled.py     compiles it for TPUs that are not there, beside lax's
     replay_rows.py  replays it on the model of a pod
-    report.py       tables, JSON and CSV
+    baseline.py     the options that XLA compiles lax's with; peaks.py: what the wires carry
+    rows.py         the records of all these, columns.py their tables
+    results.py      rows as they come, in files; tables.py, plots.py: as they are shown
 
-A part of the run (measured, compiled, replayed) is a generator of rows, dataclasses that say
-whether they failed, and a list of columns in `report`; `__main__` runs the parts in turn.
+A part of a run (measured, compiled, replayed) is a plan of tasks and a generator of rows.
 """

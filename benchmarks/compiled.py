@@ -20,8 +20,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
-from benchmarks import devices
+from benchmarks import baseline, devices
 from benchmarks.cases import LANES, LAYOUTS, Case
+from benchmarks.rows import Compiled
 from benchmarks.settings import Settings
 
 SIZE = 256 << 20  # bytes of the full array: more than any TPU's VMEM
@@ -45,57 +46,25 @@ _ENVIRONMENT = {
 INSTALL = "libtpu is not installed: `pip install -e '.[tpu]'` brings the TPU compiler"
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A collective compiled by us and by lax.
+class CompilerError(RuntimeError):
+    """There is no compiler, or its process failed; what it said is on standard error."""
 
-    Attributes:
-      topology: libtpu's name.
-      op: lax's name, and what is special about the call.
-      type: dtype.
-      algorithm: the one the library chose; "xla" where it left the call to lax.
-      devices: devices, all on one mesh axis.
-      temp: bytes of our program beyond its arguments and results; the collective's operand and
-        result are among them where they do not fit VMEM.
-      ops: what our program holds beside producer and consumer.
-      lax_temp: as temp, for lax's.
-      lax_ops: as ops, for lax's.
-      error: why it failed.
-    """
+
+class Task(NamedTuple):
+    """One row to be."""
 
     topology: str
-    op: str
-    type: str
-    algorithm: str | None = None
-    devices: int | None = None
-    temp: int | None = None
-    ops: str = ""
-    lax_temp: int | None = None
-    lax_ops: str = ""
-    error: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether something is wrong."""
-        return bool(self.error)
-
-    def __str__(self) -> str:
-        return f"{self.op} for {self.topology}"
+    layout: str
+    dtype: str
 
 
-class CompilerError(RuntimeError):
-    """The compiling process failed; what it said is on standard error."""
-
-
-def layouts(settings: Settings) -> list[Case]:
-    """The calls to compile."""
+def plan(settings: Settings) -> list[Task]:
+    """The rows to compile."""
     ops = {case.op for case in settings.cases}
-    return [layout for layout in LAYOUTS if layout.op in ops]
-
-
-def count(settings: Settings) -> int:
-    """How many rows there will be."""
-    return len(layouts(settings)) * len(settings.topologies) * len(settings.dtypes)
+    layouts = [layout.name for layout in LAYOUTS if layout.op in ops]
+    return [
+        Task(*task) for task in itertools.product(settings.topologies, layouts, settings.dtypes)
+    ]
 
 
 def is_available() -> bool:
@@ -103,52 +72,50 @@ def is_available() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def rows(settings: Settings) -> Iterator[Row]:
+def rows(tasks: Sequence[Task]) -> Generator[Compiled]:
     """Compiles in another process; its rows as they come.
 
     Raises:
       CompilerError: that process failed.
     """
-    wanted = {
-        "layouts": [layout.name for layout in layouts(settings)],
-        "topologies": settings.topologies,
-        "dtypes": settings.dtypes,
-    }
+    if not tasks:
+        return
     with subprocess.Popen(
-        (sys.executable, "-m", "benchmarks.compiled", json.dumps(wanted)),
+        (sys.executable, "-m", "benchmarks.compiled", json.dumps(tasks)),
         env={**os.environ, **_ENVIRONMENT},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            yield Row(**json.loads(line))
+            yield Compiled(**json.loads(line))
     if process.returncode:
         raise CompilerError(f"the TPU compiler's process ended with {process.returncode}")
 
 
 def main() -> None:
-    """Prints a row of JSON for each topology, layout and dtype wanted."""
+    """Prints a row of JSON for each task wanted."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for the other process to tell
-    wanted = json.loads(sys.argv[1])
-    chosen = [layout for layout in LAYOUTS if layout.name in wanted["layouts"]]
-    for task in itertools.product(wanted["topologies"], chosen, wanted["dtypes"]):
-        print(json.dumps(dataclasses.asdict(_row(*task))), flush=True)
+    for task in json.loads(sys.argv[1]):
+        print(json.dumps(dataclasses.asdict(_row(Task(*task)))), flush=True)
 
 
-def _row(topology: str, layout: Case, dtype: str) -> Row:
+def _row(task: Task) -> Compiled:
     pallas_collectives.reset_counts()
-    base = Row(topology, layout.name, dtype)
+    topology, name, dtype = task
+    (layout,) = (layout for layout in LAYOUTS if layout.name == name)
+    base = Compiled(topology=topology, op=name, type=dtype)
     try:
         mesh = _mesh(topology)
         ours = _compile(layout, dtype, mesh, pallas_collectives)
+        counts = pallas_collectives.counts()
         by_lax = _compile(layout, dtype, mesh, jax.lax)
     except Exception as error:  # the other rows are wanted all the same
         return dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
-    ((_, backend, algorithm),) = pallas_collectives.counts()
+    served = dict.fromkeys(algorithm or backend for _, backend, algorithm in counts)
     return dataclasses.replace(
         base,
-        algorithm=algorithm or backend,
+        algorithm=" + ".join(served),
         devices=mesh.size,
         temp=ours.memory_analysis().temp_size_in_bytes,
         ops=summary(ours.as_text()),
@@ -176,7 +143,9 @@ def _compile(layout: Case, dtype: str, mesh: Mesh, module: Any) -> Any:
     shape = (mesh.size, *layout.operand(mesh.size, rows))
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     mapped = jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(mapped).lower(x).compile()
+    chip = mesh.devices.flat[0].device_kind
+    options = baseline.options("tpu", chip) if module is jax.lax else {}
+    return jax.jit(mapped, compiler_options=options).lower(x).compile()
 
 
 def _touch(x: jax.Array) -> jax.Array:

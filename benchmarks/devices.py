@@ -15,7 +15,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from benchmarks import baseline, peaks
 from benchmarks.settings import AXES, FlagError
+from pallas_collectives import _compat, simulation
 
 # Tells libtpu that this machine is not a TPU VM: it then neither asks a metadata server nor warns.
 WITHOUT_TPU = {
@@ -26,19 +28,29 @@ WITHOUT_TPU = {
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def prepare(simulated: int) -> None:
-    """Makes ready `simulated` TPU devices for a machine without accelerators.
+def prepare(simulated: int, distributed: bool | None = None) -> None:
+    """Starts JAX: on several hosts with the other processes, else on this machine's devices.
 
-    Unlike `pallas_collectives.simulate` it leaves JAX the choice between them and real ones. To be
-    called before JAX looks for devices: then XLA reads its flags, of which the last one counts.
+    Unlike `pallas_collectives.simulate` it leaves JAX the choice between simulated and real ones.
+
+    Args:
+      simulated: TPU devices to simulate where there is no accelerator.
+      distributed: whether to call `jax.distributed.initialize()`; None where a cluster of several
+        processes is found.
     """
+    if distributed or (distributed is None and _compat.in_cluster()):
+        jax.distributed.initialize()
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
         for name, value in WITHOUT_TPU.items():
             os.environ.setdefault(name, value)
-    count = f"--xla_force_host_platform_device_count={simulated}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
-    # Up to JAX 0.10 a simulated device that waits for another holds a thread.
-    os.environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, 2 * simulated))
+    # Multicast over NVLink can hang hosts that others share.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    simulation.split_cpu(simulated)
+
+
+def speaks() -> bool:
+    """Whether this process prints and writes: the first of all."""
+    return jax.process_index() == 0
 
 
 def kind() -> str:
@@ -74,6 +86,11 @@ def make_mesh(sizes: Sequence[int]) -> Mesh:
     return jax.make_mesh(tuple(sizes), names, automatic, devices=devices[:needed])
 
 
+def lax_options(mesh: Mesh) -> dict[str, bool]:
+    """The compiler options for lax's own collectives on these devices."""
+    return baseline.options(kind(), mesh.devices.flat[0].device_kind)
+
+
 def environment(mesh: Mesh) -> dict[str, Any]:
     """What the results depend on beside the flags: chips, topology, versions, commit."""
     device = mesh.devices.flat[0]
@@ -89,6 +106,8 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "coordinates": coordinates,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
+        "link_gbps": _link(device),
+        "lax_options": lax_options(mesh),
         "platform_version": device.client.platform_version,
         "commit": _git("rev-parse", "HEAD"),
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
@@ -99,6 +118,14 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         },
         "command": sys.argv[1:],
     }
+
+
+def _link(device: jax.Device) -> float | None:
+    """GB/s one way of one ICI link, or of all NVLinks of a GPU; None where that is not known."""
+    if device.platform == "gpu":
+        return peaks.nvlink(device.device_kind)
+    chip = peaks.generation(device.device_kind)
+    return chip.link_bandwidth / 1e9 if chip else None
 
 
 def _version(package: str) -> str | None:

@@ -7,100 +7,22 @@ collective.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import pallas_collectives
+from benchmarks import peaks
 from benchmarks.cases import LANES, Case
+from benchmarks.rows import Replayed
 from pallas_collectives.backends.algorithms import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
 
 AXES = ("x", "y", "z")
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A collective replayed.
-
-    Attributes:
-      machine: the pod, as "v5e:16x16".
-      op: lax's name.
-      algorithm: the library's, as named or chosen.
-      size: bytes of the full array.
-      count: see `cases`.
-      type: dtype.
-      devices: devices that take part in one collective.
-      time_us: modelled time of one call, by itself.
-      algbw: size / time, in GB/s.
-      busbw: see `cases`, in GB/s.
-      bound_us: the least time that wires and distances allow; None where no bound is known.
-      of_bound: bound_us / time_us, in percent.
-      faults: deadlocks, semaphores left over and races, where looked for; "" if none.
-      refused: why the collective cannot run so here: a clear error, as it should be.
-      error: why it failed.
-    """
-
-    machine: str
-    op: str
-    algorithm: str | None
-    size: int
-    count: int
-    type: str
-    devices: int
-    time_us: float | None = None
-    algbw: float | None = None
-    busbw: float | None = None
-    bound_us: float | None = None
-    of_bound: float | None = None
-    faults: str = ""
-    refused: str = ""
-    error: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether something is wrong."""
-        return bool(self.error or self.faults)
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.algorithm or ''} on {self.machine}"
-
-
-def _cell(name: str, digits: int) -> Callable[[Any], str]:
-    def cell(row: Any) -> str:
-        value = getattr(row, name)
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    return cell
-
-
-def _sound(row: Any) -> str:
-    if row.refused:
-        return "refused"
-    return "FAULT" if row.failed else "ok"
-
-
-# Header and cell of each column of the table, for `report.Report.show`.
-COLUMNS: tuple[tuple[str, Callable[[Any], str]], ...] = (
-    ("machine", lambda row: row.machine),
-    ("op", lambda row: row.op),
-    ("algorithm", lambda row: row.algorithm or "-"),
-    ("size", lambda row: str(row.size)),
-    ("count", lambda row: str(row.count)),
-    ("type", lambda row: row.type),
-    ("devices", lambda row: str(row.devices)),
-    ("modelled us", _cell("time_us", 1)),
-    ("algbw(GB/s)", _cell("algbw", 2)),
-    ("busbw(GB/s)", _cell("busbw", 2)),
-    ("bound us", _cell("bound_us", 1)),
-    ("of bound %", _cell("of_bound", 1)),
-    ("sound", _sound),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +72,7 @@ def _algorithms(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
     return tuple(a for a in named if a.partition(":")[0] in ALGORITHMS[case.op])
 
 
-def rows(tasks: Sequence[Task], *, races: bool = False) -> Iterator[Row]:
+def rows(tasks: Sequence[Task], *, races: bool = False) -> Iterator[Replayed]:
     """Replays the tasks; with `races` each is also checked for races on any schedule."""
     for task in tasks:
         yield _row(task, races)
@@ -166,15 +88,19 @@ def mesh_axes(machine: Machine) -> dict[str, int]:
     return axes
 
 
-def run(task: Task, *, races: bool = False) -> Report:
+def run(task: Task, *, races: bool = False, mesh: Mesh | AbstractMesh | None = None) -> Report:
     """The replay of one task.
+
+    Args:
+      task: the task.
+      races: also look for races.
+      mesh: of devices that are on the machine; by default its torus as it is.
 
     Raises:
       CollectiveError: the collective cannot run so there.
     """
-    sizes = mesh_axes(task.machine)
-    mesh = task.machine.mesh(sizes)
-    n = _members(task, sizes)
+    mesh = mesh or task.machine.mesh(mesh_axes(task.machine))
+    n = _members(task, dict(mesh.shape))
     axis = task.axes if len(task.axes) > 1 else task.axes[0]
 
     def body(x: jax.Array) -> jax.Array:
@@ -188,6 +114,19 @@ def run(task: Task, *, races: bool = False) -> Report:
     )
     operand = jax.ShapeDtypeStruct(task.case.operand(n, _row_count(task, n)), task.dtype)
     return replay(function, operand, machine=task.machine, races=races)
+
+
+def machine_of(mesh: Mesh) -> Machine | None:
+    """The slice of a pod that TPU devices make up; None where the model does not know it."""
+    devices = mesh.devices.flat
+    chip = peaks.generation(devices[0].device_kind)
+    if chip is None or not hasattr(devices[0], "coords"):
+        return None
+    coords = np.array([device.coords for device in devices])
+    if coords.min(axis=0).any():  # a part of a slice, cut out of its midst
+        return None
+    shape = (coords.max(axis=0) + 1)[: chip.dims]
+    return Machine.named(f"{chip.name}:{'x'.join(map(str, shape))}")
 
 
 def _members(task: Task, sizes: dict[str, int]) -> int:
@@ -205,8 +144,15 @@ def _row_count(task: Task, n: int) -> int:
     return max(1, task.size // (n * LANES * jnp.dtype(task.dtype).itemsize))
 
 
-def _row(task: Task, races: bool) -> Row:
-    base = Row(str(task.machine), task.case.name, task.algorithm, task.size, 0, task.dtype, 0)
+def _row(task: Task, races: bool) -> Replayed:
+    base = Replayed(
+        machine=str(task.machine),
+        op=task.case.name,
+        algorithm=task.algorithm,
+        size=task.size,
+        count=0,
+        type=task.dtype,
+    )
     try:
         sizes = mesh_axes(task.machine)
         n = _members(task, sizes)
@@ -226,7 +172,7 @@ def _row(task: Task, races: bool) -> Row:
         least = bound(task.case.op, task.machine, groups, nbytes / n).time
     return dataclasses.replace(
         base,
-        algorithm=task.algorithm or _kernel_names(report),
+        kernel=_kernel_names(report),
         time_us=report.time * 1e6,
         algbw=nbytes / report.time / 1e9,
         busbw=nbytes / report.time / 1e9 * task.case.busbw(n),

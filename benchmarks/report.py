@@ -1,187 +1,77 @@
-"""What a run shows and keeps: progress, tables, JSON, CSV."""
+"""`report A.json ...`: JSON results as a Markdown page, with plots beside it."""
 
-import contextlib
-import csv
-import dataclasses
-import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from absl import flags
 
-from benchmarks import interrupt
+from benchmarks import baseline, plots, results, tables
+from benchmarks.results import Saved
+from benchmarks.settings import FlagError
 
-MIB = 1 << 20
-_WIDEST = 1000
-Column = tuple[str, Callable[[Any], str]]
+_OUT = flags.DEFINE_string("out", "", "The page, *.md; plots go beside it. By default printed.")
 
-
-def _number(name: str, digits: int) -> Callable[[Any], str]:
-    def cell(row: Any) -> str:
-        value = getattr(row, name)
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    return cell
+_TITLES = {
+    "conformance": "Conformance",
+    "soak": "Soak: mixed collectives back to back",
+    "measured": "Measured",
+    "compiled": "Compiled for TPUs that are not there",
+    "replayed": "Modelled, not measured",
+}
+_VERSIONS = ("jax", "jaxlib", "libtpu", "nccl4py", "pallas-collectives")
 
 
-def _wrong(row: Any) -> str:
-    if row.error:
-        return "error"
-    return "refused" if row.wrong is None else str(row.wrong)
-
-
-def _temp(name: str) -> Callable[[Any], str]:
-    return lambda row: "-" if row.error else f"{getattr(row, name) / MIB:.1f}"
-
-
-def _spread(row: Any) -> str:
-    if row.time_us is None:
-        return "-"
-    return f"{row.time_us_min:.1f}-{row.time_us_max:.1f}"
-
-
-_WHAT: tuple[Column, ...] = (
-    ("op", lambda row: row.op),
-    ("algorithm", lambda row: row.algorithm or "-"),
-)
-_MEASURED: tuple[Column, ...] = (
-    *_WHAT,
-    ("backend", lambda row: row.backend),
-    ("size", lambda row: str(row.size)),
-    ("count", lambda row: str(row.count)),
-    ("type", lambda row: row.type),
-    ("devices", lambda row: str(row.devices)),
-)
-_RATES: tuple[Column, ...] = (
-    ("algbw(GB/s)", _number("algbw", 2)),
-    ("busbw(GB/s)", _number("busbw", 2)),
-    ("#wrong", _wrong),
-)
-TIMED = (*_MEASURED, ("time(us)", _number("time_us", 1)), ("min-max", _spread), *_RATES)
-SIMULATED = (*_MEASURED, ("interp ms", _number("interpret_ms", 0)), *_RATES)
-COMPILED: tuple[Column, ...] = (
-    ("topology", lambda row: row.topology),
-    *_WHAT,
-    ("type", lambda row: row.type),
-    ("devices", lambda row: str(row.devices or "-")),
-    ("temp MiB", _temp("temp")),
-    ("lax temp", _temp("lax_temp")),
-    ("program", lambda row: row.ops or "error"),
-    ("lax program", lambda row: row.lax_ops or "error"),
-)
-REPLAYED: tuple[Column, ...] = (
-    ("pod", lambda row: row.machine),
-    *_WHAT,
-    ("size", lambda row: str(row.size)),
-    ("count", lambda row: str(row.count)),
-    ("type", lambda row: row.type),
-    ("devices", lambda row: str(row.devices)),
-    ("model us", _number("time_us", 1)),
-    *_RATES[:2],
-    ("bound us", _number("bound_us", 1)),
-    ("% of bound", _number("of_bound", 0)),
-)
-_LEFT = {"pod", "op", "algorithm", "backend", "type", "topology", "program", "lax program"}
-
-
-class Report:
-    """The rows of a run, by part, written to files as they come in.
-
-    So an interrupt, or a crash, loses no more than the row it falls into.
-    """
-
-    def __init__(self, environment: dict[str, Any], json_file: str, csv_file: str) -> None:
-        self._environment = environment
-        self._json_file, self._csv_file = json_file, csv_file
-        self._parts: dict[str, list[Any]] = {}
-        # A terminal breaks lines that are too long for it; rich would leave parts of them out.
-        self._stdout = Console(width=_WIDEST)
-        self._stderr = Console(stderr=True)
-
-    def collect(self, part: str, rows: Iterator[Any], total: int) -> None:
-        """Takes the rows of a part as they are made, behind a progress bar."""
-        kept = self._parts.setdefault(part, [])
-        with interrupt.between_rows() as check, self._progress() as progress:
-            bar = progress.add_task(part, total=total)
-            for row in rows:
-                kept.append(row)
-                self._save()
-                progress.update(bar, advance=1, description=str(row))
-                check()
-
-    def show(self, part: str, title: str, columns: tuple[Column, ...]) -> None:
-        """Prints a part's table, with what was refused or failed spelt out below it."""
-        rows = self._parts.get(part, [])
-        if not rows:
-            return
-        on_terminal = self._stdout.is_terminal
-        table = Table(box=box.SIMPLE_HEAD if on_terminal else None, pad_edge=on_terminal)
-        for header, _ in columns:
-            table.add_column(header, justify="left" if header in _LEFT else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(cell(row) for _, cell in columns), style="red" if row.failed else None)
-        self.say(title)
-        self._stdout.print(table)
-        reasons = {_reason(row): row for row in reversed(rows)}
-        for reason, row in reversed(reasons.items()):
-            if reason:
-                self.say(f"{row}: {reason}")
-
-    def say(self, line: str = "") -> None:
-        """Prints a line to standard output."""
-        self._stdout.print(line, highlight=False, markup=False)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a row is wrong, or nothing of a part could run."""
-        return any(
-            any(row.failed for row in rows) or all(_reason(row) for row in rows)
-            for rows in self._parts.values()
+def main(argv: Sequence[str]) -> int:
+    """Prints or writes the page."""
+    if not argv[1:]:
+        raise FlagError("report", "it wants files of results", "name some that --json has written")
+    saved = {path: results.load(path) for path in argv[1:]}
+    if not _OUT.value:
+        print("\n".join(page(Path(path).stem, of) for path, of in saved.items()))
+        return 0
+    plots.check_installed()
+    results.check_writable(_OUT.value, "--out")
+    pages = []
+    for path, of in saved.items():
+        text, picture = (
+            page(Path(path).stem, of),
+            Path(_OUT.value).with_name(f"{Path(path).stem}.png"),
         )
-
-    @contextlib.contextmanager
-    def _progress(self) -> Iterator[Progress]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(
-            *columns,
-            TimeElapsedColumn(),
-            console=self._stderr,
-            transient=True,
-            disable=not self._stderr.is_terminal,
-        ) as progress:
-            yield progress
-
-    def _save(self) -> None:
-        if self._json_file:
-            parts = {
-                part: [dataclasses.asdict(row) for row in rows]
-                for part, rows in self._parts.items()
-            }
-            text = json.dumps({"environment": self._environment, **parts}, indent=1)
-            _replace(self._json_file, lambda file: file.write(text + "\n"))
-        if self._csv_file and (rows := self._parts.get("measured") or self._parts.get("replayed")):
-            _replace(self._csv_file, lambda file: _write_csv(file, rows))
+        if plots.save(str(picture), of.parts, of.environment):
+            text += f"\n![bandwidth and time against size]({picture.name})\n"
+        pages.append(text)
+    results.write(_OUT.value, lambda file: file.write("\n".join(pages)))
+    return 0
 
 
-def _reason(row: Any) -> str:
-    """Why a row did not run, or what it found amiss; "" if it ran and all is right."""
-    return row.error or getattr(row, "refused", "") or getattr(row, "faults", "")
+def page(title: str, saved: Saved) -> str:
+    """Results as Markdown: what they depend on, and a table for each part."""
+    lines = [f"# {title}", "", *(f"* {line}" for line in about(saved.environment)), ""]
+    for part, rows in saved.parts.items():
+        if rows:
+            name = _TITLES[part]
+            if part == "measured" and saved.environment["platform"] == "simulated":
+                name = "Simulated: verified in interpret mode, not timed"
+            lines += [f"## {name}", "", tables.markdown(rows)]
+    return "\n".join(lines)
 
 
-def _write_csv(file: Any, rows: list[Any]) -> None:
-    writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
-    writer.writeheader()
-    writer.writerows(map(dataclasses.asdict, rows))
-
-
-def _replace(path: str, write: Callable[[Any], Any]) -> None:
-    """Writes a file whole or not at all."""
-    draft = Path(f"{path}.part")
-    with draft.open("w", newline="") as file:
-        write(file)
-    os.replace(draft, path)
+def about(environment: dict[str, Any]) -> list[str]:
+    """What results depend on, a line for each."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in environment["mesh"].items())
+    versions = environment["versions"]
+    known = [f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)]
+    link = environment["link_gbps"]
+    changed = ", with changes" if environment["modified"] else ""
+    options = baseline.named(environment["lax_options"])
+    return [
+        f"{environment['devices']} x {environment['chip']} ({environment['platform']}), "
+        f"mesh {mesh}, processes: {environment['processes']}",
+        *([f"one link (a GPU's NVLinks together): {link:g} GB/s one way"] if link else []),
+        f"Python {environment['python']}, {', '.join(known)}",
+        f"commit {environment['commit'] or 'unknown'}{changed}",
+        *([f"lax's collectives compiled with {options}"] if options else []),
+        *(f"{name}={value}" for name, value in environment["variables"].items()),
+        f"`python -m benchmarks {' '.join(environment['command'])}`",
+    ]

@@ -1,11 +1,11 @@
 """What the flags ask for, checked before anything runs."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import CASES, Case
@@ -19,6 +19,11 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 class FlagError(CollectiveError):
     """A flag whose value makes no sense."""
+
+
+def parse_steps(first: str, last: str, factor: str) -> tuple[int, ...]:
+    """The sizes of nccl-tests' -b, -e and -f; a last size or a factor left out is as there."""
+    return parse_sizes(f"{first}:{last or first}:{factor or 2}x")
 
 
 def parse_bytes(text: str, flag: str = "--sizes") -> int:
@@ -83,13 +88,28 @@ def parse_topology(text: str, flag: str) -> str:
 
 
 def parse_dtype(text: str) -> str:
-    """The name of a JAX dtype."""
+    """The name of a JAX dtype of whole bytes, such as arrays can have here."""
+    remedy = "write it like float32, bfloat16 or int8"
     try:
-        return jnp.dtype(text).name
+        dtype = jnp.dtype(text)
+        if dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.number):
+            raise TypeError(text)
     except TypeError:
         rule = "it is the name of a JAX dtype"
-        remedy = "write it like float32, bfloat16 or int8"
         raise FlagError(f"--dtype={text}", rule, remedy) from None
+    if _bits(dtype) < 8:
+        rule = "its elements are smaller than a byte, and sizes here are in bytes"
+        raise FlagError(f"--dtype={text}", rule, remedy)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        rule = "JAX makes it narrower as long as 64-bit types are off"
+        raise FlagError(f"--dtype={text}", rule, "set JAX_ENABLE_X64=1, or name another")
+    return dtype.name
+
+
+def _bits(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize * 8
 
 
 def choose_cases(names: Sequence[str]) -> tuple[Case, ...]:
@@ -134,6 +154,10 @@ class Settings:
       warmup: untimed runs before the timed ones.
       iters: collectives in one timed chain.
       seed: of the random operands.
+      check: whether results are verified.
+      timed: whether real devices are timed.
+      chain: whether device time is taken, and not dispatch with it.
+      trace: folder for profiles of what is timed; "" for none.
       topologies: TPUs to compile for.
       pods: TPUs to replay on, instead of measuring and compiling.
     """
@@ -148,10 +172,14 @@ class Settings:
     warmup: int = 2
     iters: int = 20
     seed: int = 0
+    check: bool = True
+    timed: bool = True
+    chain: bool = True
+    trace: str = ""
     topologies: tuple[str, ...] = ()
     pods: tuple[str, ...] = ()
 
-    @property
-    def devices(self) -> int:
-        """Devices in the mesh."""
-        return math.prod(self.mesh)
+    def named(self) -> dict[str, Any]:
+        """The settings as JSON takes them: cases by their names."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "cases": [case.name for case in self.cases]}

@@ -3,12 +3,14 @@
 Each takes two keyword arguments more than lax's:
 
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
-* `algorithm`: the backend's algorithm by name; None has it chosen for the size and the chip.
+* `algorithm`: the backend's algorithm by name; "auto", as None, has it chosen for the size and the
+  chip (see `tuning` and `explain`).
 
 Semantics are lax's own: its function is run, with our primitives in place of its collectives (see
 `primitives`). What is checked here is what lax leaves to fail later, or with less to go on.
 """
 
+import functools
 import types
 from typing import Any
 
@@ -39,7 +41,7 @@ def all_gather(
     tiled: bool = False,
     to: str = "varying",
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """Gathers x from all devices along a mesh axis, as `jax.lax.all_gather` does.
 
@@ -87,7 +89,7 @@ def psum_scatter(
     tiled: bool = False,
     precise: bool = False,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """Sums x over devices and leaves each one block, as `jax.lax.psum_scatter` does.
 
@@ -137,7 +139,7 @@ def psum(
     axis_index_groups: Groups = None,
     precise: bool = False,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """Sums x over devices, as `jax.lax.psum` does.
 
@@ -158,9 +160,7 @@ def psum(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
-    options = {"axis_index_groups": axis_index_groups}
-    return primitives.with_twins(how, lambda x: LAX.psum(x, axis_name, **options), x)
+    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise)
 
 
 all_reduce = psum
@@ -173,12 +173,10 @@ def pmean(
     axis_index_groups: Groups = None,
     precise: bool = False,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
-    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
-    options = {"axis_index_groups": axis_index_groups}
-    return primitives.with_twins(how, lambda x: LAX.pmean(x, axis_name, **options), x)
+    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise)
 
 
 def pmax(
@@ -187,13 +185,10 @@ def pmax(
     *,
     axis_index_groups: Groups = None,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """The elementwise maximum of x over devices, as `jax.lax.pmax`; arguments as `psum`'s."""
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
-    checks.check_ordered("pmax", x, how)
-    options = {"axis_index_groups": axis_index_groups}
-    return primitives.with_twins(how, lambda x: LAX.pmax(x, axis_name, **options), x)
+    return _reduce("pmax", x, axis_name, axis_index_groups, backend, algorithm)
 
 
 def pmin(
@@ -202,13 +197,26 @@ def pmin(
     *,
     axis_index_groups: Groups = None,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """The elementwise minimum of x over devices, as `jax.lax.pmin`; arguments as `psum`'s."""
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
-    checks.check_ordered("pmin", x, how)
-    options = {"axis_index_groups": axis_index_groups}
-    return primitives.with_twins(how, lambda x: LAX.pmin(x, axis_name, **options), x)
+    return _reduce("pmin", x, axis_name, axis_index_groups, backend, algorithm)
+
+
+def _reduce(
+    name: str,
+    x: Any,
+    axis_name: AxisName,
+    groups: Groups,
+    backend: str | None,
+    algorithm: str | None,
+    precise: bool = False,
+) -> Any:
+    how = _settle(axis_name, groups, backend, algorithm, precise)
+    if name in ("pmax", "pmin"):
+        checks.check_ordered(name, x, how)
+    reduce = getattr(LAX, name)
+    return primitives.with_twins(how, lambda x: reduce(x, axis_name, axis_index_groups=groups), x)
 
 
 def all_to_all(
@@ -220,7 +228,7 @@ def all_to_all(
     axis_index_groups: Groups = None,
     tiled: bool = False,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """Sends block p of x to device p and concatenates what comes, as `jax.lax.all_to_all` does.
 
@@ -266,7 +274,7 @@ def ragged_all_to_all(
     axis_name: AxisName,
     axis_index_groups: Groups = None,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """Sends rows of runtime-chosen counts to each device, as `jax.lax.ragged_all_to_all` does.
 
@@ -278,11 +286,13 @@ def ragged_all_to_all(
       send_sizes: how many rows device p gets.
       output_offsets: the row of device p's result where ours begin.
       recv_sizes: how many rows come from device p. Must be what it sends, as its `send_sizes` say:
-        a device that waits for rows that nobody sends waits for ever, and none can check it alone.
+        with "direct" a device that waits for rows that nobody sends waits for ever, and none can
+        check it alone.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
       backend: see the module.
-      algorithm: "direct" (all slices at once); with ":vmem" behind it in VMEM.
+      algorithm: "direct" (all slices at once) or "ring" (chunk by chunk, passed on by neighbours);
+        with ":vmem" behind it in VMEM.
 
     Returns:
       `output` with the rows received in place.
@@ -306,16 +316,8 @@ def ragged_all_to_all(
         operand, output, slices, checks.size_of(axis_name) // len(axis_index_groups or [0])
     )
     options = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
-    return primitives.with_twins(
-        how,
-        lambda *args: LAX.ragged_all_to_all(*args, **options),
-        operand,
-        output,
-        input_offsets,
-        send_sizes,
-        output_offsets,
-        recv_sizes,
-    )
+    exchange = functools.partial(LAX.ragged_all_to_all, **options)
+    return primitives.with_twins(how, exchange, operand, output, *slices.values())
 
 
 def ppermute(
@@ -324,7 +326,7 @@ def ppermute(
     perm: Any,
     *,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """Sends x from each source to its target, as `jax.lax.ppermute` does.
 
@@ -356,7 +358,7 @@ def pshuffle(
     perm: Any,
     *,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
     how = _settle(axis_name, None, backend, algorithm)
@@ -374,7 +376,7 @@ def pswapaxes(
     *,
     axis_index_groups: Groups = None,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
     how = _settle(axis_name, axis_index_groups, backend, algorithm)
@@ -389,7 +391,7 @@ def pbroadcast(
     source: Any,
     *,
     backend: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | None = "auto",
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
     how = _settle(axis_name, None, backend, algorithm)

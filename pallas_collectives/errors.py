@@ -34,3 +34,11 @@ class DtypeError(CollectiveError, TypeError):
 
 class VmemError(CollectiveError):
     """A kernel that would need more VMEM than the chip has."""
+
+
+class TableError(CollectiveError):
+    """A table of times that cannot be read (see `tuning`)."""
+
+
+class SliceError(CollectiveError):
+    """A collective whose devices lie in several slices (see `hierarchy`)."""

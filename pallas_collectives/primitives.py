@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import _compat as _compat  # lets jax.checkpoint replay interpreted kernels
-from pallas_collectives import backends
+from pallas_collectives import backends, checks, hierarchy, places
 from pallas_collectives.backends import How
 
 COLLECTIVES = frozenset({
@@ -106,7 +106,7 @@ def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> lis
 
 def _within_device(params: dict[str, Any]) -> bool:
     """Whether all axes of a reduction are numbers: those that vmap has made dimensions."""
-    return "axes" in params and all(isinstance(axis, int) for axis in params["axes"])
+    return "axes" in params and not checks.named(params["axes"])
 
 
 @functools.cache
@@ -122,14 +122,21 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         return out, effects | _effects(lax_p.name, how, avals, params)
 
     primitive.def_effectful_abstract_eval(abstract_eval)
-    mlir.register_lowering(primitive, mlir.lower_fun(implementation, multiple_results=False))
+    lowered = mlir.lower_fun(implementation, multiple_results=False)
+
+    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+        mesh = _compat.mesh_of(ctx)
+        with places.scope(places.of_mesh(mesh)), hierarchy.scope(mesh):
+            return lowered(ctx, *args, **params)
+
+    mlir.register_lowering(primitive, lowering)
 
     for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
         if lax_p in rules:
             rules[primitive] = functools.partial(_rule, rules[lax_p], lax_p.name)
-    if lax_p.name in ("pbroadcast", "pbroadcast_dynamic"):
+    if lax_p.name in _TRANSPOSES:
         ad.primitive_transposes[primitive] = functools.partial(
-            _rule, _pbroadcast_transpose, lax_p.name
+            _rule, _TRANSPOSES[lax_p.name], lax_p.name
         )
     return primitive
 
@@ -145,6 +152,54 @@ def _pbroadcast_transpose(
     return [jnp.where(is_source, total, jnp.zeros_like(total)), *(None for _ in dynamic)]
 
 
+def _ragged_transpose(
+    cotangent: Any,
+    operand: Any,
+    output: Any,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    **axis: Any,
+) -> list[Any]:
+    """Rows' cotangents go back to where the rows came from; `output` keeps those of other rows.
+
+    lax's own rule takes rows for received, or not, that lie beside an empty slice, and knows no
+    axis_index_groups.
+    """
+    wanted = [isinstance(x, ad.UndefinedPrimal) for x in (operand, output)]
+
+    def answer(*cotangents: Any) -> list[Any]:
+        pairs = zip(cotangents, wanted, strict=True)
+        return [*(c if want else None for c, want in pairs), *[None] * 4]
+
+    types = [
+        x.aval if want else jax.typeof(x) for x, want in zip((operand, output), wanted, strict=True)
+    ]
+    if isinstance(cotangent, ad.Zero):
+        return answer(*(ad.Zero(aval.to_ct_aval()) for aval in types))
+    exchange = functools.partial(lax.all_to_all, split_axis=0, concat_axis=0, tiled=True, **axis)
+    came_from, went_to = exchange(input_offsets), exchange(output_offsets)
+    nothing = ad.zeros_like_aval(types[0])
+    back = lax.ragged_all_to_all(
+        cotangent, nothing, went_to, recv_sizes, came_from, send_sizes, **axis
+    )
+    rows = len(cotangent)
+    sizes = jnp.clip(recv_sizes, 0, min(rows, len(nothing)))  # as the kernels do
+    first = jnp.clip(went_to, 0, rows - sizes)
+    steps = jnp.zeros(rows + 1, jnp.int32).at[first].add(1).at[first + sizes].add(-1)
+    received = lax.expand_dims(jnp.cumsum(steps)[:-1] > 0, range(1, cotangent.ndim))
+    return answer(back, jnp.where(received, jnp.zeros_like(cotangent), cotangent))
+
+
+# Where lax's own rule does not hold.
+_TRANSPOSES: dict[str, Callable[..., Any]] = {
+    "pbroadcast": _pbroadcast_transpose,
+    "pbroadcast_dynamic": _pbroadcast_transpose,
+    "ragged_all_to_all": _ragged_transpose,
+}
+
+
 def _rule(lax_rule: Callable[..., Any], op: str, *args: Any, how: How, **params: Any) -> Any:
     """A rule of lax's for `op`, with twins: a gather's transpose is our scatter."""
     return with_twins(how, functools.partial(lax_rule, **params), *args, op=op)
@@ -153,9 +208,8 @@ def _rule(lax_rule: Callable[..., Any], op: str, *args: Any, how: How, **params:
 def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset[Any]:
     """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
     mesh = jax.sharding.get_abstract_mesh()
-    axes = params.get("axes", params.get("axis_name", ()))
-    names = axes if isinstance(axes, tuple | list) else (axes,)
-    vmapped = [a for a in names if not isinstance(a, int) and a not in mesh.axis_names]
+    names = checks.named(params.get("axes", params.get("axis_name", ())))
+    vmapped = [name for name in names if name not in mesh.axis_names]
     if how.backend == "xla" or vmapped:  # vmap's rule will bind anew, without its axis
         return frozenset()
     shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)

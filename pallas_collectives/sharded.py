@@ -1,5 +1,10 @@
-"""The same collectives on whole arrays: each wraps its own in `jax.shard_map`."""
+"""The same collectives on whole arrays: each wraps its own in `jax.shard_map`.
 
+`**how` is each collective's own choice of who serves it: `backend`, `algorithm` and, for sums,
+`precise` (see `collectives`).
+"""
+
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +23,7 @@ def all_gather(
     axis_name: Any,
     axis: int = 0,
     spec: PartitionSpec | None = None,
-    backend: str | None = None,
-    algorithm: str | None = None,
+    **how: Any,
 ) -> jax.Array:
     """Replicates an array that is sharded along one dimension.
 
@@ -29,8 +33,7 @@ def all_gather(
       axis_name: the axis to gather over.
       axis: the sharded dimension.
       spec: how x is laid over the mesh; by default `axis` over `axis_name` and nothing else.
-      backend: see `collectives.all_gather`.
-      algorithm: see `collectives.all_gather`.
+      **how: see the module.
 
     Returns:
       The same values, laid out as `spec` without `axis_name`.
@@ -44,27 +47,14 @@ def all_gather(
 
     def gather(shard: jax.Array) -> jax.Array:
         return collectives.all_gather(
-            shard,
-            axis_name,
-            axis=axis,
-            tiled=True,
-            to="invarying",
-            backend=backend,
-            algorithm=algorithm,
+            shard, axis_name, axis=axis, tiled=True, to="invarying", **how
         )
 
     return _mapped(gather, mesh, before, after, x)
 
 
 def psum_scatter(
-    x: jax.Array,
-    *,
-    mesh: Mesh,
-    axis_name: Any,
-    axis: int = 0,
-    precise: bool = False,
-    backend: str | None = None,
-    algorithm: str | None = None,
+    x: jax.Array, *, mesh: Mesh, axis_name: Any, axis: int = 0, **how: Any
 ) -> jax.Array:
     """Sums the rows of an array that are laid over a mesh axis, and leaves the sum laid over it.
 
@@ -73,9 +63,7 @@ def psum_scatter(
       mesh: the mesh.
       axis_name: mesh axis, or tuple of axes, over which the rows of x and the result are laid.
       axis: the dimension of the sum, so of x without its first, that is laid over `axis_name`.
-      precise: see `collectives.psum_scatter`.
-      backend: see `collectives.psum_scatter`.
-      algorithm: see `collectives.psum_scatter`.
+      **how: see the module.
 
     Returns:
       x.sum(axis=0), its dimension `axis` laid over `axis_name`.
@@ -86,11 +74,8 @@ def psum_scatter(
     axis = _dimension(x[0], axis)
 
     def scatter(rows: jax.Array) -> jax.Array:
-        options: Any = {"precise": precise, "backend": backend, "algorithm": algorithm}
         term = rows.sum(axis=0, dtype=rows.dtype)  # one row, or a device's own few
-        return collectives.psum_scatter(
-            term, axis_name, scatter_dimension=axis, tiled=True, **options
-        )
+        return collectives.psum_scatter(term, axis_name, scatter_dimension=axis, tiled=True, **how)
 
     after = PartitionSpec(*(axis_name if d == axis else None for d in range(x.ndim - 1)))
     return _mapped(scatter, mesh, PartitionSpec(axis_name), after, x)
@@ -99,42 +84,36 @@ def psum_scatter(
 reduce_scatter = psum_scatter
 
 
-def psum(
-    x: jax.Array, *, mesh: Mesh, axis_name: Any, precise: bool = False, **how: Any
-) -> jax.Array:
+def psum(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
     """Sums the rows of an array that are laid over a mesh axis; every device gets the sum.
 
     Args:
       x: (n, ...): row p is device p's term, for the n devices of `axis_name`.
       mesh: the mesh.
       axis_name: mesh axis, or tuple of axes, over which the rows of x are laid.
-      precise: see `collectives.psum`.
-      **how: `backend` and `algorithm`, see `collectives.psum`.
+      **how: see the module.
 
     Returns:
       x.sum(axis=0), replicated.
     """
-
-    return _over_rows(collectives.psum, jnp.sum, x, mesh, axis_name, precise=precise, **how)
+    return _over_rows(collectives.psum, jnp.sum, x, mesh, axis_name, **how)
 
 
 all_reduce = psum
 
 
-def pmean(
-    x: jax.Array, *, mesh: Mesh, axis_name: Any, precise: bool = False, **how: Any
-) -> jax.Array:
+def pmean(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
     """x.mean(axis=0), replicated; arguments as `psum`'s."""
-    return psum(x, mesh=mesh, axis_name=axis_name, precise=precise, **how) / x.shape[0]
+    return psum(x, mesh=mesh, axis_name=axis_name, **how) / x.shape[0]
 
 
 def pmax(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
-    """x.max(axis=0), replicated; arguments as `psum`'s, but for `precise`."""
+    """x.max(axis=0), replicated; arguments as `psum`'s."""
     return _over_rows(collectives.pmax, jnp.max, x, mesh, axis_name, **how)
 
 
 def pmin(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
-    """x.min(axis=0), replicated; arguments as `psum`'s, but for `precise`."""
+    """x.min(axis=0), replicated; arguments as `psum`'s."""
     return _over_rows(collectives.pmin, jnp.min, x, mesh, axis_name, **how)
 
 
@@ -161,8 +140,7 @@ def all_to_all(
     split_axis: int,
     concat_axis: int,
     spec: PartitionSpec | None = None,
-    backend: str | None = None,
-    algorithm: str | None = None,
+    **how: Any,
 ) -> jax.Array:
     """Lays an array that is sharded along one dimension along another instead.
 
@@ -174,8 +152,7 @@ def all_to_all(
       split_axis: the dimension that `axis_name` is to lie over; a multiple of its size.
       concat_axis: the dimension that each device is to have the whole of.
       spec: how x is laid over the mesh; by default `concat_axis` over `axis_name`, nothing else.
-      backend: see `collectives.all_to_all`.
-      algorithm: see `collectives.all_to_all`.
+      **how: see the module.
 
     Returns:
       The same values, laid out as `spec` with `axis_name` at `split_axis`.
@@ -196,15 +173,7 @@ def all_to_all(
     after = PartitionSpec(*(laid.get(d, s) for d, s in enumerate(before)))
 
     def exchange(shard: jax.Array) -> jax.Array:
-        return collectives.all_to_all(
-            shard,
-            axis_name,
-            split_axis,
-            concat_axis,
-            tiled=True,
-            backend=backend,
-            algorithm=algorithm,
-        )
+        return collectives.all_to_all(shard, axis_name, split_axis, concat_axis, tiled=True, **how)
 
     return _mapped(exchange, mesh, before, after, x)
 
@@ -219,8 +188,7 @@ def ragged_all_to_all(
     *,
     mesh: Mesh,
     axis_name: Any,
-    backend: str | None = None,
-    algorithm: str | None = None,
+    **how: Any,
 ) -> jax.Array:
     """Sends rows of runtime-chosen counts between the shards of two arrays.
 
@@ -234,8 +202,7 @@ def ragged_all_to_all(
       recv_sizes: see `input_offsets`.
       mesh: the mesh.
       axis_name: the axis, or tuple of axes, of n devices.
-      backend: see `collectives.ragged_all_to_all`.
-      algorithm: see `collectives.ragged_all_to_all`.
+      **how: see the module.
 
     Returns:
       `output` with the rows received in place, laid out like it.
@@ -245,9 +212,7 @@ def ragged_all_to_all(
     """
 
     def exchange(*shards: jax.Array) -> jax.Array:
-        return collectives.ragged_all_to_all(
-            *shards, axis_name=axis_name, backend=backend, algorithm=algorithm
-        )
+        return collectives.ragged_all_to_all(*shards, axis_name=axis_name, **how)
 
     rows = PartitionSpec(axis_name)
     slices = (input_offsets, send_sizes, output_offsets, recv_sizes)
@@ -262,8 +227,7 @@ def ppermute(
     perm: Any,
     axis: int = 0,
     spec: PartitionSpec | None = None,
-    backend: str | None = None,
-    algorithm: str | None = None,
+    **how: Any,
 ) -> jax.Array:
     """Moves the blocks of a sharded array: block t becomes what block s was, for each (s, t).
 
@@ -274,8 +238,7 @@ def ppermute(
       perm: (source, target) pairs of block numbers, each number once in either place.
       axis: the sharded dimension.
       spec: how x is laid over the mesh; by default `axis` over `axis_name` and nothing else.
-      backend: see `collectives.ppermute`.
-      algorithm: see `collectives.ppermute`.
+      **how: see the module.
 
     Returns:
       The blocks in their new places, zeros in places that are nobody's target, laid out like x.
@@ -283,12 +246,86 @@ def ppermute(
     Raises:
       CollectiveError: a bad `perm`, or `spec` does not lay `axis` over `axis_name` alone.
     """
+    return _of_blocks(collectives.ppermute, x, perm, mesh, axis_name, axis, spec, how)
+
+
+def pshuffle(
+    x: jax.Array,
+    *,
+    mesh: Mesh,
+    axis_name: Any,
+    perm: Any,
+    axis: int = 0,
+    spec: PartitionSpec | None = None,
+    **how: Any,
+) -> jax.Array:
+    """`ppermute` by sources: block t becomes what block perm[t] was; arguments as `ppermute`'s."""
+    return _of_blocks(collectives.pshuffle, x, perm, mesh, axis_name, axis, spec, how)
+
+
+def pbroadcast(
+    x: jax.Array,
+    *,
+    mesh: Mesh,
+    axis_name: Any,
+    source: Any,
+    axis: int = 0,
+    spec: PartitionSpec | None = None,
+    **how: Any,
+) -> jax.Array:
+    """Every block becomes what block `source` is, bit for bit; other arguments as `ppermute`'s."""
+    return _of_blocks(collectives.pbroadcast, x, source, mesh, axis_name, axis, spec, how)
+
+
+def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: Any, axis: int, **how: Any) -> jax.Array:
+    """Swaps the rows of an array, which are laid over a mesh axis, with another dimension.
+
+    Args:
+      x: (n, ...) for the n devices of `axis_name`, laid over them by its first dimension.
+      mesh: the mesh.
+      axis_name: mesh axis, or tuple of axes.
+      axis: another dimension of x, of size n too.
+      **how: see the module.
+
+    Returns:
+      x.swapaxes(0, axis), laid out like x.
+
+    Raises:
+      CollectiveError: x has more or fewer rows than there are devices, or another size on `axis`.
+    """
+    axis, rows = _dimension(x, axis), PartitionSpec(axis_name)
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    devices = math.prod(mesh.shape[name] for name in names)
+    if axis == 0 or x.shape[0] != devices:
+        raise CollectiveError(
+            f"axis={axis} of x of shape {x.shape}",
+            f"its rows are swapped with another dimension, and must be {devices}, one a device",
+            "reshape x, or name another dimension",
+        )
+
+    def swap(row: jax.Array) -> jax.Array:
+        return collectives.pswapaxes(row[0], axis_name, axis - 1, **how)[None]
+
+    return _mapped(swap, mesh, rows, rows, x)
+
+
+def _of_blocks(
+    collective: Callable[..., jax.Array],
+    x: jax.Array,
+    argument: Any,
+    mesh: Mesh,
+    axis_name: Any,
+    axis: int,
+    spec: PartitionSpec | None,
+    how: dict[str, Any],
+) -> jax.Array:
+    """A collective that leaves the blocks of an array laid out as they are."""
     layout = _spec(x, _dimension(x, axis), axis_name, spec)
 
-    def permute(shard: jax.Array) -> jax.Array:
-        return collectives.ppermute(shard, axis_name, perm, backend=backend, algorithm=algorithm)
+    def move(shard: jax.Array) -> jax.Array:
+        return collective(shard, axis_name, argument, **how)
 
-    return _mapped(permute, mesh, layout, layout, x)
+    return _mapped(move, mesh, layout, layout, x)
 
 
 def _mapped(

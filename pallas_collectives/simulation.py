@@ -19,11 +19,8 @@ def simulate(devices: int = 8) -> None:
     Raises:
       BackendError: JAX has been used already and has fewer devices.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if not _DEVICES.search(flags):
-        flag = f"--xla_force_host_platform_device_count={devices}"
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
-    os.environ["PJRT_NPROC"] = str(max(_threads(), 2 * devices))
+    asked = _DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
+    split_cpu(int(asked[-1]) if asked else devices)
     os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
     jax.config.update("jax_platforms", "cpu")
     if jax.device_count() < devices:
@@ -32,6 +29,16 @@ def simulate(devices: int = 8) -> None:
             f"JAX has started with {jax.device_count()}",
             "call simulate() before anything else uses JAX; XLA_FLAGS may ask for fewer",
         )
+
+
+def split_cpu(devices: int) -> None:
+    """Asks for this many CPU devices in the environment, which XLA reads when JAX looks for any.
+
+    Of several such flags in `XLA_FLAGS` the last counts. Leaves JAX the choice of the platform.
+    """
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    os.environ["PJRT_NPROC"] = str(max(_threads(), 2 * devices))  # see `obstacle`
 
 
 def obstacle() -> str:

@@ -1,45 +1,206 @@
-"""Which algorithm serves a call whose caller names none."""
+"""Which algorithm serves a call whose caller names none: the one with the least predicted time.
 
+`choose` is the one lookup. The times are data (`tables`): those modelled by `replay`, which come
+with the package, or measured ones, of these devices and this JAX version, which
+`python -m benchmarks tune` writes and `use_table`, or the environment, puts in their place.
+
+Small messages so go the way of the fewest hops, large ones the way that puts the fewest bytes on
+the busiest link: the one is what remains of a time at few bytes, the other is its slope.
+
+Bytes are those of one block, as the canonical collectives number them (see `backends.canonical`):
+what a device gives to all_gather or gets of reduce_scatter, one of the n parts of all_to_all's
+operand; of all_reduce and ppermute the operand.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from pallas_collectives import tables
 from pallas_collectives.chips import Chip
+from pallas_collectives.tables import Entry, Table
+from pallas_collectives.tables import load as load
 
-# Below this many bytes a block, a hop costs more than the bytes that `direct` sends over and over
-# the same links: one hop takes about 1 us, in which a link of 45 GB/s moves 45 KB.
-_DIRECT_UP_TO_BYTES = 32 << 10
-# Operands of reductions up to this size are copied to VMEM and back: 1 MiB takes about 1 us.
-_VMEM_UP_TO_BYTES = 1 << 20
+ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
+
+# Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
+# larger ones would take from VMEM what XLA keeps there between operations.
+VMEM_UP_TO_BYTES = 1 << 20
+# Whose times stand for a chip that has none: simulated devices reach each other as v5p's do.
+_STAND_IN = "v5p"
+
+_table_in_scope = jax.make_user_context(None)
 
 
-def choose(op: str, block_bytes: int, devices: int, chip: Chip) -> str:
+class Prediction(NamedTuple):
+    """How long an algorithm takes.
+
+    Attributes:
+      us: microseconds of one collective.
+      latency_us: of these, what remains at the fewest bytes that the table has.
+      table: where it is from.
+      devices: the group sizes in the table that it lies between, or the one that it is of.
+    """
+
+    us: float
+    latency_us: float
+    table: Table
+    devices: tuple[int, ...]
+
+
+def choose(
+    op: str,
+    block_bytes: int,
+    devices: int,
+    chip: Chip,
+    allowed: Sequence[str],
+    torus: str | None = None,
+) -> str:
     """The algorithm for a collective.
 
     Args:
       op: the canonical collective.
-      block_bytes: bytes of one device's block; for all_reduce of its operand.
+      block_bytes: bytes of one device's block; see the module.
       devices: devices in the group.
       chip: the TPU generation.
+      allowed: the algorithms that can serve the group, the one preferred among equals first.
+      torus: "ring" or "line"; by default what an axis of so many devices is on this chip.
+
+    Raises:
+      TableError: the table in scope cannot be read.
     """
-    direct = block_bytes <= _DIRECT_UP_TO_BYTES and reaches_all(devices, chip)
-    match op:
-        case "all_gather":
-            return "direct" if direct else "bidirectional"
-        case "reduce_scatter":
-            return _with_operands("bidirectional", block_bytes * devices)
-        case "all_reduce":
-            if direct:  # everyone's operand is kept, beside the own and the result
-                return _with_operands("one_shot", block_bytes * (devices + 2))
-            return _with_operands("ring", block_bytes)
-        case "all_to_all":
-            return "direct" if reaches_all(devices, chip) else "ring"
-        case "ragged_all_to_all":
-            return "direct"
-        case "ppermute":
-            return "partners"
-    raise AssertionError(op)
+    predicted = predict(op, block_bytes, devices, chip, allowed, torus)
+    return min(predicted, key=lambda name: predicted[name].us) if predicted else allowed[0]
 
 
-def _with_operands(name: str, operand_bytes: int) -> str:
-    """Small operands are added in VMEM: the pipeline through HBM costs three DMAs a step."""
-    return f"{name}:vmem" if operand_bytes <= _VMEM_UP_TO_BYTES else name
+def predict(
+    op: str,
+    block_bytes: int,
+    devices: int,
+    chip: Chip,
+    allowed: Sequence[str],
+    torus: str | None = None,
+) -> dict[str, Prediction]:
+    """The predicted time of each algorithm that `choose`, of the same arguments, chooses from.
+
+    A measured table serves the very group sizes that were measured. What it does not have is the
+    modelled table's, between whose group sizes times are interpolated.
+    """
+    torus = torus or torus_of(devices, chip)
+    names = [v for name in allowed for v in _variants(op, name, block_bytes, devices)]
+    for table in (measured_table(), tables.load(tables.MODELLED)):
+        if table is not None and table.current:
+            found = {v: _predict(table, op, v, block_bytes, devices, chip, torus) for v in names}
+            if any(found.values()):
+                return {name: p for name, p in found.items() if p is not None}
+    return {}
+
+
+def measured_table() -> Table | None:
+    """The table in scope: of `use_table`, or of the environment; None for the modelled one alone.
+
+    Raises:
+      TableError: the environment names a file that is no table.
+    """
+    path = os.environ.get(ENVIRONMENT_VARIABLE)
+    return _table_in_scope.value or (load(path) if path else None)
+
+
+@contextlib.contextmanager
+def use_table(table: Table | str | os.PathLike[str] | None) -> Iterator[Table | None]:
+    """Within this context algorithms are chosen by a table, or by that of a file.
+
+    A function that is jitted already is traced again, as under another backend. None gives the
+    choice back to the environment.
+
+    Raises:
+      TableError: the file is not there, or no table.
+    """
+    chosen = table if table is None or isinstance(table, Table) else load(table)
+    with _table_in_scope(chosen):
+        yield chosen
+
+
+def torus_of(devices: int, chip: Chip) -> str:
+    """Whether an axis of so many devices closes to a ring, as far as its size alone tells."""
+    return "ring" if devices % chip.wrap_at == 0 else "line"
+
+
+def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, ...]:
+    """An algorithm, and where its operands are few bytes, first the one that has them in VMEM.
+
+    Only sums gain by that: their pipeline through HBM costs three DMAs a step.
+    """
+    match op, name:
+        case "all_reduce", "one_shot":  # everyone's operand is kept, beside the own and the result
+            operands = block_bytes * (devices + 2)
+        case "reduce_scatter", "direct":  # everyone's term is kept, beside operand and result
+            operands = block_bytes * (2 * devices + 1)
+        case "reduce_scatter", _:
+            operands = block_bytes * devices
+        case "all_reduce", _:
+            operands = block_bytes
+        case _:
+            return (name,)
+    return (f"{name}:vmem", name) if operands <= VMEM_UP_TO_BYTES else (name,)
+
+
+def _predict(
+    table: Table, op: str, name: str, block_bytes: int, devices: int, chip: Chip, torus: str
+) -> Prediction | None:
+    chip_name, tori = chip.name, [torus]
+    if not table.measured:
+        known = any(entry.chip == chip_name for entry in table.entries.values())
+        chip_name = chip_name if known else _STAND_IN
+        # Few devices lie as they do on either.
+        tori += [other for other in tables.TORI if other != torus]
+    for on in tori:
+        there = table.devices(op, chip_name, on)
+        if devices in there or (not table.measured and there and there[0] < devices):
+            around = _around(there, devices)
+            entries = [table.entries[op, chip_name, on, n] for n in around]
+            times = [_at(entry, name, block_bytes) for entry in entries]
+            least = [_at(entry, name, entry.bytes[0]) for entry in entries]
+            us, latency = _line(around, times, devices), _line(around, least, devices)
+            if us is None or latency is None:
+                return None
+            return Prediction(us, latency, table, around)
+    return None
+
+
+def _around(there: Sequence[int], devices: int) -> tuple[int, ...]:
+    """The group size itself, the two it lies between, or the last two, to go on from."""
+    if devices in there:
+        return (devices,)
+    above = next((i for i, n in enumerate(there) if n > devices), len(there) - 1)
+    return tuple(there[max(0, above - 1) : above + 1])
+
+
+def _at(entry: Entry, name: str, nbytes: int) -> float | None:
+    """An algorithm's time at `nbytes`, on straight lines through those of an entry.
+
+    Up to the fewest bytes it stays the same, from the most on it goes on as before. None where the
+    algorithm cannot run with as many bytes, or with the next larger number in the entry.
+    """
+    sizes, times = entry.bytes, entry.us.get(name, ())
+    if not times or nbytes <= sizes[0]:
+        return times[0] if times else None
+    above = next((i for i, size in enumerate(sizes) if size >= nbytes), len(sizes) - 1)
+    lower, upper = times[max(0, above - 1)], times[above]
+    if above == 0 or lower is None:
+        return upper
+    return _line((sizes[above - 1], sizes[above]), (lower, upper), nbytes)
+
+
+def _line(xs: Sequence[int], ys: Sequence[float | None], x: int) -> float | None:
+    """The value at x of the line through one or two points, at least 0; None if one lacks y."""
+    (x0, y0), (x1, y1) = (xs[0], ys[0]), (xs[-1], ys[-1])
+    if y0 is None or y1 is None or x0 == x1:
+        return y0 if x0 == x1 else None
+    return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
 def reaches_all(devices: int, chip: Chip) -> bool:

@@ -122,16 +122,23 @@ def _permute_row(
     )
 
 
+def routed(send: np.ndarray, into: int = 0) -> tuple[np.ndarray, ...]:
+    """input_offsets, send_sizes, output_offsets, recv_sizes for given sizes (sender, slice).
+
+    Rows are packed, from row `into` of receivers.
+    """
+    n, slices = len(send), send.shape[1] // len(send)
+    received = send.reshape(n, n, slices).transpose(1, 0, 2).reshape(n, -1)
+    starts = into + np.cumsum(received, axis=1) - received
+    at_receiver = starts.reshape(n, n, slices).transpose(1, 0, 2).reshape(n, -1)
+    tables = (np.cumsum(send, axis=1) - send, send, at_receiver, received)
+    return tuple(t.astype(np.int32) for t in tables)
+
+
 def ragged_arguments(n: int, slices: int = 1) -> tuple[np.ndarray, ...]:
-    """input_offsets, send_sizes, output_offsets, recv_sizes of n devices: 0 to 3 rows a slice."""
+    """The four arguments for n devices: 0 to 3 rows a slice."""
     sender, receiver, j = np.ogrid[:n, :n, :slices]
-    send = (2 * sender + 3 * receiver + j) % 4
-    received = send.transpose(1, 0, 2).reshape(n, -1)
-    starts = 1 + np.cumsum(received, axis=1) - received
-    send = send.reshape(n, -1)
-    output_offsets = starts.reshape(n, n, slices).transpose(1, 0, 2).reshape(n, -1)
-    arguments = (np.cumsum(send, axis=1) - send, send, output_offsets, received)
-    return tuple(a.astype(np.int32) for a in arguments)
+    return routed(((2 * sender + 3 * receiver + j) % 4).reshape(n, -1), into=1)
 
 
 def ragged_reference(
@@ -148,6 +155,22 @@ def ragged_reference(
             to = np.clip(output_offsets[device, i], 0, outputs.shape[1] - size)
             results[i // slices, to : to + size] = operands[device, start : start + size]
     return results
+
+
+def ragged_gradients(
+    weights: np.ndarray, rows: int, arguments: tuple[np.ndarray, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The gradients of (result * weights).sum() with respect to operands (of `rows`) and outputs.
+
+    Of rows that go to one place and are the only ones there; a place's own row gets none.
+    """
+    n, row = len(weights), weights.shape[2:]
+    number = np.arange(1, n * rows + 1, dtype=np.int64).reshape(n, rows)
+    came_from = ragged_reference(number, np.zeros(weights.shape[:2], np.int64), arguments)
+    flat = np.zeros((1 + n * rows, *row), weights.dtype)
+    flat[came_from.reshape(-1)] = weights.reshape(-1, *row)
+    kept = came_from.reshape(*came_from.shape, *(1 for _ in row)) == 0
+    return flat[1:].reshape(n, rows, *row), np.where(kept, weights, np.zeros_like(weights))
 
 
 def _ragged_row(name: str, row: tuple[int, ...], slices: int, *dtypes: str) -> Row:

@@ -106,8 +106,9 @@ class Compiled:
 
 
 @functools.cache
-def _topology(name: str) -> Any:
-    return topologies.get_topology_desc(platform="tpu", topology_name=name)
+def _topology(name: str, slices: int = 1) -> Any:
+    several = {"num_slices": slices} if slices > 1 else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **several)
 
 
 def compile_for_tpu(
@@ -116,13 +117,16 @@ def compile_for_tpu(
     *shapes: tuple[int, ...],
     dtype: Any = jnp.float32,
     sizes: tuple[int, ...] | None = None,
+    slices: int = 1,
 ) -> Compiled:
     """Compiles fn, inside shard_map over all devices, for a TPU topology that is not there.
+
+    Of `slices` such slices, one network of links each.
 
     `shapes` are per device. Around fn stand a producer and a consumer, as in a model; a result that
     a remote device writes cannot be the program's own output without a copy, whoever writes it.
     """
-    devices = np.array(_topology(topology).devices)
+    devices = np.array(_topology(topology, slices).devices)
     sizes = sizes or (devices.size,)
     on = Mesh(devices.reshape(sizes), ("x", "y", "z")[: len(sizes)])
     spec = PartitionSpec(on.axis_names)

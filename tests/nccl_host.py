@@ -15,8 +15,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
-from pallas_collectives.nccl import progress, runtime
+from pallas_collectives import backends
+from pallas_collectives.nccl import group, progress, runtime
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.store import LocalStore
 
@@ -265,6 +267,15 @@ def runtimes(processes: int = 1) -> list[Runtime]:
     library = Library(Wire(), "/host/libnccl.so.2", "2.28.9")
     store = LocalStore()
     return [Runtime(library, Driver(), store, process) for process in range(processes)]
+
+
+def serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the NCCL backend serve CPU devices over a wire of host memory, for one test."""
+    (runtime,) = runtimes()
+    monkeypatch.setattr(backends, "_GPU", ("cpu",))
+    monkeypatch.setattr(backends, "_missing", lambda name, platform: "")
+    monkeypatch.setattr(group, "_options", {"runtime": runtime})
+    monkeypatch.setattr(group, "_groups", {})
 
 
 @dataclasses.dataclass(frozen=True)

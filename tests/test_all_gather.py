@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import harness
@@ -94,6 +95,57 @@ def test_step_table_in_the_docstring_is_the_schedule(bidirectional: bool) -> Non
     lanes = topology.lanes(4, bidirectional=bidirectional, parts=2)
     table = topology.gather_table(4, lanes)
     assert all(line in all_gather.__doc__ for line in table.splitlines()), f"\n{table}"
+
+
+def test_line_table_in_the_docstring_is_the_schedule() -> None:
+    table = topology.line_table(4)
+    assert all(line in (all_gather.__doc__ or "") for line in table.splitlines()), f"\n{table}"
+
+
+def run_line(n: int, mode: str, hold: int | None = None, rows: int = 16) -> bool:
+    """Whether something is found wrong with an all-gather along a line."""
+    x = harness.random((n, rows, 128), "float32")
+    params = harness.ADVERSARIES[mode]
+
+    def program(block: jax.Array) -> jax.Array:
+        block = block if hold is None else harness.delayed(block, hold)
+        return all_gather.line(block, Group(("x",), (n,)), axis=0, vmem=False, interpret=params)
+
+    run = harness.per_device(program, harness.mesh(n), check_vma=False)
+    return harness.caught(lambda: run(x), np.broadcast_to(x.reshape(-1, 128), (n, rows * n, 128)))
+
+
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+def test_a_line_is_sound_under_credits_and_in_parts(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    assert not run_line(5, mode, hold=1)
+    monkeypatch.setattr(all_gather, "WINDOW", 2)
+    monkeypatch.setattr(all_gather, "LINE_PARTS_FROM_BYTES", 1)
+    assert not run_line(7, mode, hold=3)
+
+
+def test_a_line_with_shared_receive_semaphores_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = with_shared_receive_semaphore(all_gather._line_kernel)
+    monkeypatch.setattr(all_gather, "_line_kernel", faulty)
+    assert run_line(5, "on_wait")
+
+
+def test_a_line_without_credits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_gather, "WINDOW", 1)
+    wait = pl.semaphore_wait
+
+    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
+            wait(semaphore, *args, **kwargs)
+
+    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    assert run_line(7, "on_wait")
+
+
+def test_a_line_with_no_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "barrier_along_line", lambda ring: pltpu.get_barrier_semaphore())
+    assert run_line(4, "eager", hold=1)
 
 
 def test_calls_in_one_program_do_not_disturb_each_other() -> None:

@@ -17,7 +17,7 @@ import harness
 import pallas_collectives
 from pallas_collectives import replay
 from pallas_collectives.errors import AlgorithmError, CollectiveError
-from pallas_collectives.kernels import all_to_all, sync
+from pallas_collectives.kernels import all_to_all, relay, sync
 from pallas_collectives.kernels.topology import Group
 
 MIB = 1 << 20
@@ -97,8 +97,8 @@ def replaced(module: types.ModuleType, **attributes: Any) -> types.SimpleNamespa
 def test_dropped_credit_is_caught(
     monkeypatch: pytest.MonkeyPatch, dropped: bool, mode: str
 ) -> None:
-    wait = (lambda *_: None) if dropped else all_to_all.pl.semaphore_wait
-    monkeypatch.setattr(all_to_all, "pl", replaced(all_to_all.pl, semaphore_wait=wait))
+    wait = (lambda *_: None) if dropped else relay.pl.semaphore_wait
+    monkeypatch.setattr(relay, "pl", replaced(relay.pl, semaphore_wait=wait))
     assert run_caught(7, mode, hold=1) == dropped
 
 
@@ -126,13 +126,13 @@ def test_fault_in_the_slots_is_caught(monkeypatch: pytest.MonkeyPatch, fault: st
                 receive = OneSlot(receive)
             case "early_credit":
                 dropped = only_some_waits(lambda s: belongs(s, send))
-                monkeypatch.setattr(all_to_all, "sync", dropped)
+                monkeypatch.setattr(relay, "sync", dropped)
             case "missing_arrival":
                 dropped = only_some_waits(lambda s: belongs(s, receive))
-                monkeypatch.setattr(all_to_all, "sync", dropped)
+                monkeypatch.setattr(relay, "sync", dropped)
             case "none":
                 kept = only_some_waits(lambda s: belongs(s, credit))
-                monkeypatch.setattr(all_to_all, "sync", kept)
+                monkeypatch.setattr(relay, "sync", kept)
         kernel(ring, x, o, slots, copy, own, final, send, receive, credit, **static)
 
     monkeypatch.setattr(all_to_all, "_ring_kernel", faulty)
@@ -170,9 +170,10 @@ def test_dropped_barrier_is_caught(
 
 def table(n: int) -> str:
     """What each device of an odd ring passes to its right in each hop, from the kernel's train."""
-    block = jax.ShapeDtypeStruct((n * 8, 128), jnp.float32)
-    (train,) = all_to_all._trains(all_to_all._Layout.of(block, n, 0, 0), n, block.dtype)
-    assert (train.waves, train.nearest, train.chunks) == (1, 1, 1)
+    block = jnp.zeros((n * 8, 128))
+    layout = all_to_all._Layout.of(block, n, 0, 0, chunk_parts=2)
+    (train,) = all_to_all._trains(layout, n)
+    assert (train.waves, train.nearest, train.parts) == (1, 1, 1)
     lines = []
     for hop in range(1, train.farthest + 1):
         passed = []
@@ -318,3 +319,15 @@ def test_sharded_all_to_all_of_a_whole_array() -> None:
         sharded(split_axis=0, concat_axis=1, spec=PartitionSpec("x", "y"))
     with pytest.raises(CollectiveError, match="dimension 2"):
         sharded(split_axis=2, concat_axis=1)
+
+
+def test_sharded_pswapaxes_of_a_whole_array() -> None:
+    x, on = harness.random((8, 3, 8, 5), "float32"), harness.mesh(2, 4)
+    swap = functools.partial(pallas_collectives.sharded.pswapaxes, mesh=on, axis_name=("x", "y"))
+    got = swap(x, axis=-2)
+    np.testing.assert_array_equal(np.asarray(got), x.swapaxes(0, 2))
+    assert got.sharding.spec == PartitionSpec(("x", "y"))
+    with pytest.raises(CollectiveError, match="must be 8, one a device"):
+        swap(x[:4], axis=2)
+    with pytest.raises(CollectiveError, match="axis=0 of size 3"):
+        swap(x, axis=1)

@@ -1,5 +1,6 @@
 """Axes in tuples, groups, nested and partly automatic meshes, and those of vmap and pmap."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -102,11 +103,9 @@ def test_partly_automatic_meshes_are_left_to_lax_and_counted(op: str) -> None:
         run(pc, backend="pallas")
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="XLA aborts on host callbacks in nested shard_maps"
-)
+@pytest.mark.parametrize("in_scope", [False, True])
 @pytest.mark.parametrize("op", CANONICAL)
-def test_nested_shard_map(op: str) -> None:
+def test_nested_shard_map(op: str, in_scope: bool) -> None:
     """The outer one makes "y" manual, the inner one "x"; only then can a kernel serve."""
     on = harness.mesh(2, 2)
     x = harness.random((4, *SHAPE), "float32")
@@ -121,8 +120,13 @@ def test_nested_shard_map(op: str) -> None:
 
         spec = PartitionSpec("y")
         mapped = jax.shard_map(outer, mesh=on, in_specs=spec, out_specs=spec, axis_names={"y"})
-        return jax.jit(mapped)(x)
+        with jax.set_mesh(on) if in_scope else contextlib.nullcontext():
+            return jax.jit(mapped)(x)
 
+    if jax.__version_info__ < (0, 11):
+        with pytest.raises(BackendError, match="nested shard_maps.*all axes manual in one"):
+            run(pc)
+        return
     ours = run(pc)
     assert served_by_kernels()
     compare(ours, run(lax))

@@ -13,7 +13,7 @@ import harness
 import nccl_host
 import pallas_collectives as pc
 import recording
-from pallas_collectives import backends, nccl
+from pallas_collectives import nccl
 from pallas_collectives.errors import AlgorithmError, DtypeError
 from pallas_collectives.nccl import ffi, group
 
@@ -42,11 +42,7 @@ def where(request, monkeypatch):
             pytest.skip(f"needs {N} GPUs")
         yield request.param
         return
-    (runtime,) = nccl_host.runtimes()
-    monkeypatch.setattr(backends, "_GPU", ("cpu",))
-    monkeypatch.setattr(backends, "_missing", lambda name, platform: "")
-    monkeypatch.setattr(group, "_options", {"runtime": runtime})
-    monkeypatch.setattr(group, "_groups", {})
+    nccl_host.serve(monkeypatch)
     yield request.param
 
 

@@ -34,7 +34,7 @@ def test_signature_is_laxs(name: str) -> None:
         assert (shared[parameter].kind, shared[parameter].default) == (want.kind, want.default)
     for parameter in set(ours) - set(of_lax):
         assert ours[parameter].kind is inspect.Parameter.KEYWORD_ONLY
-        assert not ours[parameter].default
+        assert ours[parameter].default in (None, False, "auto")
     assert {"backend", "algorithm"} <= set(ours)
 
 
@@ -52,6 +52,10 @@ def test_no_collective_of_laxs_is_missing() -> None:
         and "axis_name" in inspect.signature(function).parameters
     }
     assert takes_axis_name - no_collectives == set(vars(collectives.LAX))
+
+
+def test_each_is_there_for_whole_arrays_too() -> None:
+    assert set(vars(collectives.LAX)) <= set(vars(pc.sharded))
 
 
 def test_names_of_their_own() -> None:
@@ -193,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "unknown algorithm": (
         lambda x: pc.psum(x, "x", algorithm="fastest"),
         AlgorithmError,
-        ("algorithm='fastest' for all_reduce", "one of ring, one_shot", "None"),
+        ("algorithm='fastest' for all_reduce", "one of ring, line, one_shot", "auto"),
     ),
     "unknown backend": (
         lambda x: pc.psum(x, "x", backend="mpi"),
@@ -217,6 +221,17 @@ def test_refused_while_tracing(name: str) -> None:
     assert isinstance(caught.value, CollectiveError)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_groups_of_different_sizes_are_refused_by_lax_on_a_tpu_too() -> None:
+    """On a CPU, lax sums within them."""
+    groups = [[0, 1, 2], [3]]
+    pytest.importorskip("libtpu")
+    for module in (lax, pc):
+        with pytest.raises(ValueError, match="same size|equal size"):
+            harness.compile_for_tpu(
+                lambda x, m=module: m.psum(x, "x", axis_index_groups=groups), "v5e:2x2", (8, 128)
+            )
 
 
 @pytest.mark.parametrize("call", [pc.ppermute, pc.pshuffle])

@@ -44,6 +44,17 @@ def test_constants_fold() -> None:
     assert not pc.counts()
 
 
+def test_constants_that_lax_does_not_fold() -> None:
+    def fn(m: Any, x: jax.Array) -> Any:
+        return x, (
+            *(m.psum(True, "x"), m.psum(np.array([True, False]), "x"), m.psum(jnp.arange(3), "x")),
+            *(m.pmean(True, "x"), m.pmax(3, "x"), m.pmin(np.arange(3), "x"), m.psum(None, "x")),
+            *(m.all_gather(3, "x"), m.ppermute(2.5, "x", [(0, 1)]), m.psum({"a": True}, "x")),
+        )
+
+    check(fn)
+
+
 def test_trees_of_mixed_dtypes() -> None:
     def tree(x: jax.Array) -> Any:
         return {
@@ -175,3 +186,28 @@ def test_sums_of_unreduced_arrays() -> None:
     ours = run(pc)
     assert served_by_kernels()
     compare(ours, run(lax))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="sums alone are unreduced before")
+@pytest.mark.parametrize("op", ["pmax", "pmin"])
+def test_extremes_of_unreduced_arrays(op: str) -> None:
+    on = jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
+    )
+    terms = harness.random((2, 4, 16), "float32")
+    kind = getattr(jax.sharding.UnreducedKind, op[1:])
+    spec = PartitionSpec(None, None, unreduced={"x"}, unreduced_kind=kind)
+    unreduced = jax.make_array_from_single_device_arrays(
+        terms.shape[1:],
+        jax.NamedSharding(on, spec),
+        list(map(jax.device_put, terms, on.devices)),
+    )
+
+    def reduce(y: jax.Array) -> jax.Array:
+        assert jax.typeof(y).mat.unreduced == {"x"}
+        return getattr(pc, op)(y, "x")
+
+    mapped = jax.shard_map(reduce, mesh=on, in_specs=spec, out_specs=PartitionSpec())
+    got = jax.jit(mapped)(unreduced)
+    assert served_by_kernels()
+    np.testing.assert_array_equal(np.asarray(got), getattr(terms, op[1:])(axis=0))

@@ -228,3 +228,15 @@ def test_sharded_ppermute_of_a_whole_array() -> None:
     assert got.sharding.spec == PartitionSpec(None, "y")
     with pytest.raises(CollectiveError, match="twice"):
         sharded(axis_name="y", perm=[(0, 1), (2, 1)])
+
+
+def test_sharded_shuffle_and_broadcast_of_a_whole_array() -> None:
+    x, whole = harness.random((16, 8), "float32"), pallas_collectives.sharded
+    over_y = {"mesh": harness.mesh(2, 4), "axis_name": "y"}
+    blocks = x.reshape(4, 4, 8)
+    shuffled = whole.pshuffle(x, perm=[2, 0, 3, 1], **over_y)
+    np.testing.assert_array_equal(np.asarray(shuffled), blocks[[2, 0, 3, 1]].reshape(x.shape))
+    spec = PartitionSpec("x", "y")
+    sent = whole.pbroadcast(x, source=3, axis=1, spec=spec, **over_y)
+    np.testing.assert_array_equal(np.asarray(sent), np.tile(x[:, 6:], 4))
+    assert sent.sharding.spec == spec

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+import conformance
 import harness
 import pallas_collectives as pc
 
@@ -24,25 +25,31 @@ DTYPES = {"all_gather": MOVED, "all_to_all": MOVED, "ppermute": MOVED}
 DTYPES |= {"psum": ADDED, "psum_scatter": ADDED, "pmax": COMPARED, "pmin": COMPARED}
 
 sizes = st.sampled_from([1, 2, 3, 5, 8, 16, 24, 128, 129])
+# A mesh, the axes to communicate over, and how many devices these have.
+meshes = st.sampled_from([
+    *(((n,), "x", n) for n in (2, 3, 4, 5)),
+    *(((2, 3), axes, n) for axes, n in [("y", 3), (("x", "y"), 6)]),
+])  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a collective; `shape` is each device's operand."""
+    """One call of a collective on a mesh of `sizes`; `shape` is each device's operand."""
 
     op: str
-    n: int
+    sizes: tuple[int, ...]
+    axes: Any
     shape: tuple[int, ...]
     dtype: str
     options: dict[str, Any]
 
     def __call__(self, module: Any, x: jax.Array) -> jax.Array:
-        return getattr(module, self.op)(x, "x", **self.options)
+        return getattr(module, self.op)(x, self.axes, **self.options)
 
 
 @st.composite
 def calls(draw: st.DrawFn, op: str) -> Call:
-    n = draw(st.integers(2, 4))
+    on, axes, n = draw(meshes)
     shape = draw(st.lists(sizes, max_size=3))
     groups = None
     if op != "ppermute" and draw(st.booleans()):
@@ -72,7 +79,7 @@ def calls(draw: st.DrawFn, op: str) -> Call:
             sources, targets = draw(st.permutations(range(n))), draw(st.permutations(range(n)))
             pairs = list(zip(sources, targets, strict=True))
             options |= {"perm": pairs[: draw(st.integers(1, n))]}
-    return Call(op, n, tuple(shape), draw(st.sampled_from(DTYPES[op])), options)
+    return Call(op, on, axes, tuple(shape), draw(st.sampled_from(DTYPES[op])), options)
 
 
 @pytest.mark.parametrize("op", DTYPES)
@@ -97,7 +104,8 @@ def test_value_and_gradient(op: str) -> None:
 
 def _check(call: Call) -> None:
     """Small integers, so that sums are exact in any order and any dtype."""
-    on, x = harness.mesh(call.n), harness.random((call.n, *call.shape), call.dtype)
+    on = harness.mesh(*call.sizes)
+    x = harness.random((on.size, *call.shape), call.dtype)
     differentiable = call.op not in ("pmax", "pmin") and jnp.issubdtype(call.dtype, jnp.floating)
 
     def run(module: Any) -> Any:
@@ -116,3 +124,48 @@ def _check(call: Call) -> None:
     for got, expected in zip(ours, want, strict=True):
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> dict[str, Any]:
+    n, slices = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    sent = st.lists(st.integers(0, 3), min_size=n * n * slices, max_size=n * n * slices)
+    return {
+        "send": np.array(draw(sent), np.int32).reshape(n, n * slices),
+        "row": tuple(draw(st.lists(sizes, max_size=2))),
+        "dtype": draw(st.sampled_from(MOVED)),
+        "algorithm": draw(st.sampled_from(conformance.ALGORITHMS["ragged_all_to_all"])),
+    }
+
+
+@settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(routings())
+def test_ragged_value_and_gradient(drawn: dict[str, Any]) -> None:
+    """Against numpy: lax has it on accelerators only."""
+    n, tables = len(drawn["send"]), conformance.routed(drawn["send"])
+    shape = (n, 1 + int(max(drawn["send"].sum(1).max(), tables[3].sum(1).max())), *drawn["row"])
+    operand, output, weights = (harness.random(shape, drawn["dtype"], seed) for seed in (1, 2, 3))
+    differentiable = jnp.issubdtype(drawn["dtype"], jnp.floating)
+
+    def shard(x: jax.Array, o: jax.Array, w: jax.Array, *tables: jax.Array) -> Any:
+        def call(x: jax.Array, o: jax.Array) -> jax.Array:
+            how = {"axis_name": "x", "algorithm": drawn["algorithm"]}
+            return pc.ragged_all_to_all(x, o, *tables, **how)
+
+        if not differentiable:
+            return call(x, o), ()
+        y, pull = jax.vjp(call, x, o)
+        return y, pull(w)
+
+    run = harness.per_device(shard, harness.mesh(n), check_vma=False)
+    value, grads = run(operand, output, weights, *tables)
+    np.testing.assert_array_equal(value, conformance.ragged_reference(operand, output, tables))
+    if differentiable:
+        want = conformance.ragged_gradients(weights, shape[1], tables)
+        jax.tree.map(np.testing.assert_array_equal, grads, want)

@@ -15,33 +15,34 @@ from jax.sharding import PartitionSpec
 import conformance
 import harness
 import pallas_collectives
+from conformance import routed
 from pallas_collectives import replay
 from pallas_collectives.errors import CollectiveError, ReachError
-from pallas_collectives.kernels import ragged_all_to_all, sync
+from pallas_collectives.kernels import ragged_all_to_all, relay, sync
 from pallas_collectives.kernels.topology import Group
 
 GIB = 1 << 30
+TILE_BYTES = 8 * 128 * 4
+ALGORITHMS = ("direct", "ring")
 exchange = functools.partial(pallas_collectives.ragged_all_to_all, axis_name="x")
 
 
-def routed(n: int, send: np.ndarray, into: int) -> tuple[np.ndarray, ...]:
-    """The four arguments for given sizes (sender, slice), packed from row `into` of receivers."""
-    slices = send.shape[1] // n
-    send = send.astype(np.int32)
-    received = send.reshape(n, n, slices).transpose(1, 0, 2).reshape(n, -1)
-    starts = into + np.cumsum(received, axis=1) - received
-    at_receiver = starts.reshape(n, n, slices).transpose(1, 0, 2).reshape(n, -1)
-    tables = (np.cumsum(send, axis=1) - send, send, at_receiver, received)
-    return tuple(t.astype(np.int32) for t in tables)
+Check = Callable[[np.ndarray, np.ndarray, tuple[np.ndarray, ...]], None]
 
 
-def check(operand: np.ndarray, output: np.ndarray, tables: tuple[np.ndarray, ...]) -> None:
-    run = harness.per_device(exchange, harness.mesh(len(operand)))
-    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES["on_wait"]):
-        got = np.asarray(run(operand, output, *tables))
-    assert not harness.race_reported()
-    want = conformance.ragged_reference(operand, output, tables)
-    np.testing.assert_array_equal(got, want)
+def checker(n: int, algorithm: str) -> Check:
+    """One program, to be held against the reference for operands, outputs and tables."""
+    call = functools.partial(exchange, algorithm=algorithm)
+    run = harness.per_device(call, harness.mesh(n))
+
+    def check(operand: np.ndarray, output: np.ndarray, tables: tuple[np.ndarray, ...]) -> None:
+        with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES["on_wait"]):
+            got = np.asarray(run(operand, output, *tables))
+        assert not harness.race_reported()
+        want = conformance.ragged_reference(operand, output, tables)
+        np.testing.assert_array_equal(got, want)
+
+    return check
 
 
 def test_the_example_of_lax() -> None:
@@ -57,20 +58,44 @@ def test_the_example_of_lax() -> None:
     np.testing.assert_array_equal(got, [[1, 3, 0, 0], [2, 2, 4, 0]])
 
 
-def test_routings_of_one_program() -> None:
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring's chunks are of two rows of a tile, one distance at a time, through two slots."""
+    monkeypatch.setattr(ragged_all_to_all, "CHUNK_BYTES", 2 * TILE_BYTES)
+    monkeypatch.setattr(ragged_all_to_all, "SLOT_BYTES", 8 * TILE_BYTES)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_routings_of_one_program(algorithm: str) -> None:
     n, rows = 5, 24
     operand, output = (harness.random((n, rows, 3, 5), "float32", seed) for seed in (1, 2))
+    check = checker(n, algorithm)
     to_one = np.zeros((n, n), np.int32)
     to_one[:, 3] = 4
     to_self = 7 * np.eye(n, dtype=np.int32)
     for send in (np.zeros((n, n), np.int32), to_one, to_self):
-        check(operand, output, routed(n, send, into=2))
+        check(operand, output, routed(send, into=2))
     for seed in range(3):
         send = np.random.default_rng(seed).integers(0, 5, (n, n))
-        check(operand, output, routed(n, send, into=0))
+        check(operand, output, routed(send))
 
 
-def test_slices_out_of_range_are_clipped_and_moved() -> None:
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_the_ring_in_chunks_and_waves(n: int) -> None:
+    operand, output = (harness.random((n, 8 * n, 8, 128), "float32", seed) for seed in (1, 2))
+    send = np.random.default_rng(n).integers(0, 8, (n, n))
+    checker(n, "ring")(operand, output, routed(send))
+
+
+def test_the_ring_goes_by_what_the_senders_send() -> None:
+    operand, output = (harness.random((3, 12, 2), "float32", seed) for seed in (1, 2))
+    *tables, received = conformance.ragged_arguments(3)
+    checker(3, "ring")(operand, output, (*tables, np.full_like(received, 5)))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_slices_out_of_range_are_clipped_and_moved(algorithm: str) -> None:
     n, rows = 3, 8
     operand = harness.random((n, rows, 4), "float32", 1)
     output = harness.random((n, 6, 4), "float32", 2)
@@ -81,7 +106,7 @@ def test_slices_out_of_range_are_clipped_and_moved() -> None:
     offsets = np.tile(np.array([5, -(2**31), 2**31 - 1], np.int32), (n, 1))
     places = offsets.copy()
     places[:, 2] = [-1, 2, 100]
-    check(operand, output, (offsets, send, places, recv))
+    checker(n, algorithm)(operand, output, (offsets, send, places, recv))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "int64"])
@@ -89,56 +114,80 @@ def test_tables_of_any_integer_type(dtype: str) -> None:
     with jax.enable_x64(dtype == "int64"):
         tables = tuple(t.astype(dtype) for t in conformance.ragged_arguments(3))
         operand, output = (harness.random((3, 12, 2), "float32", seed) for seed in (1, 2))
-        check(operand, output, tables)
+        for algorithm in ALGORITHMS:
+            checker(3, algorithm)(operand, output, tables)
 
 
-def test_groups_exchange_by_themselves() -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_groups_exchange_by_themselves(algorithm: str) -> None:
     groups = [[4, 1, 2], [3, 0, 5]]
-    operand, output = (harness.random((6, 12, 2), "float32", seed) for seed in (1, 2))
+    operand, output, weights = (harness.random((6, 20, 2), "float32", seed) for seed in (1, 2, 3))
     per_group = conformance.ragged_arguments(3, slices=2)
     tables = tuple(np.zeros((6, 6), np.int32) for _ in per_group)
-    want = np.empty_like(output)
+    value, grads = np.empty_like(output), (np.empty_like(output), np.empty_like(output))
     for group in groups:
         for table, values in zip(tables, per_group, strict=True):
             table[group] = values
-        want[group] = conformance.ragged_reference(operand[group], output[group], per_group)
-    run = harness.per_device(functools.partial(exchange, axis_index_groups=groups), harness.mesh(6))
-    np.testing.assert_array_equal(np.asarray(run(operand, output, *tables)), want)
+        value[group] = conformance.ragged_reference(operand[group], output[group], per_group)
+        of_group = conformance.ragged_gradients(weights[group], 20, per_group)
+        for grad, rows in zip(grads, of_group, strict=True):
+            grad[group] = rows
+
+    def program(x: jax.Array, o: jax.Array, w: jax.Array, *tables: jax.Array) -> Any:
+        def call(x: jax.Array, o: jax.Array) -> jax.Array:
+            return exchange(x, o, *tables, axis_index_groups=groups, algorithm=algorithm)
+
+        y, pull = jax.vjp(call, x, o)
+        return y, pull(w)
+
+    run = harness.per_device(program, harness.mesh(6), check_vma=False)
+    got = run(operand, output, weights, *tables)
+    jax.tree.map(np.testing.assert_array_equal, got, (value, grads))
 
 
 def test_gradients_travel_back_to_the_rows_they_came_from() -> None:
-    n, rows = 3, 12
-    operand, output, weights = (harness.random((n, rows, 2), "float32", s) for s in (1, 2, 3))
-    tables = conformance.ragged_arguments(n)
+    n, rows = 3, 24
+    operand, output, weights, at, ot = (
+        harness.random((n, rows, 2), "float32", s) for s in range(1, 6)
+    )
+    tables = conformance.ragged_arguments(n, slices=2)
 
     def loss(x: jax.Array, o: jax.Array, w: jax.Array, *tables: jax.Array) -> jax.Array:
         return (exchange(x, o, *tables) * w).sum()
 
-    run = harness.per_device(jax.grad(loss), harness.mesh(n))
-    got = np.asarray(run(operand, output, weights, *tables))
-    # A row's gradient is the weight of the place it went to: send the weights' row numbers along.
-    ids = np.arange(1, n * rows + 1, dtype=np.float32).reshape(n, rows, 1)
-    went = conformance.ragged_reference(ids, np.zeros_like(ids), tables)
-    by_id = {int(i): w for i, w in zip(went.ravel(), weights.reshape(-1, 2), strict=True)}
-    zero = np.zeros(2, np.float32)
-    want = [by_id.get(int(i), zero) for i in ids.ravel()]
-    np.testing.assert_array_equal(got.reshape(-1, 2), want)
+    def program(x: Any, o: Any, w: Any, xt: Any, ot: Any, *tables: Any) -> Any:
+        call = lambda x, o: exchange(x, o, *tables)  # noqa: E731
+        return jax.grad(loss, (0, 1))(x, o, w, *tables), jax.jvp(call, (x, o), (xt, ot))
+
+    run = harness.per_device(program, harness.mesh(n))
+    grads, (value, tangent) = run(operand, output, weights, at, ot, *tables)
+    for got, want in zip(grads, conformance.ragged_gradients(weights, rows, tables), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), want)
+    for got, of in ((value, (operand, output)), (tangent, (at, ot))):
+        want = conformance.ragged_reference(*of, tables)
+        np.testing.assert_array_equal(np.asarray(got), want)
 
 
-def run_caught(mode: str, hold: int | None = None) -> bool:
-    n = 4
+def of_all(tables: Any) -> tuple[Any, Any, Any]:
+    """What the ring's kernel takes of each device's tables: rows of all senders are one table."""
+    n = len(tables[0])
+    return tables[0], *(np.tile(table.reshape(-1), (n, 1)) for table in tables[1:3])
+
+
+def run_caught(mode: str, hold: int | None = None, algorithm: str = "direct", n: int = 4) -> bool:
     operand, output = (harness.random((n, 2 + 3 * n, 8, 128), "float32", s) for s in (1, 2))
     tables = conformance.ragged_arguments(n)
 
     def program(x: jax.Array, *rest: jax.Array) -> jax.Array:
         x = x if hold is None else harness.delayed(x, hold)
         params = harness.ADVERSARIES[mode]
-        group = Group(("x",), (n,))
-        return ragged_all_to_all.direct(x, *rest, group, vmem=False, interpret=params)
+        kernel = getattr(ragged_all_to_all, algorithm)
+        return kernel(x, *rest, Group(("x",), (n,)), vmem=False, interpret=params)
 
     run = harness.per_device(program, harness.mesh(n), check_vma=False)
     want = conformance.ragged_reference(operand, output, tables)
-    return harness.caught(lambda: run(operand, output, *tables), want)
+    given = tables if algorithm == "direct" else of_all(tables)
+    return harness.caught(lambda: run(operand, output, *given), want)
 
 
 def with_wait(wait: Callable[..., None]) -> types.SimpleNamespace:
@@ -165,65 +214,160 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_caught("eager", hold=1)
 
 
-def test_only_the_rows_sent_cross_the_wire() -> None:
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    "fault, mode",
+    [
+        *[("none", mode) for mode in harness.ADVERSARIES],
+        *[("no_credit", "on_wait"), ("no_arrival", "on_wait"), ("no_final", "on_wait")],
+        *[("no_leaving", "on_wait"), ("shared_receive", "on_wait"), ("no_barrier", "eager")],
+    ],
+)
+def test_fault_in_the_ring_is_caught(
+    monkeypatch: pytest.MonkeyPatch, fault: str, mode: str
+) -> None:
+    kernel, wait = ragged_all_to_all._ring_kernel, sync.wait
+
+    def faulty(ring: Any, *refs: Any, **static: Any) -> None:
+        *others, final, passed, send, receive, credit = refs
+        dropped = {"no_arrival": receive, "no_leaving": send, "no_final": final}.get(fault)
+
+        def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
+            if dropped is None or dropped not in (semaphore, getattr(semaphore, "ref", None)):
+                wait(semaphore, ref, times)
+
+        monkeypatch.setattr(sync, "wait", some)
+        if fault == "no_credit":
+            monkeypatch.setattr(relay, "pl", without_waits(relay.pl))
+        if fault == "shared_receive":
+            receive = FirstOnly(receive)
+        kernel(ring, *others, final, passed, send, receive, credit, **static)
+
+    monkeypatch.setattr(ragged_all_to_all, "_ring_kernel", faulty)
+    if fault == "no_barrier":
+        monkeypatch.setattr(
+            sync, "barrier_with_neighbours", lambda ring: pltpu.get_barrier_semaphore()
+        )
+    assert run_caught(mode, hold=1, algorithm="ring", n=7) == (fault != "none")
+
+
+def without_waits(module: types.ModuleType) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**{**vars(module), "semaphore_wait": lambda *_: None})
+
+
+class FirstOnly:
+    """Semaphores (direction, slot) of which each direction's first serves all its slots."""
+
+    def __init__(self, semaphores: Any) -> None:
+        self._semaphores = semaphores
+
+    @property
+    def at(self) -> "FirstOnly":
+        return self
+
+    def __getitem__(self, index: tuple[int, Any]) -> Any:
+        return self._semaphores.at[index[0], 0]
+
+
+def test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other() -> None:
+    """Nothing is sent to or by device 0, which could be calls ahead of its neighbours."""
+    n, send = 4, np.zeros((4, 4), np.int32)
+    send[1:, 1:] = [[0, 1, 2], [3, 0, 1], [2, 2, 0]]
+    operand, output = (harness.random((n, 12, 8, 128), "float32", seed) for seed in (1, 2))
+    tables = routed(send)
+
+    def program(x: jax.Array, o: jax.Array, *tables: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = harness.delayed(x, 3, 0.1)
+            group, params = Group(("x",), (n,)), harness.ADVERSARIES["eager"]
+            x = ragged_all_to_all.ring(x, o, *tables, group, vmem=False, interpret=params)
+        return x
+
+    run = harness.per_device(program, harness.mesh(n), check_vma=False)
+    want = operand
+    for _ in range(4):
+        want = conformance.ragged_reference(want, output, tables)
+    assert not harness.caught(lambda: run(operand, output, *of_all(tables)), want)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_only_the_rows_sent_cross_the_wire(algorithm: str) -> None:
     n, row = 4, (8, 128)
     machine = replay.Machine.named("v5p:4x4x4")
     tables = conformance.ragged_arguments(n)
     rows = 2 + 3 * n
 
+    given = tables if algorithm == "direct" else of_all(tables)
+
     def shard(x: jax.Array, o: jax.Array, *tables: jax.Array) -> jax.Array:
-        return ragged_all_to_all.direct(
-            x, o, *tables, Group(("x",), (n,)), vmem=False, interpret=False
-        )
+        kernel = getattr(ragged_all_to_all, algorithm)
+        return kernel(x, o, *tables, Group(("x",), (n,)), vmem=False, interpret=False)
 
     spec = PartitionSpec("x")
     on = machine.mesh({"x": n, "y": 4, "z": 4})
     mapped = jax.shard_map(shard, mesh=on, in_specs=spec, out_specs=spec, check_vma=False)
     array = jax.ShapeDtypeStruct((n * rows, *row), jnp.float32)
-    report = replay.replay(mapped, array, array, *(t.reshape(-1) for t in tables), machine=machine)
+    report = replay.replay(mapped, array, array, *(t.reshape(-1) for t in given), machine=machine)
     assert report.ok
     hops = [[min((r - s) % n, (s - r) % n) for r in range(n)] for s in range(n)]
     want = 16 * 4096 * (tables[1] * hops).sum()  # the same on each of 4 x 4 rings
     assert sum(report.link_bytes) == want
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("topology", harness.GENERATIONS.values())
-def test_compiles_with_nothing_around_it(topology: str) -> None:
+def test_compiles_with_nothing_around_it(topology: str, algorithm: str) -> None:
     n = len(harness._topology(topology).devices)
-    ops = compile_kernel(topology, n, 1 << 16).ops
+    ops = compile_kernel(topology, n, 1 << 16, algorithm).ops
     assert set(ops) <= {"parameter", "fusion", "get-tuple-element", "custom-call"}
     assert ops.count("custom-call") == 1
 
 
+@pytest.mark.parametrize("algorithm, scratch", [("direct", 0), ("ring", 16)])
 @pytest.mark.parametrize("topology", [*harness.GENERATIONS.values(), "v5e:16x16", "v5p:4x4x4"])
-def test_a_gibibyte_needs_no_scratch(topology: str) -> None:
+def test_a_gibibyte_needs_no_more_scratch_than_stated(
+    topology: str, algorithm: str, scratch: int
+) -> None:
     n = len(harness._topology(topology).devices)
-    compiled = compile_kernel(topology, n, GIB // 4096)
-    assert compiled.temp_bytes <= 2 * GIB + (1 << 20)  # operand, and output which is the result
+    compiled = compile_kernel(topology, n, GIB // 4096, algorithm)
+    # operand, and output which is the result
+    assert compiled.temp_bytes <= 2 * GIB + (scratch << 20) + (2 << 20)
     assert compiled.seconds < 10
 
 
-def compile_kernel(topology: str, n: int, rows: int) -> harness.Compiled:
+def compile_kernel(topology: str, n: int, rows: int, algorithm: str) -> harness.Compiled:
     def program(x: jax.Array, o: jax.Array, table: jax.Array) -> jax.Array:
-        tables = (table.astype(jnp.int32),) * 4
-        group = Group(("x",), (n,))
-        return ragged_all_to_all.direct(x, o, *tables, group, vmem=False, interpret=False)
+        tables = [table.astype(jnp.int32)] * (4 if algorithm == "direct" else 1)
+        if algorithm == "ring":
+            tables += [jnp.tile(tables[0], n)] * 2
+        kernel = getattr(ragged_all_to_all, algorithm)
+        return kernel(x, o, *tables, Group(("x",), (n,)), vmem=False, interpret=False)
 
     return harness.compile_for_tpu(program, topology, (rows, 8, 128), (rows, 8, 128), (n,))
 
 
-def test_lax_serves_where_a_chip_cannot_reach_everyone() -> None:
+def test_v5e_goes_round_the_ring_by_itself() -> None:
     def program(x: jax.Array, o: jax.Array, table: jax.Array, **how: Any) -> jax.Array:
         return exchange(x, o, *(table.astype(jnp.int32),) * 4, **how)
 
     shapes = (16, 8, 128), (16, 8, 128), (8,)
     pallas_collectives.reset_counts()
     harness.compile_for_tpu(program, "v5e:2x4", *shapes)
-    assert set(pallas_collectives.counts()) == {("ragged_all_to_all", "xla", None)}
-    assert any("power-of-two" in reason for reason in pallas_collectives.fallback_counts())
-    for how in ({"backend": "pallas"}, {"algorithm": "direct"}):
-        with pytest.raises(ReachError, match="power-of-two"):
-            harness.compile_for_tpu(functools.partial(program, **how), "v5e:2x4", *shapes)
+    assert ("ragged_all_to_all", "pallas", "ring") in pallas_collectives.counts()
+    assert {backend for _, backend, _ in pallas_collectives.counts()} == {"pallas"}
+    with pytest.raises(ReachError, match="power-of-two"):
+        direct = functools.partial(program, algorithm="direct")
+        harness.compile_for_tpu(direct, "v5e:2x4", *shapes)
+
+
+def test_tables_that_do_not_fit_are_refused() -> None:
+    def program(x: jax.Array, o: jax.Array, table: jax.Array) -> jax.Array:
+        return exchange(x, o, *(table.astype(jnp.int32),) * 4, algorithm="ring")
+
+    shapes = (16, 8, 128), (16, 8, 128), (64 * 24,)
+    harness.compile_for_tpu(program, "v5p:4x4x4", *shapes)
+    with pytest.raises(ReachError, match=r"64 devices with 25 slices each.*768 KiB"):
+        harness.compile_for_tpu(program, "v5p:4x4x4", *shapes[:2], (64 * 25,))
 
 
 @pytest.mark.parametrize(

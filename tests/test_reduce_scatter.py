@@ -38,10 +38,26 @@ def reduce(x: jax.Array, n: int, params: Any) -> jax.Array:
     return y.reshape(x.shape)
 
 
+def scatter_line(x: jax.Array, n: int, params: Any) -> jax.Array:
+    group = Group(("x",), (n,))
+    return reduce_scatter.line(x, group, axis=0, op="sum", vmem=True, interpret=params)
+
+
+def scatter_direct(x: jax.Array, n: int, params: Any) -> jax.Array:
+    group = Group(("x",), (n,))
+    return reduce_scatter.direct(x, group, axis=0, op="sum", vmem=True, interpret=params)
+
+
+def reduce_line(x: jax.Array, n: int, params: Any) -> jax.Array:
+    tiles, group = x.reshape(n, -1, 128), Group(("x",), (n,))
+    return all_reduce.line(tiles, group, op="sum", vmem=True, interpret=params).reshape(x.shape)
+
+
 def is_caught(kernel: Callable[..., jax.Array], n: int, mode: str, hold: int | None = None) -> bool:
     x = harness.random((n, n * 16, 128), "float32")
     total = x.sum(axis=0)
-    want = np.broadcast_to(total, x.shape) if kernel is reduce else total.reshape(n, 16, 128)
+    whole = kernel in (reduce, reduce_line)
+    want = np.broadcast_to(total, x.shape) if whole else total.reshape(n, 16, 128)
 
     def program(block: jax.Array) -> jax.Array:
         block = block if hold is None else harness.delayed(block, hold)
@@ -51,13 +67,16 @@ def is_caught(kernel: Callable[..., jax.Array], n: int, mode: str, hold: int | N
     return harness.caught(lambda: run(x), want)
 
 
-@pytest.mark.parametrize("kernel", [scatter, reduce])
+@pytest.mark.parametrize("kernel", [scatter, scatter_line, scatter_direct, reduce, reduce_line])
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
 def test_sound_kernel_is_not_caught(kernel: Callable[..., jax.Array], mode: str) -> None:
     assert not is_caught(kernel, 6, mode, hold=1)
 
 
-def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", [scatter, scatter_line])
+def test_dropped_credit_is_caught(
+    kernel: Callable[..., jax.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for credits: a fast neighbour writes over sums that are still being sent."""
     wait = pl.semaphore_wait
 
@@ -66,7 +85,7 @@ def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
             wait(semaphore, *args, **kwargs)
 
     monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
-    assert is_caught(scatter, 8, "on_wait")
+    assert is_caught(kernel, 8, "on_wait")
 
 
 def test_too_few_slots_for_the_credits_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +95,10 @@ def test_too_few_slots_for_the_credits_are_caught(monkeypatch: pytest.MonkeyPatc
     assert is_caught(scatter, 8, "on_wait")
 
 
-def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", [scatter, scatter_line])
+def test_missing_receive_wait_is_caught(
+    kernel: Callable[..., jax.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wait = sync.wait
 
     def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
@@ -84,12 +106,28 @@ def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
             wait(semaphore, ref, times)
 
     monkeypatch.setattr(sync, "wait", for_sends_only)
-    assert is_caught(scatter, 4, "on_wait")
+    assert is_caught(kernel, 4, "on_wait")
 
 
-def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "barrier_with_neighbours", lambda ring: pltpu.get_barrier_semaphore())
-    assert is_caught(scatter, 4, "eager", hold=1)
+def test_sends_of_a_slot_that_have_not_ended_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for earlier sends: a credit is given for a slot that is still being sent."""
+    monkeypatch.setattr(reduce_scatter._Hops, "end_earlier", lambda *_: None)
+    assert is_caught(scatter, 8, "on_wait")
+
+
+@pytest.mark.parametrize(
+    "kernel, barrier",
+    [
+        (scatter, "barrier_with_neighbours"),
+        (scatter_line, "barrier_along_line"),
+        (scatter_direct, "barrier_with_everyone"),
+    ],
+)
+def test_dropped_barrier_is_caught(
+    kernel: Callable[..., jax.Array], barrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, barrier, lambda ring: pltpu.get_barrier_semaphore())
+    assert is_caught(kernel, 4, "eager", hold=1)
 
 
 def test_step_table_in_the_docstring_is_the_schedule() -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks import replay_rows
+from benchmarks import columns, replay_rows
 from benchmarks.cases import CASES, Case
+from benchmarks.rows import Replayed
 from pallas_collectives.backends.algorithms import ALGORITHMS
 from pallas_collectives.replay import MachineError
 
@@ -36,7 +37,7 @@ def test_our_collectives_have_no_fault_on_any_schedule(
         assert 5 < row.of_bound <= 100.1
 
 
-def _row(machine: str, name: str, size: int, **keywords: tuple) -> replay_rows.Row:
+def _row(machine: str, name: str, size: int, **keywords: tuple) -> Replayed:
     (row,) = replay_rows.rows(replay_rows.plan([machine], [_BY_NAME[name]], [size], **keywords))
     return row
 
@@ -48,7 +49,7 @@ def test_bandwidths_follow_from_time_and_size() -> None:
     assert row.busbw == pytest.approx(row.algbw * 15 / 16)
     assert row.busbw < 2 * 45
     assert row.count == row.size // 4 // 16
-    assert row.algorithm == "all_gather_bidirectional"
+    assert row.kernel == "all_gather_bidirectional"
 
 
 @pytest.mark.parametrize("machine", ["v5e:16x16", "v5p:4x4x4", "v6e:4x4", "7x:4x4x4"])
@@ -85,7 +86,7 @@ def test_every_column_has_a_cell_for_every_kind_of_row() -> None:
         _row("v5e:16x16", "ppermute", 1 << 20),
         _row("v5e:16x16", "all_to_all", 1 << 20, algorithms=("direct",)),
     ]
-    cells = [{header: cell(row) for header, cell in replay_rows.COLUMNS} for row in rows]
+    cells = [{c.header: c.cell(row) for c in columns.of(rows)} for row in rows]
     assert [c["sound"] for c in cells] == ["ok", "ok", "refused"]
-    assert [c["of bound %"] == "-" for c in cells] == [False, True, True]
+    assert [c["% of bound"] == "-" for c in cells] == [False, True, True]
     assert cells[0]["algorithm"] == "all_gather_bidirectional"

@@ -31,13 +31,14 @@ from pallas_collectives.errors import (
     DtypeError,
     NoIdError,
     ReachError,
+    SliceError,
 )
 
 NAMES = ("pallas", "nccl", "xla")
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
 # What a backend raises for a call that lax can serve in its place.
-UNSERVABLE = (DtypeError, NoIdError, ReachError)
+UNSERVABLE = (DtypeError, NoIdError, ReachError, SliceError)
 
 _GPU = ("gpu", "cuda", "rocm")
 _named_backend = jax.make_user_context(None)
@@ -54,6 +55,7 @@ class How:
       algorithm: the caller's choice, or None for the backend's own.
       precise: sums travel in float32 where the operand is a narrower float.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
+      across: the mesh axes that lead to other slices; None to ask the devices (see `hierarchy`).
     """
 
     backend: str
@@ -62,6 +64,7 @@ class How:
     algorithm: str | None = None
     precise: bool = False
     interpret: Any = False
+    across: tuple[str, ...] | None = None
 
     @property
     def strict(self) -> bool:
@@ -87,10 +90,15 @@ def choose(
 ) -> How:
     """Settles how a collective over `axes` is served under the mesh in scope.
 
+    An `algorithm` of None or "auto" is the backend's to choose.
+
     Raises:
       BackendError: the named backend does not exist, or it, or the algorithm or precision asked
         for, cannot be had here.
     """
+    from pallas_collectives import hierarchy
+
+    algorithm = None if algorithm == "auto" else algorithm
     name = backend or _named_backend.value or os.environ.get(ENVIRONMENT_VARIABLE) or None
     if name is not None:
         _check_name(name)
@@ -110,15 +118,17 @@ def choose(
             value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
             raise BackendError(value, obstacle, "leave backend=None and the like to use lax here")
         return How("xla", fallback=obstacle)
-    interpret = _interpret(platform) if chosen == "pallas" else False
-    return How(chosen, name is not None, "", algorithm, precise, interpret)
+    how = How(chosen, name is not None, "", algorithm, precise)
+    if chosen != "pallas":
+        return how
+    return dataclasses.replace(how, interpret=_interpret(platform), across=hierarchy.marked())
 
 
 def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     """Runs a lax collective as `how` says, or by lax where the backend cannot.
 
     Raises:
-      DtypeError, ReachError: as `run`, where the backend or its algorithm was named.
+      DtypeError, ReachError, SliceError: as `run`, where the backend or its algorithm was named.
     """
     if how.backend != "xla":
         try:
@@ -137,11 +147,15 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     """Runs the lax collective named `op` on the backend.
 
     Raises:
-      DtypeError, ReachError: the backend cannot take the dtype, or not write to the devices.
+      DtypeError, ReachError, SliceError: the backend cannot take the dtype, or not write to the
+        devices.
     """
+    from pallas_collectives import hierarchy
     from pallas_collectives.backends import canonical, untyped
 
-    module = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+    module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+    if how.backend == "pallas":
+        module = hierarchy.InSlices(module)
     return canonical.run(module, op, how, *map(untyped.untyped, args), **params)
 
 
@@ -189,6 +203,7 @@ def _interpret(platform: str) -> Any:
 
 _counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
 _fallbacks: collections.Counter[str] = collections.Counter()
+_fusions: collections.Counter[tuple[str, str, str]] = collections.Counter()
 _counts_lock = threading.Lock()
 _counting = contextvars.ContextVar("counting", default=True)
 
@@ -206,10 +221,27 @@ def fallback_counts() -> dict[str, int]:
     return dict(_fallbacks)
 
 
+def fusion_counts() -> dict[tuple[str, str, str], int]:
+    """How often each (fused product, way, reason) was built into a program, since `reset_counts`.
+
+    The way is "fused" (one kernel), "pipelined" (permutes and products of XLA) or "unfused" (a
+    collective and a product), with the reason for the last. Backward passes count as well.
+    """
+    return dict(_fusions)
+
+
 def reset_counts() -> None:
-    """Sets both counters to zero."""
+    """Sets all counters to zero."""
     _counts.clear()
     _fallbacks.clear()
+    _fusions.clear()
+
+
+def count_fusion(op: str, way: str, reason: str) -> None:
+    """Notes that a fused product is being built, this way."""
+    if _counting.get():
+        with _counts_lock:
+            _fusions[op, way, reason] += 1
 
 
 def count(op: str, backend: str, algorithm: str | None) -> None:

@@ -7,25 +7,25 @@ one array at a time. Blocks are numbered by position in the group; nothing adds 
     reduce_scatter(x, group, *, axis, how)                   the sum of everyone's block `me`
     all_reduce(x, group, *, op, how)                         op: "sum", "max" or "min"
     all_to_all(x, group, *, split_axis, concat_axis, how)    block p goes to p, lands as block me
-    ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes,
-                      group, *, how)                         as lax
+    ragged_all_to_all(operand, output, tables, group, *, how)
+                      as lax; tables: input_offsets, send_sizes, output_offsets, recv_sizes
     ppermute(x, group, *, perm, how)                         perm: (source, target) pairs
 
 Where a backend cannot serve a dtype it raises `DtypeError`.
 """
 
-import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_collectives import checks
 from pallas_collectives.backends import How, packing
 from pallas_collectives.kernels.topology import Group
 
 
-def run(module: types.ModuleType, op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
+def run(module: Any, op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     """Serves the lax primitive named `op` from a backend module."""
     match op:
         case "all_gather" | "all_gather_invariant" | "all_gather_reduced":
@@ -105,9 +105,8 @@ def _all_reduce(
     module: Any, how: How, op: str, x: jax.Array, *, axes: Any, axis_index_groups: Any = None
 ) -> jax.Array:
     # vmap turns a named axis into a number: a dimension of x, which is reduced here.
-    numbered = tuple(axis for axis in axes if isinstance(axis, int))
-    named = tuple(axis for axis in axes if not isinstance(axis, int))
-    if numbered:
+    named = checks.named(axes)
+    if numbered := tuple(axis for axis in axes if axis not in named):
         reduce: Any = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op]
         x = reduce(x, axis=numbered).astype(x.dtype)
     group = group_of(named, axis_index_groups)
@@ -138,12 +137,18 @@ def _all_to_all(
 
 
 def _ragged_all_to_all(
-    module: Any, how: How, *args: jax.Array, axis_name: Any, axis_index_groups: Any = None
+    module: Any,
+    how: How,
+    operand: jax.Array,
+    output: jax.Array,
+    *tables: jax.Array,
+    axis_name: Any,
+    axis_index_groups: Any = None,
 ) -> jax.Array:
-    operand, output = args[:2]
     if operand.size == 0 or output.size == 0:
         return output
-    return module.ragged_all_to_all(*args, group_of(axis_name, axis_index_groups), how=how)
+    group = group_of(axis_name, axis_index_groups)
+    return module.ragged_all_to_all(operand, output, tables, group, how=how)
 
 
 def _ppermute(module: Any, how: How, x: jax.Array, *, axis_name: Any, perm: Any) -> jax.Array:

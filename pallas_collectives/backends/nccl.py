@@ -27,7 +27,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
-from pallas_collectives import backends, nccl
+from pallas_collectives import _compat, backends, nccl
 from pallas_collectives.backends import How
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 from pallas_collectives.kernels.topology import Group
@@ -98,15 +98,7 @@ def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how
 
 
 def ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    group: Group,
-    *,
-    how: How,
+    operand: jax.Array, output: jax.Array, tables: Sequence[jax.Array], group: Group, *, how: How
 ) -> jax.Array:
     """Rows of runtime-chosen counts to each device, as lax.
 
@@ -114,6 +106,7 @@ def ragged_all_to_all(
     be part of a graph.
     """
     _serves("ragged_all_to_all", operand.dtype, how)
+    input_offsets, send_sizes, output_offsets, recv_sizes = tables
     to_peers = output_offsets.reshape(group.size, -1)
     landing = _exchanged(to_peers, group).reshape(-1)  # the senders know where our rows begin
     plan = jnp.stack([input_offsets, send_sizes, landing, recv_sizes]).astype(jnp.int32)
@@ -252,7 +245,7 @@ def _lower(
 ) -> Any:
     """Makes the communicators and names the work for the program."""
     del params
-    members = device_groups(getattr(ctx.module_context.axis_context, "mesh", None), group)
+    members = device_groups(_compat.mesh_of(ctx), group)
     at: dict[int, nccl.Communicator] = {}
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):

@@ -1,19 +1,24 @@
 """Canonical collectives on Pallas kernels: the layout, the algorithm, the launch."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax import lax
 
-from pallas_collectives import chips, tuning
+from pallas_collectives import chips, places, tuning
 from pallas_collectives.backends import How, algorithms, packing
 from pallas_collectives.backends.pallas_reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas_reductions import reduce_scatter as reduce_scatter
+from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels import all_gather as all_gather_kernels
 from pallas_collectives.kernels import all_to_all as all_to_all_kernels
-from pallas_collectives.kernels import launch
+from pallas_collectives.kernels import launch, torus, torus_all_gather
 from pallas_collectives.kernels import ppermute as ppermute_kernels
 from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
 from pallas_collectives.kernels.blocks import LANES, sliceable
@@ -26,12 +31,15 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     Blocks whose size along `axis` is a whole number of tiles are written to their place; others
     are gathered along a new leading dimension, and moved to their place by XLA: one more pass.
     """
+    group = places.arranged(group)
     packed, added = packing.pack(x)
     axis += added
     aligned = sliceable(packed.shape[axis], axis, packed.ndim, packed.dtype)
     block = packed if aligned else packed.reshape(1, *_at_least_2d(packed.shape))
-    algorithm, vmem = algorithms.choose("all_gather", how, _nbytes(block), group)
-    gathered = _all_gather(block, group, axis if aligned else 0, algorithm, vmem, how)
+    along = axis if aligned else 0
+    cuts = torus.cuts(block.shape, along, block.dtype)
+    algorithm, vmem = algorithms.choose("all_gather", how, block.nbytes, group, cuts)
+    gathered = _all_gather(block, group, along, algorithm, vmem, how)
     if not aligned:
         shape = packed.shape
         gathered = jnp.moveaxis(gathered.reshape(group.size, *shape), 0, axis)
@@ -45,6 +53,10 @@ def _all_gather(
     kernels, interpret = all_gather_kernels, how.interpret
     if algorithm == "direct":
         return kernels.direct(x, group, axis=axis, vmem=vmem, interpret=interpret)
+    if algorithm == "line":
+        return kernels.line(x, group, axis=axis, vmem=vmem, interpret=interpret)
+    if algorithm == "torus":
+        return torus_all_gather.all_axes(x, group, axis=axis, vmem=vmem, interpret=interpret)
     both = algorithm == "bidirectional"
     return kernels.ring(x, group, axis=axis, bidirectional=both, vmem=vmem, interpret=interpret)
 
@@ -71,7 +83,7 @@ def all_to_all(
     else:
         operand = _blocks_first(packed, split, group.size)
         split_at, concat_at = 0, concat + 1 if joins else 0
-    algorithm, vmem = algorithms.choose("all_to_all", how, _nbytes(operand) // group.size, group)
+    algorithm, vmem = algorithms.choose("all_to_all", how, operand.nbytes // group.size, group)
     kernels = all_to_all_kernels
     y = (kernels.direct if algorithm == "direct" else kernels.ring)(
         operand,
@@ -89,43 +101,51 @@ def all_to_all(
 
 
 def ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    group: Group,
-    *,
-    how: How,
+    operand: jax.Array, output: jax.Array, tables: Sequence[jax.Array], group: Group, *, how: How
 ) -> jax.Array:
     """The slices of rows that everyone sends, in their places in `output`.
 
     Arrays of three or more dimensions whose last is whole lanes of 128 are read and written in
     place. For others, whose rows DMAs cannot address one by one, rows are padded to whole lanes,
-    and all are moved: one more pass over either operand and the result.
+    and all are moved: one more pass over either operand and the result. For the ring the tables of
+    sizes and offsets are gathered first.
     """
-    algorithm, vmem = algorithms.choose(
-        "ragged_all_to_all", how, _nbytes(operand) // group.size, group
-    )
-    del algorithm  # there is one
+    algorithm, vmem = algorithms.choose("ragged_all_to_all", how, operand.nbytes, group)
     (x, added), (init, _) = packing.pack(operand), packing.pack(output)
     if added:
         x, init = jnp.moveaxis(x, 0, 1), jnp.moveaxis(init, 0, 1)
-    y = ragged_all_to_all_kernels.direct(
-        _whole_lanes(x),
-        _whole_lanes(init),
-        _as_int32(input_offsets),
-        _as_int32(send_sizes),
-        _as_int32(output_offsets),
-        _as_int32(recv_sizes),
-        group,
-        vmem=vmem,
-        interpret=how.interpret,
-    )
+    arrays, tables = (_whole_lanes(x), _whole_lanes(init)), [_as_int32(t) for t in tables]
+    options = {"vmem": vmem, "interpret": how.interpret}
+    if algorithm == "direct":
+        y = ragged_all_to_all_kernels.direct(*arrays, *tables, group, **options)
+    else:
+        everyones = _tables_of_all(jnp.stack(tables[1:3]), group, how)
+        y = ragged_all_to_all_kernels.ring(*arrays, tables[0], *everyones, group, **options)
     row_size = math.prod(init.shape[1:])
     y = y.reshape(len(y), -1)[:, :row_size].reshape(init.shape)
     return packing.unpack(jnp.moveaxis(y, 1, 0) if added else y, output.dtype)
+
+
+def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
+    """Tables (k, entries) of all devices, side by side: (k, n * entries).
+
+    Raises:
+      ReachError: so many are more than a kernel can hold in scalar memory.
+    """
+    largest = ragged_all_to_all_kernels.LARGEST_TABLES
+    if group.size * tables.nbytes > largest:
+        raise ReachError(
+            f"algorithm='ring' for ragged_all_to_all over {group.size} devices with "
+            f"{tables.shape[1] // group.size} slices each",
+            f"everyone's sizes and offsets take more than {largest >> 10} KiB of scalar memory",
+            "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
+            "algorithm, or else lax, then serves",
+        )
+    from pallas_collectives import primitives
+
+    options: Any = {"axis": 1, "tiled": True, "axis_index_groups": group.index_groups}
+    gather = functools.partial(lax.all_gather, axis_name=group.axes, **options)
+    return primitives.with_twins(dataclasses.replace(how, algorithm=None), gather, tables)
 
 
 def ppermute(
@@ -137,7 +157,7 @@ def ppermute(
     """
     how = how if how.algorithm else _with_barrier(perm, group, how)
     packed, _ = packing.pack(x)
-    algorithm, vmem = algorithms.choose("ppermute", how, _nbytes(packed), group)
+    algorithm, vmem = algorithms.choose("ppermute", how, packed.nbytes, group)
     chip = chips.current()
     for source, target in perm:
         if not tuning.reaches(target - source, group.size, chip):
@@ -199,7 +219,3 @@ def _as_int32(x: jax.Array) -> jax.Array:
 
 def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (2 - len(shape)) + shape
-
-
-def _nbytes(x: jax.Array) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_collectives import places
 from pallas_collectives.backends import How, algorithms
 from pallas_collectives.errors import DtypeError
 from pallas_collectives.kernels import all_reduce as all_reduce_kernels
 from pallas_collectives.kernels import reduce_scatter as reduce_scatter_kernels
+from pallas_collectives.kernels import torus, torus_reduce_scatter
 from pallas_collectives.kernels.blocks import LANES, sliceable, sublanes
 from pallas_collectives.kernels.topology import Group
 
@@ -24,6 +26,7 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = reduce_scatter(jnp.stack([x.real, x.imag]), group, axis=axis + 1, how=how)
         return lax.complex(parts[0], parts[1])
+    group = places.arranged(group)
     wire = x.astype(_wire_dtype(x.dtype, "sum", how.precise))
     shape = list(x.shape)
     shape[axis] //= group.size
@@ -31,16 +34,22 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     if not aligned:
         split = wire.reshape(*x.shape[:axis], group.size, shape[axis], *x.shape[axis + 1 :])
         wire = _rows(jnp.moveaxis(split, axis, 0).reshape(group.size, -1))
-    choice = algorithms.choose("reduce_scatter", how, wire.nbytes // group.size, group)
-    y = reduce_scatter_kernels.ring(
-        wire,
-        group,
-        axis=axis if aligned else 0,
-        op="sum",
-        bidirectional=choice.name == "bidirectional",
-        vmem=choice.vmem,
-        interpret=how.interpret,
-    )
+    block = tuple(shape) if aligned else wire.shape[1:]
+    along = axis if aligned else 0
+    cuts = torus.cuts(block, along, wire.dtype)
+    choice = algorithms.choose("reduce_scatter", how, wire.nbytes // group.size, group, cuts)
+    options: dict[str, Any] = {"axis": along, "op": "sum"}
+    options |= {"vmem": choice.vmem, "interpret": how.interpret}
+    match choice.name:
+        case "direct":
+            y = reduce_scatter_kernels.direct(wire, group, **options)
+        case "line":
+            y = reduce_scatter_kernels.line(wire, group, **options)
+        case "torus":
+            y = torus_reduce_scatter.reduce_scatter(wire, group, **options)
+        case _:
+            both = choice.name == "bidirectional"
+            y = reduce_scatter_kernels.ring(wire, group, bidirectional=both, **options)
     y = y if aligned else _unrows(y, tuple(shape))
     return y.astype(x.dtype)
 
@@ -52,8 +61,6 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     padded first and cut back after, two passes.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        if op != "sum":
-            raise DtypeError(f"{op} of {x.dtype}", "complex numbers have no order", "reduce a real")
         parts = all_reduce(jnp.stack([x.real, x.imag]), group, op=op, how=how)
         return lax.complex(parts[0], parts[1])
     if x.dtype == jnp.uint32 and op != "sum":
@@ -62,14 +69,22 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
         signed = lax.bitcast_convert_type(x ^ flip, jnp.int32)
         reduced = all_reduce(signed, group, op=op, how=how)
         return lax.bitcast_convert_type(reduced, jnp.uint32) ^ flip
+    group = places.arranged(group)
     wire = x.astype(_wire_dtype(x.dtype, op, how.precise))
-    choice = algorithms.choose("all_reduce", how, wire.nbytes, group)
-    blocks = _in_blocks(wire, 1 if choice.name == "one_shot" else group.size)
-    options = {"op": op, "vmem": choice.vmem, "interpret": how.interpret}
-    if choice.name == "one_shot":
-        y = all_reduce_kernels.one_shot(blocks, group, **options)
-    else:
-        y = all_reduce_kernels.ring(blocks, group, bidirectional=True, **options)
+    blocks = _in_blocks(wire, group.size)
+    cuts = torus.cuts(blocks.shape[1:], 0, blocks.dtype)
+    choice = algorithms.choose("all_reduce", how, wire.nbytes, group, cuts)
+    blocks = _in_blocks(wire, 1) if choice.name == "one_shot" else blocks
+    options: dict[str, Any] = {"op": op, "vmem": choice.vmem, "interpret": how.interpret}
+    match choice.name:
+        case "one_shot":
+            y = all_reduce_kernels.one_shot(blocks, group, **options)
+        case "line":
+            y = all_reduce_kernels.line(blocks, group, **options)
+        case "torus":
+            y = torus_reduce_scatter.all_reduce(blocks, group, **options)
+        case _:
+            y = all_reduce_kernels.ring(blocks, group, bidirectional=True, **options)
     return _unrows(y, x.shape).astype(x.dtype)
 
 

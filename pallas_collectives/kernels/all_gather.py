@@ -16,11 +16,21 @@ half by half from both sides, in the last step:
     1     [01.3]  [012.]  [.123]  [0.23]
     2     [0123]  [0123]  [0123]  [0123]
 
+Line. As the ring both ways, on devices whose first and last share no link: everybody passes on
+to the right what comes from the left, and to the left what comes from the right.
+
+    step  dev0    dev1    dev2    dev3      blocks present (line)
+    0     [0...]  [.1..]  [..2.]  [...3]
+    1     [01..]  [012.]  [.123]  [..23]
+    2     [012.]  [0123]  [0123]  [.123]
+    3     [0123]  [0123]  [0123]  [0123]
+
 Direct. Every device pushes its block to every other at once: one hop, for small blocks.
 
              steps      bytes sent per link and direction   VMEM
     ring     n-1        (n-1) blocks to the right, 0 left   none (0 with operands in HBM)
     both     floor(n/2) (n-1)/2 blocks                      none
+    line     n-1        at most n-1 blocks                  none
     direct   1          as the wires lie                    none
 """
 
@@ -29,6 +39,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -39,6 +50,9 @@ from pallas_collectives.kernels.topology import Group, Lane, Ring, wrap_step
 # Receive semaphores per lane, of the 500 or so that a TPU has for a kernel. A fast neighbour may
 # be so many steps ahead without waiting for us.
 WINDOW = 16
+
+# From this size on a line's blocks go in halves: while one is being passed on, the other comes.
+LINE_PARTS_FROM_BYTES = 256 << 10
 
 
 def ring(
@@ -57,6 +71,24 @@ def ring(
         scratch_shapes=[pltpu.SemaphoreType.DMA, *lane_semaphores(lanes)],
         barrier="neighbours",
         name=f"all_gather_{'bidirectional' if bidirectional else 'unidirectional'}",
+        interpret=interpret,
+        vmem=vmem,
+        wire_bytes=(group.size - 1) * x.nbytes,
+    )
+
+
+def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
+    """Gathers x along `axis` over a line, as `ring`."""
+    blocks = Blocks.of(x.shape, axis, x.dtype, 2 if x.nbytes >= LINE_PARTS_FROM_BYTES else 1)
+    lanes = topology.line_lanes(group.size, blocks.parts)
+    return launch.call(
+        functools.partial(_line_kernel, blocks=blocks, lanes=lanes),
+        group,
+        x,
+        out_shape=_gathered(x, axis, group.size),
+        scratch_shapes=[pltpu.SemaphoreType.DMA, *lane_semaphores(lanes)],
+        barrier="line",
+        name="all_gather_line",
         interpret=interpret,
         vmem=vmem,
         wire_bytes=(group.size - 1) * x.nbytes,
@@ -108,6 +140,22 @@ def _ring_kernel(
     own_copy.wait()
 
 
+def _line_kernel(
+    ring: Ring,
+    x_ref: Any,  # one block: HBM or VMEM
+    o_ref: Any,  # n blocks: HBM or VMEM
+    copy_sem: Any,  # own; started and waited for once
+    *semaphores: Any,  # see pass_along
+    blocks: Blocks,
+    lanes: tuple[Lane, ...],
+) -> None:
+    sync.barrier_along_line(ring)
+    own_copy = pltpu.make_async_copy(x_ref, blocks.at(o_ref, ring.me), copy_sem)
+    start = own_copy.start
+    pass_along(ring, x_ref, o_ref, *semaphores, meanwhile=start, blocks=blocks, lanes=lanes)
+    own_copy.wait()
+
+
 def pass_on(
     ring: Ring,
     x_ref: Any,  # own block, from which the first sends leave
@@ -120,52 +168,62 @@ def pass_on(
     lanes: tuple[Lane, ...],
     meanwhile: Callable[[], None] = lambda: None,  # runs when the first sends are under way
 ) -> None:
-    """Sends the own block round the ring and passes on what arrives, until all is there.
-
-    A step's receive has a semaphore of its own: our upstream neighbour may be steps ahead, and
-    several of its blocks in flight; on a shared semaphore the later could pass for the earlier.
-    On rings of more than `WINDOW` hops semaphores serve again, WINDOW steps later, under credits:
-    upstream sends step s only once we have received step s-WINDOW. All credits are used.
-    """
-    window = recv_sems.shape[-1]
-
-    def place(step: Any, i: int, part: Any) -> Any:
-        """Where we keep what we send at `step`: own first, then what came from upstream."""
-        return blocks.at(o_ref, ring.block(-lanes[i].direction * step), part)
-
-    def send(source: Any, step: Any, i: int, part: Any) -> None:
-        if lanes[i].hops > window:
-
-            @pl.when(step >= window)
-            def _() -> None:
-                pl.semaphore_wait(credit_sems.at[i, part], 1)
-
-        downstream = ring.peer(lanes[i].direction)
-        arrived = recv_sems.at[i, part, wrap_step(step, window)]
-        target = place(step, i, part)
-        sync.remote_copy(source, target, send_sems.at[i, part], arrived, downstream)
-
-    def receive(step: Any, i: int, part: Any) -> None:
-        # What our neighbour sends at this step is what we send at the next.
-        sync.wait(recv_sems.at[i, part, wrap_step(step, window)], place(step + 1, i, part))
-        if lanes[i].hops > window:
-
-            @pl.when(step + window < lanes[i].hops_of(part))
-            def _() -> None:
-                upstream = ring.peer(-lanes[i].direction)
-                pl.semaphore_signal(credit_sems.at[i, part], 1, device_id=upstream)
+    """Sends the own block round the ring and passes on what arrives, until all is there."""
+    hops = _Hops(
+        ring, o_ref, send_sems, recv_sems, credit_sems, blocks, lanes,
+        arrivals=lambda i, part: lanes[i].hops_of(part),
+    )  # fmt: skip
 
     def send_own(step: Any, i: int, part: Any) -> None:
-        send(blocks.at(x_ref, part=part), step, i, part)
-
-    def forward(step: Any, i: int, part: Any) -> None:
-        receive(step - 1, i, part)
-        send(place(step, i, part), step, i, part)
+        hops.send(blocks.at(x_ref, part=part), step, i, part)
 
     def drain(_: Any, i: int, part: Any) -> None:
-        hops = lanes[i].hops_of(part)
-        receive(hops - 1, i, part)
-        sync.wait(send_sems.at[i, part], blocks.at(x_ref, part=part), times=hops)
+        count = lanes[i].hops_of(part)
+        hops.receive(count - 1, i, part)
+        sync.wait(send_sems.at[i, part], blocks.at(x_ref, part=part), times=count)
+
+    with jax.named_scope("own_block"):
+        topology.for_each_part(lanes, send_own)
+        meanwhile()
+    with jax.named_scope("forward"):
+        topology.for_each_step(lanes, hops.forward, start=1)
+    with jax.named_scope("drain"):
+        topology.for_each_part(lanes, drain)
+
+
+def pass_along(
+    ring: Ring,
+    x_ref: Any,  # these five: see pass_on
+    o_ref: Any,
+    send_sems: Any,
+    recv_sems: Any,
+    credit_sems: Any,
+    *,
+    blocks: Blocks,
+    lanes: tuple[Lane, ...],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """`pass_on` along a line: from one side to the other, as much as there is on that side."""
+    behind = [topology.behind(ring, lane) for lane in lanes]
+    has_next = [b < ring.size - 1 for b in behind]
+    hops = _Hops(
+        ring, o_ref, send_sems, recv_sems, credit_sems, blocks, lanes,
+        arrivals=lambda i, part: behind[i],
+    )  # fmt: skip
+
+    def send_own(step: Any, i: int, part: Any) -> None:
+        send = functools.partial(hops.send, blocks.at(x_ref, part=part), step, i, part)
+        topology.only_if(has_next[i], send)
+
+    def forward(step: Any, i: int, part: Any) -> None:
+        comes = step <= behind[i]
+        topology.only_if(comes & has_next[i], lambda: hops.forward(step, i, part))
+        topology.only_if(comes & ~has_next[i], lambda: hops.receive(step - 1, i, part))
+
+    def drain(_: Any, i: int, part: Any) -> None:
+        topology.only_if(~has_next[i], lambda: hops.receive(ring.size - 2, i, part))
+        sends = has_next[i].astype(np.int32) * (behind[i] + 1)
+        sync.wait(send_sems.at[i, part], blocks.at(x_ref, part=part), times=sends)
 
     with jax.named_scope("own_block"):
         topology.for_each_part(lanes, send_own)
@@ -174,6 +232,68 @@ def pass_on(
         topology.for_each_step(lanes, forward, start=1)
     with jax.named_scope("drain"):
         topology.for_each_part(lanes, drain)
+
+
+class _Hops:
+    """Single hops of blocks along lanes, and their semaphores.
+
+    A step's receive has a semaphore of its own: our upstream neighbour may be steps ahead, and
+    several of its blocks in flight; on a shared semaphore the later could pass for the earlier.
+    On rings of more than `WINDOW` hops semaphores serve again, WINDOW steps later, under credits:
+    upstream sends step s only once we have received step s-WINDOW. All credits are used.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        o_ref: Any,
+        send_sems: Any,
+        recv_sems: Any,
+        credit_sems: Any,
+        blocks: Blocks,
+        lanes: tuple[Lane, ...],
+        arrivals: Callable[[int, Any], Any],  # how often a part of lane i comes to us
+    ) -> None:
+        self._ring, self._o_ref = ring, o_ref
+        self._sems = send_sems, recv_sems, credit_sems
+        self._blocks, self._lanes, self._arrivals = blocks, lanes, arrivals
+        self._window = recv_sems.shape[-1]
+
+    def _place(self, step: Any, i: int, part: Any) -> Any:
+        """Where we keep what we send at `step`: own first, then what came from upstream."""
+        block = self._ring.block(-self._lanes[i].direction * step)
+        return self._blocks.at(self._o_ref, block, part)
+
+    def _arrived(self, step: Any, i: int, part: Any) -> Any:
+        return self._sems[1].at[i, part, wrap_step(step, self._window)]
+
+    def send(self, source: Any, step: Any, i: int, part: Any) -> None:
+        """Sends `source`, the part that our neighbour is to have at `step`."""
+        send_sems, _, credit_sems = self._sems
+        if self._lanes[i].hops > self._window:
+
+            @pl.when(step >= self._window)
+            def _() -> None:
+                pl.semaphore_wait(credit_sems.at[i, part], 1)
+
+        downstream = self._ring.peer(self._lanes[i].direction)
+        target, arrived = self._place(step, i, part), self._arrived(step, i, part)
+        sync.remote_copy(source, target, send_sems.at[i, part], arrived, downstream)
+
+    def receive(self, step: Any, i: int, part: Any) -> None:
+        """Waits for what our neighbour sends at `step`: it is what we send at the next."""
+        sync.wait(self._arrived(step, i, part), self._place(step + 1, i, part))
+        if self._lanes[i].hops > self._window:
+
+            @pl.when(step + self._window < self._arrivals(i, part))
+            def _() -> None:
+                upstream = self._ring.peer(-self._lanes[i].direction)
+                pl.semaphore_signal(self._sems[2].at[i, part], 1, device_id=upstream)
+
+    def forward(self, step: Any, i: int, part: Any) -> None:
+        """Receives what we send at `step`, and sends it."""
+        self.receive(step - 1, i, part)
+        self.send(self._place(step, i, part), step, i, part)
 
 
 def _direct_kernel(

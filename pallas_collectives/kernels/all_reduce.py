@@ -4,10 +4,13 @@ Ring. A reduce-scatter, which leaves each device its block of the sum, and an al
 in one kernel with no barrier between: a device that has finished its own block sends it on at once,
 into places of its neighbours' results that their reduce-scatter does not touch.
 
+Line. The same on devices whose first and last share no link.
+
 One shot. Every device pushes its operand to every other, and each adds all n in the same order.
 
              steps         bytes sent per link and direction    scratch
     ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand, 2 MiB VMEM
+    line     2(n-1)        at most 2(n-1)/n of the operand      as the ring
     one_shot 1             as the wires lie                     n operands
 
 Blocks are n equal parts of the operand; see `reduce_scatter` for the order of additions.
@@ -44,6 +47,29 @@ def ring(
         ],
         barrier="neighbours",
         name="all_reduce_ring",
+        interpret=interpret,
+        vmem=vmem,
+        wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
+    )
+
+
+def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
+    """Reduces x over a line, as `ring`."""
+    shape = (1, *x.shape[1:])
+    blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.parts_of(shape, x.dtype))
+    lanes = topology.line_lanes(group.size, blocks.parts)
+    return launch.call(
+        functools.partial(_line_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
+        group,
+        x,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        buffers=[reduce_scatter.lane_slots(lanes, blocks, x.dtype)],
+        scratch_shapes=[
+            *reduce_scatter.lane_semaphores(lanes),
+            *all_gather.lane_semaphores(lanes),
+        ],
+        barrier="line",
+        name="all_reduce_line",
         interpret=interpret,
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
@@ -92,6 +118,31 @@ def _ring_kernel(
         )
     with jax.named_scope("all_gather"):
         all_gather.pass_on(ring, own_ref, o_ref, *gather_semaphores, blocks=blocks, lanes=lanes)
+
+
+def _line_kernel(
+    ring: Ring,
+    x_ref: Any,  # n blocks: HBM or VMEM
+    o_ref: Any,  # n blocks: HBM or VMEM
+    slots_ref: Any,  # these four: see reduce_scatter.add_along
+    send_sems: Any,
+    recv_sems: Any,
+    credit_sems: Any,
+    *gather_semaphores: Any,  # see all_gather.pass_along
+    blocks: Blocks,
+    lanes: tuple[Lane, ...],
+    op: str,
+    vmem: bool,
+) -> None:
+    sync.barrier_along_line(ring)
+    own_ref = blocks.at(o_ref, ring.me)
+    scratch = (slots_ref, send_sems, recv_sems, credit_sems)
+    with jax.named_scope("reduce_scatter"):
+        reduce_scatter.add_along(
+            ring, x_ref, own_ref, *scratch, blocks=blocks, lanes=lanes, op=op, vmem=vmem
+        )
+    with jax.named_scope("all_gather"):
+        all_gather.pass_along(ring, own_ref, o_ref, *gather_semaphores, blocks=blocks, lanes=lanes)
 
 
 def _one_shot_kernel(

@@ -67,7 +67,7 @@ class Blocks:
         sizes = list(self.shape)
         if block is not None:
             starts[self.axis] = block * self.shape[self.axis]
-        if part is not None:
+        if part is not None and self.parts > 1:
             sizes[self.cut] //= self.parts
             starts[self.cut] += part * sizes[self.cut]
         return ref.at[tuple(map(_span, starts, sizes))]

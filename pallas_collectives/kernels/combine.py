@@ -84,19 +84,31 @@ def wide(dtype: Any) -> Any:
 
 
 def tile_shape(shape: tuple[int, ...], dtype: Any, limit: int) -> tuple[int, ...]:
-    """The largest tile of whole hardware tiles that cuts a shape evenly, of `limit` bytes."""
-    rows, columns = shape[-2:]
-    itemsize = jnp.dtype(dtype).itemsize
-    width = _divisor(columns, LANES, limit // (itemsize * sublanes(dtype)))
-    height = _divisor(rows, sublanes(dtype), limit // (itemsize * width))
-    return (*(1,) * (len(shape) - 2), height, width)
+    """The largest tile of whole hardware tiles that cuts a shape evenly, of `limit` bytes.
+
+    Of those that are as large, the widest. It spans several of a leading dimension only where it
+    spans all of those behind it.
+    """
+    *leading, rows, columns = shape
+    high = sublanes(dtype)
+    units = max(1, limit // (jnp.dtype(dtype).itemsize * high * LANES))
+    fitting = [
+        (width * height, width, height)
+        for width in _divisors(columns // LANES)
+        for height in _divisors(rows // high)
+        if width * height <= units
+    ]
+    size, width, height = max(fitting)
+    tile = [height * high, width * LANES]
+    for i, extent in reversed(list(enumerate(leading))):
+        spans = tuple(tile) == tuple(shape[i + 1 :])
+        tile.insert(0, max(n for n in _divisors(extent) if n * size <= units) if spans else 1)
+        size *= tile[0]
+    return tuple(tile)
 
 
-def _divisor(size: int, step: int, limit: int) -> int:
-    """The largest divisor of `size` that is a multiple of `step` and at most `limit`."""
-    assert size % step == 0, (size, step)
-    units = size // step
-    return step * max(d for d in range(1, max(1, limit // step) + 1) if units % d == 0)
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _for_each_tile(

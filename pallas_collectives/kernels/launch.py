@@ -35,16 +35,55 @@ def call(
     wire_bytes: int = 0,
     input_output_aliases: dict[int, int] | None = None,
 ) -> jax.Array:
+    """Runs a kernel of one result on every device of a group: `call_many`, whose arguments it has.
+
+    Raises:
+      VmemError: the operands, result and scratch do not fit the chip's VMEM.
+    """
+    return call_many(
+        kernel,
+        group,
+        *operands,
+        out_shapes=(out_shape,),
+        scratch_shapes=scratch_shapes,
+        scalars=scalars,
+        buffers=buffers,
+        barrier=barrier,
+        name=name,
+        interpret=interpret,
+        vmem=vmem,
+        wire_bytes=wire_bytes,
+        input_output_aliases=input_output_aliases,
+    )[0]
+
+
+def call_many(
+    kernel: Callable[..., None],
+    group: Group,
+    *operands: jax.Array,
+    out_shapes: Sequence[jax.ShapeDtypeStruct],
+    scratch_shapes: Sequence[Any],
+    scalars: Sequence[jax.Array] = (),
+    buffers: Sequence[jax.ShapeDtypeStruct] = (),
+    barrier: Hashable,
+    name: str,
+    interpret: Any,
+    vmem: bool = False,
+    wire_bytes: int = 0,
+    flops: int = 0,
+    pipeline_bytes: int = 0,
+    input_output_aliases: dict[int, int] | None = None,
+) -> tuple[jax.Array, ...]:
     """Runs a kernel on every device of a group.
 
-    The kernel is called with its `Ring`, then refs to the scalars (SMEM), the operands, the result,
-    the buffers, and the scratch.
+    The kernel is called with its `Ring`, then refs to the scalars (SMEM), the operands, the
+    results, the buffers, and the scratch.
 
     Args:
       kernel: as above.
       group: the devices.
       *operands: arrays.
-      out_shape: shape and dtype of the result.
+      out_shapes: shape and dtype of each result.
       scratch_shapes: semaphores, and memory that only this device writes.
       scalars: int32 arrays of rank 1 that the kernel reads element by element.
       buffers: memory that other devices write to, beside the operands in HBM or VMEM.
@@ -52,13 +91,15 @@ def call(
         differ in it (see `CollectiveIds`).
       name: what profilers show.
       interpret: False to compile, or `pltpu.InterpretParams`.
-      vmem: operands, result and buffers are in VMEM for the duration of the call, not in HBM.
+      vmem: operands, results and buffers are in VMEM for the duration of the call, not in HBM.
       wire_bytes: bytes each device sends, for XLA's scheduler.
-      input_output_aliases: operand number -> 0: the operand with whose contents the result begins;
-        in HBM it is the operand's own buffer.
+      flops: what each device computes, likewise.
+      pipeline_bytes: VMEM of the pipelines within the kernel, beside `scratch_shapes`.
+      input_output_aliases: operand number -> result number: the operand with whose contents the
+        result begins; in HBM it is the operand's own buffer.
 
     Raises:
-      VmemError: the operands, result and scratch do not fit the chip's VMEM.
+      VmemError: what is to be in VMEM does not fit the chip's.
     """
     members = group.members()
 
@@ -74,8 +115,10 @@ def call(
 
     tables = (*(() if members is None else (members,)), *scalars)
     aliases = {len(tables) + k: result for k, result in (input_output_aliases or {}).items()}
-    in_vmem = (*operands, out_shape, *buffers) if vmem else ()
+    in_vmem = (*operands, *out_shapes, *buffers) if vmem else ()
     vmem_bytes = sum(map(_padded_bytes, (*in_vmem, *filter(_is_vmem, scratch_shapes))))
+    # The compiler keeps operands of the matrix unit besides: a quarter more than the tiles.
+    vmem_bytes += pipeline_bytes * 5 // 4
     # A buffer in HBM is a result that nobody wants: so it has one address on every device.
     unwanted = () if vmem else tuple(buffers)
     scratch_shapes = [*(pltpu.VMEM(b.shape, b.dtype) for b in buffers if vmem), *scratch_shapes]
@@ -83,14 +126,14 @@ def call(
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     run = pl.pallas_call(
         body,
-        out_shape=(out_shape, *unwanted),
+        out_shape=(*out_shapes, *unwanted),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(tables) + [block] * len(operands),
-        out_specs=(block, *(hbm,) * len(unwanted)),
+        out_specs=(*(block,) * len(out_shapes), *(hbm,) * len(unwanted)),
         scratch_shapes=scratch_shapes,
         input_output_aliases=aliases,
         interpret=interpret,
         name=name,
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=wire_bytes),
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=wire_bytes),
         compiler_params=pltpu.CompilerParams(
             collective_id=collective_ids(interpret).get(barrier_key(barrier, group)),
             vmem_limit_bytes=_vmem_limit(vmem_bytes, name),
@@ -104,7 +147,7 @@ def call(
         axis_names=frozenset(),
         check_vma=False,
     )
-    return unchecked(*tables, *operands)[0]
+    return tuple(unchecked(*tables, *operands)[: len(out_shapes)])
 
 
 class CollectiveIds:

@@ -9,28 +9,41 @@ device 1 sends two rows to device 0 and one to itself:
     a -> row 3 of dev1       B C -> rows 0-1 of dev0, D -> row 0 of dev1     push
     [B C . .]                [D . . a]                                       o_ref; . as it was
 
-             hops   bytes sent per device   scratch
-    direct   1      the rows sent           none
+Ring. For chips that cannot write to all devices. Slices go in chunks of 512 KiB at the most, by the
+shorter side (to the opposite device of an even ring half of a chunk each way), and neighbours pass
+them on (see `relay`). Each device has the tables of all, so it knows what comes and where it goes.
 
-Who knows what. A slice's sender has its size and both its offsets, its receiver its size alone, in
-`recv_sizes`; that those agree with the senders' `send_sizes` is the caller's part, as in lax: no
-device can check it alone, and one that waits for rows that nobody sends waits for ever. So what is
-done to sizes must be the same on both sides, and may not depend on offsets: sizes are clipped to
-[0, min(rows of operand, rows of output)], and a slice that begins or ends out of range is moved to
-where it fits, as `jax.lax.dynamic_slice` does. No DMA ever leaves its array.
+             hops         bytes sent per device           buffers        tables in SMEM
+    direct   1            the rows sent                   none           4 n * slices
+    ring     floor(n/2)   those, and all that it relays   at most 16 MiB 2 n^2 * slices
+
+Who knows what. Direct: a slice's sender has its size and both its offsets, its receiver its size
+alone, in `recv_sizes`; that those agree with the senders' `send_sizes` is the caller's part, as in
+lax: no device can check it alone, and one that waits for rows that nobody sends waits for ever. So
+what is done to sizes must be the same on both sides, and may not depend on offsets: sizes are
+clipped to [0, min(rows of operand, rows of output)], and a slice that begins or ends out of range
+is moved to where it fits, as `jax.lax.dynamic_slice` does. No DMA ever leaves its array. The ring
+does the same, and goes by what the senders send.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import launch, sync
-from pallas_collectives.kernels.topology import Group, Ring, wrap
+from pallas_collectives.kernels import launch, relay, sync
+from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, wrap
+
+CHUNK_BYTES = 512 << 10
+SLOT_BYTES = 16 << 20
+MAX_WIDTH = 16  # see all_to_all
+LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
 
 
 def direct(
@@ -69,6 +82,80 @@ def direct(
     )
 
 
+def ring(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    all_sizes: jax.Array,
+    all_places: jax.Array,
+    group: Group,
+    *,
+    vmem: bool,
+    interpret: Any,
+) -> jax.Array:
+    """As `direct`, round the ring.
+
+    `all_sizes`, `all_places`: int32[n * n * slices]: the `send_sizes` and `output_offsets` of all
+    devices of the group, one after the other. Each device must have the same.
+    """
+    n = group.size
+    row_bytes = operand.nbytes // len(operand)
+    most = min(len(operand), len(output))
+    chunk = min(most, max(1, CHUNK_BYTES // row_bytes))
+    width = min(max(1, SLOT_BYTES // (4 * chunk * row_bytes)), n // 2, MAX_WIDTH)
+    train = relay.Train((RIGHT, LEFT), 1, n // 2, width)
+    chunks = -(-jnp.clip(all_sizes.max(), 0, most) // chunk)
+    dma = pltpu.SemaphoreType.DMA
+    return launch.call(
+        functools.partial(_ring_kernel, train=train, slices=len(all_sizes) // n**2),
+        group,
+        operand,
+        output,
+        out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
+        scalars=(chunks.reshape(1), input_offsets, all_sizes, all_places),
+        buffers=[jax.ShapeDtypeStruct((*train.slots, chunk, *operand.shape[1:]), operand.dtype)],
+        scratch_shapes=[
+            pltpu.SMEM(train.slots, jnp.int32),
+            *[dma] * 3,
+            pltpu.SemaphoreType.REGULAR,
+            *train.semaphores,
+        ],
+        barrier="passing neighbours",
+        name="ragged_all_to_all_ring",
+        interpret=interpret,
+        vmem=vmem,
+        wire_bytes=operand.nbytes * max(1, n // 4),
+        input_output_aliases={1: 0},
+    )
+
+
+def _for_each_slice(
+    first: Any, slices: int, sizes_ref: Any, most: int, body: Callable[[Any, Any], None]
+) -> None:
+    """body(slice number, rows) for those of the `slices` from `first` on that are not empty."""
+
+    def one(j: Any) -> None:
+        i = first + j
+        count = _clipped(sizes_ref[i], most)
+        pl.when(count > 0)(functools.partial(body, i, count))
+
+    sync.for_each(0, slices, one)
+
+
+def _clipped(size: Any, most: int) -> Any:
+    """A slice's rows: no more than either array has."""
+    return lax.clamp(np.int32(0), size, np.int32(most))
+
+
+def _start(ref: Any, offset: Any, size: Any) -> Any:
+    """Where a slice begins in an array: at its offset, or as near to it as it fits."""
+    return lax.clamp(np.int32(0), offset, np.int32(ref.shape[0]) - size)
+
+
+def _rows(ref: Any, offset: Any, size: Any) -> Any:
+    return ref.at[pl.ds(_start(ref, offset, size), size)]
+
+
 def _direct_kernel(
     ring: Ring,
     input_offsets_ref: Any,  # (n * slices,): SMEM, as the next three
@@ -87,43 +174,29 @@ def _direct_kernel(
     # One receive semaphore serves all: nothing is read before every row has arrived. A device may
     # receive nothing and be done at once, so the barrier is among everyone: see sync.
     n = ring.size
-    largest = np.int32(min(x_ref.shape[0], o_ref.shape[0]))
+    most = min(x_ref.shape[0], o_ref.shape[0])
 
-    def rows(ref: Any, start: Any, count: Any) -> Any:
-        last = np.int32(ref.shape[0]) - count
-        return ref.at[pl.ds(lax.clamp(np.int32(0), start, last), count)]
-
-    def for_each_slice(position: Any, sizes_ref: Any, body: Any) -> None:
-        """body(slice number, rows) for the slices of a peer that are not empty."""
-
-        def one(j: Any) -> None:
-            i = position * slices + j
-            count = lax.clamp(np.int32(0), sizes_ref[i], largest)
-            pl.when(count > 0)(functools.partial(body, i, count))
-
-        sync.for_each(0, slices, one)
+    def for_each_slice(position: Any, sizes_ref: Any, body: Callable[[Any, Any], None]) -> None:
+        _for_each_slice(position * slices, slices, sizes_ref, most, body)
 
     def copy_to_self(i: Any, count: Any) -> None:
-        source = rows(x_ref, input_offsets_ref[i], count)
-        pltpu.make_async_copy(source, rows(o_ref, output_offsets_ref[i], count), copy_sem).start()
+        source = _rows(x_ref, input_offsets_ref[i], count)
+        pltpu.make_async_copy(source, _rows(o_ref, output_offsets_ref[i], count), copy_sem).start()
 
     def push(distance: Any) -> None:
         receiver = wrap(ring.me + distance, n)
 
         def send(i: Any, count: Any) -> None:
-            source = rows(x_ref, input_offsets_ref[i], count)
-            target = rows(o_ref, output_offsets_ref[i], count)
+            source = _rows(x_ref, input_offsets_ref[i], count)
+            target = _rows(o_ref, output_offsets_ref[i], count)
             sync.remote_copy(source, target, send_sem, recv_sem, ring.device_id(receiver))
 
         for_each_slice(receiver, send_sizes_ref, send)
 
-    def wait(semaphore: Any, ref: Any, _: Any, count: Any) -> None:
-        sync.wait(semaphore, ref.at[pl.ds(0, count)])
-
     def drain(distance: Any) -> None:
         peer = wrap(ring.me + distance, n)
-        for_each_slice(peer, recv_sizes_ref, functools.partial(wait, recv_sem, o_ref))
-        for_each_slice(peer, send_sizes_ref, functools.partial(wait, send_sem, x_ref))
+        for_each_slice(peer, recv_sizes_ref, functools.partial(_wait, recv_sem, o_ref))
+        for_each_slice(peer, send_sizes_ref, functools.partial(_wait, send_sem, x_ref))
 
     sync.barrier_with_everyone(ring)
     with jax.named_scope("push"):
@@ -131,4 +204,101 @@ def _direct_kernel(
         for_each_slice(ring.me, send_sizes_ref, copy_to_self)
     with jax.named_scope("drain"):
         sync.for_each(1, n, drain)
-        for_each_slice(ring.me, send_sizes_ref, functools.partial(wait, copy_sem, x_ref))
+        for_each_slice(ring.me, send_sizes_ref, functools.partial(_wait, copy_sem, x_ref))
+
+
+def _wait(semaphore: Any, ref: Any, _: Any, count: Any) -> None:
+    sync.wait(semaphore, ref.at[pl.ds(0, count)])
+
+
+def _ring_kernel(
+    ring: Ring,
+    chunks_ref: Any,  # (1,): SMEM: chunks of the largest slice of all, as the next three
+    input_offsets_ref: Any,  # (n * slices,)
+    sizes_ref: Any,  # (n * n * slices,): rows of each sender's slices, by receiver
+    places_ref: Any,  # (n * n * slices,): where they begin there
+    x_ref: Any,  # (rows, ...): HBM or VMEM
+    _: Any,  # the buffer of o_ref, with the rows that stay where none are received
+    o_ref: Any,  # (rows', ...): HBM or VMEM
+    slots_ref: Any,  # (directions, slots, rows of a chunk, ...): HBM or VMEM
+    rows_ref: Any,  # (directions, slots): SMEM: rows of the message in each slot
+    copy_sem: Any,  # own; the rows that we send to ourselves
+    own_sem: Any,  # own; the rows of x_ref that we send to others
+    final_sem: Any,  # what comes to stay: nothing of it is read before all has come
+    passed_sem: Any,  # both neighbours add 1 when they have passed the barrier
+    *slot_sems: Any,
+    train: relay.Train,
+    slices: int,
+) -> None:
+    n, chunk = ring.size, np.int32(slots_ref.shape[2])
+    most = min(x_ref.shape[0], o_ref.shape[0])
+    slots = relay.Slots(ring, train, slots_ref, *slot_sems, rows_ref)
+
+    def move(
+        _: Any, number: Any, hop: Any, distance: Any, counts: Any, first: bool, last: bool
+    ) -> Any:
+        """One hop of chunk `number` / slices of slice `number` % slices, for a distance each way.
+
+        `counts` are, for each way, the messages relayed and forwarded.
+        """
+
+        def one_way(lane: int, direction: int, relayed: Any, forwarded: Any) -> tuple[Any, Any]:
+            sender = wrap(ring.me - direction * (hop - 1), n)
+            i = wrap(sender + direction * distance, n) * slices + lax.rem(number, np.int32(slices))
+            size = _clipped(sizes_ref[sender * (n * slices) + i], most)
+            begin = lax.div(number, np.int32(slices)) * chunk
+            whole = lax.clamp(np.int32(0), size - begin, chunk)
+            # Of an opposite device's rows half go each way, an odd one to the right from even ones.
+            half = lax.div(whole + lax.rem(sender + 1, np.int32(2)), np.int32(2))
+            skipped = lax.select(2 * distance == n, half if lane else whole - half, np.int32(0))
+            begin, count = begin + (skipped if lane else 0), whole - skipped
+
+            def send(_: Any) -> None:
+                if first:
+                    start = _start(x_ref, input_offsets_ref[i], size) + begin
+                    source, send_sem = x_ref.at[pl.ds(start, count)], own_sem
+                else:
+                    source, send_sem = slots.arrived(lane, forwarded, count)
+                if last:
+                    start = _start(o_ref, places_ref[sender * (n * slices) + i], size) + begin
+                    target, recv_sem = o_ref.at[pl.ds(start, count)], final_sem
+                else:
+                    slot, recv_sem = slots.free(lane, relayed)
+                    target = slot.at[pl.ds(0, count)]
+                sync.remote_copy(source, target, send_sem, recv_sem, ring.peer(direction))
+
+            sent = (count > 0).astype(np.int32)
+            sync.for_each(0, sent, send)
+            return relayed + (0 if last else sent), forwarded + (0 if first else sent)
+
+        return [one_way(i, train.directions[i], *counts[i]) for i in range(len(counts))]
+
+    def for_each_slice(sender: Any, receiver: Any, body: Callable[[Any, Any], None]) -> None:
+        _for_each_slice((sender * n + receiver) * slices, slices, sizes_ref, most, body)
+
+    def copy_to_self(i: Any, count: Any) -> None:
+        source = _rows(x_ref, input_offsets_ref[i - ring.me * (n * slices)], count)
+        pltpu.make_async_copy(source, _rows(o_ref, places_ref[i], count), copy_sem).start()
+
+    def drain(distance: Any) -> None:
+        peer = wrap(ring.me + distance, n)
+        for_each_slice(peer, ring.me, functools.partial(_wait, final_sem, o_ref))
+        for_each_slice(ring.me, peer, functools.partial(_wait, own_sem, x_ref))
+
+    # A device may neither send nor receive, and yet not be done before both neighbours have passed
+    # the barrier: else its signal in the next call could stand in, at one neighbour, for that of
+    # the neighbour's other, which has not entered this one. (sync.barrier_with_neighbours)
+    sync.barrier_with_neighbours(ring)
+    for direction in train.directions:
+        pl.semaphore_signal(passed_sem, 1, device_id=ring.peer(direction))
+    for_each_slice(ring.me, ring.me, copy_to_self)
+    with jax.named_scope("pass_on"):
+        counts: Any = [(np.int32(0), np.int32(0))] * len(train.directions)
+        rounds = chunks_ref[0] * slices
+        (counts,) = relay.for_each_move([train], rounds, move, [counts])
+    with jax.named_scope("drain"):
+        for lane, (relayed, forwarded) in enumerate(counts):
+            slots.drain(lane, relayed, forwarded)
+        sync.for_each(1, n, drain)
+        for_each_slice(ring.me, ring.me, functools.partial(_wait, copy_sem, x_ref))
+        pl.semaphore_wait(passed_sem, len(train.directions))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -19,20 +20,39 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.kernels.topology import LEFT, RIGHT, Ring
 
 
-def barrier_with_neighbours(ring: Ring) -> None:
-    """Returns when both neighbours have entered this kernel.
+def barrier_with_neighbours(*rings: Ring) -> None:
+    """Returns when both neighbours on each ring have entered this kernel.
 
-    The barrier semaphore outlives the kernel: both neighbours add 1, the wait takes 2.
-    A neighbour may already be in its next call of this id. It got there only by finishing this
-    one, for which it needed a block of ours, which we send after this wait; so its second
-    signal cannot stand in for the other neighbour's first. A kernel that can finish without
-    hearing from everyone must use `barrier_with_everyone`.
+    The barrier semaphore outlives the kernel: both neighbours on each of r rings add 1, the wait
+    takes 2r. A neighbour may already be in its next call of this id. It got there only by finishing
+    this one, for which it needed a block of every device, also of those that we still wait for,
+    which they send after their own wait; so its second signal cannot stand in for another's first.
+    A kernel that can finish without hearing from everyone must use `barrier_with_everyone`.
     """
     semaphore = pltpu.get_barrier_semaphore()
     with jax.named_scope("barrier"):
-        for direction in (RIGHT, LEFT):
-            pl.semaphore_signal(semaphore, 1, device_id=ring.peer(direction))
-        pl.semaphore_wait(semaphore, 2)
+        for ring in rings:
+            for direction in (RIGHT, LEFT):
+                pl.semaphore_signal(semaphore, 1, device_id=ring.peer(direction))
+        pl.semaphore_wait(semaphore, 2 * len(rings))
+
+
+def barrier_along_line(ring: Ring) -> None:
+    """Returns when the neighbours on a line have entered this kernel; those at its ends have one.
+
+    As `barrier_with_neighbours`: each neighbour adds 1, the wait takes as many as there are, and
+    none can finish this call, and signal for its next, before it has had a block of ours.
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    has_right, has_left = ring.place < ring.size - 1, ring.place > 0
+    with jax.named_scope("barrier"):
+        for direction, there in ((RIGHT, has_right), (LEFT, has_left)):
+
+            @pl.when(there)
+            def _(direction: int = direction) -> None:
+                pl.semaphore_signal(semaphore, 1, device_id=ring.peer(direction))
+
+        pl.semaphore_wait(semaphore, has_right.astype(np.int32) + has_left.astype(np.int32))
 
 
 def barrier_with_everyone(ring: Ring) -> None:
@@ -62,28 +82,31 @@ def push_to_everyone(
 ) -> None:
     """Copies `source` into `target` on every device of the ring, and waits for what comes.
 
-    `target` differs by sender. One receive semaphore serves all n-1 arrivals, as nothing is read
+    `source` is one ref, or a function from a device's position to the ref that it is to have, all
+    of one shape. `target` differs by sender. One receive semaphore serves all n-1 arrivals, as nothing is read
     before the last. Each device begins with its right neighbour: no two begin with the same.
     """
+    source_for = source if callable(source) else lambda _: source
+
+    def push(distance: Any) -> None:
+        owner = ring.block(distance)
+        remote_copy(source_for(owner), target, send_sem, recv_sem, ring.device_id(owner))
+
     with jax.named_scope("push"):
-        for_each(
-            1,
-            ring.size,
-            lambda d: remote_copy(source, target, send_sem, recv_sem, ring.peer(d)),
-        )
-        own_copy = pltpu.make_async_copy(source, target, copy_sem)
+        for_each(1, ring.size, push)
+        own_copy = pltpu.make_async_copy(source_for(ring.me), target, copy_sem)
         own_copy.start()
     with jax.named_scope("drain"):
-        wait(recv_sem, source, times=ring.size - 1)
-        wait(send_sem, source, times=ring.size - 1)
+        wait(recv_sem, target, times=ring.size - 1)
+        wait(send_sem, target, times=ring.size - 1)
         own_copy.wait()
 
 
-def wait(semaphore: Any, ref: Any, times: int = 1) -> None:
+def wait(semaphore: Any, ref: Any, times: Any = 1) -> None:
     """Waits on a DMA semaphore for as many bytes as `ref` holds, `times` times over."""
     for_each(0, times, lambda _: pltpu.make_async_copy(ref, ref, semaphore).wait())
 
 
-def for_each(start: int, stop: int, body: Callable[[Any], None]) -> None:
+def for_each(start: int, stop: Any, body: Callable[[Any], None]) -> None:
     """body(start) ... body(stop - 1), as a loop: the code does not grow with the ring."""
     lax.fori_loop(start, stop, lambda i, _: body(i), None)

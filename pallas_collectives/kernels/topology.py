@@ -6,7 +6,7 @@ traced int32 scalars (inside a kernel).
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,19 @@ class Group:
       sizes: the size of each axis.
       index_groups: `axis_index_groups`: equal-sized lists of device numbers that partition the
         axes, each list a ring of its own in the order given; None for one ring of all.
+      order: device numbers in the order of the ring, so that neighbours share a link (see
+        `places.arranged`); None for 0, 1, ... Not together with `index_groups`.
+      line: whether the ring's closing hop runs back over the links of all others.
+      torus: the rings along the axes of the torus that the group lies on, if it has several; the
+        group's devices are numbered row-major over them. How a group lies does not make it another.
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     index_groups: tuple[tuple[int, ...], ...] | None = None
+    order: tuple[int, ...] | None = None
+    line: bool = False
+    torus: tuple["Group", ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -39,36 +47,45 @@ class Group:
         return math.prod(self.sizes)
 
     def members(self) -> jax.Array | None:
-        """This device's row [own position, device number at position 0, 1, ...]; None if trivial.
+        """What this device's kernel must know of the group; None where arithmetic tells it.
 
-        Kernels read it from SMEM; a ring of all devices needs no table.
+        Its position, then the device numbers at positions 0, 1, ...; or, where the ring has an
+        order of its own, its place along the ring, then the positions of the devices at places
+        0, 1, ... Kernels read it from SMEM.
         """
-        if self.index_groups is None:
+        if self.index_groups is None and self.order is None:
             return None
         table = np.zeros((math.prod(self.sizes), 1 + self.size), np.int32)
-        for group in self.index_groups:
-            for position, device in enumerate(group):
-                table[device] = (position, *group)
+        for group in self.index_groups or (self.order,):
+            for place, device in enumerate(group):
+                table[device] = (place, *group)
         return lax.dynamic_index_in_dim(table, lax.axis_index(self.axes), keepdims=False)
 
 
 class Ring:
     """A group seen by one of its devices, inside a kernel.
 
+    Blocks are numbered by position, as lax numbers devices. Neighbours are those at neighbouring
+    places along the ring, which are the positions unless the group has an order of its own.
+
     Attributes:
       size: devices in the ring.
       me: own position, 0 <= me < size.
+      place: own place along the ring, 0 <= place < size.
     """
 
     def __init__(self, group: Group, members_ref: Any = None) -> None:
         self.size = group.size
         self._group = group
         self._members_ref = members_ref
-        self.me = lax.axis_index(group.axes) if members_ref is None else members_ref[0]
+        self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[0]
+        self.me = lax.axis_index(group.axes) if group.order is not None else self.place
 
     def device_id(self, position: Any) -> dict[str, Any]:
         """The mesh coordinates, over the group's axes, of the device at a position."""
-        number = position if self._members_ref is None else self._members_ref[1 + position]
+        number = position
+        if self._group.index_groups is not None:
+            number = self._members_ref[1 + position]
         coordinates: dict[str, Any] = {}
         for axis, size in zip(reversed(self._group.axes), reversed(self._group.sizes), strict=True):
             coordinates[axis] = number if len(self._group.axes) == 1 else lax.rem(number, size)
@@ -76,12 +93,13 @@ class Ring:
         return coordinates
 
     def peer(self, offset: Any) -> dict[str, Any]:
-        """The device `offset` positions to the right (negative: to the left), around the ring."""
+        """The device `offset` places to the right (negative: to the left), around the ring."""
         return self.device_id(self.block(offset))
 
     def block(self, offset: Any) -> Any:
-        """The number of the block that belongs to the device `offset` positions to the right."""
-        return wrap(self.me + offset, self.size)
+        """The number of the block that belongs to the device `offset` places to the right."""
+        place = wrap(self.place + offset, self.size)
+        return place if self._group.order is None else self._members_ref[1 + place]
 
 
 def wrap(position: Any, n: int) -> Any:
@@ -117,6 +135,19 @@ class Lane:
         """The most hops of any part."""
         return self.near + (self.far[0] < self.far[1])
 
+    @property
+    def far_parts(self) -> int:
+        """How many parts travel one hop more."""
+        return self.far[1] - self.far[0]
+
+    def part(self, turn: Any) -> Any:
+        """The part whose turn it is, 0 <= turn < parts: first those that travel furthest."""
+        return wrap(self.far[0] + turn, self.parts)
+
+    def turn(self, part: Any) -> Any:
+        """When it is a part's turn: `part` backwards."""
+        return wrap(part - self.far[0], self.parts)
+
     def hops_of(self, part: Any) -> Any:
         """How many hops a part travels."""
         start, stop = self.far
@@ -145,6 +176,16 @@ def lanes(n: int, *, bidirectional: bool, parts: int) -> tuple[Lane, ...]:
     return tuple(lane for lane in found if lane.hops)
 
 
+def line_lanes(n: int, parts: int) -> tuple[Lane, ...]:
+    """The lanes of a line of n devices; the hops are those from one end to the other."""
+    return Lane(RIGHT, parts, n - 1), Lane(LEFT, parts, n - 1)
+
+
+def behind(ring: Ring, lane: Lane) -> Any:
+    """How many devices of a line are upstream of this one; the other n-1 less these are ahead."""
+    return ring.place if lane.direction == RIGHT else ring.size - 1 - ring.place
+
+
 PartBody = Callable[[Any, int, Any], None]
 
 
@@ -154,18 +195,23 @@ def for_each_part(
     """body(step, lane number, part) for every part; with `far`, for those that travel furthest.
 
     Part by part, in both directions each: while one part is seen to, the others are on the wire.
+    Those that travel furthest come first in their lane (`Lane.part`).
     Loops and no conditions: libtpu cannot compile a predicated DMA of so many operands for v4.
     """
+    counts = [lane.parts if lanes[0].near and not far else lane.far_parts for lane in lanes]
 
-    def in_all_lanes(part: Any, _: None) -> None:
-        for i in range(len(lanes)):
-            body(step, i, part)
+    def in_lanes(turn: Any, chosen: Sequence[int]) -> None:
+        for i in chosen:
+            body(step, i, lanes[i].part(turn))
 
-    if not far and lanes[0].near:
-        lax.fori_loop(0, lanes[0].parts, in_all_lanes, None)
-        return
-    for i, lane in enumerate(lanes):
-        lax.fori_loop(*lane.far, lambda part, _, i=i: body(step, i, part), None)
+    together = [range(len(lanes))] if len(set(counts)) == 1 else [[i] for i in range(len(lanes))]
+    for chosen in together:
+        lax.fori_loop(0, counts[chosen[0]], lambda turn, _, c=chosen: in_lanes(turn, c), None)
+
+
+def only_if(condition: Any, body: Callable[[], None]) -> None:
+    """body() where a traced condition holds: a loop, for the reason that `for_each_part` has."""
+    lax.fori_loop(0, condition.astype(np.int32), lambda _, __: body(), None)
 
 
 def for_each_step(lanes: tuple[Lane, ...], body: PartBody, start: int) -> None:
@@ -190,6 +236,15 @@ def gather_table(n: int, lanes: tuple[Lane, ...]) -> str:
                 assert moving <= before[device][block], "a device sends on what it does not hold"
                 held[wrap(device + lane.direction, n)][block] |= moving
         lines.append(_table_line(step + 1, held, whole))
+    return "\n".join(lines)
+
+
+def line_table(n: int) -> str:
+    """`gather_table` of a line: what is not there cannot be passed on."""
+    lines = []
+    for step in range(n):
+        rows = ([b if abs(b - device) <= step else "." for b in range(n)] for device in range(n))
+        lines.append(f"{step:<6}" + "  ".join(f"[{''.join(map(str, row))}]" for row in rows))
     return "\n".join(lines)
 
 

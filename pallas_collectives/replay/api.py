@@ -49,8 +49,13 @@ def replay(
       function.
       DataDependent: control flow or addresses depend on an argument given by shape only.
     """
-    program, mesh = trace_program.trace(function, *args, generation=machine.generation)
-    where = _placement(machine, mesh, program.n_devices) if placement is None else placement
+    program, mesh = trace_program.trace(
+        function,
+        *args,
+        generation=machine.generation,
+        where=lambda mesh: machine.places(_placement(machine, mesh, placement)),
+    )
+    where = _placement(machine, mesh, placement)
     if len(where) != program.n_devices or len(set(where.tolist())) != len(where):
         raise MachineError(
             f"placement of {len(where)} positions for a mesh of {program.n_devices}: "
@@ -73,8 +78,10 @@ def replay(
     return report(engine, found)
 
 
-def _placement(machine: Machine, mesh: Any, n: int) -> np.ndarray:
+def _placement(machine: Machine, mesh: Any, given: np.ndarray | None) -> np.ndarray:
+    if given is not None:
+        return given
     devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
     if devices is not None and all(hasattr(d, "coords") for d in devices.flat):
         return machine.placement_of(devices)
-    return machine.default_placement(n)
+    return machine.default_placement(mesh.size)

@@ -7,6 +7,7 @@ inside and m outside:
 
     all_gather      m shards               each outside shard comes in at least once
     reduce_scatter  k blocks               each inside member needs what the outside adds to its own
+                    m blocks going out     and the other way round
     all_to_all      k·m blocks
     all_reduce      both, added up         2(n-1)/n of the array (Patarasuk and Yuan, 2009)
 
@@ -74,7 +75,11 @@ def _wire(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float) -> 
             continue
         k = inside[groups].sum(axis=1)
         m = n - k
-        crossing = {"all_gather": (k > 0) * m, "reduce_scatter": (m > 0) * k, "all_to_all": k * m}
+        crossing = {
+            "all_gather": (k > 0) * m,
+            "reduce_scatter": (k > 0) * (m > 0) * np.maximum(k, m),
+            "all_to_all": k * m,
+        }
         worst = max(worst, float(crossing[op].sum()) * shard_bytes / (links * link))
     return worst
 

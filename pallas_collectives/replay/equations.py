@@ -37,7 +37,7 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
     if name in values.SCALAR and scalar:
         return _scalar(eqn, values.SCALAR[name], ins, outs)
     if twins.is_twin(eqn):
-        return _call(stepper, twins.expand(eqn, stepper.mesh), ins, outs)
+        return _twin(stepper, eqn, ins, outs)
     called = jaxprs.called_jaxpr(eqn)
     if called is not None:
         return _call(stepper, called, ins, outs)
@@ -124,6 +124,20 @@ def _call(stepper: Stepper, called: Any, ins: list[int], outs: list[int]) -> Ste
     return step
 
 
+def _twin(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    """One of our collectives: its kernels and, of an all-gather of known arrays, its result."""
+    call = _call(stepper, twins.expand(eqn, stepper.mesh), ins, outs)
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        operand = env[ins[0]]
+        call(env, lanes)
+        small = math.prod(eqn.outvars[0].aval.shape) <= _LARGEST_KNOWN
+        if eqn.primitive.name == "pallas_all_gather" and small and isinstance(operand, Known):
+            env[outs[0]] = twins.gathered(operand, stepper.axes, **eqn.params)
+
+    return step
+
+
 def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     """Any other equation: computed on the host where all operands are known and small, else priced
     and unknown.
@@ -134,13 +148,14 @@ def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
             f"at {jaxprs.where(eqn)}"
         )
     seconds = _price(stepper, eqn)
+    spend = stepper.multiply if eqn.primitive.name == "dot_general" else stepper.work
     sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         args = [env[i] for i in ins]
         largest = _LARGEST_KNOWN if stepper.kernel is None else 1
         if max(sizes) > largest or any(a is UNKNOWN for a in args):
-            stepper.work(seconds)
+            spend(seconds)
             if stepper.kernel is None:
                 stepper.unmodelled[eqn.primitive.name] += 1
             for o in outs:
@@ -187,7 +202,7 @@ def _price(stepper: Stepper, eqn: Any) -> float:
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
-        return 2.0 * size * depth / generation.matrix_rate
+        return 2.0 * size * depth * generation.cores / generation.matrix_rate
     if name.startswith("reduce_") or name in ("argmax", "argmin"):
         size = max(math.prod(getattr(v.aval, "shape", ())) for v in eqn.invars)
     return size / generation.vector_rate

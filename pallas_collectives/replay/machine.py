@@ -19,6 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_collectives import chips
+from pallas_collectives.kernels.physical import Torus
+from pallas_collectives.places import Places
+
 US = 1e-6
 
 
@@ -42,36 +46,31 @@ class Generation:
     hbm_bandwidth: float  # [SB, V]
     vmem_bandwidth: float  # core loads and stores [D]
     vector_rate: float  # 32-bit elementwise operations [D]
-    matrix_rate: float  # bf16 [V]
+    matrix_rate: float  # bf16, of all cores [V]
     vmem_bytes: int  # [TI]
-    wrap_at: int  # a torus axis wraps round if it is a positive multiple of this [SB, V]
-    wraps_per_axis: bool  # False: all axes must satisfy it, or none wraps
-    reaches_all: bool = True  # a remote DMA reaches every device (v5e: power-of-two offsets only)
-    devices_per_chip: int = 1
+    reaches_all: bool  # a remote DMA reaches every device (v5e: power-of-two offsets only)
+    devices_per_chip: int
+    cores: int = 1  # of a device; a kernel runs on one of them
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
 
 
 def _generation(
     name: str,
     kind: str,
-    dims: int,
     link: float,
     hbm: float,
     tflops: float,
     clock_ghz: float,
     cores: int,
-    vmem_mib: int,
-    wrap_at: int,
-    wraps_per_axis: bool,
     efficiency: float = 0.92,  # assumed, between the two that are fitted
     launch_us: float = 1.5,  # assumed
     **extra: Any,
 ) -> Generation:
-    lanes = 8 * 128 * cores
+    lanes, chip = 8 * 128 * cores, chips.BY_NAME[name]
     return Generation(
         name=name,
         device_kind=kind,
-        dims=dims,
+        dims=chip.dims,
         link_bandwidth=link * 1e9,
         link_efficiency=efficiency,
         hop_latency=0.6 * US,
@@ -82,51 +81,33 @@ def _generation(
         vmem_bandwidth=lanes * 4 * 3 * clock_ghz * 1e9,
         vector_rate=lanes * 4 * clock_ghz * 1e9,
         matrix_rate=tflops * 1e12,
-        vmem_bytes=vmem_mib << 20,
-        wrap_at=wrap_at,
-        wraps_per_axis=wraps_per_axis,
+        vmem_bytes=chip.vmem_bytes,
+        reaches_all=chip.far_dma,
+        devices_per_chip=chip.devices,
+        cores=cores,
         **extra,
     )
 
 
-# name, device kind, torus axes, ICI GB/s per link one way, HBM TB/s, bf16 TFLOP/s, GHz, cores, VMEM
-# MiB, wrap rule
+# name, device kind, ICI GB/s per link one way, HBM TB/s, bf16 TFLOP/s, GHz, cores; VMEM, torus
+# axes, wrap rules, reach and devices a chip are in `chips`
 GENERATIONS: dict[str, Generation] = {
     g.name: g
     for g in (
-        _generation("v4", "TPU v4", 3, 45, 1.23, 275, 1.05, 2, 16, 4, False),
-        _generation(
-            "v5e",
-            "TPU v5 lite",
-            2,
-            45,
-            0.82,
-            197,
-            1.5,
-            1,
-            128,
-            16,
-            True,
-            efficiency=0.95,
-            reaches_all=False,
-        ),
-        _generation("v5p", "TPU v5", 3, 90, 2.46, 459, 1.75, 2, 64, 4, False),
-        _generation("v6e", "TPU v6 lite", 2, 90, 1.64, 920, 1.75, 1, 128, 16, True),
+        _generation("v4", "TPU v4", 45, 1.23, 275, 1.05, 2),
+        _generation("v5e", "TPU v5 lite", 45, 0.82, 197, 1.5, 1, efficiency=0.95),
+        _generation("v5p", "TPU v5", 90, 2.46, 459, 1.75, 2),
+        _generation("v6e", "TPU v6 lite", 90, 1.64, 920, 1.75, 1),
         _generation(
             "7x",
             "TPU7x",
-            3,
             100,
             7.40 / 2,
             2310 / 2,
             2.2,
             1,
-            64,
-            4,
-            False,
             efficiency=0.90,
             launch_us=3.9,
-            devices_per_chip=2,
             die_bandwidth=600e9,
         ),
     )
@@ -172,8 +153,7 @@ class Machine:
             )
         shape += (1,) * (generation.dims - len(shape))
         if wraps is None:
-            fits = tuple(n > 1 and n % generation.wrap_at == 0 for n in shape)
-            wraps = fits if generation.wraps_per_axis else (all(fits),) * len(shape)
+            wraps = chips.BY_NAME[generation.name].wraps(shape)
         if len(wraps) != len(shape):
             raise MachineError(f"wraps {wraps}: one for each of the {len(shape)} torus axes")
         return Machine(generation, shape, wraps)
@@ -229,6 +209,12 @@ class Machine:
                 + (d.core_on_chip if self.generation.devices_per_chip > 1 else 0)
             )
         return np.array(numbers)
+
+    def places(self, placement: np.ndarray) -> Places:
+        """The coordinates of the devices of a placement."""
+        there = Torus(self.shape, self.wraps)
+        per_chip = self.generation.devices_per_chip
+        return Places(there, tuple(there.place(int(number), per_chip) for number in placement))
 
     # Links: 2·dims a chip (axis, direction), then one a device towards the other device of its chip
 

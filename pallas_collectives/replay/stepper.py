@@ -88,6 +88,8 @@ class Stepper:
         self._sources: dict[int, tuple[Any, Source]] = {}
         self._targets: dict[bytes, np.ndarray] = {}
         self._busy = 0.0
+        self._multiplying = 0.0  # work of the matrix unit since the last DMA or semaphore
+        self._beside = 0.0  # other work since then that instructions have been charged with
         every = np.arange(self.n_devices)
         shape = tuple(axes.values())
         self._coordinates = dict(
@@ -171,13 +173,25 @@ class Stepper:
         if self.kernel is not None:
             self._busy += seconds
 
-    def take_busy(self) -> float:
+    def multiply(self, seconds: float) -> None:
+        """The matrix unit computes for `seconds`, beside the core's loads, stores and other work
+        between two DMAs or semaphores: a bundle of instructions has a place for each.
+        """
+        if self.kernel is not None:
+            self._multiplying += seconds
+
+    def take_busy(self, *, waits: bool = True) -> float:
+        """The work since the last instruction; with `waits` until the matrix unit is done, too."""
         busy, self._busy = self._busy, 0.0
+        self._beside += busy
+        if waits:
+            busy += max(0.0, self._multiplying - self._beside)
+            self._multiplying = self._beside = 0.0
         return busy
 
     def flush_busy(self, eqn: Any, lanes: np.ndarray) -> None:
         """Ends the work counted so far on these lanes, before the set of lanes changes."""
-        if self._busy:
+        if self._busy or self._multiplying:
             self.emit(Work(lanes, self.take_busy(), self.source(eqn)))
 
     def source(self, eqn: Any) -> Source:
@@ -371,7 +385,7 @@ class Stepper:
         nbytes = view.nbytes
         if not isinstance(nbytes, np.ndarray):
             self.work(nbytes / self.generation.vmem_bandwidth)
-        self.emit(Access(lanes, self.take_busy(), source, view, op.writes))
+        self.emit(Access(lanes, self.take_busy(waits=False), source, view, op.writes))
         return UNKNOWN
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_collectives import places
+from pallas_collectives.places import Places
 from pallas_collectives.replay import jaxprs, live
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import Program
@@ -20,10 +22,16 @@ class NoShardMap(ValueError):
     """The function has no `jax.shard_map`, so replay cannot know its devices."""
 
 
-def trace(function: Callable[..., Any], *args: Any, generation: Generation) -> tuple[Program, Any]:
+def trace(
+    function: Callable[..., Any],
+    *args: Any,
+    generation: Generation,
+    where: Callable[[Any], Places | None] = lambda mesh: None,
+) -> tuple[Program, Any]:
     """Steps `function(*args)` for every device of its shard_map's mesh; returns the program and the
     mesh.
 
+    `where(mesh)` is where the mesh's devices are: our own collectives choose their rings by that.
     `args` are pytrees of `jax.ShapeDtypeStruct`s (only shapes matter) or numpy arrays (their
     contents are followed, e.g. sizes that a kernel reads from scalar memory). Raises NoShardMap,
     and DataDependent where the kernel's addresses or control flow depend on an argument given by
@@ -44,7 +52,8 @@ def trace(function: Callable[..., Any], *args: Any, generation: Generation) -> t
     if _reads_semaphores(body):
         return live.LiveProgram(mesh, generation, body, per_device), mesh  # type: ignore[return-value]
     stepper = Stepper(mesh, generation)
-    stepper.run(body, per_device, np.arange(stepper.n_devices))
+    with places.scope(where(mesh)):
+        stepper.run(body, per_device, np.arange(stepper.n_devices))
     return stepper.program(), mesh
 
 

@@ -12,22 +12,27 @@ import importlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallas_collectives import backends
 from pallas_collectives.backends import canonical
 from pallas_collectives.kernels import launch
 from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay.values import Known
 
 
 def is_twin(eqn: Any) -> bool:
     """Whether an equation is one of our collectives, served by a backend of ours."""
-    how = eqn.params.get("how")
+    how = eqn.params.get("how", getattr(eqn.params.get("spec"), "how", None))
     return isinstance(how, backends.How) and how.backend != "xla"
 
 
 def expand(eqn: Any, mesh: Any) -> Any:
     """The closed jaxpr of one device's part of the equation: layout work and `pallas_call`s."""
     params = dict(eqn.params)
+    op = eqn.primitive.name.removeprefix("pallas_")
+    if "spec" in params:
+        return _local(functools.partial(_fused_kernel, op, **params), eqn, mesh)
     how = params.pop("how")
     if how.backend != "pallas":
         raise jaxprs.UnsupportedEquation(
@@ -35,8 +40,16 @@ def expand(eqn: Any, mesh: Any) -> Any:
             "replay runs Pallas kernels"
         )
     module = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
-    op = eqn.primitive.name.removeprefix("pallas_")
-    run = functools.partial(canonical.run, module, op, how, **params)
+    return _local(functools.partial(canonical.run, module, op, how, **params), eqn, mesh)
+
+
+def _fused_kernel(*args: Any, **params: Any) -> Any:
+    from pallas_collectives import fused_primitives  # which asks this package for the chips' rates
+
+    return fused_primitives.kernel(*args, **params)
+
+
+def _local(run: Any, eqn: Any, mesh: Any) -> Any:
     replicated = jax.sharding.PartitionSpec()
     local = jax.shard_map(
         run, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
@@ -44,3 +57,30 @@ def expand(eqn: Any, mesh: Any) -> Any:
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     with backends.uncounted(), launch.ids_of_its_own():
         return jax.make_jaxpr(local)(*shapes)
+
+
+def gathered(
+    operand: Known,
+    axes: dict[str, int],
+    *,
+    axis_name: Any,
+    all_gather_dimension: int,
+    tiled: bool,
+    axis_index_groups: Any = None,
+    **_: Any,
+) -> Known:
+    """An all-gather's result on each device of a mesh of `axes`."""
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    order = [*(a for a in axes if a not in names), *names]
+    devices = np.arange(np.prod(list(axes.values()))).reshape(tuple(axes.values()))
+    rows = devices.transpose([list(axes).index(a) for a in order])
+    rows = rows.reshape(-1, np.prod([axes[a] for a in names]))
+    if axis_index_groups is not None:
+        rows = np.concatenate([rows[:, list(group)] for group in axis_index_groups])
+    join = np.concatenate if tiled else np.stack
+    results: list[Any] = [None] * devices.size
+    for row in rows:
+        result = join([operand.of_lane(device) for device in row], axis=all_gather_dimension)
+        for device in row:
+            results[device] = result
+    return Known(np.stack(results), True)

@@ -1,0 +1,140 @@
+"""The columns of every table, on a terminal and in Markdown: headers and cells."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.rows import Compiled, Measured, Replayed, Row, Soaked
+
+MIB = 1 << 20
+
+
+class Column(NamedTuple):
+    """A header, and what stands below it for a row."""
+
+    header: str
+    cell: Callable[[Any], str]
+    is_text: bool = False  # to the left, where numbers go to the right
+
+
+def of(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """The columns for the rows of one part."""
+    match rows[0]:
+        case Measured():
+            return _measured([row for row in rows if isinstance(row, Measured)])
+        case Soaked():
+            return _SOAKED
+        case Compiled():
+            return _COMPILED
+        case Replayed():
+            return _REPLAYED
+    raise AssertionError(rows[0])
+
+
+def _text(header: str, name: str) -> Column:
+    return Column(header, lambda row: str(getattr(row, name) or "-"), is_text=True)
+
+
+def _number(header: str, name: str, digits: int = 0) -> Column:
+    def cell(row: Any) -> str:
+        value = getattr(row, name)
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return Column(header, cell)
+
+
+def _mib(header: str, name: str) -> Column:
+    return Column(header, lambda row: "-" if row.error else f"{getattr(row, name) / MIB:.1f}")
+
+
+def _wrong(row: Any) -> str:
+    if row.error:
+        return "error"
+    if row.refused and row.wrong is None:
+        return "refused"
+    return "-" if row.wrong is None else str(row.wrong)
+
+
+def _spread(row: Any) -> str:
+    if row.time_us is None:
+        return "-"
+    return f"{row.time_us_min:.1f}-{row.time_us_max:.1f}"
+
+
+def against_lax(rows: Sequence[Measured]) -> Column:
+    """How many times lax's time ours is faster by: 2.00x is half the time."""
+    times = {_call(row): row.time_us for row in rows if row.backend == "xla"}
+
+    def cell(row: Measured) -> str:
+        by_lax = times.get(_call(row))
+        if row.backend == "xla" or not by_lax or not row.time_us:
+            return "-"
+        return f"{by_lax / row.time_us:.2f}x"
+
+    return Column("vs lax", cell)
+
+
+def _call(row: Measured) -> tuple[Any, ...]:
+    return (row.op, row.type, row.devices, row.size)
+
+
+def _measured(rows: Sequence[Measured]) -> tuple[Column, ...]:
+    """Simulated devices have no times to show; what is not known of any row takes no column."""
+    call = (*_CALL, _text("over", "over")) if any(row.over for row in rows) else _CALL
+    if not any(row.time_us for row in rows):
+        ran = any(row.interpret_ms for row in rows)
+        return (*call, *((_number("interp ms", "interpret_ms"),) if ran else ()), _WRONG)
+    extra = []
+    if any(row.model_us for row in rows):
+        extra = [_number("model us", "model_us", 1), Column("% of model", _of_model)]
+    if any(row.backend == "xla" and row.time_us for row in rows):
+        extra.append(against_lax(rows))
+    times = (_number("time(us)", "time_us", 1), Column("min-max", _spread))
+    return (*call, *times, *_RATES, _number("% of peak", "of_peak"), *extra, _WRONG)
+
+
+def _of_model(row: Any) -> str:
+    if row.model_us is None or row.time_us is None:
+        return "-"
+    return f"{100 * row.time_us / row.model_us:.0f}"
+
+
+_WHAT = (_text("op", "op"), _text("algorithm", "algorithm"))
+_SIZE = (
+    _number("size", "size"),
+    _number("count", "count"),
+    _text("type", "type"),
+    _number("devices", "devices"),
+)
+_CALL = (*_WHAT, _text("backend", "backend"), *_SIZE)
+_RATES = (_number("algbw(GB/s)", "algbw", 2), _number("busbw(GB/s)", "busbw", 2))
+_WRONG = Column("#wrong", _wrong)
+_COMPILED = (
+    _text("topology", "topology"),
+    *_WHAT,
+    _text("type", "type"),
+    _number("devices", "devices"),
+    _mib("temp MiB", "temp"),
+    _mib("lax temp", "lax_temp"),
+    Column("program", lambda row: row.ops or "error", is_text=True),
+    Column("lax program", lambda row: row.lax_ops or "error", is_text=True),
+)
+_SOAKED = (
+    _text("collectives", "op"),
+    _text("type", "type"),
+    _number("devices", "devices"),
+    _number("runs", "runs"),
+    _number("calls", "calls"),
+    _number("seconds", "seconds", 1),
+    _WRONG,
+)
+_REPLAYED = (
+    _text("pod", "machine"),
+    _text("op", "op"),
+    Column("algorithm", lambda row: row.algorithm or row.kernel or "-", is_text=True),
+    *_SIZE,
+    _number("model us", "time_us", 1),
+    *_RATES,
+    _number("bound us", "bound_us", 1),
+    _number("% of bound", "of_bound"),
+    Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok"),
+)

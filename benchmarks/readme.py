@@ -1,0 +1,212 @@
+"""`readme`: the README's tables, from the library's own tables and from stored results.
+
+What is replayed and compiled is in readme.json beside this file, as `--json` writes it. To bring it
+up to date, after a change to kernels or to the choice of algorithms:
+
+    python -m benchmarks readme --recompute      # minutes
+"""
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from benchmarks import compiled, devices, replay_rows, results
+from benchmarks.cases import CASES
+from benchmarks.results import Results, Saved
+from benchmarks.rows import Compiled, Replayed
+from benchmarks.settings import FlagError, Settings
+from benchmarks.tables import Screen, grid
+from pallas_collectives.backends import nccl
+from pallas_collectives.backends.algorithms import ALGORITHMS
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+STORED = Path(__file__).with_name("readme.json")
+
+_RECOMPUTE = flags.DEFINE_bool("recompute", False, "Replay and compile anew, for readme.json.")
+_ONLY_CHECK = flags.DEFINE_bool("only_check", False, "Write nothing; 1 if a table is out of date.")
+
+TOPOLOGIES = ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+PODS = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "7x:4x4x4")
+BLOCKS = (8 << 10, 4 << 20)  # bytes
+_REPLAYED = ("all_gather", "psum_scatter", "psum", "all_to_all")
+_DTYPE = "float32"
+
+# Our functions for each canonical collective; lax's are of the same names but for the first two.
+_FUNCTIONS = {
+    "all_gather": "`all_gather`",
+    "reduce_scatter": "`psum_scatter`, `reduce_scatter`",
+    "all_reduce": "`psum`, `all_reduce`, `pmean`, `pmax`, `pmin`, `pbroadcast`",
+    "all_to_all": "`all_to_all`, `pswapaxes`",
+    "ragged_all_to_all": "`ragged_all_to_all`",
+    "ppermute": "`ppermute`, `pshuffle`",
+}
+# Bytes sent per link and direction, and steps, as the kernels' files have them.
+_RINGS = {
+    "bidirectional": ("(n−1)/2 blocks", "⌊n/2⌋"),
+    "unidirectional": ("n−1 blocks, one way", "n−1"),
+    "line": ("n−1 blocks at the most", "n−1"),
+    "torus": ("(n−1)/2d blocks, on d axes at once", "the axes' together"),
+    "direct": ("as the wires lie", "1"),
+}
+COSTS: dict[str, dict[str, tuple[str, str]]] = {
+    "all_gather": _RINGS,
+    "reduce_scatter": _RINGS,
+    "all_reduce": {
+        "ring": ("(n−1)/n of the operand", "2⌊n/2⌋"),
+        "line": ("2(n−1)/n of the operand at the most", "2(n−1)"),
+        "torus": ("(n−1)/dn of the operand, on d axes at once", "the axes' together"),
+        "one_shot": ("as the wires lie", "1"),
+    },
+    "all_to_all": {
+        "direct": ("as the wires lie", "1"),
+        "ring": ("n²/8 blocks", "⌊n/2⌋"),
+    },
+    "ragged_all_to_all": {
+        "direct": ("the rows that are sent", "1"),
+        "ring": ("those, and what is passed on", "⌊n/2⌋"),
+    },
+    "ppermute": {
+        "partners": ("the operand", "1"),
+        "everyone": ("the operand", "1"),
+    },
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the tables into the README, or says which are out of date."""
+    if argv[1:]:
+        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+    if _RECOMPUTE.value:
+        recompute(Screen())
+    before = README.read_text()
+    after = rendered(before, results.load(str(STORED)))
+    if _ONLY_CHECK.value:
+        for line in difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm=""):
+            print(line)
+    elif after != before:
+        results.write(str(README), lambda file: file.write(after))
+    return int(_ONLY_CHECK.value and after != before)
+
+
+def rendered(text: str, saved: Saved) -> str:
+    """The README with its tables between their markers made anew.
+
+    Raises:
+      FlagError: a marker of an unknown table, or a table without markers.
+    """
+    seen = []
+
+    def table(match: re.Match[str]) -> str:
+        seen.append(match["name"])
+        if match["name"] not in TABLES:
+            rule = f"the tables are {', '.join(TABLES)}"
+            raise FlagError(f"table {match['name']!r} in README.md", rule, "name one of them")
+        return f"{match['begin']}\n{TABLES[match['name']](saved)}\n{match['end']}"
+
+    text = _MARKED.sub(table, text)
+    if missing := sorted(set(TABLES) - set(seen)):
+        rule = "each table stands between markers"
+        remedy = f"write <!-- table: {missing[0]} --> and <!-- end of table --> where it belongs"
+        raise FlagError(f"README.md without {', '.join(missing)}", rule, remedy)
+    return text
+
+
+_MARKED = re.compile(
+    r"(?P<begin><!-- table: (?P<name>\w+)[^>]*-->)\n(?:.*?\n)??(?P<end><!-- end of table -->)",
+    re.DOTALL,
+)
+
+
+def algorithms(_: Saved) -> str:
+    """Collectives, algorithms and backends."""
+    cells = []
+    for op, names in ALGORITHMS.items():
+        for i, name in enumerate(names):
+            gpus = "yes" if hasattr(nccl, op) else "by lax"
+            first = (_FUNCTIONS[op], gpus) if i == 0 else ("", "")
+            cells.append((first[0], f"`{name}`", *COSTS[op][name], first[1]))
+    headers = ("function", "`algorithm=` on TPUs", "bytes per link and direction", "steps", "NCCL")
+    return grid(headers, cells, (True,) * 5)
+
+
+def tasks(pod: str) -> Iterator[replay_rows.Task]:
+    """What is replayed on one pod, over its first axis."""
+    (task, *_) = replay_rows.plan([pod], CASES, [1])
+    n = task.machine.shape[0]
+    for name, block in itertools.product(_REPLAYED, BLOCKS):
+        (case,) = (case for case in CASES if case.name == name)
+        yield from replay_rows.plan([pod], [case], [block * n], (_DTYPE,))
+
+
+def replayed(saved: Saved) -> str:
+    """Percent of the bound that the model gives for each block size."""
+    rows: list[Replayed] = saved.parts["replayed"]
+    cells = []
+    for pod in PODS:
+        of_pod = [row for row in rows if row.machine == pod]
+        found = {(row.op, row.size // (row.devices or 1)): row.of_bound for row in of_pod}
+        shares = (
+            " / ".join(f"{found[op, block]:.0f}" for block in BLOCKS) + "%" for op in _REPLAYED
+        )
+        cells.append((f"{pod}, {of_pod[0].devices}", *shares))
+    headers = ("pod, devices on the axis", *_REPLAYED)
+    return grid(headers, cells, (True,) * len(headers))
+
+
+def compiled_beside_lax(saved: Saved) -> str:
+    """Ours and lax's programs and their memory, with the TPUs where these differ."""
+    rows: list[Compiled] = saved.parts["compiled"]
+    cells = []
+    for op in dict.fromkeys(row.op for row in rows):
+        of_op = [row for row in rows if row.op == op]
+        ours = _grouped(of_op, lambda row: row.ops or "error")
+        by_lax = _grouped(of_op, lambda row: row.lax_ops or "error")
+        cells.append((op, ours, by_lax, _grouped(of_op, _memory)))
+    return grid(("collective", "ours", "lax's", "MiB, ours / lax's"), cells, (True,) * 4)
+
+
+def _memory(row: Compiled) -> str:
+    if row.temp is None or row.lax_temp is None:
+        return "error"
+    return f"{row.temp / (1 << 20):.0f} / {row.lax_temp / (1 << 20):.0f}"
+
+
+def _grouped(rows: Sequence[Compiled], text: Callable[[Compiled], str]) -> str:
+    """What is said of all TPUs; or each text with the TPUs of which it is."""
+    chips: dict[str, list[str]] = {}
+    for row in rows:
+        chips.setdefault(text(row), []).append(row.topology.partition(":")[0].removeprefix("tpu"))
+    if len(chips) == 1:
+        return next(iter(chips))
+    return "; ".join(f"{said} ({', '.join(names)})" for said, names in chips.items())
+
+
+TABLES: dict[str, Callable[[Saved], str]] = {
+    "algorithms": algorithms,
+    "replayed": replayed,
+    "compiled": compiled_beside_lax,
+}
+
+
+def recompute(screen: Screen) -> None:
+    """Replays and compiles for readme.json.
+
+    Raises:
+      CompilerError: libtpu is not installed, or failed.
+    """
+    if not compiled.is_available():
+        raise compiled.CompilerError(compiled.INSTALL)
+    devices.prepare(2)
+    about: dict[str, Any] = devices.environment(devices.make_mesh((2,)))
+    kept = Results(screen, about, {}, str(STORED))
+    on_pods = [task for pod in PODS for task in tasks(pod)]
+    kept.collect("replayed", replay_rows.rows(on_pods), len(on_pods))
+    wanted = Settings(CASES, dtypes=(_DTYPE,), topologies=TOPOLOGIES)
+    for_tpus = compiled.plan(wanted)
+    kept.collect("compiled", compiled.rows(for_tpus), len(for_tpus))
+    screen.say(kept.verdict)

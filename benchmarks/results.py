@@ -1,0 +1,174 @@
+"""What a run keeps: rows by part, in JSON and CSV files that are up to date while they come."""
+
+import csv
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import interrupt
+from benchmarks.rows import PARTS, Row
+from benchmarks.settings import FlagError
+from benchmarks.tables import Screen
+
+# Of the environment: what may differ between a run and the one that goes on with it.
+_MAY_DIFFER = {"command", "host_cpus"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A JSON file of results: what they depend on, and the rows by part."""
+
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    parts: dict[str, list[Any]]
+
+
+class Results:
+    """The rows of a run, by part.
+
+    Files are written after every row: an interrupt, or a crash, loses no more than the row it falls
+    into.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        environment: dict[str, Any],
+        settings: dict[str, Any],
+        json_file: str = "",
+        csv_file: str = "",
+        resume: bool = False,
+    ) -> None:
+        """With `resume` the rows that `json_file` holds are kept.
+
+        Raises:
+          FlagError: they were made with other settings, or in another environment.
+        """
+        self._screen, self._json_file, self._csv_file = screen, json_file, csv_file
+        self._about = {"environment": environment, "settings": settings}
+        self.parts: dict[str, list[Row]] = {}
+        if resume and Path(json_file).exists():
+            self.parts = self._same_run(load(json_file))
+
+    def _same_run(self, saved: Saved) -> dict[str, list[Row]]:
+        now = json.loads(json.dumps(self._about))  # tuples are lists in the file
+        for what, then in (("settings", saved.settings), ("environment", saved.environment)):
+            names = sorted({*then, *now[what]} - _MAY_DIFFER)
+            other = [name for name in names if then.get(name) != now[what].get(name)]
+            if other:
+                rule = f"it was made with other {what}: {', '.join(other)}"
+                remedy = "leave out --resume to begin anew, or name another --json"
+                raise FlagError(f"--resume of {self._json_file}", rule, remedy)
+        return saved.parts
+
+    def kept(self, part: str) -> int:
+        """How many rows of a part are there already."""
+        return len(self.parts.get(part, []))
+
+    def collect(self, part: str, rows: Iterator[Row], total: int) -> None:
+        """Takes the rows of a part as they are made, behind a progress bar."""
+        kept = self.parts.setdefault(part, [])
+        with interrupt.between_rows() as check, self._screen.progress() as progress:
+            bar = progress.add_task(part, total=total, completed=len(kept))
+            for row in rows:
+                kept.append(row)
+                self.save()
+                progress.update(bar, advance=1, description=str(row))
+                check()
+
+    def show(self, part: str, title: str) -> None:
+        """Prints a part's table."""
+        self._screen.show(title, self.parts.get(part, []))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a row is wrong, or nothing of a part could run."""
+        return any(
+            any(row.failed for row in rows) or all(row.reason for row in rows)
+            for rows in self.parts.values()
+        )
+
+    @property
+    def verdict(self) -> str:
+        """One line: how many rows, and what is wrong."""
+        rows = [row for rows in self.parts.values() for row in rows]
+        found = {
+            "wrong": sum(bool(getattr(row, "wrong", 0)) for row in rows),
+            "failed": sum(bool(row.error) for row in rows),
+            "not sound": sum(bool(getattr(row, "faults", "")) for row in rows),
+            "refused": sum(bool(row.refused) for row in rows),
+        }
+        amiss = [f"{number} {what}" for what, number in found.items() if number]
+        idle = [part for part, of in self.parts.items() if of and all(row.reason for row in of)]
+        if idle:
+            amiss.append(f"nothing of {', '.join(idle)} could run")
+        count = f"{len(rows)} row{'s' if len(rows) != 1 else ''}"
+        if not self.failed:
+            return f"{count}, all right" + (f" ({', '.join(amiss)})" if amiss else "")
+        return f"{count}, NOT all right: {', '.join(amiss)}"
+
+    def save(self) -> None:
+        """Writes the files."""
+        if self._json_file:
+            parts = {
+                part: [dataclasses.asdict(row) for row in rows] for part, rows in self.parts.items()
+            }
+            text = json.dumps({**self._about, **parts}, indent=1)
+            write(self._json_file, lambda file: file.write(text + "\n"))
+        if self._csv_file and (rows := self.parts.get("measured") or self.parts.get("replayed")):
+            write(self._csv_file, lambda file: _write_csv(file, rows))
+
+
+def load(path: str) -> Saved:
+    """The results in a JSON file.
+
+    Raises:
+      FlagError: there is none, or it is not one of ours.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        about = content.pop("environment"), content.pop("settings")
+        kinds = {part: PARTS[part] for part in content}
+        parts = {part: [kinds[part](**row) for row in rows] for part, rows in content.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f"it holds no results ({type(error).__name__}: {error})"
+        remedy = "name a file that --json of this version has written"
+        raise FlagError(path, rule, remedy) from None
+    return Saved(*about, parts)
+
+
+def _write_csv(file: Any, rows: list[Row]) -> None:
+    writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
+    writer.writeheader()
+    writer.writerows(map(dataclasses.asdict, rows))
+
+
+def write(path: str, put: Callable[[Any], Any]) -> None:
+    """Writes a file whole or not at all."""
+    draft = Path(f"{path}.part")
+    with draft.open("w", newline="") as file:
+        put(file)
+    os.replace(draft, path)
+
+
+def check_writable(path: str, flag: str) -> str:
+    """The path of a file to be written.
+
+    Raises:
+      FlagError: it cannot be.
+    """
+    if path:
+        try:
+            if Path(path).is_dir():
+                raise IsADirectoryError("it is a directory")
+            draft = Path(f"{path}.part")
+            draft.open("w").close()
+            draft.unlink()
+        except OSError as error:
+            rule = f"no file can be written there ({error.strerror or error})"
+            remedy = "name a file in a directory that exists"
+            raise FlagError(f"{flag}={path}", rule, remedy) from None
+    return path

@@ -1,0 +1,192 @@
+"""The records of a run: one dataclass for each of its parts."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What every record says of one collective.
+
+    Attributes:
+      op: lax's name.
+      algorithm: None for the backend's own choice.
+      type: dtype.
+      devices: devices that take part in one collective.
+      refused: why the collective cannot run so here: a clear error, as it should be.
+      error: why it failed.
+    """
+
+    op: str
+    algorithm: str | None = None
+    type: str
+    devices: int | None = None
+    refused: str = ""
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong."""
+        return bool(self.error)
+
+    @property
+    def reason(self) -> str:
+        """Why it did not run, or what was found amiss; "" if it ran and all is right."""
+        return self.error or self.refused
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from the other rows of its part, and finds it again in another run."""
+        return (self.op, self.algorithm, self.type, self.devices)
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.algorithm or ''}".strip()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Row):
+    """A collective verified and, where it says so, timed.
+
+    Attributes:
+      backend: "pallas", "nccl", or "xla" for `jax.lax` itself.
+      size: bytes of the full array.
+      count: see `cases`.
+      wrong: elements that differ from numpy's result or from lax's; None where that was not seen.
+      interpret_ms: wall time of the interpreter on simulated devices. No TPU's time.
+      time_us: median device time of one collective; its least and greatest below.
+      algbw: size / time, in GB/s.
+      busbw: see `cases`, in GB/s.
+      of_peak: busbw in percent of what the wires of a device carry; None where that is not known.
+      model_us: what `replay` predicts, where it was asked.
+      over: the mesh and its axes, where a run has several.
+    """
+
+    backend: str
+    size: int
+    count: int
+    wrong: int | None = None
+    interpret_ms: float | None = None
+    time_us: float | None = None
+    time_us_min: float | None = None
+    time_us_max: float | None = None
+    algbw: float | None = None
+    busbw: float | None = None
+    of_peak: float | None = None
+    model_us: float | None = None
+    over: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.wrong or self.error)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (*super().key, self.backend, self.size, self.over)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} {self.backend}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled(Row):
+    """A collective compiled by us and by lax for a TPU.
+
+    Attributes:
+      topology: libtpu's name.
+      op: lax's name, and what is special about the call.
+      algorithm: those that the library chose; "xla" where it left a call to lax.
+      temp: bytes of our program beyond its arguments and results; the collective's operand and
+        result are among them where they do not fit VMEM.
+      ops: what our program holds beside producer and consumer.
+      lax_temp: as temp, for lax's.
+      lax_ops: as ops, for lax's.
+    """
+
+    topology: str
+    temp: int | None = None
+    ops: str = ""
+    lax_temp: int | None = None
+    lax_ops: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.topology, self.op, self.type)
+
+    def __str__(self) -> str:
+        return f"{self.op} for {self.topology}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replayed(Row):
+    """A collective replayed on the model of a pod.
+
+    Attributes:
+      machine: the pod, as "v5e:16x16".
+      kernel: the kernels that ran.
+      size: bytes of the full array.
+      count: see `cases`.
+      time_us: modelled time of one call, by itself.
+      algbw: size / time, in GB/s.
+      busbw: see `cases`, in GB/s.
+      bound_us: the least time that wires and distances allow; None where no bound is known.
+      of_bound: bound_us / time_us, in percent.
+      faults: deadlocks, semaphores left over and races, where looked for; "" if none.
+    """
+
+    machine: str
+    kernel: str = ""
+    size: int
+    count: int
+    time_us: float | None = None
+    algbw: float | None = None
+    busbw: float | None = None
+    bound_us: float | None = None
+    of_bound: float | None = None
+    faults: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error or self.faults)
+
+    @property
+    def reason(self) -> str:
+        return super().reason or self.faults
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.machine, *super().key, self.size)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} on {self.machine}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Soaked(Row):
+    """A program of many collectives, one after another without a pause, run again and again.
+
+    Attributes:
+      op: the collectives in their order, with their algorithms.
+      runs: how often it ran, each time on what the last left.
+      calls: collectives in all.
+      seconds: wall time of the runs, the interpreter's on simulated devices.
+      wrong: elements at the end that differ from numpy's.
+    """
+
+    runs: int = 0
+    calls: int = 0
+    seconds: float | None = None
+    wrong: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.wrong or self.error)
+
+
+# Part of a run -> its records.
+PARTS: dict[str, type[Row]] = {
+    "conformance": Measured,
+    "soak": Soaked,
+    "measured": Measured,
+    "compiled": Compiled,
+    "replayed": Replayed,
+}

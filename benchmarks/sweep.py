@@ -1,0 +1,190 @@
+"""The command without a name: verify, time, compile or replay every collective."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+from jax.sharding import Mesh
+
+from benchmarks import (
+    baseline,
+    compiled,
+    devices,
+    interrupt,
+    measure,
+    plots,
+    replay_rows,
+    results,
+    selection,
+    settings,
+)
+from benchmarks.results import Results
+from benchmarks.settings import FlagError, Settings
+from benchmarks.tables import Screen
+from pallas_collectives.replay import Machine, MachineError
+
+flags.adopt_module_key_flags(selection)
+_COMPILE_FOR = flags.DEFINE_list(
+    "compile_for",
+    ["v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"],
+    "TPUs to compile for without having them; empty for none.",
+)
+_REPLAY = flags.DEFINE_list(
+    "replay",
+    None,
+    "Pods, as v5e:16x16, on whose model to replay the kernels instead of measuring. By default, "
+    "where TPUs are simulated, one of each generation after the rest; --replay= for none.",
+)
+_JSON = flags.DEFINE_string("json", "", "File for the results, kept up to date while they come.")
+_CSV = flags.DEFINE_string("csv", "", "File for what was measured, likewise.")
+_PLOT = flags.DEFINE_string("plot", "", "PNG for bandwidth and time against size.")
+_RESUME = flags.DEFINE_bool("resume", False, "Keep the rows that --json's file has, and go on.")
+
+_SIZES = {
+    "simulated": "8K:512K:64x",
+    "tpu": "8K:256M:2x",
+    "gpu": "8K:256M:2x",
+    "replay": "64K:64M:32x",
+}
+# What is replayed by default: blocks of 4 MiB on an axis of 4.
+ONE_POD_EACH: dict[str, Any] = {
+    "pods": ("v4:4x4x4", "v5e:4x4", "v5p:4x4x4", "v6e:4x4", "tpu7x:4x4x4"),
+    "sizes": (16 << 20,),
+    "axes": ("x",),
+    "algorithms": (),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what the flags ask for; the exit status says whether all was right."""
+    if argv[1:]:
+        raise FlagError(f"argument {argv[1]!r}", "it is neither a command nor a flag", "see --help")
+    try:
+        wanted = _settings()
+        screen = Screen(quiet=not devices.speaks())
+        return _run(wanted, screen)
+    except compiled.CompilerError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _settings() -> Settings:
+    for flag in (_JSON, _CSV, _PLOT):
+        results.check_writable(flag.value, f"--{flag.name}")
+    if _RESUME.value and not _JSON.value:
+        raise FlagError(
+            "--resume", "rows are kept from --json's file", "name it, as in the first run"
+        )
+    if _COMPILE_FOR.value and flags.FLAGS["compile_for"].present and not compiled.is_available():
+        raise compiled.CompilerError(f"--compile_for: {compiled.INSTALL}")
+    pods = tuple(map(_pod, _REPLAY.value or []))
+    topologies = tuple(settings.parse_topology(t, "--compile_for") for t in _COMPILE_FOR.value)
+    wanted = selection.chosen(_SIZES, pods)
+    if _PLOT.value:
+        plots.check_installed()
+        if devices.kind() == "simulated" and not pods:
+            rule = "simulated devices have no times to plot"
+            raise FlagError("--plot", rule, "plot a model's, with --replay=v5e:4x4 or another pod")
+    return dataclasses.replace(wanted, topologies=topologies)
+
+
+def _pod(text: str) -> str:
+    name = settings.parse_topology(text, "--replay")
+    try:
+        return str(Machine.named(name))
+    except MachineError as error:
+        raise FlagError("--replay", str(error), "write it like v5e:16x16 or v5p:4x4x4") from None
+
+
+def _run(wanted: Settings, screen: Screen) -> int:
+    mesh = devices.make_mesh(wanted.mesh)
+    files = (_JSON.value, _CSV.value) if devices.speaks() else ("", "")
+    environment = devices.environment(mesh)
+    kept = Results(screen, environment, wanted.named(), *files, resume=_RESUME.value)
+    try:
+        if wanted.pods:
+            _replay(kept, screen, wanted)
+        else:
+            _measure(kept, screen, wanted, mesh)
+            _compile(kept, screen, wanted)
+            if _REPLAY.value is None and devices.kind() == "simulated":
+                _replay(kept, screen, dataclasses.replace(wanted, **ONE_POD_EACH))
+    except KeyboardInterrupt:
+        if _JSON.value:
+            screen.say(f"Interrupted. The same command with --resume goes on from {_JSON.value}.")
+        return interrupt.STATUS
+    if _PLOT.value and devices.speaks():
+        plots.save(_PLOT.value, kept.parts, environment)
+    screen.say()
+    screen.say(kept.verdict)
+    return int(kept.failed)
+
+
+def _measure(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:
+    """Verifies on the devices there are, and times real ones."""
+    kind, chip = devices.kind(), mesh.devices.flat[0].device_kind
+    shape = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    title = f"Measured: {mesh.size} x {chip}, mesh {shape}, over {','.join(wanted.axes)}"
+    if kind == "simulated":
+        title = (
+            f"Simulated: {mesh.size} TPU devices in interpret mode, mesh {shape}, over "
+            f"{','.join(wanted.axes)}. interp ms: the interpreter's time here, not a TPU's."
+        )
+    tasks = measure.plan(wanted)
+    done = kept.kept("measured")
+    try:
+        kept.collect("measured", measure.rows(tasks[done:], wanted, mesh), len(tasks))
+    finally:
+        kept.show("measured", title)
+    if wanted.check:
+        screen.say("#wrong: elements that differ from numpy's result or from jax.lax's.")
+    if kind != "simulated":
+        time = "device time in a chain inside one program" if wanted.chain else "with dispatch"
+        screen.say(f"time: {time}, median of {measure.timing.SAMPLES}.")
+    if "xla" in wanted.backends and (options := devices.lax_options(mesh)):
+        screen.say(f"lax's are compiled with {baseline.named(options)}.")
+
+
+def _compile(kept: Results, screen: Screen, wanted: Settings) -> None:
+    """Compiles for TPUs that are not there."""
+    if not wanted.topologies or not devices.speaks():
+        return
+    screen.say()
+    if not compiled.is_available():
+        screen.say(f"Not compiled for TPUs that are not there: {compiled.INSTALL}.")
+        return
+    title = (
+        f"Compiled for TPUs that are not there, {compiled.SIZE >> 20} MiB on one axis, ours and "
+        "lax's between a producer and a consumer.\ntemp: memory beyond arguments and results; "
+        f"program: what stands there besides the two.\n"
+        f"lax's are compiled with {baseline.named(baseline.options('tpu', 'TPU v5e'))} on v5e, "
+        "and elsewhere with those that are not for all-gathers."
+    )
+    tasks = compiled.plan(wanted)
+    try:
+        with contextlib.closing(compiled.rows(tasks[kept.kept("compiled") :])) as rows:
+            kept.collect("compiled", rows, len(tasks))
+    finally:
+        kept.show("compiled", title)
+
+
+def _replay(kept: Results, screen: Screen, wanted: Settings) -> None:
+    """Runs the kernels' own DMA programs on modelled pods."""
+    if not devices.speaks():
+        return
+    screen.say()
+    tasks = replay_rows.plan(
+        wanted.pods, wanted.cases, wanted.sizes, wanted.dtypes, wanted.algorithms, wanted.axes
+    )
+    title = (
+        "Modelled, not measured: the kernels' own DMA programs on a model of the pod.\n"
+        "% of bound: the least time that links and distances allow, against the time."
+    )
+    try:
+        rows = replay_rows.rows(tasks[kept.kept("replayed") :])
+        kept.collect("replayed", rows, len(tasks))
+    finally:
+        kept.show("replayed", title)

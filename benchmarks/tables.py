@@ -1,0 +1,96 @@
+"""Rows as tables: on a terminal, with progress while they come, and in Markdown."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from benchmarks import columns
+from benchmarks.rows import Row
+
+_WIDEST = 1000  # a terminal breaks lines that are too long for it; rich would leave parts out
+
+
+class Screen:
+    """Standard output for results and standard error for progress; neither if `quiet`."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._stdout = Console(width=_WIDEST, quiet=quiet)
+        self._stderr = Console(stderr=True, quiet=quiet)
+
+    def say(self, line: str = "") -> None:
+        """Prints a line."""
+        self._stdout.print(line, highlight=False, markup=False)
+
+    def show(self, title: str, rows: Sequence[Row]) -> None:
+        """Prints a table, with what was refused or failed spelt out below it."""
+        if not rows:
+            return
+        on_terminal = self._stdout.is_terminal
+        table = Table(box=box.SIMPLE_HEAD if on_terminal else None, pad_edge=on_terminal)
+        shown = columns.of(rows)
+        for column in shown:
+            justify = "left" if column.is_text else "right"
+            table.add_column(column.header, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        for row in rows:
+            cells = (column.cell(row) for column in shown)
+            table.add_row(*cells, style="red" if row.failed else None)
+        self.say(title)
+        self._stdout.print(table)
+        for line in reasons(rows):
+            self.say(line)
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A bar on a terminal, which goes when it is done."""
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._stderr,
+            transient=True,
+            disable=not self._stderr.is_terminal,
+        ) as progress:
+            yield progress
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Why rows did not run or what was found amiss: each reason once, with its first row."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        if row.reason:
+            first.setdefault(row.reason, row)
+    return [f"{row}: {reason}" for reason, row in first.items()]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table of rows of one part, with the reasons below it."""
+    shown = columns.of(rows)
+    text = grid(
+        [column.header for column in shown],
+        [[column.cell(row) for column in shown] for row in rows],
+        [column.is_text for column in shown],
+    )
+    notes = [f"* {line}" for line in reasons(rows)]
+    return "\n".join([text, "", *notes, ""] if notes else [text, ""])
+
+
+def grid(headers: Sequence[str], cells: Sequence[Sequence[str]], is_text: Sequence[bool]) -> str:
+    """A Markdown table."""
+    rule = ["---" if left else "---:" for left in is_text]
+    lines = [_line(headers), "|" + "|".join(rule) + "|", *map(_line, cells)]
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,76 @@
+"""How long a collective takes: on the device, or with its dispatch.
+
+Device time: a chain of collectives runs inside one program, each waiting for the one before through
+one row of 128 elements that it overwrites in its operand, and the time of a chain of one is taken
+off. With dispatch: each collective is a program of its own, started one after another without
+waiting, as code outside of `jit` would.
+"""
+
+import contextlib
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import lax
+
+from benchmarks.problem import Problem, Step
+
+SAMPLES = 9  # their median is the time, the fastest and the slowest its spread
+
+
+def device_seconds(
+    problem: Problem, call: Step, warmup: int, iters: int, *, by_xla: bool = False
+) -> list[float]:
+    """Seconds of one collective on the device, several times over."""
+
+    def chain(length: int) -> Step:
+        def link(_: Any, x: jax.Array) -> jax.Array:
+            row = call(x)[:1, :1].astype(x.dtype)
+            return lax.dynamic_update_slice(x, row, (0, 0, 0))
+
+        return problem.compile(lambda x: lax.fori_loop(0, length, link, x), by_xla=by_xla)
+
+    one, many = chain(1), chain(1 + iters)
+    x = problem.operands
+
+    def clock(program: Step) -> float:
+        nonlocal x
+        start = time.perf_counter()
+        x = jax.block_until_ready(program(x))
+        return time.perf_counter() - start
+
+    for _ in range(warmup):
+        clock(one), clock(many)
+    dispatch = statistics.median(clock(one) for _ in range(SAMPLES))
+    return [(clock(many) - dispatch) / iters for _ in range(SAMPLES)]
+
+
+def dispatched_seconds(
+    problem: Problem, call: Step, warmup: int, iters: int, *, by_xla: bool = False
+) -> list[float]:
+    """Seconds from one dispatch to the next, the last result waited for, several times over."""
+    program = problem.compile(call, by_xla=by_xla)
+
+    def clock(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            result = program(problem.operands)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / times
+
+    for _ in range(warmup):
+        clock(iters)
+    return [clock(iters) for _ in range(SAMPLES)]
+
+
+def traced(directory: str, name: str) -> contextlib.AbstractContextManager[Any]:
+    """JAX's profiler round what follows, into a folder of that name; "" for none."""
+    if not directory:
+        return contextlib.nullcontext()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # the device's timeline is wanted, and little in its way
+    folder = str(Path(directory) / re.sub(r"[^\w.]+", "-", name))
+    return jax.profiler.trace(folder, profiler_options=options)

@@ -1,0 +1,246 @@
+"""Writes the table of times by which algorithms are chosen: `python -m benchmarks tune`.
+
+On a TPU VM or a host with GPUs it measures the candidates there, and writes a table for these chips
+and this JAX version (`pallas_collectives.tables`). The library takes it from the environment
+variable PALLAS_COLLECTIVES_TUNING or from `pallas_collectives.tuning.use_table`.
+
+On a machine with neither nothing can be measured, and the library goes by the table that comes with
+it. `--model` makes that one anew: kernels replayed on modelled pods.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from benchmarks import devices, interrupt, measure, replay_rows
+from benchmarks.cases import CASES, Case
+from benchmarks.rows import Measured
+from benchmarks.settings import Settings
+from pallas_collectives import chips, places, tables, tuning
+from pallas_collectives.backends import algorithms, canonical
+from pallas_collectives.errors import CollectiveError, ReachError, VmemError
+from pallas_collectives.kernels import launch
+from pallas_collectives.replay import GENERATIONS, Machine
+from pallas_collectives.tables import Entry, Table
+
+# Groups that are modelled: how they lie, and of how many devices.
+GROUPS = (("line", (2, 3, 4, 8)), ("ring", (4, 8, 16)))
+# Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
+BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)
+OPERAND_BYTES = (*BLOCK_BYTES, 16 << 20, 64 << 20)
+# Bytes of the full array, where they are measured.
+FULL_BYTES = tuple(64 << 10 << 3 * i for i in range(5))
+DTYPE = "float32"
+# Whose times depend on the values: these collectives are not in any table.
+_UNTABLED = ("ragged_all_to_all",)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what the arguments ask for; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", action="store_true", help="replay on modelled pods instead")
+    parser.add_argument(
+        "--add", action="store_true", help="with --model: replay only what the file lacks"
+    )
+    parser.add_argument("--out", type=Path, help="the file to write")
+    parser.add_argument("--iters", type=int, default=20, help="collectives in one timed chain")
+    wanted = parser.parse_args(argv)
+    try:
+        if wanted.model:
+            path = wanted.out or tables.MODELLED
+            _write(modelled(tables.load(path) if wanted.add else None), path)
+            return 0
+        return _measure(wanted.out, wanted.iters)
+    except CollectiveError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return interrupt.STATUS
+
+
+# Modelled ---------------------------------------------------------------------------------------
+
+
+def modelled(known: Table | None = None) -> Table:
+    """What `replay` says of every candidate on every TPU generation; what is known stays."""
+    entries: list[Entry] = []
+    for chip in GENERATIONS:
+        for torus, sizes in GROUPS:
+            for n in sizes:
+                print(f"replaying {chip}, a {torus} of {n}", file=sys.stderr, flush=True)
+                entries += model(chip, torus, n, known=known)
+    about = "Modelled, not measured: kernels replayed (pallas_collectives.replay), float32."
+    return _table("modelled", about, entries)
+
+
+def model(
+    chip: str, torus: str, n: int, ops: Iterable[str] | None = None, known: Table | None = None
+) -> Iterator[Entry]:
+    """The modelled times of collectives over one group, while others like it do the same.
+
+    Args:
+      chip: the TPU generation.
+      torus: "line" or "ring".
+      n: devices in the group.
+      ops: the collectives; all by default.
+      known: times to take as they are.
+    """
+    generation = GENERATIONS[chip]
+    rest = (False,) * (generation.dims - 1)
+    machine = Machine.named(f"{chip}:{n}", (torus == "ring", *rest))
+    for case in CASES:
+        if case.op in _UNTABLED or (ops is not None and case.op not in ops):
+            continue
+        sizes = OPERAND_BYTES if case.op == "all_reduce" else BLOCK_BYTES
+        there = known and known.entries.get((case.op, chip, torus, n))
+        us = dict(there.us) if there and there.bytes == sizes else {}
+        offered = candidates(case.op, torus)
+        us = {name: times for name, times in us.items() if name in offered}
+        for name in offered:
+            if name not in us:
+                us[name] = tuple(_replayed(machine, case, name, size, n) for size in sizes)
+        yield Entry(case.op, chip, torus, n, sizes, {k: t for k, t in us.items() if any(t)})
+
+
+def candidates(op: str, torus: str) -> tuple[str, ...]:
+    """The algorithms of a collective, for sums also with operands in VMEM (see `tuning`).
+
+    A line's algorithms leave a ring's closing links idle.
+    """
+    spaces = ("", ":vmem") if op in ("reduce_scatter", "all_reduce") else ("",)
+    names = (name for name in algorithms.ALGORITHMS[op] if (name, torus) != ("line", "ring"))
+    return tuple(name + space for name in names for space in spaces)
+
+
+def _replayed(machine: Machine, case: Case, algorithm: str, block: int, n: int) -> float | None:
+    """Modelled microseconds, None where the algorithm cannot run or would not be chosen."""
+    size = block if case.whole else block * n
+    if algorithm.endswith(":vmem") and size > 8 * tuning.VMEM_UP_TO_BYTES:
+        return None
+    task = replay_rows.Task(machine, case, DTYPE, size, algorithm, ("x",))
+    try:
+        with launch.ids_of_its_own():  # there are more groups here than in any one program
+            return _rounded(replay_rows.run(task).time * 1e6)
+    except (ReachError, VmemError):
+        return None
+
+
+# Measured ---------------------------------------------------------------------------------------
+
+
+def _measure(out: Path | None, iters: int) -> int:
+    devices.prepare(8)
+    if devices.kind() == "simulated":
+        print(
+            "Nothing can be measured here: there are neither TPUs nor GPUs. The library chooses by "
+            f"the modelled table that comes with it, {tables.MODELLED}; --model makes it anew."
+        )
+        return 1
+    rows: list[tuple[Measured, str]] = []
+    mesh = devices.make_mesh((1, len(jax.devices())))
+    for n in group_sizes(mesh.size):
+        mesh = devices.make_mesh((n, mesh.size // n))
+        torus = torus_of(mesh)
+        for row in measure.rows(*_tasks(mesh, torus, iters), mesh):
+            print(f"{row} of {row.size} bytes on {n}: {row.reason or row.time_us}", flush=True)
+            rows.append((row, torus))
+    if not devices.speaks():
+        return 0
+    name = chip_name(mesh)
+    table = measured(rows, name)
+    path = out or Path(f"tuning-{name.replace(' ', '-')}-jax{jax.__version__}.json")
+    _write(table, path)
+    print(f"To use it: PALLAS_COLLECTIVES_TUNING={path.resolve()}")
+    return int(any(row.failed for row, _ in rows))
+
+
+def group_sizes(n: int) -> list[int]:
+    """The groups of which the devices can be cut into several alike, and of all."""
+    return [k for k in range(2, n + 1) if n % k == 0]
+
+
+def chip_name(mesh: Mesh) -> str:
+    """What the library calls the devices of a mesh."""
+    device = mesh.devices.flat[0]
+    return (
+        chips.of_kind(device.device_kind).name if device.platform == "tpu" else device.device_kind
+    )
+
+
+def torus_of(mesh: Mesh) -> str:
+    """How the library sees groups over axis "x" of a mesh."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), places.scope(places.of_mesh(mesh)):
+        group = places.arranged(canonical.group_of("x"))
+        return algorithms.torus_of(group, chips.current())
+
+
+def _tasks(mesh: Mesh, torus: str, iters: int) -> tuple[list[measure.Task], Settings]:
+    backend, *others = devices.backends(devices.kind())
+    cases = tuple(case for case in CASES if case.op not in _UNTABLED)
+    n = mesh.shape["x"]
+    wanted = Settings(cases=cases, mesh=tuple(mesh.shape.values()), iters=iters)
+    names: dict[str, tuple[tuple[str, str | None], ...]] = {
+        case.op: tuple((backend, name) for name in candidates(case.op, torus))
+        if backend == "pallas"
+        else tuple((name, None) for name in (backend, *others))
+        for case in cases
+    }
+    return [
+        measure.Task(case, DTYPE, size, by, name)
+        for case in cases
+        for size in FULL_BYTES
+        if size >= 4096 * n
+        for by, name in names[case.op]
+    ], wanted
+
+
+def measured(rows: Iterable[tuple[Measured, str]], chip: str) -> Table:
+    """The table of rows, each with the torus of its group; wrong or refused ones have no time."""
+    found: dict[tuple[str, str, int], dict[str, dict[int, float | None]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    by_name = {case.name: case for case in CASES}
+    for row, torus in rows:
+        case, n = by_name[row.op], row.devices or 0
+        block = row.size if case.whole else row.size // n
+        us = None if row.failed or row.time_us is None else _rounded(row.time_us)
+        found[case.op, torus, n][row.algorithm or row.backend][block] = us
+    entries = []
+    for (op, torus, n), by_algorithm in found.items():
+        sizes = tuple(sorted(set().union(*by_algorithm.values())))
+        us_of = {name: tuple(map(t.get, sizes)) for name, t in by_algorithm.items()}
+        timed = {name: times for name, times in us_of.items() if any(times)}
+        if timed:
+            entries.append(Entry(op, chip, torus, n, sizes, timed))
+    about = f"Measured by `python -m benchmarks tune`: medians of chains, {DTYPE}."
+    return _table("measured", about, entries)
+
+
+def _rounded(us: float) -> float:
+    return float(f"{us:.3g}")
+
+
+def _table(kind: str, about: str, entries: Sequence[Entry]) -> Table:
+    keyed = {entry.key: entry for entry in entries}
+    return Table("", kind, jax.__version__, about, keyed)
+
+
+def _write(table: Table, path: Path) -> None:
+    text = tables.dump(table)
+    tables.parse(json.loads(text), str(path))  # nothing is written that could not be read
+    path.write_text(text, encoding="utf-8")
+    print(f"{len(table.entries)} entries ({table.kind}) written to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

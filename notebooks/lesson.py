@@ -1,0 +1,211 @@
+"""What the notebooks share: devices, simulated and modelled, and ways to watch what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_collectives.replay import Machine, Report, replay
+from pallas_collectives.replay.program import Start, at
+from pallas_collectives.replay.regions import box_of
+
+
+def mesh(n: int) -> Mesh:
+    """The first n devices, as the axis "x"."""
+    return Mesh(np.array(jax.devices()[:n]), ("x",))
+
+
+def per_device(fn: Callable[..., jax.Array], n: int) -> Callable[..., np.ndarray]:
+    """fn on each of n devices: takes arrays of shape (n, ...), gives all results, stacked."""
+    shard = jax.shard_map(
+        lambda *args: fn(*(a[0] for a in args))[None],
+        mesh=mesh(n),
+        in_specs=P("x"),
+        out_specs=P("x"),
+        check_vma=False,
+    )
+    program = jax.jit(shard)
+    return lambda *args: np.asarray(program(*args))
+
+
+def ring_of(n: int) -> Machine:
+    """A modelled machine: n chips in a ring, with v6e's links."""
+    return Machine.named(f"v6e:{n}", wraps=(True, False))
+
+
+def replayed(
+    fn: Callable[..., jax.Array],
+    n: int,
+    *shapes: tuple[int, ...],
+    machine: Machine | None = None,
+    races: bool = False,
+    alike: bool = False,
+) -> Report:
+    """What fn's kernels do on n modelled chips; the shapes are one device's, of float32.
+
+    With `alike`, devices that behave alike are stepped once: quicker, for times and link loads.
+    """
+    machine = machine or ring_of(n)
+    function = jax.shard_map(
+        fn, mesh=machine.mesh({"x": n}), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    return replay(function, *operands, machine=machine, races=races, symmetric=alike)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One remote copy of a replay. Times in seconds.
+
+    Attributes:
+      source, target: devices.
+      begins: when it was started; `first`: when its first byte went.
+      leaves: when all of it has left: the send semaphore is signalled.
+      arrives: when all of it is there: the receive semaphore is signalled.
+      reads, writes: the boxes of the buffers, a (start, size) for each dimension.
+      scope: the kernel's phase that started it.
+    """
+
+    source: int
+    target: int
+    begins: float
+    first: float
+    leaves: float
+    arrives: float
+    reads: tuple[tuple[int, int], ...]
+    writes: tuple[tuple[int, int], ...]
+    scope: str
+
+
+def copies(report: Report) -> list[Copy]:
+    """The remote copies of a replay, by start time."""
+    found = []
+    for core, message, target, lane in _sent(report):
+        column = message.column
+        if isinstance(column, Start):
+            times = message.issued, message.began, message.left, message.arrived
+            boxes = box_of(column.src, lane), box_of(column.dst, lane)
+            found.append(Copy(core.device, target, *times, *boxes, column.source.scope))
+    return sorted(found, key=lambda copy: (copy.begins, copy.source))
+
+
+def signals(report: Report) -> list[tuple[int, int, float, float]]:
+    """(source, target, sent, arrived) of every signal from one device to another."""
+    return [
+        (core.device, target, message.issued, message.arrived)
+        for core, message, target, _ in _sent(report)
+        if not isinstance(message.column, Start)
+    ]
+
+
+def _sent(report: Report) -> Iterator[tuple[Any, Any, int, int]]:
+    """(core, message, target, the core's place in the message's column) of what goes elsewhere."""
+    for core in report.engine.cores:
+        for message in core.messages:
+            if message.column.target is not None:
+                lane = int(np.searchsorted(message.column.lanes, core.device))
+                yield core, message, int(at(message.column.target, lane)), lane
+
+
+# Breaking things -------------------------------------------------------------------------------
+
+
+def adversary(mode: str = "on_wait", *, detect_races: bool = True) -> Any:
+    """The simulator, as unkind as it may be: "on_wait" runs each copy as late as it can.
+
+    A race is reported and the kernel goes on, so that its answer can be seen.
+    """
+    known = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
+    going_on = {"on_race": "warn"} if "on_race" in known else {}
+    return pltpu.InterpretParams(dma_execution_mode=mode, detect_races=detect_races, **going_on)
+
+
+def late(x: jax.Array, device: int, seconds: float = 0.2) -> jax.Array:
+    """x, which one device of axis "x" gets later than the others."""
+
+    def hold(position: Any, value: Any) -> Any:
+        time.sleep(seconds * (int(position) == device))
+        return value
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(hold, shape, jax.lax.axis_index("x"), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its result, if it had one, how many races were reported, and what failed."""
+
+    result: np.ndarray | None
+    races: int
+    error: str
+
+    def wrong(self, want: np.ndarray) -> float:
+        """The share of elements that are wrong; 1 without a result."""
+        return 1.0 if self.result is None else float(np.mean(self.result != want))
+
+    def say(self, want: np.ndarray) -> str:
+        """One line."""
+        races = f"{self.races} races reported" if self.races else "no race"
+        if self.error:
+            return f"{races}, no result: {self.error}"
+        share = self.wrong(want)
+        return f"{races}, " + (f"{share:.0%} of the answer is wrong" if share else "right answer")
+
+
+def watch(run: Callable[[], np.ndarray]) -> Outcome:
+    """Runs something that may race or fail, and keeps quiet but for the outcome."""
+    printed, logged, result, error = io.StringIO(), _Log(), None, ""
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), logged.open():
+        try:
+            result = run()
+        except Exception as failure:
+            error = _reason(failure)
+    _forget_failures()
+    races = printed.getvalue().count("RACE DETECTED") + logged.races
+    return Outcome(result, races, error)
+
+
+class _Log(logging.Handler):
+    """Counts the races that JAX logs (from 0.11 on; before, it prints them)."""
+
+    races = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.races += "RACE DETECTED" in record.getMessage()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        root = logging.getLogger()
+        others, root.handlers = root.handlers, [self]
+        try:
+            yield
+        finally:
+            root.handlers = others
+
+
+def _reason(failure: Exception) -> str:
+    """The innermost exception that an error message tells of."""
+    lines = [
+        line for line in str(failure).splitlines() if re.match(r"\w+(Error|Exception): ", line)
+    ]
+    return lines[-1] if lines else f"{type(failure).__name__}: {failure}"
+
+
+def _forget_failures() -> None:
+    """Clears what a failed kernel leaves behind: the simulator's state, and JAX's failed tokens."""
+    from jax._src import dispatch
+
+    pltpu.reset_tpu_interpret_mode_state()
+    dispatch.runtime_tokens.clear()

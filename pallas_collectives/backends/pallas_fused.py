@@ -1,0 +1,163 @@
+"""Products fused with their collective on Pallas kernels: the layout, and the launch.
+
+Kernels take (A, rows, K) with blocks along rows. Dimensions before the axis of the collective are
+merged into A, it and those between it and the last into rows: no pass where those are whole tiles.
+Rows, K and N that are not (8 rows of 4-byte, 16 of 2-byte, 32 of 1-byte elements; 128 of K and N)
+are padded with zeros, one pass over the operand, and results are cut.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_collectives.kernels import collective_matmul
+from pallas_collectives.kernels.blocks import LANES, sublanes
+from pallas_collectives.kernels.topology import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """An operand of `n` blocks along `axis` as (A, n * rows, K), and back.
+
+    Attributes:
+      shape: of the operand.
+      axis: of the collective, not the last.
+      n: blocks along it.
+      whole: rows of a block are padded to a multiple of this.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    n: int
+    whole: int
+
+    @property
+    def batch(self) -> int:
+        """A: everything before the axis."""
+        return math.prod(self.shape[: self.axis])
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block, as they are."""
+        return math.prod(self.shape[self.axis : -1]) // self.n
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """The shape of a block as the kernel has it."""
+        return self.batch, up(self.rows, self.whole), up(self.shape[-1], LANES)
+
+    def rows_first(self, x: jax.Array) -> jax.Array:
+        """The operand as the kernel has it."""
+        batch, rows, depth = self.block
+        blocks = x.reshape(self.batch, self.n, self.rows, x.shape[-1])
+        padding = ((0, 0), (0, 0), (0, rows - self.rows), (0, depth - x.shape[-1]))
+        return jnp.pad(blocks, padding).reshape(batch, self.n * rows, depth)
+
+    def back(self, y: jax.Array, n: int, last: int) -> jax.Array:
+        """A result of n such blocks, with `last` columns, in the operand's dimensions."""
+        blocks = y.reshape(self.batch, n, self.block[1], y.shape[-1])
+        size = self.shape[self.axis] // self.n * n
+        kept = blocks[:, :, : self.rows, :last]
+        return kept.reshape(*self.shape[: self.axis], size, *self.shape[self.axis + 1 : -1], last)
+
+
+def up(size: int, step: int) -> int:
+    """`size`, rounded up to a multiple of `step`."""
+    return -(-size // step) * step
+
+
+def kernel_dtype(out_dtype: Any) -> Any:
+    """In which a kernel writes results that are to be of a dtype: 8-bit ones are written wide."""
+    if jnp.dtype(out_dtype).itemsize > 1 and out_dtype not in (jnp.float16, jnp.int16):
+        return jnp.dtype(out_dtype)
+    integer = jnp.issubdtype(out_dtype, jnp.integer)
+    return jnp.dtype(jnp.int32 if integer else jnp.float32)
+
+
+def wire_dtype(out_dtype: Any, precise: bool) -> Any:
+    """In which sums of products travel: as the results, or wide if that is asked for."""
+    dtype = kernel_dtype(out_dtype)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.dtype(jnp.float32) if precise and is_float else dtype
+
+
+def gather_layout(shape: tuple[int, ...], axis: int, x_dtype: Any, out_dtype: Any) -> Layout:
+    """The layout of `all_gather_matmul`'s x."""
+    return Layout(shape, axis, 1, max(sublanes(x_dtype), sublanes(kernel_dtype(out_dtype))))
+
+
+def scatter_layout(shape: tuple[int, ...], axis: int, n: int, x_dtype: Any, wire: Any) -> Layout:
+    """The layout of `matmul_reduce_scatter`'s x."""
+    return Layout(shape, axis, n, max(sublanes(x_dtype), sublanes(wire)))
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    group: Group,
+    *,
+    axis: int,
+    out_dtype: Any,
+    transposed: bool,
+    precision: Any,
+    interpret: Any,
+) -> list[jax.Array]:
+    """The gathered x, and its product with each w."""
+    layout = gather_layout(x.shape, axis, x.dtype, out_dtype)
+    gathered, *products = collective_matmul.all_gather_matmul(
+        layout.rows_first(x),
+        [_whole_lanes(w) for w in ws],
+        group,
+        out_dtype=kernel_dtype(out_dtype),
+        transposed=transposed,
+        precision=precision,
+        interpret=interpret,
+    )
+    sizes = [w.shape[0 if transposed else 1] for w in ws]
+    results = [
+        layout.back(y, group.size, size).astype(out_dtype)
+        for y, size in zip(products, sizes, strict=True)
+    ]
+    return [layout.back(gathered, group.size, x.shape[-1]), *results]
+
+
+def matmul_reduce_scatter(
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    group: Group,
+    *,
+    axis: int,
+    out_dtype: Any,
+    precise: bool,
+    scale: float,
+    transposed: bool,
+    precision: Any,
+    interpret: Any,
+) -> jax.Array:
+    """Block `me` along `axis` of `scale` times everyone's sum of x @ w, of one pair or several.
+
+    Several pairs are multiplied side by side, as one product with a longer K: one more pass.
+    """
+    x = xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=-1)
+    w = ws[0] if len(ws) == 1 else jnp.concatenate(ws, axis=1 if transposed else 0)
+    wire = wire_dtype(out_dtype, precise)
+    layout = scatter_layout(x.shape, axis, group.size, x.dtype, wire)
+    y = collective_matmul.matmul_reduce_scatter(
+        layout.rows_first(x),
+        _whole_lanes(w),
+        group,
+        wire_dtype=wire,
+        scale=scale,
+        transposed=transposed,
+        precision=precision,
+        interpret=interpret,
+    )
+    return layout.back(y, 1, w.shape[0 if transposed else 1]).astype(out_dtype)
+
+
+def _whole_lanes(w: jax.Array) -> jax.Array:
+    return jnp.pad(w, [(0, -size % LANES) for size in w.shape])

@@ -1,0 +1,236 @@
+"""Products fused with the collective before or after them, and the pipelines that they run on.
+
+    all_gather_matmul        all_gather(x) @ w: blocks are multiplied while others are on the wire
+    matmul_reduce_scatter    psum_scatter(x @ w): blocks are computed while others are on the wire
+    gather_and_consume       the first with a kernel body of one's own in place of the product
+    produce_and_scatter      the second likewise
+
+On TPUs (and simulated ones) each is one kernel. On GPUs, and by backend "xla", the first two run as
+`pipelines` of permutes and XLA's products. `fusion_counts()` says what ran, and why.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_collectives import backends, checks, fused_primitives, pipelines
+from pallas_collectives.backends import How
+from pallas_collectives.checks import AxisName
+from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
+from pallas_collectives.fused_primitives import GATHER, SCATTER, Spec
+
+
+def all_gather_matmul(
+    x_shard: Any,
+    ws: Any,
+    axis_name: AxisName,
+    *,
+    gather_axis: int = 0,
+    return_gathered: bool = False,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Multiplies the x of all devices with weights, each block as it arrives.
+
+    Equals `jnp.matmul(jax.lax.all_gather(x_shard, axis_name, axis=gather_axis, tiled=True), w)`.
+
+    Args:
+      x_shard: (..., s, ..., K) per device, of rank 2 or more.
+      ws: the right-hand side, (K, N); or a list or tuple of them, for all of which x is gathered
+        once.
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      gather_axis: the dimension along which blocks are concatenated. The last, over which products
+        are summed, is served unfused.
+      return_gathered: return the gathered x as well.
+      preferred_element_type: as `jnp.matmul`'s: the dtype of the products.
+      precision: as `jnp.matmul`'s.
+      backend: see `collectives`.
+      algorithm: "fused", "unfused", or None for what a model of the chip says is faster. "fused"
+        is one kernel on TPUs, and `pipelined_all_gather_and_consume` elsewhere.
+
+    Returns:
+      The product (..., n * s, ..., N), or a list or tuple of them as `ws` is one; with
+      `return_gathered` a pair of that and the gathered x.
+
+    Gradients: the backward pass is `matmul_reduce_scatter`, and a product for each weight.
+    float32, bfloat16, int8 (int32 products) and float8 (float32 products; not on v4) are fused.
+    Rows are blocks' in place if those behind `gather_axis`, together, are whole tiles (see
+    `all_gather`), and K and N multiples of 128; other sizes are padded, one pass more.
+
+    Raises:
+      UnboundAxisError, CollectiveError: axes, dimensions or shapes that do not fit.
+      AlgorithmError: "fused" was asked for and cannot be, for the reason that it gives.
+      BackendError: see `errors`.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      x: bf16[1024, 8192], w: bf16[8192, 3584] -> all_gather_matmul(x, w, "x"): bf16[8192, 3584]
+    """
+    several = isinstance(ws, list | tuple)
+    x, weights = jnp.asarray(x_shard), [jnp.asarray(w) for w in (ws if several else [ws])]
+    axis = _check_operands("gather_axis", gather_axis, x, weights, axis_name)
+    spec = _spec(axis_name, axis, x, weights, preferred_element_type, precision, backend, algorithm)
+    way, reason = _way(GATHER, spec, x.ndim)
+    if way == "pipelined":
+        backends.count_fusion(GATHER, way, reason)
+        products, gathered = pipelines.pipelined_all_gather_matmul(
+            x,
+            weights,
+            axis_name,
+            gather_axis=axis,
+            return_gathered=True,
+            preferred_element_type=spec.out_dtype,
+            backend=_permutes(spec.how),
+        )
+    else:
+        gathered, *products = fused_primitives.all_gather_matmul(x, weights, spec)
+    result = type(ws)(products) if several else products[0]
+    return (result, gathered) if return_gathered else result
+
+
+def matmul_reduce_scatter(
+    x: Any,
+    w: Any,
+    axis_name: AxisName,
+    *,
+    scatter_axis: int = 0,
+    reduce: str = "sum",
+    precise: bool = False,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """Sums x @ w over devices and leaves each one block, computed just before it is sent.
+
+    Equals `jax.lax.psum_scatter(jnp.matmul(x, w), axis_name, scatter_dimension=scatter_axis,
+    tiled=True)`.
+
+    Args:
+      x: (..., n * s, ..., K) per device, of rank 2 or more.
+      w: (K, N).
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      scatter_axis: the dimension that is cut into n blocks. The last is served unfused.
+      reduce: "sum" or "mean".
+      precise: sums travel in float32, whatever the result's dtype.
+      preferred_element_type: as `jnp.matmul`'s: the dtype of the result, in which sums travel.
+      precision: as `jnp.matmul`'s.
+      backend: see `collectives`.
+      algorithm: "fused", "unfused" or None, as `all_gather_matmul`'s; elsewhere than on TPUs
+        "fused" is `pipelined_produce_and_all_to_all`.
+
+    Returns:
+      (..., s, ..., N): device p's is block p of the sum, or mean.
+
+    Products and sums are added up in float32 (int32 for integers) on each device, and rounded once
+    per hop; with `precise` once. The order of additions is fixed.
+    Gradients: the backward pass is `all_gather_matmul`, and a product for the weight.
+
+    Raises:
+      UnboundAxisError, CollectiveError: axes, dimensions or shapes that do not fit.
+      DtypeError: a mean of integers.
+      AlgorithmError: "fused" was asked for and cannot be, for the reason that it gives.
+      BackendError: see `errors`.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      x: bf16[8192, 3584], w: bf16[3584, 8192] -> matmul_reduce_scatter(x, w, "x"): bf16[1024, 8192]
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    axis = _check_operands("scatter_axis", scatter_axis, x, [w], axis_name)
+    n = checks.size_of(axis_name)
+    size = w.shape[1] if axis == x.ndim - 1 else x.shape[axis]
+    if size % n:
+        rule = f"it must be a multiple of the {n} devices"
+        raise CollectiveError(f"dimension scatter_axis={axis} of size {size}", rule, "pad it")
+    if reduce not in ("sum", "mean"):
+        raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
+    spec = _spec(
+        axis_name, axis, x, [w], preferred_element_type, precision, backend, algorithm,
+        precise=precise, scale=1.0 if reduce == "sum" else 1 / n,
+    )  # fmt: skip
+    if reduce == "mean" and not jnp.issubdtype(spec.out_dtype, jnp.inexact):
+        rule = "a mean of integers is none"
+        raise DtypeError(f"reduce='mean' of {spec.out_dtype}", rule, "pass a floating dtype")
+    way, reason = _way(SCATTER, spec, x.ndim)
+    if way == "pipelined":
+        backends.count_fusion(SCATTER, way, reason)
+        return pipelines.pipelined_matmul_reduce_scatter(
+            x,
+            w,
+            axis_name,
+            scatter_axis=axis,
+            reduce=reduce,
+            precise=precise,
+            preferred_element_type=spec.out_dtype,
+            backend=_permutes(spec.how),
+        )
+    return fused_primitives.matmul_reduce_scatter([x], [w], spec)
+
+
+def _check_operands(
+    name: str, axis: int, x: jax.Array, ws: Sequence[jax.Array], axis_name: AxisName
+) -> int:
+    """The axis, counted from 0; raises where operands do not fit each other or the mesh."""
+    checks.size_of(axis_name)
+    if x.ndim < 2 or not ws or any(w.ndim != 2 or w.shape[0] != x.shape[-1] for w in ws):
+        shapes = ", ".join(str(operand.shape) for operand in (x, *ws))
+        raise CollectiveError(
+            f"operands of shapes {shapes}",
+            "x has two dimensions or more, and weights are (K, N) for the K of x's last",
+            "reshape or transpose them",
+        )
+    checks.check_axis(name, axis, x.ndim)
+    return axis % x.ndim
+
+
+def _spec(
+    axis_name: AxisName,
+    axis: int,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    dtype: Any,
+    precision: Any,
+    backend: str | None,
+    algorithm: str | None,
+    **more: Any,
+) -> Spec:
+    if algorithm not in (None, "fused", "unfused"):
+        rule = "it is 'fused', 'unfused' or None"
+        raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
+    how = backends.choose(checks.named(axis_name), backend, None)
+    out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
+    wish = algorithm or ""
+    return Spec(axis_name, axis, jnp.dtype(out), False, precision, how, wish, **more)
+
+
+def _way(op: str, spec: Spec, ndim: int) -> tuple[str, str]:
+    """How the call is served: by "kernels" or else "apart", or "pipelined"; and why that.
+
+    Raises:
+      AlgorithmError: "fused" was asked for where only pipelines could do it, and they cannot.
+    """
+    how = spec.how
+    if how.backend == "pallas" or spec.wish == "unfused":
+        return "kernels", ""
+    why = how.fallback or f"backend {how.backend!r} has no kernels"
+    if how.backend == "xla" and not spec.wish:  # lax was named, or is all that there is
+        return "kernels", why
+    obstacle = ""
+    if spec.size == 1:
+        obstacle = "there is one device"
+    elif spec.axis == ndim - 1:
+        obstacle = "the axis is the last, along which products are not cut into blocks"
+    elif spec.precision is not None:
+        obstacle = f"pipelined products know no precision={spec.precision!r}"
+    if obstacle and spec.wish == "fused":
+        remedy = "leave algorithm=None to have both run apart"
+        raise AlgorithmError(f"algorithm='fused' for {op}", obstacle, remedy)
+    return ("kernels", obstacle) if obstacle else ("pipelined", why)
+
+
+def _permutes(how: How) -> str:
+    """The backend of a pipeline's permutes: XLA's are asynchronous, NCCL's calls are not."""
+    return how.backend if how.named else "xla"

@@ -1,0 +1,210 @@
+"""Pipelines of hops and kernel bodies, for fused kernels that nobody has thought of yet.
+
+A body is a Pallas TPU kernel's: it reads and writes refs to tiles of rows in VMEM. Around it stands
+what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.pipelines`): the ring,
+its semaphores and its double-buffering. TPUs and simulated ones only; `pipelines` has the same for
+whole arrays on any backend. Not differentiable: give the pair of them a `jax.custom_vjp`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_collectives import backends, checks, places
+from pallas_collectives.backends import canonical
+from pallas_collectives.checks import AxisName
+from pallas_collectives.errors import BackendError, CollectiveError, DtypeError
+from pallas_collectives.kernels import tiled
+from pallas_collectives.kernels.blocks import LANES, sublanes
+
+
+def gather_and_consume(
+    x_shard: Any,
+    consume: Callable[..., None],
+    axis_name: AxisName,
+    *,
+    out: Any,
+    operands: Sequence[Any] = (),
+    tile: int | None = None,
+    return_gathered: bool = False,
+) -> Any:
+    """Gathers rows from all devices and hands every tile of them to `consume` as it arrives.
+
+    Equals consuming `jax.lax.all_gather(x_shard, axis_name, tiled=True)`, tile by tile.
+
+    Args:
+      x_shard: (rows, columns) per device: whole tiles of 8 rows of 4-byte, 16 of 2-byte or 32 of
+        1-byte elements, and 128 columns.
+      consume: body(x_tile, *operands, *out_tiles): reads refs to (tile, columns) of the gathered
+        rows and to the operands, and writes every element of each (tile, out columns). Tiles come
+        in any order.
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      out: `jax.ShapeDtypeStruct` of what one device's rows become, (rows, any columns), or a list
+        or tuple of several; whole tiles as x's.
+      operands: arrays of two dimensions or more that stay in VMEM whole, as scales or weights.
+      tile: rows of a tile, a divisor of rows and whole tiles; None for as many as fit.
+      return_gathered: return the gathered x as well.
+
+    Returns:
+      The results, (n * rows, columns) each, in out's structure; with `return_gathered` a pair of
+      that and the gathered x.
+
+    Raises:
+      UnboundAxisError, CollectiveError: axes, shapes or tiles that do not fit.
+      DtypeError: a dtype that DMAs do not move.
+      BackendError: no TPU, real or simulated, or axes that are not all manual.
+      VmemError: tiles and operands exceed the chip's VMEM.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      def body(x, scale, y):
+          y[...] = (x[...].astype(jnp.float32) * scale[...]).astype(y.dtype)
+
+      x: int8[1024, 8192], scale: f32[1, 8192] -> gather_and_consume(x, body, "x",
+        out=jax.ShapeDtypeStruct((1024, 8192), jnp.bfloat16), operands=[scale]): bf16[8192, 8192]
+    """
+    x, kept = jnp.asarray(x_shard), [jnp.asarray(operand) for operand in operands]
+    several = isinstance(out, list | tuple)
+    outs = list(out) if several else [out]
+    interpret = _interpret(axis_name)
+    _check_tiles(x, kept, outs, tile)
+    if any(len(o.shape) != 2 or o.shape[0] != x.shape[0] for o in outs) or not outs:
+        shapes = ", ".join(str(o.shape) for o in outs)
+        rule = f"each is what {x.shape[0]} rows become: as many rows"
+        raise CollectiveError(f"out of shapes {shapes}", rule, "give (rows, columns)")
+    if checks.size_of(axis_name) == 1:
+        raise _alone(axis_name)
+    gathered, *results = tiled.gather_and_consume(
+        x,
+        kept,
+        places.arranged(canonical.group_of(axis_name)),
+        consume=consume,
+        outs=outs,
+        tile=tile,
+        interpret=interpret,
+    )
+    gathered, results = _varying((gathered, results), axis_name)
+    result = type(out)(results) if several else results[0]
+    return (result, gathered) if return_gathered else result
+
+
+def produce_and_scatter(
+    x: Any,
+    produce: Callable[..., None],
+    axis_name: AxisName,
+    *,
+    out: Any,
+    operands: Sequence[Any] = (),
+    tile: int | None = None,
+    reduce: str = "sum",
+) -> jax.Array:
+    """Has `produce` make every tile's term just before the hop that carries its sum, and adds up.
+
+    Equals `jax.lax.psum_scatter(terms, axis_name, tiled=True)` of all terms.
+
+    Args:
+      x: (n * rows, columns) per device: whole tiles, see `gather_and_consume`.
+      produce: body(x_tile, *operands, term_tile): reads refs to (tile, columns) of x and to the
+        operands, and writes every element of (tile, out columns), of float32 (int32 for integers).
+        Tiles come in any order.
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      out: `jax.ShapeDtypeStruct` of the result, (rows, any columns); sums travel in its dtype,
+        float32, bfloat16 or int32.
+      operands: see `gather_and_consume`.
+      tile: see `gather_and_consume`.
+      reduce: "sum", or "mean" for floats.
+
+    Returns:
+      (rows, out columns): device p's is block p of the sum, or mean.
+
+    Raises:
+      UnboundAxisError, CollectiveError, DtypeError, BackendError, VmemError: see
+        `gather_and_consume`.
+
+    Example, inside `jax.shard_map` over 8 devices, a product of int8 rows with scaled weights:
+      def body(x, w, scale, term):
+          total = jnp.dot(x[...], w[...], preferred_element_type=jnp.int32)
+          term[...] = total.astype(jnp.float32) * scale[...]
+
+      x: int8[8192, 1024], w: int8[1024, 1024], scale: f32[1, 1024] -> produce_and_scatter(x, body,
+        "x", out=jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), operands=[w, scale])
+    """
+    x, kept = jnp.asarray(x), [jnp.asarray(operand) for operand in operands]
+    interpret, n = _interpret(axis_name), checks.size_of(axis_name)
+    _check_tiles(x, kept, [out], tile)
+    if len(out.shape) != 2 or n * out.shape[0] != x.shape[0]:
+        rule = f"{x.shape[0]} rows are {n} devices' blocks of {x.shape[0] / n:g}"
+        raise CollectiveError(f"out of shape {out.shape}", rule, "give (rows, columns)")
+    if jnp.dtype(out.dtype).name not in ("float32", "bfloat16", "int32"):
+        rule = "sums travel as float32, bfloat16 or int32"
+        raise DtypeError(f"out of {out.dtype}", rule, "convert the result")
+    floats = jnp.issubdtype(out.dtype, jnp.floating)
+    if reduce not in ("sum", "mean") or (reduce == "mean" and not floats):
+        rule = "it is 'sum', or 'mean' for floats"
+        raise CollectiveError(f"reduce={reduce!r} of {out.dtype}", rule, "name one of them")
+    if n == 1:
+        raise _alone(axis_name)
+    result = tiled.produce_and_scatter(
+        x,
+        kept,
+        places.arranged(canonical.group_of(axis_name)),
+        produce=produce,
+        out=out,
+        tile=tile,
+        scale=1.0 if reduce == "sum" else 1 / n,
+        interpret=interpret,
+    )
+    return _varying(result, axis_name)
+
+
+def _interpret(axis_name: AxisName) -> Any:
+    """How kernels run here; raises where they cannot."""
+    checks.size_of(axis_name)
+    how = backends.choose(checks.named(axis_name), None, None)
+    if how.backend != "pallas":
+        rule = how.fallback or "kernel bodies run on TPUs, and simulated ones"
+        remedy = "use pipelined_all_gather_and_consume or pipelined_produce_and_all_to_all"
+        raise BackendError(f"a kernel body on backend {how.backend!r}", rule, remedy)
+    return how.interpret
+
+
+def _alone(axis_name: AxisName) -> CollectiveError:
+    rule = "a pipeline has hops, and here is one device"
+    return CollectiveError(f"axis_name={axis_name!r}", rule, "call the body in a kernel of its own")
+
+
+def _check_tiles(
+    x: jax.Array, operands: Sequence[jax.Array], outs: Sequence[Any], tile: int | None
+) -> None:
+    """Arrays of rows are whole tiles, and the tile asked for cuts them."""
+    for a in (x, *outs):
+        rows = sublanes(a.dtype)
+        if len(a.shape) != 2 or 0 in a.shape or a.shape[0] % rows or a.shape[1] % LANES:
+            rule = f"it is rows of whole tiles: a multiple of {rows} by one of {LANES}"
+            raise CollectiveError(f"an array of shape {a.shape}, {a.dtype}", rule, "pad it")
+        if jnp.dtype(a.dtype).itemsize > 4 or a.dtype in (jnp.float16, jnp.bool_):
+            rule = "DMAs move float32, bfloat16, float8 and integers of up to 32 bits"
+            raise DtypeError(f"an array of {a.dtype}", rule, "convert it")
+    for operand in operands:
+        if operand.ndim < 2:
+            rule = "operands in VMEM have two dimensions or more"
+            raise CollectiveError(f"an operand of shape {operand.shape}", rule, "add dimensions")
+    whole = max(sublanes(a.dtype) for a in (x, *outs))
+    if tile is not None and (tile <= 0 or tile % whole or outs[0].shape[0] % tile):
+        rule = f"it is a multiple of {whole} that divides a block's {outs[0].shape[0]} rows"
+        raise CollectiveError(f"tile={tile}", rule, "name another, or None")
+    if outs[0].shape[0] % whole:
+        rule = f"with these dtypes they are a multiple of {whole}"
+        raise CollectiveError(f"{outs[0].shape[0]} rows of a block", rule, "pad them")
+
+
+def _varying(tree: Any, axis_name: AxisName) -> Any:
+    """Results typed as different on every device."""
+
+    def typed(x: jax.Array) -> jax.Array:
+        missing = set(checks.named(axis_name)) - set(jax.typeof(x).mat.varying)
+        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(typed, tree)

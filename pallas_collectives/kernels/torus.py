@@ -1,0 +1,399 @@
+"""All axes of a torus at once: how data is split, in which order each part goes, and when.
+
+A block is cut in parts. Each part goes through all axes, one after the other, as a ring along each;
+what it has met on one axis goes along the next as one piece. Parts differ in the axis that they
+begin with and in the direction, so that every link of the torus carries the same load at all times.
+On a 4 x 4 torus, gathered (x 3: hops; what a hop moves is counted in sixteenths of the block, /4):
+
+    part         axis, direction     phase 0      phase 1
+    0, a quarter x then y, upwards   x+ 3 x 1/4   y+ 3 x 4/4
+    1, a quarter x then y, downwards x- 3 x 1/4   y- 3 x 4/4
+    2, a quarter y then x, upwards   y+ 3 x 1/4   x+ 3 x 4/4
+    3, a quarter y then x, downwards y- 3 x 1/4   x- 3 x 4/4
+
+Each link carries (n-1)/(2d) blocks for n devices and d axes, the least there is: n-1 blocks come in
+over 2d links. On axes of different lengths, parts of one size would load the longer axis more; so
+parts that begin with different axes differ in size (`shares`). A reduction goes the same ways
+backwards.
+
+The algorithm: N. Jain and Y. Sabharwal, Optimal bucket algorithms for large MPI collectives on
+torus interconnects, ICS 2010; XLA's own all-reduce goes round its tori alike.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_collectives.kernels.blocks import LANES, sublanes
+from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Streams of one size that go through the axes in one order, each in its own direction.
+
+    Attributes:
+      order: the axes, in the order in which a gather goes through them.
+      start: where along the cut the first stream begins.
+      size: the extent of one stream along the cut.
+      streams: how many; even ones go RIGHT, odd ones LEFT.
+    """
+
+    order: tuple[int, ...]
+    start: int
+    size: int
+    streams: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Blocks of one shape on a torus, and how they are cut.
+
+    Arrays of blocks have one dimension for each axis of the torus (`Plan.shape`), so that all blocks
+    along some axes are one piece that one DMA moves.
+
+    Attributes:
+      sizes: devices along each axis of the torus.
+      sharing: how many directions share a link along each axis (`links_shared`).
+      block: the shape of one block.
+      at: before which dimension of a block those of the torus stand.
+      cut: the dimension along which a block is cut.
+      grain: every cut falls on a multiple of it.
+      bundles: what a block is cut into.
+    """
+
+    sizes: tuple[int, ...]
+    sharing: tuple[int, ...]
+    block: tuple[int, ...]
+    at: int
+    cut: int
+    grain: int
+    bundles: tuple[Bundle, ...]
+
+    @classmethod
+    def of(
+        cls, axes: Sequence[Group], block: tuple[int, ...], at: int, dtype: Any, chunks: int
+    ) -> "Plan":
+        """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go."""
+        sizes, sharing = tuple(axis.size for axis in axes), tuple(map(links_shared, axes))
+        cut, grain = _finest_cut(block, dtype, 2 * len(sizes) * chunks)
+        units = block[cut] // grain
+        while chunks > 1 and units % (2 * chunks) != 0:
+            chunks //= 2
+        bundles, start = [], 0
+        for first, share in enumerate(shares(sizes, sharing, units // (2 * chunks))):
+            order = (*range(first, len(sizes)), *range(first))
+            if share:
+                bundles.append(Bundle(order, start, share * grain, 2 * chunks))
+                start += share * grain * 2 * chunks
+        if start < block[cut]:  # an odd one left over
+            bundles.append(Bundle(tuple(range(len(sizes))), start, block[cut] - start, 1))
+        return cls(sizes, sharing, block, at, cut, grain, tuple(bundles))
+
+    def hops(self, bundle: Bundle, phase: int) -> int:
+        """Hops of a bundle in a phase: along axis `bundle.order[phase]`, to all others on it."""
+        return self.sizes[bundle.order[phase]] - 1
+
+    def shape(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The shape of an array of as many blocks as `sizes` says along each axis; of all."""
+        return (*self.block[: self.at], *(sizes or self.sizes), *self.block[self.at :])
+
+    def piece_shape(self, bundle: Bundle, phase: int) -> tuple[int, ...]:
+        """The shape of what one hop of one stream moves in a phase."""
+        met = bundle.order[:phase]
+        sizes = [n if axis in met else 1 for axis, n in enumerate(self.sizes)]
+        shape = list(self.shape(sizes))
+        shape[self._cut_dimension] = bundle.size
+        return tuple(shape)
+
+    def piece(self, ref: Any, numbers: Sequence[Any], bundle: Bundle, stream: Any) -> Any:
+        """A stream's part of some of `ref`'s blocks: on each axis all (None), or one."""
+        start = bundle.start + stream * bundle.size
+        if not isinstance(start, int):
+            start = pl.multiple_of(start, self.grain)
+        index = self._index(ref, numbers)
+        index[self._cut_dimension] = pl.ds(start, bundle.size)
+        return ref.at[tuple(index)]
+
+    def blocks(self, ref: Any, numbers: Sequence[Any]) -> Any:
+        """Some of `ref`'s blocks, or the part of them that `ref` has: on each axis all, or one."""
+        return ref.at[tuple(self._index(ref, numbers))]
+
+    def _index(self, ref: Any, numbers: Sequence[Any]) -> list[Any]:
+        index = [pl.ds(0, size) for size in ref.shape]
+        for axis, number in enumerate(numbers):
+            if number is not None:
+                index[self.at + axis] = pl.ds(number, 1)
+        return index
+
+    @property
+    def _cut_dimension(self) -> int:
+        return self.cut if self.cut < self.at else self.cut + len(self.sizes)
+
+
+def cuts(shape: tuple[int, ...], axis: int, dtype: Any) -> int:
+    """Into how many parts blocks of a shape, along an axis, can be cut."""
+    block = View.of(shape, axis, dtype).block
+    cut, grain = _finest_cut(block, dtype, 1)
+    return block[cut] // grain
+
+
+def _finest_cut(block: tuple[int, ...], dtype: Any, wanted: int) -> tuple[int, int]:
+    """The dimension to cut, and in multiples of what: the first that is fine enough, or the finest.
+
+    Fine enough: shares may be off by one unit; with 32 units each that is 3% of one in four.
+    """
+    grains = (*(1,) * (len(block) - 2), sublanes(dtype), LANES)[-len(block) :]
+    units = [n // grain if n % grain == 0 else 1 for n, grain in zip(block, grains, strict=True)]
+    found = next((i for i, count in enumerate(units) if count >= 32 * wanted), None)
+    cut = units.index(max(units)) if found is None else found
+    return cut, block[cut] // units[cut] if units[cut] == 1 else grains[cut]
+
+
+def shares(sizes: tuple[int, ...], sharing: tuple[int, ...], units: int) -> tuple[int, ...]:
+    """How many of `units` go first along axis 0, 1, ..., so that all links carry the same.
+
+    What begins with axis a moves n_a - 1 times its size along it, then n_a (n_b - 1) times along
+    the next axis b, and so on: one linear equation for each axis.
+    """
+    d = len(sizes)
+    load = np.zeros((d, d))  # of axis (row) by what begins with axis (column)
+    for first in range(d):
+        for phase, axis in enumerate((*range(first, d), *range(first))):
+            met = math.prod(sizes[(first + before) % d] for before in range(phase))
+            load[axis, first] = met * (sizes[axis] - 1) * sharing[axis]
+    exact = np.linalg.solve(load, np.ones(d))
+    exact *= units / exact.sum()
+    assert (exact >= 0).all(), (sizes, exact)
+    whole = np.floor(exact + 1e-6).astype(int)
+    largest_rests = np.argsort(whole - exact, kind="stable")[: units - int(whole.sum())]
+    whole[largest_rests] += 1
+    return tuple(int(share) for share in whole)
+
+
+def links_shared(axis: Group) -> int:
+    """How many directions share a link: both between two devices, and on a line.
+
+    On a line the hop from the last device to the first goes back over all links.
+    """
+    return 2 if axis.size == 2 or axis.line else 1
+
+
+# Bundles that are less than so much of a hop apart at the end of a phase end it together.
+_NEARLY = Fraction(1, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Hops `start` to `stop` of a bundle in the phase of number `number` of its course."""
+
+    number: int
+    start: int
+    stop: int
+
+
+Segment = tuple[Span | None, ...]
+
+
+def timetable(plan: Plan, phases: Sequence[int]) -> tuple[Segment, ...]:
+    """In which order a device sees to the hops of its bundles: that in which they should arrive.
+
+    Each bundle goes through `phases` one after the other. A segment has one span of hops for each
+    bundle (None: no hop), spread evenly over it; the next begins where one of them ends a phase.
+    It is found by letting each bundle move at the speed of its links, halved where two share them.
+    On an axis of equals all bundles end their phases together.
+    """
+    number = [0] * len(plan.bundles)
+    done = [Fraction(0)] * len(plan.bundles)
+    segments = []
+    while any(k < len(phases) for k in number):
+        under_way = [b for b, k in enumerate(number) if k < len(phases)]
+        axes = {b: plan.bundles[b].order[phases[number[b]]] for b in under_way}
+        speeds, left = {}, {}
+        for b, axis in axes.items():
+            moved = math.prod(plan.piece_shape(plan.bundles[b], phases[number[b]]))
+            sharing = list(axes.values()).count(axis) * plan.sharing[axis]
+            speeds[b] = Fraction(1, moved * sharing)
+            left[b] = plan.sizes[axis] - 1 - done[b]
+        time = min(left[b] / speeds[b] for b in under_way)
+        spans: list[Span | None] = [None] * len(plan.bundles)
+        for b in under_way:
+            start = math.ceil(done[b])
+            done[b] += time * speeds[b]
+            ends = left[b] - time * speeds[b] < _NEARLY
+            stop = plan.sizes[axes[b]] - 1 if ends else math.ceil(done[b])
+            if start < stop:
+                spans[b] = Span(number[b], start, stop)
+            if ends:
+                number[b], done[b] = number[b] + 1, Fraction(0)
+        if any(spans):
+            segments.append(tuple(spans))
+    return tuple(segments)
+
+
+class Stage(Protocol):
+    """What a device does for each hop of a stream, as hops of a gather or of a reduction.
+
+    Phases are numbered as a gather goes through them. In each, `begin` starts hop 0, having waited
+    for the last of the phase before; `go_on` starts hop t, having waited for hop t-1; `end` waits
+    for the last of all.
+    """
+
+    def begin(self, bundle: int, phase: int, stream: Any) -> None: ...  # noqa: D102
+    def go_on(self, bundle: int, phase: int, hop: Any, stream: Any) -> None: ...  # noqa: D102
+    def end(self, bundle: int, stream: Any) -> None: ...  # noqa: D102
+
+
+def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
+    """Takes all streams through one stage's phases after the other's, by the timetable.
+
+    All devices do the same in the same order, and each waits only for what another did earlier in
+    that order: none waits for ever. Loops everywhere: the code grows with the square of the number
+    of axes, and not with their lengths.
+    """
+    course = [(stage, phase) for stage, phases in stages for phase in phases]
+
+    def begin(b: int, k: int, stream: Any) -> None:
+        stage, phase = course[k]
+        if k and course[k - 1][0] is not stage:
+            course[k - 1][0].end(b, stream)
+        stage.begin(b, phase, stream)
+
+    def go_on(b: int, k: int, hop: Any, stream: Any) -> None:
+        course[k][0].go_on(b, course[k][1], hop, stream)
+
+    for segment in timetable(plan, [phase for _, phase in course]):
+        spans = [(b, span) for b, span in enumerate(segment) if span is not None]
+        _for_each_stream(plan, [(b, s) for b, s in spans if s.start == 0], begin)
+        _for_each_round(plan, spans, go_on)
+    everything = [(b, Span(len(course) - 1, 0, 0)) for b in range(len(plan.bundles))]
+    _for_each_stream(plan, everything, lambda b, _, stream: course[-1][0].end(b, stream))
+
+
+def _for_each_stream(
+    plan: Plan, spans: list[tuple[int, Span]], body: Callable[[int, int, Any], None]
+) -> None:
+    """body(bundle, number of its phase, stream) for every stream of some bundles, in turn."""
+    by_streams = itertools.groupby(spans, lambda item: plan.bundles[item[0]].streams)
+    for streams, alike in by_streams:
+
+        def in_all_bundles(stream: Any, _: None, alike: Any = tuple(alike)) -> None:
+            for b, span in alike:
+                body(b, span.number, stream)
+
+        lax.fori_loop(0, streams, in_all_bundles, None)
+
+
+def _for_each_round(
+    plan: Plan, spans: list[tuple[int, Span]], go_on: Callable[[int, int, Any, Any], None]
+) -> None:
+    """go_on for every hop of the spans but hops 0, which have begun; evenly spread over rounds."""
+    first = {b: max(span.start, 1) for b, span in spans}
+    count = {b: span.stop - first[b] for b, span in spans}
+    rounds = max(count.values())
+
+    def in_round(g: Any, _: None) -> None:
+        def hops(b: int, number: int, stream: Any) -> None:
+            if count[b] == rounds:
+                go_on(b, number, first[b] + g, stream)
+                return
+            lax.fori_loop(
+                first[b] + lax.div(g * count[b], np.int32(rounds)),
+                first[b] + lax.div((g + 1) * count[b], np.int32(rounds)),
+                lambda hop, _: go_on(b, number, hop, stream),
+                None,
+            )
+
+        _for_each_stream(plan, [(b, span) for b, span in spans if count[b]], hops)
+
+    lax.fori_loop(0, rounds, in_round, None)
+
+
+def axes_of(group: Group) -> tuple[Group, ...]:
+    """The axes of the torus that a group lies on; one ring of all where it lies on none."""
+    return group.torus or (group,)
+
+
+def launch_group(group: Group) -> Group:
+    """A group as `launch.call` is to know it: its kernels here ask `tables` for all else."""
+    return Group(group.axes, group.sizes)
+
+
+def barrier_key(group: Group) -> Hashable:
+    """Which devices' signals the barrier of a torus counts."""
+    return "neighbours on a torus", axes_of(group)
+
+
+def tables(axes: Sequence[Group]) -> list[jax.Array]:
+    """What a kernel must know of its axes beside arithmetic: scalars for `launch.call`."""
+    return [table for table in (axis.members() for axis in axes) if table is not None]
+
+
+def rings(axes: Sequence[Group], refs: Sequence[Any]) -> tuple[tuple[Ring, ...], list[Any]]:
+    """Inside a kernel: this device's ring along each axis; and the refs behind `tables`."""
+    left = list(refs)
+
+    def ring(axis: Group) -> Ring:
+        has_table = axis.index_groups is not None or axis.order is not None
+        return Ring(axis, left.pop(0) if has_table else None)
+
+    return tuple(map(ring, axes)), left
+
+
+def direction_of(stream: Any) -> Any:
+    """Which way round a stream of a bundle goes."""
+    return RIGHT - (RIGHT - LEFT) * (stream & 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Arrays of blocks side by side along `axis`, seen as arrays with dimensions for the torus.
+
+    A reshape that moves nothing. Blocks of columns become blocks of tiles first, as they lie in
+    memory; nothing moves there either if their rows are whole tiles.
+
+    Attributes:
+      shape: one block as it is.
+      axis: the dimension along which blocks lie; they are `sliceable` along it.
+      block: one block as it is seen.
+      at: the dimension of that before which those of the torus stand.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    block: tuple[int, ...]
+    at: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], axis: int, dtype: Any) -> "View":
+        """The view of blocks of a shape along an axis."""
+        if axis < len(shape) - 1:
+            return cls(shape, axis, shape, axis)
+        *before, rows, columns = shape
+        high = 8 if rows % 8 == 0 else rows
+        return cls(shape, axis, (*before, rows // high, columns // LANES, high, LANES), axis)
+
+    def into(self, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+        """An array of as many blocks as `sizes` says, as it is seen."""
+        if self.block != self.shape:
+            *before, rows, _, high, lanes = self.block
+            x = jnp.swapaxes(x.reshape(*before, rows, high, -1, lanes), -3, -2)
+        return x.reshape(*self.block[: self.at], *sizes, *self.block[self.at :])
+
+    def out_of(self, y: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+        """The inverse of `into`."""
+        if self.block != self.shape:
+            *before, rows, _, high, lanes = self.block
+            y = jnp.swapaxes(y.reshape(*before, rows, -1, high, lanes), -3, -2)
+        shape = list(self.shape)
+        shape[self.axis] *= math.prod(sizes)
+        return y.reshape(shape)

@@ -1,0 +1,148 @@
+"""Where on its torus each device of the mesh in scope is, and the ring order that follows.
+
+The devices are known while a collective is lowered, and not before. Simulated ones have no
+coordinates; they lie as `torus(...)` says.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from pallas_collectives import chips, tori
+from pallas_collectives.errors import BackendError
+from pallas_collectives.kernels import physical
+from pallas_collectives.kernels.physical import Place, Torus
+from pallas_collectives.kernels.topology import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """The devices of a mesh, row-major over its axes, on their torus."""
+
+    torus: Torus
+    at: tuple[Place, ...]
+
+
+_in_scope: contextvars.ContextVar[Places | None] = contextvars.ContextVar("places", default=None)
+_simulated = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def torus(name: str) -> Iterator[None]:
+    """Within this context simulated devices lie as a TPU slice's do; values are the same as ever.
+
+    Device k is the k-th of the slice, row-major over its chips, a chip's devices side by side.
+
+    Args:
+      name: generation and chips along each axis of the torus: "v5e:2x4", "7x:2x2x1".
+
+    Raises:
+      BackendError: there is no such slice.
+
+    Example:
+      `with torus("v5e:2x4"): gathered = jax.jit(gather)(x)` goes round the 2 x 4 chips.
+    """
+    if chips.slice_of(name) is None:
+        known = ", ".join(chips.BY_NAME)
+        raise BackendError(
+            f"torus {name!r}",
+            f"it is GENERATION:AxBxC with a generation of {known} and at most its number of axes",
+            "name a slice, as 'v5e:2x4'",
+        )
+    with _simulated(name):
+        yield
+
+
+@contextlib.contextmanager
+def scope(places: Places | None) -> Iterator[None]:
+    """Within this context the mesh's devices are at these places; None: nobody knows where."""
+    token = _in_scope.set(places)
+    try:
+        yield
+    finally:
+        _in_scope.reset(token)
+
+
+def in_scope() -> Places | None:
+    """Where the devices of the mesh in scope are; None where that is not known."""
+    return _in_scope.get()
+
+
+def of_mesh(mesh: Any) -> Places | None:
+    """Where a mesh's devices are.
+
+    None for an abstract mesh, for devices without coordinates, and for those of several slices.
+
+    Raises:
+      BackendError: more simulated devices than the slice that `torus` names has.
+    """
+    return _of_mesh(mesh, _simulated.value) if isinstance(mesh, Mesh) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _of_mesh(mesh: Mesh, simulated: str | None) -> Places | None:
+    devices = mesh.devices.reshape(-1).tolist()
+    if devices[0].platform == "cpu" and simulated is not None:
+        return _on_slice(simulated, [d.id for d in devices])
+    slices = {getattr(d, "slice_index", 0) for d in devices}
+    if devices[0].platform != "tpu" or len(slices) > 1:
+        return None
+    chip = chips.of_kind(devices[0].device_kind)
+    coordinates = [d.coords[: chip.dims] for d in devices[0].client.devices()]
+    shape = tuple(1 + max(along) for along in zip(*coordinates, strict=True))
+    there = Torus(shape, chip.wraps(shape))
+    return Places(there, tuple((*d.coords[: chip.dims], d.core_on_chip) for d in devices))
+
+
+def _on_slice(name: str, numbers: Sequence[int]) -> Places:
+    found = chips.slice_of(name)
+    assert found is not None, name
+    chip, shape = found
+    there = Torus(shape, chip.wraps(shape))
+    if max(numbers) >= math.prod(shape) * chip.devices:
+        raise BackendError(
+            f"a mesh with simulated device {max(numbers)}",
+            f"torus {name!r} has {math.prod(shape) * chip.devices} devices",
+            "use fewer devices or a larger torus",
+        )
+    return Places(there, tuple(there.place(number, chip.devices) for number in numbers))
+
+
+def arranged(group: Group) -> Group:
+    """A group with the order in which its rings go round on the wires of the mesh in scope.
+
+    And with the axes of the torus that it lies on (see `tori`). As it is where the caller gave
+    `axis_index_groups`, whose order is the ring's; in lax's order where places are not known, and
+    where that goes over single links already.
+    """
+    places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
+    if group.index_groups is not None:
+        return group
+    if places is None or len(places.at) != mesh.size:
+        return dataclasses.replace(group, torus=tori.of_mesh(group))
+    return _arranged(group, places, tuple(mesh.shape.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _arranged(group: Group, places: Places, axes: tuple[tuple[str, int], ...]) -> Group:
+    names, sizes = zip(*axes, strict=True)
+    others = [i for i, name in enumerate(names) if name not in group.axes]
+    inner = [names.index(name) for name in group.axes]
+    positions = np.arange(len(places.at)).reshape(sizes).transpose(*others, *inner)
+    rows = [[places.at[p] for p in row] for row in positions.reshape(-1, group.size).tolist()]
+    order = physical.ring_order(places.torus, rows)
+    cost = max(physical.cost(places.torus, row, order) for row in rows)
+    return dataclasses.replace(
+        group,
+        order=None if order == tuple(range(group.size)) else order,
+        line=cost.line,
+        torus=tori.on_wires(group, places.torus, rows),
+    )

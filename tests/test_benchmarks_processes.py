@@ -1,0 +1,61 @@
+"""The same command on every host of several: they find each other, and one speaks."""
+
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import benchmarking
+from benchmarks import measure
+from benchmarks.rows import Measured
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_processes_of_a_cluster_run_together_and_the_first_prints(tmp_path: Path) -> None:
+    cluster = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "JAX_COORDINATOR_PORT": str(_free_port()),
+    }
+    processes = [
+        benchmarking.start(
+            *("--devices=2", "--backend=xla", "--collective=all_gather,psum", "--sizes=8K"),
+            *("--compile_for=", "--replay=", f"--json={tmp_path / str(i)}.json"),
+            env={**cluster, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+        )
+        for i in range(2)
+    ]
+    first, second = (benchmarking.finish(process) for process in processes)
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    assert "2 rows, all right" in first.out
+    assert not [line for line in second.out.splitlines() if not line.startswith("[Gloo]")]
+    results = json.loads((tmp_path / "0.json").read_text())
+    assert not (tmp_path / "1.json").exists()
+    assert (results["environment"]["processes"], results["environment"]["devices"]) == (2, 4)
+    assert [(row["devices"], row["wrong"]) for row in results["measured"]] == [(4, 0), (4, 0)]
+
+
+ROW = Measured(op="psum", type="float32", backend="pallas", size=8, count=1, wrong=2)
+
+
+def test_a_row_is_what_all_processes_make_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_other(*other: int) -> Measured:
+        monkeypatch.setattr(
+            measure.multihost,
+            "process_allgather",
+            lambda mine: np.stack([mine, np.array(other, np.int32)]),
+        )
+        return measure.agreed(ROW)
+
+    assert with_other(3, 0, 0).wrong == 5
+    assert "process 1" in with_other(0, 1, 0).error
+    assert "process 1" in with_other(0, 0, 1).refused
+    assert with_other(0, 0, 0) == ROW

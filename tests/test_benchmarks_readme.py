@@ -1,0 +1,81 @@
+"""The README's tables are those that `python -m benchmarks readme` makes."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benchmarking
+from benchmarks import readme, replay_rows, results
+from benchmarks.settings import FlagError
+from pallas_collectives.backends.algorithms import ALGORITHMS
+
+
+@pytest.fixture(scope="module")
+def stored() -> results.Saved:
+    return results.load(str(readme.STORED))
+
+
+def test_tables_are_up_to_date(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    done = benchmarking.in_process(monkeypatch, capsys)("readme", "--only_check")
+    assert done.status == 0, f"run python -m benchmarks readme\n{done.out}"
+
+
+def test_a_table_out_of_date_is_told_and_mended(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    run = benchmarking.in_process(monkeypatch, capsys)
+    copy = tmp_path / "README.md"
+    right = readme.README.read_text()
+    copy.write_text(right.replace("`one_shot`", "`no_shot`"))
+    monkeypatch.setattr(readme, "README", copy)
+    status, out, _ = run("readme", "--only_check")
+    assert status == 1
+    assert "-" in out and "no_shot" in out and "one_shot" in out
+    assert "no_shot" in copy.read_text()
+    assert run("readme").status == 0
+    assert copy.read_text() == right
+
+
+def test_markers_and_tables_must_fit(stored: results.Saved) -> None:
+    text = readme.README.read_text()
+    with pytest.raises(FlagError, match="table 'prices'"):
+        readme.rendered(text.replace("table: replayed", "table: prices"), stored)
+    with pytest.raises(FlagError, match="without replayed"):
+        readme.rendered(text.replace("<!-- table: replayed", "<!-- once: replayed"), stored)
+
+
+def test_every_algorithm_has_its_cost_and_its_row() -> None:
+    named = {op: tuple(costs) for op, costs in readme.COSTS.items()}
+    assert named == ALGORITHMS
+    rows = readme.algorithms(results.Saved({}, {}, {})).splitlines()[2:]
+    assert len(rows) == sum(map(len, ALGORITHMS.values()))
+
+
+@pytest.mark.parametrize("pod, op", [("v5e:4x4", "psum"), ("v5p:4x4x4", "all_gather")])
+def test_stored_replays_are_what_the_model_says_now(
+    pod: str, op: str, stored: results.Saved
+) -> None:
+    now = [task for task in readme.tasks(pod) if task.case.name == op]
+    assert len(now) == len(readme.BLOCKS)
+    rows = {row.key: row for row in stored.parts["replayed"]}
+    for row in replay_rows.rows(now):
+        assert row.of_bound == pytest.approx(rows[row.key].of_bound, abs=0.1), (
+            "run python -m benchmarks readme --recompute"
+        )
+
+
+def test_stored_results_are_right_and_whole(stored: results.Saved) -> None:
+    assert not [str(row) for rows in stored.parts.values() for row in rows if row.reason]
+    assert {row.topology for row in stored.parts["compiled"]} == set(readme.TOPOLOGIES)
+    assert len(stored.parts["replayed"]) == len(readme.PODS) * 4 * len(readme.BLOCKS)
+
+
+def test_texts_that_differ_name_their_tpus(stored: results.Saved) -> None:
+    row = next(row for row in stored.parts["compiled"] if row.topology == "tpu7x:2x2x1")
+    other = dataclasses.replace(row, topology="v5e:2x4", ops="copy, kernel")
+    assert readme._grouped([row, row], lambda row: row.ops) == row.ops
+    assert (
+        readme._grouped([row, other], lambda row: row.ops) == f"{row.ops} (7x); copy, kernel (v5e)"
+    )

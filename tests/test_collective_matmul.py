@@ -1,0 +1,380 @@
+"""The fused kernels: products by tiles, all rings, faults, the compiler, the modelled time."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+import harness
+import pallas_collectives
+from benchmarks.replay_rows import mesh_axes
+from pallas_collectives import chips
+from pallas_collectives.errors import VmemError
+from pallas_collectives.kernels import collective_matmul, pipelines, product, sync
+from pallas_collectives.kernels.product import Problem, Tiles
+from pallas_collectives.kernels.topology import Group, wrap_step
+from pallas_collectives.replay import Machine, bound, replay
+
+F32 = jnp.dtype(jnp.float32)
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+# A product by itself ------------------------------------------------------------------------------
+
+
+def multiply(
+    problem: Problem, tiles: Tiles, x: Any, w: Any, *terms: Any, adds: bool = True, **options: Any
+) -> Any:
+    def kernel(x_ref: Any, w_ref: Any, *refs: Any) -> None:
+        *term_refs, out_ref, sum_ref, w_vmem_ref = refs
+        if tiles.keep == "all":
+            pltpu.sync_copy(w_ref, product.resident(problem, w_vmem_ref))
+            w_ref = w_vmem_ref
+        options["adds"] = adds or jnp.zeros((), jnp.int32) > 0  # as kernels have it: traced
+        product.multiply(
+            x_ref, w_ref, out_ref, *term_refs,
+            sum_ref=sum_ref, problem=problem, tiles=tiles, **options,
+        )  # fmt: skip
+
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((*x.shape[:2], problem.columns), problem.out_dtype),
+        in_specs=[hbm] * (2 + len(terms)),
+        out_specs=hbm,
+        scratch_shapes=[
+            pltpu.VMEM(product.sum_shape(tiles), product.accumulator_dtype(x.dtype)),
+            pltpu.VMEM(product.resident_shape(problem, tiles), w.dtype),
+        ],
+        interpret=pltpu.InterpretParams(uninitialized_memory="nan"),
+    )(x, w, *terms)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("keep", ["all", "panel", "tile"])
+def test_products_of_tiles_that_stick_out(keep: str, transposed: bool) -> None:
+    """Rows and columns that are no multiple of a tile; K in several tiles, and those in slabs."""
+    problem = Problem(2, 40, 512, 384, F32, F32, F32, terms=1, transposed=transposed)
+    tiles = Tiles(rows=16, depth=256, columns=256, inner=128, keep=keep)
+    x, w = harness.random((2, 40, 512), F32), harness.random((512, 384), F32, 1)
+    term = harness.random((2, 40, 384), F32, 2)
+    given = w.T if transposed else w
+    adds = keep != "panel"
+    got = multiply(problem, tiles, x, given, term, adds=adds, scale=0.5)
+    np.testing.assert_array_equal(got, (x @ w + (term if adds else 0)) * 0.5)
+
+
+@pytest.mark.parametrize(
+    "x_dtype, w_dtype, out_dtype",
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "float32"),
+        ("int8", "int8", "int32"),
+        ("float8_e4m3fn", "float8_e4m3fn", "float32"),
+    ],
+)
+def test_products_are_added_up_wide(x_dtype: str, w_dtype: str, out_dtype: str) -> None:
+    x_dtype, w_dtype, out_dtype = map(jnp.dtype, (x_dtype, w_dtype, out_dtype))
+    problem = Problem(1, 32, 256, 128, x_dtype, w_dtype, out_dtype)
+    tiles = Tiles(rows=32, depth=128, columns=128, inner=128, keep="tile")
+    x, w = harness.random((1, 32, 256), x_dtype), harness.random((256, 128), w_dtype, 1)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    got = np.asarray(multiply(problem, tiles, x, w))
+    np.testing.assert_array_equal(got, exact.astype(out_dtype))  # rounded once
+
+
+@pytest.mark.parametrize("chip", chips.BY_NAME)
+@pytest.mark.parametrize("columns", [8192, 11008, 28672, 29568])
+def test_tiles_fit_and_feed_the_matrix_unit(chip: str, columns: int) -> None:
+    problem = Problem(1, 2048, 8192, columns, BF16, BF16, BF16)
+    budget = int(chips.BY_NAME[chip].vmem_bytes * collective_matmul.VMEM_SHARE)
+    tiles = product.choose_tiles(problem, budget, chip)
+    assert tiles is not None
+    assert product.vmem(problem, tiles) <= budget
+    assert problem.depth % tiles.depth == tiles.depth % tiles.inner == 0
+    rates = product.generation(chip)
+    least = problem.flops * rates.cores / rates.matrix_rate
+    assert least <= product.seconds(problem, tiles, chip) <= 1.15 * least
+
+
+def test_weights_stay_in_vmem_where_they_fit() -> None:
+    problem = Problem(1, 1024, 2048, 2048, BF16, BF16, BF16)
+    kept = {
+        chip: product.choose_tiles(problem, int(0.7 * chips.BY_NAME[chip].vmem_bytes), chip).keep
+        for chip in ("v4", "v5e", "v6e")
+    }
+    assert kept == {"v4": "tile", "v5e": "all", "v6e": "all"}
+
+
+def test_what_no_tile_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        chips, "SIMULATED", dataclasses.replace(chips.SIMULATED, vmem_bytes=1 << 16)
+    )
+    with pytest.raises(VmemError, match="MiB of VMEM"):
+        collective_matmul.plan((1, 64, 1024), [(1024, BF16)], BF16, BF16)
+
+
+# Rings --------------------------------------------------------------------------------------------
+
+
+def both(x: Any, w: Any, n: int, params: Any, *, transposed: bool = False) -> Any:
+    """The gathered x and its product, and the scattered sum of that product with w transposed."""
+    group = Group(("x",), (n,))
+    options = {"precision": None, "interpret": params}
+    gathered, y = collective_matmul.all_gather_matmul(
+        x, [w], group, out_dtype=F32, transposed=transposed, **options
+    )
+    back = collective_matmul.matmul_reduce_scatter(
+        y, w, group, wire_dtype=F32, scale=0.5, transposed=not transposed, **options
+    )
+    return gathered, y, back
+
+
+def references(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, ...]:
+    n = len(x)
+    gathered = np.broadcast_to(
+        np.concatenate(x, axis=1), (n, x.shape[1], n * x.shape[2], x.shape[3])
+    )
+    wide = w.astype(np.float64)[:, None]
+    y = gathered.astype(np.float64) @ wide
+    total = (y @ wide.swapaxes(2, 3)).sum(axis=0) / 2
+    return gathered, y, np.stack(np.split(total, n, axis=1))
+
+
+def small(n: int, rows: int = 16, batch: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    return harness.random((n, batch, rows, 128), F32), harness.random((n, 128, 128), F32, 1)
+
+
+@pytest.mark.parametrize(
+    "n, mode", [*((n, "on_wait") for n in range(2, 9)), (2, "eager"), (4, "eager"), (5, "eager")]
+)
+def test_every_ring_under_both_adversaries(
+    n: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On small rings with four parts a block and tiles that stick out; values are exact."""
+    if n < 6:
+        monkeypatch.setattr(collective_matmul, "_LEAST_ROWS", 8)
+        monkeypatch.setattr(product, "choose_tiles", lambda *_: Tiles(16, 128, 128, 128, "tile"))
+    x, w = small(n, rows=32 if n < 6 else 16, batch=2 if n == 3 else 1)
+    run = functools.partial(both, n=n, params=harness.ADVERSARIES[mode])
+    got = harness.per_device(run, harness.mesh(n), check_vma=False)(x, w)
+    for a, b in zip(got, references(x, w), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+    assert not harness.race_reported()
+
+
+def is_caught(mode: str, n: int = 4, hold: int | None = None, scatter: bool = False) -> bool:
+    """Whether a fault shows in the gathering half, or in the scattering one."""
+    x, w = small(n)
+    group, params = Group(("x",), (n,)), harness.ADVERSARIES[mode]
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        x = x if hold is None else harness.delayed(x, hold)
+        options = {"transposed": False, "precision": None, "interpret": params}
+        if not scatter:
+            return collective_matmul.all_gather_matmul(x, [w], group, out_dtype=F32, **options)[1]
+        rows = jnp.concatenate([x] * n, axis=1)
+        return collective_matmul.matmul_reduce_scatter(
+            rows, w, group, wire_dtype=F32, scale=1.0, **options
+        )
+
+    _, y, _ = references(x, w)
+    want = np.broadcast_to((x @ w[:, None]).sum(axis=0), x.shape) if scatter else y
+    run = harness.per_device(program, harness.mesh(n), check_vma=False)
+    return harness.caught(lambda: run(x, w), want)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_sound_kernels_are_not_caught(scatter: bool) -> None:
+    assert not is_caught("on_wait", hold=1, scatter=scatter)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_dropped_wait_before_a_part_is_used_is_caught(
+    scatter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = sync.wait
+
+    def for_sends_only(semaphore: Any, ref: Any, times: Any = 1) -> None:
+        if len(semaphore.ref.shape) != 3:  # recv_sems is the 3-D one
+            wait(semaphore, ref, times)
+
+    monkeypatch.setattr(sync, "wait", for_sends_only)
+    assert is_caught("on_wait", scatter=scatter)
+
+
+def test_dropped_wait_for_the_own_copy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own block is consumed from its place before it is there."""
+    make = pltpu.make_async_copy
+
+    class Unwaited:
+        def __init__(self, *args: Any) -> None:
+            self.start = make(*args).start
+
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(pipelines.pltpu, "make_async_copy", Unwaited)
+    monkeypatch.setattr(sync.pltpu, "make_async_copy", Unwaited)
+    assert is_caught("on_wait", n=2)
+
+
+def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for credits: a fast neighbour writes over sums that are still being sent."""
+    wait = pl.semaphore_wait
+
+    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
+            wait(semaphore, *args, **kwargs)
+
+    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    assert is_caught("on_wait", n=8, scatter=True)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_steps_that_share_a_semaphore_are_caught(
+    scatter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipelines, "wrap_step", lambda step, slots: wrap_step(step, 1))
+    assert is_caught("on_wait", n=6, scatter=scatter)
+
+
+def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "barrier_with_neighbours", lambda ring: pltpu.get_barrier_semaphore())
+    assert is_caught("eager", hold=1)
+
+
+def test_long_rings_reuse_semaphores_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of two makes a ring of seven a long one."""
+    monkeypatch.setattr("pallas_collectives.kernels.all_gather.WINDOW", 2)
+    assert not is_caught("on_wait", n=7, hold=3)
+
+
+# The compiler -------------------------------------------------------------------------------------
+
+WIDTHS = (11008, 28672, 29568, 8192, 11008)
+
+
+def compiled(generation: str, columns: int, op: str, dtype: Any = BF16) -> harness.Compiled:
+    """A product of 8192 x 8192 a device with weights of `columns`, with its collective."""
+    options: dict[str, Any] = {"algorithm": "fused"}
+    if jnp.issubdtype(dtype, jnp.integer):
+        options["preferred_element_type"] = jnp.int32
+    function = getattr(pallas_collectives, op)
+    return harness.compile_for_tpu(
+        lambda x, w: function(x, w, "x", **options),
+        harness.GENERATIONS[generation],
+        (8192, 8192),
+        (8192, columns),
+        dtype=dtype,
+    )
+
+
+def assert_nothing_else(found: harness.Compiled) -> None:
+    """Between producers and consumer stands the kernel: no copy, no pad, no collective."""
+    kernel = [op for op in found.ops if op not in ("parameter", "fusion", "get-tuple-element")]
+    assert kernel == ["custom-call"], found.ops
+    assert found.ops.count("fusion") == 3, found.ops
+
+
+@pytest.mark.parametrize("generation, columns", list(zip(harness.GENERATIONS, WIDTHS, strict=True)))
+def test_transformer_sizes_compile_to_the_kernel_alone(generation: str, columns: int) -> None:
+    assert_nothing_else(compiled(generation, columns, "all_gather_matmul"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("columns", [8192, 11008, 28672, 29568])
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_all_transformer_sizes_compile(generation: str, columns: int, op: str) -> None:
+    assert_nothing_else(compiled(generation, columns, op))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_other_dtypes_compile(generation: str, op: str, dtype: str) -> None:
+    if generation == "v4" and dtype != "float32":
+        with pytest.raises(pallas_collectives.errors.AlgorithmError, match="matrix unit"):
+            compiled(generation, 8192, op, jnp.dtype(dtype))
+    else:
+        compiled(generation, 8192, op, jnp.dtype(dtype))
+
+
+def test_scatter_compiles() -> None:
+    assert_nothing_else(compiled("v5e", 11008, "matmul_reduce_scatter"))
+
+
+# The modelled time --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("ratio", [0.5, 2])
+@pytest.mark.parametrize("name", ["v4:4x4x4", "v5e:16", "v5p:4x4x4", "v6e:16", "7x:4x4x4"])
+def test_the_shorter_of_wire_and_product_is_hidden(name: str, ratio: float, op: str) -> None:
+    """Modelled, with products that take half as long as the wire, or twice: within 15%."""
+    machine, size = Machine.named(name), 4096 if name.startswith(("v4", "v5p")) else 3072
+    rates, axes = machine.generation, mesh_axes(machine)
+    n = axes["x"]
+    devices = np.arange(int(np.prod(list(axes.values())))).reshape(tuple(axes.values()))
+    groups = np.moveaxis(devices, 0, -1).reshape(-1, n)
+    gathers = op == "all_gather_matmul"
+    collective = "all_gather" if gathers else "reduce_scatter"
+    wire = bound(collective, machine, groups, 2 * size * size).wire
+    rate = rates.matrix_rate / rates.cores  # a kernel runs on one core
+    free = 256 * round(ratio * wire * rate / (2 * n * size * size) / 256)
+    depth, columns = (size, free) if gathers else (free, size)
+
+    function = jax.shard_map(
+        lambda x, w: getattr(pallas_collectives, op)(x, w, "x", algorithm="fused"),
+        mesh=machine.mesh(axes),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    x = jax.ShapeDtypeStruct((size if gathers else n * size, depth), BF16)
+    w = jax.ShapeDtypeStruct((depth, columns), BF16)
+    report = replay(function, x, w, machine=machine)
+    assert not report.stuck
+    assert not report.leftovers
+    assert max(kernel.vmem_bytes for kernel in report.kernels) <= rates.vmem_bytes
+    products = 2 * n * size * depth * columns / rate
+    assert 1 <= report.time / max(products, wire) <= 1.15
+
+
+def test_the_replay_knows_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On no schedule, that is; and knows one where waits are dropped."""
+    machine = Machine.named("v5e:8")
+    group, options = Group(("x",), (8,)), {"precision": None, "interpret": False}
+
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        gathered, y = collective_matmul.all_gather_matmul(
+            x, [w], group, out_dtype=F32, transposed=False, **options
+        )
+        return gathered, collective_matmul.matmul_reduce_scatter(
+            y, w, group, wire_dtype=F32, scale=1.0, transposed=True, **options
+        )
+
+    def races(run: Callable[..., Any]) -> Any:
+        everywhere = PartitionSpec()
+        function = jax.shard_map(
+            run, mesh=machine.mesh({"x": 8}), in_specs=everywhere, out_specs=everywhere,
+            check_vma=False,
+        )  # fmt: skip
+        shapes = [jax.ShapeDtypeStruct(s, F32) for s in ((1, 64, 128), (128, 128))]
+        return replay(function, *shapes, machine=machine, races=True).races
+
+    assert races(run) == []
+    wait = sync.wait
+    only_sends = lambda s, ref, times=1: len(s.ref.shape) != 3 and wait(s, ref, times)  # noqa: E731
+    monkeypatch.setattr(sync, "wait", only_sends)
+    assert races(lambda x, w: run(x, w))

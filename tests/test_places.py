@@ -1,0 +1,194 @@
+"""Physical ring orders from the devices' coordinates to the kernels."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, PartitionSpec
+
+import harness
+import pallas_collectives
+from pallas_collectives import places
+from pallas_collectives.errors import BackendError
+from pallas_collectives.kernels import all_gather, launch, physical
+from pallas_collectives.kernels.topology import Group
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    """The groups that kernels are launched on."""
+    seen: list[Group] = []
+    barrier_key = launch.barrier_key
+
+    def spy(barrier: Any, group: Group) -> Any:
+        seen.append(group)
+        return barrier_key(barrier, group)
+
+    monkeypatch.setattr(launch, "barrier_key", spy)
+    return seen
+
+
+def everything(m: Any, x: jax.Array) -> list[jax.Array]:
+    """Each collective over the 2 x 4 chips, as one axis and as two."""
+    outs = []
+    for axis_name in (("x", "y"), ("y", "x"), "y"):
+        tiled = {"tiled": True}
+        outs += [
+            m.all_gather(x, axis_name, **tiled),
+            m.psum_scatter(x, axis_name, **tiled),
+            m.psum(x, axis_name),
+            m.all_to_all(x, axis_name, 0, 0, **tiled),
+            m.pmax(x, axis_name),
+        ]
+    n = jax.lax.axis_size(("x", "y"))
+    outs.append(m.ppermute(x, ("x", "y"), [(d, (d + 3) % n) for d in range(n)]))
+    return outs
+
+
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+@pytest.mark.parametrize("torus", ["v5e:2x4", "7x:2x2x1"])
+def test_results_are_in_laxs_order_whatever_the_torus(
+    torus: str, mode: str, groups: list[Group]
+) -> None:
+    x, on = harness.random((8, 64, 128), "float32"), harness.mesh(2, 4)
+
+    def run(m: Any) -> Any:
+        program = harness.per_device(functools.partial(everything, m), on, check_vma=False)
+        return jax.tree.map(np.asarray, program(x))
+
+    with places.torus(torus), pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
+        got = run(pallas_collectives)
+    assert not harness.race_reported()
+    jax.tree.map(np.testing.assert_array_equal, got, run(jax.lax))
+    assert {g.axes for g in groups if g.order} >= {("x", "y"), ("y", "x")}
+    if torus == "v5e:2x4":
+        assert {g.order for g in groups if g.axes == ("x", "y")} >= {(0, 1, 2, 3, 7, 6, 5, 4)}
+        assert {g.line for g in groups if g.axes == ("y",)} >= {True}
+
+
+@pytest.mark.parametrize("algorithm", ["bidirectional", "unidirectional", "line", "direct"])
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+def test_every_algorithm_takes_an_order_of_its_own(algorithm: str, mode: str) -> None:
+    group = Group(("x",), (8,), order=(0, 3, 5, 1, 7, 6, 2, 4))
+    x = harness.random((8, 16, 128), "float32")
+    params = harness.ADVERSARIES[mode]
+
+    def gather(block: jax.Array) -> jax.Array:
+        options = {"axis": 0, "vmem": False, "interpret": params}
+        if algorithm in ("line", "direct"):
+            return getattr(all_gather, algorithm)(block, group, **options)
+        both = algorithm == "bidirectional"
+        return all_gather.ring(block, group, bidirectional=both, **options)
+
+    got = harness.per_device(gather, harness.mesh(8), check_vma=False)(x)
+    np.testing.assert_array_equal(np.asarray(got)[5], x.reshape(-1, 128))
+    assert not harness.race_reported()
+
+
+@pytest.mark.parametrize("sizes, name", [((8,), "x"), ((2, 4), ("x", "y"))])
+def test_an_order_is_of_the_devices_of_the_mesh(
+    sizes: tuple[int, ...], name: Any, groups: list[Group]
+) -> None:
+    """A mesh may list devices in any order: what counts is where they are."""
+    x = harness.random((8, 8, 128), "float32")
+    snake = [0, 1, 2, 3, 7, 6, 5, 4]
+    on = Mesh(np.array(jax.devices())[snake].reshape(sizes), ("x", "y")[: len(sizes)])
+
+    def program(block: jax.Array) -> jax.Array:
+        return pallas_collectives.all_gather(block, name, algorithm="bidirectional")
+
+    with places.torus("v5e:2x4"):
+        got = harness.per_device(program, on)(x)
+    np.testing.assert_array_equal(np.asarray(got)[3], x)
+    assert {g.order for g in groups} == {None}  # lax's order is the ring
+
+
+def test_a_torus_is_part_of_what_jit_remembers(groups: list[Group]) -> None:
+    x = harness.random((8, 8, 128), "float32")
+    run = harness.per_device(
+        lambda a: pallas_collectives.psum(a, "x", algorithm="ring"), harness.mesh(8)
+    )
+    orders = []
+    for name in (None, "v5e:2x4", "v6e:4x2", None):
+        groups.clear()
+        with places.torus(name) if name else places.scope(None):
+            np.testing.assert_array_equal(np.asarray(run(x))[0], x.sum(0))
+        orders.append([g.order for g in groups if g.order])
+    plain, wide, tall, again = orders
+    assert not plain and not again
+    assert set(wide) == {(0, 1, 2, 3, 7, 6, 5, 4)}
+    assert set(tall) == {(0, 1, 3, 5, 7, 6, 4, 2)}
+
+
+def test_without_jit_and_with_gradients() -> None:
+    x = harness.random((8, 8, 128), "float32")
+
+    def loss(m: Any, block: jax.Array) -> jax.Array:
+        return jax.grad(lambda a: (m.all_gather(a, "x") ** 2).sum())(block)
+
+    def run(m: Any, **how: Any) -> Any:
+        program = functools.partial(loss, m)
+        return np.asarray(harness.per_device(program, harness.mesh(8), check_vma=False, **how)(x))
+
+    with places.torus("v5e:2x4"):
+        got = run(pallas_collectives), run(pallas_collectives, jit=False)
+    for result in got:
+        np.testing.assert_allclose(result, run(jax.lax))
+
+
+def test_what_torus_refuses() -> None:
+    for name in ("v9:2x4", "v5e:2x2x2", "v5e:", "2x4", "v5e:0x4"):
+        with pytest.raises(BackendError, match="GENERATION:AxBxC"), places.torus(name):
+            pass
+    x = harness.random((8, 8, 128), "float32")
+    run = harness.per_device(lambda a: pallas_collectives.psum(a, "x"), harness.mesh(8))
+    with places.torus("v5e:2x2"), pytest.raises(BackendError, match="has 4 devices"):
+        run(x)
+
+
+@pytest.mark.parametrize("topology", harness.GENERATIONS.values())
+def test_real_coordinates_make_a_ring_of_single_links(topology: str) -> None:
+    pytest.importorskip("libtpu")
+    devices = harness._topology(topology).devices
+    found = places.of_mesh(Mesh(np.array(devices), ("x",)))
+    assert found is not None
+    assert math.prod(found.torus.shape) * (2 if topology[:2] in ("v4", "tp") else 1) == 8
+    order = physical.ring_order(found.torus, [found.at])
+    assert physical.cost(found.torus, found.at, order).longest == 1
+
+
+@pytest.mark.parametrize("topology, sizes", [("v5e:4x4", (16,)), ("v5p:4x4x4", (64,))])
+def test_compiled_kernels_get_the_order(
+    topology: str, sizes: tuple[int, ...], groups: list[Group]
+) -> None:
+    pytest.importorskip("libtpu")
+
+    def program(x: jax.Array) -> Any:
+        gathered = pallas_collectives.all_gather(x, "x", algorithm="bidirectional")
+        return gathered, pallas_collectives.psum(jnp.cos(x), "x", algorithm="ring")
+
+    harness.compile_for_tpu(program, topology, (8, 128), sizes=sizes)
+    assert {len(g.order) for g in groups if g.order} == set(sizes)
+
+
+def test_an_abstract_mesh_keeps_laxs_order() -> None:
+    assert places.of_mesh(harness.mesh(8).abstract_mesh) is None
+    assert places.of_mesh(harness.mesh(8)) is None  # simulated, and no torus in scope
+    assert places.in_scope() is None
+    group = Group(("x",), (8,))
+    seen = []
+
+    def look(x: jax.Array) -> jax.Array:
+        seen.append(places.arranged(group))
+        return x
+
+    spec = PartitionSpec("x")
+    jax.make_jaxpr(jax.shard_map(look, mesh=harness.mesh(8), in_specs=spec, out_specs=spec))(
+        np.zeros(8)
+    )
+    assert seen == [group]
