@@ -50,6 +50,8 @@ class Case:
       reference: operands of all devices, stacked -> results of all devices, stacked, by numpy.
       busbw: n -> busbw / algbw.
       whole: whether `count` is all n blocks, and not one.
+      rows_sent: (source, target, n, rows) -> rows that one device sends the other, where that is
+        not one block to each or a share in a sum.
       adds: whether values are summed, and must be small for the sum to be exact.
       lax_on_cpu: whether lax itself can run it on CPU devices.
     """
@@ -60,6 +62,7 @@ class Case:
     call: Callable[..., jax.Array]
     reference: Callable[[np.ndarray], np.ndarray]
     busbw: Callable[[int], float]
+    rows_sent: Callable[[Any, Any, int, int], Any] | None = None
     whole: bool = False
     adds: bool = False
     lax_on_cpu: bool = True
@@ -162,6 +165,7 @@ _ALL_CASES = (
         call=_ragged_all_to_all,
         reference=_ragged_exchanged,
         busbw=lambda n: (n + 2) * (n - 1) / (2 * n * n),
+        rows_sent=_rows_sent,
         lax_on_cpu=False,
     ),
     Case(
@@ -171,6 +175,7 @@ _ALL_CASES = (
         call=lambda m, x, axis, **how: m.ppermute(x, axis, _ring_shift(axis), **how),
         reference=lambda xs: np.roll(xs, 1, axis=0),
         busbw=lambda n: 1.0,
+        rows_sent=lambda source, target, n, rows: n * rows * (target == (source + 1) % n),
         whole=True,
     ),
 )

@@ -124,7 +124,7 @@ _SOAKED = (
     _number("devices", "devices"),
     _number("runs", "runs"),
     _number("calls", "calls"),
-    _number("seconds", "seconds", 1),
+    _number("seconds", "seconds", 3),
     _WRONG,
 )
 _REPLAYED = (

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks import baseline, peaks
 from benchmarks.settings import AXES, FlagError
-from pallas_collectives import _compat, simulation
+from pallas_collectives import _compat, nccl, simulation
 
 # Tells libtpu that this machine is not a TPU VM: it then neither asks a metadata server nor warns.
 WITHOUT_TPU = {
@@ -105,7 +105,7 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "mesh": dict(mesh.shape),
         "coordinates": coordinates,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages} | {"nccl": _nccl()},
         "link_gbps": _link(device),
         "lax_options": lax_options(mesh),
         "platform_version": device.client.platform_version,
@@ -132,6 +132,16 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl() -> str | None:
+    """The version of the NCCL that GPUs are served by."""
+    if kind() != "gpu":
+        return None
+    try:
+        return nccl.load().version
+    except nccl.LibraryError:
         return None
 
 

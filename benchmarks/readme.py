@@ -33,7 +33,6 @@ _ONLY_CHECK = flags.DEFINE_bool("only_check", False, "Write nothing; 1 if a tabl
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 PODS = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "7x:4x4x4")
 BLOCKS = (8 << 10, 4 << 20)  # bytes
-_REPLAYED = ("all_gather", "psum_scatter", "psum", "all_to_all")
 _DTYPE = "float32"
 
 # Our functions for each canonical collective; lax's are of the same names but for the first two.
@@ -138,8 +137,7 @@ def tasks(pod: str) -> Iterator[replay_rows.Task]:
     """What is replayed on one pod, over its first axis."""
     (task, *_) = replay_rows.plan([pod], CASES, [1])
     n = task.machine.shape[0]
-    for name, block in itertools.product(_REPLAYED, BLOCKS):
-        (case,) = (case for case in CASES if case.name == name)
+    for case, block in itertools.product(CASES, BLOCKS):
         yield from replay_rows.plan([pod], [case], [block * n], (_DTYPE,))
 
 
@@ -151,10 +149,10 @@ def replayed(saved: Saved) -> str:
         of_pod = [row for row in rows if row.machine == pod]
         found = {(row.op, row.size // (row.devices or 1)): row.of_bound for row in of_pod}
         shares = (
-            " / ".join(f"{found[op, block]:.0f}" for block in BLOCKS) + "%" for op in _REPLAYED
+            " / ".join(f"{found[case.name, block]:.0f}" for block in BLOCKS) + "%" for case in CASES
         )
         cells.append((f"{pod}, {of_pod[0].devices}", *shares))
-    headers = ("pod, devices on the axis", *_REPLAYED)
+    headers = ("pod, devices on the axis", *(case.name for case in CASES))
     return grid(headers, cells, (True,) * len(headers))
 
 

@@ -166,18 +166,20 @@ def _row(task: Task, races: bool) -> Replayed:
         return dataclasses.replace(base, refused=str(error))
     except Exception as error:  # a sweep goes on, and fails at its end
         return dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
-    least = None
-    if task.case.op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        groups = _groups(task, sizes)
-        least = bound(task.case.op, task.machine, groups, nbytes / n).time
+    sent: float | np.ndarray = nbytes / n
+    if task.case.rows_sent is not None:
+        source, target = np.ogrid[:n, :n]
+        rows = per_block // LANES
+        sent = sent * task.case.rows_sent(source, target, n, rows) / rows
+    least = bound(task.case.op, task.machine, _groups(task, sizes), sent).time
     return dataclasses.replace(
         base,
         kernel=_kernel_names(report),
         time_us=report.time * 1e6,
         algbw=nbytes / report.time / 1e9,
         busbw=nbytes / report.time / 1e9 * task.case.busbw(n),
-        bound_us=least and least * 1e6,
-        of_bound=least and 100 * least / report.time,
+        bound_us=least * 1e6,
+        of_bound=100 * least / report.time,
         faults=_faults(report),
     )
 

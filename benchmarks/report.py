@@ -19,7 +19,7 @@ _TITLES = {
     "compiled": "Compiled for TPUs that are not there",
     "replayed": "Modelled, not measured",
 }
-_VERSIONS = ("jax", "jaxlib", "libtpu", "nccl4py", "pallas-collectives")
+_VERSIONS = ("jax", "jaxlib", "libtpu", "nccl", "nccl4py", "pallas-collectives")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,11 +63,14 @@ def about(environment: dict[str, Any]) -> list[str]:
     versions = environment["versions"]
     known = [f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)]
     link = environment["link_gbps"]
+    along = zip(*environment["coordinates"], strict=True)
+    chips = "x".join(str(len(set(places))) for places in along)
     changed = ", with changes" if environment["modified"] else ""
     options = baseline.named(environment["lax_options"])
     return [
         f"{environment['devices']} x {environment['chip']} ({environment['platform']}), "
         f"mesh {mesh}, processes: {environment['processes']}",
+        *([f"chips as they lie: {chips}"] if chips else []),
         *([f"one link (a GPU's NVLinks together): {link:g} GB/s one way"] if link else []),
         f"Python {environment['python']}, {', '.join(known)}",
         f"commit {environment['commit'] or 'unknown'}{changed}",

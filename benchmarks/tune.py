@@ -115,10 +115,11 @@ def model(
 def candidates(op: str, torus: str) -> tuple[str, ...]:
     """The algorithms of a collective, for sums also with operands in VMEM (see `tuning`).
 
-    A line's algorithms leave a ring's closing links idle.
+    A line's algorithms leave a ring's closing links idle; a torus' are for several axes.
     """
     spaces = ("", ":vmem") if op in ("reduce_scatter", "all_reduce") else ("",)
-    names = (name for name in algorithms.ALGORITHMS[op] if (name, torus) != ("line", "ring"))
+    unfit = ("torus", "line") if torus == "ring" else ("torus",)
+    names = (name for name in algorithms.ALGORITHMS[op] if name not in unfit)
     return tuple(name + space for name in names for space in spaces)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import matplotlib.pyplot as plt
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
@@ -20,6 +21,15 @@ from jax.sharding import PartitionSpec as P
 from pallas_collectives.replay import Machine, Report, replay
 from pallas_collectives.replay.program import Start, at
 from pallas_collectives.replay.regions import box_of
+
+# How all pictures look.
+plt.rcParams.update({
+    "figure.dpi": 80,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+})  # fmt: skip
 
 
 def mesh(n: int) -> Mesh:

@@ -18,14 +18,6 @@ COLOURS = (
 )
 EMPTY, WAITING = "#f0f0f0", "#d9d9d9"
 
-plt.rcParams.update({
-    "figure.dpi": 80,
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-})  # fmt: skip
-
 
 def cells(axes: Any, x: float, y: float, colours: Sequence[str], size: float = 1.0) -> None:
     """A row of coloured cells, from left to right from (x, y)."""

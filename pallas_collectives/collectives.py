@@ -55,6 +55,7 @@ def all_gather(
       to: "varying", or "invarying" for a result typed as equal on all devices.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
+        "torus" (both ways along all axes of the torus at once; large arrays over several axes),
         or "direct" (everyone to everyone in one hop; small arrays); with ":vmem" behind it,
         operand and result are kept in VMEM.
 
@@ -101,8 +102,8 @@ def psum_scatter(
       tiled: keep the scattered dimension, of size s, instead of dropping it.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       backend: see the module.
-      algorithm: "bidirectional" or "unidirectional"; with ":vmem" behind it the operand is kept
-        in VMEM.
+      algorithm: "bidirectional", "unidirectional" or "torus"; with ":vmem" behind it the operand
+        is kept in VMEM.
 
     Returns:
       Arrays of one block: device p's is block p of the sum.
@@ -150,7 +151,8 @@ def psum(
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       backend: see the module.
-      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays) or "one_shot"
+      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "torus" (that
+        along all axes of the torus at once; large arrays over several axes) or "one_shot"
         (everyone to everyone in one hop; small arrays); with ":vmem" behind it operand and result
         are kept in VMEM.
 

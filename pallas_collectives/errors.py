@@ -42,3 +42,7 @@ class TableError(CollectiveError):
 
 class SliceError(CollectiveError):
     """A collective whose devices lie in several slices (see `hierarchy`)."""
+
+
+class SlowerError(CollectiveError):
+    """A collective that lax does faster, by a measured table (see `tuning`)."""

@@ -30,6 +30,7 @@ CANONICAL = {
     "ragged_all_to_all": "ragged_all_to_all",
     "reduce_scatter": "reduce_scatter",
 }
+LAX = "lax's own"  # in place of an algorithm, where lax serves
 # Whose operands are n blocks; others' are one.
 _OF_BLOCKS = ("reduce_scatter", "all_to_all", "ragged_all_to_all")
 
@@ -138,9 +139,7 @@ def explain(
             try:
                 parts = hierarchy.split(group, hierarchy.slices(group, hierarchy.marked()))
             except SliceError as error:
-                return Explanation(
-                    op, size, group.size, known.name, "", "lax's own", str(error), ()
-                )
+                return Explanation(op, size, group.size, known.name, "", LAX, str(error), ())
         if parts is not None:
             return _across(op, size, group, parts, known)
         group = places.arranged(group)
@@ -189,17 +188,26 @@ def _explained(op: str, nbytes: int, group: Group, chip: Chip, torus: str) -> Ex
         (Candidate(name, p.us, p.latency_us, _source(p)) for name, p in predicted.items()),
         key=lambda c: c.us or 0.0,
     )
-    for name in offered:
-        if name not in predicted:
-            far = f"{chip.name} cannot write to all devices of the group"
-            note = "no table has it" if name in reached else far
-            note = "in place of a ring over several axes" if name == "torus" else note
-            found.append(Candidate(name, None, None, note))
-    chosen = tuning.choose(canonical_op, block, n, chip, reached, torus) if reached else "lax's own"
-    why = _why(chosen, found)
-    if (on_torus := algorithms.on_torus(chosen, group)) != chosen:
-        chosen, why = on_torus, f"all axes of the torus at once, in place of {chosen}: {why}"
+    found += [
+        Candidate(name, None, None, _no_time(name, name in reached, group, chip))
+        for name in offered
+        if name not in predicted
+    ]
+    if not reached:
+        why = f"{chip.name} cannot write between these devices"
+        return Explanation(op, nbytes, n, chip.name, torus, LAX, why, tuple(found))
+    ring = tuning.choose(canonical_op, block, n, chip, reached, torus)
+    chosen, why = algorithms.on_torus(ring, group), _why(ring, found)
+    if chosen != ring:
+        why += "; and in its place all axes of the torus at once"
     return Explanation(op, nbytes, n, chip.name, torus, chosen, why, tuple(found))
+
+
+def _no_time(name: str, reached: bool, group: Group, chip: Chip) -> str:
+    """Why there is no prediction for an algorithm."""
+    if name == "torus":
+        return "takes a ring's place" if group.torus else "for groups over several axes of a torus"
+    return "no table has it" if reached else f"{chip.name} cannot write to all devices of the group"
 
 
 def _source(prediction: tuning.Prediction) -> str:
@@ -241,7 +249,7 @@ def _across(op: str, nbytes: int, group: Group, parts: hierarchy.Split, chip: Ch
     torus = tuning.torus_of(parts.inside.size, chip)
     if inside is None:
         why = "it spans slices, whose network is XLA's"
-        return Explanation(op, nbytes, group.size, chip.name, torus, "lax's own", why, ())
+        return Explanation(op, nbytes, group.size, chip.name, torus, LAX, why, ())
     steps = tuple(_explained(step, size, parts.inside, chip, torus) for step, size in inside)
     why = f"kernels inside each of {parts.slices} slices, lax between them"
     return Explanation(op, nbytes, group.size, chip.name, torus, "", why, (), steps)

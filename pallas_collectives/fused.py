@@ -71,7 +71,8 @@ def all_gather_matmul(
     """
     several = isinstance(ws, list | tuple)
     x, weights = jnp.asarray(x_shard), [jnp.asarray(w) for w in (ws if several else [ws])]
-    axis = _check_operands("gather_axis", gather_axis, x, weights, axis_name)
+    contracted = checks.size_of(axis_name) * x.shape[-1] if _is_last(gather_axis, x) else None
+    axis = _check_operands("gather_axis", gather_axis, x, weights, axis_name, contracted)
     spec = _spec(axis_name, axis, x, weights, preferred_element_type, precision, backend, algorithm)
     way, reason = _way(GATHER, spec, x.ndim)
     if way == "pipelined":
@@ -170,16 +171,30 @@ def matmul_reduce_scatter(
     return fused_primitives.matmul_reduce_scatter([x], [w], spec)
 
 
+def _is_last(axis: int, x: jax.Array) -> bool:
+    """Whether an axis is x's last, which products are summed over."""
+    return x.ndim > 1 and axis in (-1, x.ndim - 1)
+
+
 def _check_operands(
-    name: str, axis: int, x: jax.Array, ws: Sequence[jax.Array], axis_name: AxisName
+    name: str,
+    axis: int,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    axis_name: AxisName,
+    contracted: int | None = None,
 ) -> int:
-    """The axis, counted from 0; raises where operands do not fit each other or the mesh."""
+    """The axis, counted from 0; raises where operands do not fit each other or the mesh.
+
+    `contracted` is the K of weights where it is not that of x.
+    """
     checks.size_of(axis_name)
-    if x.ndim < 2 or not ws or any(w.ndim != 2 or w.shape[0] != x.shape[-1] for w in ws):
+    depth = contracted or (x.shape[-1] if x.ndim else 0)
+    if x.ndim < 2 or not ws or any(w.ndim != 2 or w.shape[0] != depth for w in ws):
         shapes = ", ".join(str(operand.shape) for operand in (x, *ws))
         raise CollectiveError(
             f"operands of shapes {shapes}",
-            "x has two dimensions or more, and weights are (K, N) for the K of x's last",
+            "x has two dimensions or more, and weights are (K, N) for the K of its last",
             "reshape or transpose them",
         )
     checks.check_axis(name, axis, x.ndim)

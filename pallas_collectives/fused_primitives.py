@@ -101,8 +101,10 @@ def matmul_reduce_scatter(
 
 def product(x: jax.Array, w: jax.Array, spec: Spec) -> jax.Array:
     """x @ w, by XLA."""
+    left, right = _promoted(x, w)
     return jax.lax.dot_general(
-        *_promoted(x, w),
+        left,
+        right,
         (((x.ndim - 1,), (1 if spec.transposed else 0,)), ((), ())),
         precision=spec.precision,
         preferred_element_type=spec.out_dtype,
@@ -216,7 +218,7 @@ def _plan(
 def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     """The kernel's results."""
     group = places.arranged(canonical.group_of(spec.axis_name))
-    options = {
+    options: dict[str, Any] = {
         "axis": spec.axis,
         "out_dtype": spec.out_dtype,
         "transposed": spec.transposed,
@@ -227,8 +229,8 @@ def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
         x, *ws = operands
         return pallas_fused.all_gather_matmul(x, ws, group, **options)
     xs, ws = halves(operands)
-    more = {"precise": spec.precise, "scale": spec.scale}
-    return [pallas_fused.matmul_reduce_scatter(xs, ws, group, **more, **options)]
+    options |= {"precise": spec.precise, "scale": spec.scale}
+    return [pallas_fused.matmul_reduce_scatter(xs, ws, group, **options)]
 
 
 def halves(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -396,9 +398,10 @@ def _scatter_transpose(cts: Sequence[Any], *operands: Any, spec: Spec) -> list[A
 def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Any, spec: Spec) -> jax.Array:
     """x transposed @ ct, summed over all dimensions but the last."""
     lead = tuple(range(x.ndim - 1))
-    left, right = (ct, x) if spec.transposed else (x, ct)
+    left, right = _promoted(*((ct, x) if spec.transposed else (x, ct)))
     return jax.lax.dot_general(
-        *_promoted(left, right),
+        left,
+        right,
         ((lead, lead), ((), ())),
         precision=spec.precision,
         preferred_element_type=w.dtype,

@@ -4,8 +4,8 @@ Model, per device, of blocks passed both ways round a ring of n, each with its s
 
     wire      (n-1)/2 blocks over a link
     unfused   wire + the products by all of the device's cores at full rate
-    fused     the longer of the wire and the products, by the one core that a kernel runs on, and
-              the shorter for the one part of a block that nothing hides
+    fused     the longer of the wire and the products, by the one core that a kernel runs on; the
+              shorter for the one part of a block that nothing hides; and two DMAs' latency a part
 
 Rates are those of `replay.machine`. So fusing loses where blocks are small, and on chips of two
 cores a device (v4, v5p) where the products take much longer than the wire.
@@ -76,8 +76,8 @@ def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -
     by_kernel = n * plan.seconds_per_block
     by_all_cores = by_kernel / rates.cores
     last = min(wire / max(1, n // 2), by_kernel / n) / plan.blocks.parts
-    launch = rates.launch_cost
-    return Cost(launch + max(wire, by_kernel) + last, 2 * launch + wire + by_all_cores)
+    starts = 2 * rates.dma_latency * n * plan.blocks.parts
+    return Cost(max(wire, by_kernel) + last + starts, wire + by_all_cores)
 
 
 def _precision(precision: Any) -> Any:
@@ -91,4 +91,6 @@ def _precision(precision: Any) -> Any:
 def settled_precision(precision: Any) -> Any:
     """The precision that a kernel is to multiply with, JAX's default included."""
     chosen = _precision(precision)
-    return _precision(jax.config.jax_default_matmul_precision) if chosen is None else chosen
+    return (
+        _precision(jax.config.values["jax_default_matmul_precision"]) if chosen is None else chosen
+    )

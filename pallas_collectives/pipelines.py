@@ -273,7 +273,7 @@ def pipelined_all_gather_matmul(
     Returns:
       The products, (..., N), in ws' structure.
 
-    Differentiated as it stands, a weight's gradient is added up shard by shard in its own dtype.
+    A weight's gradient is added up shard by shard, in float32 if the weight is narrower.
 
     Raises:
       CollectiveError: operands of other ranks or sizes, or a gather_axis that is contracted.
@@ -289,9 +289,13 @@ def pipelined_all_gather_matmul(
             "gather another dimension, or gather first and multiply then",
         )
 
+    uses = jax.tree.map(_used_often, ws)
+
     def consume(block: jax.Array, _: jax.Array) -> Any:
-        product = functools.partial(jnp.matmul, preferred_element_type=preferred_element_type)
-        products = jax.tree.map(functools.partial(product, block), ws)
+        def product(w: Callable[[], jax.Array]) -> jax.Array:
+            return jnp.matmul(block, w(), preferred_element_type=preferred_element_type)
+
+        products = jax.tree.map(product, uses)
         return (products, block) if return_gathered else products
 
     return pipelined_all_gather_and_consume(
@@ -356,13 +360,14 @@ def pipelined_matmul_reduce_scatter(
         raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
     if reduce == "mean" and not jnp.issubdtype(to, jnp.inexact):
         raise DtypeError(f"reduce='mean' of {to}", "it has no fractions", "prefer a float, or sum")
-    size = shape[axis] // devices
+    size, columns = shape[axis] // devices, axis == x.ndim - 1
+    whole = _used_often(x if columns else w)
 
     def produce(destination: jax.Array) -> jax.Array:
         def block(of: jax.Array, axis: int) -> jax.Array:
             return lax.dynamic_slice_in_dim(of, destination * size, size, axis)
 
-        left, right = (x, block(w, 1)) if axis == x.ndim - 1 else (block(x, axis), w)
+        left, right = (whole(), block(w, 1)) if columns else (block(x, axis), whole())
         return jnp.matmul(left, right, preferred_element_type=wide)
 
     total = pipelined_produce_and_all_to_all(
@@ -373,6 +378,18 @@ def pipelined_matmul_reduce_scatter(
         backend=backend,
     )
     return (total / devices if reduce == "mean" else total).astype(to)
+
+
+def _used_often(w: jax.Array) -> Callable[[], jax.Array]:
+    """w for each use; its gradients from them are added in float32, if w is of narrower floats.
+
+    It is widened once and narrowed for each use, so that gradients are widened before they are
+    added. In values the two cancel, and XLA drops them.
+    """
+    if not jnp.issubdtype(w.dtype, jnp.floating) or w.dtype.itemsize >= 4:
+        return lambda: w
+    wide = jnp.asarray(w, jnp.float32)
+    return lambda: wide.astype(w.dtype)
 
 
 def _check_product(x: Any, w: Any) -> None:

@@ -160,7 +160,9 @@ def _ragged_transpose(
     send_sizes: jax.Array,
     output_offsets: jax.Array,
     recv_sizes: jax.Array,
-    **axis: Any,
+    *,
+    axis_name: Any,
+    axis_index_groups: Any,
 ) -> list[Any]:
     """Rows' cotangents go back to where the rows came from; `output` keeps those of other rows.
 
@@ -178,8 +180,11 @@ def _ragged_transpose(
     ]
     if isinstance(cotangent, ad.Zero):
         return answer(*(ad.Zero(aval.to_ct_aval()) for aval in types))
-    exchange = functools.partial(lax.all_to_all, split_axis=0, concat_axis=0, tiled=True, **axis)
-    came_from, went_to = exchange(input_offsets), exchange(output_offsets)
+    axis: Any = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
+    came_from, went_to = (
+        lax.all_to_all(x, split_axis=0, concat_axis=0, tiled=True, **axis)
+        for x in (input_offsets, output_offsets)
+    )
     nothing = ad.zeros_like_aval(types[0])
     back = lax.ragged_all_to_all(
         cotangent, nothing, went_to, recv_sizes, came_from, send_sizes, **axis

@@ -23,9 +23,8 @@ def of_mesh(group: Group) -> tuple[Group, ...]:
 def on_wires(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> tuple[Group, ...]:
     """The rings along the axes of a torus that a group fills, if they are several; else ().
 
-    A group's devices, in lax's order, must be numbered row-major over these axes, along each of
-    which neighbours share a link. The group's mesh axes may be such; so may one mesh axis be that
-    is laid over several of the torus.
+    The group's mesh axes where along each of them neighbours share a link; else the sides of the
+    box that the devices fill, whatever their numbers: one mesh axis laid over several of the torus.
 
     Args:
       group: without `index_groups`.
@@ -33,49 +32,53 @@ def on_wires(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> tup
       rows: the places of each group's devices (see `places`), in lax's order.
     """
     mesh = of_mesh(group)
-    for axes in ([mesh] if mesh else []) + [
-        _over_one(group, sizes) for sizes in _box_sizes(rows[0])
-    ]:
-        lines = _lines(torus, rows, [axis.size for axis in axes])
-        if lines is not None:
-            return tuple(
-                Group(axis.axes, axis.sizes, axis.index_groups, line=line)
-                for axis, line in zip(axes, lines, strict=True)
-            )
-    return ()
-
-
-def _box_sizes(places: Sequence[Place]) -> list[tuple[int, ...]]:
-    """The sides of the box that places fill, in any order; none if they fill none, or a line."""
-    sides = [len(set(levels)) for levels in zip(*places, strict=True)]
-    long = [side for side in sides if side > 1]
-    if len(long) < 2 or np.prod(long) != len(places):
-        return []
-    return sorted(set(itertools.permutations(long)))
-
-
-def _over_one(group: Group, sizes: tuple[int, ...]) -> tuple[Group, ...]:
-    """The rings along each axis of devices numbered row-major over axes of some sizes."""
+    if mesh and (lines := _lines(torus, rows, _row_major([axis.size for axis in mesh]))):
+        return tuple(
+            Group(axis.axes, axis.sizes, line=line) for axis, line in zip(mesh, lines, strict=True)
+        )
+    numbers = _box(rows[0])
+    if numbers is None or not (lines := _lines(torus, rows, numbers)):
+        return ()
     return tuple(
-        Group(group.axes, group.sizes, tuple(map(tuple, _along(axis, sizes).tolist())))
-        for axis in range(len(sizes))
+        Group(group.axes, group.sizes, tuple(map(tuple, _along(k, numbers).tolist())), line=line)
+        for k, line in enumerate(lines)
     )
 
 
-def _along(axis: int, sizes: Sequence[int]) -> np.ndarray:
+def _row_major(sizes: Sequence[int]) -> np.ndarray:
+    return np.arange(np.prod(sizes)).reshape(sizes)
+
+
+def _box(places: Sequence[Place]) -> np.ndarray | None:
+    """The numbers of places in the box that they fill, by their rank on each of its long sides.
+
+    Row-major if that is possible, whichever side comes first. None if they fill no box, or a line.
+    """
+    levels = [sorted(set(along)) for along in zip(*places, strict=True)]
+    sides = [side for side, found in enumerate(levels) if len(found) > 1]
+    sizes = [len(levels[side]) for side in sides]
+    if len(sides) < 2 or np.prod(sizes) != len(places):
+        return None
+    numbers = np.zeros(sizes, int)
+    for number, place in enumerate(places):
+        numbers[tuple(levels[side].index(place[side]) for side in sides)] = number
+    turns = [numbers.transpose(turn) for turn in itertools.permutations(range(len(sides)))]
+    return next((turn for turn in turns if (np.diff(turn.reshape(-1)) == 1).all()), numbers)
+
+
+def _along(axis: int, numbers: np.ndarray) -> np.ndarray:
     """The numbers of the devices of each ring along an axis, one row a ring."""
-    numbers = np.arange(np.prod(sizes)).reshape(sizes)
-    return np.moveaxis(numbers, axis, -1).reshape(-1, sizes[axis])
+    return np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
 
 
-def _lines(
-    torus: Torus, rows: Sequence[Sequence[Place]], sizes: Sequence[int]
-) -> list[bool] | None:
+def _lines(torus: Torus, rows: Sequence[Sequence[Place]], numbers: np.ndarray) -> list[bool] | None:
     """Whether the rings along each axis are lines; None if they do not run straight on wires."""
-    lines, taken = [], set()
-    for axis, size in enumerate(sizes):
-        along, closes = set(), True
-        for row, ring in itertools.product(rows, _along(axis, sizes).tolist()):
+    lines: list[bool] = []
+    taken: set[int] = set()
+    for axis, size in enumerate(numbers.shape):
+        along: set[int] = set()
+        closes = True
+        for row, ring in itertools.product(rows, _along(axis, numbers).tolist()):
             places = [row[number] for number in ring]
             for a, b in itertools.pairwise(places):
                 if torus.hops(a, b) != 1:

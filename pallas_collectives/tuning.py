@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_collectives import tables
-from pallas_collectives.chips import Chip
+from pallas_collectives.chips import SIMULATED, Chip
 from pallas_collectives.tables import Entry, Table
 from pallas_collectives.tables import load as load
 
@@ -107,6 +107,19 @@ def measured_table() -> Table | None:
     """
     path = os.environ.get(ENVIRONMENT_VARIABLE)
     return _table_in_scope.value or (load(path) if path else None)
+
+
+def measured_times(op: str, block_bytes: int, devices: int, device_kind: str) -> dict[str, float]:
+    """The table in scope's microseconds of each backend on devices that are no TPUs.
+
+    Empty where they were not measured, or under another JAX.
+    """
+    table = measured_table()
+    if table is None or not table.measured or not table.current:
+        return {}
+    entry = table.entries.get((op, device_kind, torus_of(devices, SIMULATED), devices))
+    times = {name: _at(entry, name, block_bytes) for name in entry.us} if entry else {}
+    return {name: us for name, us in times.items() if us is not None}
 
 
 @contextlib.contextmanager

@@ -23,3 +23,11 @@ def fresh_collective_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_collectives.kernels import launch
 
     monkeypatch.setattr(launch, "compiled_ids", launch.CollectiveIds(20))
+
+
+@pytest.fixture
+def fresh_counts() -> None:
+    """What `counts` and `fallback_counts` tell is of this test alone."""
+    import pallas_collectives
+
+    pallas_collectives.reset_counts()

@@ -168,27 +168,6 @@ def test_dropped_barrier_is_caught(
     assert run_caught(4, "eager", algorithm, hold=1)
 
 
-def table(n: int) -> str:
-    """What each device of an odd ring passes to its right in each hop, from the kernel's train."""
-    block = jnp.zeros((n * 8, 128))
-    layout = all_to_all._Layout.of(block, n, 0, 0, chunk_parts=2)
-    (train,) = all_to_all._trains(layout, n)
-    assert (train.waves, train.nearest, train.parts) == (1, 1, 1)
-    lines = []
-    for hop in range(1, train.farthest + 1):
-        passed = []
-        for device in range(n):
-            sender = (device - hop + 1) % n
-            distances = range(train.farthest, hop - 1, -1)
-            passed.append(" ".join(f"{sender}>{(sender + d) % n}" for d in distances))
-        lines.append(f"{hop:<5}" + "".join(f"{p:<11}" for p in passed))
-    return "\n".join(map(str.rstrip, lines))
-
-
-def test_table_in_the_docstring_is_the_train() -> None:
-    assert all(f"    {line}" in all_to_all.__doc__ for line in table(5).splitlines()), table(5)
-
-
 @pytest.mark.parametrize("n, rows", [(8, 16), (16, 16), (16, 8192)])
 def test_the_busiest_link_carries_the_bidirectional_bound(n: int, rows: int) -> None:
     machine = replay.Machine.named(f"v5p:{n}x4x4")

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,10 +27,7 @@ from against_lax import (
 from pallas_collectives.errors import BackendError
 
 
-@pytest.fixture(autouse=True)
-def fresh_counts() -> Iterator[None]:
-    pc.reset_counts()
-    yield
+pytestmark = pytest.mark.usefixtures("fresh_counts")
 
 
 @pytest.mark.parametrize(

@@ -42,19 +42,19 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Bench:
 
 def test_run_verifies_every_collective_and_algorithm(tmp_path: Path) -> None:
     files = tmp_path / "out.json", tmp_path / "out.csv"
-    arguments = ("--devices=4", "--sizes=8K", f"--json={files[0]}", f"--csv={files[1]}")
+    arguments = ("--devices=2", "--sizes=8K", f"--json={files[0]}", f"--csv={files[1]}")
     status, out, err = finish(start(*arguments, *NOTHING_ELSE))
     assert status == 0, err
     results = json.loads(files[0].read_text())
     seen = [(row["op"], row["algorithm"], row["size"]) for row in results["measured"]]
     assert seen == [(case.name, name, 8192) for case in CASES for name in ALGORITHMS[case.op]]
     for row in results["measured"]:
-        assert (row["wrong"], row["devices"], row["backend"]) == (0, 4, "pallas")
+        assert (row["wrong"], row["devices"], row["backend"]) == (0, 2, "pallas")
         assert row["interpret_ms"] > 0
         assert row["time_us"] is row["algbw"] is row["busbw"] is None  # no TPU took this time
     environment = results["environment"]
     assert environment["platform"] == "simulated"
-    assert environment["mesh"] == {"x": 4}
+    assert environment["mesh"] == {"x": 2}
     assert environment["versions"]["jax"] == jax.__version__
     assert "interp ms" in out and "time(us)" not in out
     assert out.splitlines()[-1] == f"{len(seen)} rows, all right"

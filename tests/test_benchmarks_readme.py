@@ -8,6 +8,7 @@ import pytest
 
 import benchmarking
 from benchmarks import readme, replay_rows, results
+from benchmarks.cases import CASES
 from benchmarks.settings import FlagError
 from pallas_collectives.backends.algorithms import ALGORITHMS
 
@@ -28,7 +29,7 @@ def test_a_table_out_of_date_is_told_and_mended(
     run = benchmarking.in_process(monkeypatch, capsys)
     copy = tmp_path / "README.md"
     right = readme.README.read_text()
-    copy.write_text(right.replace("`one_shot`", "`no_shot`"))
+    copy.write_text(right.replace("| `one_shot` |", "| `no_shot` |"))
     monkeypatch.setattr(readme, "README", copy)
     status, out, _ = run("readme", "--only_check")
     assert status == 1
@@ -69,7 +70,7 @@ def test_stored_replays_are_what_the_model_says_now(
 def test_stored_results_are_right_and_whole(stored: results.Saved) -> None:
     assert not [str(row) for rows in stored.parts.values() for row in rows if row.reason]
     assert {row.topology for row in stored.parts["compiled"]} == set(readme.TOPOLOGIES)
-    assert len(stored.parts["replayed"]) == len(readme.PODS) * 4 * len(readme.BLOCKS)
+    assert len(stored.parts["replayed"]) == len(readme.PODS) * len(CASES) * len(readme.BLOCKS)
 
 
 def test_texts_that_differ_name_their_tpus(stored: results.Saved) -> None:

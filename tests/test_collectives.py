@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "unknown algorithm": (
         lambda x: pc.psum(x, "x", algorithm="fastest"),
         AlgorithmError,
-        ("algorithm='fastest' for all_reduce", "one of ring, line, one_shot", "auto"),
+        ("algorithm='fastest' for all_reduce", "one of ring, ", "auto"),
     ),
     "unknown backend": (
         lambda x: pc.psum(x, "x", backend="mpi"),
@@ -228,7 +228,7 @@ def test_groups_of_different_sizes_are_refused_by_lax_on_a_tpu_too() -> None:
     groups = [[0, 1, 2], [3]]
     pytest.importorskip("libtpu")
     for module in (lax, pc):
-        with pytest.raises(ValueError, match="same size|equal size"):
+        with pytest.raises(ValueError, match=r"same size|equal size"):
             harness.compile_for_tpu(
                 lambda x, m=module: m.psum(x, "x", axis_index_groups=groups), "v5e:2x2", (8, 128)
             )

@@ -1,7 +1,6 @@
 """Operands that are no plain array, and types that only check_vma knows."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,10 +21,7 @@ from against_lax import (
 )
 
 
-@pytest.fixture(autouse=True)
-def fresh_counts() -> Iterator[None]:
-    pc.reset_counts()
-    yield
+pytestmark = pytest.mark.usefixtures("fresh_counts")
 
 
 def test_constants_fold() -> None:

@@ -75,23 +75,6 @@ def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch, dropped
     assert len(calls) == 2
 
 
-def table(n: int, perm: ppermute.Pairs) -> str:
-    to, source_of = dict(perm), {target: source for source, target in perm}
-    rows: dict[str, list[str]] = {"ready": [], "copy": [], "result": []}
-    for device in range(n):
-        source = source_of.get(device)
-        waits = source is not None and source != device
-        rows["ready"].append(f"{device}>{source}" if waits else ".")
-        rows["copy"].append(f"{device}>{to[device]}" if device in to else ".")
-        rows["result"].append("0" if source is None else f"[{source}]")
-    lines = (f"{name:<8}" + "".join(f"{cell:<8}" for cell in row) for name, row in rows.items())
-    return "\n".join(map(str.rstrip, lines))
-
-
-def test_table_in_the_docstring_is_the_permutation() -> None:
-    assert all(f"    {line}" in ppermute.__doc__ for line in table(4, PAIRS).splitlines())
-
-
 def test_permutations_in_one_program_do_not_disturb_each_other() -> None:
     x = harness.random((8, 2, 5), "float32")
     perms = [

@@ -1,7 +1,7 @@
 """Every transformation of every collective, against the same transformation of lax's."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,10 +81,7 @@ TRANSFORMATIONS: dict[str, Callable[[Fn], Fn]] = {
 FEW = ("value", "grad", "vmap_middle")
 
 
-@pytest.fixture(autouse=True)
-def fresh_counts() -> Iterator[None]:
-    pc.reset_counts()
-    yield
+pytestmark = pytest.mark.usefixtures("fresh_counts")
 
 
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)

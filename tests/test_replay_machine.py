@@ -157,6 +157,35 @@ def test_bounds_on_a_line(op: str, shards: float) -> None:
     )
 
 
+@pytest.mark.parametrize(("name", "share"), [("v5e:16x16", 15 / 16), ("v5e:8x8", 1)])
+@pytest.mark.parametrize("direction", [1, -1])
+def test_bounds_on_permutations(name: str, share: float, direction: int) -> None:
+    """A shift by one: on a ring a part of it may go the long way round, the other way."""
+    machine = Machine.named(name)
+    n = machine.shape[0]
+    shift = 1e6 * np.roll(np.eye(n), direction, axis=1)
+    if not machine.wraps[0]:
+        shift[0, -1] = shift[-1, 0] = 0
+    least = bound("ppermute", machine, _rows(machine), shift)
+    assert least.wire == pytest.approx(share * 1e6 / _link(machine))
+    far = bound("ppermute", machine, _rows(machine), 1e6 * np.roll(np.eye(n), n // 2, axis=1))
+    assert far.latency > least.latency
+
+
+def test_bounds_on_ragged_exchanges() -> None:
+    machine = Machine.named("v5e:16x16")
+    n = 16
+    even = bound("ragged_all_to_all", machine, _rows(machine), np.full((n, n), 1e6))
+    assert even == bound("all_to_all", machine, _rows(machine), 1e6)
+    to_one = np.zeros((n, n))
+    to_one[:, 3] = 1e6
+    # Both links of each ring that lead to that device carry what the other fifteen send.
+    skewed = bound("ragged_all_to_all", machine, _rows(machine), to_one)
+    assert skewed.wire == pytest.approx(15 / 2 * 1e6 / _link(machine))
+    nothing = bound("ragged_all_to_all", machine, _rows(machine), np.zeros((n, n)))
+    assert nothing.wire == 0
+
+
 def test_bound_on_all_axes_of_a_torus_counts_all_links() -> None:
     machine = Machine.named("v5p:4x4x4")
     everyone = np.arange(64)[None]

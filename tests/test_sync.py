@@ -17,6 +17,13 @@ def neighbours(device: int, n: int) -> list[int]:
     return [(device + 1) % n, (device - 1) % n]
 
 
+def on_torus(device: int, n: int) -> list[int]:
+    """Both neighbours on each axis of 2 x n/2 devices."""
+    x, y = divmod(device, n // 2)
+    along_y = [x * (n // 2) + (y + step) % (n // 2) for step in (1, -1)]
+    return [(1 - x) * (n // 2) + y] * 2 + along_y
+
+
 def everyone(device: int, n: int) -> list[int]:
     return [(device + offset) % n for offset in range(1, n)]
 
@@ -65,6 +72,10 @@ def test_neighbours_suffice_where_a_kernel_needs_blocks_from_all(n: int) -> None
     assert first_unsafe_pass(n, 3, neighbours, needs_all=True) is None
 
 
+def test_neighbours_on_a_torus_suffice_where_a_kernel_needs_blocks_from_all() -> None:
+    assert first_unsafe_pass(4, 3, on_torus, needs_all=True) is None
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_everyone_suffices_for_any_kernel(n: int) -> None:
     assert first_unsafe_pass(n, 3, everyone, needs_all=False) is None
@@ -72,3 +83,4 @@ def test_everyone_suffices_for_any_kernel(n: int) -> None:
 
 def test_neighbours_do_not_suffice_for_a_kernel_that_may_end_early() -> None:
     assert first_unsafe_pass(4, 3, neighbours, needs_all=False) is not None
+    assert first_unsafe_pass(4, 2, on_torus, needs_all=False) is not None

@@ -83,3 +83,47 @@ def test_ring_positions_and_device_ids_name_the_devices_lax_means(
         expected = next(g for g in groups if mine in g) if groups else tuple(range(group.size))
         assert tuple(numbers) == expected
         assert numbers[own] == mine
+
+
+@pytest.mark.parametrize("axes", [("x",), ("y", "x")])
+def test_an_order_moves_neighbours_and_numbers_nothing_anew(axes: tuple[str, ...]) -> None:
+    on = harness.mesh(2, 3)
+    n = int(np.prod([on.shape[a] for a in axes]))
+    order = tuple(int(i) for i in np.random.default_rng(n).permutation(n))
+    group = Group(axes, tuple(on.shape[a] for a in axes), order=order)
+
+    def names(_: jax.Array) -> jax.Array:
+        ring = topology.Ring(group, group.members())
+        flat = [ring.me, ring.place]
+        for offset in range(-n + 1, n):
+            right = ring.peer(offset)
+            value = 0
+            for axis in axes:
+                value = value * on.shape[axis] + right[axis]
+            flat += [ring.block(offset), value]
+        return jax.numpy.stack([jax.numpy.asarray(v, "int32") for v in flat])[None]
+
+    spec = PartitionSpec(("x", "y"))
+    rows = jax.jit(jax.shard_map(names, mesh=on, in_specs=spec, out_specs=spec, check_vma=False))(
+        np.zeros(6, np.float32)
+    )
+    for device, (me, place, *found) in enumerate(np.asarray(rows)):
+        coordinates = dict(zip(("x", "y"), divmod(device, 3), strict=True))
+        mine = 0
+        for axis in axes:
+            mine = mine * on.shape[axis] + coordinates[axis]
+        assert me == mine
+        assert order[place] == mine
+        neighbours = [order[(place + offset) % n] for offset in range(-n + 1, n)]
+        assert found == [value for number in neighbours for value in (number, number)]
+
+
+@hypothesis.given(RINGS)
+def test_parts_that_travel_furthest_have_the_first_turns(ring: tuple[int, bool, int]) -> None:
+    n, bidirectional, parts = ring
+    for lane in topology.lanes(n, bidirectional=bidirectional, parts=parts):
+        order = [lane.part(turn) for turn in range(parts)]
+        assert sorted(order) == list(range(parts))
+        assert [lane.turn(part) for part in order] == list(range(parts))
+        hops = [lane.hops_of(part) for part in order]
+        assert hops == sorted(hops, reverse=True)

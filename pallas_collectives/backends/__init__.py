@@ -32,13 +32,14 @@ from pallas_collectives.errors import (
     NoIdError,
     ReachError,
     SliceError,
+    SlowerError,
 )
 
 NAMES = ("pallas", "nccl", "xla")
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
 # What a backend raises for a call that lax can serve in its place.
-UNSERVABLE = (DtypeError, NoIdError, ReachError, SliceError)
+UNSERVABLE = (DtypeError, NoIdError, ReachError, SliceError, SlowerError)
 
 _GPU = ("gpu", "cuda", "rocm")
 _named_backend = jax.make_user_context(None)
@@ -151,11 +152,13 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
         devices.
     """
     from pallas_collectives import hierarchy
-    from pallas_collectives.backends import canonical, untyped
+    from pallas_collectives.backends import canonical, measured, untyped
 
     module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
     if how.backend == "pallas":
         module = hierarchy.InSlices(module)
+    elif not how.strict:
+        module = measured.Measured(module, how.backend)
     return canonical.run(module, op, how, *map(untyped.untyped, args), **params)
 
 

@@ -67,10 +67,14 @@ def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int
 def on_torus(name: str, group: Group) -> str:
     """An algorithm, or where it is a ring over several axes of a torus, all of them at once.
 
-    That is never slower: no more hops, and fewer bytes on each link.
+    That has no more hops and fewer bytes on each link, but where a corner of the torus has no more
+    than two links: a ring, where there is one on the wires, uses both of them all the time.
     """
     ring, _, space = name.partition(":")
     if not group.torus or ring not in _RINGS:
+        return name
+    corner_links = sum(1 if axis.line or axis.size == 2 else 2 for axis in group.torus)
+    if corner_links <= 2 and places.in_scope() is not None and not group.line:
         return name
     return f"torus:{space}" if space else "torus"
 

@@ -69,6 +69,7 @@ def all_to_all(
     Blocks that are whole tiles along both axes are read and written in place. Along an axis where
     they are not, they go through a new leading dimension instead, at one more pass by XLA.
     """
+    group = places.arranged(group)
     packed, added = packing.pack(x)
     split, concat = split_axis + added, concat_axis + added
     block = list(packed.shape)
@@ -114,13 +115,15 @@ def ragged_all_to_all(
     (x, added), (init, _) = packing.pack(operand), packing.pack(output)
     if added:
         x, init = jnp.moveaxis(x, 0, 1), jnp.moveaxis(init, 0, 1)
-    arrays, tables = (_whole_lanes(x), _whole_lanes(init)), [_as_int32(t) for t in tables]
-    options = {"vmem": vmem, "interpret": how.interpret}
+    rows, rows_init = _whole_lanes(x), _whole_lanes(init)
+    begin, sizes, targets, received = map(_as_int32, tables)
+    options: Any = {"vmem": vmem, "interpret": how.interpret}
+    kernels = ragged_all_to_all_kernels
     if algorithm == "direct":
-        y = ragged_all_to_all_kernels.direct(*arrays, *tables, group, **options)
+        y = kernels.direct(rows, rows_init, begin, sizes, targets, received, group, **options)
     else:
-        everyones = _tables_of_all(jnp.stack(tables[1:3]), group, how)
-        y = ragged_all_to_all_kernels.ring(*arrays, tables[0], *everyones, group, **options)
+        everyones = _tables_of_all(jnp.stack([sizes, targets]), group, how)
+        y = kernels.ring(rows, rows_init, begin, everyones[0], everyones[1], group, **options)
     row_size = math.prod(init.shape[1:])
     y = y.reshape(len(y), -1)[:, :row_size].reshape(init.shape)
     return packing.unpack(jnp.moveaxis(y, 1, 0) if added else y, output.dtype)

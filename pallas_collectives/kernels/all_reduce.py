@@ -2,7 +2,14 @@
 
 Ring. A reduce-scatter, which leaves each device its block of the sum, and an all-gather of these,
 in one kernel with no barrier between: a device that has finished its own block sends it on at once,
-into places of its neighbours' results that their reduce-scatter does not touch.
+into places of its neighbours' results that their reduce-scatter does not touch:
+
+    step  dev0    dev1    dev2    dev3
+    0     [11]    [11]    [11]    [11]       terms in the sums under way to a device's own block,
+    1     [33]    [33]    [33]    [33]       in two parts (see reduce_scatter)
+    2     [44]    [44]    [44]    [44]
+    3     [01.3]  [012.]  [.123]  [0.23]     blocks of the sum present (see all_gather)
+    4     [0123]  [0123]  [0123]  [0123]
 
 Line. The same on devices whose first and last share no link.
 

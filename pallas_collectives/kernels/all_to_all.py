@@ -4,6 +4,11 @@ Direct. Every device sends to all others at once, device p first to p+1, so that
 begin with the same receiver. Large blocks go in parts, receiver by receiver, so that the sends
 share the links instead of queueing behind one another.
 
+    send dev0       dev1       dev2       dev3       sender>receiver
+    1    0>1        1>2        2>3        3>0
+    2    0>2        1>3        2>0        3>1
+    3    0>3        1>0        2>1        3>2
+
 Ring. For chips and wires where only neighbours are wise. A block for a device d positions away
 takes d hops, by the shorter side; on an even ring the opposite device's block goes half each way.
 What every device passes to its right in each hop (to the left: the mirror image):
@@ -225,13 +230,13 @@ def _ring_kernel(
         relayed, forwarded = counts
         for lane, direction in enumerate(train.directions):
             if first:
-                receiver = wrap(ring.me + direction * distance, ring.size)
+                receiver = ring.block(direction * distance)
                 source = train.message(layout.source, x_ref, receiver, chunk, lane)
                 send_sem = own_sem
             else:
                 source, send_sem = slots[train].arrived(lane, forwarded)
             if last:
-                sender = wrap(ring.me - direction * (hop - 1), ring.size)
+                sender = ring.block(-direction * (hop - 1))
                 target = train.message(layout.target, o_ref, sender, chunk, lane)
                 recv_sem = final_sem
             else:

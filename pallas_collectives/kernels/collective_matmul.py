@@ -144,7 +144,7 @@ def all_gather_matmul(
     n, (batch, rows, depth) = group.size, x.shape
     columns = [w.shape[0 if transposed else 1] for w in ws]
     weights = [(size, w.dtype) for size, w in zip(columns, ws, strict=True)]
-    how = plan(x.shape, weights, x.dtype, out_dtype, transposed=transposed)
+    how = plan((batch, rows, depth), weights, x.dtype, out_dtype, transposed=transposed)
     lanes = topology.lanes(n, bidirectional=True, parts=how.blocks.parts)
     shapes = [jax.ShapeDtypeStruct((batch, n * rows, depth), x.dtype)]
     shapes += [jax.ShapeDtypeStruct((batch, n * rows, size), out_dtype) for size in columns]

@@ -1,4 +1,9 @@
-"""The one place that calls `pl.pallas_call`."""
+"""The one place that calls `pl.pallas_call`.
+
+Kernels have no grid, nor anything else that could be divided between cores: on a device with two
+(v4, v5p: megacore) the compiler has the second core skip the whole kernel, so that every DMA and
+every signal starts once, from the first (`tests/test_megacore.py` looks at the compiled program).
+"""
 
 import contextlib
 import contextvars

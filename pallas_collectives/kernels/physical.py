@@ -6,8 +6,8 @@ wraps round. Elsewhere there is a line (a Hamiltonian path), whose ends are `clo
 
     4 x 4 chips            2 x 2 chips of two devices
 
-       0   1   2   3       0,1   3,2
-      15   6   5   4       7,6   4,5
+       0   1   2   3       0,1   7,6
+      15   6   5   4       3,2   4,5
       14   7   8   9
       13  12  11  10
 
@@ -154,7 +154,7 @@ def _round(extents: Sequence[int], closes: Sequence[bool]) -> tuple[Chips, bool]
 
 
 def _snake(extents: Sequence[int], axes: Sequence[int]) -> Chips:
-    """All positions along some axes of a box, one step at a time, to and fro; 0 along the others."""
+    """All positions along some axes of a box, step by step, to and fro; 0 along the others."""
     walk: Chips = [(0,) * len(extents)]
     for axis in axes:
         steps = range(extents[axis])

@@ -58,7 +58,7 @@ class Lanes:
 
     def hops_of(self, lane: Any, part: Any) -> Any:
         """How many hops a part travels on a lane."""
-        start, stop = (self.of(lane, lambda each, i=i: each.far[i]) for i in (0, 1))
+        start, stop = self.of(lane, lambda each: each.far[0]), self.of(lane, lambda e: e.far[1])
         is_far = (start <= part) & (part < stop)
         return self.of(lane, lambda each: each.near) + _as_int(is_far)
 

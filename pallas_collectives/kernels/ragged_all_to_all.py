@@ -232,7 +232,7 @@ def _ring_kernel(
 ) -> None:
     n, chunk = ring.size, np.int32(slots_ref.shape[2])
     most = min(x_ref.shape[0], o_ref.shape[0])
-    slots = relay.Slots(ring, train, slots_ref, *slot_sems, rows_ref)
+    slots = relay.Slots(ring, train, slots_ref, *slot_sems, rows_ref=rows_ref)
 
     def move(
         _: Any, number: Any, hop: Any, distance: Any, counts: Any, first: bool, last: bool

@@ -403,8 +403,8 @@ class _Hops:
     ended. Credits are given only for slots that will be written again: all are used, and the
     semaphores end at 0.
 
-    A lane's sends take turns, part by part and step by step. Before one starts, that IN_FLIGHT turns
-    earlier has ended, and with it all before that one: also the same part's of the step before,
+    A lane's sends take turns, part by part and step by step. Before one starts, that IN_FLIGHT
+    turns earlier has ended, and with it all before that: also the same part's of the step before,
     as IN_FLIGHT counts at most for a step's parts.
     """
 

@@ -77,6 +77,7 @@ class Slots:
         #   filled next. Slots are emptied in the order in which they are filled, so k credits mean
         #   that the first k are free, whichever signal came first. `drain` takes those left over.
         credit_sems: Any,
+        *,
         # (directions, slots): SMEM, own: how many rows the message in each slot has; None where
         #   every message fills its slot
         rows_ref: Any = None,

@@ -83,8 +83,9 @@ def push_to_everyone(
     """Copies `source` into `target` on every device of the ring, and waits for what comes.
 
     `source` is one ref, or a function from a device's position to the ref that it is to have, all
-    of one shape. `target` differs by sender. One receive semaphore serves all n-1 arrivals, as nothing is read
-    before the last. Each device begins with its right neighbour: no two begin with the same.
+    of one shape. `target` differs by sender. One receive semaphore serves all n-1 arrivals, as
+    nothing is read before the last. Each device begins with its right neighbour: no two begin with
+    the same.
     """
     source_for = source if callable(source) else lambda _: source
 

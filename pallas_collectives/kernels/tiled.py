@@ -107,11 +107,12 @@ def gather_and_consume(
       VmemError: see `cut`.
     """
     n = group.size
-    whole = max(sublanes(a.dtype) for a in (x, *outs))
-    row_bytes = 2 * sum(map(_row_bytes, (x, *outs)))
+    rows: list[Any] = [x, *outs]
+    whole = max(sublanes(a.dtype) for a in rows)
+    row_bytes = 2 * sum(map(_row_bytes, rows))
     how = cut(len(x), whole, row_bytes, _resident_bytes(operands), tile)
     lanes = topology.lanes(n, bidirectional=True, parts=how.parts)
-    shapes = [jax.ShapeDtypeStruct((n * a.shape[0], a.shape[1]), a.dtype) for a in (x, *outs)]
+    shapes = [jax.ShapeDtypeStruct((n * a.shape[0], a.shape[1]), a.dtype) for a in rows]
     return launch.call_many(
         functools.partial(_consume_kernel, how=how, lanes=lanes, consume=consume, outs=len(outs)),
         group,

@@ -28,8 +28,8 @@ class Group:
       order: device numbers in the order of the ring, so that neighbours share a link (see
         `places.arranged`); None for 0, 1, ... Not together with `index_groups`.
       line: whether the ring's closing hop runs back over the links of all others.
-      torus: the rings along the axes of the torus that the group lies on, if it has several; the
-        group's devices are numbered row-major over them. How a group lies does not make it another.
+      torus: the rings along the axes of the torus that the group lies on, if it has several: mesh
+        axes, or rings of the group's device numbers. How a group lies does not make it another.
     """
 
     axes: tuple[str, ...]
@@ -53,10 +53,11 @@ class Group:
         order of its own, its place along the ring, then the positions of the devices at places
         0, 1, ... Kernels read it from SMEM.
         """
-        if self.index_groups is None and self.order is None:
+        groups = self.index_groups if self.order is None else (self.order,)
+        if groups is None:
             return None
         table = np.zeros((math.prod(self.sizes), 1 + self.size), np.int32)
-        for group in self.index_groups or (self.order,):
+        for group in groups:
             for place, device in enumerate(group):
                 table[device] = (place, *group)
         return lax.dynamic_index_in_dim(table, lax.axis_index(self.axes), keepdims=False)

@@ -1,15 +1,15 @@
 """All axes of a torus at once: how data is split, in which order each part goes, and when.
 
-A block is cut in parts. Each part goes through all axes, one after the other, as a ring along each;
-what it has met on one axis goes along the next as one piece. Parts differ in the axis that they
-begin with and in the direction, so that every link of the torus carries the same load at all times.
-On a 4 x 4 torus, gathered (x 3: hops; what a hop moves is counted in sixteenths of the block, /4):
+A block is cut in parts, each of them a stream. A stream goes through all axes, one after the other,
+as a ring along each; what it has met on one axis goes along the next as one piece. Streams differ
+in the axis that they begin with and in their direction, so that every link of the torus carries the
+same load at all times. Gathering on 4 x 4 devices, hops x blocks of which a hop moves the part:
 
-    part         axis, direction     phase 0      phase 1
-    0, a quarter x then y, upwards   x+ 3 x 1/4   y+ 3 x 4/4
-    1, a quarter x then y, downwards x- 3 x 1/4   y- 3 x 4/4
-    2, a quarter y then x, upwards   y+ 3 x 1/4   x+ 3 x 4/4
-    3, a quarter y then x, downwards y- 3 x 1/4   x- 3 x 4/4
+    stream  part  phase 0   phase 1
+    0       1/4   x+ 3 x 1  y+ 3 x 4
+    1       1/4   x- 3 x 1  y- 3 x 4
+    2       1/4   y+ 3 x 1  x+ 3 x 4
+    3       1/4   y- 3 x 1  x- 3 x 4
 
 Each link carries (n-1)/(2d) blocks for n devices and d axes, the least there is: n-1 blocks come in
 over 2d links. On axes of different lengths, parts of one size would load the longer axis more; so
@@ -58,7 +58,7 @@ class Bundle:
 class Plan:
     """Blocks of one shape on a torus, and how they are cut.
 
-    Arrays of blocks have one dimension for each axis of the torus (`Plan.shape`), so that all blocks
+    Arrays of blocks have a dimension for each axis of the torus (`Plan.shape`), so that all blocks
     along some axes are one piece that one DMA moves.
 
     Attributes:
@@ -248,9 +248,9 @@ class Stage(Protocol):
     for the last of all.
     """
 
-    def begin(self, bundle: int, phase: int, stream: Any) -> None: ...  # noqa: D102
-    def go_on(self, bundle: int, phase: int, hop: Any, stream: Any) -> None: ...  # noqa: D102
-    def end(self, bundle: int, stream: Any) -> None: ...  # noqa: D102
+    def begin(self, bundle: int, phase: int, stream: Any) -> None: ...
+    def go_on(self, bundle: int, phase: int, hop: Any, stream: Any) -> None: ...
+    def end(self, bundle: int, stream: Any) -> None: ...
 
 
 def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
@@ -333,25 +333,113 @@ def barrier_key(group: Group) -> Hashable:
     return "neighbours on a torus", axes_of(group)
 
 
+def numbers(axes: Sequence[Group]) -> np.ndarray | None:
+    """The numbers of the devices, row-major over the axes; None where they are 0, 1, ...
+
+    That is so where the axes are a mesh's; rings with tables say it themselves.
+    """
+    if len(axes) == 1 or axes[0].index_groups is None:
+        return None
+    at = np.zeros(math.prod(axis.size for axis in axes), int)
+    for axis in axes:
+        at *= axis.size
+        for ring in axis.index_groups or ():
+            at[list(ring)] += range(axis.size)
+    found = np.argsort(at)
+    return None if (found == np.arange(len(found))).all() else found
+
+
+def field_sizes(axes: Sequence[Group]) -> tuple[int, ...]:
+    """The dimensions for the torus of an array of all blocks: one after the other if `numbers`."""
+    if numbers(axes) is None:
+        return tuple(axis.size for axis in axes)
+    return (math.prod(axis.size for axis in axes), *(1,) * (len(axes) - 1))
+
+
 def tables(axes: Sequence[Group]) -> list[jax.Array]:
     """What a kernel must know of its axes beside arithmetic: scalars for `launch.call`."""
-    return [table for table in (axis.members() for axis in axes) if table is not None]
+    found = [table for table in (axis.members() for axis in axes) if table is not None]
+    named = numbers(axes)
+    return found if named is None else [*found, jnp.asarray(named, jnp.int32)]
 
 
-def rings(axes: Sequence[Group], refs: Sequence[Any]) -> tuple[tuple[Ring, ...], list[Any]]:
-    """Inside a kernel: this device's ring along each axis; and the refs behind `tables`."""
+def seen(axes: Sequence[Group], refs: Sequence[Any]) -> tuple[tuple[Ring, ...], Any, list[Any]]:
+    """Inside a kernel: this device's ring along each axis; `numbers`; the refs behind `tables`."""
     left = list(refs)
 
     def ring(axis: Group) -> Ring:
         has_table = axis.index_groups is not None or axis.order is not None
         return Ring(axis, left.pop(0) if has_table else None)
 
-    return tuple(map(ring, axes)), left
+    found = tuple(map(ring, axes))
+    return found, None if numbers(axes) is None else left.pop(0), left
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """An array of all devices' blocks, inside a kernel, addressed by places on the torus.
+
+    Attributes:
+      plan: how blocks are cut.
+      ref: the array: HBM or VMEM.
+      numbers_ref: the numbers of the blocks, row-major over the torus (SMEM); None if 0, 1, ...
+    """
+
+    plan: Plan
+    ref: Any
+    numbers_ref: Any = None
+
+    def for_each_piece(
+        self,
+        place: Sequence[Any],
+        bundle: Bundle,
+        stream: Any,
+        body: Callable[[Any, Sequence[Any]], None],
+    ) -> None:
+        """body(ref, place) for a stream's part of the blocks at a place: on an axis one, or None.
+
+        None is all, as one piece where blocks are numbered row-major; else they come one by one.
+        """
+        if self.numbers_ref is None:
+            body(self.plan.piece(self.ref, place, bundle, stream), place)
+            return
+        free = [axis for axis, number in enumerate(place) if number is None]
+        count = math.prod(self.plan.sizes[axis] for axis in free)
+
+        def one(j: Any, _: None) -> None:
+            here = list(place)
+            for axis in reversed(free):
+                here[axis] = lax.rem(j, np.int32(self.plan.sizes[axis]))
+                j = lax.div(j, np.int32(self.plan.sizes[axis]))
+            flat: Any = 0
+            for size, number in zip(self.plan.sizes, here, strict=True):
+                flat = flat * size + number
+            block = [self.numbers_ref[flat], *(0 for _ in here[1:])]
+            body(self.plan.piece(self.ref, block, bundle, stream), here)
+
+        lax.fori_loop(0, count, one, None)
 
 
 def direction_of(stream: Any) -> Any:
     """Which way round a stream of a bundle goes."""
     return RIGHT - (RIGHT - LEFT) * (stream & 1)
+
+
+def course_table(plan: Plan) -> str:
+    """Which way each stream of a gather goes, as printed above."""
+    phases = range(len(plan.sizes))
+    lines = ["stream  part  " + "  ".join(f"phase {phase} " for phase in phases)]
+    for bundle in plan.bundles:
+        for stream in range(bundle.streams):
+            sign = "+" if direction_of(stream) == RIGHT else "-"
+            hops = (
+                f"{'xyz'[bundle.order[p]]}{sign} {plan.hops(bundle, p)} x "
+                f"{math.prod(plan.sizes[axis] for axis in bundle.order[:p])}"
+                for p in phases
+            )
+            part = Fraction(bundle.size, plan.block[plan.cut])
+            lines.append(f"{len(lines) - 1:<8}{part!s:<6}" + "  ".join(hops))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ to its place in our neighbour's.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: An
         torus.launch_group(group),
         view.into(x, (1,) * len(axes)),
         scalars=torus.tables(axes),
-        out_shape=jax.ShapeDtypeStruct(plan.shape(), x.dtype),
+        out_shape=jax.ShapeDtypeStruct(plan.shape(torus.field_sizes(axes)), x.dtype),
         scratch_shapes=[semaphores(plan)[0], *semaphores(plan)],
         barrier=torus.barrier_key(group),
         name="all_gather_torus",
@@ -67,9 +67,10 @@ def _kernel(
     axes: Sequence[Group],
     plan: Plan,
 ) -> None:
-    rings, (x_ref, o_ref, copy_sems, *semaphores) = torus.rings(axes, refs)
+    rings, numbers, (x_ref, o_ref, copy_sems, *semaphores) = torus.seen(axes, refs)
     sync.barrier_with_neighbours(*rings)
-    gather = Gather(plan, rings, o_ref, *semaphores, own=(x_ref, copy_sems))
+    field = torus.Field(plan, o_ref, numbers)
+    gather = Gather(plan, rings, field, *semaphores, own=(x_ref, copy_sems))
     torus.run(plan, (gather, range(len(rings))))
 
 
@@ -87,26 +88,31 @@ class Gather:
         self,
         plan: Plan,
         rings: Sequence[Ring],
-        o_ref: Any,  # all blocks; the own one is there, those of the others are filled
+        field: torus.Field,  # the result; the own block is there, those of the others are filled
         send_sems: Any,  # (bundles, streams): own; all sends of a stream, drained at the end
         recv_sems: Any,  # (bundles, phases, streams, window): signalled by upstream, in turn
         credit_sems: Any,  # (bundles, phases, streams): signalled by downstream on long axes
+        *,
         own: tuple[Any, Any] | None = None,  # the own block and, as send_sems, its copies' sems
     ) -> None:
-        """Without `own` the own block is in `o_ref`."""
-        self._plan, self._rings, self._o_ref = plan, rings, o_ref
+        """Without `own` the own block is in the result."""
+        self._plan, self._rings, self._field = plan, rings, field
         self._send_sems, self._recv_sems, self._credit_sems = send_sems, recv_sems, credit_sems
         self._own = own
 
     def begin(self, b: int, phase: int, stream: Any) -> None:
         if phase == 0:
-            self._send(b, phase, 0, stream, self._own and self._own_piece(b, stream))
             if self._own:
-                self._own_copy(b, stream).start()
+                self._send(b, phase, 0, stream, self._own_piece(b, stream))
+                self._copy_own(b, stream, lambda copy: copy.start())
+            else:
+                self._send(b, phase, 0, stream)
             return
         self._receive(b, phase - 1, self._hops(b, phase - 1) - 1, stream)
         if phase == 1 and self._own:
-            self._own_copy(b, stream).wait()  # what goes along the second axis holds it
+            self._copy_own(
+                b, stream, lambda copy: copy.wait()
+            )  # what goes along the second axis holds it
         self._send(b, phase, 0, stream)
 
     def go_on(self, b: int, phase: int, hop: Any, stream: Any) -> None:
@@ -117,19 +123,26 @@ class Gather:
         last = len(self._rings) - 1
         self._receive(b, last, self._hops(b, last) - 1, stream)
         if last == 0 and self._own:
-            self._own_copy(b, stream).wait()
+            self._copy_own(b, stream, lambda copy: copy.wait())
         for phase in range(last + 1):
-            sent = self._place(b, phase, 0, stream)
-            sync.wait(self._send_sems.at[b, stream], sent, times=self._hops(b, phase))
+            drain = functools.partial(self._sent, b, stream, self._hops(b, phase))
+            self._for_each_piece(b, phase, 0, stream, drain)
+
+    def _sent(self, b: int, stream: Any, times: int, piece: Any) -> None:
+        sync.wait(self._send_sems.at[b, stream], piece, times)
 
     def _own_piece(self, b: int, stream: Any) -> Any:
-        x_ref, _ = self._own
-        return self._plan.piece(x_ref, [0] * len(self._rings), self._plan.bundles[b], stream)
+        assert self._own, "the own block is in the result already"
+        return self._plan.piece(self._own[0], [0] * len(self._rings), self._plan.bundles[b], stream)
 
-    def _own_copy(self, b: int, stream: Any) -> Any:
-        _, copy_sems = self._own
-        source, target = self._own_piece(b, stream), self._place(b, 0, 0, stream)
-        return pltpu.make_async_copy(source, target, copy_sems.at[b, stream])
+    def _copy_own(self, b: int, stream: Any, do: Callable[[Any], None]) -> None:
+        assert self._own, "the own block is in the result already"
+        source, sem = self._own_piece(b, stream), self._own[1].at[b, stream]
+
+        def copy(target: Any) -> None:
+            do(pltpu.make_async_copy(source, target, sem))
+
+        self._for_each_piece(b, 0, 0, stream, copy)
 
     def _hops(self, b: int, phase: int) -> int:
         return self._plan.hops(self._plan.bundles[b], phase)
@@ -137,15 +150,17 @@ class Gather:
     def _ring(self, b: int, phase: int) -> Ring:
         return self._rings[self._plan.bundles[b].order[phase]]
 
-    def _place(self, b: int, phase: int, hop: Any, stream: Any) -> Any:
-        """Where we keep what we send at a hop: what was there at first, then what came."""
+    def _for_each_piece(
+        self, b: int, phase: int, hop: Any, stream: Any, body: Callable[[Any], None]
+    ) -> None:
+        """body(piece) for all that we send at a hop: what was there at first, then what came."""
         bundle = self._plan.bundles[b]
-        numbers: list[Any] = [ring.me for ring in self._rings]
+        place: list[Any] = [ring.me for ring in self._rings]
         for axis in bundle.order[:phase]:
-            numbers[axis] = None
+            place[axis] = None
         back = -torus.direction_of(stream) * hop
-        numbers[bundle.order[phase]] = self._ring(b, phase).block(back)
-        return self._plan.piece(self._o_ref, numbers, bundle, stream)
+        place[bundle.order[phase]] = self._ring(b, phase).block(back)
+        self._field.for_each_piece(place, bundle, stream, lambda piece, _: body(piece))
 
     def _send(self, b: int, phase: int, hop: Any, stream: Any, source: Any = None) -> None:
         window = self._recv_sems.shape[-1]
@@ -155,15 +170,19 @@ class Gather:
             def _() -> None:
                 pl.semaphore_wait(self._credit_sems.at[b, phase, stream], 1)
 
-        place = self._place(b, phase, hop, stream)
         arrived = self._recv_sems.at[b, phase, stream, wrap_step(hop, window)]
         downstream = self._ring(b, phase).peer(torus.direction_of(stream))
-        sync.remote_copy(source or place, place, self._send_sems.at[b, stream], arrived, downstream)
+        sent = self._send_sems.at[b, stream]
+
+        def push(piece: Any) -> None:
+            sync.remote_copy(source or piece, piece, sent, arrived, downstream)
+
+        self._for_each_piece(b, phase, hop, stream, push)
 
     def _receive(self, b: int, phase: int, hop: Any, stream: Any) -> None:
         window = self._recv_sems.shape[-1]
         arrived = self._recv_sems.at[b, phase, stream, wrap_step(hop, window)]
-        sync.wait(arrived, self._place(b, phase, hop + 1, stream))
+        self._for_each_piece(b, phase, hop + 1, stream, lambda piece: sync.wait(arrived, piece))
         if self._hops(b, phase) > window:
 
             @pl.when(jnp.asarray(hop + window) < self._hops(b, phase))

@@ -19,7 +19,7 @@ float32 (integers in 32 bits); each hop rounds once to the operand's dtype.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def reduce_scatter(
     y = launch.call(
         functools.partial(_scatter_kernel, axes=axes, plan=plan, op=op, vmem=vmem),
         torus.launch_group(group),
-        view.into(x, plan.sizes),
+        view.into(x, torus.field_sizes(axes)),
         scalars=torus.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), x.dtype),
         buffers=slots(plan, x.dtype),
@@ -73,9 +73,9 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: An
     y = launch.call(
         functools.partial(_reduce_kernel, axes=axes, plan=plan, op=op, vmem=vmem),
         torus.launch_group(group),
-        x.reshape(plan.shape()),
+        x.reshape(plan.shape(torus.field_sizes(axes))),
         scalars=torus.tables(axes),
-        out_shape=jax.ShapeDtypeStruct(plan.shape(), x.dtype),
+        out_shape=jax.ShapeDtypeStruct(plan.shape(torus.field_sizes(axes)), x.dtype),
         buffers=slots(plan, x.dtype),
         scratch_shapes=[*semaphores(plan), *torus_all_gather.semaphores(plan)],
         barrier=torus.barrier_key(group),
@@ -123,10 +123,11 @@ def _scatter_kernel(
     op: str,
     vmem: bool,
 ) -> None:
-    rings, (x_ref, o_ref, *scratch) = torus.rings(axes, refs)
+    rings, numbers, (x_ref, o_ref, *scratch) = torus.seen(axes, refs)
     sync.barrier_with_neighbours(*rings)
+    operand, own_block = torus.Field(plan, x_ref, numbers), torus.Field(plan, o_ref)
     own = [0] * len(rings)
-    scatter = Scatter(plan, rings, x_ref, o_ref, own, *scratch, op=op, vmem=vmem)
+    scatter = Scatter(plan, rings, operand, own_block, own, *scratch, op=op, vmem=vmem)
     torus.run(plan, (scatter, range(len(rings))[::-1]))
 
 
@@ -143,11 +144,12 @@ def _reduce_kernel(
 ) -> None:
     # A neighbour may be gathering while we still reduce: what it writes here, other blocks of o_ref
     # than our own, nobody reads or writes in the reduction.
-    rings, (x_ref, o_ref, *scratch) = torus.rings(axes, refs)
+    rings, numbers, (x_ref, o_ref, *scratch) = torus.seen(axes, refs)
     sync.barrier_with_neighbours(*rings)
+    operand, result = torus.Field(plan, x_ref, numbers), torus.Field(plan, o_ref, numbers)
     own = [ring.me for ring in rings]
-    scatter = Scatter(plan, rings, x_ref, o_ref, own, *scratch[:-3], op=op, vmem=vmem)
-    gather = torus_all_gather.Gather(plan, rings, o_ref, *scratch[-3:])
+    scatter = Scatter(plan, rings, operand, result, own, *scratch[:-3], op=op, vmem=vmem)
+    gather = torus_all_gather.Gather(plan, rings, result, *scratch[-3:])
     phases = range(len(rings))
     torus.run(plan, (scatter, phases[::-1]), (gather, phases))
 
@@ -168,14 +170,14 @@ class Scatter:
         self,
         plan: Plan,
         rings: Sequence[Ring],
-        x_ref: Any,  # all blocks
-        o_ref: Any,  # blocks of the result
-        own: Sequence[Any],  # the number of the own one among these on each axis
+        operand: torus.Field,  # all blocks
+        result: torus.Field,
+        own: Sequence[Any],  # the place of the own block in the result
         *scratch: Any,  # slots; send, receive and credit semaphores, as in Gather
         op: str,
         vmem: bool,
     ) -> None:
-        self._plan, self._rings, self._x_ref, self._o_ref = plan, rings, x_ref, o_ref
+        self._plan, self._rings, self._operand, self._result = plan, rings, operand, result
         *slots_refs, self._send_sems, self._recv_sems, self._credit_sems = scratch
         d = len(rings)
         self._slots_refs = [slots_refs[b * d : b * d + d] for b in range(len(plan.bundles))]
@@ -185,7 +187,9 @@ class Scatter:
     def begin(self, b: int, phase: int, stream: Any) -> None:
         if phase + 1 < len(self._rings):
             self._finish(b, phase + 1, stream)
-        self._send(self._term(b, phase, 0, stream), b, phase, 0, stream)
+        target = self._slot(b, phase, 0, stream)
+        push = functools.partial(self._send, b, phase, 0, stream)
+        self._with_term(b, phase, 0, stream, target, push)
 
     def go_on(self, b: int, phase: int, hop: Any, stream: Any) -> None:
         self._receive(b, phase, hop - 1, stream)
@@ -200,14 +204,14 @@ class Scatter:
                 upstream = self._ring(b, phase).peer(-torus.direction_of(stream))
                 pl.semaphore_signal(self._credit_sems.at[b, phase, stream], 1, device_id=upstream)
 
-        self._combine(summed, self._term(b, phase, hop, stream), summed)
+        self._with_term(b, phase, hop, stream, summed, self._add)
         if hops > SLOTS:
 
             @pl.when(jnp.asarray(hop) >= SLOTS)
             def _() -> None:
                 pl.semaphore_wait(self._credit_sems.at[b, phase, stream], 1)
 
-        self._send(summed, b, phase, hop, stream)
+        self._send(b, phase, hop, stream, summed, self._slot(b, phase, hop, stream))
 
     def end(self, b: int, stream: Any) -> None:
         self._finish(b, 0, stream)
@@ -218,11 +222,20 @@ class Scatter:
         self._receive(b, phase, hops - 1, stream)
         summed = self._slot(b, phase, hops - 1, stream)
         sync.wait(self._send_sems.at[b, stream], summed)
-        target = summed
-        if phase == 0:
-            bundle = self._plan.bundles[b]
-            target = self._plan.piece(self._o_ref, self._own, bundle, stream)
-        self._combine(target, self._term(b, phase, hops, stream), summed)
+        if phase:
+            self._with_term(b, phase, hops, stream, summed, self._add)
+            return
+
+        def finish(target: Any, _: Any) -> None:
+            def add(term: Any, so_far: Any) -> None:
+                self._combine(target, term, so_far)
+
+            self._with_term(b, 0, hops, stream, summed, add)
+
+        self._result.for_each_piece(self._own, self._plan.bundles[b], stream, finish)
+
+    def _add(self, term: Any, summed: Any) -> None:
+        self._combine(summed, term, summed)
 
     def _hops(self, b: int, phase: int) -> int:
         return self._plan.hops(self._plan.bundles[b], phase)
@@ -230,24 +243,41 @@ class Scatter:
     def _ring(self, b: int, phase: int) -> Ring:
         return self._rings[self._plan.bundles[b].order[phase]]
 
-    def _term(self, b: int, phase: int, hop: Any, stream: Any) -> Any:
-        """Our term of the sum that we send at a hop: the furthest device's first, our own last."""
+    def _with_term(
+        self,
+        b: int,
+        phase: int,
+        hop: Any,
+        stream: Any,
+        slot: Any,
+        body: Callable[[Any, Any], None],
+    ) -> None:
+        """body(term, its part of a slot): our terms of the sum that we send at a hop.
+
+        First that of the furthest device, our own last. A term is in pieces if the operand is.
+        """
         bundle, hops = self._plan.bundles[b], self._hops(b, phase)
-        numbers: list[Any] = [None] * len(self._rings)
+        place: list[Any] = [None] * len(self._rings)
         ahead = torus.direction_of(stream) * (hops - hop)
-        numbers[bundle.order[phase]] = self._ring(b, phase).block(ahead)
-        if phase + 1 == len(self._rings):
-            return self._plan.piece(self._x_ref, numbers, bundle, stream)
-        before = self._slot(b, phase + 1, self._hops(b, phase + 1) - 1, stream)
-        return self._plan.blocks(before, numbers)
+        axis = bundle.order[phase]
+        place[axis] = self._ring(b, phase).block(ahead)
+        if phase + 1 < len(self._rings):
+            before = self._slot(b, phase + 1, self._hops(b, phase + 1) - 1, stream)
+            body(self._plan.blocks(before, place), slot)
+            return
+
+        def with_piece(term: Any, here: Sequence[Any]) -> None:
+            inside = [*here[:axis], 0, *here[axis + 1 :]]
+            body(term, self._plan.blocks(slot, inside))
+
+        self._operand.for_each_piece(place, bundle, stream, with_piece)
 
     def _slot(self, b: int, phase: int, hop: Any, stream: Any) -> Any:
         slots_ref = self._slots_refs[b][phase]
         return slots_ref.at[stream, wrap_step(hop, slots_ref.shape[1])]
 
-    def _send(self, source: Any, b: int, phase: int, hop: Any, stream: Any) -> None:
+    def _send(self, b: int, phase: int, hop: Any, stream: Any, source: Any, target: Any) -> None:
         arrived = self._recv_sems.at[b, phase, stream, wrap_step(hop, SLOTS)]
-        target = self._slot(b, phase, hop, stream)
         downstream = self._ring(b, phase).peer(torus.direction_of(stream))
         sync.remote_copy(source, target, self._send_sems.at[b, stream], arrived, downstream)
 

@@ -10,6 +10,13 @@ inside and m outside:
                     m blocks going out     and the other way round
     all_to_all      k·m blocks
     all_reduce      both, added up         2(n-1)/n of the array (Patarasuk and Yuan, 2009)
+    ppermute, ragged_all_to_all            what those outside send to those inside
+
+Where each device sends others something of their own, links are also weighed: all that lead one way
+along a torus axis by 1, those that lead back by w, the others by nothing. What goes from one place
+to another adds to the loads of links, so weighed, no less than it does on the lightest way; and
+they carry no more, so weighed, than their bandwidths. With w = 1 that counts hops; with w = 1/(n-1)
+it is the bound of a ring shift, of which a sixteenth part could go the long way round 16.
 
 Latency: one hop for the barrier without which no device may write to another, then the greatest
 distance in a group, and a DMA's own latency: once where a DMA may go to any device, at every hop
@@ -26,7 +33,10 @@ import numpy as np
 
 from pallas_collectives.replay.machine import Machine
 
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+OPS = (
+    *("all_gather", "reduce_scatter", "all_reduce"),
+    *("all_to_all", "ppermute", "ragged_all_to_all"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +51,30 @@ class Bound:
         return self.wire + self.latency
 
 
-def bound(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float) -> Bound:
+def bound(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float | np.ndarray) -> Bound:
     """The bound of `op` over `groups` (an array of device numbers, one row a group, all at the same
     time).
 
     `shard_bytes`: the smaller of each device's input and output: all_gather's input,
-    reduce_scatter's output; for all_to_all and all_reduce one n-th of the input. Raises ValueError
-    for an unknown op.
+    reduce_scatter's output; for all_to_all and all_reduce one n-th of the input. For ppermute and
+    ragged_all_to_all an (n, n) array: what each position of a group sends to each. Raises
+    ValueError for an unknown op.
     """
     if op not in OPS:
         raise ValueError(f"op {op!r}: bounds are known for {', '.join(OPS)}")
-    parts = ("reduce_scatter", "all_gather") if op == "all_reduce" else (op,)
-    wire = sum(_wire(part, machine, groups, shard_bytes) for part in parts)
-    g = machine.generation
-    n = groups.shape[1]
-    pairs = np.array(list(itertools.combinations(range(n), 2)))
+    g, n = machine.generation, groups.shape[1]
+    sent = np.broadcast_to(shard_bytes, (n, n)) * (1 - np.eye(n))
+    if op in ("all_gather", "reduce_scatter", "all_reduce"):
+        parts = ("reduce_scatter", "all_gather") if op == "all_reduce" else (op,)
+        wire = sum(_shared(part, machine, groups, float(shard_bytes)) for part in parts)
+        meet = np.ones((n, n))
+    else:
+        parts, meet = (op,), sent if np.ndim(shard_bytes) else np.ones((n, n))
+        wire = max(_sent_across(machine, groups, sent), _sent_along(machine, groups, sent))
+    pairs = np.argwhere(meet * (1 - np.eye(n)))
     pairs = pairs[:: max(1, len(pairs) // 4096)]
-    hops = machine.distance(groups[0][pairs[:, 0]], groups[0][pairs[:, 1]]).max() if n > 1 else 0.0
+    ends = groups[0][pairs]
+    hops = machine.distance(ends[:, 0], ends[:, 1]).max() if len(pairs) else 0.0
     dmas = 1 if g.reaches_all else hops
     latency = (
         g.launch_cost + g.hop_latency + len(parts) * (hops * g.hop_latency + dmas * g.dma_latency)
@@ -65,35 +82,64 @@ def bound(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float) -> 
     return Bound(wire, latency)
 
 
-def _wire(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float) -> float:
-    g = machine.generation
-    link = g.link_bandwidth * g.link_efficiency
+def _link(machine: Machine) -> float:
+    return machine.generation.link_bandwidth * machine.generation.link_efficiency
+
+
+def _shared(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float) -> float:
+    """The most that a cut's links carry, in seconds, where what is sent is for many."""
     worst = 0.0
-    n = groups.shape[1]
     for inside, links in _cuts(machine):
-        if not links:
-            continue
         k = inside[groups].sum(axis=1)
-        m = n - k
-        crossing = {
-            "all_gather": (k > 0) * m,
-            "reduce_scatter": (k > 0) * (m > 0) * np.maximum(k, m),
-            "all_to_all": k * m,
-        }
-        worst = max(worst, float(crossing[op].sum()) * shard_bytes / (links * link))
+        m = groups.shape[1] - k
+        crossing = {"all_gather": (k > 0) * m, "reduce_scatter": (m > 0) * k}[op]
+        worst = max(worst, float(crossing.sum()) * shard_bytes / (links * _link(machine)))
     return worst
 
 
-def _cuts(machine: Machine) -> Iterator[tuple[np.ndarray, int]]:
-    """(which devices are inside, links that lead in) of slabs and of single chips."""
+def _sent_across(machine: Machine, groups: np.ndarray, sent: np.ndarray) -> float:
+    """The most that a cut's links carry, in seconds, of what each position sends to each."""
+    worst = 0.0
+    for inside, links in _cuts(machine, alike=False):
+        here = inside[groups].astype(float)
+        crossing = np.einsum("gi,ij,gj->", 1 - here, sent, here, optimize=True)
+        worst = max(worst, float(crossing) / (links * _link(machine)))
+    return worst
+
+
+def _sent_along(machine: Machine, groups: np.ndarray, sent: np.ndarray) -> float:
+    """The same from links weighed by their direction along one torus axis."""
+    worst = 0.0
+    at = np.unravel_index(groups // machine.generation.devices_per_chip, machine.shape)
+    for place, n, wrap in zip(at, machine.shape, machine.wraps, strict=True):
+        if n == 1:
+            continue
+        links = machine.n_chips if wrap else machine.n_chips * (n - 1) // n
+        steps = place[:, None, :] - place[:, :, None]
+        for ahead, back in itertools.product((steps, -steps), (1.0, 1 / (n - 1))):
+            if wrap:
+                lightest = np.minimum(ahead % n, back * (-ahead % n))
+            else:
+                lightest = np.where(ahead > 0, ahead, -back * ahead)
+            load = float((lightest * sent).sum())
+            worst = max(worst, load / (links * (1 + back) * _link(machine)))
+    return worst
+
+
+def _cuts(machine: Machine, *, alike: bool = True) -> Iterator[tuple[np.ndarray, int]]:
+    """(which devices are inside, links that lead in) of slabs and of single chips.
+
+    Where all devices do `alike`, of slabs round a torus axis that differ only in where they begin,
+    one will do.
+    """
     chips = np.arange(machine.n_chips)
     coordinates = np.unravel_index(chips, machine.shape)
     per_chip = machine.generation.devices_per_chip
     for axis, (n, wrap) in enumerate(zip(machine.shape, machine.wraps, strict=True)):
         section = machine.n_chips // n
         for length in range(1, n):
-            for start in range(1 if wrap else n - length + 1):
-                inside = (coordinates[axis] >= start) & (coordinates[axis] < start + length)
+            for start in range((1 if alike else n) if wrap else n - length + 1):
+                inside = (coordinates[axis] - start) % n < length
                 sides = 2 if wrap else int(start > 0) + int(start + length < n)
                 yield np.repeat(inside, per_chip), sides * section
     for chip in {0, machine.n_chips // 2}:  # a corner and, where there is one, an inner chip
@@ -103,4 +149,5 @@ def _cuts(machine: Machine) -> Iterator[tuple[np.ndarray, int]]:
             for c, n, wrap in zip(here, machine.shape, machine.wraps, strict=True)
             if n > 1
         )
-        yield np.repeat(chips == chip, per_chip), links
+        if links:
+            yield np.repeat(chips == chip, per_chip), links

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,48 +54,56 @@ def gantt(report: Report, *, max_rows: int = 40) -> Any:
 def link_heat(report: Report) -> Any:
     """The torus, each link coloured by the share of the time it was busy. Returns the figure.
 
-    A third torus axis is shown as one panel a layer; links along it as dots at their chip. Links
-    that wrap round leave the panel.
+    Links one way are drawn as one bar, those back as another beside it. A third torus axis is shown
+    as one panel a layer; links along it as squares at their chip. Links that wrap round leave the
+    panel. The colours end at the busiest link's share, which the scale tells.
     """
     plt = _pyplot()
     machine = report.machine
     shape, n_dims = machine.shape, len(machine.shape)
-    busy = report.link_bytes / machine.link_capacity / max(report.time, 1e-30)
+    busy = (report.link_bytes / machine.link_capacity)[: 2 * n_dims * machine.n_chips]
+    busy = busy / max(report.time, 1e-30)
     layers = shape[2] if n_dims == 3 else 1
-    figure, panels = plt.subplots(
-        1, layers, figsize=(1.5 + 4 * layers, 4.2), squeeze=False, layout="constrained"
-    )
-    colours = plt.get_cmap("viridis")
-    for chip in range(machine.n_chips):
-        at = np.unravel_index(chip, shape)
-        axes = panels[0][at[2] if n_dims == 3 else 0]
-        x, y = float(at[1]) if n_dims > 1 else 0.0, float(at[0])
-        axes.plot(x, y, "o", color="black", markersize=3)
-        for axis in range(n_dims):
-            for backwards in (0, 1):
-                if shape[axis] == 1:
+    rows, columns = shape[0], shape[1] if n_dims > 1 else 1
+    cell = min(0.9, max(0.45, 4 / max(rows, columns)))  # inches from chip to chip
+    size = 1.5 + layers * (0.8 + cell * (columns + 1)), 1.2 + cell * (rows + 1)
+    figure, panels = plt.subplots(1, layers, figsize=size, squeeze=False, layout="constrained")
+    from matplotlib.collections import LineCollection
+
+    colours: Any = {"cmap": "viridis", "norm": plt.Normalize(0, max(busy.max(), 1e-9))}
+    point = cell * 72  # of which a chip's distance to the next has so many
+    for layer, axes in enumerate(panels[0]):
+        lines: list[Any] = []
+        shares: list[float] = []
+        for chip in range(machine.n_chips):
+            at = np.unravel_index(chip, shape)
+            if n_dims == 3 and at[2] != layer:
+                continue
+            here = np.array([float(at[1]) if n_dims > 1 else 0.0, float(at[0])])
+            axes.plot(*here, "o", color="black", markersize=0.08 * point, zorder=3)
+            for axis, backwards in itertools.product(range(n_dims), (0, 1)):
+                at_edge = at[axis] == (0 if backwards else shape[axis] - 1)
+                if shape[axis] == 1 or (at_edge and not machine.wraps[axis]):
                     continue
                 share = busy[(chip * n_dims + axis) * 2 + backwards]
-                edge = at[axis] == (0 if backwards else shape[axis] - 1)
-                if edge and not machine.wraps[axis]:
+                sign = 1 - 2 * backwards
+                along = np.array([(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)][axis])
+                start = here + 0.12 * sign * along[::-1] + 0.15 * sign * along
+                if axis == 2:
+                    marker: Any = {"marker": "s", "s": (0.13 * point) ** 2, "zorder": 3}
+                    axes.scatter(*(here + 0.3 * sign), c=[share], **marker, **colours)
                     continue
-                step = 0.45 * (-1 if backwards else 1)
-                aside = 0.06 * (-1 if backwards else 1)
-                if axis == 0:
-                    ends = ((x + aside, x + aside), (y, y + step))
-                elif axis == 1:
-                    ends = ((x, x + step), (y + aside, y + aside))
-                else:
-                    axes.plot(x + aside, y + aside, "s", color=colours(share), markersize=5)
-                    continue
-                axes.plot(*ends, color=colours(share), linewidth=3, solid_capstyle="butt")
-    for k, axes in enumerate(panels[0]):
-        axes.set_xlabel("y")
-        axes.set_ylabel("x")
-        axes.set_aspect("equal")
-        axes.set_title(f"z = {k}" if layers > 1 else str(machine))
-    scale = plt.cm.ScalarMappable(cmap=colours)
-    figure.colorbar(scale, ax=panels[0].tolist(), label="share of the time busy (modelled)")
+                lines.append((start, start + (0.45 if at_edge else 0.7) * sign * along))
+                shares.append(share)
+        bars = LineCollection(lines, linewidths=0.13 * point, array=np.array(shares), **colours)
+        axes.add_collection(bars)
+        axes.set(xlabel="y", ylabel="x", aspect="equal")
+        axes.set(xticks=range(columns), yticks=range(rows))
+        axes.set(xlim=(-0.8, columns - 0.2), ylim=(-0.8, rows - 0.2))
+        axes.set_title(f"z = {layer}" if layers > 1 else str(machine))
+    scale = plt.cm.ScalarMappable(**colours)
+    label = "share of the time busy (modelled)"
+    figure.colorbar(scale, ax=panels[0].tolist(), label=label, shrink=0.8)
     return figure
 
 

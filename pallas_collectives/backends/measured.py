@@ -1,0 +1,49 @@
+"""A backend that has no algorithms to choose from, where a measured table has it beside lax.
+
+NCCL chooses its algorithms itself. What remains to be chosen is whether NCCL serves at all: where
+the table in scope (see `tuning`) has lax faster on these devices, lax serves, and is counted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_collectives import tuning
+from pallas_collectives.backends import How
+from pallas_collectives.errors import SlowerError
+from pallas_collectives.kernels.topology import Group
+
+# Whose operands are n blocks; others' are one (see `tuning`).
+_OF_BLOCKS = ("reduce_scatter", "all_to_all", "ragged_all_to_all")
+
+
+class Measured:
+    """A backend module, which refuses what lax does faster; the same functions."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __getattr__(self, op: str) -> Callable[..., jax.Array]:
+        function = getattr(self._module, op)
+
+        def serve(*args: Any, how: How, **params: Any) -> jax.Array:
+            group = next(a for a in args if isinstance(a, Group))
+            block = args[0].nbytes // (group.size if op in _OF_BLOCKS else 1)
+            self._check(op, block, group.size)
+            return function(*args, how=how, **params)
+
+        return serve
+
+    def _check(self, op: str, block_bytes: int, devices: int) -> None:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        if device is None:
+            return
+        times = tuning.measured_times(op, block_bytes, devices, device.device_kind)
+        ours, of_lax = times.get(self._name), times.get("xla")
+        if ours is not None and of_lax is not None and of_lax < ours:
+            raise SlowerError(
+                f"{op} over {devices} x {device.device_kind} by {self._name}",
+                "the measured table has lax faster",
+                f"name the backend to have {self._name} all the same",
+            )

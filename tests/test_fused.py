@@ -1,0 +1,410 @@
+"""The fused products as users call them: values, layouts, gradients, fallbacks, errors."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives import errors
+from pallas_collectives.fused_primitives import GATHER, SCATTER
+
+N = 2  # devices, where their number is of no matter
+
+
+@pytest.fixture(autouse=True)
+def counted_from_zero() -> None:
+    pc.reset_counts()
+
+
+def ran(op: str) -> set[str]:
+    """The ways in which a fused product has been built."""
+    return {way for name, way, _ in pc.fusion_counts() if name == op}
+
+
+def reasons() -> str:
+    return "; ".join(reason for _, _, reason in pc.fusion_counts())
+
+
+def per_device(fn: Any, *args: Any, n: int = N, check_vma: bool = True) -> list[np.ndarray]:
+    run = harness.per_device(fn, harness.mesh(n), check_vma=check_vma)
+    return [np.asarray(y) for y in jax.tree.leaves(run(*args))]
+
+
+def gathered(x: np.ndarray, axis: int) -> np.ndarray:
+    whole = np.concatenate(x, axis=axis)
+    return np.broadcast_to(whole, (len(x), *whole.shape))
+
+
+def products(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Each device's x @ w, in float64."""
+    wide = w.astype(np.float64).reshape(len(w), *(1,) * (x.ndim - 3), *w.shape[1:])
+    return x.astype(np.float64) @ wide
+
+
+def scattered(x: np.ndarray, w: np.ndarray, axis: int) -> np.ndarray:
+    total = products(x, w).sum(axis=0)
+    return np.stack(np.split(total, len(x), axis=axis))
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape, axis, widths",
+    [
+        ((16, 128), 0, (128, 256)),  # in place; two weights in one gather
+        ((2, 8, 128), 1, (128,)),  # in place, behind a batch
+        ((3, 2, 5, 70), 1, (33,)),  # nothing whole: padded and cut
+        ((4, 3, 20), -3, (7,)),  # a negative axis
+    ],
+)
+def test_all_gather_matmul_of_any_layout(
+    shape: tuple[int, ...], axis: int, widths: tuple[int, ...]
+) -> None:
+    x = harness.random((N, *shape), "float32")
+    ws = [harness.random((N, shape[-1], size), "float32", i) for i, size in enumerate(widths)]
+
+    def run(x: jax.Array, *ws: jax.Array) -> Any:
+        options: dict[str, Any] = {"gather_axis": axis, "return_gathered": True}
+        return pc.all_gather_matmul(x, ws, "x", algorithm="fused", **options)
+
+    *got, whole = per_device(run, x, *ws)
+    want = gathered(x, axis % len(shape))
+    np.testing.assert_array_equal(whole, want)
+    for y, w in zip(got, ws, strict=True):
+        np.testing.assert_array_equal(y, products(want, w))
+    assert ran(GATHER) == {"fused"}
+
+
+@pytest.mark.parametrize(
+    "shape, axis, reduce",
+    [
+        ((N * 16, 128), 0, "sum"),
+        ((2, N * 8, 128), 1, "mean"),
+        ((3, N * 2, 5, 70), 1, "sum"),
+        ((N * 4, 3, 20), -3, "mean"),
+    ],
+)
+def test_matmul_reduce_scatter_of_any_layout(
+    shape: tuple[int, ...], axis: int, reduce: str
+) -> None:
+    x = harness.random((N, *shape), "float32")
+    w = harness.random((N, shape[-1], 33), "float32", 1)
+
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        options: dict[str, Any] = {"scatter_axis": axis, "reduce": reduce}
+        return pc.matmul_reduce_scatter(x, w, "x", algorithm="fused", **options)
+
+    (got,) = per_device(run, x, w)
+    want = scattered(x, w, axis % len(shape)) / (N if reduce == "mean" else 1)
+    np.testing.assert_array_equal(got, want)
+    assert ran(SCATTER) == {"fused"}
+
+
+@pytest.mark.parametrize(
+    "op, dtype, preferred, result",
+    [
+        (GATHER, "bfloat16", None, "bfloat16"),
+        (SCATTER, "bfloat16", "float32", "float32"),
+        (SCATTER, "int8", "int32", "int32"),
+        (GATHER, "int8", None, "int8"),
+        (GATHER, "float8_e4m3fn", "float32", "float32"),
+    ],
+)
+def test_dtypes_are_those_of_matmul(
+    op: str, dtype: str, preferred: str | None, result: str
+) -> None:
+    x, w = harness.random((N, 64, 128), dtype), harness.random((N, 128, 128), dtype, 1)
+
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        options: dict[str, Any] = {"preferred_element_type": preferred, "algorithm": "fused"}
+        return getattr(pc, op)(x, w, "x", **options)
+
+    (got,) = per_device(run, x, w)
+    want = products(gathered(x, 0), w) if op == GATHER else scattered(x, w, 0)
+    assert got.dtype == jnp.dtype(result)
+    exact = want.astype(np.int64) if result.startswith("int") else want
+    np.testing.assert_array_equal(got, exact.astype(jnp.dtype(result)))
+
+
+@pytest.mark.parametrize("precise, hops", [(True, 0), (False, 2)])
+def test_bfloat16_sums_round_once_per_hop_and_precise_ones_once(precise: bool, hops: int) -> None:
+    n = 4
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((n, n * 16, 128)).astype(jnp.bfloat16)
+    w = rng.standard_normal((n, 128, 128)).astype(jnp.bfloat16)
+    run = functools.partial(
+        pc.matmul_reduce_scatter, axis_name="x", precise=precise, algorithm="fused"
+    )
+    (got,) = per_device(run, x, w, n=n)
+    exact = scattered(x, w, 0)
+    error = np.abs(got.astype(np.float64) - exact)
+    assert (error <= 2.0**-8 * np.abs(exact).max() * (hops + 1)).all()
+    assert (error <= 2.0**-8 * np.abs(exact) + 1e-3).all() == precise
+
+
+# Derivatives --------------------------------------------------------------------------------------
+
+
+def layer(x: jax.Array, up: jax.Array, gate: jax.Array, down: jax.Array, how: str) -> jax.Array:
+    """A transformer's feed-forward layer, sequence and weights sharded."""
+    (a, b), whole = pc.all_gather_matmul(
+        x, (up, gate), "x", gather_axis=1, return_gathered=True, algorithm=how
+    )
+    y = pc.matmul_reduce_scatter(jnp.sin(a) * b, down, "x", scatter_axis=1, algorithm=how)
+    return (y * y).sum() + jnp.cos(whole).sum()
+
+
+def weights_and_rows() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = [(N, 1, 16, 128), (N, 128, 128), (N, 128, 128), (N, 128, 128)]
+    return [0.1 * rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_training_is_fused_in_both_directions(check_vma: bool) -> None:
+    """Gradients are the unfused pair's, through one of each kernel forward and backward."""
+
+    def grads(how: str) -> list[np.ndarray]:
+        run = jax.grad(functools.partial(layer, how=how), argnums=(0, 1, 2, 3))
+        return per_device(run, *weights_and_rows(), check_vma=check_vma)
+
+    for a, b in zip(grads("fused"), grads("unfused"), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    counts = pc.fusion_counts()
+    assert counts[GATHER, "fused", ""] == counts[SCATTER, "fused", ""] == 2
+
+
+def test_gradients_of_replicated_weights_are_summed() -> None:
+    """Under check_vma a weight that is equal everywhere has everyone's cotangent."""
+    x, _, _, w = weights_and_rows()
+
+    def run(x: jax.Array, how: str) -> Any:
+        w_everywhere = jnp.asarray(w[0])
+        loss = lambda w: pc.all_gather_matmul(x[0], w, "x", algorithm=how).sum()  # noqa: E731
+        return jax.grad(loss)(w_everywhere)
+
+    fused, unfused = (per_device(functools.partial(run, how=h), x)[0] for h in ("fused", "unfused"))
+    np.testing.assert_allclose(fused, unfused, rtol=1e-5)
+
+
+def test_forward_mode_and_vmap_over_rows() -> None:
+    x, w, _, dw = weights_and_rows()
+
+    def run(how: str, x: jax.Array, w: jax.Array, dw: jax.Array) -> Any:
+        gather = functools.partial(pc.all_gather_matmul, axis_name="x", algorithm=how)
+        tangent = jax.jvp(lambda x, w: gather(x[0], w), (x, w), (x, dw))[1]
+        return tangent, jax.vmap(lambda x: gather(x, w))(jnp.concatenate([x, 2 * x]))
+
+    fused, apart = (
+        per_device(functools.partial(run, how), x, w, dw) for how in ("fused", "unfused")
+    )
+    for a, b in zip(fused, apart, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert pc.fusion_counts()[GATHER, "fused", ""] >= 2
+
+
+def test_vmap_over_weights_runs_apart_and_says_so() -> None:
+    x, w = harness.random((N, 16, 128), "float32"), harness.random((N, 2, 128, 128), "float32", 1)
+
+    def run(x: jax.Array, ws: jax.Array, algorithm: str | None) -> Any:
+        gather = functools.partial(pc.all_gather_matmul, axis_name="x", algorithm=algorithm)
+        return jax.vmap(lambda w: gather(x, w))(ws)
+
+    with pytest.raises(errors.AlgorithmError, match="vmap maps over the weights"):
+        per_device(functools.partial(run, algorithm="fused"), x, w)
+    (got,) = per_device(functools.partial(run, algorithm=None), x, w)
+    want = np.stack([products(gathered(x, 0), w[:, i]) for i in range(2)], axis=1)
+    np.testing.assert_array_equal(got, want)
+    assert ran(GATHER) == {"unfused"}
+
+
+# Who serves ---------------------------------------------------------------------------------------
+
+
+def call(op: str, x: Any, w: Any, **options: Any) -> Any:
+    run = functools.partial(getattr(pc, op), axis_name="x", **options)
+    return per_device(run, x, w)[0]
+
+
+@pytest.mark.parametrize(
+    "op, shape, dtype, options, reason",
+    [
+        (GATHER, (16, 64), "float32", {"gather_axis": 1}, "contracted"),
+        (SCATTER, (16, 64), "float32", {"scatter_axis": 1}, "weights' own"),
+        (GATHER, (16, 64), "float16", {}, "float16"),
+        (SCATTER, (16, 64), "int8", {"preferred_element_type": "float32"}, "added up in float32"),
+        (GATHER, (16, 64), "float32", {"precision": "high"}, "precision='high'"),
+        (SCATTER, (16, 64), "float32", {"backend": "xla"}, "xla"),
+        (GATHER, (16, 64), "float32", {}, "by the model"),
+        (SCATTER, (16, 64), "float32", {"algorithm": "unfused"}, "asked for"),
+    ],
+)
+def test_what_is_not_fused_runs_apart_and_says_why(
+    op: str, shape: tuple[int, ...], dtype: str, options: dict[str, Any], reason: str
+) -> None:
+    x = harness.random((N, *shape), dtype)
+    contracted = options.get("gather_axis") == 1
+    w = harness.random((N, N * shape[1] if contracted else shape[1], 32), dtype, 1)
+    got = call(op, x, w, **options)
+    axis = options.get("gather_axis", options.get("scatter_axis", 0))
+    want = products(gathered(x, axis), w) if op == GATHER else scattered(x, w, axis)
+    np.testing.assert_array_equal(got, want)
+    assert ran(op) == {"unfused"}
+    assert reason in reasons()
+    if "by the model" not in reason and "algorithm" not in options and "backend" not in options:
+        with pytest.raises(errors.AlgorithmError, match="algorithm='fused'"):
+            call(op, x, w, **options, algorithm="fused")
+
+
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+def test_elsewhere_the_same_function_is_a_pipeline(op: str) -> None:
+    """What GPUs run: permutes and products of XLA's."""
+    x, w = harness.random((N, 16, 64), "float32"), harness.random((N, 64, 32), "float32", 1)
+    got = call(op, x, w, backend="xla", algorithm="fused")
+    want = products(gathered(x, 0), w) if op == GATHER else scattered(x, w, 0)
+    np.testing.assert_array_equal(got, want)
+    assert ran(op) == {"pipelined"}
+
+
+def test_large_products_are_fused_where_it_pays() -> None:
+    """By the model of the chip; on two cores a device only where the wire is what takes long."""
+    from jax.sharding import PartitionSpec
+
+    from pallas_collectives.replay import Machine
+
+    def way(machine: str, width: int) -> set[str]:
+        pc.reset_counts()
+        pod = Machine.named(machine)
+        mesh = pod.mesh({"x": 4})
+        function = jax.shard_map(
+            lambda x, w: pc.all_gather_matmul(x, w, "x"),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 8192), (8192, width))]
+        jaxpr = str(jax.make_jaxpr(function)(*shapes))
+        return {"fused" if "pallas_all_gather_matmul" in jaxpr else "unfused"}
+
+    assert way("v5e:4x4", 2048) == way("v6e:4x4", 8192) == way("v5p:4x4x4", 512) == {"fused"}
+    assert way("v5p:4x4x4", 16384) == {"unfused"}
+
+
+@pytest.mark.parametrize(
+    "op, shapes, options, error",
+    [
+        (GATHER, ((16,), (16, 8)), {}, errors.CollectiveError),
+        (GATHER, ((16, 8), (16, 8)), {}, errors.CollectiveError),
+        (GATHER, ((16, 8), (8, 8)), {"gather_axis": 2}, errors.CollectiveError),
+        (GATHER, ((16, 8), (8, 8)), {"algorithm": "ring"}, errors.AlgorithmError),
+        (SCATTER, ((15, 8), (8, 8)), {}, errors.CollectiveError),
+        (SCATTER, ((16, 8), (8, 8)), {"reduce": "max"}, errors.CollectiveError),
+        (SCATTER, ((16, 8), (8, 8)), {"reduce": "mean", "dtype": "int8"}, errors.DtypeError),
+        (SCATTER, ((16, 8), (8, 8)), {"axis_name": "y"}, errors.UnboundAxisError),
+    ],
+)
+def test_errors_name_value_rule_and_remedy(
+    op: str, shapes: Any, options: dict[str, Any], error: type[Exception]
+) -> None:
+    dtype = options.pop("dtype", "float32") if "dtype" in options else "float32"
+    operands = [harness.random((N, *shape), dtype) for shape in shapes]
+    if op == GATHER and shapes[0] == (16, 8) and shapes[1] == (16, 8):
+        operands[1] = harness.random((N, 16, 8), dtype)
+    run = functools.partial(getattr(pc, op), **{"axis_name": "x", **options})
+    with pytest.raises(error):
+        per_device(run, *operands)
+
+
+# Pipelines with bodies of one's own ---------------------------------------------------------------
+
+
+def test_gather_and_consume_with_a_body_of_ones_own() -> None:
+    """Scaled rows, and their sums of squares, from bfloat16 rows that arrive."""
+    n = 3
+    x, scale = harness.random((n, 64, 128), "bfloat16"), harness.random((n, 1, 128), "float32", 1)
+
+    def body(x: Any, scale: Any, scaled: Any, squares: Any) -> None:
+        wide = x[...].astype(jnp.float32)
+        scaled[...] = wide * scale[...]
+        squares[...] = jnp.broadcast_to((wide * wide).sum(axis=1, keepdims=True), squares.shape)
+
+    def run(x: jax.Array, scale: jax.Array) -> Any:
+        outs = (jax.ShapeDtypeStruct((64, 128), jnp.float32),) * 2
+        options: dict[str, Any] = {"out": outs, "operands": [scale], "return_gathered": True}
+        return pc.gather_and_consume(x, body, "x", tile=16, **options)
+
+    scaled, squares, whole = per_device(run, x, scale, n=n)
+    want = gathered(x, 0)
+    wide = want.astype(np.float32)
+    np.testing.assert_array_equal(whole, want)
+    np.testing.assert_array_equal(scaled, wide * scale)
+    np.testing.assert_array_equal(squares[..., 0], (wide * wide).sum(axis=-1))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_produce_and_scatter_with_a_body_of_ones_own(reduce: str) -> None:
+    """Products of int8 rows with int8 weights, scaled in float32."""
+    n = 4
+    x, w = harness.random((n, n * 32, 128), "int8"), harness.random((n, 128, 128), "int8", 1)
+
+    def body(x: Any, w: Any, term: Any) -> None:
+        total = jnp.dot(x[...], w[...], preferred_element_type=jnp.int32)
+        term[...] = total.astype(jnp.float32) * 0.5
+
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        out = jax.ShapeDtypeStruct((32, 128), jnp.float32)
+        return pc.produce_and_scatter(x, body, "x", out=out, operands=[w], reduce=reduce)
+
+    (got,) = per_device(run, x, w, n=n)
+    want = scattered(x, w, 0) * 0.5
+    np.testing.assert_array_equal(got, want / n if reduce == "mean" else want)
+
+
+@pytest.mark.parametrize("generation", ["v4", "v5e", "7x"])
+def test_bodies_of_ones_own_compile(generation: str) -> None:
+    def halve(x: Any, y: Any) -> None:
+        y[...] = (x[...].astype(jnp.float32) * 0.5).astype(y.dtype)
+
+    def widen(x: Any, term: Any) -> None:
+        term[...] = x[...].astype(jnp.float32)
+
+    def run(x: jax.Array) -> Any:
+        out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        whole = pc.gather_and_consume(x, halve, "x", out=out)
+        return pc.produce_and_scatter(
+            whole, widen, "x", out=jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+        )
+
+    found = harness.compile_for_tpu(
+        run, harness.GENERATIONS[generation], (2048, 1024), dtype=jnp.bfloat16
+    )
+    assert found.ops.count("custom-call") == 2
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"tile": 12}, "divides a block's"),
+        ({"out": jax.ShapeDtypeStruct((32, 128), jnp.float32)}, "as many rows"),
+        ({"operands": [np.ones(128, np.float32)]}, "two dimensions"),
+        ({"out": jax.ShapeDtypeStruct((16, 100), jnp.float32)}, "whole tiles"),
+        ({"backend": "xla"}, "kernel bodies"),
+    ],
+)
+def test_pipelines_refuse_what_they_cannot_cut(change: dict[str, Any], error: str) -> None:
+    x = harness.random((N, 16, 128), "float32")
+    options: dict[str, Any] = {"out": jax.ShapeDtypeStruct((16, 128), jnp.float32), **change}
+    backend = options.pop("backend", None)
+
+    def run(x: jax.Array) -> Any:
+        return pc.gather_and_consume(x, lambda x, *_: None, "x", **options)
+
+    with pytest.raises(errors.CollectiveError, match=error), pc.use_backend(backend):
+        per_device(run, x)
