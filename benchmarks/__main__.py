@@ -3,6 +3,7 @@
 python -m benchmarks [flags]                  all of that, on the devices there are
 python -m benchmarks certify [flags]          what to run first on new TPUs or GPUs: one report file
 python -m benchmarks tune [flags]             which algorithm is fastest, for the library's choice
+python -m benchmarks fused [flags]            products with their collective: what is hidden
 python -m benchmarks report A.json ...        a Markdown page and plots of results
 python -m benchmarks compare A.json B.json    what became slower, beyond noise
 python -m benchmarks readme                   the README's tables, made anew
@@ -20,7 +21,7 @@ from absl import app, flags, logging
 from benchmarks.settings import FlagError
 
 # A command is a module with a function `main(argv) -> exit status`.
-COMMANDS = ("sweep", "certify", "tune", "report", "compare", "readme")
+COMMANDS = ("sweep", "certify", "tune", "fused", "report", "compare", "readme")
 
 
 def main(argv: Sequence[str]) -> int:

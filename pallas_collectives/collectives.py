@@ -55,9 +55,10 @@ def all_gather(
       to: "varying", or "invarying" for a result typed as equal on all devices.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
-        "torus" (both ways along all axes of the torus at once; large arrays over several axes),
-        or "direct" (everyone to everyone in one hop; small arrays); with ":vmem" behind it,
-        operand and result are kept in VMEM.
+        "line" (the same on devices whose first and last share no link), "torus" (both ways along
+        all axes of the torus at once; large arrays over several axes), or "direct" (everyone to
+        everyone in one hop; small arrays); with ":vmem" behind it, operand and result are kept in
+        VMEM.
 
     Returns:
       Arrays of n blocks, ordered by device number.
@@ -102,8 +103,8 @@ def psum_scatter(
       tiled: keep the scattered dimension, of size s, instead of dropping it.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       backend: see the module.
-      algorithm: "bidirectional", "unidirectional" or "torus"; with ":vmem" behind it the operand
-        is kept in VMEM.
+      algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`;
+        with ":vmem" behind it the operand is kept in VMEM.
 
     Returns:
       Arrays of one block: device p's is block p of the sum.
@@ -151,10 +152,10 @@ def psum(
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       backend: see the module.
-      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "torus" (that
-        along all axes of the torus at once; large arrays over several axes) or "one_shot"
-        (everyone to everyone in one hop; small arrays); with ":vmem" behind it operand and result
-        are kept in VMEM.
+      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (that on
+        devices whose first and last share no link), "torus" (that along all axes of the torus at
+        once; large arrays over several axes) or "one_shot" (everyone to everyone in one hop; small
+        arrays); with ":vmem" behind it operand and result are kept in VMEM.
 
     Returns:
       Arrays of x's shape and dtype (int32 for bool), with the same bits on every device.

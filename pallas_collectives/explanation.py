@@ -197,7 +197,7 @@ def _explained(op: str, nbytes: int, group: Group, chip: Chip, torus: str) -> Ex
         why = f"{chip.name} cannot write between these devices"
         return Explanation(op, nbytes, n, chip.name, torus, LAX, why, tuple(found))
     ring = tuning.choose(canonical_op, block, n, chip, reached, torus)
-    chosen, why = algorithms.on_torus(ring, group), _why(ring, found)
+    chosen, why = algorithms.on_torus(ring, group, canonical_op, block), _why(ring, found)
     if chosen != ring:
         why += "; and in its place all axes of the torus at once"
     return Explanation(op, nbytes, n, chip.name, torus, chosen, why, tuple(found))

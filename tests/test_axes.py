@@ -26,7 +26,6 @@ from against_lax import (
 )
 from pallas_collectives.errors import BackendError
 
-
 pytestmark = pytest.mark.usefixtures("fresh_counts")
 
 
@@ -120,7 +119,7 @@ def test_nested_shard_map(op: str, in_scope: bool) -> None:
             return jax.jit(mapped)(x)
 
     if jax.__version_info__ < (0, 11):
-        with pytest.raises(BackendError, match="nested shard_maps.*all axes manual in one"):
+        with pytest.raises(BackendError, match=r"nested shard_maps.*all axes manual in one"):
             run(pc)
         return
     ours = run(pc)

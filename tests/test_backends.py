@@ -11,10 +11,7 @@ import pallas_collectives
 from pallas_collectives.backends import ENVIRONMENT_VARIABLE
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 
-
-@pytest.fixture(autouse=True)
-def _counts_from_zero() -> None:
-    pallas_collectives.reset_counts()
+pytestmark = pytest.mark.usefixtures("fresh_counts")
 
 
 def served_by(**how: str) -> set[str]:

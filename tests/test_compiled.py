@@ -87,6 +87,22 @@ def test_temporary_memory_is_what_the_docstring_says(op: str, extra_blocks: int)
     assert program.temp_bytes <= extra_blocks * block + (64 << 10)
 
 
+@pytest.mark.parametrize("op, result_blocks", [("reduce_scatter", 1), ("all_reduce", 8)])
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_sums_of_a_gibibyte_take_three_blocks_a_direction(
+    op: str, result_blocks: int, generation: str
+) -> None:
+    call, _ = CALLS[op]
+    how = {"backend": "pallas", "algorithm": ALGORITHMS[op][0]}
+    topology = harness.GENERATIONS[generation]
+    n = len(harness._topology(topology).devices)
+    assert n == 8
+    block = (1 << 30) // n
+    fn = functools.partial(call, pallas_collectives, **how)
+    program = harness.compile_for_tpu(fn, topology, (block // 512 * n, 128))
+    assert program.temp_bytes <= (n + result_blocks + 2 * 3) * block + (4 << 20)
+
+
 @pytest.mark.parametrize("op", [op for op in CALLS if op != "ragged_all_to_all"])
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_a_gibibyte_per_device_compiles(op: str, generation: str) -> None:

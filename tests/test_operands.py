@@ -20,7 +20,6 @@ from against_lax import (
     served_by_kernels,
 )
 
-
 pytestmark = pytest.mark.usefixtures("fresh_counts")
 
 

@@ -35,6 +35,7 @@ def test_both_directions_carry_the_same_load(n: int, parts: int) -> None:
 
 
 @hypothesis.given(st.integers(1, 100), st.data())
+@hypothesis.settings(deadline=None)
 def test_wrap_is_modulo(n: int, data: st.DataObject) -> None:
     position = data.draw(st.integers(-n, 2 * n - 1))
     assert topology.wrap(position, n) == position % n

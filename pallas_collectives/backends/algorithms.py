@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pallas_collectives import backends, chips, places, tuning
 from pallas_collectives.backends import How
 from pallas_collectives.errors import AlgorithmError, ReachError
+from pallas_collectives.kernels import torus
 from pallas_collectives.kernels.topology import Group
 
 ALGORITHMS = {
@@ -61,10 +62,17 @@ def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int
     """The algorithm for the size, of those whose devices the chip can reach."""
     names = reachable(op, group, chip) or ALGORITHMS[op]
     chosen = tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
-    return on_torus(chosen, group) if cuts >= 2 * len(group.torus) else chosen
+    return on_torus(chosen, group, op, block_bytes) if cuts >= 2 * len(group.torus) else chosen
 
 
-def on_torus(name: str, group: Group) -> str:
+# By the replay: sums of smaller blocks on fewer devices take longer over all axes at once, for more
+# streams to add; more so where the operand comes block by block (`kernels.torus.numbers`).
+_TORUS_SUMS_FROM_BYTES = 1 << 20
+_TORUS_SUMS_IN_PIECES_FROM_BYTES = 4 << 20
+_TORUS_SUMS_FROM_DEVICES = 64
+
+
+def on_torus(name: str, group: Group, op: str, block_bytes: int) -> str:
     """An algorithm, or where it is a ring over several axes of a torus, all of them at once.
 
     That has no more hops and fewer bytes on each link, but where a corner of the torus has no more
@@ -73,6 +81,11 @@ def on_torus(name: str, group: Group) -> str:
     ring, _, space = name.partition(":")
     if not group.torus or ring not in _RINGS:
         return name
+    if op != "all_gather" and group.size < _TORUS_SUMS_FROM_DEVICES:
+        shard = block_bytes // group.size if op == "all_reduce" else block_bytes
+        whole = torus.numbers(group.torus) is None
+        if shard < (_TORUS_SUMS_FROM_BYTES if whole else _TORUS_SUMS_IN_PIECES_FROM_BYTES):
+            return name
     corner_links = sum(1 if axis.line or axis.size == 2 else 2 for axis in group.torus)
     if corner_links <= 2 and places.in_scope() is not None and not group.line:
         return name

@@ -21,8 +21,9 @@ for small blocks.
     line             n-1         at most n-1 blocks                   6 blocks
     direct           1           as the wires lie                     n blocks
 
-The scratch lies in HBM, with at most 2 MiB of VMEM for the tiles being added; or all in VMEM, where
-the operands are. A block goes in parts: while one is being added the others are on the wire.
+The scratch of a ring, three blocks for each direction however many devices there are, lies in HBM,
+with at most 2 MiB of VMEM for the tiles being added; or all in VMEM, where the operands are. A
+block goes in parts: while one is being added the others are on the wire.
 
 Order and rounding. The sum is own + (from the left) + (from the right), each side's own sum ordered
 along the ring; `direct` adds in the order of the devices: the same on every run. Within a device

@@ -92,7 +92,8 @@ def _shared(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float) -
     for inside, links in _cuts(machine):
         k = inside[groups].sum(axis=1)
         m = groups.shape[1] - k
-        crossing = {"all_gather": (k > 0) * m, "reduce_scatter": (m > 0) * k}[op]
+        # A reduction goes in for the k members inside, and out for the m others.
+        crossing = (k > 0) * (m if op == "all_gather" else (m > 0) * np.maximum(k, m))
         worst = max(worst, float(crossing.sum()) * shard_bytes / (links * _link(machine)))
     return worst
 
