@@ -103,9 +103,9 @@ def agreed(row: Checked) -> Checked:
     wrong = None if row.wrong is None else int(all_[:, 0].sum())
     error, refused = row.error, row.refused
     if all_[:, 1].any() and not error:
-        error = f"it failed on process {int(all_[:, 1].argmax())}, which says why"
+        error = f"it failed on process {int(np.argmax(all_[:, 1]))}, which says why"
     if all_[:, 2].any() and not refused:
-        refused = f"process {int(all_[:, 2].argmax())} refuses it"
+        refused = f"process {int(np.argmax(all_[:, 2]))} refuses it"
     return dataclasses.replace(row, wrong=wrong, error=error, refused=refused)
 
 

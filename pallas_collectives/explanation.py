@@ -184,10 +184,11 @@ def _explained(op: str, nbytes: int, group: Group, chip: Chip, torus: str) -> Ex
     offered = algorithms.ALGORITHMS[canonical_op]
     reached = algorithms.reachable(canonical_op, group, chip)
     predicted = tuning.predict(canonical_op, block, n, chip, reached, torus)
-    found = sorted(
-        (Candidate(name, p.us, p.latency_us, _source(p)) for name, p in predicted.items()),
-        key=lambda c: c.us or 0.0,
-    )
+    found = [
+        Candidate(name, p.us, p.latency_us, _source(p))
+        for name in tuning.fastest_first(predicted)
+        for p in [predicted[name]]
+    ]
     found += [
         Candidate(name, None, None, _no_time(name, name in reached, group, chip))
         for name in offered

@@ -29,6 +29,7 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
 # larger ones would take from VMEM what XLA keeps there between operations.
 VMEM_UP_TO_BYTES = 1 << 20
+_ONE_HOP = ("direct", "one_shot")
 # Whose times stand for a chip that has none: simulated devices reach each other as v5p's do.
 _STAND_IN = "v5p"
 
@@ -73,7 +74,12 @@ def choose(
       TableError: the table in scope cannot be read.
     """
     predicted = predict(op, block_bytes, devices, chip, allowed, torus)
-    return min(predicted, key=lambda name: predicted[name].us) if predicted else allowed[0]
+    return fastest_first(predicted)[0] if predicted else allowed[0]
+
+
+def fastest_first(predicted: dict[str, Prediction]) -> list[str]:
+    """Algorithms by their predicted times; of equal ones first those that go in one hop."""
+    return sorted(predicted, key=lambda a: (predicted[a].us, a.partition(":")[0] not in _ONE_HOP))
 
 
 def predict(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -242,18 +241,6 @@ def test_dropped_wait_for_the_own_copy_is_caught(monkeypatch: pytest.MonkeyPatch
     assert is_caught("on_wait", n=2)
 
 
-def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for credits: a fast neighbour writes over sums that are still being sent."""
-    wait = pl.semaphore_wait
-
-    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
-            wait(semaphore, *args, **kwargs)
-
-    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
-    assert is_caught("on_wait", n=8, scatter=True)
-
-
 @pytest.mark.parametrize("scatter", [False, True])
 def test_steps_that_share_a_semaphore_are_caught(
     scatter: bool, monkeypatch: pytest.MonkeyPatch
@@ -372,10 +359,10 @@ def test_the_shorter_of_wire_and_product_is_hidden(name: str, ratio: float, op: 
     assert 1 <= report.time / max(products, wire) <= 1.15
 
 
-def test_the_replay_knows_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On no schedule, that is; and knows one where waits are dropped."""
-    machine = Machine.named("v5e:8")
-    group, options = Group(("x",), (8,)), {"precision": None, "interpret": False}
+def races(n: int) -> Any:
+    """What can race on some schedule, in both kernels on a ring of n."""
+    machine = Machine.named(f"v5e:{n}")
+    group, options = Group(("x",), (n,)), {"precision": None, "interpret": False}
 
     def run(x: jax.Array, w: jax.Array) -> Any:
         gathered, y = collective_matmul.all_gather_matmul(
@@ -385,17 +372,36 @@ def test_the_replay_knows_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
             y, w, group, wire_dtype=F32, scale=1.0, transposed=True, **options
         )
 
-    def races(run: Callable[..., Any]) -> Any:
-        everywhere = PartitionSpec()
-        function = jax.shard_map(
-            run, mesh=machine.mesh({"x": 8}), in_specs=everywhere, out_specs=everywhere,
-            check_vma=False,
-        )  # fmt: skip
-        shapes = [jax.ShapeDtypeStruct(s, F32) for s in ((1, 64, 128), (128, 128))]
-        return replay(function, *shapes, machine=machine, races=True).races
+    everywhere = PartitionSpec()
+    function = jax.shard_map(
+        run, mesh=machine.mesh({"x": n}), in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in ((1, 16, 128), (128, 128))]
+    return replay(function, *shapes, machine=machine, races=True).races
 
-    assert races(run) == []
+
+def test_the_replay_knows_no_race() -> None:
+    assert races(8) == []
+
+
+def test_the_replay_knows_the_race_of_a_dropped_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = sync.wait
-    only_sends = lambda s, ref, times=1: len(s.ref.shape) != 3 and wait(s, ref, times)  # noqa: E731
-    monkeypatch.setattr(sync, "wait", only_sends)
-    assert races(lambda x, w: run(x, w))
+
+    def for_sends_only(semaphore: Any, ref: Any, times: Any = 1) -> None:
+        if len(semaphore.ref.shape) != 3:
+            wait(semaphore, ref, times)
+
+    monkeypatch.setattr(sync, "wait", for_sends_only)
+    assert races(8)
+
+
+def test_the_replay_knows_the_race_of_a_dropped_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast neighbour writes over sums that are still being sent; that it is fast takes luck."""
+    wait = pl.semaphore_wait
+
+    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
+            wait(semaphore, *args, **kwargs)
+
+    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    assert races(8)

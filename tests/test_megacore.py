@@ -81,8 +81,8 @@ def test_the_second_core_skips_the_compiled_kernel(tmp_path: Path) -> None:
     )
     bundles = path.read_text().splitlines()
     starts = [i for i, line in enumerate(bundles) if re.search(r"= (dma|vsyncadd\.remote)", line)]
-    core_id = next(i for i, line in enumerate(bundles) if "megacore core id" in line)
-    register = re.search(r"(%\w+) = sld \S+ /\* megacore core id", bundles[core_id])
+    core_id = next(i for i, line in enumerate(bundles) if "core id */" in line)
+    register = re.search(r"(%\w+) = sld \S+ /\* (?:megacore core id :: )?core id", bundles[core_id])
     assert register and starts
     other = re.search(
         rf"(%\w+) = scmp\.ne\.s32\.totalorder {register[1]}, 0", "\n".join(bundles[: starts[0]])

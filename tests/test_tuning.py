@@ -198,7 +198,8 @@ def reachable(op: str, n: int, chip: Any) -> tuple[str, ...]:
 
 
 def test_small_messages_go_in_few_hops_and_large_ones_over_few_links() -> None:
-    assert chosen("all_gather", 4 * KIB, 8, torus="line") == "direct"
+    assert chosen("all_gather", 4 * KIB, 8, torus="line") in ("line", "direct")
+    assert chosen("all_gather", 4 * KIB, 2) == "direct"
     assert chosen("all_gather", 8 * MIB, 8, torus="line") != "direct"
     assert chosen("all_reduce", 4 * KIB, 8) == "one_shot:vmem"
     assert chosen("all_reduce", 64 * MIB, 8) == "ring"
@@ -404,7 +405,7 @@ def test_explain_across_slices_gives_the_steps() -> None:
 
 def test_explain_goes_over_all_axes_where_calls_do() -> None:
     on = harness.mesh(2, 4)
-    with pc.torus("v5p:2x4x1"):
+    with pc.torus("v5p:2x2x2"):
         found = pc.explain("all_gather", 4 * MIB, mesh=on, axis_name=("x", "y"))
         run = harness.per_device(lambda a: pc.all_gather(a, ("x", "y"), tiled=True), on)
         jax.jit(run).lower(np.zeros((8, 8192, 128), np.float32))
