@@ -146,9 +146,9 @@ def check_blocks(
 
 def check_axis(name: str, axis: int, ndim: int) -> None:
     """`axis` is one of an array of `ndim` dimensions."""
-    if not -ndim <= axis < ndim:
+    if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
         raise CollectiveError(
             f"{name}={axis}",
-            f"it must lie in [{-ndim}, {ndim}) for this operand",
+            f"it must be a whole number in [{-ndim}, {ndim}) for this operand",
             "count dimensions from 0, or from -1 backwards; a new dimension counts too",
         )

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_collectives import chips, hierarchy, places, tuning
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.chips import Chip
-from pallas_collectives.errors import CollectiveError, SliceError
+from pallas_collectives.errors import CollectiveError, SliceError, UnboundAxisError
 from pallas_collectives.kernels.topology import Group
 
 # The canonical collective that serves each of lax's.
@@ -168,8 +169,19 @@ def _check(
             "the group is given either by mesh and axis_name or by a number of devices",
             "give one of them",
         )
-    if devices is not None and devices < 2:
-        raise CollectiveError(f"devices={devices}", "a group has two or more", "give their number")
+    for name, number, least in (("devices", devices, 2), ("nbytes", nbytes, 0)):
+        if number is not None and (not isinstance(number, int | np.integer) or number < least):
+            rule = f"it is a whole number, {least} or more"
+            raise CollectiveError(f"{name}={number!r}", rule, "give another")
+    if shape is not None and not isinstance(shape, list | tuple):
+        raise CollectiveError(
+            f"shape={shape!r}", "it is a tuple of sizes", "write it like (8, 128)"
+        )
+    if mesh is not None:
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
+            rule = f"it is one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
+            raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name those")
     if chip is not None and (chip not in chips.BY_NAME or mesh is not None):
         rule = f"it is one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
         raise CollectiveError(f"chip={chip!r}", rule, "name one")

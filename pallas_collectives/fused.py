@@ -88,7 +88,7 @@ def all_gather_matmul(
         )
     else:
         gathered, *products = fused_primitives.all_gather_matmul(x, weights, spec)
-    result = type(ws)(products) if several else products[0]
+    result = jax.tree.unflatten(jax.tree.structure(ws), products) if several else products[0]
     return (result, gathered) if return_gathered else result
 
 
@@ -189,8 +189,10 @@ def _check_operands(
     `contracted` is the K of weights where it is not that of x.
     """
     checks.size_of(axis_name)
+    if not ws:
+        raise CollectiveError("no weights", "there is at least one right-hand side", "pass (K, N)")
     depth = contracted or (x.shape[-1] if x.ndim else 0)
-    if x.ndim < 2 or not ws or any(w.ndim != 2 or w.shape[0] != depth for w in ws):
+    if x.ndim < 2 or any(w.ndim != 2 or w.shape[0] != depth for w in ws):
         shapes = ", ".join(str(operand.shape) for operand in (x, *ws))
         raise CollectiveError(
             f"operands of shapes {shapes}",
@@ -212,8 +214,9 @@ def _spec(
     algorithm: str | None,
     **more: Any,
 ) -> Spec:
+    algorithm = None if algorithm == "auto" else algorithm
     if algorithm not in (None, "fused", "unfused"):
-        rule = "it is 'fused', 'unfused' or None"
+        rule = "it is 'fused', 'unfused', 'auto' or None"
         raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
     how = backends.choose(checks.named(axis_name), backend, None)
     out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)

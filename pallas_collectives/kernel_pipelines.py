@@ -3,7 +3,8 @@
 A body is a Pallas TPU kernel's: it reads and writes refs to tiles of rows in VMEM. Around it stands
 what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.pipelines`): the ring,
 its semaphores and its double-buffering. TPUs and simulated ones only; `pipelines` has the same for
-whole arrays on any backend. Not differentiable: give the pair of them a `jax.custom_vjp`.
+whole arrays on any backend. They cannot be vmapped, nor differentiated: give the pair of them a
+`jax.custom_vjp`.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ def gather_and_consume(
     outs = list(out) if several else [out]
     interpret = _interpret(axis_name)
     _check_tiles(x, kept, outs, tile)
-    if any(len(o.shape) != 2 or o.shape[0] != x.shape[0] for o in outs) or not outs:
+    if any(len(o.shape) != 2 or o.shape[0] != x.shape[0] for o in outs):
         shapes = ", ".join(str(o.shape) for o in outs)
         rule = f"each is what {x.shape[0]} rows become: as many rows"
         raise CollectiveError(f"out of shapes {shapes}", rule, "give (rows, columns)")
@@ -179,6 +180,9 @@ def _check_tiles(
     x: jax.Array, operands: Sequence[jax.Array], outs: Sequence[Any], tile: int | None
 ) -> None:
     """Arrays of rows are whole tiles, and the tile asked for cuts them."""
+    if not outs or not all(hasattr(out, "shape") and hasattr(out, "dtype") for out in outs):
+        rule = "each result has a shape and a dtype"
+        raise CollectiveError(f"out={outs}", rule, "give jax.ShapeDtypeStruct(shape, dtype)")
     for a in (x, *outs):
         rows = sublanes(a.dtype)
         if len(a.shape) != 2 or 0 in a.shape or a.shape[0] % rows or a.shape[1] % LANES:
@@ -192,7 +196,8 @@ def _check_tiles(
             rule = "operands in VMEM have two dimensions or more"
             raise CollectiveError(f"an operand of shape {operand.shape}", rule, "add dimensions")
     whole = max(sublanes(a.dtype) for a in (x, *outs))
-    if tile is not None and (tile <= 0 or tile % whole or outs[0].shape[0] % tile):
+    fits = tile is None or (isinstance(tile, int) and tile > 0 and tile % whole == 0)
+    if not fits or (tile and outs[0].shape[0] % tile):
         rule = f"it is a multiple of {whole} that divides a block's {outs[0].shape[0]} rows"
         raise CollectiveError(f"tile={tile}", rule, "name another, or None")
     if outs[0].shape[0] % whole:

@@ -91,7 +91,9 @@ def load(path: str | os.PathLike[str]) -> Table:
       TableError: no such file, or not a table; says which key breaks which rule.
     """
     try:
-        status = os.stat(path)
+        status = os.stat(os.fspath(path))
+    except TypeError:
+        raise _error(repr(path), "the file", "it is named by a path") from None
     except OSError as error:
         raise _error(path, "the file", str(error.strerror).lower()) from None
     return _load(os.path.abspath(path), status.st_mtime_ns)
@@ -102,8 +104,8 @@ def _load(path: str, modified: int) -> Table:
     del modified  # part of the key: a file that has been written anew is read anew
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _error(path, "the file", f"it must be JSON ({error})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _error(path, "the file", f"it cannot be read as JSON ({error})") from None
     return parse(content, path)
 
 
@@ -135,7 +137,7 @@ def _entry(raw: Any, path: str, where: str) -> Entry:
     if not isinstance(raw, dict):
         raise _error(path, where, "it must be an object of " + ", ".join(_KEYS))
     op, chip, torus, devices, sizes, us = (raw.get(key) for key in _KEYS)
-    if op not in ALGORITHMS:
+    if not isinstance(op, str) or op not in ALGORITHMS:
         raise _error(path, f"{where}.op {op!r}", f"it is one of {', '.join(ALGORITHMS)}")
     if not isinstance(chip, str) or not chip:
         raise _error(path, f"{where}.chip {chip!r}", "it is the name of a chip")

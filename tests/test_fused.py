@@ -392,6 +392,9 @@ def test_bodies_of_ones_own_compile(generation: str) -> None:
     "change, error",
     [
         ({"tile": 12}, "divides a block's"),
+        ({"tile": 8.0}, "divides a block's"),
+        ({"out": []}, "a shape and a dtype"),
+        ({"out": (16, 128)}, "a shape and a dtype"),
         ({"out": jax.ShapeDtypeStruct((32, 128), jnp.float32)}, "as many rows"),
         ({"operands": [np.ones(128, np.float32)]}, "two dimensions"),
         ({"out": jax.ShapeDtypeStruct((16, 100), jnp.float32)}, "whole tiles"),

@@ -67,6 +67,7 @@ def written(path: Path, *entries: Any, **changes: Any) -> Path:
         ({**content(), "jax": None}, "jax", "must be there"),
         ({**content(), "entries": {}}, "entries", "a list"),
         (content(entry(op="psum")), "entries[0].op 'psum'", "all_gather, reduce_scatter"),
+        (content(entry(op=["psum"])), "entries[0].op ['psum']", "all_gather, reduce_scatter"),
         (content(entry(torus="moebius")), "entries[0].torus", "line, ring"),
         (content(entry(devices=1)), "entries[0].devices 1", "above 1"),
         (content(entry(devices=True)), "entries[0].devices", "above 1"),
@@ -96,8 +97,10 @@ def test_a_bad_table_is_refused_with_file_key_rule_and_remedy(
 def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TableError, match="no such file"):
         tuning.load(tmp_path / "none.json")
+    with pytest.raises(TableError, match="named by a path"):
+        tuning.load({})  # type: ignore[arg-type]
     (tmp_path / "text.json").write_text("{")
-    with pytest.raises(TableError, match="must be JSON"):
+    with pytest.raises(TableError, match="read as JSON"):
         tuning.load(tmp_path / "text.json")
 
 
@@ -413,6 +416,9 @@ def test_explain_goes_over_all_axes_where_calls_do() -> None:
     assert set(pc.counts()) == {("all_gather", "pallas", "torus")}
 
 
+MESH = AbstractMesh((2,), ("x",))
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -420,10 +426,15 @@ def test_explain_goes_over_all_axes_where_calls_do() -> None:
         ({"op": "psum", "devices": 2}, "nbytes or as shape"),
         ({"op": "psum", "nbytes": 1, "shape": (1,), "devices": 2}, "give one of them"),
         ({"op": "psum", "nbytes": 1}, "mesh and axis_name or by a number"),
-        ({"op": "psum", "nbytes": 1, "devices": 1}, "two or more"),
+        ({"op": "psum", "nbytes": 1, "devices": 1}, "2 or more"),
         ({"op": "psum", "nbytes": 1, "devices": 2, "chip": "v9"}, "chip='v9': it is one of v4"),
         ({"op": "psum", "nbytes": 1, "devices": 2, "torus": "knot"}, "'ring' or 'line'"),
-        ({"op": "psum", "nbytes": 1, "mesh": AbstractMesh((2,), ("x",))}, "mesh and axis_name"),
+        ({"op": "psum", "nbytes": 1, "mesh": MESH}, "mesh and axis_name"),
+        ({"op": "psum", "nbytes": 1, "devices": "8"}, "devices='8': it is a whole number"),
+        ({"op": "psum", "nbytes": -5, "devices": 8}, "nbytes=-5: it is a whole number"),
+        ({"op": "psum", "shape": 5, "devices": 8}, "a tuple of sizes"),
+        ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": "q"}, "axis_name='q'"),
+        ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": ("x", "x")}, "different ones"),
     ],
 )
 def test_explain_refuses_too_little_to_go_on(arguments: dict[str, Any], message: str) -> None:
