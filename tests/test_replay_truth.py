@@ -81,8 +81,11 @@ def _same(calls: list[Any], program: Program, device: int) -> int:
         assert _extent(view, 0) == _extent(ours, position)
 
     def same_semaphore(theirs: Any, ours: Any) -> None:
-        name = "" if ours is None else program.semaphores[ours].name
-        same_thing("semaphore", theirs, ours, name)
+        if theirs is None or ours is None:
+            assert theirs is ours
+            return
+        semaphore = program.semaphores[ours]  # the next kernel's have the same numbers again there
+        same_thing(f"semaphore of {semaphore.kernel}", theirs, ours, semaphore.name)
 
     assert [name for name, _ in calls] == [_kind(column) for _, column in columns]
     for (name, given), (position, column) in zip(calls, columns, strict=True):

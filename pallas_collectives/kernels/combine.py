@@ -84,13 +84,14 @@ def wide(dtype: Any) -> Any:
 
 
 def tile_shape(shape: tuple[int, ...], dtype: Any, limit: int) -> tuple[int, ...]:
-    """The largest tile of whole hardware tiles that cuts a shape evenly, of `limit` bytes.
+    """The largest tile of whole hardware tiles, or of all rows where they are fewer, that cuts a
+    shape evenly, of `limit` bytes.
 
     Of those that are as large, the widest. It spans several of a leading dimension only where it
     spans all of those behind it.
     """
     *leading, rows, columns = shape
-    high = sublanes(dtype)
+    high = min(rows, sublanes(dtype))
     units = max(1, limit // (jnp.dtype(dtype).itemsize * high * LANES))
     fitting = [
         (width * height, width, height)
