@@ -1,6 +1,7 @@
 """Every collective, algorithm, dtype and device count against jax.lax and numpy."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,24 @@ def test_row_with_the_algorithm_chosen(row: Row, dtype: str) -> None:
     conformance.check(row, 4, dtype, {})
 
 
-def _sizes(algorithm: str) -> tuple[int, ...]:
+def _sizes(op: str, algorithm: str) -> list[Any]:
     """The device counts to run an algorithm on; tori of several axes are test_torus's matter."""
-    return (4, 5) if algorithm == "torus" else (2, 3, 4, 5, 6, 7, 8)
+    if algorithm == "torus":
+        return [4, 5]
+    slow = pytest.mark.slow  # two kernels of many steps: 20 s each
+    is_slow = (op, algorithm) == ("ragged_all_to_all", "ring")
+    return [pytest.param(n, marks=slow) if is_slow and n > 5 else n for n in range(2, 9)]
 
 
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
 @pytest.mark.parametrize(
     "op, algorithm, n",
-    [(op, a, n) for op in FIRST_ROWS for a in conformance.ALGORITHMS[op] for n in _sizes(a)],
+    [
+        pytest.param(op, a, *getattr(n, "values", (n,)), marks=getattr(n, "marks", ()))
+        for op in FIRST_ROWS
+        for a in conformance.ALGORITHMS[op]
+        for n in _sizes(op, a)
+    ],
 )
 def test_algorithm_on_n_devices_without_races(op: str, algorithm: str, n: int, mode: str) -> None:
     row, params = FIRST_ROWS[op], harness.ADVERSARIES[mode]
