@@ -39,34 +39,38 @@ def ring(
     x: jax.Array, group: Group, *, op: str, bidirectional: bool, vmem: bool, interpret: Any
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group."""
-    shape = (1, *x.shape[1:])
-    blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.parts_of(shape, x.dtype))
+    blocks = _blocks(x)
     lanes = topology.lanes(group.size, bidirectional=bidirectional, parts=blocks.parts)
-    return launch.call(
-        functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
-        group,
-        x,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        buffers=[reduce_scatter.lane_slots(lanes, blocks, x.dtype)],
-        scratch_shapes=[
-            *reduce_scatter.lane_semaphores(lanes),
-            *all_gather.lane_semaphores(lanes),
-        ],
-        barrier="neighbours",
-        name="all_reduce_ring",
-        interpret=interpret,
-        vmem=vmem,
-        wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
-    )
+    return _launch(x, group, blocks, lanes, on_line=False, op=op, vmem=vmem, interpret=interpret)
 
 
 def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
     """Reduces x over a line, as `ring`."""
-    shape = (1, *x.shape[1:])
-    blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.parts_of(shape, x.dtype))
+    blocks = _blocks(x)
     lanes = topology.line_lanes(group.size, blocks.parts)
+    return _launch(x, group, blocks, lanes, on_line=True, op=op, vmem=vmem, interpret=interpret)
+
+
+def _blocks(x: jax.Array) -> Blocks:
+    shape = (1, *x.shape[1:])
+    return Blocks.of(shape, 0, x.dtype, reduce_scatter.parts_of(shape, x.dtype))
+
+
+def _launch(
+    x: jax.Array,
+    group: Group,
+    blocks: Blocks,
+    lanes: tuple[Lane, ...],
+    *,
+    on_line: bool,
+    op: str,
+    vmem: bool,
+    interpret: Any,
+) -> jax.Array:
     return launch.call(
-        functools.partial(_line_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
+        functools.partial(
+            _ring_kernel, blocks=blocks, lanes=lanes, on_line=on_line, op=op, vmem=vmem
+        ),
         group,
         x,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -75,8 +79,8 @@ def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> 
             *reduce_scatter.lane_semaphores(lanes),
             *all_gather.lane_semaphores(lanes),
         ],
-        barrier="line",
-        name="all_reduce_line",
+        barrier="line" if on_line else "neighbours",
+        name="all_reduce_line" if on_line else "all_reduce_ring",
         interpret=interpret,
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
@@ -111,45 +115,24 @@ def _ring_kernel(
     *gather_semaphores: Any,  # see all_gather.pass_on
     blocks: Blocks,
     lanes: tuple[Lane, ...],
+    on_line: bool,
     op: str,
     vmem: bool,
 ) -> None:
     # A neighbour may be gathering while we still reduce: what it writes here, other blocks of o_ref
     # than our own, nobody reads or writes in the reduce-scatter.
-    sync.barrier_with_neighbours(ring)
+    if on_line:
+        sync.barrier_along_line(ring)
+        reduce, gather = reduce_scatter.add_along, all_gather.pass_along
+    else:
+        sync.barrier_with_neighbours(ring)
+        reduce, gather = reduce_scatter.add_on_the_way, all_gather.pass_on
     own_ref = blocks.at(o_ref, ring.me)
     scratch = (slots_ref, send_sems, recv_sems, credit_sems)
     with jax.named_scope("reduce_scatter"):
-        reduce_scatter.add_on_the_way(
-            ring, x_ref, own_ref, *scratch, blocks=blocks, lanes=lanes, op=op, vmem=vmem
-        )
+        reduce(ring, x_ref, own_ref, *scratch, blocks=blocks, lanes=lanes, op=op, vmem=vmem)
     with jax.named_scope("all_gather"):
-        all_gather.pass_on(ring, own_ref, o_ref, *gather_semaphores, blocks=blocks, lanes=lanes)
-
-
-def _line_kernel(
-    ring: Ring,
-    x_ref: Any,  # n blocks: HBM or VMEM
-    o_ref: Any,  # n blocks: HBM or VMEM
-    slots_ref: Any,  # these four: see reduce_scatter.add_along
-    send_sems: Any,
-    recv_sems: Any,
-    credit_sems: Any,
-    *gather_semaphores: Any,  # see all_gather.pass_along
-    blocks: Blocks,
-    lanes: tuple[Lane, ...],
-    op: str,
-    vmem: bool,
-) -> None:
-    sync.barrier_along_line(ring)
-    own_ref = blocks.at(o_ref, ring.me)
-    scratch = (slots_ref, send_sems, recv_sems, credit_sems)
-    with jax.named_scope("reduce_scatter"):
-        reduce_scatter.add_along(
-            ring, x_ref, own_ref, *scratch, blocks=blocks, lanes=lanes, op=op, vmem=vmem
-        )
-    with jax.named_scope("all_gather"):
-        all_gather.pass_along(ring, own_ref, o_ref, *gather_semaphores, blocks=blocks, lanes=lanes)
+        gather(ring, own_ref, o_ref, *gather_semaphores, blocks=blocks, lanes=lanes)
 
 
 def _one_shot_kernel(
