@@ -27,10 +27,12 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
-from benchmarks import devices
+from benchmarks import devices, timing
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
 from pallas_collectives.replay import Machine, MachineError, replay
+
+flags.adopt_module_key_flags(timing)
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 _PODS = flags.DEFINE_list(
@@ -40,8 +42,6 @@ _SHAPES = flags.DEFINE_list(
     "shapes", ["2048x4096x4096", "4096x4096x11008"], "ROWSxKxN: rows of one device's block, K, N."
 )
 _FUSED = flags.DEFINE_list("fused", list(OPS), "The products, by name.")
-_CHAIN = flags.DEFINE_integer("chain", 20, "Products in one timed chain.", lower_bound=1)
-_SAMPLES = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         found = modelled(_PODS.value, _FUSED.value, shapes)
         title = "Modelled, not measured: one axis (x) of each pod, bfloat16."
     else:
-        found = measured(_FUSED.value, shapes, _CHAIN.value)
+        found = measured(_FUSED.value, shapes, timing.ITERS.value)
         title = f"Measured: {jax.device_count()} x {jax.devices()[0].device_kind}, bfloat16."
     if devices.speaks():
         print(title, HEADER, sep="\n")
@@ -206,5 +206,5 @@ def _seconds(
 
     for program in (one, many):
         clock(program)
-    dispatch = statistics.median(clock(one) for _ in range(_SAMPLES))
-    return statistics.median((clock(many) - dispatch) / iters for _ in range(_SAMPLES))
+    dispatch = statistics.median(clock(one) for _ in range(timing.SAMPLES))
+    return statistics.median((clock(many) - dispatch) / iters for _ in range(timing.SAMPLES))

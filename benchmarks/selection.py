@@ -5,8 +5,10 @@ import math
 import jax
 from absl import flags
 
-from benchmarks import devices, settings
+from benchmarks import devices, settings, timing
 from benchmarks.settings import FlagError, Settings
+
+flags.adopt_module_key_flags(timing)
 
 _COLLECTIVE = flags.DEFINE_list("collective", [], "Collectives, by lax's names; all by default.")
 _ALGORITHM = flags.DEFINE_list("algorithm", [], "Algorithms of the kernels; all by default.")
@@ -33,9 +35,6 @@ _DEVICES = flags.DEFINE_integer(
 )
 _WARMUP = flags.DEFINE_integer(
     "warmup", 2, "Untimed runs before the timed.", lower_bound=0, short_name="w"
-)
-_ITERS = flags.DEFINE_integer(
-    "iters", 20, "Collectives in one timed chain.", lower_bound=1, short_name="n"
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of the random operands.", lower_bound=0)
 _CHECK = flags.DEFINE_bool("check", True, "Compare every result with numpy's and with lax's.")
@@ -77,7 +76,7 @@ def chosen(
         mesh=mesh,
         axes=settings.parse_axis(_AXIS.value, settings.AXES if pods else mesh),
         warmup=_WARMUP.value,
-        iters=_ITERS.value,
+        iters=timing.ITERS.value,
         seed=_SEED.value,
         check=_CHECK.value,
         chain=_CHAIN.value,

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import flags
 from jax import lax
 
 from benchmarks.problem import Problem, Step
 
+ITERS = flags.DEFINE_integer(
+    "iters", 20, "Calls in one timed chain.", lower_bound=1, short_name="n"
+)
 SAMPLES = 9  # their median is the time, the fastest and the slowest its spread
 
 
