@@ -126,8 +126,8 @@ def test_a_line_is_sound_under_credits_and_in_parts(
 
 
 def test_a_line_with_shared_receive_semaphores_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    faulty = with_shared_receive_semaphore(all_gather._line_kernel)
-    monkeypatch.setattr(all_gather, "_line_kernel", faulty)
+    faulty = with_shared_receive_semaphore(all_gather._ring_kernel)
+    monkeypatch.setattr(all_gather, "_ring_kernel", faulty)
     assert run_line(5, "on_wait")
 
 

@@ -63,17 +63,16 @@ def ring(
     parts = 2 if bidirectional and group.size % 2 == 0 else 1
     blocks = Blocks.of(x.shape, axis, x.dtype, parts)
     lanes = topology.lanes(group.size, bidirectional=bidirectional, parts=blocks.parts)
-    return launch.call(
-        functools.partial(_ring_kernel, blocks=blocks, lanes=lanes),
+    return _launch(
+        functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, on_line=False),
         group,
         x,
-        out_shape=_gathered(x, axis, group.size),
-        scratch_shapes=[pltpu.SemaphoreType.DMA, *lane_semaphores(lanes)],
+        axis,
+        lane_semaphores(lanes),
         barrier="neighbours",
         name=f"all_gather_{'bidirectional' if bidirectional else 'unidirectional'}",
         interpret=interpret,
         vmem=vmem,
-        wire_bytes=(group.size - 1) * x.nbytes,
     )
 
 
@@ -81,39 +80,53 @@ def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -
     """Gathers x along `axis` over a line, as `ring`."""
     blocks = Blocks.of(x.shape, axis, x.dtype, 2 if x.nbytes >= LINE_PARTS_FROM_BYTES else 1)
     lanes = topology.line_lanes(group.size, blocks.parts)
-    return launch.call(
-        functools.partial(_line_kernel, blocks=blocks, lanes=lanes),
+    return _launch(
+        functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, on_line=True),
         group,
         x,
-        out_shape=_gathered(x, axis, group.size),
-        scratch_shapes=[pltpu.SemaphoreType.DMA, *lane_semaphores(lanes)],
+        axis,
+        lane_semaphores(lanes),
         barrier="line",
         name="all_gather_line",
         interpret=interpret,
         vmem=vmem,
-        wire_bytes=(group.size - 1) * x.nbytes,
     )
 
 
 def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
     """Gathers x along `axis`, each device writing to all others."""
-    return launch.call(
+    return _launch(
         functools.partial(_direct_kernel, blocks=Blocks.of(x.shape, axis, x.dtype)),
         group,
         x,
-        out_shape=_gathered(x, axis, group.size),
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,
+        axis,
+        [pltpu.SemaphoreType.DMA] * 2,
         barrier="everyone",
         name="all_gather_direct",
         interpret=interpret,
         vmem=vmem,
-        wire_bytes=(group.size - 1) * x.nbytes,
     )
 
 
-def _gathered(x: jax.Array, axis: int, n: int) -> jax.ShapeDtypeStruct:
-    shape = (*x.shape[:axis], n * x.shape[axis], *x.shape[axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+def _launch(
+    kernel: Callable[..., None],
+    group: Group,
+    x: jax.Array,
+    axis: int,
+    semaphores: list[Any],
+    **options: Any,
+) -> jax.Array:
+    """Runs a kernel of (ring, block, gathered blocks, semaphore of a copy, *semaphores)."""
+    shape = (*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
+    return launch.call(
+        kernel,
+        group,
+        x,
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
+        scratch_shapes=[pltpu.SemaphoreType.DMA, *semaphores],
+        wire_bytes=(group.size - 1) * x.nbytes,
+        **options,
+    )
 
 
 def lane_semaphores(lanes: tuple[Lane, ...]) -> list[Any]:
@@ -132,27 +145,17 @@ def _ring_kernel(
     *semaphores: Any,  # see pass_on
     blocks: Blocks,
     lanes: tuple[Lane, ...],
+    on_line: bool,
 ) -> None:
-    sync.barrier_with_neighbours(ring)
+    if on_line:
+        sync.barrier_along_line(ring)
+        gather = pass_along
+    else:
+        sync.barrier_with_neighbours(ring)
+        gather = pass_on
     own_copy = pltpu.make_async_copy(x_ref, blocks.at(o_ref, ring.me), copy_sem)
     start = own_copy.start
-    pass_on(ring, x_ref, o_ref, *semaphores, meanwhile=start, blocks=blocks, lanes=lanes)
-    own_copy.wait()
-
-
-def _line_kernel(
-    ring: Ring,
-    x_ref: Any,  # one block: HBM or VMEM
-    o_ref: Any,  # n blocks: HBM or VMEM
-    copy_sem: Any,  # own; started and waited for once
-    *semaphores: Any,  # see pass_along
-    blocks: Blocks,
-    lanes: tuple[Lane, ...],
-) -> None:
-    sync.barrier_along_line(ring)
-    own_copy = pltpu.make_async_copy(x_ref, blocks.at(o_ref, ring.me), copy_sem)
-    start = own_copy.start
-    pass_along(ring, x_ref, o_ref, *semaphores, meanwhile=start, blocks=blocks, lanes=lanes)
+    gather(ring, x_ref, o_ref, *semaphores, meanwhile=start, blocks=blocks, lanes=lanes)
     own_copy.wait()
 
 

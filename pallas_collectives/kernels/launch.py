@@ -30,36 +30,10 @@ def call(
     group: Group,
     *operands: jax.Array,
     out_shape: jax.ShapeDtypeStruct,
-    scratch_shapes: Sequence[Any],
-    scalars: Sequence[jax.Array] = (),
-    buffers: Sequence[jax.ShapeDtypeStruct] = (),
-    barrier: Hashable,
-    name: str,
-    interpret: Any,
-    vmem: bool = False,
-    wire_bytes: int = 0,
-    input_output_aliases: dict[int, int] | None = None,
+    **options: Any,
 ) -> jax.Array:
-    """Runs a kernel of one result on every device of a group: `call_many`, whose arguments it has.
-
-    Raises:
-      VmemError: the operands, result and scratch do not fit the chip's VMEM.
-    """
-    return call_many(
-        kernel,
-        group,
-        *operands,
-        out_shapes=(out_shape,),
-        scratch_shapes=scratch_shapes,
-        scalars=scalars,
-        buffers=buffers,
-        barrier=barrier,
-        name=name,
-        interpret=interpret,
-        vmem=vmem,
-        wire_bytes=wire_bytes,
-        input_output_aliases=input_output_aliases,
-    )[0]
+    """Runs a kernel of one result on every device of a group: `call_many`, whose options it has."""
+    return call_many(kernel, group, *operands, out_shapes=(out_shape,), **options)[0]
 
 
 def call_many(
