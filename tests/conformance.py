@@ -304,6 +304,8 @@ def check(
         np.testing.assert_array_equal(got, want)
 
 
-def algorithms(op: str) -> tuple[str, ...]:
-    """Every algorithm of a collective, in HBM and in VMEM."""
-    return tuple(f"{name}{space}" for name in ALGORITHMS[op] for space in ("", ":vmem"))
+def algorithms(row: Row) -> list[str]:
+    """Every algorithm of a row's collective, in HBM or in VMEM; of the next row the other way."""
+    of_op = [other for other in ROWS if other.op == row.op]
+    spaces = ("", ":vmem")
+    return [f"{a}{spaces[(of_op.index(row) + i) % 2]}" for i, a in enumerate(ALGORITHMS[row.op])]
