@@ -3,6 +3,7 @@
 lax leaves these to fail later, in the compiler or on the devices, or with less to go on.
 """
 
+import operator
 from typing import Any
 
 import jax
@@ -81,21 +82,26 @@ def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int
         )
 
 
-def check_perm(perm: Any, size: int) -> None:
-    """Each source and each target is a device, and occurs once."""
+def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
+    """The pairs, counted from 0; each source and each target is a device, and occurs once.
+
+    As with lax, numbers below 0 count from the last device.
+    """
     try:
-        roles = {"source": [source for source, _ in perm], "target": [to for _, to in perm]}
-    except TypeError:
+        pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
+    except (TypeError, ValueError):
         rule = "it is a list of pairs of device numbers"
         raise CollectiveError(f"perm={perm}", rule, "give (source, target) pairs") from None
+    roles = {"source": [source for source, _ in pairs], "target": [target for _, target in pairs]}
     for role, devices in roles.items():
-        if len(set(devices)) < len(devices):
+        if not all(-size <= device < size for device in devices):
+            rule = f"a {role} is a device number in [0, {size}), or below 0 from the last"
+        elif len({device % size for device in devices}) < len(devices):
             rule = f"no device may be a {role} twice"
-        elif not all(0 <= device < size for device in devices):
-            rule = f"a {role} is a device number in [0, {size})"
         else:
             continue
         raise CollectiveError(f"perm={perm}", rule, "correct the pairs")
+    return [(source % size, target % size) for source, target in pairs]
 
 
 def check_source(source: Any, size: int) -> None:
@@ -124,6 +130,14 @@ def check_ordered(name: str, x: Any, how: How) -> None:
         if how.backend != "xla" and np.iscomplexobj(leaf):
             rule = "complex numbers have no order"
             raise DtypeError(f"{name} of {jax.typeof(leaf).dtype}", rule, "reduce a real")
+
+
+def check_added(name: str, x: Any) -> None:
+    """No leaf is bool, of which lax leaves the refusal to the compiler."""
+    for leaf in jax.tree.leaves(x):
+        if jax.dtypes.result_type(leaf) == np.bool_:
+            rule = "truth values are not added"
+            raise DtypeError(f"{name} of bool", rule, "convert it, to int32 as psum does")
 
 
 def check_blocks(

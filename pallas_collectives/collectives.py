@@ -122,6 +122,7 @@ def psum_scatter(
     checks.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
+    checks.check_added("psum_scatter", x)
     options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
 
     def scatter(leaf: Any) -> Any:
@@ -336,7 +337,8 @@ def ppermute(
     Args:
       x: array or pytree of arrays, of any shape.
       axis_name: mesh axis, or tuple of axes, in the mesh's order.
-      perm: (source, target) pairs of device numbers; no source or target twice.
+      perm: (source, target) pairs of device numbers, below 0 from the last; no source or target
+        twice.
       backend: see the module.
       algorithm: "partners" (a source waits for its target alone) or "everyone" (for all devices,
         and needs no collective id of its own); with ":vmem" behind it in VMEM.
@@ -351,8 +353,8 @@ def ppermute(
     """
     how = _settle(axis_name, None, backend, algorithm)
     checks.check_order(axis_name)
-    checks.check_perm(perm, checks.size_of(axis_name))
-    return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, perm), x)
+    pairs = checks.checked_perm(perm, checks.size_of(axis_name))
+    return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), x)
 
 
 def pshuffle(
@@ -366,7 +368,7 @@ def pshuffle(
     """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
     how = _settle(axis_name, None, backend, algorithm)
     checks.check_order(axis_name)
-    checks.check_perm(
+    checks.checked_perm(
         [(source, target) for target, source in enumerate(perm)], checks.size_of(axis_name)
     )
     return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), x)

@@ -61,15 +61,16 @@ def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> An
         out = fn(*jax.tree.unflatten(tree, merged))
         flat, out_tree = jax.tree.flatten(out, is_leaf=_is_symbolic)
         arrays = [isinstance(leaf, jax.Array) for leaf in flat]
-        results = flat, out_tree, arrays
+        others = [None if a else leaf for a, leaf in zip(arrays, flat, strict=True)]
+        results = others, out_tree, arrays  # no array, which would leave this trace
         return [leaf for leaf, is_array in zip(flat, arrays, strict=True) if is_array]
 
     closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
     if not any(eqn.primitive.name in COLLECTIVES for eqn in closed.jaxpr.eqns):
         return fn(*args)  # nothing to replace: psum(1, "x") is a number
     replayed = iter(_replay(closed, [leaves[i] for i in traced], how, op))
-    flat, out_tree, arrays = results
-    merged = [next(replayed) if a else leaf for leaf, a in zip(flat, arrays, strict=True)]
+    others, out_tree, arrays = results
+    merged = [next(replayed) if a else leaf for leaf, a in zip(others, arrays, strict=True)]
     return jax.tree.unflatten(out_tree, merged)
 
 

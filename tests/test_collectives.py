@@ -104,6 +104,11 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         CollectiveError,
         ("scatter_dimension=0 of size 16", "number of devices, 4", "tiled=True"),
     ),
+    "scatter of truth values": (
+        lambda x: pc.psum_scatter(x > 0, "x", tiled=True),
+        DtypeError,
+        ("psum_scatter of bool", "not added", "int32"),
+    ),
     "scatter within groups": (
         lambda x: pc.psum_scatter(x[:3], "x", axis_index_groups=[[0, 1], [2, 3]], tiled=True),
         CollectiveError,
@@ -153,6 +158,16 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         lambda x: pc.ppermute(x, "x", [(0, 7)]),
         CollectiveError,
         ("perm=[(0, 7)]", "[0, 4)", "correct the pairs"),
+    ),
+    "a target twice, counted from either end": (
+        lambda x: pc.ppermute(x, "x", [(0, 3), (1, -1)]),
+        CollectiveError,
+        ("perm=[(0, 3), (1, -1)]", "target twice", "correct the pairs"),
+    ),
+    "threes": (
+        lambda x: pc.ppermute(x, "x", [(0, 1, 2)]),
+        CollectiveError,
+        ("perm=[(0, 1, 2)]", "pairs of device numbers", "(source, target)"),
     ),
     "no pairs": (
         lambda x: pc.ppermute(x, "x", [1, 2, 3, 0]),

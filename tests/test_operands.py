@@ -136,6 +136,31 @@ def test_weak_types() -> None:
     check(fn)
 
 
+def test_random_keys() -> None:
+    def fn(m: Any, x: jax.Array) -> Any:
+        keys = jax.random.split(jax.random.key(lax.axis_index("x")), 4)
+        moved = (
+            m.all_gather(keys, "x", tiled=True),
+            m.all_to_all(keys, "x", 0, 0, tiled=True),
+            m.ppermute(keys, "x", [(0, 1)]),
+        )
+        return [jax.random.key_data(key) for key in moved]
+
+    check(fn)
+
+
+def test_broadcast_of_four_bits() -> None:
+    x = harness.random((2, 8, 128), "int4")
+    broadcast = harness.per_device(lambda x: pc.pbroadcast(x, "x", 1), harness.mesh(2))
+    np.testing.assert_array_equal(broadcast(x), x[[1, 1]])
+    assert served_by_kernels()
+
+
+def test_permutation_to_the_left_by_numbers_below_0() -> None:
+    shift = [(p, p - 1) for p in range(3)]
+    check(lambda m, x: m.ppermute(x, "x", shift), on=harness.mesh(3))
+
+
 def test_gather_to_reduced_and_its_gradient() -> None:
     """FSDP as JAX types it: the gradient of a reduced array is unreduced, and then scattered."""
     on = harness.mesh(2)

@@ -112,6 +112,11 @@ def test_undifferentiable(op: str, transformation: str) -> None:
     check(lambda m, x: transform(functools.partial(UNDIFFERENTIABLE[op], m))(x))
 
 
+def test_no_tracer_leaks() -> None:
+    with jax.checking_leaks():
+        check(lambda m, x: m.psum(x, "x"))
+
+
 def test_what_lax_cannot_differentiate_ours_cannot_either() -> None:
     on = harness.mesh(2)
     x = harness.random((2, *SHAPE), "float32")

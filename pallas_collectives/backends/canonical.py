@@ -24,9 +24,19 @@ from pallas_collectives import checks
 from pallas_collectives.backends import How, packing
 from pallas_collectives.kernels.topology import Group
 
+# Of what a random key can be an operand.
+_MOVES = (
+    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ppermute"),
+    *("pbroadcast", "pbroadcast_dynamic"),
+)
+
 
 def run(module: Any, op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     """Serves the lax primitive named `op` from a backend module."""
+    x = args[0]
+    if op in _MOVES and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # as the numbers they are
+        data = run(module, op, how, jax.random.key_data(x), *args[1:], **params)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     match op:
         case "all_gather" | "all_gather_invariant" | "all_gather_reduced":
             return _all_gather(module, how, *args, **params)
@@ -174,7 +184,7 @@ def _bits(x: jax.Array) -> tuple[jax.Array, Any]:
     """x as unsigned integers, and the dtype of what they are the bits of (see `packing`)."""
     packed, _ = packing.pack(x)
     unsigned = lax.bitcast_convert_type(packed, _unsigned(packed.dtype))
-    return unsigned.astype(jnp.promote_types(unsigned.dtype, jnp.uint8)), packed.dtype
+    return unsigned.astype(jnp.uint8) if _bits_of(packed.dtype) < 8 else unsigned, packed.dtype
 
 
 def _from_bits(bits: jax.Array, packed_dtype: Any, dtype: Any) -> jax.Array:
@@ -183,5 +193,8 @@ def _from_bits(bits: jax.Array, packed_dtype: Any, dtype: Any) -> jax.Array:
 
 
 def _unsigned(dtype: Any) -> Any:
-    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
-    return getattr(jnp, f"uint{info(dtype).bits}")
+    return getattr(jnp, f"uint{_bits_of(dtype)}")
+
+
+def _bits_of(dtype: Any) -> int:
+    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
