@@ -55,6 +55,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="the file to write")
     parser.add_argument("--iters", type=int, default=20, help="collectives in one timed chain")
     wanted = parser.parse_args(argv)
+    if wanted.iters < 1:
+        parser.error(f"--iters={wanted.iters}: a chain has one collective or more")
+    if wanted.out and not wanted.out.parent.is_dir():
+        parser.error(f"--out={wanted.out}: there is no folder {wanted.out.parent}; make it first")
     try:
         if wanted.model:
             path = wanted.out or tables.MODELLED

@@ -219,7 +219,11 @@ def _spec(
         rule = "it is 'fused', 'unfused', 'auto' or None"
         raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
     how = backends.choose(checks.named(axis_name), backend, None)
-    out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
+    try:
+        out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        what = f"preferred_element_type={dtype!r}"
+        raise DtypeError(what, "it names no dtype", "pass one, as jnp.float32, or None") from None
     wish = algorithm or ""
     return Spec(axis_name, axis, jnp.dtype(out), False, precision, how, wish, **more)
 

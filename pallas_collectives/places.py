@@ -50,7 +50,7 @@ def torus(name: str) -> Iterator[None]:
     Example:
       `with torus("v5e:2x4"): gathered = jax.jit(gather)(x)` goes round the 2 x 4 chips.
     """
-    if chips.slice_of(name) is None:
+    if not isinstance(name, str) or chips.slice_of(name) is None:
         known = ", ".join(chips.BY_NAME)
         raise BackendError(
             f"torus {name!r}",

@@ -304,6 +304,7 @@ def test_large_products_are_fused_where_it_pays() -> None:
         (GATHER, ((16, 8), (16, 8)), {}, errors.CollectiveError),
         (GATHER, ((16, 8), (8, 8)), {"gather_axis": 2}, errors.CollectiveError),
         (GATHER, ((16, 8), (8, 8)), {"algorithm": "ring"}, errors.AlgorithmError),
+        (GATHER, ((16, 8), (8, 8)), {"preferred_element_type": "float33"}, errors.DtypeError),
         (SCATTER, ((15, 8), (8, 8)), {}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"reduce": "max"}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"reduce": "mean", "dtype": "int8"}, errors.DtypeError),

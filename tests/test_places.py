@@ -151,7 +151,7 @@ def test_gradients_without_jit(groups: list[Group]) -> None:
 
 
 def test_what_torus_refuses() -> None:
-    for name in ("v9:2x4", "v5e:2x2x2", "v5e:", "2x4", "v5e:0x4"):
+    for name in ("v9:2x4", "v5e:2x2x2", "v5e:", "2x4", "v5e:0x4", None):
         with pytest.raises(BackendError, match="GENERATION:AxBxC"), places.torus(name):
             pass
     x = harness.random((8, 8, 128), "float32")

@@ -456,6 +456,15 @@ def test_without_tpus_and_gpus_nothing_is_measured(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("arguments", [["--iters=0"], ["--out=nowhere/table.json"]])
+def test_arguments_that_make_no_sense(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tune.main(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
 def timed(op: str, algorithm: str | None, size: int, us: float | None, **more: Any) -> Measured:
     how = {"type": "float32", "backend": "pallas", "count": 1, "devices": 2, "wrong": 0}
     return Measured(op=op, algorithm=algorithm, size=size, time_us=us, **{**how, **more})
