@@ -43,6 +43,8 @@ def run(arguments: Sequence[str], start: Callable[..., Any] = app.run) -> Any:
     if command == "tune":  # has a parser of its own
         sys.exit(module.main(arguments[1:]))
     flags.adopt_module_key_flags(module)  # so that --help shows them
+    if named:
+        sys.modules["__main__"].__doc__ = module.__doc__  # and what the command is
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
     return start(main, [command, *arguments[named:]])
 

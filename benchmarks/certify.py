@@ -34,7 +34,7 @@ from benchmarks import (
 from benchmarks.cases import CASES, LANES
 from benchmarks.results import Results, Saved
 from benchmarks.rows import Measured
-from benchmarks.settings import AXES, Settings
+from benchmarks.settings import AXES, FlagError, Settings
 from benchmarks.tables import Screen
 from pallas_collectives.backends.algorithms import ALGORITHMS
 
@@ -60,6 +60,8 @@ REAL, SIMULATED = Effort(1000, 100, 12), Effort(1, 2, 5)
 
 def main(argv: Sequence[str]) -> int:
     """Runs all of it; the exit status says whether all was right."""
+    if argv[1:]:
+        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
     results.check_writable(f"{_OUT.value}.json", "--certificate")
     wanted = selection.chosen(_SIZES, dtypes=("float32",))
     if devices.kind() != "simulated" and "xla" not in wanted.backends:

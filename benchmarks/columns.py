@@ -55,7 +55,7 @@ def _wrong(row: Any) -> str:
 
 
 def _spread(row: Any) -> str:
-    if row.time_us is None:
+    if row.time_us_min is None:
         return "-"
     return f"{row.time_us_min:.1f}-{row.time_us_max:.1f}"
 

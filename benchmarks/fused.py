@@ -80,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
         raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
     shapes = [_shape(text) for text in _SHAPES.value]
     if unknown := set(_FUSED.value) - set(OPS):
-        raise FlagError(f"--fused={min(unknown)}", f"it is of {', '.join(OPS)}", "name one")
+        rule = f"the products are {', '.join(OPS)}"
+        raise FlagError(f"--fused={min(unknown)}", rule, "name one, or both with a comma")
     devices.prepare(8)
     if devices.kind() == "simulated":
         found = modelled(_PODS.value, _FUSED.value, shapes)
@@ -100,7 +101,8 @@ def _shape(text: str) -> tuple[int, int, int]:
     try:
         rows, depth, columns = map(int, text.split("x"))
     except ValueError:
-        raise FlagError(f"--shapes={text}", "it is ROWSxKxN", "as 4096x4096x11008") from None
+        remedy = "write it like 4096x4096x11008"
+        raise FlagError(f"--shapes={text}", "it is ROWSxKxN", remedy) from None
     return rows, depth, columns
 
 
@@ -112,14 +114,18 @@ def modelled(
     Raises:
       FlagError: a pod that is none, or has one device along x.
     """
-    for pod, op, shape in itertools.product(pods, ops, shapes):
-        try:
-            machine = Machine.named(pod)
-        except MachineError as error:
-            raise FlagError(f"--pods={pod}", str(error), "write it like v5e:16") from None
-        if "x" not in mesh_axes(machine):
-            raise FlagError(f"--pods={pod}", "it has one device along x", "name a larger one")
-        yield _modelled(machine, op, shape)
+    machines = list(map(_machine, pods))  # all of them checked before the first is replayed
+    return itertools.starmap(_modelled, itertools.product(machines, ops, shapes))
+
+
+def _machine(pod: str) -> Machine:
+    try:
+        machine = Machine.named(pod)
+    except MachineError as error:
+        raise FlagError(f"--pods={pod}", str(error), "write it like v5e:16") from None
+    if "x" not in mesh_axes(machine):
+        raise FlagError(f"--pods={pod}", "it has one device along x", "name a larger one")
+    return machine
 
 
 def _modelled(machine: Machine, op: str, shape: tuple[int, int, int]) -> Row:

@@ -1,9 +1,14 @@
 """`readme`: the README's tables, from the library's own tables and from stored results.
 
-What is replayed and compiled is in readme.json beside this file, as `--json` writes it. To bring it
-up to date, after a change to kernels or to the choice of algorithms:
+Results lie beside this file, as `--json` writes them. After a change to kernels or to the choice of
+algorithms, what is replayed and compiled (readme.json) is brought up to date by
 
     python -m benchmarks readme --recompute      # minutes
+
+and what is measured (readme_gpus.json), on a host with GPUs and a process for each, by
+
+    python -m benchmarks --collective=all_gather,psum --backend=nccl,xla --sizes=64K:512M:2x \\
+        --json=benchmarks/readme_gpus.json
 """
 
 import difflib
@@ -18,7 +23,7 @@ from absl import flags
 from benchmarks import compiled, devices, replay_rows, results
 from benchmarks.cases import CASES
 from benchmarks.results import Results, Saved
-from benchmarks.rows import Compiled, Replayed
+from benchmarks.rows import Compiled, Measured, Replayed
 from benchmarks.settings import FlagError, Settings
 from benchmarks.tables import Screen, grid
 from pallas_collectives.backends import nccl
@@ -26,6 +31,7 @@ from pallas_collectives.backends.algorithms import ALGORITHMS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 STORED = Path(__file__).with_name("readme.json")
+GPUS = Path(__file__).with_name("readme_gpus.json")
 
 _RECOMPUTE = flags.DEFINE_bool("recompute", False, "Replay and compile anew, for readme.json.")
 _ONLY_CHECK = flags.DEFINE_bool("only_check", False, "Write nothing; 1 if a table is out of date.")
@@ -33,6 +39,7 @@ _ONLY_CHECK = flags.DEFINE_bool("only_check", False, "Write nothing; 1 if a tabl
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 PODS = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "7x:4x4x4")
 BLOCKS = (8 << 10, 4 << 20)  # bytes
+GPU_BLOCKS = (64 << 10, 1 << 20, 16 << 20, 64 << 20, 128 << 20)
 _DTYPE = "float32"
 
 # Our functions for each canonical collective; lax's are of the same names but for the first two.
@@ -184,10 +191,32 @@ def _grouped(rows: Sequence[Compiled], text: Callable[[Compiled], str]) -> str:
     return "; ".join(f"{said} ({', '.join(names)})" for said, names in chips.items())
 
 
+def measured(_: Saved) -> str:
+    """Microseconds of NCCL called by us and of lax's, on GPUs."""
+    saved = results.load(str(GPUS))
+    rows: list[Measured] = saved.parts["measured"]
+    by_name = {case.name: case for case in CASES}
+    us = {(row.op, row.count * 4, row.backend): row.time_us for row in rows}
+    cells = [
+        (
+            f"{op}, {'operand' if by_name[op].whole else 'block'} of",
+            *(f"{us[op, block, 'nccl']:.0f} / {us[op, block, 'xla']:.0f}" for block in GPU_BLOCKS),
+        )
+        for op in dict.fromkeys(row.op for row in rows)
+    ]
+    about, versions = saved.environment, saved.environment["versions"]
+    where = f"{about['devices']} × {about['chip']}, JAX {versions['jax']}, NCCL {versions['nccl']}"
+    sizes = (
+        f"{block >> 10} KiB" if block < 1 << 20 else f"{block >> 20} MiB" for block in GPU_BLOCKS
+    )
+    return grid((where, *sizes), cells, (True,) * (1 + len(GPU_BLOCKS)))
+
+
 TABLES: dict[str, Callable[[Saved], str]] = {
     "algorithms": algorithms,
     "replayed": replayed,
     "compiled": compiled_beside_lax,
+    "measured": measured,
 }
 
 

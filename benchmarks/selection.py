@@ -23,7 +23,7 @@ _SIZES = flags.DEFINE_string(
     "sizes",
     None,
     "Bytes of the full array: SIZE, or FIRST:LAST:STEP with a STEP like 2x, or 8K to add. "
-    "By default 8K:256M:2x; 8K:512K:64x on simulated devices, 64K:64M:32x in a replay.",
+    "By default 8K:256M:2x; 8K:512K:64x on simulated devices; 64K:64M:32x in replays and certify.",
 )
 _BEGIN = flags.DEFINE_string("begin", "", "First size, as nccl-tests' -b.", short_name="b")
 _END = flags.DEFINE_string("end", "", "Last size, as nccl-tests' -e.", short_name="e")

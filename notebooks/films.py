@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from lesson import Copy, copies
 from pallas_collectives.replay import Report
-from pictures import COLOURS, EMPTY, WAITING, cells
+from pictures import COLOURS, EMPTY, WAITING, boxes, cells
 
 
 def film(draw: Callable[[Any, float], None], times: Sequence[float], size: Any = (5.6, 3.8)) -> Any:
@@ -84,6 +85,7 @@ def gather_film(report: Report, rows: int, title: str, frames: int = 24) -> Any:
             cells(axes, left, bottom, [EMPTY] * n, cell)
             cells(axes, left + device * cell, bottom, [COLOURS[device]], cell)
             axes.text(x, y + cell * 0.8, f"device {device}", ha="center", va="bottom", fontsize=9)
+        places_now, colours = [], []
         for copy in moving:
             (row, height), *_ = copy.writes
             block, above = divmod(row, rows)
@@ -94,12 +96,9 @@ def gather_film(report: Report, rows: int, title: str, frames: int = 24) -> Any:
                 x, y = _between(copy, now, places) - cell / 2
             else:
                 continue
-            size = (cell, cell * height / rows)
-            axes.add_patch(
-                Rectangle(
-                    (x, y), *size, facecolor=COLOURS[block], edgecolor="white", lw=1, zorder=3
-                )
-            )
+            places_now.append((x, y, cell, cell * height / rows))
+            colours.append(COLOURS[block])
+        boxes(axes, places_now, colours, lw=1, zorder=3)
         axes.set_title(f"{title}   {(now - moving[0].begins) * 1e6:5.1f} µs (modelled)")
 
     return film(draw, _moments(moving, frames))
@@ -154,34 +153,33 @@ def torus_film(report: Report, sizes: tuple[int, int], rows: int, frames: int = 
     """
     moving = copies(report)
     n_rows, n_columns = sizes
-    cell = 0.27
+    cell, width = 0.27, 0.25
     at = {d: np.array([d % n_columns, -(d // n_columns)], float) * 1.15 for d in range(9)}
 
-    def blocks(axes: Any, corner: Any, boxes: Any, z: float) -> None:
-        (x0, nx), (y0, ny), (start, size), *_ = boxes
-        for x in range(x0, x0 + nx):
-            for y in range(y0, y0 + ny):
-                left, top = corner[0] + cell * y, corner[1] - cell * (x + start / rows)
-                height = cell * size / rows
-                place = (left, top - height)
-                look = {"facecolor": COLOURS[x * n_columns + y], "edgecolor": "none", "zorder": z}
-                axes.add_patch(Rectangle(place, cell * 0.94, height, **look))
+    def blocks(corner: Any, spans: Any) -> tuple[list[Any], list[str]]:
+        """Boxes and their colours: the parts of blocks in a grid whose upper left is the corner."""
+        (x0, nx), (y0, ny), (start, size), *_ = spans
+        here = [(x0 + x, y0 + y) for x, y in np.ndindex(nx, ny)]
+        height = cell * size / rows
+        return [
+            (corner[0] + cell * y, corner[1] - cell * (x + start / rows) - height, width, height)
+            for x, y in here
+        ], [COLOURS[x * n_columns + y] for x, y in here]
 
     def draw(axes: Any, now: float) -> None:
         axes.set(xlim=(-0.95, 1.15 * n_columns - 0.2), ylim=(-1.15 * n_rows + 0.2, 0.95))
         grid_corner = np.array([-cell * n_columns / 2, cell * n_rows / 2])
+        empty, there, moving_now = [], [], []
         for device, middle in at.items():
-            everything = ((0, n_rows), (0, n_columns), (0, rows))
-            left, top = middle + grid_corner
-            for x, y in np.ndindex(n_rows, n_columns):
-                place = (left + cell * y, top - cell * (x + 1))
-                axes.add_patch(Rectangle(place, cell * 0.94, cell * 0.94, facecolor=EMPTY))
-            own = divmod(device, n_columns)
-            blocks(axes, middle + grid_corner, ((own[0], 1), (own[1], 1), everything[2]), 1)
+            everywhere, _ = blocks(middle + grid_corner, ((0, n_rows), (0, n_columns), (0, rows)))
+            empty.append((everywhere, [EMPTY] * len(everywhere)))
+            row, column = divmod(device, n_columns)
+            own = (row, 1), (column, 1), (0, rows)
+            there.append(blocks(middle + grid_corner, own))
         for copy in moving:
             target = at[copy.target] + grid_corner
             if copy.arrives <= now:
-                blocks(axes, target, copy.writes, 1)
+                there.append(blocks(target, copy.writes))
             elif copy.begins <= now:
                 step = at[copy.target] - at[copy.source]
                 step = np.where(abs(step) > 1.2, -np.sign(step) * 1.15, step)
@@ -189,7 +187,10 @@ def torus_film(report: Report, sizes: tuple[int, int], rows: int, frames: int = 
                 begins_at = at[copy.source] + grid_corner + share * step
                 ends_at = target - (1 - share) * step
                 for corner in {tuple(np.round(begins_at, 6)), tuple(np.round(ends_at, 6))}:
-                    blocks(axes, np.array(corner), copy.writes, 3)
+                    moving_now.append(blocks(np.array(corner), copy.writes))
+        for layer in filter(None, (empty, there, moving_now)):
+            places, colours = (list(itertools.chain(*each)) for each in zip(*layer, strict=True))
+            boxes(axes, places, colours, edgecolors="none")
         axes.set_title(f"both axes at once   {(now - moving[0].begins) * 1e6:5.1f} µs (modelled)")
 
     return film(draw, _moments(moving, frames), (4.4, 4.6))

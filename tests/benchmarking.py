@@ -1,5 +1,6 @@
 """`python -m benchmarks` called in this process, whose JAX has started already."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,15 +12,10 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from benchmarks import __main__, certify, compare, devices, readme, report, sweep
+from benchmarks import __main__, devices
 
-COMMANDS = (
-    sweep,
-    certify,
-    report,
-    compare,
-    readme,
-)  # imported here: absl forgets flags that are defined while others are saved
+for command in __main__.COMMANDS:  # absl forgets flags that are defined while others are saved
+    importlib.import_module(f"benchmarks.{command}")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

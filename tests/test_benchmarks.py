@@ -294,6 +294,44 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
     assert "argument 'all_gather'" in err and "--help" in err
 
 
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (("certify", "all_gather"), "argument 'all_gather'"),
+        (("certify", "--certificate=/nowhere/a"), "--certificate=/nowhere/a.json"),
+        (("fused", "x"), "argument 'x'"),
+        (("fused", "--fused=psum"), "--fused=psum: the products are all_gather_matmul"),
+        (("fused", "--shapes=8x8"), "--shapes=8x8: it is ROWSxKxN"),
+        (("fused", "--pods=v9:4"), "--pods=v9:4"),
+        (("fused", "--pods=v5e:1x4"), "one device along x"),
+        (("report", "/nowhere/a.json"), "/nowhere/a.json: it holds no results"),
+        (("compare", "a.json"), "compare A.json B.json"),
+        (("readme", "x"), "argument 'x'"),
+    ],
+)
+def test_commands_refuse_what_makes_no_sense(
+    bench: Bench, arguments: tuple[str, ...], told: str
+) -> None:
+    status, out, err = bench(*arguments)
+    assert (status, out) == (2, "") and told in err
+
+
+def test_fused_says_what_is_hidden(bench: Bench) -> None:
+    status, out, err = bench(
+        *("fused", "--pods=v5e:4x4", "--shapes=256x1024x1024", "--fused=all_gather_matmul")
+    )
+    assert status == 0, err
+    title, header, row = out.splitlines()
+    assert "Modelled, not measured" in title and header.split()[-2:] == ["overlap", "%"]
+    assert row.split()[:3] == ["v5e:4x4", "all_gather_matmul", "256x1024x1024"]
+
+
+def test_help_is_that_of_the_command() -> None:
+    done = finish(start("fused", "--help"))
+    assert "products with their collective in one kernel" in done.out
+    assert "--shapes" in done.out and "--collective" not in done.out
+
+
 def test_meshes_and_axes() -> None:
     assert settings.parse_mesh("4x2") == (4, 2)
     assert settings.parse_axis("y,x", (4, 2)) == ("y", "x")

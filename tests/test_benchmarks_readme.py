@@ -1,14 +1,16 @@
 """The README's tables are those that `python -m benchmarks readme` makes."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import benchmarking
+import pallas_collectives
 from benchmarks import readme, replay_rows, results
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, LANES
 from benchmarks.settings import FlagError
 from pallas_collectives.backends.algorithms import ALGORITHMS
 
@@ -67,10 +69,39 @@ def test_stored_replays_are_what_the_model_says_now(
         )
 
 
+def test_stored_replays_are_of_the_algorithms_that_are_chosen_now(stored: results.Saved) -> None:
+    cases = {case.name: case for case in CASES}
+    for row in stored.parts["replayed"]:
+        rows = row.size // (row.devices * LANES * 4)
+        operand = 4 * math.prod(cases[row.op].operand(row.devices, rows))
+        chip = row.machine.partition(":")[0]
+        now = pallas_collectives.explain(row.op, operand, devices=row.devices, chip=chip).algorithm
+        name = now.partition(":")[0]
+        names = (name, "line") if name == "ring" else (name,)  # a ring's kernel on a line of wires
+        assert row.kernel.endswith(names), (
+            f"{row} of {row.size}, {row.kernel}: run python -m benchmarks readme --recompute"
+        )
+
+
 def test_stored_results_are_right_and_whole(stored: results.Saved) -> None:
     assert not [str(row) for rows in stored.parts.values() for row in rows if row.reason]
     assert {row.topology for row in stored.parts["compiled"]} == set(readme.TOPOLOGIES)
     assert len(stored.parts["replayed"]) == len(readme.PODS) * len(CASES) * len(readme.BLOCKS)
+    on_gpus = results.load(str(readme.GPUS))
+    assert not [str(row) for row in on_gpus.parts["measured"] if row.reason or not row.time_us]
+
+
+def test_measured_times_are_ours_and_laxs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus = results.load(str(readme.GPUS))
+    row = on_gpus.parts["measured"][0]
+    assert (row.op, row.backend, row.count * 4) == ("all_gather", "nccl", readme.GPU_BLOCKS[0])
+    slower = dataclasses.replace(row, time_us=99.0)
+    other = {**on_gpus.parts, "measured": [slower, *on_gpus.parts["measured"][1:]]}
+    monkeypatch.setattr(results, "load", lambda path: dataclasses.replace(on_gpus, parts=other))
+    header, _, gather, psum = readme.measured(results.Saved({}, {}, {})).splitlines()
+    assert header.startswith("| 4 × NVIDIA H200, JAX 0.11.2, NCCL 2.28.9 | 64 KiB | 1 MiB |")
+    assert gather.startswith("| all_gather, block of | 99 / 24 |")
+    assert psum.startswith("| psum, operand of | 16 / 20 |")
 
 
 def test_texts_that_differ_name_their_tpus(stored: results.Saved) -> None:
