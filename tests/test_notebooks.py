@@ -1,5 +1,6 @@
 """The notebooks: as saved, as executed with their solutions, and their checks of wrong answers."""
 
+import ast
 import base64
 import functools
 import importlib
@@ -86,6 +87,22 @@ def test_saved_notebook_is_readable_as_it_is(path: Path) -> None:
             assert outputs(cell).startswith("not yet"), "exercises are saved undone"
         elif "inspect" not in cell.source:
             assert len(outputs(cell).splitlines()) <= 24, "a wall of text"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_source_that_it_ends_with_is_the_shipped_one(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last cell, by itself: with the imports of the others, and nothing else of them."""
+    monkeypatch.syspath_prepend(FOLDER)
+    code = [cell for cell in read(path).cells if cell.cell_type == "code"]
+    lines = [node for cell in code for node in ast.parse(cell.source).body]
+    imports = [node for node in lines if isinstance(node, ast.Import | ast.ImportFrom)]
+    here: dict[str, Any] = {}
+    exec("\n".join(map(ast.unparse, imports)), here)
+    capsys.readouterr()
+    exec(code[-1].source, here)
+    assert capsys.readouterr().out == outputs(code[-1]), "execute it anew, and save it"
 
 
 @pytest.mark.timeout(4 * SECONDS)
