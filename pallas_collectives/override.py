@@ -34,6 +34,8 @@ def override_lax() -> Iterator[None]:
     Out of reach are:
 
     * names bound to lax's functions before, as by `from jax.lax import psum`;
+    * halves of a collective, which only XLA joins: `psum_scatter_start`, whose result is a future
+      (JAX 0.12), and `psend` and `precv` between GPUs (JAX 0.10);
     * code that runs or is traced outside: a vjp function made inside but first called outside runs
       our collectives for the ones that the forward pass called, but lax's for what it adds;
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that

@@ -35,6 +35,17 @@ GENERATIONS = {
 
 SMALL = 1024
 
+# What lax moves between devices, adds and compares: all dtypes of JAX but those of two bits, which
+# its own gather on CPUs mixes up. 64 bits are for `jax.enable_x64`.
+_FLOATS = (
+    *("float32", "bfloat16", "float16", "float64", "float8_e3m4", "float8_e4m3", "float8_e4m3fn"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn"),
+)
+_INTEGERS = tuple(f"{kind}{bits}" for bits in (4, 8, 16, 32, 64) for kind in ("int", "uint"))
+ADDED = (*_FLOATS, *_INTEGERS, "complex64", "complex128")
+COMPARED = (*_FLOATS, *_INTEGERS, "bool")
+DTYPES = (*ADDED, "bool", "float8_e8m0fnu")
+
 
 def mesh(*sizes: int) -> Mesh:
     """A mesh of the first simulated devices, with axes "x", "y", "z"."""
@@ -48,10 +59,22 @@ def random(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
     dtype = jnp.dtype(dtype)
     if dtype == jnp.bool_:
         return rng.random(shape) < 0.5
+    if dtype == jnp.float8_e8m0fnu:  # powers of two, and no zero
+        return (2.0 ** rng.integers(-4, 4, shape)).astype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return (rng.integers(-8, 8, shape) + 1j * rng.integers(-8, 8, shape)).astype(dtype)
     low = 0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -4
     return rng.integers(low, 4, shape).astype(dtype)
+
+
+def is_64_bit(dtype: Any) -> bool:
+    """Whether numbers, or the parts of complex ones, have 64 bits."""
+    return jnp.dtype(dtype).name in ("float64", "int64", "uint64", "complex128")
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Whether gradients are of the dtype, which then has a zero."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype != "float8_e8m0fnu"
 
 
 def per_device(

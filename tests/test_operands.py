@@ -136,6 +136,28 @@ def test_weak_types() -> None:
     check(fn)
 
 
+@pytest.mark.parametrize("op", ["all_gather", "psum_scatter", "psum", "pmax"])
+def test_every_dtype_of_laxs(op: str) -> None:
+    """One tree of them all, without shapes that kernels like; moves and sums of 64 bits are two."""
+    dtypes = {"all_gather": harness.DTYPES, "pmax": harness.COMPARED}.get(op, harness.ADDED)
+
+    def run(m: Any, *xs: jax.Array) -> Any:
+        options: Any = {"tiled": True} if op == "psum_scatter" else {}
+        return getattr(m, op)(list(xs), "x", **options)
+
+    with jax.enable_x64(True):
+        xs = [harness.random((2, 2, 5), dtype) for dtype in dtypes]
+        ours, want = (
+            harness.per_device(functools.partial(run, m), harness.mesh(2), check_vma=False)(*xs)
+            for m in (pc, lax)
+        )
+    for got, expected in zip(ours, want, strict=True):
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+    by_lax = 0 if op == "all_gather" else sum(map(harness.is_64_bit, dtypes))
+    assert sum(pc.fallback_counts().values()) == by_lax
+
+
 def test_random_keys() -> None:
     def fn(m: Any, x: jax.Array) -> Any:
         keys = jax.random.split(jax.random.key(lax.axis_index("x")), 4)

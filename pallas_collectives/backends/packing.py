@@ -9,22 +9,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+# One-byte floats that the TPU compiler takes for no kernel's operand.
+_UNTAKEN = ("float8_e3m4", "float8_e4m3", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
 
 def pack(x: jax.Array) -> tuple[jax.Array, int]:
     """x in a dtype that DMAs move, and how many leading dimensions (0 or 1) that added.
 
-    bool travels as uint8, float16 as bfloat16 bits, and complex and 64-bit numbers as two arrays
-    side by side in a new leading dimension.
+    bool and some floats of one byte travel as uint8, float16 as bfloat16 bits, and complex and
+    64-bit numbers as two arrays side by side in a new leading dimension.
     """
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8), 0
+    if x.dtype.name in _UNTAKEN:
+        return lax.bitcast_convert_type(x, jnp.uint8), 0
     if x.dtype == jnp.float16:
         return lax.bitcast_convert_type(x, jnp.bfloat16), 0
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts, added = pack(jnp.stack([x.real, x.imag]))
         return (parts.reshape(-1, *x.shape), 1) if added else (parts, 1)
     if x.dtype.itemsize == 8:
-        return jnp.moveaxis(lax.bitcast_convert_type(x, jnp.uint32), -1, 0), 1
+        # No bitcast to pairs: XLA aborts the process on that of a constant (CPUs, JAX 0.12).
+        bits = lax.bitcast_convert_type(x, jnp.uint64)
+        return jnp.stack([bits.astype(jnp.uint32), (bits >> 32).astype(jnp.uint32)]), 1
     return x, 0
 
 
@@ -39,5 +46,6 @@ def unpack(y: jax.Array, dtype: DTypeLike) -> jax.Array:
             y = unpack(y.reshape(2, 2, *y.shape[1:]), real_dtype)
         return lax.complex(y[0], y[1])
     if dtype.itemsize == 8:
-        return lax.bitcast_convert_type(jnp.moveaxis(y, 0, -1), dtype)
+        low, high = y.astype(jnp.uint64)
+        return lax.bitcast_convert_type(low | (high << 32), dtype)
     return y if y.dtype == dtype else lax.bitcast_convert_type(y, dtype)
