@@ -3,6 +3,7 @@
 lax leaves these to fail later, in the compiler or on the devices, or with less to go on.
 """
 
+import functools
 import operator
 from typing import Any
 
@@ -138,6 +139,22 @@ def check_added(name: str, x: Any) -> None:
         if jax.dtypes.result_type(leaf) == np.bool_:
             rule = "truth values are not added"
             raise DtypeError(f"{name} of bool", rule, "convert it, to int32 as psum does")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """`value` is True or False, and nothing that merely counts as one of them."""
+    if not isinstance(value, bool | np.bool_):
+        raise CollectiveError(f"{name}={value!r}", "it is True or False", "pass one of them")
+
+
+def check_precision(precision: Any) -> None:
+    """`precision` is one that lax's products know."""
+    one = jax.ShapeDtypeStruct((1,), np.float32)
+    try:
+        jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
+    except (TypeError, ValueError) as error:
+        rule, remedy = "jax.lax.dot knows no such precision", "name one, as 'highest', or pass None"
+        raise CollectiveError(f"precision={precision!r}", rule, remedy) from error
 
 
 def check_blocks(

@@ -416,4 +416,5 @@ def _settle(
     axes = checks.named(axis_name)
     if groups is not None:
         checks.check_groups(groups, size)
+    checks.check_flag("precise", precise)
     return backends.choose(axes, backend, algorithm, precise)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_collectives import chips, hierarchy, places, tuning
-from pallas_collectives.backends import algorithms, canonical
+from pallas_collectives.backends import algorithms, canonical, pallas_reductions
 from pallas_collectives.chips import Chip
-from pallas_collectives.errors import CollectiveError, SliceError, UnboundAxisError
+from pallas_collectives.errors import CollectiveError, DtypeError, SliceError, UnboundAxisError
 from pallas_collectives.kernels.topology import Group
 
 # The canonical collective that serves each of lax's.
@@ -62,7 +62,7 @@ class Explanation:
       nbytes: bytes of one device's operand.
       devices: devices in the group.
       chip: the TPU generation.
-      torus: "ring" or "line": how the group lies on the links.
+      torus: how the group lies on the links: "ring", "line", or on several axes "2 x 4 torus".
       algorithm: the one that is chosen; "" across slices.
       why: in a sentence.
       candidates: all algorithms, the fastest first.
@@ -113,7 +113,7 @@ def explain(
     Args:
       op: the collective, by lax's name or this library's: "psum", "all_gather", ...
       nbytes: bytes of one device's operand, what is given to the function; or
-      shape, dtype: of that operand.
+      shape, dtype: of that operand. Of a dtype that no kernel adds, lax's own serves.
       mesh: the mesh, with its devices or abstract, and
       axis_name: the axis of it, or tuple of axes; or
       devices, chip: how many devices, of what TPU generation ("v5e"); simulated ones by default.
@@ -129,10 +129,12 @@ def explain(
     """
     _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
     size = nbytes if nbytes is not None else math.prod(shape or ()) * jnp.dtype(dtype).itemsize
+    refusal = _refusal(op, dtype)
     if mesh is None:
         known = chips.SIMULATED if chip is None else chips.BY_NAME[chip]
         group = Group(("x",), (devices or 0,))
-        return _explained(op, size, group, known, torus or tuning.torus_of(group.size, known))
+        lies = torus or tuning.torus_of(group.size, known)
+        return _explained(op, size, group, known, lies, refusal)
     abstract = getattr(mesh, "abstract_mesh", mesh)
     with jax.sharding.use_abstract_mesh(abstract), places.scope(places.of_mesh(mesh)):
         group, known = canonical.group_of(axis_name), chips.current()
@@ -141,10 +143,10 @@ def explain(
                 parts = hierarchy.split(group, hierarchy.slices(group, hierarchy.marked()))
             except SliceError as error:
                 return Explanation(op, size, group.size, known.name, "", LAX, str(error), ())
-        if parts is not None:
+        if parts is not None and not refusal:
             return _across(op, size, group, parts, known)
         group = places.arranged(group)
-        return _explained(op, size, group, known, algorithms.torus_of(group, known))
+        return _explained(op, size, group, known, algorithms.torus_of(group, known), refusal)
 
 
 def _check(
@@ -190,8 +192,26 @@ def _check(
         raise CollectiveError(f"torus={torus!r}", rule, "name one, or leave it out")
 
 
-def _explained(op: str, nbytes: int, group: Group, chip: Chip, torus: str) -> Explanation:
+def _refusal(op: str, dtype: Any) -> str:
+    """Why no kernel reduces a dtype; "" if one does, or if nothing is reduced."""
+    dtype = jnp.dtype(dtype)
+    part = jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+    if CANONICAL[op] not in ("all_reduce", "reduce_scatter") or op == "pbroadcast":
+        return ""
+    try:
+        pallas_reductions.wire_dtype(part, op[1:] if op in ("pmax", "pmin") else "sum", False)
+    except DtypeError as error:
+        return str(error)
+    return ""
+
+
+def _explained(
+    op: str, nbytes: int, group: Group, chip: Chip, torus: str, refusal: str = ""
+) -> Explanation:
     canonical_op, n = CANONICAL[op], group.size
+    lies = f"{' x '.join(str(axis.size) for axis in group.torus)} torus" if group.torus else torus
+    if refusal:
+        return Explanation(op, nbytes, n, chip.name, lies, LAX, refusal, ())
     block = nbytes // n if canonical_op in _OF_BLOCKS else nbytes
     offered = algorithms.ALGORITHMS[canonical_op]
     reached = algorithms.reachable(canonical_op, group, chip)
@@ -208,12 +228,12 @@ def _explained(op: str, nbytes: int, group: Group, chip: Chip, torus: str) -> Ex
     ]
     if not reached:
         why = f"{chip.name} cannot write between these devices"
-        return Explanation(op, nbytes, n, chip.name, torus, LAX, why, tuple(found))
+        return Explanation(op, nbytes, n, chip.name, lies, LAX, why, tuple(found))
     ring = tuning.choose(canonical_op, block, n, chip, reached, torus)
     chosen, why = algorithms.on_torus(ring, group, canonical_op, block), _why(ring, found)
     if chosen != ring:
         why += "; and in its place all axes of the torus at once"
-    return Explanation(op, nbytes, n, chip.name, torus, chosen, why, tuple(found))
+    return Explanation(op, nbytes, n, chip.name, lies, chosen, why, tuple(found))
 
 
 def _no_time(name: str, reached: bool, group: Group, chip: Chip) -> str:

@@ -148,6 +148,7 @@ def matmul_reduce_scatter(
         raise CollectiveError(f"dimension scatter_axis={axis} of size {size}", rule, "pad it")
     if reduce not in ("sum", "mean"):
         raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
+    checks.check_flag("precise", precise)
     spec = _spec(
         axis_name, axis, x, [w], preferred_element_type, precision, backend, algorithm,
         precise=precise, scale=1.0 if reduce == "sum" else 1 / n,
@@ -225,6 +226,7 @@ def _spec(
         what = f"preferred_element_type={dtype!r}"
         raise DtypeError(what, "it names no dtype", "pass one, as jnp.float32, or None") from None
     wish = algorithm or ""
+    checks.check_precision(precision)
     return Spec(axis_name, axis, jnp.dtype(out), False, precision, how, wish, **more)
 
 

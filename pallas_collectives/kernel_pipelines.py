@@ -3,16 +3,19 @@
 A body is a Pallas TPU kernel's: it reads and writes refs to tiles of rows in VMEM. Around it stands
 what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.pipelines`): the ring,
 its semaphores and its double-buffering. TPUs and simulated ones only; `pipelines` has the same for
-whole arrays on any backend. They cannot be vmapped, nor differentiated: give the pair of them a
-`jax.custom_vjp`.
+whole arrays on any backend. They cannot be vmapped, nor differentiated, and say so: give the pair
+of them a `jax.custom_vjp`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import backends, checks, places
 from pallas_collectives.backends import canonical
@@ -54,7 +57,8 @@ def gather_and_consume(
       that and the gathered x.
 
     Raises:
-      UnboundAxisError, CollectiveError: axes, shapes or tiles that do not fit.
+      UnboundAxisError, CollectiveError: axes, shapes or tiles that do not fit; a body that does not
+        fit its tiles, or returns something; vmap, or differentiation.
       DtypeError: a dtype that DMAs do not move.
       BackendError: no TPU, real or simulated, or axes that are not all manual.
       VmemError: tiles and operands exceed the chip's VMEM.
@@ -66,10 +70,10 @@ def gather_and_consume(
       x: int8[1024, 8192], scale: f32[1, 8192] -> gather_and_consume(x, body, "x",
         out=jax.ShapeDtypeStruct((1024, 8192), jnp.bfloat16), operands=[scale]): bf16[8192, 8192]
     """
-    x, kept = jnp.asarray(x_shard), [jnp.asarray(operand) for operand in operands]
+    name, interpret = "gather_and_consume", _interpret(axis_name)
+    x, *kept = (_operand(a, name) for a in (x_shard, *operands))
     several = isinstance(out, list | tuple)
     outs = list(out) if several else [out]
-    interpret = _interpret(axis_name)
     _check_tiles(x, kept, outs, tile)
     if any(len(o.shape) != 2 or o.shape[0] != x.shape[0] for o in outs):
         shapes = ", ".join(str(o.shape) for o in outs)
@@ -81,7 +85,7 @@ def gather_and_consume(
         x,
         kept,
         places.arranged(canonical.group_of(axis_name)),
-        consume=consume,
+        consume=_checked(consume, name),
         outs=outs,
         tile=tile,
         interpret=interpret,
@@ -132,8 +136,9 @@ def produce_and_scatter(
       x: int8[8192, 1024], w: int8[1024, 1024], scale: f32[1, 1024] -> produce_and_scatter(x, body,
         "x", out=jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), operands=[w, scale])
     """
-    x, kept = jnp.asarray(x), [jnp.asarray(operand) for operand in operands]
-    interpret, n = _interpret(axis_name), checks.size_of(axis_name)
+    name, interpret = "produce_and_scatter", _interpret(axis_name)
+    x, *kept = (_operand(a, name) for a in (x, *operands))
+    n = checks.size_of(axis_name)
     _check_tiles(x, kept, [out], tile)
     if len(out.shape) != 2 or n * out.shape[0] != x.shape[0]:
         rule = f"{x.shape[0]} rows are {n} devices' blocks of {x.shape[0] / n:g}"
@@ -151,7 +156,7 @@ def produce_and_scatter(
         x,
         kept,
         places.arranged(canonical.group_of(axis_name)),
-        produce=produce,
+        produce=_checked(produce, name),
         out=out,
         tile=tile,
         scale=1.0 if reduce == "sum" else 1 / n,
@@ -171,6 +176,52 @@ def _interpret(axis_name: AxisName) -> Any:
     return how.interpret
 
 
+# What a body reads has gone through this, so that grad and vmap meet an error of ours and none of
+# Pallas' own rules.
+_operand_p = core.Primitive("pallas_pipeline_operand")
+_operand_p.def_abstract_eval(lambda aval, *, name: aval)
+mlir.register_lowering(_operand_p, lambda ctx, x, *, name: [x])
+
+
+def _operand(x: Any, name: str) -> jax.Array:
+    return _operand_p.bind(jnp.asarray(x), name=name)
+
+
+def _refuse_jvp(*_: Any, name: str) -> NoReturn:
+    rule = "what a body of one's own computes has no derivative that is known"
+    remedy = "put it in a jax.custom_vjp, whose backward pass has a body of its own"
+    raise CollectiveError(f"a derivative of {name}", rule, remedy)
+
+
+def _refuse_vmap(*_: Any, name: str) -> NoReturn:
+    rule = "a body takes tiles of rows, and none of a mapped axis"
+    remedy = "lay what is mapped side by side in rows or columns, or use jax.lax.map"
+    raise CollectiveError(f"vmap of {name}", rule, remedy)
+
+
+ad.primitive_jvps[_operand_p] = _refuse_jvp
+batching.primitive_batchers[_operand_p] = _refuse_vmap
+
+
+def _checked(body: Callable[..., Any], name: str) -> Callable[..., None]:
+    """The body, whose failures name its tiles; what it returns nobody would read."""
+
+    @functools.wraps(body)
+    def run(*refs: Any) -> None:
+        tiles = ", ".join(f"{jnp.dtype(ref.dtype).name}{list(ref.shape)}" for ref in refs)
+        value = f"the body of {name} on tiles {tiles}"
+        remedy = "give each result ref an array of its shape and dtype, as y[...] = value"
+        try:
+            result = body(*refs)
+        except (TypeError, ValueError) as error:
+            raise CollectiveError(value, str(error).strip(" ."), remedy) from error
+        if result is not None:
+            rule = "it returns something, and is to write its results to its last refs"
+            raise CollectiveError(value, rule, remedy)
+
+    return run
+
+
 def _alone(axis_name: AxisName) -> CollectiveError:
     rule = "a pipeline has hops, and here is one device"
     return CollectiveError(f"axis_name={axis_name!r}", rule, "call the body in a kernel of its own")
@@ -188,6 +239,7 @@ def _check_tiles(
         if len(a.shape) != 2 or 0 in a.shape or a.shape[0] % rows or a.shape[1] % LANES:
             rule = f"it is rows of whole tiles: a multiple of {rows} by one of {LANES}"
             raise CollectiveError(f"an array of shape {a.shape}, {a.dtype}", rule, "pad it")
+    for a in (x, *operands, *outs):
         if jnp.dtype(a.dtype).itemsize > 4 or a.dtype in (jnp.float16, jnp.bool_):
             rule = "DMAs move float32, bfloat16, float8 and integers of up to 32 bits"
             raise DtypeError(f"an array of {a.dtype}", rule, "convert it")

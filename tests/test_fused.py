@@ -305,6 +305,9 @@ def test_large_products_are_fused_where_it_pays() -> None:
         (GATHER, ((16, 8), (8, 8)), {"gather_axis": 2}, errors.CollectiveError),
         (GATHER, ((16, 8), (8, 8)), {"algorithm": "ring"}, errors.AlgorithmError),
         (GATHER, ((16, 8), (8, 8)), {"preferred_element_type": "float33"}, errors.DtypeError),
+        (GATHER, ((16, 8), (8, 8)), {"precision": "bogus"}, errors.CollectiveError),
+        (SCATTER, ((16, 8), (8, 8)), {"precision": ("high", 3)}, errors.CollectiveError),
+        (SCATTER, ((16, 8), (8, 8)), {"precise": "bogus"}, errors.CollectiveError),
         (SCATTER, ((15, 8), (8, 8)), {}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"reduce": "max"}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"reduce": "mean", "dtype": "int8"}, errors.DtypeError),
@@ -412,6 +415,61 @@ def test_pipelines_refuse_what_they_cannot_cut(change: dict[str, Any], error: st
 
     with pytest.raises(errors.CollectiveError, match=error), pc.use_backend(backend):
         per_device(run, x)
+
+
+def copy(x: Any, y: Any) -> None:
+    y[...] = x[...].astype(y.dtype)
+
+
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        (lambda x, y: x[...], "it returns something"),
+        (lambda x, y: y.set(x[...]), r"tiles float32\[16, 128\], bfloat16\[16, 128\].*dtype"),
+        (lambda x, y: y.set(x[:8].astype(y.dtype)), "Invalid shape"),
+        (lambda x: None, "positional argument"),
+    ],
+)
+def test_a_body_that_does_not_fit_its_tiles_is_named(body: Any, error: str) -> None:
+    x, out = harness.random((N, 16, 128), "float32"), jax.ShapeDtypeStruct((16, 128), jnp.bfloat16)
+    with pytest.raises(errors.CollectiveError, match=error):
+        per_device(lambda x: pc.gather_and_consume(x, body, "x", out=out, tile=16), x)
+
+
+@pytest.mark.parametrize("transform", ["derivative", "vmap"])
+@pytest.mark.parametrize("gathers", [True, False])
+def test_bodies_of_ones_own_are_not_transformed(transform: str, gathers: bool) -> None:
+    x = harness.random((N, 16, 128), "float32")
+
+    def call(x: jax.Array) -> jax.Array:
+        pipeline = pc.gather_and_consume if gathers else pc.produce_and_scatter
+        rows = 16 if gathers else 16 // N
+        out = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+        return jax.jit(lambda x: pipeline(x, copy, "x", out=out))(x)
+
+    def run(x: jax.Array) -> jax.Array:
+        if transform == "vmap":
+            return jax.vmap(call)(jnp.stack([x, x]))
+        return jax.grad(lambda x: call(x).sum())(x)
+
+    name = "gather_and_consume" if gathers else "produce_and_scatter"
+    with pytest.raises(
+        errors.CollectiveError, match=rf"{transform} of {name}.*(custom_vjp|lax.map)"
+    ):
+        per_device(run, x)
+
+
+def test_a_pair_of_bodies_in_a_custom_vjp() -> None:
+    """What the error of a derivative tells one to write."""
+    x = harness.random((N, 16, 128), "float32")
+    out = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    gather = jax.custom_vjp(lambda x: pc.gather_and_consume(x, copy, "x", out=out))
+    gather.defvjp(
+        lambda x: (gather(x), None),
+        lambda _, ct: (pc.produce_and_scatter(ct, copy, "x", out=out),),
+    )
+    (got,) = per_device(jax.grad(lambda x: (gather(x) ** 2).sum()), x)
+    np.testing.assert_array_equal(got, 2 * N * x)
 
 
 def test_the_benchmark_says_what_is_hidden() -> None:

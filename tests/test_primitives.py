@@ -116,11 +116,13 @@ def test_undifferentiable(op: str, transformation: str) -> None:
 
 def test_no_tracer_leaks() -> None:
     with jax.checking_leaks():
-        check(lambda m, x: (m.psum(x, "x"), jax.grad(loss(lambda x: m.ppermute(x, "x", [(0, 1)])))(x)))
+        check(
+            lambda m, x: (m.psum(x, "x"), jax.grad(loss(lambda x: m.ppermute(x, "x", [(0, 1)])))(x))
+        )
 
 
 def test_no_kernel_leaks_but_where_a_kernel_of_two_lines_does() -> None:
-    """JAX 0.12's `run_scoped` leaks the refs that its body closes over; pipelines are made of it."""
+    """JAX 0.12's `run_scoped`, of which pipelines are made, leaks what its body closes over."""
 
     def leaks(fn: Callable[..., Any]) -> bool:
         try:

@@ -416,6 +416,28 @@ def test_explain_goes_over_all_axes_where_calls_do() -> None:
     assert set(pc.counts()) == {("all_gather", "pallas", "torus")}
 
 
+@pytest.mark.parametrize("torus, lies", [("v5p:2x2x2", "2 x 2 x 2"), ("v5e:2x4", "2 x 4")])
+def test_explain_says_where_one_axis_is_laid_over_several_of_the_torus(
+    torus: str, lies: str
+) -> None:
+    with pc.torus(torus):
+        found = pc.explain("all_gather", 4 * MIB, mesh=harness.mesh(8), axis_name="x")
+    assert f"on a {lies} torus of 8" in str(found)
+    assert found.algorithm == ("torus" if lies == "2 x 2 x 2" else "bidirectional")
+    (torus_row,) = (c for c in found.candidates if c.algorithm == "torus")
+    assert torus_row.source == "takes a ring's place"
+
+
+@pytest.mark.parametrize(
+    "dtype, served", [("float64", False), ("complex128", False), ("complex64", True)]
+)
+@pytest.mark.parametrize("op", ["psum", "psum_scatter", "all_gather"])
+def test_explain_leaves_to_lax_what_calls_do(op: str, dtype: str, served: bool) -> None:
+    found = pc.explain(op, shape=(8, 128), dtype=dtype, devices=4)
+    assert (found.algorithm == "lax's own") == (not served and op != "all_gather")
+    assert served or op == "all_gather" or "at most 32 bits" in found.why
+
+
 MESH = AbstractMesh((2,), ("x",))
 
 

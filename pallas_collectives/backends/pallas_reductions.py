@@ -27,7 +27,7 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
         parts = reduce_scatter(jnp.stack([x.real, x.imag]), group, axis=axis + 1, how=how)
         return lax.complex(parts[0], parts[1])
     group = places.arranged(group)
-    wire = x.astype(_wire_dtype(x.dtype, "sum", how.precise))
+    wire = x.astype(wire_dtype(x.dtype, "sum", how.precise))
     shape = list(x.shape)
     shape[axis] //= group.size
     aligned = _whole_tiles(tuple(shape), axis, wire.dtype)
@@ -70,7 +70,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
         reduced = all_reduce(signed, group, op=op, how=how)
         return lax.bitcast_convert_type(reduced, jnp.uint32) ^ flip
     group = places.arranged(group)
-    wire = x.astype(_wire_dtype(x.dtype, op, how.precise))
+    wire = x.astype(wire_dtype(x.dtype, op, how.precise))
     blocks = _in_blocks(wire, group.size)
     cuts = torus.cuts(blocks.shape[1:], 0, blocks.dtype)
     choice = algorithms.choose("all_reduce", how, wire.nbytes, group, cuts)
@@ -88,7 +88,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     return _unrows(y, x.shape).astype(x.dtype)
 
 
-def _wire_dtype(dtype: Any, op: str, precise: bool) -> Any:
+def wire_dtype(dtype: Any, op: str, precise: bool) -> Any:
     """The dtype in which sums travel.
 
     float32 for floats that DMAs or the vector unit do not take, or on request; int32 where the
