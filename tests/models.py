@@ -34,25 +34,25 @@ def batch() -> np.ndarray:
     return np.stack([text[start : start + LENGTH + 1] for start in starts])
 
 
-def weights(experts: int = 0) -> Params:
+def weights(experts: int = 0, layers: int = LAYERS) -> Params:
     """Weights from fixed seeds; layers are stacked in front, for a scan."""
     rng = np.random.default_rng(0)
 
     def matrix(*shape: int) -> np.ndarray:
         return (rng.standard_normal(shape) / np.sqrt(shape[-2])).astype(np.float32)
 
-    layers = {
-        "qkv": matrix(LAYERS, WIDTH, 3 * WIDTH),
-        "project": matrix(LAYERS, WIDTH, WIDTH),
-        "up": matrix(LAYERS, WIDTH, HIDDEN),
-        "down": matrix(LAYERS, HIDDEN, WIDTH),
+    stacked = {
+        "qkv": matrix(layers, WIDTH, 3 * WIDTH),
+        "project": matrix(layers, WIDTH, WIDTH),
+        "up": matrix(layers, WIDTH, HIDDEN),
+        "down": matrix(layers, HIDDEN, WIDTH),
     }
     if experts:
-        layers["up"] = matrix(LAYERS, experts, WIDTH, HIDDEN)
-        layers["down"] = matrix(LAYERS, experts, HIDDEN, WIDTH)
-        layers["route"] = matrix(LAYERS, WIDTH, experts)
+        stacked["up"] = matrix(layers, experts, WIDTH, HIDDEN)
+        stacked["down"] = matrix(layers, experts, HIDDEN, WIDTH)
+        stacked["route"] = matrix(layers, WIDTH, experts)
     vocabulary = -(-len(ALPHABET) // 8) * 8  # whole rows for each device
-    return {"embed": matrix(vocabulary, WIDTH), "layers": layers}
+    return {"embed": matrix(vocabulary, WIDTH), "layers": stacked}
 
 
 def _norm(x: jax.Array) -> jax.Array:
@@ -181,7 +181,7 @@ def tensor_parallel(devices: np.ndarray) -> Model:
 
 def by_thirds(w: Params) -> Params:
     """`qkv` with a dimension for its three parts, so that heads can be divided over devices."""
-    qkv = w["layers"]["qkv"].reshape(LAYERS, WIDTH, 3, WIDTH)
+    qkv = w["layers"]["qkv"].reshape(-1, WIDTH, 3, WIDTH)
     return {**w, "layers": {**w["layers"], "qkv": qkv}}
 
 

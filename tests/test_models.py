@@ -46,18 +46,19 @@ def assert_trained_alike(ours: list[Any], reference: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "build, arrange",
-    [(models.fsdp, models.flattened), (models.tensor_parallel, models.by_thirds)],
+    "build, arrange, layers",
+    [(models.fsdp, models.flattened, 2), (models.tensor_parallel, models.by_thirds, 1)],
     ids=["fsdp", "tensor_parallel"],
 )
-def test_model_trains_as_with_lax(build: Any, arrange: Any) -> None:
-    model, weights = build(np.array(jax.devices())), arrange(models.weights())
+def test_model_trains_as_with_lax(build: Any, arrange: Any, layers: int) -> None:
+    model, weights = build(np.array(jax.devices())), arrange(models.weights(layers=layers))
     ours = train_with_kernels(model, weights, {"all_gather", "reduce_scatter", "all_reduce"})
     assert_trained_alike(ours, train(model.step(), model.place(weights)))
 
 
 def test_mixture_of_experts_trains_as_without_devices() -> None:
-    model, weights = models.experts(np.array(jax.devices())), models.weights(experts=8)
+    # One layer has all collectives of a second, whose simulation takes as long again.
+    model, weights = models.experts(np.array(jax.devices())), models.weights(experts=8, layers=1)
     # The all_to_all is lax's: it is how the transpose of a ragged one learns where rows came from.
     kernels = {"all_gather", "ragged_all_to_all", "all_to_all", "all_reduce"}
     ours = train_with_kernels(model, weights, kernels)
