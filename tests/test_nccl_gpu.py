@@ -23,7 +23,6 @@ from pallas_collectives import nccl
 from pallas_collectives.nccl import ffi, library, progress
 
 pytestmark = pytest.mark.gpu
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 P = jax.sharding.PartitionSpec
 HERE = pathlib.Path(__file__).parent
 DTYPES = [
@@ -221,7 +220,7 @@ def test_the_library_is_xlas_and_another_comes_too_late(devices):
         nccl.load("/some/other/libnccl.so.2")
 
 
-def test_a_broken_file_in_the_environment_is_refused_and_the_process_lives(tmp_path):
+def test_a_broken_file_in_the_environment_is_refused_and_the_process_lives(devices, tmp_path):
     broken = tmp_path / "libnccl.so.2"
     broken.write_bytes(b"\x7fELF broken")
     program = (
