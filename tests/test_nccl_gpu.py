@@ -303,6 +303,11 @@ def test_graphs_run_python_at_capture_only(lines, devices, scenario):
         assert report["python_calls"][-5:] == [0] * 5, report
 
 
+def test_independent_calls_of_a_captured_program(lines, devices):
+    for report in everyone(lines, "independent_calls", devices).values():
+        assert report["error"] is None and report["python_calls"] == [0], report
+
+
 @pytest.mark.parametrize(
     ("scenario", "call"),
     [("one_sleeps", "all_gather float32 4"), ("one_is_killed", "all_gather float32 4"),
