@@ -11,6 +11,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if config.option.markexpr == "gpu":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off on shared hosts
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for the tests' processes
         return
     import pallas_collectives
 

@@ -173,6 +173,37 @@ def captured_with_watchdog():
     return captured("watched graph", SECONDS)[0]
 
 
+def independent_calls():
+    """Calls of one program that do not wait for each other, over two sets of devices, captured."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    halves = np.arange(processes).reshape(2, -1).tolist()
+    ring = [(i, (i + 1) % processes) for i in range(processes)]
+
+    def program(m, **how):
+        def f(x):
+            parts = [x + i for i in range(4)]
+            return (
+                [m.psum(part, "x", **how) for part in parts],
+                [m.all_gather(part, "x", axis_index_groups=halves, **how) for part in parts],
+                [m.ppermute(part, "x", ring, **how) for part in parts],
+                [m.all_to_all(part, "x", 0, 0, tiled=True, **how) for part in parts],
+            )
+
+        spec = {"mesh": mesh, "in_specs": P("x"), "out_specs": P("x"), "check_vma": False}
+        return jax.jit(jax.shard_map(f, **spec))
+
+    host = np.arange(processes * processes * 256, dtype=np.float32) % 11
+    x = sharded(host, jax.NamedSharding(mesh, P("x")))
+    ours, want = program(pc, backend="nccl"), program(jax.lax)(x)
+    for i in range(300):
+        before, got = ffi.counters.calls, ours(x)
+        if i % 10 == 0:
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_array_equal(*(y.addressable_shards[0].data for y in (a, b)))
+    jax.block_until_ready(got)
+    return {"python_calls": [ffi.counters.calls - before]}
+
+
 def captured_and_one_stays_away():
     _, (g, f, x) = captured("graph to break", SECONDS)
     if process == LATE:
@@ -281,7 +312,7 @@ def survivors_work():
 SCENARIOS = [
     collectives, two_groups_at_once, transfers, backend_like_lax, stale_key,
     captured_without_watchdog,
-    captured_with_watchdog, one_sleeps, use_after_abort, other_count, other_dtype, other_op,
+    captured_with_watchdog, independent_calls, one_sleeps, use_after_abort, other_count, other_dtype, other_op,
     raising_callback, works_again, captured_and_one_stays_away, one_is_killed, survivors_work,
 ]  # fmt: skip
 only = sys.argv[4:]

@@ -19,7 +19,7 @@ from pallas_collectives.nccl import ffi, group
 
 P = jax.sharding.PartitionSpec
 NCCL = {"backend": "nccl"}
-N = 4
+N = min(4, jax.device_count())  # a host may have two GPUs
 MOVED = [
     "float32",
     "bfloat16",
@@ -38,8 +38,8 @@ SUMMED = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int
 def where(request, monkeypatch):
     """Where the collectives run: over the wire of host memory, or on GPUs with NCCL."""
     if request.param == "gpu":
-        if jax.default_backend() != "gpu" or len(jax.devices()) < N:
-            pytest.skip(f"needs {N} GPUs")
+        if jax.default_backend() != "gpu" or N < 2:
+            pytest.skip("needs two GPUs")
         yield request.param
         return
     nccl_host.serve(monkeypatch)
@@ -103,7 +103,7 @@ def test_all_to_all(split, concat, tiled, dtype):
 
 @pytest.mark.parametrize("dtype", MOVED)
 @pytest.mark.parametrize(
-    "perm", [[(i, (i + 1) % N) for i in range(N)], [(0, 2), (3, 1)], [(1, 1)]], ids=str
+    "perm", [[(i, (i + 1) % N) for i in range(N)], [(0, N - 2), (N - 1, 1)], [(1, 1)]], ids=str
 )
 def test_ppermute_and_zeros_where_nothing_comes(perm, dtype):
     check(lambda m, x, **how: m.ppermute(x, "x", perm, **how), (3, 5), dtype)
@@ -112,13 +112,13 @@ def test_ppermute_and_zeros_where_nothing_comes(perm, dtype):
 @pytest.mark.parametrize("dtype", MOVED)
 def test_pbroadcast(dtype):
     x = harness.random((N, 3, 5), dtype)
-    f = harness.per_device(lambda a: pc.pbroadcast(a, "x", 2, **NCCL), harness.mesh(N))
-    assert np.asarray(f(x)).tobytes() == np.stack([x[2]] * N).tobytes()  # lax: not on a CPU
+    f = harness.per_device(lambda a: pc.pbroadcast(a, "x", N - 1, **NCCL), harness.mesh(N))
+    assert np.asarray(f(x)).tobytes() == np.stack([x[-1]] * N).tobytes()  # lax: not on a CPU
 
 
 @pytest.mark.parametrize("call", ["pshuffle", "pswapaxes"])
 def test_derived(call):
-    argument = {"pshuffle": [1, 2, 3, 0], "pswapaxes": 0}[call]
+    argument = {"pshuffle": [*range(1, N), 0], "pswapaxes": 0}[call]
     check(lambda m, x, **how: getattr(m, call)(x, "x", argument, **how), (N, 3))
 
 
@@ -129,6 +129,8 @@ RECORDED = json.loads(recording.FILE.read_text())
 def test_conformance_rows_give_what_lax_and_the_tpu_kernels_give(key):
     """The kernels' results were recorded in interpret mode, from the same inputs."""
     row, n, dtype = recording.KEYS[key]
+    if n > N:
+        pytest.skip(f"needs {n} devices")
     digest = recording.digest(row, n, dtype, "nccl")
     assert digest == RECORDED.get(key, digest)
     if recording.sums_float8(row, dtype):
@@ -141,7 +143,7 @@ def test_every_conformance_row_is_recorded():
     assert set(recording.KEYS) == set(RECORDED), "run python tests/recording.py"
 
 
-GROUPS = [[0, 3], [2, 1]]
+GROUPS = [[0, 3], [2, 1]] if N == 4 else [[1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -159,13 +161,13 @@ def test_index_groups(fn):
 
 @pytest.mark.parametrize("axes", ["x", "y", ("x", "y"), ("y", "x")], ids=str)
 def test_axes_of_a_two_dimensional_mesh(axes):
-    check(lambda m, x, **how: m.all_gather(x, axes, **how), (3,), on=harness.mesh(2, 2))
-    check(lambda m, x, **how: m.psum(x, axes, **how), (3,), on=harness.mesh(2, 2))
+    check(lambda m, x, **how: m.all_gather(x, axes, **how), (3,), on=harness.mesh(2, N // 2))
+    check(lambda m, x, **how: m.psum(x, axes, **how), (3,), on=harness.mesh(2, N // 2))
 
 
 def ragged_case():
     """Rows of every device; how many go from device i to j; where they begin and land."""
-    sizes = np.array([[1, 2, 0, 3], [0, 1, 4, 0], [2, 2, 2, 2], [0, 0, 0, 5]])
+    sizes = np.array([[1, 2, 0, 3], [0, 1, 4, 0], [2, 2, 2, 2], [0, 0, 0, 5]])[:N, :N]
     starts = np.cumsum(sizes, 1) - sizes
     lands = np.cumsum(sizes, 0) - sizes
     operand = np.arange(N * 9 * 2, dtype=np.float32).reshape(N, 9, 2)

@@ -16,6 +16,10 @@ TIMEOUT = 60.0  # of a run that should take a second or two
 
 def pool(param):
     platform, count = param
+    if platform == "gpu":
+        count = min(count, jax.device_count())
+        if jax.default_backend() != "gpu" or count < 2:
+            pytest.skip("needs two GPUs")
     env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with Processes(count, devices=2 if platform == "cpu" else None, env=env) as processes:
         values(processes, inside.ready)

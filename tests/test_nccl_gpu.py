@@ -23,7 +23,6 @@ from pallas_collectives import nccl
 from pallas_collectives.nccl import ffi, library, progress
 
 pytestmark = pytest.mark.gpu
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 P = jax.sharding.PartitionSpec
 HERE = pathlib.Path(__file__).parent
 DTYPES = [
@@ -221,7 +220,7 @@ def test_the_library_is_xlas_and_another_comes_too_late(devices):
         nccl.load("/some/other/libnccl.so.2")
 
 
-def test_a_broken_file_in_the_environment_is_refused_and_the_process_lives(tmp_path):
+def test_a_broken_file_in_the_environment_is_refused_and_the_process_lives(devices, tmp_path):
     broken = tmp_path / "libnccl.so.2"
     broken.write_bytes(b"\x7fELF broken")
     program = (
@@ -302,6 +301,11 @@ def test_graphs_run_python_at_capture_only(lines, devices, scenario):
         assert report["error"] is None, report
         assert sum(report["python_calls"]) < 3 * 20, report
         assert report["python_calls"][-5:] == [0] * 5, report
+
+
+def test_independent_calls_of_a_captured_program(lines, devices):
+    for report in everyone(lines, "independent_calls", devices).values():
+        assert report["error"] is None and report["python_calls"] == [0], report
 
 
 @pytest.mark.parametrize(

@@ -23,38 +23,46 @@ def runtime():
 
 
 def sharding(devices, shape, spec):
+    if spec is None:
+        return SingleDeviceSharding(jax.devices()[devices[0]])
     mesh = Mesh(np.array(jax.devices())[list(devices)].reshape(shape), ("x", "y")[: len(shape)])
     return NamedSharding(mesh, spec)
 
 
 FOUR, OTHER_FOUR, TWO = range(4), range(4, 8), range(6, 8)
+# The array's shape; of source and target the devices, the mesh's shape and the spec.
 CASES = {
     "equal shardings, other devices": (
-        (8, 6), sharding(FOUR, (4,), P("x")), sharding(OTHER_FOUR, (4,), P("x"))),
-    "4 to 2": ((8, 6), sharding(FOUR, (4,), P("x")), sharding(TWO, (2,), P("x"))),
-    "2 to 4": ((8, 6), sharding(TWO, (2,), P("x")), sharding(FOUR, (4,), P("x"))),
+        (8, 6), (FOUR, (4,), P("x")), (OTHER_FOUR, (4,), P("x"))),
+    "4 to 2": ((8, 6), (FOUR, (4,), P("x")), (TWO, (2,), P("x"))),
+    "2 to 4": ((8, 6), (TWO, (2,), P("x")), (FOUR, (4,), P("x"))),
     "rows to columns": (
-        (8, 12), sharding(FOUR, (4,), P("x")), sharding(OTHER_FOUR, (4,), P(None, "x"))),
+        (8, 12), (FOUR, (4,), P("x")), (OTHER_FOUR, (4,), P(None, "x"))),
     "rows to columns on the same devices": (
-        (8, 12), sharding(FOUR, (4,), P("x")), sharding(FOUR, (4,), P(None, "x"))),
+        (8, 12), (FOUR, (4,), P("x")), (FOUR, (4,), P(None, "x"))),
     "other order of the same devices": (
-        (8, 3), sharding(FOUR, (4,), P("x")), sharding([2, 0, 3, 1], (4,), P("x"))),
+        (8, 3), (FOUR, (4,), P("x")), ([2, 0, 3, 1], (4,), P("x"))),
     "2×2 to 3 of 6 rows": (
-        (6, 4), sharding(FOUR, (2, 2), P("x", "y")), sharding([1, 5, 7], (3,), P("x"))),
+        (6, 4), (FOUR, (2, 2), P("x", "y")), ([1, 5, 7], (3,), P("x"))),
     "replicated to sharded": (
-        (8, 6), sharding(FOUR, (4,), P()), sharding(OTHER_FOUR, (4,), P("x"))),
+        (8, 6), (FOUR, (4,), P()), (OTHER_FOUR, (4,), P("x"))),
     "sharded to replicated": (
-        (8, 6), sharding(FOUR, (2, 2), P("y")), sharding(OTHER_FOUR, (4,), P())),
+        (8, 6), (FOUR, (2, 2), P("y")), (OTHER_FOUR, (4,), P())),
     "one device to all": (
-        (8,), SingleDeviceSharding(jax.devices()[3]), sharding(range(8), (8,), P("x"))),
-    "a scalar": ((), sharding(FOUR, (4,), P()), sharding(OTHER_FOUR, (4,), P())),
-    "nothing": ((0, 4), sharding(FOUR, (4,), P(None, "x")), sharding(TWO, (2,), P())),
+        (8,), ([3], (), None), (range(8), (8,), P("x"))),
+    "a scalar": ((), (FOUR, (4,), P()), (OTHER_FOUR, (4,), P())),
+    "nothing": ((0, 4), (FOUR, (4,), P(None, "x")), (TWO, (2,), P())),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_moves_between_shardings(case, runtime):
-    shape, source, target = CASES[case]
+def case(name):
+    shape, source, target = CASES[name]
+    return shape, sharding(*source), sharding(*target)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moves_between_shardings(name, runtime):
+    shape, source, target = case(name)
     host = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     handle = nccl.send_or_recv(jax.device_put(host, source), target, runtime=runtime)
     handle.wait(timeout=10)
@@ -71,7 +79,7 @@ def test_moves_between_shardings(case, runtime):
      "float8_e5m2", "complex64"],
 )  # fmt: skip
 def test_every_dtype_arrives_bit_for_bit(dtype, runtime):
-    _, source, target = CASES["rows to columns"]
+    _, source, target = case("rows to columns")
     host = np.random.default_rng(0).integers(0, 2, (8, 12)).astype(jnp.dtype(dtype))
     y = nccl.send_or_recv(jax.device_put(host, source), target, runtime=runtime).array()
     assert y.dtype == jnp.dtype(dtype)
@@ -79,14 +87,14 @@ def test_every_dtype_arrives_bit_for_bit(dtype, runtime):
 
 
 def test_only_overlapping_boxes_travel_and_own_data_does_not(runtime):
-    shape, source, target = CASES["rows to columns on the same devices"]
+    shape, source, target = case("rows to columns on the same devices")
     nccl.send_or_recv(jax.device_put(np.zeros(shape), source), target, runtime=runtime)
     calls = runtime.library.bindings.calls
     assert (calls["send"], calls["recv"]) == (12, 12)  # 16 boxes, of which 4 stay where they are
 
 
 def test_a_second_transfer_uses_the_first_ones_group_and_streams(runtime):
-    shape, source, target = CASES["4 to 2"]
+    shape, source, target = case("4 to 2")
     x = jax.device_put(np.ones(shape), source)
     for _ in range(3):
         nccl.send_or_recv(x, target, runtime=runtime)
@@ -96,7 +104,7 @@ def test_a_second_transfer_uses_the_first_ones_group_and_streams(runtime):
 
 
 def test_the_source_survives_and_a_result_can_be_used_again(runtime):
-    shape, source, target = CASES["equal shardings, other devices"]
+    shape, source, target = case("equal shardings, other devices")
     host = np.arange(48, dtype=np.float32).reshape(shape)
     x = jax.device_put(host, source)
     y = nccl.send_or_recv(x, target, runtime=runtime).array()
@@ -106,7 +114,7 @@ def test_the_source_survives_and_a_result_can_be_used_again(runtime):
 
 
 def test_send_and_recv_are_for_processes_that_do_one_of_both(runtime):
-    shape, source, target = CASES["4 to 2"]
+    shape, source, target = case("4 to 2")
     x = jax.device_put(np.ones(shape), source)
     with pytest.raises(ValueError, match=r"receives as well \(its devices \[6, 7\]\)"):
         nccl.send(x, target, runtime=runtime)
@@ -137,7 +145,7 @@ MISFITS = {
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(misfit, runtime):
     change, error, message = MISFITS[misfit]
-    shape, source, target = CASES["4 to 2"]
+    shape, source, target = case("4 to 2")
     x = jax.device_put(np.ones(shape, np.float32), source)
     with pytest.raises(error, match=message):
         nccl.send_or_recv(*change(x, source, target), runtime=runtime)
@@ -145,7 +153,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(misfit, r
 
 
 def test_after_an_abort_the_handle_raises_and_the_next_transfer_works(runtime):
-    shape, source, target = CASES["4 to 2"]
+    shape, source, target = case("4 to 2")
     x = jax.device_put(np.ones(shape), source)
     handle = nccl.send_or_recv(x, target, runtime=runtime)
     next(iter(group._groups.values())).abort()
