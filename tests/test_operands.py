@@ -158,6 +158,12 @@ def test_every_dtype_of_laxs(op: str) -> None:
     assert sum(pc.fallback_counts().values()) == by_lax
 
 
+def test_constants_of_64_bits() -> None:
+    """A cast to pairs of 32 bits, of a constant, and XLA for CPUs ends the process."""
+    with jax.enable_x64(True):
+        check(lambda m, x: m.all_gather(jnp.ones((1, 5)), "x"), check_vma=False)
+
+
 def test_random_keys() -> None:
     def fn(m: Any, x: jax.Array) -> Any:
         keys = jax.random.split(jax.random.key(lax.axis_index("x")), 4)
