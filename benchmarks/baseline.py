@@ -3,8 +3,6 @@
 They go with the program, not with the process: our kernels are compiled without them.
 """
 
-import jax
-
 # Collectives that other work may overlap. XLA's guide to flags (openxla.org/xla/flags_guidance)
 # gives those for all-gathers on v5e; the compiler refuses them for other generations.
 _TPU = {
@@ -19,8 +17,6 @@ _V5E = {
 }
 # NVIDIA's JAX-Toolbox sets this one in its images. Kernels with NVLink multicast stay off.
 _GPU = {"xla_gpu_enable_latency_hiding_scheduler": True}
-# Without it lax's ragged all-to-all between processes is refused.
-_GPU_PROCESSES = {"xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback": True}
 
 
 def options(platform: str, chip: str = "") -> dict[str, bool]:
@@ -30,8 +26,6 @@ def options(platform: str, chip: str = "") -> dict[str, bool]:
       platform: "tpu" or "gpu"; there are none for others.
       chip: the device kind.
     """
-    if platform == "gpu" and jax.process_count() > 1 and jax.__version_info__ >= (0, 11):
-        return _GPU | _GPU_PROCESSES
     is_v5e = chip.startswith(("TPU v5 lite", "TPU v5e"))
     return {"tpu": _TPU | _V5E if is_v5e else _TPU, "gpu": _GPU}.get(platform, {})
 

@@ -53,7 +53,7 @@ class Case:
       rows_sent: (source, target, n, rows) -> rows that one device sends the other, where that is
         not one block to each or a share in a sum.
       adds: whether values are summed, and must be small for the sum to be exact.
-      lax_on_cpu: whether lax itself can run it on CPU devices.
+      lax_everywhere: whether lax itself runs it also on CPU devices and between GPU processes.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Case:
     rows_sent: Callable[[Any, Any, int, int], Any] | None = None
     whole: bool = False
     adds: bool = False
-    lax_on_cpu: bool = True
+    lax_everywhere: bool = True
 
 
 def _one_block(n: int, rows: int) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ _ALL_CASES = (
         reference=_ragged_exchanged,
         busbw=lambda n: (n + 2) * (n - 1) / (2 * n * n),
         rows_sent=_rows_sent,
-        lax_on_cpu=False,
+        lax_everywhere=False,
     ),
     Case(
         name="ppermute",

@@ -40,7 +40,7 @@ _ONLY_CHECK = flags.DEFINE_bool("only_check", False, "Write nothing; 1 if a tabl
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 PODS = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "7x:4x4x4")
 BLOCKS = (8 << 10, 4 << 20)  # bytes
-GPU_BLOCKS = (64 << 10, 1 << 20, 16 << 20, 64 << 20, 128 << 20)
+GPU_BLOCKS = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 _DTYPE = "float32"
 
 # Our functions for each canonical collective; lax's are of the same names but for the first two.

@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
             text += f"\n![bandwidth and time against size]({picture.name})\n"
         pages.append(text)
     results.write(_OUT.value, lambda file: file.write("\n".join(pages)))
+    print(f"written: {_OUT.value}")
     return 0
 
 

@@ -5,7 +5,7 @@ class CollectiveError(ValueError):
     """A collective that cannot run as asked; raised while tracing, before anything is launched."""
 
     def __init__(self, value: str, rule: str, remedy: str) -> None:
-        super().__init__(f"{value}: {rule}. {remedy}.")
+        super().__init__(f"{value}: {rule}; {remedy}.")
 
 
 class UnboundAxisError(CollectiveError, NameError):

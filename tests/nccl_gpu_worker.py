@@ -311,9 +311,9 @@ def survivors_work():
 
 SCENARIOS = [
     collectives, two_groups_at_once, transfers, backend_like_lax, stale_key,
-    captured_without_watchdog,
-    captured_with_watchdog, independent_calls, one_sleeps, use_after_abort, other_count, other_dtype, other_op,
-    raising_callback, works_again, captured_and_one_stays_away, one_is_killed, survivors_work,
+    captured_without_watchdog, captured_with_watchdog, independent_calls, one_sleeps,
+    use_after_abort, other_count, other_dtype, other_op, raising_callback, works_again,
+    captured_and_one_stays_away, one_is_killed, survivors_work,
 ]  # fmt: skip
 only = sys.argv[4:]
 for scenario in SCENARIOS:

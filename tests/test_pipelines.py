@@ -490,15 +490,15 @@ def nccl_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return min(4, jax.device_count())
 
 
-@pytest.mark.parametrize("name", [*NAMES, "products"])
+@pytest.mark.parametrize("name", [*NAMES, "fused", "unfused"])
 def test_nccl_gives_what_lax_gives(name: str, nccl_devices: int) -> None:
     n = nccl_devices
 
     def program(x: jax.Array, **how: Any) -> jax.Array:
-        if name != "products":
+        if name in NAMES:
             return by_pipeline(name, x, **how)
-        y = pipelines.pipelined_all_gather_matmul(x[0], x[1].T, "x", **how)
-        return pipelines.pipelined_matmul_reduce_scatter(jnp.sin(y), x[1], "x", **how)
+        y = pc.all_gather_matmul(x[0], x[1].T, "x", algorithm=name, **how)
+        return pc.matmul_reduce_scatter(jnp.sin(y), x[1], "x", algorithm=name, **how)
 
     def run(**how: Any) -> Any:
         def shard(x: jax.Array) -> Any:
@@ -507,7 +507,7 @@ def test_nccl_gives_what_lax_gives(name: str, nccl_devices: int) -> None:
         return harness.per_device(shard, harness.mesh(n))(harness.random((n, n, 6, 6), "float32"))
 
     pc.reset_counts()
-    ours = run()
+    ours = run(backend="nccl")
     assert {backend for _, backend, _ in pc.counts()} == {"nccl"}
     for got, want in zip(ours, run(**XLA), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
