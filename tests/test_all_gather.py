@@ -122,7 +122,6 @@ def test_a_line_is_sound_under_credits_and_in_parts(
 ) -> None:
     assert not run_line(5, mode, hold=1)
     monkeypatch.setattr(all_gather, "WINDOW", 2)
-    monkeypatch.setattr(all_gather, "LINE_PARTS_FROM_BYTES", 1)
     assert not run_line(7, mode, hold=3)
 
 

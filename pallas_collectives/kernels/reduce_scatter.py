@@ -56,9 +56,12 @@ SLOTS = 3
 # together, and be added when the last is there, instead of each while the next comes.
 IN_FLIGHT = 3
 
-# By the replay: parts of half a MiB, up to eight, did best on v5e, v5p, v6e and 7x at 1 to 16 MiB.
+# By the replay: parts of half a MiB, up to eight, did best on v5e, v5p, v6e and 7x at 1 to 16 MiB,
+# a smaller block than `WHOLE_BELOW_BYTES` whole, and four parts where it is added in VMEM.
 MOST_PARTS = 8
 PART_BYTES = 512 << 10
+WHOLE_BELOW_BYTES = 192 << 10
+PARTS_IN_VMEM = 4
 
 
 def ring(
@@ -76,7 +79,7 @@ def ring(
     Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
     """
     shape = _block_shape(x, group, axis)
-    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype))
+    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype, vmem))
     lanes = topology.lanes(group.size, bidirectional=bidirectional, parts=blocks.parts)
     return _launch(
         functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
@@ -97,7 +100,7 @@ def line(
 ) -> jax.Array:
     """Reduces x over a line, as `ring`."""
     shape = _block_shape(x, group, axis)
-    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype))
+    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype, vmem))
     lanes = topology.line_lanes(group.size, blocks.parts)
     return _launch(
         functools.partial(_line_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
@@ -180,13 +183,17 @@ def _in_vmem_kernel(
     pltpu.sync_copy(o_vmem, o_ref)
 
 
-def parts_of(shape: tuple[int, ...], dtype: Any) -> int:
+def parts_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
     """In how many parts a block is to travel, so that adding one hides behind sending the others.
 
     What is left to add when the last part arrives is not hidden: more parts, less of that, until a
     part is so small that starting its DMAs takes as long.
     """
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if vmem:
+        return PARTS_IN_VMEM
+    if nbytes < WHOLE_BELOW_BYTES:
+        return 1
     return max(2, min(MOST_PARTS, pl.next_power_of_2(nbytes // PART_BYTES + 1) // 2))
 
 
