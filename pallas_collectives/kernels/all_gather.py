@@ -57,10 +57,17 @@ MOST_PARTS = 8
 
 
 def ring(
-    x: jax.Array, group: Group, *, axis: int, bidirectional: bool, vmem: bool, interpret: Any
+    x: jax.Array,
+    group: Group,
+    *,
+    axis: int,
+    bidirectional: bool,
+    vmem: bool,
+    interpret: Any,
+    most_parts: int = MOST_PARTS,
 ) -> jax.Array:
     """Gathers x along `axis` over a ring; `axis` must be `sliceable` for x's shape."""
-    blocks = Blocks.of(x.shape, axis, x.dtype, MOST_PARTS)
+    blocks = Blocks.of(x.shape, axis, x.dtype, most_parts)
     lanes = topology.lanes(group.size, bidirectional=bidirectional, parts=blocks.parts)
     return _launch(
         functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, on_line=False),

@@ -130,7 +130,6 @@ class _Layout:
         block[split_axis] //= n
         block_bytes = x.nbytes // n
         parts = min(most, chunk_parts * -(-block_bytes // CHUNK_BYTES))
-        parts = 1 << (parts - 1).bit_length()  # a power of two
         source = Blocks.of(tuple(block), split_axis, x.dtype, parts)
         target = dataclasses.replace(source, axis=concat_axis)
         block[concat_axis] *= n
@@ -164,8 +163,8 @@ def _trains(layout: _Layout, n: int, line: bool) -> tuple[_Train, ...]:
     if line and layout.block_bytes <= LINE_UP_TO_BYTES and n - 1 <= MAX_WIDTH:
         return (_Train((RIGHT, LEFT), 1, n - 1, n - 1, 1),)
     parts = layout.source.parts
-    halved = parts > 1
-    chunks = parts // 2 if halved else 1
+    halved = parts % 2 == 0
+    chunks = parts // 2 if halved else parts
     farthest = (n - 1) // 2
     fitting = SLOT_BYTES * chunks // (4 * layout.block_bytes)
     width = max(1, min(farthest, fitting, MAX_WIDTH))

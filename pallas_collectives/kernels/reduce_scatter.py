@@ -194,7 +194,7 @@ def parts_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
         return PARTS_IN_VMEM
     if nbytes < WHOLE_BELOW_BYTES:
         return 1
-    return max(2, min(MOST_PARTS, pl.next_power_of_2(nbytes // PART_BYTES + 1) // 2))
+    return max(2, min(MOST_PARTS, nbytes // PART_BYTES))
 
 
 def lane_slots(lanes: tuple[Lane, ...], blocks: Blocks, dtype: Any) -> jax.ShapeDtypeStruct:
