@@ -56,11 +56,10 @@ SLOTS = 3
 # together, and be added when the last is there, instead of each while the next comes.
 IN_FLIGHT = 3
 
-# By the replay: parts of half a MiB, up to eight, did best on v5e, v5p, v6e and 7x at 1 to 16 MiB,
-# a smaller block than `WHOLE_BELOW_BYTES` whole, and four parts where it is added in VMEM.
+# By the replay: parts of a quarter MiB, up to eight, did best on v5e, v5p, v6e and 7x at 1 to 16
+# MiB, a smaller block than one such part whole, and four parts where it is added in VMEM.
 MOST_PARTS = 8
-PART_BYTES = 512 << 10
-WHOLE_BELOW_BYTES = 192 << 10
+PART_BYTES = 256 << 10
 PARTS_IN_VMEM = 4
 
 
@@ -192,7 +191,7 @@ def parts_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     if vmem:
         return PARTS_IN_VMEM
-    if nbytes < WHOLE_BELOW_BYTES:
+    if nbytes < PART_BYTES:
         return 1
     return max(2, min(MOST_PARTS, nbytes // PART_BYTES))
 
@@ -294,7 +293,7 @@ def add_on_the_way(
     def forward(step: Any, i: int, part: Any) -> None:
         hops.receive(step - 1, i, part)
         summed = hops.slot(step - 1, i, part)
-        combine(op, summed, own_term(step, i, part), summed, vmem=vmem)
+        combine(op, (summed, own_term(step, i, part), summed), vmem=vmem)
         hops.end_earlier(step, i, part)  # that of step - 1 too, from the slot of step - 2
 
         @pl.when((step >= 2) & (step - 2 + SLOTS < lanes[i].hops_of(part)))
@@ -304,28 +303,34 @@ def add_on_the_way(
         hops.send(summed, step, i, part)
 
     def finish(turn: Any, _: None) -> None:
-        """Our own block's part: our term, and the sum that has come on each lane."""
-        # Parts that travel furthest on one lane or the other come last, in turn.
-        halves = 2 if 2 * lanes[0].far_parts == blocks.parts else 1
-        part = lax.rem(turn, halves) * (blocks.parts // halves) + lax.div(turn, halves)
-        ends = [lane.hops_of(part) for lane in lanes]
-        for i, count in enumerate(ends):
-            pl.when(count > 0)(functools.partial(hops.receive, count - 1, i, part))
-        sums = [hops.slot(count - 1, i, part) for i, count in enumerate(ends)]
-        target, own = blocks.at(o_ref, part=part), blocks.at(x_ref, ring.me, part)
-        if all(lane.near for lane in lanes):
-            combine(op, target, own, *sums, vmem=vmem)
-        else:  # two devices: half of the parts come on each lane
-            for count, summed in zip(ends, sums, strict=True):
-                add = functools.partial(combine, op, target, own, summed, vmem=vmem)
+        """Our own block's part: our term, and the sum that has come on each lane.
+
+        Together with the part that comes last on the other lane, where there is such a one.
+        """
+        sums = []
+        for part in (turn, turn + turns)[: blocks.parts // turns]:
+            target, own = blocks.at(o_ref, part=part), blocks.at(x_ref, ring.me, part)
+            ends = [lane.hops_of(part) for lane in lanes]
+            for i, count in enumerate(ends):
+                pl.when(count > 0)(functools.partial(hops.receive, count - 1, i, part))
+            come = [hops.slot(count - 1, i, part) for i, count in enumerate(ends)]
+            if all(lane.near for lane in lanes):
+                sums.append((target, own, *come))
+                continue
+            for count, summed in zip(ends, come, strict=True):  # two devices: each on one lane
+                add = functools.partial(combine, op, (target, own, summed), vmem=vmem)
                 pl.when(count > 0)(add)
+        if sums:
+            combine(op, *sums, vmem=vmem)
+
+    turns = lanes[0].far_parts if 2 * lanes[0].far_parts == blocks.parts else blocks.parts
 
     with jax.named_scope("own_terms"):
         topology.for_each_part(lanes, send_own)
     with jax.named_scope("forward"):
         topology.for_each_step(lanes, forward, start=1)
     with jax.named_scope("finish"):
-        lax.fori_loop(0, blocks.parts, finish, None)
+        lax.fori_loop(0, turns, finish, None)
         for i in range(len(lanes)):
             hops.end_last(i)
 
@@ -365,7 +370,7 @@ def add_along(
     def forward(step: Any, i: int, part: Any) -> None:
         hops.receive(step, i, part)
         summed = hops.slot(step, i, part)
-        combine(op, summed, own_term(step, i, part), summed, vmem=vmem)
+        combine(op, (summed, own_term(step, i, part), summed), vmem=vmem)
         hops.end_earlier(step, i, part)  # that of step - 1 too, from that step's slot
 
         @pl.when((step >= 1) & (step - 1 + SLOTS <= ahead[i]))
@@ -386,10 +391,10 @@ def add_along(
             topology.only_if(behind[i] > 0, functools.partial(hops.receive, ahead[i], i, part))
         at_end = (ring.place == 0) | (ring.place == ring.size - 1)
         sums = [hops.slot(ahead[i], i, part) for i in range(len(lanes))]
-        topology.only_if(~at_end, lambda: combine(op, target, own, *sums, vmem=vmem))
+        topology.only_if(~at_end, lambda: combine(op, (target, own, *sums), vmem=vmem))
         arriving = (behind[0] == 0).astype(np.int32)  # the lane that ends here, with step 0
         summed = hops.slot(0, arriving, part)
-        topology.only_if(at_end, lambda: combine(op, target, own, summed, vmem=vmem))
+        topology.only_if(at_end, lambda: combine(op, (target, own, summed), vmem=vmem))
 
     def tick(number: Any, _: None) -> None:
         topology.for_each_part(lanes, see_to, number)

@@ -239,14 +239,14 @@ class Scatter:
 
         def finish(target: Any, _: Any) -> None:
             def add(term: Any, so_far: Any) -> None:
-                self._combine(target, term, so_far)
+                self._combine((target, term, so_far))
 
             self._with_term(b, 0, hops, stream, summed, add)
 
         self._result.for_each_piece(self._own, self._plan.bundles[b], stream, finish)
 
     def _add(self, term: Any, summed: Any) -> None:
-        self._combine(summed, term, summed)
+        self._combine((summed, term, summed))
 
     def _hops(self, b: int, phase: int) -> int:
         return self._plan.hops(self._plan.bundles[b], phase)
