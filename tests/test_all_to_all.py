@@ -105,8 +105,10 @@ def test_nothing_goes_over_the_hop_that_closes_a_line() -> None:
     assert hops(16 << 10) == [1.0, 3.0]
 
 
-def test_block_that_cannot_be_halved() -> None:
-    x = harness.random((4, 4, 8, 128), "float32")
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_block_that_cannot_be_halved(tiles: int) -> None:
+    x = harness.random((4, 4, tiles * 8, 128), "float32")
     run = harness.per_device(
         lambda a: exchange(a, 4, params=harness.ADVERSARIES["on_wait"]),
         harness.mesh(4),
