@@ -56,8 +56,8 @@ SLOTS = 3
 # together, and be added when the last is there, instead of each while the next comes.
 IN_FLIGHT = 3
 
-# A block of so many bytes, times the square of a number, goes in as many parts, up to eight: by the
-# replay best for 192 KiB to 16 MiB on v5e, v5p, v6e and 7x; in four where it is added in VMEM.
+# A block of k * k * UNIT_BYTES goes in k parts, up to eight, and in four where it is added in VMEM:
+# by the replay no other rule did better on all of v5e, v5p, v6e and 7x at 192 KiB to 16 MiB.
 UNIT_BYTES = 64 << 10
 MOST_PARTS = 8
 PARTS_IN_VMEM = 4
