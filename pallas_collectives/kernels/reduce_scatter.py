@@ -56,11 +56,12 @@ SLOTS = 3
 # together, and be added when the last is there, instead of each while the next comes.
 IN_FLIGHT = 3
 
-# A block of k * k * UNIT_BYTES goes in k parts, up to eight, and in four where it is added in VMEM:
-# by the replay no other rule did better on all of v5e, v5p, v6e and 7x at 192 KiB to 16 MiB.
+# A block of k * k * UNIT_BYTES goes in k parts, up to eight: by the replay no other rule did better
+# on all of v5e, v5p, v6e and 7x at 192 KiB to 16 MiB. Where it is added in VMEM it goes in four, or
+# five where it cannot be quartered.
 UNIT_BYTES = 64 << 10
 MOST_PARTS = 8
-PARTS_IN_VMEM = 4
+MOST_PARTS_IN_VMEM = 5
 
 
 def ring(
@@ -189,7 +190,7 @@ def parts_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
     part is so small that starting its DMAs takes as long.
     """
     if vmem:
-        return PARTS_IN_VMEM
+        return MOST_PARTS_IN_VMEM
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     return max(1, min(MOST_PARTS, math.isqrt(nbytes // UNIT_BYTES)))
 
