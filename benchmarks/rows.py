@@ -128,7 +128,7 @@ class Replayed(Row):
       time_us: modelled time of one call, by itself.
       algbw: size / time, in GB/s.
       busbw: see `cases`, in GB/s.
-      bound_us: the least time that wires and distances allow; None where no bound is known.
+      bound_us: the least on the busiest link plus the least in hops; None where that is not known.
       of_bound: bound_us / time_us, in percent.
       faults: deadlocks, semaphores left over and races, where looked for; "" if none.
     """

@@ -181,7 +181,8 @@ def _replay(kept: Results, screen: Screen, wanted: Settings) -> None:
     )
     title = (
         "Modelled, not measured: the kernels' own DMA programs on a model of the pod.\n"
-        "% of bound: the least time that links and distances allow, against the time."
+        "% of bound: least time on the busiest link, plus that of the hops, against the time;\n"
+        "a kernel in which the two overlap may pass 100."
     )
     try:
         rows = replay_rows.rows(tasks[kept.kept("replayed") :])

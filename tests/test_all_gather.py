@@ -49,21 +49,30 @@ def with_shared_receive_semaphore(kernel: Kernel) -> Kernel:
     )
 
 
-def run_faulty(monkeypatch: pytest.MonkeyPatch, n: int, mode: str, hold: int | None = None) -> bool:
-    x = harness.random((n, 16, 128), "float32")
+def run_faulty(
+    monkeypatch: pytest.MonkeyPatch, n: int, mode: str, hold: int | None = None, rows: int = 16
+) -> bool:
+    x = harness.random((n, rows, 128), "float32")
 
     def program(block: jax.Array) -> jax.Array:
         block = block if hold is None else harness.delayed(block, hold)
         return gather(block, n, harness.ADVERSARIES[mode])
 
     run = harness.per_device(program, harness.mesh(n), check_vma=False)
-    return harness.caught(lambda: run(x), np.broadcast_to(x.reshape(-1, 128), (n, 16 * n, 128)))
+    return harness.caught(lambda: run(x), np.broadcast_to(x.reshape(-1, 128), (n, rows * n, 128)))
 
 
 @pytest.mark.parametrize("n", [4, 7])
 def test_sound_kernel_is_not_caught(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     for mode in harness.ADVERSARIES:
         assert not run_faulty(monkeypatch, n, mode, hold=1)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_an_odd_number_of_parts_goes_round_an_even_ring(
+    monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    assert not run_faulty(monkeypatch, n, "on_wait", hold=1, rows=24)
 
 
 @pytest.mark.parametrize("n", [5, 8])
@@ -122,7 +131,6 @@ def test_a_line_is_sound_under_credits_and_in_parts(
 ) -> None:
     assert not run_line(5, mode, hold=1)
     monkeypatch.setattr(all_gather, "WINDOW", 2)
-    monkeypatch.setattr(all_gather, "LINE_PARTS_FROM_BYTES", 1)
     assert not run_line(7, mode, hold=3)
 
 

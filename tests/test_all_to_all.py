@@ -24,9 +24,10 @@ MIB = 1 << 20
 
 
 def exchange(x: Any, n: int, algorithm: str = "ring", params: Any = False, concat: int = 0) -> Any:
-    return getattr(all_to_all, algorithm)(
+    line = algorithm == "line"
+    return getattr(all_to_all, "ring" if line else algorithm)(
         x,
-        Group(("x",), (n,)),
+        Group(("x",), (n,), line=line),
         split_axis=0,
         concat_axis=concat,
         vmem=False,
@@ -63,8 +64,51 @@ def test_chunks_and_waves_with_a_late_device(n: int, mode: str) -> None:
     assert not run_caught(n, mode, hold=1)
 
 
-def test_block_that_cannot_be_halved() -> None:
-    x = harness.random((4, 4, 8, 128), "float32")
+@pytest.mark.parametrize(
+    "order, mode",
+    [((0, 1, 2), "on_wait"), ((2, 0, 3, 1), "eager"), ((0, 1, 2, 3, 7, 6, 5, 4), "on_wait")],
+)
+def test_small_blocks_go_along_a_line(order: tuple[int, ...], mode: str) -> None:
+    n = len(order)
+    x = harness.random((n, n * 8, 128), "float32")
+    group = Group(("x",), (n,), order=order, line=True)
+
+    def program(shard: jax.Array) -> jax.Array:
+        return all_to_all.ring(
+            harness.delayed(shard, 1),
+            group,
+            split_axis=0,
+            concat_axis=0,
+            vmem=False,
+            interpret=harness.ADVERSARIES[mode],
+        )
+
+    run = harness.per_device(program, harness.mesh(n), check_vma=False)
+    assert not harness.caught(lambda: run(x), exchanged(x))
+
+
+def test_nothing_goes_over_the_hop_that_closes_a_line() -> None:
+    """A block of 8 KiB beside one of 8 MiB, for which the way round the ring is no longer."""
+    machine = replay.Machine.named("v5e:4")
+    mesh = machine.mesh({"x": 4})
+
+    def hops(rows: int) -> list[float]:
+        program = functools.partial(exchange, n=4, algorithm="line")
+        spec = PartitionSpec()
+        function = jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        x = jax.ShapeDtypeStruct((4 * rows, 128), jnp.float32)
+        report = replay.replay(function, x, machine=machine, races=True)
+        assert report.ok
+        return sorted({m.hops for core in report.engine.cores for m in core.messages if m.hops})
+
+    assert hops(16) == [1.0]
+    assert hops(16 << 10) == [1.0, 3.0]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_block_that_cannot_be_halved(tiles: int) -> None:
+    x = harness.random((4, 4, tiles * 8, 128), "float32")
     run = harness.per_device(
         lambda a: exchange(a, 4, params=harness.ADVERSARIES["on_wait"]),
         harness.mesh(4),
@@ -189,7 +233,7 @@ def test_the_busiest_link_carries_the_bidirectional_bound(n: int, rows: int) -> 
         assert report.time <= 1.05 * bound / link
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "line"])
 @pytest.mark.parametrize("topology", harness.GENERATIONS.values())
 def test_compiles_with_nothing_around_it(topology: str, algorithm: str) -> None:
     n = len(harness._topology(topology).devices)

@@ -34,18 +34,25 @@ def test_what_falls_on_tile_boundaries(
 
 
 @pytest.mark.parametrize(
-    "shape, cut, parts",
+    "shape, most, cut, parts",
     [
-        ((8, 128), 0, 1),
-        ((16, 128), 0, 2),
-        ((64, 128), 0, 4),
-        ((8, 256), 1, 2),
-        ((2, 3, 5), 0, 2),
-        ((3, 5), 0, 1),
+        ((8, 128), 4, 0, 1),
+        ((16, 128), 4, 0, 2),
+        ((64, 128), 4, 0, 4),
+        ((8, 256), 4, 1, 2),
+        ((2, 3, 5), 4, 0, 2),
+        ((3, 5), 4, 0, 1),
+        ((200, 128), 8, 0, 5),
+        ((160, 128), 8, 0, 4),
+        ((96, 128), 8, 0, 6),
+        ((24, 128), 4, 0, 3),
+        ((88, 128), 8, 0, 1),
     ],
 )
-def test_blocks_are_cut_where_that_is_free(shape: tuple[int, ...], cut: int, parts: int) -> None:
-    blocks = Blocks.of(shape, 0, jnp.float32, 4)
+def test_blocks_are_cut_where_that_is_free(
+    shape: tuple[int, ...], most: int, cut: int, parts: int
+) -> None:
+    blocks = Blocks.of(shape, 0, jnp.float32, most)
     assert (blocks.cut, blocks.parts) == (cut, parts)
     assert np.prod(blocks.part_shape) * parts == np.prod(shape)
 

@@ -53,11 +53,13 @@ def reduce_line(x: jax.Array, n: int, params: Any) -> jax.Array:
     return all_reduce.line(tiles, group, op="sum", vmem=True, interpret=params).reshape(x.shape)
 
 
-def is_caught(kernel: Callable[..., jax.Array], n: int, mode: str, hold: int | None = None) -> bool:
-    x = harness.random((n, n * 16, 128), "float32")
+def is_caught(
+    kernel: Callable[..., jax.Array], n: int, mode: str, hold: int | None = None, rows: int = 16
+) -> bool:
+    x = harness.random((n, n * rows, 128), "float32")
     total = x.sum(axis=0)
     whole = kernel in (reduce, reduce_line)
-    want = np.broadcast_to(total, x.shape) if whole else total.reshape(n, 16, 128)
+    want = np.broadcast_to(total, x.shape) if whole else total.reshape(n, rows, 128)
 
     def program(block: jax.Array) -> jax.Array:
         block = block if hold is None else harness.delayed(block, hold)
@@ -71,6 +73,11 @@ def is_caught(kernel: Callable[..., jax.Array], n: int, mode: str, hold: int | N
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
 def test_sound_kernel_is_not_caught(kernel: Callable[..., jax.Array], mode: str) -> None:
     assert not is_caught(kernel, 6, mode, hold=1)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_an_odd_number_of_parts_goes_round_an_even_ring(n: int) -> None:
+    assert not is_caught(reduce, n, "on_wait", hold=1, rows=24)
 
 
 @pytest.mark.parametrize("kernel", [scatter, scatter_line])

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_collectives import places
 from pallas_collectives.backends import How, algorithms
@@ -128,8 +129,13 @@ def _in_blocks(x: jax.Array, n: int) -> jax.Array:
 
 
 def _rows(x: jax.Array, pieces: int = 1) -> jax.Array:
-    """(k, elements) as (k, rows, 128), padded with zeros to `pieces` times whole tiles."""
-    quantum = LANES * sublanes(x.dtype) * pieces
+    """(k, elements) as (k, rows, 128), padded with zeros to `pieces` times whole tiles.
+
+    To a number of tiles that a power of two divides, if that adds a 32nd at most: a kernel cuts
+    pieces evenly, into parts and into what it adds at a time, and a prime number leaves it no cut.
+    """
+    tile = LANES * sublanes(x.dtype) * pieces
+    quantum = tile * max(1, pl.next_power_of_2(x.shape[1] // (32 * tile) + 1) // 2)
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % quantum)))
     return padded.reshape(x.shape[0], -1, LANES)
 

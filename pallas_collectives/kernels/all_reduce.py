@@ -39,21 +39,21 @@ def ring(
     x: jax.Array, group: Group, *, op: str, bidirectional: bool, vmem: bool, interpret: Any
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group."""
-    blocks = _blocks(x)
+    blocks = _blocks(x, vmem)
     lanes = topology.lanes(group.size, bidirectional=bidirectional, parts=blocks.parts)
     return _launch(x, group, blocks, lanes, on_line=False, op=op, vmem=vmem, interpret=interpret)
 
 
 def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
     """Reduces x over a line, as `ring`."""
-    blocks = _blocks(x)
+    blocks = _blocks(x, vmem)
     lanes = topology.line_lanes(group.size, blocks.parts)
     return _launch(x, group, blocks, lanes, on_line=True, op=op, vmem=vmem, interpret=interpret)
 
 
-def _blocks(x: jax.Array) -> Blocks:
+def _blocks(x: jax.Array, vmem: bool) -> Blocks:
     shape = (1, *x.shape[1:])
-    return Blocks.of(shape, 0, x.dtype, reduce_scatter.parts_of(shape, x.dtype))
+    return Blocks.of(shape, 0, x.dtype, reduce_scatter.parts_of(shape, x.dtype, vmem))
 
 
 def _launch(

@@ -21,6 +21,9 @@ A block that has further to go waits in a slot of its host (see `relay`). Blocks
 of 1 MiB where they can be, and the chunks follow one another without a pause: the slots do not grow
 with the operand. On large rings the distances are served in waves, the farthest first.
 
+On wires that make a line, blocks of few bytes do not use the ring's closing hop, which runs back
+over all of them: each goes the one way there is, in up to n-1 hops.
+
              hops        bytes per link and direction                   buffers
     direct   1           as the wires lie                               none
     ring     floor(n/2)  n^2/8 blocks (n even), (n^2-1)/8 (n odd)       at most 18 MiB
@@ -39,13 +42,15 @@ import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import launch, relay, sync
+from pallas_collectives.kernels import launch, relay, sync, topology
 from pallas_collectives.kernels.blocks import Blocks
 from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES = 1 << 20
 SLOT_BYTES = 16 << 20
 MAX_WIDTH = 16  # a message on its way takes four semaphores per direction; a core has hundreds
+# By the replay: of larger blocks, lines of 4 of v5e and v6e take longer than the ring.
+LINE_UP_TO_BYTES = 32 << 10
 MAX_PARTS = 8  # of a block sent directly: enough for the links to interleave
 
 
@@ -76,10 +81,11 @@ def ring(
 ) -> jax.Array:
     """Exchanges blocks over a ring; a block must be `sliceable` along either axis."""
     layout = _Layout.of(x, group.size, split_axis, concat_axis, chunk_parts=2)
-    trains = _trains(layout, group.size)
+    trains = _trains(layout, group.size, group.line)
+    on_line = trains[0].farthest == group.size - 1 > 1
     relaying = [train for train in trains if train.relays]
     return launch.call(
-        functools.partial(_ring_kernel, layout=layout, trains=trains),
+        functools.partial(_ring_kernel, layout=layout, trains=trains, on_line=on_line),
         group,
         x,
         out_shape=layout.result,
@@ -91,8 +97,8 @@ def ring(
             *[pltpu.SemaphoreType.DMA] * 3,
             *(semaphores for train in relaying for semaphores in train.semaphores),
         ],
-        barrier="neighbours",
-        name="all_to_all_ring",
+        barrier="line" if on_line else "neighbours",
+        name="all_to_all_line" if on_line else "all_to_all_ring",
         interpret=interpret,
         vmem=vmem,
         wire_bytes=group.size**2 // 4 * layout.block_bytes,
@@ -124,7 +130,6 @@ class _Layout:
         block[split_axis] //= n
         block_bytes = x.nbytes // n
         parts = min(most, chunk_parts * -(-block_bytes // CHUNK_BYTES))
-        parts = 1 << (parts - 1).bit_length()  # a power of two
         source = Blocks.of(tuple(block), split_axis, x.dtype, parts)
         target = dataclasses.replace(source, axis=concat_axis)
         block[concat_axis] *= n
@@ -150,11 +155,16 @@ class _Train(relay.Train):
         return self.cut(blocks).at(ref, block, 2 * chunk + lane if self.halved else chunk)
 
 
-def _trains(layout: _Layout, n: int) -> tuple[_Train, ...]:
-    """The train for all distances that have a shorter side, then one for n/2 if n is even."""
+def _trains(layout: _Layout, n: int, line: bool) -> tuple[_Train, ...]:
+    """The train for all distances that have a shorter side, then one for n/2 if n is even.
+
+    On a line one for all distances, in one wave: else neighbours might wait for each other's slots.
+    """
+    if line and layout.block_bytes <= LINE_UP_TO_BYTES and n - 1 <= MAX_WIDTH:
+        return (_Train((RIGHT, LEFT), 1, n - 1, n - 1, 1),)
     parts = layout.source.parts
-    halved = parts > 1
-    chunks = parts // 2 if halved else 1
+    halved = parts % 2 == 0
+    chunks = parts // 2 if halved else parts
     farthest = (n - 1) // 2
     fitting = SLOT_BYTES * chunks // (4 * layout.block_bytes)
     width = max(1, min(farthest, fitting, MAX_WIDTH))
@@ -210,6 +220,7 @@ def _ring_kernel(
     *scratch: Any,  # slots for each train that relays, the three below, semaphores for its slots
     layout: _Layout,
     trains: tuple[_Train, ...],
+    on_line: bool,
 ) -> None:
     relaying = [train for train in trains if train.relays]
     buffers, scratch = scratch[: len(relaying)], scratch[len(relaying) :]
@@ -226,9 +237,9 @@ def _ring_kernel(
     def move(
         train: _Train, chunk: Any, hop: Any, distance: Any, counts: Any, first: bool, last: bool
     ) -> Any:
-        """One hop of the message for a distance; `counts` are those relayed and forwarded."""
-        relayed, forwarded = counts
-        for lane, direction in enumerate(train.directions):
+        """One hop of the message for a distance; `counts`: for each lane, relayed and forwarded."""
+
+        def pass_on(lane: int, direction: int, relayed: Any, forwarded: Any) -> None:
             if first:
                 receiver = ring.block(direction * distance)
                 source = train.message(layout.source, x_ref, receiver, chunk, lane)
@@ -242,20 +253,37 @@ def _ring_kernel(
             else:
                 target, recv_sem = slots[train].free(lane, relayed)
             sync.remote_copy(source, target, send_sem, recv_sem, ring.peer(direction))
-        return relayed + np.int32(not last), forwarded + np.int32(not first)
 
-    sync.barrier_with_neighbours(ring)
+        after = []
+        for lane, (relayed, forwarded) in enumerate(counts):
+            direction, one = train.directions[lane], np.int32(1)
+            go = functools.partial(pass_on, lane, direction, relayed, forwarded)
+            if on_line:  # its sender, and its receiver, are there
+                behind = ring.place if direction == RIGHT else ring.size - 1 - ring.place
+                there = (hop <= behind + 1) & (distance - hop < ring.size - 1 - behind)
+                topology.only_if(there, go)
+                one = there.astype(np.int32)
+            else:
+                go()
+            after.append((relayed + one * (not last), forwarded + one * (not first)))
+        return tuple(after)
+
+    if on_line:
+        sync.barrier_along_line(ring)
+    else:
+        sync.barrier_with_neighbours(ring)
     own_place = layout.target.at(o_ref, ring.me)
     own_copy = pltpu.make_async_copy(layout.source.at(x_ref, ring.me), own_place, copy_sem)
     own_copy.start()
     chunks = np.int32(trains[0].parts // (1 + trains[0].halved))
     with jax.named_scope("pass_on"):
-        counts: list[Any] = [(np.int32(0), np.int32(0))] * len(trains)
+        zero = (np.int32(0), np.int32(0))
+        counts: list[Any] = [(zero,) * len(train.directions) for train in trains]
         counts = relay.for_each_move(trains, chunks, move, counts)
     with jax.named_scope("drain"):
-        for train, (relayed, forwarded) in zip(trains, counts, strict=True):
+        for train, of_lanes in zip(trains, counts, strict=True):
             if train.relays:
-                for lane in range(len(train.directions)):
+                for lane, (relayed, forwarded) in enumerate(of_lanes):
                     slots[train].drain(lane, relayed, forwarded)
         sync.wait(final_sem, own_place, times=ring.size - 1)
         sync.wait(own_sem, own_place, times=ring.size - 1)

@@ -47,12 +47,16 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], axis: int, dtype: Any, parts: int = 1) -> "Blocks":
-        """Blocks in at most `parts` parts (a power of two): as many as some dimension has free."""
-        while parts > 1:
+        """Blocks in at most `parts` parts: as many as some dimension has free.
+
+        Halves of a block can go either way to the opposite device of an even ring: so an odd number
+        is taken only where every even one is less than half of it.
+        """
+        numbers = range(1, parts + 1)
+        for count in sorted(numbers, key=lambda n: n / (1 + n % 2), reverse=True):
             for cut, size in enumerate(shape):
-                if size % parts == 0 and sliceable(size // parts, cut, len(shape), dtype):
-                    return cls(shape, axis, cut, parts)
-            parts //= 2
+                if size % count == 0 and sliceable(size // count, cut, len(shape), dtype):
+                    return cls(shape, axis, cut, count)
         return cls(shape, axis, 0, 1)
 
     @property

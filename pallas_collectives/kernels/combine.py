@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,21 +22,24 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def combine(op: str, out_ref: Any, *in_refs: Any, vmem: bool) -> None:
-    """out = in[0] op in[1] op ..., in this order, rounded once.
+def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
+    """For each (out, *in) of `sums`: out = in[0] op in[1] op ..., in this order, rounded once.
 
     Refs have one shape, whose last two dimensions are whole tiles, and lie all in HBM (read and
-    written through a double-buffered pipeline) or all in VMEM. `out_ref` may be one of `in_refs`.
-    Floats narrower than 32 bits are combined in float32, integers in 32 bits.
+    written through a double-buffered pipeline) or all in VMEM. `out` may be one of `in`; there are
+    as many of them in all sums. Floats narrower than 32 bits are combined in float32, integers in
+    32 bits.
     """
-    dtype = out_ref.dtype
+    outs = [out for out, *_ in sums]
+    ins = [ref for _, *terms in sums for ref in terms]
+    dtype, each = outs[0].dtype, len(ins) // len(outs)
 
     def body(*refs: Any) -> None:
-        *ins, out = refs
-        terms = [ref[...].astype(wide(dtype)) for ref in ins]
-        out[...] = functools.reduce(OPS[op], terms).astype(dtype)
+        for i, out in enumerate(refs[len(ins) :]):
+            terms = [ref[...].astype(wide(dtype)) for ref in refs[i * each : (i + 1) * each]]
+            out[...] = functools.reduce(OPS[op], terms).astype(dtype)
 
-    _over_tiles(body, out_ref, *in_refs, vmem=vmem)
+    _over_tiles(body, outs, ins, vmem=vmem)
 
 
 def combine_stack(op: str, out_ref: Any, stack_ref: Any, *, vmem: bool) -> None:
@@ -50,26 +53,28 @@ def combine_stack(op: str, out_ref: Any, stack_ref: Any, *, vmem: bool) -> None:
         first = stack[0].astype(wide(dtype))
         out[...] = lax.fori_loop(1, stack.shape[0], add, first).astype(dtype)
 
-    _over_tiles(body, out_ref, stack_ref, vmem=vmem)
+    _over_tiles(body, [out_ref], [stack_ref], vmem=vmem)
 
 
-def _over_tiles(body: Callable[..., None], out_ref: Any, *in_refs: Any, vmem: bool) -> None:
-    """body(*input tiles, output tile) for each tile; stacked inputs come with all their layers."""
-    ndim = len(out_ref.shape)
-    layers = math.prod(size for ref in in_refs for size in ref.shape[:-ndim])
-    tile = tile_shape(out_ref.shape, out_ref.dtype, TILE_BYTES // layers)
-    grid = tuple(size // t for size, t in zip(out_ref.shape, tile, strict=True))
+def _over_tiles(
+    body: Callable[..., None], out_refs: Sequence[Any], in_refs: Sequence[Any], *, vmem: bool
+) -> None:
+    """body(*input tiles, *output tiles) for each; stacked inputs come with all their layers."""
+    shape, dtype = out_refs[0].shape, out_refs[0].dtype
+    layers = math.prod(size for ref in in_refs for size in ref.shape[: -len(shape)])
+    tile = tile_shape(shape, dtype, TILE_BYTES // (layers * len(out_refs)))
+    grid = tuple(size // t for size, t in zip(shape, tile, strict=True))
     if vmem:
-        _for_each_tile(grid, tile, body, *in_refs, out_ref)
+        _for_each_tile(grid, tile, body, *in_refs, *out_refs)
         return
 
     def spec(ref: Any) -> pl.BlockSpec:
-        stacked = ref.shape[:-ndim]
+        stacked = ref.shape[: -len(shape)]
         return pl.BlockSpec((*stacked, *tile), lambda *index: (*(0 for _ in stacked), *index))
 
-    in_specs = [spec(ref) for ref in in_refs]
-    pltpu.emit_pipeline(body, grid=grid, in_specs=in_specs, out_specs=[spec(out_ref)])(
-        *in_refs, out_ref
+    in_specs, out_specs = [spec(ref) for ref in in_refs], [spec(ref) for ref in out_refs]
+    pltpu.emit_pipeline(body, grid=grid, in_specs=in_specs, out_specs=out_specs)(
+        *in_refs, *out_refs
     )
 
 

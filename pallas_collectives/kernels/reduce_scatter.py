@@ -56,9 +56,12 @@ SLOTS = 3
 # together, and be added when the last is there, instead of each while the next comes.
 IN_FLIGHT = 3
 
-# By the replay: parts of half a MiB, up to eight, did best on v5e, v5p, v6e and 7x at 1 to 16 MiB.
+# A block of k * k * UNIT_BYTES goes in k parts, up to eight: by the replay no other rule did better
+# on all of v5e, v5p, v6e and 7x at 192 KiB to 16 MiB. Where it is added in VMEM it goes in four, or
+# five where it cannot be quartered.
+UNIT_BYTES = 64 << 10
 MOST_PARTS = 8
-PART_BYTES = 512 << 10
+MOST_PARTS_IN_VMEM = 5
 
 
 def ring(
@@ -76,7 +79,7 @@ def ring(
     Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
     """
     shape = _block_shape(x, group, axis)
-    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype))
+    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype, vmem))
     lanes = topology.lanes(group.size, bidirectional=bidirectional, parts=blocks.parts)
     return _launch(
         functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
@@ -97,7 +100,7 @@ def line(
 ) -> jax.Array:
     """Reduces x over a line, as `ring`."""
     shape = _block_shape(x, group, axis)
-    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype))
+    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype, vmem))
     lanes = topology.line_lanes(group.size, blocks.parts)
     return _launch(
         functools.partial(_line_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
@@ -180,14 +183,16 @@ def _in_vmem_kernel(
     pltpu.sync_copy(o_vmem, o_ref)
 
 
-def parts_of(shape: tuple[int, ...], dtype: Any) -> int:
+def parts_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
     """In how many parts a block is to travel, so that adding one hides behind sending the others.
 
     What is left to add when the last part arrives is not hidden: more parts, less of that, until a
     part is so small that starting its DMAs takes as long.
     """
+    if vmem:
+        return MOST_PARTS_IN_VMEM
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
-    return max(2, min(MOST_PARTS, pl.next_power_of_2(nbytes // PART_BYTES + 1) // 2))
+    return max(1, min(MOST_PARTS, math.isqrt(nbytes // UNIT_BYTES)))
 
 
 def lane_slots(lanes: tuple[Lane, ...], blocks: Blocks, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -287,7 +292,7 @@ def add_on_the_way(
     def forward(step: Any, i: int, part: Any) -> None:
         hops.receive(step - 1, i, part)
         summed = hops.slot(step - 1, i, part)
-        combine(op, summed, own_term(step, i, part), summed, vmem=vmem)
+        combine(op, (summed, own_term(step, i, part), summed), vmem=vmem)
         hops.end_earlier(step, i, part)  # that of step - 1 too, from the slot of step - 2
 
         @pl.when((step >= 2) & (step - 2 + SLOTS < lanes[i].hops_of(part)))
@@ -297,28 +302,34 @@ def add_on_the_way(
         hops.send(summed, step, i, part)
 
     def finish(turn: Any, _: None) -> None:
-        """Our own block's part: our term, and the sum that has come on each lane."""
-        # Parts that travel furthest on one lane or the other come last, in turn.
-        halves = 2 if 2 * lanes[0].far_parts == blocks.parts else 1
-        part = lax.rem(turn, halves) * (blocks.parts // halves) + lax.div(turn, halves)
-        ends = [lane.hops_of(part) for lane in lanes]
-        for i, count in enumerate(ends):
-            pl.when(count > 0)(functools.partial(hops.receive, count - 1, i, part))
-        sums = [hops.slot(count - 1, i, part) for i, count in enumerate(ends)]
-        target, own = blocks.at(o_ref, part=part), blocks.at(x_ref, ring.me, part)
-        if all(lane.near for lane in lanes):
-            combine(op, target, own, *sums, vmem=vmem)
-        else:  # two devices: half of the parts come on each lane
-            for count, summed in zip(ends, sums, strict=True):
-                add = functools.partial(combine, op, target, own, summed, vmem=vmem)
+        """Our own block's part: our term, and the sum that has come on each lane.
+
+        Together with the part that comes last on the other lane, where there is such a one.
+        """
+        sums = []
+        for part in (turn, turn + turns)[: blocks.parts // turns]:
+            target, own = blocks.at(o_ref, part=part), blocks.at(x_ref, ring.me, part)
+            ends = [lane.hops_of(part) for lane in lanes]
+            for i, count in enumerate(ends):
+                pl.when(count > 0)(functools.partial(hops.receive, count - 1, i, part))
+            come = [hops.slot(count - 1, i, part) for i, count in enumerate(ends)]
+            if all(lane.near for lane in lanes):
+                sums.append((target, own, *come))
+                continue
+            for count, summed in zip(ends, come, strict=True):  # two devices: each on one lane
+                add = functools.partial(combine, op, (target, own, summed), vmem=vmem)
                 pl.when(count > 0)(add)
+        if sums:
+            combine(op, *sums, vmem=vmem)
+
+    turns = lanes[0].far_parts if 2 * lanes[0].far_parts == blocks.parts else blocks.parts
 
     with jax.named_scope("own_terms"):
         topology.for_each_part(lanes, send_own)
     with jax.named_scope("forward"):
         topology.for_each_step(lanes, forward, start=1)
     with jax.named_scope("finish"):
-        lax.fori_loop(0, blocks.parts, finish, None)
+        lax.fori_loop(0, turns, finish, None)
         for i in range(len(lanes)):
             hops.end_last(i)
 
@@ -358,7 +369,7 @@ def add_along(
     def forward(step: Any, i: int, part: Any) -> None:
         hops.receive(step, i, part)
         summed = hops.slot(step, i, part)
-        combine(op, summed, own_term(step, i, part), summed, vmem=vmem)
+        combine(op, (summed, own_term(step, i, part), summed), vmem=vmem)
         hops.end_earlier(step, i, part)  # that of step - 1 too, from that step's slot
 
         @pl.when((step >= 1) & (step - 1 + SLOTS <= ahead[i]))
@@ -379,10 +390,10 @@ def add_along(
             topology.only_if(behind[i] > 0, functools.partial(hops.receive, ahead[i], i, part))
         at_end = (ring.place == 0) | (ring.place == ring.size - 1)
         sums = [hops.slot(ahead[i], i, part) for i in range(len(lanes))]
-        topology.only_if(~at_end, lambda: combine(op, target, own, *sums, vmem=vmem))
+        topology.only_if(~at_end, lambda: combine(op, (target, own, *sums), vmem=vmem))
         arriving = (behind[0] == 0).astype(np.int32)  # the lane that ends here, with step 0
         summed = hops.slot(0, arriving, part)
-        topology.only_if(at_end, lambda: combine(op, target, own, summed, vmem=vmem))
+        topology.only_if(at_end, lambda: combine(op, (target, own, summed), vmem=vmem))
 
     def tick(number: Any, _: None) -> None:
         topology.for_each_part(lanes, see_to, number)

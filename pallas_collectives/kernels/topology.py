@@ -160,13 +160,13 @@ def lanes(n: int, *, bidirectional: bool, parts: int) -> tuple[Lane, ...]:
     """The lanes on which every block reaches, or comes from, all other n-1 devices.
 
     Both ways round, a block travels (n-1)/2 hops each way. The opposite device of an even ring gets
-    half of the parts from either side, so that every link carries (n-1)/2 blocks either way; a
-    block of one part comes from the left.
+    half of the parts from either side, so that every link carries (n-1)/2 blocks either way; of an
+    odd number of parts one more comes from the right, a single part from the left.
 
     Args:
       n: devices in the ring.
       bidirectional: use both directions of the links.
-      parts: 1, or an even number.
+      parts: of a block.
     """
     if not bidirectional:
         return (Lane(RIGHT, parts, n - 1),)

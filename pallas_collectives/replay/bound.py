@@ -1,5 +1,8 @@
-"""What no kernel can beat: the least time of a collective on a machine, from cuts of its torus and
-from distance.
+"""What kernels are held against: bytes on the busiest link of the best algorithm, plus hops.
+
+Its two terms, below, are each the least that is possible; their sum is the time of an algorithm
+that is best in both and has the one after the other. Hops on which other bytes are already under
+way cost nothing more: a kernel may pass the sum by some of them, but neither term alone.
 
 Bytes: for each slab of the torus (an interval of one torus axis, all of the others) and each single
 chip, what must come in from outside divided by what its links carry. For every group with k members
@@ -41,7 +44,7 @@ OPS = (
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A collective's least time in seconds: on the wire, and in latency."""
+    """A collective's least seconds on the wire, its least in latency, and `time`, both."""
 
     wire: float
     latency: float

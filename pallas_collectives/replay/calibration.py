@@ -1,9 +1,10 @@
 """The model against measured times: which it was fitted to, and how far off it is on the others.
 
-Published figures of real TPUs, replayed with this library's bidirectional ring all-gather; where
-the figure is of XLA's own all-gather, the copy of the whole result that XLA makes after it is added
-at HBM bandwidth (it is in XLA's compiled program). What a figure's text leaves open is stated with
-it.
+Published figures of real TPUs, replayed with this library's bidirectional ring all-gather, of whole
+blocks, but for the opposite device of an even ring, which gets a half from either side: no source
+tells of the smaller parts in which the library sends them otherwise. Where the figure is of XLA's
+own all-gather, the copy of the whole result that XLA makes after it is added at HBM bandwidth (it
+is in XLA's compiled program). What a figure's text leaves open is stated with it.
 
     python -m pallas_collectives.replay.calibration
 """
@@ -51,7 +52,7 @@ class Point:
 
         def body(x: jax.Array) -> jax.Array:
             return all_gather.ring(
-                x, group, axis=0, bidirectional=True, vmem=False, interpret=False
+                x, group, axis=0, bidirectional=True, vmem=False, interpret=False, most_parts=2
             )
 
         spec = jax.sharding.PartitionSpec()
