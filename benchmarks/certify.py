@@ -62,6 +62,10 @@ def main(argv: Sequence[str]) -> int:
     """Runs all of it; the exit status says whether all was right."""
     if argv[1:]:
         raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+    for name in ("json", "csv", "plot", "resume"):
+        if flags.FLAGS[name].present:
+            rule = "all of a certificate is written to NAME.md and NAME.json"
+            raise FlagError(f"--{name}", rule, "name it with --certificate=NAME")
     results.check_writable(f"{_OUT.value}.json", "--certificate")
     wanted = selection.chosen(_SIZES, dtypes=("float32",))
     if devices.kind() != "simulated" and "xla" not in wanted.backends:

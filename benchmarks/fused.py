@@ -91,9 +91,13 @@ def main(argv: Sequence[str]) -> int:
         title = f"Measured: {jax.device_count()} x {jax.devices()[0].device_kind}, bfloat16."
     if devices.speaks():
         print(title, HEADER, sep="\n")
+    slower = False
     for row in found:
+        slower |= row.overlap < 0
         if devices.speaks():
             print(row.line(), flush=True)
+    if slower and devices.speaks():
+        print("overlap below 0: fused takes longer; by itself such a product runs unfused.")
     return 0
 
 

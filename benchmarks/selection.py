@@ -63,6 +63,9 @@ def chosen(
       FlagError: a flag that makes no sense.
     """
     mesh = settings.parse_mesh(_MESH.value) if _MESH.value else ()
+    if mesh and flags.FLAGS["devices"].present and math.prod(mesh) != _DEVICES.value:
+        rule = f"--mesh={_MESH.value} is one of {math.prod(mesh)}"
+        raise FlagError(f"--devices={_DEVICES.value}", rule, "leave one of both out")
     devices.prepare(math.prod(mesh) if mesh else _DEVICES.value, _DISTRIBUTED.value)
     mesh = mesh or (len(jax.devices()),)
     kind = devices.kind()

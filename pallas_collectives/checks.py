@@ -177,6 +177,9 @@ def check_blocks(
 
 def check_axis(name: str, axis: int, ndim: int) -> None:
     """`axis` is one of an array of `ndim` dimensions."""
+    if not ndim:
+        rule = "a scalar has no dimensions"
+        raise CollectiveError(f"{name}={axis} of a scalar", rule, "give it one, as by x[None]")
     if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
         raise CollectiveError(
             f"{name}={axis}",

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_collectives import backends, bundles, checks, primitives
+from pallas_collectives import backends, checks, primitives
 from pallas_collectives.backends import How
 from pallas_collectives.checks import AxisName, Groups
 
@@ -148,8 +148,7 @@ def psum(
 
     Args:
       x: array or pytree of arrays, of any shape; Python scalars and other constants fold to
-        multiples of themselves, so that psum(1, axis) is the number of devices. A tree's arrays of
-        up to 64 KiB are summed as one, at a pass over each and one over its sum.
+        multiples of themselves, so that psum(1, axis) is the number of devices.
       axis_name: mesh axis, or tuple of axes.
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
@@ -220,10 +219,8 @@ def _reduce(
     how = _settle(axis_name, groups, backend, algorithm, precise)
     if name in ("pmax", "pmin"):
         checks.check_ordered(name, x, how)
-    reduce = functools.partial(getattr(LAX, name), axis_name=axis_name, axis_index_groups=groups)
-    if how.backend != "xla":  # which merges by itself
-        reduce = functools.partial(bundles.reduced, reduce)
-    return primitives.with_twins(how, reduce, x)
+    reduce = getattr(LAX, name)
+    return primitives.with_twins(how, lambda x: reduce(x, axis_name, axis_index_groups=groups), x)
 
 
 def all_to_all(

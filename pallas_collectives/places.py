@@ -39,6 +39,9 @@ _simulated = jax.make_user_context(None)
 def torus(name: str) -> Iterator[None]:
     """Within this context simulated devices lie as a TPU slice's do; values are the same as ever.
 
+    Only that: what the generation cannot do, and the times by which algorithms are chosen, are
+    still those of simulated devices. For a chip's own ask `explain`, with a mesh of it.
+
     Device k is the k-th of the slice, row-major over its chips, a chip's devices side by side.
 
     Args:

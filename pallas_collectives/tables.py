@@ -174,7 +174,7 @@ def _is_time(value: Any) -> bool:
 
 def _error(path: Any, key: str, rule: str) -> TableError:
     return TableError(
-        f"{key} in the table {os.fspath(path)!r}",
+        f"{key} of the table {os.fspath(path)!r}",
         rule,
         "write the table with `python -m benchmarks tune`, or leave it out for the modelled one",
     )

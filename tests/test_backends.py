@@ -35,6 +35,9 @@ def test_the_mesh_decides_then_environment_then_context_then_call(
         assert served_by() == {"pallas"}
         assert served_by(backend="xla") == {"xla"}
     assert pallas_collectives.fallback_counts() == {}
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "mpi")
+    with pytest.raises(BackendError, match=f"'mpi' .from {ENVIRONMENT_VARIABLE}.: it is one of"):
+        served_by()
 
 
 def test_a_jitted_function_is_retraced_under_another_backend() -> None:

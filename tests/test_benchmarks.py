@@ -299,6 +299,8 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
     [
         (("certify", "all_gather"), "argument 'all_gather'"),
         (("certify", "--certificate=/nowhere/a"), "--certificate=/nowhere/a.json"),
+        (("certify", "--json=a.json"), "--json: all of a certificate is written to NAME.md"),
+        (("--mesh=4x2", "--devices=4"), "--devices=4: --mesh=4x2 is one of 8"),
         (("fused", "x"), "argument 'x'"),
         (("fused", "--fused=psum"), "--fused=psum: the products are all_gather_matmul"),
         (("fused", "--shapes=8x8"), "--shapes=8x8: it is ROWSxKxN"),

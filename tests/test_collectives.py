@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "scatter of uneven blocks": (
         lambda x: pc.psum_scatter({"a": x, "b": x[:6]}, "x", tiled=True),
         CollectiveError,
-        ("scatter_dimension=0 of size 6", "multiple of the 4 devices", "pad it"),
+        ("scatter_dimension=0 of a scalar", "no dimensions", "x[None]"),
     ),
     "untiled scatter": (
         lambda x: pc.psum_scatter(x, "x"),

@@ -90,7 +90,7 @@ def test_a_bad_table_is_refused_with_file_key_rule_and_remedy(
     with pytest.raises(TableError) as caught:
         tuning.load(path)
     message = str(caught.value)
-    assert message.startswith(f"{key} in the table") or message.startswith(key)
+    assert message.startswith(f"{key} of the table") or message.startswith(key)
     assert str(path) in message and rule in message and "python -m benchmarks tune" in message
 
 

@@ -164,7 +164,11 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
 
 def _check_name(name: str) -> None:
     if name not in NAMES:
-        raise BackendError(f"backend {name!r}", f"it is one of {', '.join(NAMES)}", "name one")
+        environment = os.environ.get(ENVIRONMENT_VARIABLE) == name
+        where = f" (from {ENVIRONMENT_VARIABLE})" if environment else ""
+        raise BackendError(
+            f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one"
+        )
 
 
 def _platform() -> str:

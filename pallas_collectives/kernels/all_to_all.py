@@ -160,7 +160,7 @@ def _trains(layout: _Layout, n: int, line: bool) -> tuple[_Train, ...]:
 
     On a line one for all distances, in one wave: else neighbours might wait for each other's slots.
     """
-    if line and layout.block_bytes <= LINE_UP_TO_BYTES and n - 1 <= MAX_WIDTH:
+    if line and n > 2 and layout.block_bytes <= LINE_UP_TO_BYTES and n - 1 <= MAX_WIDTH:
         return (_Train((RIGHT, LEFT), 1, n - 1, n - 1, 1),)
     parts = layout.source.parts
     halved = parts % 2 == 0

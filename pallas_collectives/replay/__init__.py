@@ -1,13 +1,15 @@
 """Runs a kernel's own DMA program on a modelled torus: time, link loads, deadlocks, leftovers,
 races.
 
-    machine = replay.Machine.named("v5e:16x16") mesh = machine.mesh({"x": 16, "y": 16}) f =
-    jax.shard_map(lambda x: all_gather(x, "x"), mesh=mesh, in_specs=P("x", "y"), out_specs=P(None,
-    "y")) print(replay.replay(f, jax.ShapeDtypeStruct((65536, 2048), jnp.bfloat16),
-    machine=machine))
+    machine = replay.Machine.named("v5e:16x16")
+    mesh = machine.mesh({"x": 16, "y": 16})
+    f = jax.shard_map(lambda x: all_gather(x, "x", tiled=True, to="invarying"),
+                      mesh=mesh, in_specs=P("x", "y"), out_specs=P(None, "y"))
+    report = replay.replay(f, jax.ShapeDtypeStruct((65536, 2048), jnp.bfloat16), machine=machine)
+    print(report)
 
 Every figure is modelled, none is measured: see `machine` for the constants and where they come
-from.
+from. `draw` makes pictures of a report, `trace` a file for Perfetto.
 """
 
 from pallas_collectives.replay.api import replay as replay

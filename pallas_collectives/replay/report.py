@@ -124,6 +124,7 @@ class Report:
         lines = [
             f"{self.machine}, modelled: {self.time * us:.1f} µs"
             + ("" if self.ok else "  NOT SOUND")
+            + ("" if self.kernels else "  NO KERNEL in it, so nothing to model,")
             + f" ({self.devices_modelled} of {len(self.engine.classes.of_device)} devices stepped)",
             f"  busiest link   {name}: {carried / 1e6:.3f} MB, busy {busy:.0%}",
             f"  scratch        VMEM {self.vmem_bytes / 2**20:.2f} MiB, "
@@ -137,7 +138,9 @@ class Report:
             for x in self.leftovers[:8]
         ]
         if self.races is None:
-            lines.append("  races          not looked for")
+            lines.append("  races          not looked for (races=True does)")
+        elif not self.races:
+            lines.append("  races          none, on any schedule")
         lines += [f"  race           {r}" for r in self.races or ()]
         worst: dict[str, Held] = {}  # per line, the device that waits there longest
         for h in self.held:
