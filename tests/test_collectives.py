@@ -90,12 +90,12 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "scatter of a scalar": (
         lambda x: pc.psum_scatter(x[0, 0], "x"),
         CollectiveError,
-        ("scatter_dimension=0", "[0, 0)", "count"),
+        ("scatter_dimension=0 of a scalar", "no dimensions", "x[None]"),
     ),
     "scatter of uneven blocks": (
         lambda x: pc.psum_scatter({"a": x, "b": x[:6]}, "x", tiled=True),
         CollectiveError,
-        ("scatter_dimension=0 of a scalar", "no dimensions", "x[None]"),
+        ("scatter_dimension=0 of size 6", "multiple of the 4 devices", "pad it"),
     ),
     "untiled scatter": (
         lambda x: pc.psum_scatter(x, "x"),
