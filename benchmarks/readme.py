@@ -7,8 +7,8 @@ algorithms, what is replayed and compiled (readme.json) is brought up to date by
 
 and what is measured (readme_gpus.json), on a host with GPUs and a process for each, by
 
-    python -m benchmarks --collective=all_gather,psum --backend=nccl,xla --sizes=64K:512M:2x \\
-        --json=benchmarks/readme_gpus.json
+    python -m benchmarks --collective=all_gather,psum_scatter,psum,all_to_all,ppermute \\
+        --backend=nccl,xla --sizes=4K:256M:4x --iters=200 --json=benchmarks/readme_gpus.json
 """
 
 import difflib

@@ -188,6 +188,7 @@ def test_replay_models_instead_of_measuring(bench: Bench, tmp_path: Path) -> Non
     ]
     for row in results["replayed"]:
         assert 0 < row["busbw"] < 45, "a link of a v5e carries no more GB/s"
+        assert row["bound_us"] > 0
         assert math.isclose(row["of_bound"], 100 * row["bound_us"] / row["time_us"])
         assert math.isclose(row["algbw"], row["size"] / row["time_us"] / 1e3)
     assert "Modelled" in out and "time(us)" not in out
