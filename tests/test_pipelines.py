@@ -600,7 +600,7 @@ def test_what_cannot_be_is_refused_while_tracing() -> None:
     fails(CollectiveError, r"produce=3: it is a function", lambda x: exchange(3, "x"))
     fails(CollectiveError, r"axis=4.*\[-4, 4\)", lambda x: gather(x, lambda b, _: b, "x", axis=4))
     fails(
-        CollectiveError, r"axis=0.*\[0, 0\)",
+        CollectiveError, r"axis=0 of a scalar",
         lambda x: gather(x, lambda b, _: b.sum(), "x", tiled=True),
     )  # fmt: skip
     for function in (
