@@ -10,6 +10,7 @@ it. `--model` makes that one anew: kernels replayed on modelled pods.
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +30,16 @@ from pallas_collectives.kernels import launch
 from pallas_collectives.replay import GENERATIONS, Machine
 from pallas_collectives.tables import Entry, Table
 
-# Groups that are modelled: how they lie, and of how many devices.
-GROUPS = (("line", (2, 3, 4, 8)), ("ring", (4, 8, 16)))
+# Groups that are modelled, over one axis and over several: how they lie, and of how many devices.
+_ON_ONE_AXIS = (("line", (2, 3, 4, 8)), ("ring", (4, 8, 16)))
+_SMALL = ("2x2 grid", "2x4 grid")
+_ON_TWO = (*_SMALL, "4x4 grid", "8x8 grid", "16x16 torus")
+_ON_THREE = (*_SMALL, "4x4 torus", "2x2x2 grid", "4x4x4 torus")
+# The two devices of a chip are one more axis.
+_ON_FOUR = (*_SMALL, "2x2x2 grid", "2x2x2x2 grid", "2x4x4x4 torus")
+# To each of more devices than this one hop is not the fastest way: to 64 on v5p 4 KiB take as long
+# by it as over all axes. Where it is all there is, times of more devices go on from those of _MOST.
+_FAR, _MOST = 16, 64
 # Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
 BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)
 OPERAND_BYTES = (*BLOCK_BYTES, 16 << 20, 64 << 20)
@@ -79,12 +88,37 @@ def modelled(known: Table | None = None) -> Table:
     """What `replay` says of every candidate on every TPU generation; what is known stays."""
     entries: list[Entry] = []
     for chip in GENERATIONS:
-        for torus, sizes in GROUPS:
-            for n in sizes:
-                print(f"replaying {chip}, a {torus} of {n}", file=sys.stderr, flush=True)
-                entries += model(chip, torus, n, known=known)
+        for torus, n in groups(chip):
+            print(f"replaying {chip}, a {torus} of {n}", file=sys.stderr, flush=True)
+            entries += model(chip, torus, n, known=known)
     about = "Modelled, not measured: kernels replayed (pallas_collectives.replay), float32."
     return _table("modelled", about, entries)
+
+
+def groups(chip: str) -> list[tuple[str, int]]:
+    """The groups that are modelled on a chip."""
+    generation = GENERATIONS[chip]
+    tori = {2: _ON_TWO, 3: _ON_THREE, 4: _ON_FOUR}[generation.dims + generation.devices_per_chip - 1]
+    several = [(torus, math.prod(_sizes(torus))) for torus in tori]
+    return [(torus, n) for torus, sizes in _ON_ONE_AXIS for n in sizes] + several
+
+
+def _sizes(torus: str) -> list[int]:
+    return [int(size) for size in torus.partition(" ")[0].split("x")]
+
+
+def machine_of(chip: str, torus: str, n: int) -> tuple[Machine, tuple[str, ...]]:
+    """The pod on which a group is modelled, all of it, and the mesh axes of the group."""
+    generation = GENERATIONS[chip]
+    if torus in tables.TORI:
+        rest = (False,) * (generation.dims - 1)
+        return Machine.named(f"{chip}:{n}", (torus == "ring", *rest)), ("x",)
+    sizes = _sizes(torus)[generation.devices_per_chip - 1 :]
+    closing = tuple(torus.endswith("torus") and size > 2 for size in sizes)
+    rest = (False,) * (generation.dims - len(sizes))
+    wraps = None if torus.endswith("cylinder") else closing + rest
+    machine = Machine.named(f"{chip}:{'x'.join(map(str, sizes))}", wraps)
+    return machine, tuple(replay_rows.mesh_axes(machine))
 
 
 def model(
@@ -94,16 +128,16 @@ def model(
 
     Args:
       chip: the TPU generation.
-      torus: "line" or "ring".
+      torus: how it lies on the links (see `tables.Entry`).
       n: devices in the group.
       ops: the collectives; all by default.
       known: times to take as they are.
     """
-    generation = GENERATIONS[chip]
-    rest = (False,) * (generation.dims - 1)
-    machine = Machine.named(f"{chip}:{n}", (torus == "ring", *rest))
+    machine, axes = machine_of(chip, torus, n)
     for case in CASES:
         if case.op in _UNTABLED or (ops is not None and case.op not in ops):
+            continue
+        if case.op in ("all_to_all", "ppermute") and n > _MOST:
             continue
         sizes = OPERAND_BYTES if case.op == "all_reduce" else BLOCK_BYTES
         there = known and known.entries.get((case.op, chip, torus, n))
@@ -112,27 +146,32 @@ def model(
         us = {name: times for name, times in us.items() if name in offered}
         for name in offered:
             if name not in us:
-                us[name] = tuple(_replayed(machine, case, name, size, n) for size in sizes)
+                us[name] = tuple(_replayed(machine, axes, case, name, size, n) for size in sizes)
         yield Entry(case.op, chip, torus, n, sizes, {k: t for k, t in us.items() if any(t)})
 
 
 def candidates(op: str, torus: str) -> tuple[str, ...]:
     """The algorithms of a collective, for sums also with operands in VMEM (see `tuning`).
 
-    A line's algorithms leave a ring's closing links idle; a torus' are for several axes.
+    A line's algorithms leave a ring's closing links idle; a torus' are for several axes, where one
+    direction of a ring alone is never the fastest.
     """
     spaces = ("", ":vmem") if op in ("reduce_scatter", "all_reduce") else ("",)
-    unfit = ("torus", "line") if torus == "ring" else ("torus",)
+    unfit = {"ring": ("torus", "line"), "line": ("torus",)}.get(torus, ("line", "unidirectional"))
     names = (name for name in algorithms.ALGORITHMS[op] if name not in unfit)
     return tuple(name + space for name in names for space in spaces)
 
 
-def _replayed(machine: Machine, case: Case, algorithm: str, block: int, n: int) -> float | None:
+def _replayed(
+    machine: Machine, axes: tuple[str, ...], case: Case, algorithm: str, block: int, n: int
+) -> float | None:
     """Modelled microseconds, None where the algorithm cannot run or would not be chosen."""
     size = block if case.whole else block * n
     if algorithm.endswith(":vmem") and size > 8 * tuning.VMEM_UP_TO_BYTES:
         return None
-    task = replay_rows.Task(machine, case, DTYPE, size, algorithm, ("x",))
+    if n > _FAR and algorithm.partition(":")[0] in tuning.ONE_HOP and case.op != "all_to_all":
+        return None
+    task = replay_rows.Task(machine, case, DTYPE, size, algorithm, axes)
     try:
         with launch.ids_of_its_own():  # there are more groups here than in any one program
             return _rounded(replay_rows.run(task).time * 1e6)

@@ -62,7 +62,8 @@ class Explanation:
       nbytes: bytes of one device's operand.
       devices: devices in the group.
       chip: the TPU generation.
-      torus: how the group lies on the links: "ring", "line", or on several axes "2 x 4 torus".
+      torus: how the group lies on the links: "ring", "line", or on several axes "4x4 torus",
+        "2x4 grid" where none closes to a ring, "8x16 cylinder" where some do.
       algorithm: the one that is chosen; "" across slices.
       why: in a sentence.
       candidates: all algorithms, the fastest first.
@@ -209,9 +210,8 @@ def _explained(
     op: str, nbytes: int, group: Group, chip: Chip, torus: str, refusal: str = ""
 ) -> Explanation:
     canonical_op, n = CANONICAL[op], group.size
-    lies = f"{' x '.join(str(axis.size) for axis in group.torus)} torus" if group.torus else torus
     if refusal:
-        return Explanation(op, nbytes, n, chip.name, lies, LAX, refusal, ())
+        return Explanation(op, nbytes, n, chip.name, torus, LAX, refusal, ())
     block = nbytes // n if canonical_op in _OF_BLOCKS else nbytes
     offered = algorithms.ALGORITHMS[canonical_op]
     reached = algorithms.reachable(canonical_op, group, chip)
@@ -228,18 +228,16 @@ def _explained(
     ]
     if not reached:
         why = f"{chip.name} cannot write between these devices"
-        return Explanation(op, nbytes, n, chip.name, lies, LAX, why, tuple(found))
-    ring = tuning.choose(canonical_op, block, n, chip, reached, torus)
-    chosen, why = algorithms.on_torus(ring, group, canonical_op, block), _why(ring, found)
-    if chosen != ring:
-        why += "; and in its place all axes of the torus at once"
-    return Explanation(op, nbytes, n, chip.name, lies, chosen, why, tuple(found))
+        return Explanation(op, nbytes, n, chip.name, torus, LAX, why, tuple(found))
+    chosen = tuning.choose(canonical_op, block, n, chip, reached, torus)
+    why = _why(chosen, found)
+    return Explanation(op, nbytes, n, chip.name, torus, chosen, why, tuple(found))
 
 
 def _no_time(name: str, reached: bool, group: Group, chip: Chip) -> str:
     """Why there is no prediction for an algorithm."""
-    if name == "torus":
-        return "takes a ring's place" if group.torus else "for groups over several axes of a torus"
+    if name == "torus" and not group.torus:
+        return "for groups over several axes of a torus"
     return "no table has it" if reached else f"{chip.name} cannot write to all devices of the group"
 
 
@@ -279,10 +277,11 @@ def _across(op: str, nbytes: int, group: Group, parts: hierarchy.Split, chip: Ch
             ("all_gather", nbytes // parts.inside.size),
         ),
     }.get(within)
-    torus = tuning.torus_of(parts.inside.size, chip)
+    inner = places.arranged(parts.inside)
+    torus = algorithms.torus_of(inner, chip)
     if inside is None:
         why = "it spans slices, whose network is XLA's"
         return Explanation(op, nbytes, group.size, chip.name, torus, LAX, why, ())
-    steps = tuple(_explained(step, size, parts.inside, chip, torus) for step, size in inside)
+    steps = tuple(_explained(step, size, inner, chip, torus) for step, size in inside)
     why = f"kernels inside each of {parts.slices} slices, lax between them"
     return Explanation(op, nbytes, group.size, chip.name, torus, "", why, (), steps)

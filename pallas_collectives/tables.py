@@ -19,6 +19,9 @@ import dataclasses
 import functools
 import json
 import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,11 @@ from pallas_collectives.errors import TableError
 MODELLED = Path(__file__).with_name("modelled.json")
 KINDS = ("modelled", "measured")
 TORI = ("line", "ring")
+# Of several axes, with their sizes before it: "2x4 grid". Of the axes longer than two devices none
+# closes to a ring, some do, or all.
+OF_SEVERAL_AXES = ("grid", "cylinder", "torus")
 NO_TPU = ("nccl", "xla")  # what stands for algorithms on GPUs: the backends
+_TORUS = re.compile(rf"{'|'.join(TORI)}|\d+(x\d+)+ ({'|'.join(OF_SEVERAL_AXES)})")
 _KEYS = ("op", "chip", "torus", "devices", "bytes", "us")
 
 
@@ -40,7 +47,7 @@ class Entry:
     Attributes:
       op: the canonical collective.
       chip: as `chips.Chip.name`; of GPUs their device_kind.
-      torus: how the group lies on the links, one of `TORI`.
+      torus: how the group lies on the links: one of `TORI`, or as `torus_of_axes`.
       devices: devices in the group.
       bytes: of one block, ascending.
       us: algorithm -> microseconds at each of `bytes`, None where it cannot run.
@@ -79,9 +86,37 @@ class Table:
         """Whether it may serve here: a measured one does under the JAX it was measured with."""
         return not self.measured or self.jax == jax.__version__
 
-    def devices(self, op: str, chip: str, torus: str) -> list[int]:
-        """The group sizes that have an entry, ascending."""
-        return sorted(e.devices for e in self.entries.values() if e.key[:3] == (op, chip, torus))
+    @functools.cached_property
+    def families(self) -> dict[tuple[str, str, str], dict[int, Entry]]:
+        """(op, chip, `family` of the torus) -> the entries, by their number of devices."""
+        found: dict[tuple[str, str, str], dict[int, Entry]] = defaultdict(dict)
+        for entry in self.entries.values():
+            found[entry.op, entry.chip, family(entry.torus)][entry.devices] = entry
+        return dict(found)
+
+
+def torus_of_axes(axes: Iterable[tuple[int, bool]]) -> str:
+    """What a table calls a torus of several axes, each given by its devices and whether it is a
+    line: "2x4 grid", "8x16 cylinder", "4x4 torus"."""
+    sizes, lines = zip(*sorted(axes), strict=True)
+    closing = [not line for size, line in zip(sizes, lines, strict=True) if size > 2]
+    none, some, every = OF_SEVERAL_AXES
+    word = none if not any(closing) else every if all(closing) else some
+    return f"{'x'.join(map(str, sizes))} {word}"
+
+
+def family(torus: str) -> str:
+    """Of a torus without its sizes: those between whose times others lie ("2-axis grid")."""
+    sizes, _, word = torus.rpartition(" ")
+    return f"{sizes.count('x') + 1}-axis {word}" if sizes else word
+
+
+def families_like(torus: str) -> tuple[str, ...]:
+    """The family of a torus, then the others with as many axes, then rings and lines."""
+    own = family(torus)
+    axes, _, _ = own.rpartition(" ")
+    alike = [f"{axes} {word}" for word in OF_SEVERAL_AXES] if axes else []
+    return tuple(dict.fromkeys([own, *alike, *reversed(TORI)]))
 
 
 def load(path: str | os.PathLike[str]) -> Table:
@@ -141,8 +176,9 @@ def _entry(raw: Any, path: str, where: str) -> Entry:
         raise _error(path, f"{where}.op {op!r}", f"it is one of {', '.join(ALGORITHMS)}")
     if not isinstance(chip, str) or not chip:
         raise _error(path, f"{where}.chip {chip!r}", "it is the name of a chip")
-    if torus not in TORI:
-        raise _error(path, f"{where}.torus {torus!r}", f"it is one of {', '.join(TORI)}")
+    if not isinstance(torus, str) or not _TORUS.fullmatch(torus):
+        rule = f"it is one of {', '.join(TORI)}, or as '2x4 grid': {', '.join(OF_SEVERAL_AXES)}"
+        raise _error(path, f"{where}.torus {torus!r}", rule)
     if type(devices) is not int or devices < 2:
         raise _error(path, f"{where}.devices {devices!r}", "it is a whole number above 1")
     if not isinstance(sizes, list) or not _are_sizes(sizes):

@@ -34,7 +34,7 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
 # larger ones would take from VMEM what XLA keeps there between operations.
 VMEM_UP_TO_BYTES = 1 << 20
-_ONE_HOP = ("direct", "one_shot")
+ONE_HOP = ("direct", "one_shot")
 # Whose times stand for a chip that has none: simulated devices reach each other as v5p's do.
 _STAND_IN = "v5p"
 
@@ -73,7 +73,8 @@ def choose(
       devices: devices in the group.
       chip: the TPU generation.
       allowed: the algorithms that can serve the group, the one preferred among equals first.
-      torus: "ring" or "line"; by default what an axis of so many devices is on this chip.
+      torus: how the group lies on the links (see `tables.Entry`); by default as an axis of so many
+        devices does on this chip.
 
     Raises:
       TableError: the table in scope cannot be read.
@@ -84,7 +85,7 @@ def choose(
 
 def fastest_first(predicted: dict[str, Prediction]) -> list[str]:
     """Algorithms by their predicted times; of equal ones first those that go in one hop."""
-    return sorted(predicted, key=lambda a: (predicted[a].us, a.partition(":")[0] not in _ONE_HOP))
+    return sorted(predicted, key=lambda a: (predicted[a].us, a.partition(":")[0] not in ONE_HOP))
 
 
 def predict(
@@ -97,8 +98,8 @@ def predict(
 ) -> dict[str, Prediction]:
     """The predicted time of each algorithm that `choose`, of the same arguments, chooses from.
 
-    A measured table serves the very group sizes that were measured. What it does not have is the
-    modelled table's, between whose group sizes times are interpolated.
+    A measured table serves the very groups that were measured. What it does not have is the
+    modelled table's, between whose group sizes times are interpolated: of tori of as many axes.
     """
     torus = torus or torus_of(devices, chip)
     names = [v for name in allowed for v in _variants(op, name, block_bytes, devices)]
@@ -175,32 +176,35 @@ def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, 
 def _predict(
     table: Table, op: str, name: str, block_bytes: int, devices: int, chip: Chip, torus: str
 ) -> Prediction | None:
-    chip_name, tori = chip.name, [torus]
-    if not table.measured:
-        known = any(entry.chip == chip_name for entry in table.entries.values())
-        chip_name = chip_name if known else _STAND_IN
-        # Few devices lie as they do on either.
-        tori += [other for other in tables.TORI if other != torus]
-    for on in tori:
-        there = table.devices(op, chip_name, on)
-        if devices in there or (not table.measured and there and there[0] < devices):
-            around = _around(there, devices)
-            entries = [table.entries[op, chip_name, on, n] for n in around]
-            times = [_at(entry, name, block_bytes) for entry in entries]
-            least = [_at(entry, name, entry.bytes[0]) for entry in entries]
-            us, latency = _line(around, times, devices), _line(around, least, devices)
-            if us is None or latency is None:
-                return None
-            return Prediction(us, latency, table, around)
-    return None
+    entries = _entries(table, op, chip, torus, devices)
+    if not entries:
+        return None
+    around = tuple(entry.devices for entry in entries)
+    times = [_at(entry, name, block_bytes) for entry in entries]
+    least = [_at(entry, name, entry.bytes[0]) for entry in entries]
+    us, latency = _line(around, times, devices), _line(around, least, devices)
+    return None if us is None or latency is None else Prediction(us, latency, table, around)
 
 
-def _around(there: Sequence[int], devices: int) -> tuple[int, ...]:
-    """The group size itself, the two it lies between, or the last two, to go on from."""
-    if devices in there:
-        return (devices,)
-    above = next((i for i, n in enumerate(there) if n > devices), len(there) - 1)
-    return tuple(there[max(0, above - 1) : above + 1])
+def _entries(table: Table, op: str, chip: Chip, torus: str, devices: int) -> tuple[Entry, ...]:
+    """The group's own entry, else the two of like groups that it lies between, or the last two.
+
+    Few devices lie alike on any torus: the families like the group's own follow it.
+    """
+    name = chip.name
+    if not table.measured and not any(key[1] == name for key in table.families):
+        name = _STAND_IN
+    if (own := table.entries.get((op, name, torus, devices))) is not None:
+        return (own,)
+    for family in () if table.measured else tables.families_like(torus):
+        there = table.families.get((op, name, family), {})
+        sizes = sorted(there)
+        if devices in there:
+            return (there[devices],)
+        if sizes and sizes[0] < devices:
+            above = next((i for i, n in enumerate(sizes) if n > devices), len(sizes) - 1)
+            return tuple(there[n] for n in sizes[max(0, above - 1) : above + 1])
+    return ()
 
 
 def _at(entry: Entry, name: str, nbytes: int) -> float | None:

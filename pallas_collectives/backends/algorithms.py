@@ -4,10 +4,9 @@ import itertools
 import math
 from typing import NamedTuple
 
-from pallas_collectives import backends, chips, places, tuning
+from pallas_collectives import backends, chips, places, tables, tuning
 from pallas_collectives.backends import How
 from pallas_collectives.errors import AlgorithmError, ReachError
-from pallas_collectives.kernels import torus
 from pallas_collectives.kernels.topology import Group
 
 ALGORITHMS = {
@@ -32,8 +31,8 @@ class Choice(NamedTuple):
 def choose(op: str, how: How, block_bytes: int, group: Group, cuts: int = 1) -> Choice:
     """The algorithm asked for ("name", "name:vmem", "name:hbm"), or the one for this size and chip.
 
-    Where the group lies on a torus of several axes, that is all of them at once in place of a ring,
-    if a block can be cut in so many parts (`cuts`) that each link gets one.
+    All axes of a torus at once take part in that choice where the group lies on several, and a
+    block can be cut in so many parts (`cuts`) that each link gets one.
 
     Raises:
       AlgorithmError: there is no such algorithm.
@@ -60,52 +59,34 @@ def choose(op: str, how: How, block_bytes: int, group: Group, cuts: int = 1) -> 
 
 def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int) -> str:
     """The algorithm for the size, of those whose devices the chip can reach."""
-    names = reachable(op, group, chip) or ALGORITHMS[op]
-    chosen = tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
-    return on_torus(chosen, group, op, block_bytes) if cuts >= 2 * len(group.torus) else chosen
+    names = reachable(op, group, chip, cuts) or ALGORITHMS[op]
+    return tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
 
 
-# By the replay: sums of smaller blocks on fewer devices take longer over all axes at once, for more
-# streams to add; more so where the operand comes block by block (`kernels.torus.numbers`).
-_TORUS_SUMS_FROM_BYTES = 1 << 20
-_TORUS_SUMS_IN_PIECES_FROM_BYTES = 4 << 20
-_TORUS_SUMS_FROM_DEVICES = 64
+def reachable(
+    op: str, group: Group, chip: chips.Chip, cuts: float = math.inf
+) -> tuple[str, ...]:
+    """The algorithms of a collective that can serve: that write only to devices which the chip can
+    reach, and of blocks that can be cut in so many parts.
 
-
-def on_torus(name: str, group: Group, op: str, block_bytes: int) -> str:
-    """An algorithm, or where it is a ring over several axes of a torus, all of them at once.
-
-    That has no more hops and fewer bytes on each link, but where a corner of the torus has no more
-    than two links: a ring, where there is one on the wires, uses both of them all the time.
+    Of a group on several axes of a torus without a ring of single links, no ring.
     """
-    ring, _, space = name.partition(":")
-    if not group.torus or ring not in _RINGS:
-        return name
-    if op != "all_gather" and group.size < _TORUS_SUMS_FROM_DEVICES:
-        shard = block_bytes // group.size if op == "all_reduce" else block_bytes
-        whole = torus.numbers(group.torus) is None
-        if shard < (_TORUS_SUMS_FROM_BYTES if whole else _TORUS_SUMS_IN_PIECES_FROM_BYTES):
-            return name
-    corner_links = sum(1 if axis.line or axis.size == 2 else 2 for axis in group.torus)
-    if corner_links <= 2 and places.in_scope() is not None and not group.line:
-        return name
-    return f"torus:{space}" if space else "torus"
-
-
-def reachable(op: str, group: Group, chip: chips.Chip) -> tuple[str, ...]:
-    """The algorithms of a collective that write only to devices that the chip can reach.
-
-    Rings stand for the way over several axes as well (see `on_torus`).
-    """
+    unfit = {"torus"} if not group.torus or cuts < 2 * len(group.torus) else set()
+    if group.line and not unfit:
+        unfit = set(_RINGS)
     return tuple(
         name
         for name in ALGORITHMS[op]
-        if _reaches(group, name in _WRITES_TO_ALL, chip) and name != "torus"
+        if _reaches(group, name in _WRITES_TO_ALL, chip) and name not in unfit
     )
 
 
 def torus_of(group: Group, chip: chips.Chip) -> str:
-    """How a group lies on the links: as its devices do where they are known, else by its size."""
+    """How a group lies on the links, as tables name it: as its devices do where they are known,
+    else by its size.
+    """
+    if group.torus:
+        return tables.torus_of_axes((axis.size, axis.line) for axis in group.torus)
     if places.in_scope() is None or group.index_groups is not None:
         return tuning.torus_of(group.size, chip)
     return "line" if group.line else "ring"

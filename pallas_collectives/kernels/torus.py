@@ -163,7 +163,9 @@ def shares(sizes: tuple[int, ...], sharing: tuple[int, ...], units: int) -> tupl
     """How many of `units` go first along axis 0, 1, ..., so that all links carry the same.
 
     What begins with axis a moves n_a - 1 times its size along it, then n_a (n_b - 1) times along
-    the next axis b, and so on: one linear equation for each axis.
+    the next axis b, and so on: one linear equation for each axis. Shares are rounded to multiples
+    of as large a power of two as leaves links about equal: an odd share may have no divisor that
+    makes a good tile, and then takes ten times as long to add.
     """
     d = len(sizes)
     load = np.zeros((d, d))  # of axis (row) by what begins with axis (column)
@@ -174,10 +176,23 @@ def shares(sizes: tuple[int, ...], sharing: tuple[int, ...], units: int) -> tupl
     exact = np.linalg.solve(load, np.ones(d))
     exact *= units / exact.sum()
     assert (exact >= 0).all(), (sizes, exact)
-    whole = np.floor(exact + 1e-6).astype(int)
-    largest_rests = np.argsort(whole - exact, kind="stable")[: units - int(whole.sum())]
-    whole[largest_rests] += 1
+    step = max(1, units & -units)
+    while step > 1 and not _about_equal(load @ _rounded(exact, step)):
+        step //= 2
+    whole = _rounded(exact, step)
     return tuple(int(share) for share in whole)
+
+
+def _about_equal(loads: np.ndarray) -> bool:
+    return bool(loads.max() <= 1.01 * loads.min())
+
+
+def _rounded(exact: np.ndarray, step: int) -> np.ndarray:
+    """Multiples of `step` near to `exact` with the same sum."""
+    whole = np.floor(exact / step + 1e-6).astype(int) * step
+    largest_rests = np.argsort(whole - exact, kind="stable")
+    whole[largest_rests[: (round(exact.sum()) - int(whole.sum())) // step]] += step
+    return whole
 
 
 def links_shared(axis: Group) -> int:
