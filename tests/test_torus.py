@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives
-from pallas_collectives import places, tori
+from pallas_collectives import chips, places, tori, tuning
 from pallas_collectives.backends import algorithms
 from pallas_collectives.kernels import sync, torus, torus_all_gather, torus_reduce_scatter
 from pallas_collectives.kernels.topology import RIGHT, Group
@@ -97,6 +97,20 @@ def test_the_timetable_has_every_hop_once_and_in_order(
     alike = len({*sizes}) == len({*plan.sharing}) == 1
     if alike and rows >= 100 * len(sizes) and len(plan.bundles) == len(sizes):
         assert len(segments) == len(course)
+
+
+@pytest.mark.parametrize("units", [64, 256, 340, 1024])
+@pytest.mark.parametrize(
+    "sizes, sharing", [((2, 4), (2, 2)), ((2, 2, 4), (2, 2, 2)), ((8, 16), (2, 1))]
+)
+def test_uneven_shares_can_be_cut_into_good_tiles(
+    sizes: tuple[int, ...], sharing: tuple[int, ...], units: int
+) -> None:
+    """213 of 256 units are added in 71 tiles of 3: ten times as long as 212, in 4 of 53."""
+    shares = torus.shares(sizes, sharing, units)
+    assert sum(shares) == units
+    for share in shares:
+        assert max(n for n in range(1, 65) if share % n == 0) >= min(share, 10)
 
 
 @pytest.mark.parametrize("sizes", [(7,), (2, 16), (4, 4), (4, 8, 5)])
@@ -247,14 +261,16 @@ def test_numbers_are_those_of_the_places() -> None:
         ("v5p:2x2x2", "all_reduce", 8 << 20, True),
     ],
 )
-def test_when_a_ring_becomes_a_torus(name: str, op: str, nbytes: int, chosen: bool) -> None:
+def test_when_all_axes_are_chosen(name: str, op: str, nbytes: int, chosen: bool) -> None:
     machine = Machine.named(name)
     sizes = {name: n for name, n in zip(NAMES, machine.shape, strict=False) if n > 1}
     mesh = machine.mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh), places.scope(machine.places(np.arange(mesh.size))):
-        group = places.arranged(Group(tuple(sizes), tuple(sizes.values())))
-        name = algorithms.on_torus("ring", group, op, nbytes)
-    assert name == ("torus" if chosen else "ring")
+        group, chip = places.arranged(Group(tuple(sizes), tuple(sizes.values()))), chips.current()
+        reach = algorithms.reachable(op, group, chip)
+        on = algorithms.torus_of(group, chip)
+        best = tuning.choose(op, nbytes, group.size, chip, reach, on)
+    assert (best.partition(":")[0] == "torus") == chosen
 
 
 # Faults.

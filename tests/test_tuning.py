@@ -69,6 +69,7 @@ def written(path: Path, *entries: Any, **changes: Any) -> Path:
         (content(entry(op="psum")), "entries[0].op 'psum'", "all_gather, reduce_scatter"),
         (content(entry(op=["psum"])), "entries[0].op ['psum']", "all_gather, reduce_scatter"),
         (content(entry(torus="moebius")), "entries[0].torus", "line, ring"),
+        (content(entry(torus="4 torus")), "entries[0].torus", "'2x4 grid'"),
         (content(entry(devices=1)), "entries[0].devices 1", "above 1"),
         (content(entry(devices=True)), "entries[0].devices", "above 1"),
         (content(entry(bytes=[8, 4])), "entries[0].bytes", "ascending"),
@@ -124,15 +125,19 @@ def test_a_file_written_anew_is_read_anew(tmp_path: Path) -> None:
 def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
     table = tuning.load(tables.MODELLED)
     assert table.kind == "modelled" and "not measured" in table.about
-    groups = {(torus, n) for torus, sizes in tune.GROUPS for n in sizes}
     for chip, op in itertools.product(chips.BY_NAME.values(), ALGORITHMS):
         entries = [e for e in table.entries.values() if (e.op, e.chip) == (op, chip.name)]
         if op == "ragged_all_to_all":
             assert not entries
             continue
+        groups = set(tune.groups(chip.name))
+        if op in ("all_to_all", "ppermute"):
+            groups = {(torus, n) for torus, n in groups if n <= 64}
         assert {(e.torus, e.devices) for e in entries} == groups
         for e in entries:
-            reached = reachable(op, e.devices, chip)
+            reached = set(reachable(op, e.devices, chip, e.torus))
+            if e.devices > 16 and op != "all_to_all":
+                reached -= set(tuning.ONE_HOP)
             offered = {c for c in tune.candidates(op, e.torus) if c.partition(":")[0] in reached}
             assert set(e.us) == offered, e.key
 
@@ -148,6 +153,8 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
         ("v6e", "ring", 4, "all_to_all", "ring"),
         ("v5p", "line", 2, "all_reduce", "one_shot"),
         ("v4", "line", 3, "ppermute", "partners"),
+        ("v5p", "2x2x2 grid", 8, "all_gather", "torus"),
+        ("7x", "2x2 grid", 4, "reduce_scatter", "torus:vmem"),
     ],
 )
 def test_times_made_again_agree(chip: str, torus: str, n: int, op: str, algorithm: str) -> None:
@@ -193,9 +200,10 @@ def chosen(op: str, block: int, n: int, chip: Any = V5P, **on: str) -> str:
     return tuning.choose(op, block, n, chip, reach, **on)
 
 
-def reachable(op: str, n: int, chip: Any) -> tuple[str, ...]:
-    """The algorithms that a group of all n devices of an axis can choose from."""
-    return algorithms.reachable(op, Group(("x",), (n,)), chip)
+def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str, ...]:
+    """The algorithms that a group of all n devices can choose from, of one axis or of several."""
+    several = (Group(("y",), (2,)),) * 2 if torus and " " in torus else ()
+    return algorithms.reachable(op, Group(("x",), (n,), torus=several), chip)
 
 
 def test_small_messages_go_in_few_hops_and_large_ones_over_few_links() -> None:
@@ -213,13 +221,13 @@ def test_small_messages_go_in_few_hops_and_large_ones_over_few_links() -> None:
     block=st.integers(1, 1 << 32),
     n=st.integers(2, 512),
     chip=st.sampled_from([*chips.BY_NAME.values(), chips.SIMULATED]),
-    torus=st.sampled_from([None, *tables.TORI]),
+    torus=st.sampled_from([None, *tables.TORI, "2x2x2 grid", "8x16 cylinder", "4x4x2x2 torus"]),
 )
 @settings(max_examples=100, deadline=None)
 def test_the_fastest_that_is_allowed_is_chosen_everywhere(
     op: str, block: int, n: int, chip: Any, torus: str | None
 ) -> None:
-    reach = reachable(op, n, chip)
+    reach = reachable(op, n, chip, torus)
     predicted = tuning.predict(op, block, n, chip, reach, torus)
     best = tuning.choose(op, block, n, chip, reach, torus)
     assert best.partition(":")[0] in reach
@@ -244,6 +252,22 @@ def test_a_group_between_those_of_the_table_lies_between_their_times() -> None:
     times = [tuning.predict("all_gather", MIB, n, V5P, ("direct",), "line") for n in (4, 6, 8)]
     four, six, eight = (t["direct"] for t in times)
     assert six.us == pytest.approx((four.us + eight.us) / 2) and six.devices == (4, 8)
+
+
+def test_a_torus_is_named_by_its_axes_and_by_which_of_them_close() -> None:
+    assert tables.torus_of_axes([(4, True), (2, False)]) == "2x4 grid"
+    assert tables.torus_of_axes([(2, False), (2, False), (2, False)]) == "2x2x2 grid"
+    assert tables.torus_of_axes([(8, True), (16, False)]) == "8x16 cylinder"
+    assert tables.torus_of_axes([(4, False), (2, False)]) == "2x4 torus"
+
+
+def test_a_torus_between_those_of_the_table_lies_between_their_times() -> None:
+    """4x8 devices between 4x4 and 8x8; a cylinder, of which there is none, as a grid."""
+    on = {"4x4 grid": 16, "4x8 grid": 32, "8x8 grid": 64, "4x8 cylinder": 32}
+    found = {t: tuning.predict("all_gather", MIB, n, V5E, ("torus",), t) for t, n in on.items()}
+    four, between, eight, cylinder = (times["torus"] for times in found.values())
+    assert between.us == pytest.approx(four.us + (eight.us - four.us) / 3)
+    assert between.devices == (16, 64) and cylinder.us == between.us
 
 
 # A table in place of the modelled one -------------------------------------------------------------
@@ -410,20 +434,21 @@ def test_explain_goes_over_all_axes_where_calls_do() -> None:
         found = pc.explain("all_gather", 4 * MIB, mesh=on, axis_name=("x", "y"))
         run = harness.per_device(lambda a: pc.all_gather(a, ("x", "y"), tiled=True), on)
         jax.jit(run).lower(np.zeros((8, 8192, 128), np.float32))
-    assert found.algorithm == "torus" and "all axes" in found.why
+    assert found.algorithm == found.candidates[0].algorithm == "torus"
+    assert found.torus == "2x2x2 grid" and "us against" in found.why
     assert set(pc.counts()) == {("all_gather", "pallas", "torus")}
 
 
-@pytest.mark.parametrize("torus, lies", [("v5p:2x2x2", "2 x 2 x 2"), ("v5e:2x4", "2 x 4")])
+@pytest.mark.parametrize("torus, lies", [("v5p:2x2x2", "2x2x2 grid"), ("v5e:2x4", "2x4 grid")])
 def test_explain_says_where_one_axis_is_laid_over_several_of_the_torus(
     torus: str, lies: str
 ) -> None:
     with pc.torus(torus):
         found = pc.explain("all_gather", 4 * MIB, mesh=harness.mesh(8), axis_name="x")
-    assert f"on a {lies} torus of 8" in str(found)
-    assert found.algorithm == ("torus" if lies == "2 x 2 x 2" else "bidirectional")
+    assert f"on a {lies} of 8" in str(found)
+    assert found.algorithm == ("torus" if lies == "2x2x2 grid" else "bidirectional")
     (torus_row,) = (c for c in found.candidates if c.algorithm == "torus")
-    assert torus_row.source == "takes a ring's place"
+    assert torus_row.us and torus_row.source == "modelled by replay, for 8 devices"
 
 
 @pytest.mark.parametrize(

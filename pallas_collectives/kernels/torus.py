@@ -159,13 +159,16 @@ def _finest_cut(block: tuple[int, ...], dtype: Any, wanted: int) -> tuple[int, i
     return cut, block[cut] // units[cut] if units[cut] == 1 else grains[cut]
 
 
+_MOST_UNITS = 64  # in a tile to add (`combine.TILE_BYTES`), where a unit is one of the hardware's
+
+
 def shares(sizes: tuple[int, ...], sharing: tuple[int, ...], units: int) -> tuple[int, ...]:
     """How many of `units` go first along axis 0, 1, ..., so that all links carry the same.
 
     What begins with axis a moves n_a - 1 times its size along it, then n_a (n_b - 1) times along
-    the next axis b, and so on: one linear equation for each axis. Shares are rounded to multiples
-    of as large a power of two as leaves links about equal: an odd share may have no divisor that
-    makes a good tile, and then takes ten times as long to add.
+    the next axis b, and so on: one linear equation for each axis. Rounded, of the ways that leave
+    links about equal, to those shares that tiles divide best: 213 units are added in 71 tiles of 3,
+    which takes ten times as long as 212 in 4 of 53.
     """
     d = len(sizes)
     load = np.zeros((d, d))  # of axis (row) by what begins with axis (column)
@@ -176,23 +179,35 @@ def shares(sizes: tuple[int, ...], sharing: tuple[int, ...], units: int) -> tupl
     exact = np.linalg.solve(load, np.ones(d))
     exact *= units / exact.sum()
     assert (exact >= 0).all(), (sizes, exact)
-    step = max(1, units & -units)
-    while step > 1 and not _about_equal(load @ _rounded(exact, step)):
-        step //= 2
-    whole = _rounded(exact, step)
-    return tuple(int(share) for share in whole)
+    wholes = _roundings(exact)
+    loads = [load @ whole for whole in wholes]
+    fair = [
+        w for w, carried in zip(wholes, loads, strict=True) if carried.max() <= 1.01 * carried.min()
+    ]
+    best = max(fair, key=_worst_tile) if fair else min(wholes, key=lambda w: (load @ w).max())
+    return tuple(best.tolist())
 
 
-def _about_equal(loads: np.ndarray) -> bool:
-    return bool(loads.max() <= 1.01 * loads.min())
+def _roundings(exact: np.ndarray) -> list[np.ndarray]:
+    """Whole numbers near to `exact` with the same sum: the largest takes what is left over."""
+    units, largest = round(exact.sum()), int(np.argmax(exact))
+    reach = [min(4, int(e / 32)) for e in exact]
+    near = [range(int(e) - r, int(e) + 2 + r) for e, r in zip(exact + 1e-6, reach, strict=True)]
+    near[largest] = range(1)
+    found = [np.array(whole) for whole in itertools.product(*near)]
+    for whole in found:
+        whole[largest] = units - whole.sum()
+    return [whole for whole in found if whole[largest] >= 0]
 
 
-def _rounded(exact: np.ndarray, step: int) -> np.ndarray:
-    """Multiples of `step` near to `exact` with the same sum."""
-    whole = np.floor(exact / step + 1e-6).astype(int) * step
-    largest_rests = np.argsort(whole - exact, kind="stable")
-    whole[largest_rests[: (round(exact.sum()) - int(whole.sum())) // step]] += step
-    return whole
+def _worst_tile(whole: np.ndarray) -> float:
+    """What the share that tiles divide worst has in one of them, of what it could have."""
+    tiles = (
+        max(n for n in range(1, _MOST_UNITS + 1) if share % n == 0) / min(share, _MOST_UNITS)
+        for share in whole.tolist()
+        if share
+    )
+    return min(tiles, default=1.0)
 
 
 def links_shared(axis: Group) -> int:
