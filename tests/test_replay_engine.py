@@ -222,6 +222,22 @@ def test_sizes_given_as_data_are_followed_and_shapes_are_refused() -> None:
         run(body, machine, 4, jax.ShapeDtypeStruct(rows.shape, jnp.int32), x)
 
 
+def test_a_table_in_the_program_is_followed_however_large() -> None:
+    """As that of a ring with an order of its own: n rows, of which each device takes its own."""
+    machine = Machine.named("v5e:4")
+    table = np.zeros((1 << 18, 8), np.int32)
+    table[:4, :2] = [[8, 32], [16, 8], [24, 16], [32, 24]]
+
+    def body(x: Any) -> Any:
+        rows = jax.lax.dynamic_index_in_dim(table, jax.lax.axis_index("x"), keepdims=False)
+        return kernels.ragged(rows, x, 4)
+
+    report = run(body, machine, 4, shape(4, 32))
+    link = {machine.link_name(i): b for i, b in enumerate(report.link_bytes)}
+    assert report.ok
+    assert [link[f"chip ({i}, 0) +x"] for i in range(3)] == [8 * 512, 16 * 512, 24 * 512]
+
+
 def test_what_cannot_be_replayed_is_refused() -> None:
     machine = Machine.named("v5e:4")
     with pytest.raises(NoShardMap, match="shard_map"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from pallas_collectives.replay import jaxprs, kernels, twins, values
@@ -14,9 +15,9 @@ from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent, View
 
+_LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, outside kernels
 # Primitives that move no data on a TPU core, or whose cost is that of the loads and stores around
 # them.
-_LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, outside kernels
 _FREE = values.IDENTITY | {"iota", "transpose", "slice", "dynamic_slice", "concatenate", "split"}
 
 
@@ -149,47 +150,43 @@ def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
         )
     seconds = _price(stepper, eqn)
     spend = stepper.multiply if eqn.primitive.name == "dot_general" else stepper.work
-    sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
+    size = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         args = [env[i] for i in ins]
         largest = _LARGEST_KNOWN if stepper.kernel is None else 1
-        if max(sizes) > largest or any(a is UNKNOWN for a in args):
+        if size > largest or any(a is UNKNOWN for a in args):
             spend(seconds)
             if stepper.kernel is None:
                 stepper.unmodelled[eqn.primitive.name] += 1
             for o in outs:
                 env[o] = UNKNOWN
             return
-        for o, value in zip(outs, _evaluate(eqn, args, lanes), strict=True):
+        for o, value in zip(outs, _evaluate(eqn, args), strict=True):
             env[o] = value
 
     return step
 
 
-def _evaluate(eqn: Any, args: list[Any], lanes: np.ndarray) -> list[Any]:
-    """An equation of known operands, computed with JAX on the host: once, or once per lane where
+def _evaluate(eqn: Any, args: list[Any]) -> list[Any]:
+    """An equation of known operands, computed with JAX on the host: once, or for all lanes where
     they differ.
     """
-    per_lane = any(isinstance(a, np.ndarray) or (isinstance(a, Known) and a.per_lane) for a in args)
+    varies = [isinstance(a, np.ndarray) or (isinstance(a, Known) and a.per_lane) for a in args]
+    operands = [
+        np.asarray(a.values if isinstance(a, Known) else a, v.aval.dtype)
+        for a, v in zip(args, eqn.invars, strict=True)
+    ]
 
-    def one(lane: int) -> list[np.ndarray]:
-        operands = []
-        for a, v in zip(args, eqn.invars, strict=True):
-            if isinstance(a, Known):
-                a = a.of_lane(lane)
-            elif isinstance(a, np.ndarray):
-                a = a[lane]
-            operands.append(np.asarray(a, v.aval.dtype))
+    def bind(*operands: Any) -> Any:
         out = eqn.primitive.bind(*operands, **eqn.params)
-        return [np.asarray(o) for o in (out if eqn.primitive.multiple_results else [out])]
+        return out if eqn.primitive.multiple_results else [out]
 
-    if not per_lane:
-        return [
-            o.item() if o.ndim == 0 and o.dtype.kind in "iubf" else Known(o, False) for o in one(0)
-        ]
-    stacked = [np.stack(parts) for parts in zip(*(one(i) for i in range(len(lanes))), strict=True)]
-    return [s if s.ndim == 1 else Known(s, True) for s in stacked]
+    if not any(varies):
+        outs = map(np.asarray, bind(*operands))
+        return [Known(o, False) if o.ndim else o.item() for o in outs]
+    outs = map(np.asarray, jax.vmap(bind, [0 if v else None for v in varies])(*operands))
+    return [Known(o, True) if o.ndim > 1 else o for o in outs]
 
 
 def _price(stepper: Stepper, eqn: Any) -> float:

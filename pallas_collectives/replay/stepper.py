@@ -398,7 +398,7 @@ def _read_tree(device_id: Any, operands: list[Any]) -> Any:
 
 
 def constant(value: Any, aval: Any) -> Any:
-    """A constant of a jaxpr as a value: scalars evaluated, small integer arrays known, anything
+    """A constant of a jaxpr as a value: scalars evaluated, integer arrays known, anything
     else unknown.
     """
     if isinstance(
@@ -409,5 +409,4 @@ def constant(value: Any, aval: Any) -> Any:
     if array.ndim == 0:
         numeric = array.dtype.kind in "iubf"
         return values.settle(array.item(), np.dtype(aval.dtype)) if numeric else UNKNOWN
-    small = array.dtype.kind in "iub" and array.size <= 1 << 20
-    return Known(array, False) if small else UNKNOWN
+    return Known(array, False) if array.dtype.kind in "iub" else UNKNOWN
