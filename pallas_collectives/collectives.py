@@ -56,7 +56,7 @@ def all_gather(
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
         "line" (the same on devices whose first and last share no link), "torus" (both ways along
-        all axes of the torus at once; large arrays over several axes), or "direct" (everyone to
+        all axes of the torus at once; over several axes), or "direct" (everyone to
         everyone in one hop; small arrays); with ":vmem" behind it, operand and result are kept in
         VMEM.
 
@@ -155,7 +155,7 @@ def psum(
       backend: see the module.
       algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (that on
         devices whose first and last share no link), "torus" (that along all axes of the torus at
-        once; large arrays over several axes) or "one_shot" (everyone to everyone in one hop; small
+        once; over several axes) or "one_shot" (everyone to everyone in one hop; small
         arrays); with ":vmem" behind it operand and result are kept in VMEM.
 
     Returns:

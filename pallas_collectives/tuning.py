@@ -4,6 +4,9 @@
 with the package, or measured ones, of these devices and this JAX version, which
 `python -m benchmarks tune` writes and `use_table`, or the environment, puts in their place.
 
+A group that lies on several axes of a torus has times of its own, among them those of all axes at
+once; a ring's there are of one that follows the wires.
+
 Small messages so go the way of the fewest hops, large ones the way that puts the fewest bytes on
 the busiest link: the one is what remains of a time at few bytes, the other is its slope.
 
@@ -34,7 +37,7 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
 # larger ones would take from VMEM what XLA keeps there between operations.
 VMEM_UP_TO_BYTES = 1 << 20
-ONE_HOP = ("direct", "one_shot")
+_ONE_HOP = ("direct", "one_shot")
 # Whose times stand for a chip that has none: simulated devices reach each other as v5p's do.
 _STAND_IN = "v5p"
 
@@ -85,7 +88,7 @@ def choose(
 
 def fastest_first(predicted: dict[str, Prediction]) -> list[str]:
     """Algorithms by their predicted times; of equal ones first those that go in one hop."""
-    return sorted(predicted, key=lambda a: (predicted[a].us, a.partition(":")[0] not in ONE_HOP))
+    return sorted(predicted, key=lambda a: (predicted[a].us, a.partition(":")[0] not in _ONE_HOP))
 
 
 def predict(
