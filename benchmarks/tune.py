@@ -98,7 +98,9 @@ def modelled(known: Table | None = None) -> Table:
 def groups(chip: str) -> list[tuple[str, int]]:
     """The groups that are modelled on a chip."""
     generation = GENERATIONS[chip]
-    tori = {2: _ON_TWO, 3: _ON_THREE, 4: _ON_FOUR}[generation.dims + generation.devices_per_chip - 1]
+    tori = {2: _ON_TWO, 3: _ON_THREE, 4: _ON_FOUR}[
+        generation.dims + generation.devices_per_chip - 1
+    ]
     several = [(torus, math.prod(_sizes(torus))) for torus in tori]
     return [(torus, n) for torus, sizes in _ON_ONE_AXIS for n in sizes] + several
 

@@ -80,9 +80,9 @@ def in_scope() -> Places | None:
 
 
 def of_mesh(mesh: Any) -> Places | None:
-    """Where a mesh's devices are.
+    """Where a mesh's devices are, each on the torus of its slice; slices of a job are alike.
 
-    None for an abstract mesh, for devices without coordinates, and for those of several slices.
+    None for an abstract mesh, and for devices without coordinates.
 
     Raises:
       BackendError: more simulated devices than the slice that `torus` names has.
@@ -95,8 +95,7 @@ def _of_mesh(mesh: Mesh, simulated: str | None) -> Places | None:
     devices = mesh.devices.reshape(-1).tolist()
     if devices[0].platform == "cpu" and simulated is not None:
         return _on_slice(simulated, [d.id for d in devices])
-    slices = {getattr(d, "slice_index", 0) for d in devices}
-    if devices[0].platform != "tpu" or len(slices) > 1:
+    if devices[0].platform != "tpu":
         return None
     chip = chips.of_kind(devices[0].device_kind)
     coordinates = [d.coords[: chip.dims] for d in devices[0].client.devices()]
@@ -123,8 +122,8 @@ def arranged(group: Group) -> Group:
     """A group with the order in which its rings go round on the wires of the mesh in scope.
 
     And with the axes of the torus that it lies on (see `tori`). As it is where the caller gave
-    `axis_index_groups`, whose order is the ring's; in lax's order where places are not known, and
-    where that goes over single links already.
+    `axis_index_groups`, whose order is the ring's, and where it spans slices; in lax's order where
+    places are not known, and where that goes over single links already.
     """
     places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
     if group.index_groups is not None:
@@ -141,6 +140,8 @@ def _arranged(group: Group, places: Places, axes: tuple[tuple[str, int], ...]) -
     inner = [names.index(name) for name in group.axes]
     positions = np.arange(len(places.at)).reshape(sizes).transpose(*others, *inner)
     rows = [[places.at[p] for p in row] for row in positions.reshape(-1, group.size).tolist()]
+    if any(len(set(row)) < len(row) for row in rows):  # two slices have a place each of that name
+        return group
     order = physical.ring_order(places.torus, rows)
     cost = max(physical.cost(places.torus, row, order) for row in rows)
     return dataclasses.replace(

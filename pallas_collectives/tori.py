@@ -32,16 +32,21 @@ def on_wires(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> tup
       rows: the places of each group's devices (see `places`), in lax's order.
     """
     mesh = of_mesh(group)
-    if mesh and (lines := _lines(torus, rows, _row_major([axis.size for axis in mesh]))):
+    if mesh and (kinds := _kinds(torus, rows, _row_major([axis.size for axis in mesh]))):
         return tuple(
-            Group(axis.axes, axis.sizes, line=line) for axis, line in zip(mesh, lines, strict=True)
+            Group(axis.axes, axis.sizes, line=line, chip=chip)
+            for axis, (line, chip) in zip(mesh, kinds, strict=True)
         )
     numbers = _box(rows[0])
-    if numbers is None or not (lines := _lines(torus, rows, numbers)):
+    if numbers is None or not (kinds := _kinds(torus, rows, numbers)):
         return ()
+
+    def rings(axis: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(tuple, _along(axis, numbers).tolist()))
+
     return tuple(
-        Group(group.axes, group.sizes, tuple(map(tuple, _along(k, numbers).tolist())), line=line)
-        for k, line in enumerate(lines)
+        Group(group.axes, group.sizes, rings(k), line=line, chip=chip)
+        for k, (line, chip) in enumerate(kinds)
     )
 
 
@@ -71,9 +76,14 @@ def _along(axis: int, numbers: np.ndarray) -> np.ndarray:
     return np.moveaxis(numbers, axis, -1).reshape(-1, numbers.shape[axis])
 
 
-def _lines(torus: Torus, rows: Sequence[Sequence[Place]], numbers: np.ndarray) -> list[bool] | None:
-    """Whether the rings along each axis are lines; None if they do not run straight on wires."""
-    lines: list[bool] = []
+def _kinds(
+    torus: Torus, rows: Sequence[Sequence[Place]], numbers: np.ndarray
+) -> list[tuple[bool, bool]] | None:
+    """Whether the rings along each axis are lines, and whether they are the devices of one chip.
+
+    None if they do not run straight on wires.
+    """
+    kinds: list[tuple[bool, bool]] = []
     taken: set[int] = set()
     for axis, size in enumerate(numbers.shape):
         along: set[int] = set()
@@ -88,5 +98,5 @@ def _lines(torus: Torus, rows: Sequence[Sequence[Place]], numbers: np.ndarray) -
         if len(along) != 1 or along & taken:
             return None
         taken |= along
-        lines.append(size > 2 and not closes)
-    return lines
+        kinds.append((size > 2 and not closes, along == {len(torus.shape)}))
+    return kinds

@@ -171,6 +171,22 @@ def test_real_coordinates_make_a_ring_of_single_links(topology: str) -> None:
     assert physical.cost(found.torus, found.at, order).longest == 1
 
 
+def test_each_slice_has_its_own_torus() -> None:
+    """Inside two slices of 2 x 4 chips rings follow the wires; over both there is none."""
+    pytest.importorskip("libtpu")
+    mesh = Mesh(np.array(harness._topology("v5e:2x4", 2).devices).reshape(2, 8), ("dcn", "x"))
+    both, inside = Group(("dcn", "x"), (2, 8)), Group(("x",), (8,))
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        places.scope(places.of_mesh(mesh)),
+    ):
+        found, there = places.arranged(inside), places.in_scope()
+        assert places.arranged(both) == both
+    assert there is not None and there.torus.shape == (2, 4) and found.order is not None
+    assert physical.cost(there.torus, there.at[:8], found.order).longest == 1
+    assert [(axis.size, axis.line) for axis in found.torus] == [(4, True), (2, False)]
+
+
 @pytest.mark.parametrize("topology, sizes", [("v5e:4x4", (16,)), ("v5p:4x4x4", (64,))])
 def test_compiled_kernels_get_the_order(
     topology: str, sizes: tuple[int, ...], groups: list[Group]

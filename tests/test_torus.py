@@ -37,21 +37,29 @@ def group_of(*sizes: int) -> Group:
     return Group(plain.axes, sizes, torus=tori.of_mesh(plain))
 
 
-def plan_of(sizes: tuple[int, ...], lines: list[bool], rows: int, chunks: int = 1) -> Plan:
+def plan_of(
+    sizes: tuple[int, ...],
+    lines: list[bool],
+    rows: int,
+    chunks: int = 1,
+    both: bool = False,
+    chip: int = -1,
+) -> Plan:
     axes = [
-        Group((name,), (n,), line=line) for name, n, line in zip(NAMES, sizes, lines, strict=False)
+        Group((name,), (n,), line=line, chip=k == chip)
+        for k, (name, n, line) in enumerate(zip(NAMES, sizes, lines, strict=False))
     ]
-    return Plan.of(axes, (8 * rows, 128), 0, "float32", chunks)
+    return Plan.of(axes, (8 * rows, 128), 0, "float32", chunks, both)
 
 
 # The split and the timetable, as integers.
 
 
-@hypothesis.given(SIZES, LINES, ROWS, st.sampled_from([1, 2, 4]))
+@hypothesis.given(SIZES, LINES, ROWS, st.sampled_from([1, 2, 4]), st.booleans())
 def test_streams_cover_a_block_without_overlap(
-    sizes: tuple[int, ...], lines: list[bool], rows: int, chunks: int
+    sizes: tuple[int, ...], lines: list[bool], rows: int, chunks: int, both: bool
 ) -> None:
-    plan = plan_of(sizes, lines, rows, chunks)
+    plan = plan_of(sizes, lines, rows, chunks, both)
     cuts = [
         (bundle.start + stream * bundle.size, bundle.size)
         for bundle in plan.bundles
@@ -63,10 +71,33 @@ def test_streams_cover_a_block_without_overlap(
     assert ends[-1] == plan.block[plan.cut] == 8 * rows
 
 
-@hypothesis.given(SIZES, LINES)
-def test_all_links_carry_the_same_load(sizes: tuple[int, ...], lines: list[bool]) -> None:
+@hypothesis.given(SIZES, LINES, st.booleans())
+def test_all_links_carry_the_same_load(
+    sizes: tuple[int, ...], lines: list[bool], both: bool
+) -> None:
     """Bytes by axis and direction over the axis' links: equal, and (n-1)/(2d) blocks on a torus."""
-    plan = plan_of(sizes, lines, 48 * 1024)
+    plan = plan_of(sizes, lines, 48 * 1024, 1 + both, both)
+    load = link_loads(plan)
+    assert load.max() <= 1.01 * load.min()
+    if set(plan.sharing) == {1}:
+        least = (math.prod(sizes) - 1) * plan.block[plan.cut] / (2 * len(sizes))
+        assert load.max() <= 1.01 * least
+
+
+@pytest.mark.parametrize("sizes, chip", [((2, 2, 2), 2), ((2, 4, 4), 0), ((4, 2, 8), 1)])
+def test_what_a_chips_devices_want_comes_in_once(sizes: tuple[int, ...], chip: int) -> None:
+    """Both of its devices' links together carry the blocks of the other chips' devices."""
+    plan = plan_of(sizes, [False] * 3, 48 * 1024, chip=chip)
+    load, axes = link_loads(plan), [axis for axis in range(3) if axis != chip]
+    others = math.prod(sizes) - 2
+    links = 2 * sum(1 / plan.sharing[axis] for axis in axes)
+    assert load[axes].max() <= 1.01 * others * plan.block[plan.cut] / (2 * links)
+    assert all(bundle.order[-1] == chip for bundle in plan.bundles)
+
+
+def link_loads(plan: Plan) -> np.ndarray:
+    """What a device sends along each axis, in each direction, over the links it has there."""
+    sizes = plan.sizes
     load = np.zeros((len(sizes), 2))
     for bundle in plan.bundles:
         met = 1
@@ -75,18 +106,15 @@ def test_all_links_carry_the_same_load(sizes: tuple[int, ...], lines: list[bool]
                 right = torus.direction_of(stream) == RIGHT
                 load[axis, int(right)] += bundle.size * met * (sizes[axis] - 1)
             met *= sizes[axis]
-    load *= np.array(plan.sharing)[:, None]
-    assert load.max() <= 1.01 * load.min()
-    if set(plan.sharing) == {1}:
-        least = (math.prod(sizes) - 1) * plan.block[plan.cut] / (2 * len(sizes))
-        assert load.max() <= 1.01 * least
+    return load * np.array(plan.sharing, float)[:, None]
 
 
-@hypothesis.given(SIZES, LINES, st.integers(1, 5000), st.booleans())
+@hypothesis.given(SIZES, LINES, st.integers(1, 5000), st.booleans(), st.booleans())
+@hypothesis.settings(deadline=None)
 def test_the_timetable_has_every_hop_once_and_in_order(
-    sizes: tuple[int, ...], lines: list[bool], rows: int, back: bool
+    sizes: tuple[int, ...], lines: list[bool], rows: int, back: bool, both: bool
 ) -> None:
-    plan = plan_of(sizes, lines, rows)
+    plan = plan_of(sizes, lines, rows, 1 + both, both)
     phases = range(len(sizes))
     course = [*phases[::-1], *phases] if back else list(phases)
     segments = torus.timetable(plan, course)
@@ -107,7 +135,8 @@ def test_uneven_shares_can_be_cut_into_good_tiles(
     sizes: tuple[int, ...], sharing: tuple[int, ...], units: int
 ) -> None:
     """213 of 256 units are added in 71 tiles of 3: ten times as long as 212, in 4 of 53."""
-    shares = torus.shares(sizes, sharing, units)
+    _, exact, load = torus.ways(sizes, sharing)
+    shares = torus.shares(exact, load, units)
     assert sum(shares) == units
     for share in shares:
         assert max(n for n in range(1, 65) if share % n == 0) >= min(share, 10)
@@ -223,15 +252,21 @@ def test_gathers_along_any_axis_as_lax(axis: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "op, space", [("all_gather", ""), pytest.param("psum", ":vmem", marks=SLOW)]
+    "op, space, name",
+    [
+        ("all_gather", "", "v5p:2x2x2"),
+        pytest.param("psum", ":vmem", "v5p:2x2x2", marks=SLOW),
+        ("all_gather", "", "7x:2x2x1"),
+        pytest.param("psum", ":vmem", "7x:2x2x1", marks=SLOW),
+    ],
 )
-def test_one_mesh_axis_laid_over_a_torus_in_any_order(op: str, space: str) -> None:
-    """Of 8 devices that lie as 2 x 2 x 2 chips, numbered anyhow: blocks go one by one."""
+def test_one_mesh_axis_laid_over_a_torus_in_any_order(op: str, space: str, name: str) -> None:
+    """Of 8 devices that lie as 2 x 2 x 2, numbered anyhow: blocks go one by one."""
     devices = np.array(jax.devices())[[5, 0, 3, 6, 1, 7, 2, 4]]
     call, reference = CASES[op]
     x = harness.random((8, 48 * (1 if op == "all_gather" else 8), 128), "float32")
     params = harness.ADVERSARIES["on_wait"]
-    with places.torus("v5p:2x2x2"), pltpu.force_tpu_interpret_mode(params):
+    with places.torus(name), pltpu.force_tpu_interpret_mode(params):
         program = harness.per_device(
             lambda a: call(pallas_collectives, a, "x", algorithm=f"torus{space}"),
             jax.sharding.Mesh(devices, ("x",)),
@@ -456,6 +491,11 @@ def replayed(op: str, name: str, mesh: dict[str, int], nbytes: int) -> tuple[Rep
         ("all_gather", "v5p:4x4x8", {"x": 4, "y": 4, "z": 8}),
         ("all_gather", "v5p:4x4x4", {"x": 64}),
         ("all_gather", "v5p:8x8x8", {"x": 8, "y": 8, "z": 8}),
+        ("all_gather", "v4:2x2x2", {"x": 2, "y": 2, "z": 2}),
+        ("all_gather", "v6e:8x16", {"x": 8, "y": 16}),
+        ("all_gather", "7x:2x2x1", {"x": 8}),
+        ("all_gather", "7x:4x4x4", {"x": 4, "y": 4, "z": 4, "core": 2}),
+        pytest.param("psum", "7x:2x2x1", {"x": 2, "y": 2, "core": 2}, marks=SLOW),
         pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, marks=SLOW),
         pytest.param("psum", "v5e:16x16", {"x": 16, "y": 16}, marks=SLOW),
     ],

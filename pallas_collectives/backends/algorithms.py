@@ -63,9 +63,7 @@ def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int
     return tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
 
 
-def reachable(
-    op: str, group: Group, chip: chips.Chip, cuts: float = math.inf
-) -> tuple[str, ...]:
+def reachable(op: str, group: Group, chip: chips.Chip, cuts: float = math.inf) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
     reach, and of blocks that can be cut in so many parts.
 

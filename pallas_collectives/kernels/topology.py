@@ -28,6 +28,7 @@ class Group:
       order: device numbers in the order of the ring, so that neighbours share a link (see
         `places.arranged`); None for 0, 1, ... Not together with `index_groups`.
       line: whether the ring's closing hop runs back over the links of all others.
+      chip: whether the ring is the devices of one chip, which no link of the torus joins.
       torus: the rings along the axes of the torus that the group lies on, if it has several: mesh
         axes, or rings of the group's device numbers. How a group lies does not make it another.
     """
@@ -37,6 +38,7 @@ class Group:
     index_groups: tuple[tuple[int, ...], ...] | None = None
     order: tuple[int, ...] | None = None
     line: bool = False
+    chip: bool = False
     torus: tuple["Group", ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property

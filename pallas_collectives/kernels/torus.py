@@ -13,7 +13,7 @@ same load at all times. Gathering on 4 x 4 devices, hops x blocks of which a hop
 
 Each link carries (n-1)/(2d) blocks for n devices and d axes, the least there is: n-1 blocks come in
 over 2d links. On axes of different lengths, parts of one size would load the longer axis more; so
-parts that begin with different axes differ in size (`shares`). A reduction goes the same ways
+parts that begin with different axes differ in size (`ways`). A reduction goes the same ways
 backwards.
 
 The algorithm: N. Jain and Y. Sabharwal, Optimal bucket algorithms for large MPI collectives on
@@ -72,7 +72,7 @@ class Plan:
     """
 
     sizes: tuple[int, ...]
-    sharing: tuple[int, ...]
+    sharing: tuple[int | Fraction, ...]
     block: tuple[int, ...]
     at: int
     cut: int
@@ -81,20 +81,31 @@ class Plan:
 
     @classmethod
     def of(
-        cls, axes: Sequence[Group], block: tuple[int, ...], at: int, dtype: Any, chunks: int
+        cls,
+        axes: Sequence[Group],
+        block: tuple[int, ...],
+        at: int,
+        dtype: Any,
+        chunks: int,
+        both: bool = False,
     ) -> "Plan":
-        """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go."""
+        """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
+
+        With `both`, half of several chunks go on from there in the other order (see `ways`).
+        """
         sizes, sharing = tuple(axis.size for axis in axes), tuple(map(links_shared, axes))
         cut, grain = _finest_cut(block, dtype, 2 * len(sizes) * chunks)
         units = block[cut] // grain
         while chunks > 1 and units % (2 * chunks) != 0:
             chunks //= 2
+        within = next((a for a, axis in enumerate(axes) if axis.chip), None)
+        orders, exact, load = ways(sizes, sharing, within, both=both and chunks > 1)
+        streams = 2 * chunks // (1 + (both and chunks > 1))
         bundles, start = [], 0
-        for first, share in enumerate(shares(sizes, sharing, units // (2 * chunks))):
-            order = (*range(first, len(sizes)), *range(first))
+        for order, share in zip(orders, shares(exact, load, units // streams), strict=True):
             if share:
-                bundles.append(Bundle(order, start, share * grain, 2 * chunks))
-                start += share * grain * 2 * chunks
+                bundles.append(Bundle(order, start, share * grain, streams))
+                start += share * grain * streams
         if start < block[cut]:  # an odd one left over
             bundles.append(Bundle(tuple(range(len(sizes))), start, block[cut] - start, 1))
         return cls(sizes, sharing, block, at, cut, grain, tuple(bundles))
@@ -162,24 +173,51 @@ def _finest_cut(block: tuple[int, ...], dtype: Any, wanted: int) -> tuple[int, i
 _MOST_UNITS = 64  # in a tile to add (`combine.TILE_BYTES`), where a unit is one of the hardware's
 
 
-def shares(sizes: tuple[int, ...], sharing: tuple[int, ...], units: int) -> tuple[int, ...]:
-    """How many of `units` go first along axis 0, 1, ..., so that all links carry the same.
+def ways(
+    sizes: Sequence[int], sharing: Sequence[Any], within: int | None = None, both: bool = False
+) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:
+    """Orders of the axes to go through, and how much goes in each so that all links carry the same.
 
     What begins with axis a moves n_a - 1 times its size along it, then n_a (n_b - 1) times along
-    the next axis b, and so on: one linear equation for each axis. Rounded, of the ways that leave
-    links about equal, to those shares that tiles divide best: 213 units are added in 71 tiles of 3,
-    which takes ten times as long as 212 in 4 of 53.
+    the next axis b, and so on: one linear equation for each axis. The axis `within` chips comes
+    last: so what goes to both devices of a chip comes in once. With `both`, parts go on from an
+    axis to the one before it as well as to the one behind it.
+
+    Returns:
+      The orders, what share of all goes in each, and the load of each axis of links by each share.
     """
-    d = len(sizes)
-    load = np.zeros((d, d))  # of axis (row) by what begins with axis (column)
-    for first in range(d):
-        for phase, axis in enumerate((*range(first, d), *range(first))):
-            met = math.prod(sizes[(first + before) % d] for before in range(phase))
-            load[axis, first] = met * (sizes[axis] - 1) * sharing[axis]
-    exact = np.linalg.solve(load, np.ones(d))
-    exact *= units / exact.sum()
+    links = [axis for axis in range(len(sizes)) if axis != within]
+    orders = [(*links[first:], *links[:first]) for first in range(len(links))]
+    if both:
+        orders += [(first, *reversed(rest)) for first, *rest in orders]
+    load = np.zeros((len(sizes), len(orders)))  # of axis (row) by what goes in an order (column)
+    for column, order in enumerate(orders):
+        for phase, axis in enumerate(order):
+            met = math.prod(sizes[before] for before in order[:phase])
+            load[axis, column] = met * (sizes[axis] - 1) * sharing[axis]
+    exact = np.linalg.lstsq(load[links], np.ones(len(links)))[0]  # of many solutions the evenest
     assert (exact >= 0).all(), (sizes, exact)
-    wholes = _roundings(exact)
+    last = () if within is None else (within,)
+    return [(*order, *last) for order in orders], exact / exact.sum(), load[links]
+
+
+def differ(axes: Sequence[Group]) -> bool:
+    """Whether parts had better go through axes in more orders than one from each.
+
+    On axes that differ parts do too, and the largest is the last to be through: so it is made two.
+    By the replay that takes a tenth off a gather, of 64 KiB to 2 MiB on 4 x 4 x 8 and 4 x 8 x 8.
+    """
+    links = [axis for axis in axes if not axis.chip]
+    return len(links) > 2 and len({(axis.size, links_shared(axis)) for axis in links}) > 1
+
+
+def shares(exact: np.ndarray, load: np.ndarray, units: int) -> tuple[int, ...]:
+    """So many `units`, in whole ones, shared out about as `exact` says.
+
+    Of the ways that leave all links about the same load, to those shares that tiles divide best:
+    213 units are added in 71 tiles of 3, which takes ten times as long as 212 in 4 of 53.
+    """
+    wholes = _roundings(exact * units)
     loads = [load @ whole for whole in wholes]
     fair = [
         w for w, carried in zip(wholes, loads, strict=True) if carried.max() <= 1.01 * carried.min()
@@ -191,7 +229,8 @@ def shares(sizes: tuple[int, ...], sharing: tuple[int, ...], units: int) -> tupl
 def _roundings(exact: np.ndarray) -> list[np.ndarray]:
     """Whole numbers near to `exact` with the same sum: the largest takes what is left over."""
     units, largest = round(exact.sum()), int(np.argmax(exact))
-    reach = [min(4, int(e / 32)) for e in exact]
+    # More than three are those of a gather, which adds nothing.
+    reach = [min(4, int(e / 32)) if len(exact) <= 3 else 0 for e in exact]
     near = [range(int(e) - r, int(e) + 2 + r) for e, r in zip(exact + 1e-6, reach, strict=True)]
     near[largest] = range(1)
     found = [np.array(whole) for whole in itertools.product(*near)]
@@ -210,11 +249,14 @@ def _worst_tile(whole: np.ndarray) -> float:
     return min(tiles, default=1.0)
 
 
-def links_shared(axis: Group) -> int:
+def links_shared(axis: Group) -> int | Fraction:
     """How many directions share a link: both between two devices, and on a line.
 
-    On a line the hop from the last device to the first goes back over all links.
+    On a line the hop from the last device to the first goes back over all links. Between devices of
+    a chip both ways go over one link as well, six times as fast as those that the two have.
     """
+    if axis.chip:
+        return Fraction(1, 6)
     return 2 if axis.size == 2 or axis.line else 1
 
 
@@ -239,8 +281,9 @@ def timetable(plan: Plan, phases: Sequence[int]) -> tuple[Segment, ...]:
 
     Each bundle goes through `phases` one after the other. A segment has one span of hops for each
     bundle (None: no hop), spread evenly over it; the next begins where one of them ends a phase.
-    It is found by letting each bundle move at the speed of its links, halved where two share them.
-    On an axis of equals all bundles end their phases together.
+    It is found by letting each bundle move at the speed of its links. Where several would share
+    them, those that have more of the way before them go first: the others can wait, and no axis is
+    left idle at the end. On an axis of equals all bundles end their phases together.
     """
     number = [0] * len(plan.bundles)
     done = [Fraction(0)] * len(plan.bundles)
@@ -251,10 +294,11 @@ def timetable(plan: Plan, phases: Sequence[int]) -> tuple[Segment, ...]:
         speeds, left = {}, {}
         for b, axis in axes.items():
             moved = math.prod(plan.piece_shape(plan.bundles[b], phases[number[b]]))
-            sharing = list(axes.values()).count(axis) * plan.sharing[axis]
-            speeds[b] = Fraction(1, moved * sharing)
+            before = [number[other] - number[b] for other in under_way if axes[other] == axis]
+            goes = min(before) == 0
+            speeds[b] = Fraction(goes, moved * before.count(0) * plan.sharing[axis])
             left[b] = plan.sizes[axis] - 1 - done[b]
-        time = min(left[b] / speeds[b] for b in under_way)
+        time = min(left[b] / speeds[b] for b in under_way if speeds[b])
         spans: list[Span | None] = [None] * len(plan.bundles)
         for b in under_way:
             start = math.ceil(done[b])

@@ -30,7 +30,8 @@ def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: An
     """Gathers x along `axis`; `axis` must be `sliceable` for x's shape."""
     axes = torus.axes_of(group)
     view = torus.View.of(x.shape, axis, x.dtype)
-    plan = Plan.of(axes, view.block, view.at, x.dtype, chunks=1)
+    both = torus.differ(axes)
+    plan = Plan.of(axes, view.block, view.at, x.dtype, chunks=1 + both, both=both)
     y = launch.call(
         functools.partial(_kernel, axes=axes, plan=plan),
         torus.launch_group(group),
