@@ -39,3 +39,10 @@ def test_more_vmem_than_the_chip_has_is_refused_while_tracing() -> None:
     x = np.zeros((4, 8192, 1024), np.float32)  # 32 MiB a device
     with pytest.raises(VmemError, match=r"160.0 MiB of VMEM: .* has 128 MiB; leave the operands"):
         jax.eval_shape(harness.per_device(gather, harness.mesh(4), jit=False), x)
+
+
+def test_no_id_of_a_simulated_barrier_is_one_of_the_simulators_own() -> None:
+    """It numbers a program's other semaphores from 2000 on, in 16 bits."""
+    ids = [launch.simulated_ids.get(("a test's", number)) for number in range(100)]
+    assert len(set(ids)) == 100
+    assert all(1 << 14 <= number < 1 << 15 for number in ids)

@@ -146,11 +146,13 @@ class CollectiveIds:
 
     Attributes:
       limit: ids there are.
+      first: the least of them.
       kept: of these, for keys that a call cannot do without (see `can_spare`).
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, first: int = 0) -> None:
         self.limit = limit
+        self.first = first
         self.kept = limit // 2
         self._keys: dict[int, Hashable] = {}
         self._lock = threading.Lock()
@@ -161,10 +163,10 @@ class CollectiveIds:
         Raises:
           NoIdError: all ids are taken.
         """
-        first = zlib.crc32(repr(key).encode()) % self.limit
+        start = zlib.crc32(repr(key).encode())
         with self._lock:
             for probe in range(self.limit):
-                identity = (first + probe) % self.limit
+                identity = self.first + (start + probe) % self.limit
                 if self._keys.setdefault(identity, key) == key:
                     return identity
         raise NoIdError(
@@ -184,7 +186,7 @@ class CollectiveIds:
 
 # A TPU has some 20 to 30 barrier semaphores; a simulated one has as many as one likes.
 compiled_ids = CollectiveIds(20)
-simulated_ids = CollectiveIds(10_000)
+simulated_ids = CollectiveIds(10_000, first=16_384)  # its kernels count their own from 2000 on
 
 
 _own_ids: contextvars.ContextVar[CollectiveIds | None] = contextvars.ContextVar("ids", default=None)
