@@ -247,6 +247,70 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         replay(function, shape(4), machine=Machine.named("v5e:2"))
     with pytest.raises(MachineError, match="all different"):
         replay(function, shape(4), machine=machine, placement=np.array([0, 1, 1, 2]))
+    with pytest.raises(MachineError, match="device -1"):
+        replay(function, shape(4), machine=machine, placement=np.array([0, 1, 2, -1]))
+
+
+def test_what_would_touch_other_memory_is_refused() -> None:
+    from jax.experimental.pallas import tpu as pltpu
+
+    def body(x: Any, index: Any, to: Any) -> Any:
+        def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+            me = jax.lax.axis_index("x")
+            hop = pltpu.make_async_remote_copy(
+                x_ref.at[kernels.pl.ds(index(me), 8)], o_ref, send, recv, device_id={"x": to(me)}
+            )
+            hop.start()
+            hop.wait()
+
+        out = jax.ShapeDtypeStruct((8, 128), x.dtype)
+        return kernels.launch(kernel, x, out=out, scratch=[kernels.DMA, kernels.DMA])
+
+    machine = Machine.named("v5e:4")
+    assert run(lambda x: body(x, lambda me: 8 * me, lambda me: 3 - me), machine, 4, shape(4)).ok
+    with pytest.raises(IndexError, match=r"indices 0 to 79 of 64 of x_ref at test_replay_engine"):
+        run(lambda x: body(x, lambda me: 24 * me, lambda me: 3 - me), machine, 4, shape(4))
+    with pytest.raises(IndexError, match=r"device ids 1 to 4 of 4 at test_replay_engine"):
+        run(lambda x: body(x, lambda me: 8 * me, lambda me: me + 1), machine, 4, shape(4))
+
+
+def test_what_surrounds_a_kernel_may_be_anything() -> None:
+    """Random keys, lax's collectives, tables under varying types, debug prints, plain numbers."""
+    machine = Machine.named("v5e:4")
+    table = np.arange(8, dtype=np.int32).reshape(4, 2)
+
+    def body(x: Any, rows: Any, factor: Any) -> Any:
+        rows = jax.lax.dynamic_index_in_dim(table, jax.lax.axis_index("x")) + rows
+        noise = jax.random.normal(jax.random.key(0), x.shape) * jax.lax.psum(rows.sum(), "x")
+        return kernels.doubled(x + noise * factor)
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        jax.debug.print("never printed")
+        kernels.pl.delay(5000)
+        o_ref[...] = x_ref[...]
+
+    spec = jax.sharding.PartitionSpec
+    everything = jax.shard_map(
+        body,
+        mesh=machine.mesh({"x": 4}),
+        in_specs=(spec("x"), spec("x"), spec()),
+        out_specs=spec("x"),
+        check_vma=False,
+    )
+    rows = np.zeros((4, 2), np.int32)
+    report = replay(everything, shape(4), rows, 2, machine=machine)
+    plain = run(lambda x: kernels.doubled(x), machine, 4, shape(4))
+    assert report.time == pytest.approx(plain.time)
+    assert {"psum", "random_bits"} <= set(report.unmodelled)
+    late = run(lambda x: kernels.pl.pallas_call(kernel, out_shape=x)(x), machine, 4, shape(4))
+    assert plain.time < 5e-6 < late.time
+
+    def varying(x: Any) -> Any:
+        return x + jnp.asarray(table)[jax.lax.axis_index("x")].sum()
+
+    spec_of_x = {"in_specs": spec("x"), "out_specs": spec("x")}
+    checked = jax.shard_map(varying, mesh=machine.mesh({"x": 4}), check_vma=True, **spec_of_x)
+    assert replay(checked, shape(4), machine=machine).ok
 
 
 def test_placement_decides_which_links_are_used() -> None:

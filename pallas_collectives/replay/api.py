@@ -61,8 +61,9 @@ def replay(
             f"placement of {len(where)} positions for a mesh of {program.n_devices}: "
             "want one device number each, all different"
         )
-    if where.max() >= machine.n_devices:
-        raise MachineError(f"placement on device {where.max()}: {machine} has {machine.n_devices}")
+    for device in (where.min(), where.max()):
+        if not 0 <= device < machine.n_devices:
+            raise MachineError(f"placement on device {device}: {machine} has {machine.n_devices}")
     alike = symmetric and not isinstance(program, LiveProgram)
     classes = (
         symmetry.refine(program, machine, where)
@@ -80,7 +81,7 @@ def replay(
 
 def _placement(machine: Machine, mesh: Any, given: np.ndarray | None) -> np.ndarray:
     if given is not None:
-        return given
+        return np.asarray(given)
     devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
     if devices is not None and all(hasattr(d, "coords") for d in devices.flat):
         return machine.placement_of(devices)

@@ -32,6 +32,8 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
     special = _SPECIAL.get(name)
     if special is not None:
         return _explained(eqn, special(stepper, eqn, ins, outs))
+    if name in _NO_WORK:
+        return None
     if name in values.IDENTITY and len(ins) == len(outs) == 1:
         return _identity(stepper, eqn, ins, outs)
     scalar = all(not getattr(v.aval, "shape", ()) for v in eqn.outvars)
@@ -69,21 +71,30 @@ def _explained(eqn: Any, step: Step) -> Step:
                 "instead of a shape: its contents are then followed into scalar memory."
             ) from None
         except IndexError as error:
-            raise IndexError(f"{error} at {jaxprs.where(eqn)}") from None
+            if "\n" in str(error):
+                raise
+            raise IndexError(
+                f"{error} at {jaxprs.where(eqn)}\nA TPU would halt or write elsewhere: wrap the "
+                "number round, or leave the operation out there."
+            ) from None
 
     return explained
 
 
 def _identity(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    """Hands refs and scalars on; arrays whose contents are known take the general way."""
+    """Hands on what stays as it is; known arrays of another shape take the general way."""
     general = _other(stepper, eqn, ins, outs)
-    scalar = not getattr(eqn.outvars[0].aval, "shape", ())
+    before, after = (
+        (getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None))
+        for v in (*eqn.invars, *eqn.outvars)
+    )
+    scalar = not after[0]
     dtype = getattr(eqn.outvars[0].aval, "dtype", None)
-    numeric = dtype is not None and np.dtype(dtype).kind in "iubf"
+    numeric = isinstance(dtype, np.dtype) and dtype.kind in "iubf"
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         value = env[ins[0]]
-        if isinstance(value, View) or value is UNKNOWN:
+        if before == after or isinstance(value, View) or value is UNKNOWN:
             env[outs[0]] = value
         elif scalar and numeric and not isinstance(value, Known):
             env[outs[0]] = values.settle(value, np.dtype(dtype))
@@ -151,11 +162,14 @@ def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     seconds = _price(stepper, eqn)
     spend = stepper.multiply if eqn.primitive.name == "dot_general" else stepper.work
     size = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    local = not eqn.effects and "axis_name" not in eqn.params  # no collective of lax's
+    local &= all(isinstance(getattr(aval, "dtype", None), np.dtype) for aval in avals)  # no keys
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         args = [env[i] for i in ins]
         largest = _LARGEST_KNOWN if stepper.kernel is None else 1
-        if size > largest or any(a is UNKNOWN for a in args):
+        if not local or size > largest or any(a is UNKNOWN for a in args):
             spend(seconds)
             if stepper.kernel is None:
                 stepper.unmodelled[eqn.primitive.name] += 1
@@ -367,8 +381,16 @@ def _barrier_semaphore(stepper: Stepper, eqn: Any, ins: list[int], outs: list[in
     return step
 
 
-def _nothing(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step | None:
-    return None
+def _delay(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        nanoseconds = env[ins[0]]
+        if nanoseconds is UNKNOWN:
+            raise DataDependent("a delay")
+        if isinstance(nanoseconds, np.ndarray):
+            raise jaxprs.UnsupportedEquation("replay does not know delays that differ by device")
+        stepper.work(nanoseconds * 1e-9)
+
+    return step
 
 
 _SPECIAL: dict[str, Any] = {
@@ -381,9 +403,6 @@ _SPECIAL: dict[str, Any] = {
     "num_programs": _program_id,
     "get_barrier_semaphore": _barrier_semaphore,
     "pallas_call": kernels.compile_kernel,
-    "debug_callback": _nothing,
-    "debug_print": _nothing,
-    "trace_value": _nothing,
-    "touch": _nothing,
-    "delay": _nothing,
+    "delay": _delay,
 }
+_NO_WORK = frozenset({"debug_callback", "debug_print", "trace_value", "touch"})

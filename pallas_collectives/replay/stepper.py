@@ -405,6 +405,8 @@ def constant(value: Any, aval: Any) -> Any:
         value, jax.core.Tracer
     ):  # a captured ref or index: supplied by the equation's operands
         return UNKNOWN
+    if not isinstance(aval.dtype, np.dtype):  # a random key
+        return UNKNOWN
     array = np.asarray(value)
     if array.ndim == 0:
         numeric = array.dtype.kind in "iubf"

@@ -37,11 +37,16 @@ def trace(
     and DataDependent where the kernel's addresses or control flow depend on an argument given by
     shape only.
     """
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), args)
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(np.shape(a), jax.dtypes.result_type(a)), args
+    )
     closed = jax.make_jaxpr(function)(*shapes)
     leaves = jax.tree.leaves(args)
     contents = [
-        Known(np.asarray(a), False) if isinstance(a, np.ndarray) else UNKNOWN for a in leaves
+        Known(np.asarray(a), False)
+        if isinstance(a, (np.ndarray, np.generic, int, float))
+        else UNKNOWN
+        for a in leaves
     ]
     shard_map, operands = _find_shard_map(closed, contents)
     mesh = shard_map.params["mesh"]
@@ -79,6 +84,8 @@ def _shard(value: Any, spec: Any, axes: dict[str, int]) -> Any:
     """Each device's part of a global array under a PartitionSpec."""
     if not isinstance(value, Known):
         return UNKNOWN
+    if not any(spec) and value.values.ndim:
+        return value
     n = math.prod(axes.values())
     shape = tuple(axes.values())
     coordinates = dict(zip(axes, np.unravel_index(np.arange(n), shape), strict=True))

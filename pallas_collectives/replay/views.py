@@ -94,18 +94,26 @@ class View:
     def _indexed(self, indices: tuple[Any, ...], read: Any) -> View:
         base: Any = self.base
         dims = []
-        for index, (_, stride) in zip(indices, self.dims, strict=True):
+        for index, (length, stride) in zip(indices, self.dims, strict=True):
             if isinstance(index, tuple):
                 start, size, step = (read(i) for i in index)
                 dims.append((size, stride * step))
             else:
-                start, size = read(index), None
+                start, size, step = read(index), None, 1
             if start is UNKNOWN or size is UNKNOWN:
                 raise DataDependent("an index of a ref")
+            self._require_inside(start, 1 if size is None else size, step, length)
             if isinstance(start, np.ndarray):
                 start = start.astype(np.int64)
             base = base + start * stride
         return dataclasses.replace(self, base=base, dims=tuple(dims))
+
+    def _require_inside(self, start: Any, size: Any, step: int, length: Any) -> None:
+        last = start + (size - 1) * step
+        outside = (size > 0) & ((start < 0) | (last >= length))
+        if np.any(outside):
+            first, last = np.min(start), np.max(last)
+            raise IndexError(f"indices {first} to {last} of {length} of {self.buffer.name}")
 
     def _bitcast(self, itemsize: int) -> View:
         self._require_dense("bitcast")
