@@ -7,6 +7,7 @@ import pytest
 import harness
 import pallas_collectives
 from pallas_collectives.errors import CollectiveError, VmemError
+from pallas_collectives.kernels import launch
 from pallas_collectives.kernels.launch import CollectiveIds
 
 
