@@ -37,8 +37,9 @@ _ON_TWO = (*_SMALL, "4x4 grid", "4x16 cylinder", "8x16 cylinder", "16x16 torus")
 _ON_THREE = (*_SMALL, "4x4 torus", "2x2x2 grid", "4x4x4 torus")
 # The two devices of a chip are one more axis.
 _ON_FOUR = (*_SMALL, "2x2x2 grid", "2x2x2x2 grid", "2x4x4x4 torus")
-# On a torus of more devices than this nothing is as fast as all axes at once (on v5p 4x4x4 rings take
-# 1.3 to 5 times as long), and it alone is modelled; what has no such way goes on from fewer devices.
+# On a torus of more devices than this nothing is as fast as all axes at once (on v5p 4x4x4 a ring
+# takes 1.3 to 5 times as long), and it alone is modelled; where there is no such way, times go on
+# from those of fewer devices.
 _MANY = 16
 # Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
 BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)
@@ -139,7 +140,7 @@ def model(
     for case in CASES:
         if case.op in _UNTABLED or (ops is not None and case.op not in ops):
             continue
-        sizes = OPERAND_BYTES if case.op == "all_reduce" else BLOCK_BYTES
+        sizes: tuple[int, ...] = OPERAND_BYTES if case.op == "all_reduce" else BLOCK_BYTES
         if torus not in tables.TORI:  # the time of more is on the line through the last two
             sizes = sizes[:5]
         there = known and known.entries.get((case.op, chip, torus, n))
