@@ -52,6 +52,8 @@ def test_pictures_show_what_happened(tmp_path: Path) -> None:
     assert sum(label.endswith(": core") for label in labels) == 32
     assert any(label.startswith("chip") for label in labels)
     chart.savefig(tmp_path / "gantt.png")
+    few = [tick.get_text() for tick in draw.gantt(report, max_rows=6).axes[0].get_yticklabels()]
+    assert [": " in name for name in few] == [True] * 3 + [False] * 3
     heat = draw.link_heat(report)
     assert len(heat.axes) == 2  # the torus and its scale
     heat.savefig(tmp_path / "heat.png")

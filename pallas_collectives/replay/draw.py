@@ -27,13 +27,18 @@ def _pyplot() -> Any:
 def gantt(report: Report, *, max_rows: int = 40) -> Any:
     """Time from left to right, a row per device and link: waits, copies, and what each link
     carried. Returns the figure.
+
+    Of more rows than `max_rows`, the first of devices and the first of links, by halves.
     """
     plt = _pyplot()
     rows: dict[tuple[str, str], list[Any]] = {}
     for interval in intervals(report):
         rows.setdefault((interval.group, interval.row), []).append(interval)
-    names = sorted(rows, key=lambda r: (r[0] == "links", _natural(r[0]), _natural(r[1])))
-    names = names[:max_rows]
+    names = sorted(rows, key=lambda r: (_natural(r[0]), _natural(r[1])))
+    links = [name for name in names if name[0] == "links"]
+    others = [name for name in names if name[0] != "links"]
+    links = links[: max(max_rows // 2, max_rows - len(others))]
+    names = others[: max_rows - len(links)] + links
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.28 * len(names)), layout="constrained")
     for y, name in enumerate(names):
         spans = [(i.start * 1e6, (i.end - i.start) * 1e6) for i in rows[name]]
