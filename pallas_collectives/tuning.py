@@ -107,8 +107,10 @@ def predict(
     torus = torus or torus_of(devices, chip)
     names = [v for name in allowed for v in _variants(op, name, block_bytes, devices)]
     for table in (measured_table(), tables.load(tables.MODELLED)):
-        if table is not None and table.current:
-            found = {v: _predict(table, op, v, block_bytes, devices, chip, torus) for v in names}
+        if table is None or not table.current:
+            continue
+        for entries in _entries(table, op, devices, chip, torus):
+            found = {v: _predict(table, entries, v, block_bytes, devices) for v in names}
             if any(found.values()):
                 return {name: p for name, p in found.items() if p is not None}
     return {}
@@ -177,11 +179,8 @@ def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, 
 
 
 def _predict(
-    table: Table, op: str, name: str, block_bytes: int, devices: int, chip: Chip, torus: str
+    table: Table, entries: Sequence[Entry], name: str, block_bytes: int, devices: int
 ) -> Prediction | None:
-    entries = _entries(table, op, chip, torus, devices)
-    if not entries:
-        return None
     around = tuple(entry.devices for entry in entries)
     times = [_at(entry, name, block_bytes) for entry in entries]
     least = [_at(entry, name, entry.bytes[0]) for entry in entries]
@@ -189,25 +188,27 @@ def _predict(
     return None if us is None or latency is None else Prediction(us, latency, table, around)
 
 
-def _entries(table: Table, op: str, chip: Chip, torus: str, devices: int) -> tuple[Entry, ...]:
-    """The group's own entry, else the two of like groups that it lies between, or the last two.
+def _entries(
+    table: Table, op: str, devices: int, chip: Chip, torus: str
+) -> Iterator[tuple[Entry, ...]]:
+    """What a group's times can be read from: its own entry, then those of like groups.
 
-    Few devices lie alike on any torus: the families like the group's own follow it.
+    Of each family the entry of as many devices, else the two that they lie between, or the last
+    two. Few devices lie alike on any torus: the families like the group's own follow it.
     """
     name = chip.name
     if not table.measured and not any(key[1] == name for key in table.families):
         name = _STAND_IN
     if (own := table.entries.get((op, name, torus, devices))) is not None:
-        return (own,)
+        yield (own,)
     for family in () if table.measured else tables.families_like(torus):
         there = table.families.get((op, name, family), {})
         sizes = sorted(there)
         if devices in there:
-            return (there[devices],)
-        if sizes and sizes[0] < devices:
+            yield (there[devices],)
+        elif sizes and sizes[0] < devices:
             above = next((i for i, n in enumerate(sizes) if n > devices), len(sizes) - 1)
-            return tuple(there[n] for n in sizes[max(0, above - 1) : above + 1])
-    return ()
+            yield tuple(there[n] for n in sizes[max(0, above - 1) : above + 1])
 
 
 def _at(entry: Entry, name: str, nbytes: int) -> float | None:

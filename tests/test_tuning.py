@@ -270,6 +270,16 @@ def test_a_torus_between_those_of_the_table_lies_between_their_times() -> None:
     assert between.devices == (8, 16) and cylinder.us == between.us
 
 
+def test_blocks_that_cannot_be_cut_go_in_few_hops_on_large_tori() -> None:
+    """One tile on 4 x 4 x 4: by rings it would be 32 hops."""
+    on = Group(("x",), (64,), torus=(Group(("x",), (4,)),) * 3)
+    for op, direct in (("all_gather", "direct"), ("all_reduce", "one_shot:vmem")):
+        for cuts, best in ((1, direct), (6, "torus")):
+            reach = algorithms.reachable(op, on, V5P, cuts)
+            name = tuning.choose(op, 4 * KIB, 64, V5P, reach, "4x4x4 torus")
+            assert name.removesuffix(":vmem") == best.removesuffix(":vmem"), (op, cuts)
+
+
 # A table in place of the modelled one -------------------------------------------------------------
 
 
