@@ -8,6 +8,7 @@ asks a backend. So whatever lax means by a collective, in this JAX version, ours
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,30 +17,33 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
-from pallas_collectives import _compat as _compat  # lets jax.checkpoint replay interpreted kernels
-from pallas_collectives import backends, checks, hierarchy, places
-from pallas_collectives.backends import How
+from pallas_collectives import _compat, backends, checks, hierarchy, places
+from pallas_collectives.backends import How, bundles
 
-COLLECTIVES = frozenset({
+# Elementwise, of one operand each: their twins take many, a tree's leaves.
+REDUCTIONS = frozenset({
+    "pmax",
+    "pmin",
+    "psum",
+    "psum_invariant",
+    "unreduced_pmax",
+    "unreduced_pmin",
+    "unreduced_psum",
+})  # fmt: skip
+COLLECTIVES = REDUCTIONS | {
     "all_gather",
     "all_gather_invariant",
     "all_gather_reduced",
     "all_to_all",
     "pbroadcast",
     "pbroadcast_dynamic",
-    "pmax",
-    "pmin",
     "ppermute",
-    "psum",
-    "psum_invariant",
     "ragged_all_to_all",
     "reduce_scatter",
-    "unreduced_pmax",
-    "unreduced_pmin",
-    "unreduced_psum",
     "unreduced_reduce_scatter",
-})  # fmt: skip
+}
 
 
 def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> Any:
@@ -79,14 +83,22 @@ def _is_symbolic(leaf: Any) -> bool:
 
 
 def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> list[Any]:
-    """Evaluates a jaxpr, binding twins."""
+    """Evaluates a jaxpr, binding twins; one for all reductions that are alike and wait for none."""
     env: dict[Any, Any] = {}
     jaxpr = closed.jaxpr
     env.update(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
+    waiting: dict[Any, dict[Any, Any]] = {}  # results to operands, of each reduction
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
+        if isinstance(atom, core.Literal):
+            return atom.val
+        if atom not in env:
+            for (lax_p, how_here, params), operands in waiting.items():
+                outs = twin(lax_p).bind(*operands.values(), how=how_here, **dict(params))
+                env.update(zip(operands, outs, strict=True))
+            waiting.clear()
+        return env[atom]
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
@@ -94,6 +106,10 @@ def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> lis
             same = not op or eqn.primitive.name == op
             how_here = how if same else dataclasses.replace(how, algorithm=None)
             params = dict(eqn.params)
+            if eqn.primitive.name in REDUCTIONS:
+                alike = eqn.primitive, how_here, tuple(params.items())
+                waiting.setdefault(alike, {})[eqn.outvars[0]] = operands[0]
+                continue
             if eqn.primitive.name == "all_to_all":
                 # The dimension that untiled means is there already; lax's transpose adds another.
                 params["tiled"] = True
@@ -112,18 +128,28 @@ def _within_device(params: dict[str, Any]) -> bool:
 
 @functools.cache
 def twin(lax_p: core.Primitive) -> core.Primitive:
-    """Our primitive for a lax collective primitive; it takes the same params and `how`."""
-    primitive = core.Primitive(f"pallas_{lax_p.name}")
+    """Our primitive for a lax collective primitive; it takes the same params and `how`.
 
-    def implementation(*args: jax.Array, how: How, **params: Any) -> jax.Array:
-        return backends.lower(lax_p, how, *args, **params)
+    A reduction's takes any number of operands, each by lax's rules for one: what is batched, varies
+    or is differentiated of one is of no concern to another. Only the lowering takes them together.
+    """
+    primitive = core.Primitive(f"pallas_{lax_p.name}")
+    many = primitive.multiple_results = lax_p.name in REDUCTIONS
+
+    def implementation(*args: jax.Array, how: How, **params: Any) -> Any:
+        lower = functools.partial(backends.lower, lax_p, how, **params)
+        return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
 
     def abstract_eval(*avals: Any, how: How, **params: Any) -> Any:
         out, effects = lax_p.abstract_eval(*avals, **params)
         return out, effects | _effects(lax_p.name, how, avals, params)
 
-    primitive.def_effectful_abstract_eval(abstract_eval)
-    lowered = mlir.lower_fun(implementation, multiple_results=False)
+    def abstract_eval_each(*avals: Any, **params: Any) -> Any:
+        outs, effects = zip(*(abstract_eval(aval, **params) for aval in avals), strict=True)
+        return outs, frozenset().union(*effects)
+
+    primitive.def_effectful_abstract_eval(abstract_eval_each if many else abstract_eval)
+    lowered = mlir.lower_fun(implementation, multiple_results=many)
 
     def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
@@ -135,11 +161,80 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
         if lax_p in rules:
             rules[primitive] = functools.partial(_rule, rules[lax_p], lax_p.name)
+    if many:
+        _take_many(primitive, lax_p)
     if lax_p.name in _TRANSPOSES:
         ad.primitive_transposes[primitive] = functools.partial(
             _rule, _TRANSPOSES[lax_p.name], lax_p.name
         )
     return primitive
+
+
+def _take_many(primitive: core.Primitive, lax_p: core.Primitive) -> None:
+    """Gives a reduction's twin lax's rules for one operand, for each of many."""
+    for rules, each in (
+        (batching.fancy_primitive_batchers, _batch_each),
+        (ad.primitive_transposes, _transpose_each),
+    ):
+        if lax_p in rules:
+            rule = functools.partial(each, rules[lax_p])
+            rules[primitive] = functools.partial(_rule, rule, lax_p.name)
+    if lax_p in ad.primitive_jvps:
+        ad.primitive_jvps[primitive] = functools.partial(_jvp_each, primitive)
+    pe.custom_partial_eval_rules[primitive] = functools.partial(_partial_eval_each, primitive)
+    pe.dce_rules[primitive] = _dce_each
+
+
+def _batch_each(
+    rule: Callable[..., Any], axis: Any, operands: Any, dims: Any, **params: Any
+) -> tuple[Any, ...]:
+    """lax's batching of one operand, for each."""
+    pairs = zip(operands, dims, strict=True)
+    return tuple(zip(*(rule(axis, [x], [dim], **params) for x, dim in pairs), strict=True))
+
+
+def _transpose_each(
+    rule: Callable[..., Any], cotangents: Any, *operands: Any, **params: Any
+) -> list[Any]:
+    """lax's transpose of one operand, for each."""
+    pairs = zip(cotangents, operands, strict=True)
+    return [rule(cotangent, x, **params)[0] for cotangent, x in pairs]
+
+
+def _jvp_each(
+    primitive: core.Primitive, primals: Any, tangents: Any, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """The sums of those tangents that there are: apart from the primals', which are known first."""
+    results = primitive.bind(*primals, **params)
+    moving = [not isinstance(tangent, ad.Zero) for tangent in tangents]
+    operands = list(itertools.compress(tangents, moving))
+    sums = iter(primitive.bind(*operands, **params) if operands else ())
+    return results, [
+        next(sums) if moves else ad.Zero(jax.typeof(y).to_tangent_aval())
+        for y, moves in zip(results, moving, strict=True)
+    ]
+
+
+def _partial_eval_each(
+    primitive: core.Primitive, trace: Any, *operands: Any, **params: Any
+) -> list[Any]:
+    """Reduces now what is known, and leaves the others for later."""
+    known = [x.is_known() for x in operands]
+    results = {}
+    for now in set(known):
+        part = [x for x, is_known in zip(operands, known, strict=True) if is_known == now]
+        results[now] = iter(trace.default_process_primitive(primitive, part, params))
+    return [next(results[is_known]) for is_known in known]
+
+
+def _dce_each(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Drops the operands of results that nobody reads, or all, unless running has effects."""
+    eqn = rest[-1]
+    if not any(used):
+        kept = _compat.has_effects(eqn)
+        return [kept] * len(used), eqn if kept else None
+    invars, outvars = (list(itertools.compress(v, used)) for v in (eqn.invars, eqn.outvars))
+    return used, eqn.replace(invars=invars, outvars=outvars)
 
 
 def _pbroadcast_transpose(
