@@ -8,7 +8,6 @@ asks a backend. So whatever lax means by a collective, in this JAX version, ours
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
 
-from pallas_collectives import _compat, backends, checks, hierarchy, places
+from pallas_collectives import _compat, backends, checks, hierarchy, leafwise, places
 from pallas_collectives.backends import How, bundles
 
 # Elementwise, of one operand each: their twins take many, a tree's leaves.
@@ -130,8 +128,8 @@ def _within_device(params: dict[str, Any]) -> bool:
 def twin(lax_p: core.Primitive) -> core.Primitive:
     """Our primitive for a lax collective primitive; it takes the same params and `how`.
 
-    A reduction's takes any number of operands, each by lax's rules for one: what is batched, varies
-    or is differentiated of one is of no concern to another. Only the lowering takes them together.
+    A reduction's takes any number of operands, each by lax's rules for one (see `leafwise`); only
+    the lowering takes them together.
     """
     primitive = core.Primitive(f"pallas_{lax_p.name}")
     many = primitive.multiple_results = lax_p.name in REDUCTIONS
@@ -144,11 +142,8 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         out, effects = lax_p.abstract_eval(*avals, **params)
         return out, effects | _effects(lax_p.name, how, avals, params)
 
-    def abstract_eval_each(*avals: Any, **params: Any) -> Any:
-        outs, effects = zip(*(abstract_eval(aval, **params) for aval in avals), strict=True)
-        return outs, frozenset().union(*effects)
-
-    primitive.def_effectful_abstract_eval(abstract_eval_each if many else abstract_eval)
+    each = functools.partial(leafwise.abstract_eval, abstract_eval)
+    primitive.def_effectful_abstract_eval(each if many else abstract_eval)
     lowered = mlir.lower_fun(implementation, multiple_results=many)
 
     def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
@@ -158,83 +153,18 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
 
     mlir.register_lowering(primitive, lowering)
 
+    def with_twins_of(rule: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(_rule, rule, lax_p.name)
+
+    if many:
+        leafwise.register(primitive, lax_p, with_twins_of)
+        return primitive
     for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
         if lax_p in rules:
-            rules[primitive] = functools.partial(_rule, rules[lax_p], lax_p.name)
-    if many:
-        _take_many(primitive, lax_p)
+            rules[primitive] = with_twins_of(rules[lax_p])
     if lax_p.name in _TRANSPOSES:
-        ad.primitive_transposes[primitive] = functools.partial(
-            _rule, _TRANSPOSES[lax_p.name], lax_p.name
-        )
+        ad.primitive_transposes[primitive] = with_twins_of(_TRANSPOSES[lax_p.name])
     return primitive
-
-
-def _take_many(primitive: core.Primitive, lax_p: core.Primitive) -> None:
-    """Gives a reduction's twin lax's rules for one operand, for each of many."""
-    for rules, each in (
-        (batching.fancy_primitive_batchers, _batch_each),
-        (ad.primitive_transposes, _transpose_each),
-    ):
-        if lax_p in rules:
-            rule = functools.partial(each, rules[lax_p])
-            rules[primitive] = functools.partial(_rule, rule, lax_p.name)
-    if lax_p in ad.primitive_jvps:
-        ad.primitive_jvps[primitive] = functools.partial(_jvp_each, primitive)
-    pe.custom_partial_eval_rules[primitive] = functools.partial(_partial_eval_each, primitive)
-    pe.dce_rules[primitive] = _dce_each
-
-
-def _batch_each(
-    rule: Callable[..., Any], axis: Any, operands: Any, dims: Any, **params: Any
-) -> tuple[Any, ...]:
-    """lax's batching of one operand, for each."""
-    pairs = zip(operands, dims, strict=True)
-    return tuple(zip(*(rule(axis, [x], [dim], **params) for x, dim in pairs), strict=True))
-
-
-def _transpose_each(
-    rule: Callable[..., Any], cotangents: Any, *operands: Any, **params: Any
-) -> list[Any]:
-    """lax's transpose of one operand, for each."""
-    pairs = zip(cotangents, operands, strict=True)
-    return [rule(cotangent, x, **params)[0] for cotangent, x in pairs]
-
-
-def _jvp_each(
-    primitive: core.Primitive, primals: Any, tangents: Any, **params: Any
-) -> tuple[list[Any], list[Any]]:
-    """The sums of those tangents that there are: apart from the primals', which are known first."""
-    results = primitive.bind(*primals, **params)
-    moving = [not isinstance(tangent, ad.Zero) for tangent in tangents]
-    operands = list(itertools.compress(tangents, moving))
-    sums = iter(primitive.bind(*operands, **params) if operands else ())
-    return results, [
-        next(sums) if moves else ad.Zero(jax.typeof(y).to_tangent_aval())
-        for y, moves in zip(results, moving, strict=True)
-    ]
-
-
-def _partial_eval_each(
-    primitive: core.Primitive, trace: Any, *operands: Any, **params: Any
-) -> list[Any]:
-    """Reduces now what is known, and leaves the others for later."""
-    known = [x.is_known() for x in operands]
-    results = {}
-    for now in set(known):
-        part = [x for x, is_known in zip(operands, known, strict=True) if is_known == now]
-        results[now] = iter(trace.default_process_primitive(primitive, part, params))
-    return [next(results[is_known]) for is_known in known]
-
-
-def _dce_each(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Drops the operands of results that nobody reads, or all, unless running has effects."""
-    eqn = rest[-1]
-    if not any(used):
-        kept = _compat.has_effects(eqn)
-        return [kept] * len(used), eqn if kept else None
-    invars, outvars = (list(itertools.compress(v, used)) for v in (eqn.invars, eqn.outvars))
-    return used, eqn.replace(invars=invars, outvars=outvars)
 
 
 def _pbroadcast_transpose(

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_collectives import checks
 from pallas_collectives.backends import How
 
-# Beyond, bytes on the wire cost more than the launch, and a copy more than nothing.
+# Larger ones gain less, and being laid together costs a copy on either side.
 SMALL_BYTES = 64 << 10
 BUNDLE_BYTES = 1 << 20
 
@@ -24,10 +24,10 @@ BUNDLE_BYTES = 1 << 20
 def reduced(
     reduce: Callable[[jax.Array], jax.Array], xs: Sequence[jax.Array], how: How, axes: Any
 ) -> list[jax.Array]:
-    """`reduce` of each array; small ones together, one call a bundle.
+    """`reduce` of each array, elementwise; small ones together, one call a bundle.
 
-    Not those of lax, which XLA merges, nor those that also lose dimensions (numbers among `axes`),
-    nor those that the caller wants in VMEM, which has room for so much.
+    Not where lax serves, for XLA merges those; nor where arrays lose dimensions (numbers among
+    `axes`); nor where the caller wants each in VMEM, which may not hold a bundle.
     """
     apart = how.backend == "xla" or str(how.algorithm).endswith(":vmem")
     apart = apart or len(checks.named(axes)) < len(axes)
@@ -44,7 +44,7 @@ def reduced(
 
 
 def _bundles(xs: Sequence[jax.Array]) -> list[list[int]]:
-    """The arrays' numbers, of small ones of a type as many together as a bundle takes."""
+    """The arrays' numbers; those of small ones of a type together, as many as a bundle holds."""
     bundles: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for i, x in enumerate(xs):
