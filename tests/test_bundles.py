@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
 from against_lax import With, check
+from pallas_collectives import replay
 from pallas_collectives.backends import bundles
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")
@@ -75,7 +77,7 @@ def vmapped(m: Any, x: jax.Array) -> Any:
 def vmapped_axis(m: Any, x: jax.Array) -> Any:
     """Over an axis of vmap, which becomes a dimension, and one of the mesh."""
     return jax.vmap(
-        lambda a, b: (m.psum((a, b), ("x", "v")), m.pmax((a, b), ("v", "x"))),
+        lambda a, b: (m.psum((a, a[:3], b), ("x", "v")), m.pmax((a, b), ("v", "x"))),
         (0, None), None, axis_name="v",
     )(x, x[0])  # fmt: skip
 
@@ -158,3 +160,15 @@ def test_what_nobody_reads_is_not_summed() -> None:
     topology = harness.GENERATIONS["v5e"]
     compiled = harness.compile_for_tpu(fn, topology, (16, 128), (8, 100), (SMALL + 1,))
     assert sum(pc.counts().values()) == compiled.ops.count("custom-call") == 1, compiled.ops
+
+
+def test_a_replay_takes_them_together() -> None:
+    machine = replay.Machine.named("v5e:2x4")
+
+    def seconds(leaves: int) -> float:
+        spec = {"mesh": machine.mesh({"x": 8}), "in_specs": P(), "out_specs": P()}
+        fn = jax.shard_map(lambda *xs: pc.psum(xs, "x"), **spec, check_vma=False)
+        xs = [jax.ShapeDtypeStruct((7,), jnp.float32)] * leaves
+        return float(replay.replay(fn, *xs, machine=machine).time)
+
+    assert seconds(20) == seconds(1)
