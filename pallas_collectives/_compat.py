@@ -10,6 +10,7 @@ from jax._src import config as _config
 from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import shard_map as _shard_map
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax.experimental.pallas import tpu as pltpu
 from jax.interpreters import mlir
 
@@ -84,3 +85,15 @@ def preemption_noticed(client: Any) -> bool:
 def mesh_of(ctx: Any) -> Any:
     """The mesh of the shard_map that is being lowered, with its devices where they are known."""
     return getattr(ctx.module_context.axis_context, "mesh", None)
+
+
+def has_effects(eqn: Any) -> bool:
+    """Whether an equation must run even where nobody reads its results."""
+    return _partial_eval.has_effects(eqn)
+
+
+def saved(policy: Any, eqn: Any) -> bool:
+    """Whether jax.checkpoint keeps an equation's results; what it would offload, it keeps."""
+    types = (var.aval for var in eqn.invars)
+    case = _partial_eval.ensure_enum(policy(eqn.primitive, *types, **eqn.params))
+    return has_effects(eqn) or not isinstance(case, _partial_eval.RecomputeType)

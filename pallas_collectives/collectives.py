@@ -148,7 +148,9 @@ def psum(
 
     Args:
       x: array or pytree of arrays, of any shape; Python scalars and other constants fold to
-        multiples of themselves, so that psum(1, axis) is the number of devices.
+        multiples of themselves, so that psum(1, axis) is the number of devices. A tree's arrays of
+        64 KiB at most travel together, those of a type and up to 1 MiB at a time, but not where
+        the algorithm is asked for in VMEM.
       axis_name: mesh axis, or tuple of axes.
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.

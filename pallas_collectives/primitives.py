@@ -17,29 +17,31 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_collectives import _compat as _compat  # lets jax.checkpoint replay interpreted kernels
-from pallas_collectives import backends, checks, hierarchy, places
-from pallas_collectives.backends import How
+from pallas_collectives import _compat, backends, checks, hierarchy, leafwise, places
+from pallas_collectives.backends import How, bundles
 
-COLLECTIVES = frozenset({
+# Elementwise, of one operand each: their twins take many, a tree's leaves.
+REDUCTIONS = frozenset({
+    "pmax",
+    "pmin",
+    "psum",
+    "psum_invariant",
+    "unreduced_pmax",
+    "unreduced_pmin",
+    "unreduced_psum",
+})  # fmt: skip
+COLLECTIVES = REDUCTIONS | {
     "all_gather",
     "all_gather_invariant",
     "all_gather_reduced",
     "all_to_all",
     "pbroadcast",
     "pbroadcast_dynamic",
-    "pmax",
-    "pmin",
     "ppermute",
-    "psum",
-    "psum_invariant",
     "ragged_all_to_all",
     "reduce_scatter",
-    "unreduced_pmax",
-    "unreduced_pmin",
-    "unreduced_psum",
     "unreduced_reduce_scatter",
-})  # fmt: skip
+}
 
 
 def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> Any:
@@ -79,14 +81,22 @@ def _is_symbolic(leaf: Any) -> bool:
 
 
 def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> list[Any]:
-    """Evaluates a jaxpr, binding twins."""
+    """Evaluates a jaxpr, binding twins; one for all reductions that are alike and wait for none."""
     env: dict[Any, Any] = {}
     jaxpr = closed.jaxpr
     env.update(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
+    waiting: dict[Any, dict[Any, Any]] = {}  # results to operands, of each reduction
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
+        if isinstance(atom, core.Literal):
+            return atom.val
+        if atom not in env:
+            for (lax_p, how_here, params), operands in waiting.items():
+                outs = twin(lax_p).bind(*operands.values(), how=how_here, **dict(params))
+                env.update(zip(operands, outs, strict=True))
+            waiting.clear()
+        return env[atom]
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
@@ -94,6 +104,10 @@ def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> lis
             same = not op or eqn.primitive.name == op
             how_here = how if same else dataclasses.replace(how, algorithm=None)
             params = dict(eqn.params)
+            if eqn.primitive.name in REDUCTIONS:
+                alike = eqn.primitive, how_here, tuple(params.items())
+                waiting.setdefault(alike, {})[eqn.outvars[0]] = operands[0]
+                continue
             if eqn.primitive.name == "all_to_all":
                 # The dimension that untiled means is there already; lax's transpose adds another.
                 params["tiled"] = True
@@ -112,18 +126,25 @@ def _within_device(params: dict[str, Any]) -> bool:
 
 @functools.cache
 def twin(lax_p: core.Primitive) -> core.Primitive:
-    """Our primitive for a lax collective primitive; it takes the same params and `how`."""
-    primitive = core.Primitive(f"pallas_{lax_p.name}")
+    """Our primitive for a lax collective primitive; it takes the same params and `how`.
 
-    def implementation(*args: jax.Array, how: How, **params: Any) -> jax.Array:
-        return backends.lower(lax_p, how, *args, **params)
+    A reduction's takes any number of operands, each by lax's rules for one (see `leafwise`); only
+    the lowering takes them together.
+    """
+    primitive = core.Primitive(f"pallas_{lax_p.name}")
+    many = primitive.multiple_results = lax_p.name in REDUCTIONS
+
+    def implementation(*args: jax.Array, how: How, **params: Any) -> Any:
+        lower = functools.partial(backends.lower, lax_p, how, **params)
+        return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
 
     def abstract_eval(*avals: Any, how: How, **params: Any) -> Any:
         out, effects = lax_p.abstract_eval(*avals, **params)
         return out, effects | _effects(lax_p.name, how, avals, params)
 
-    primitive.def_effectful_abstract_eval(abstract_eval)
-    lowered = mlir.lower_fun(implementation, multiple_results=False)
+    each = functools.partial(leafwise.abstract_eval, abstract_eval)
+    primitive.def_effectful_abstract_eval(each if many else abstract_eval)
+    lowered = mlir.lower_fun(implementation, multiple_results=many)
 
     def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
@@ -132,13 +153,17 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
 
     mlir.register_lowering(primitive, lowering)
 
+    def with_twins_of(rule: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(_rule, rule, lax_p.name)
+
+    if many:
+        leafwise.register(primitive, lax_p, with_twins_of)
+        return primitive
     for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
         if lax_p in rules:
-            rules[primitive] = functools.partial(_rule, rules[lax_p], lax_p.name)
+            rules[primitive] = with_twins_of(rules[lax_p])
     if lax_p.name in _TRANSPOSES:
-        ad.primitive_transposes[primitive] = functools.partial(
-            _rule, _TRANSPOSES[lax_p.name], lax_p.name
-        )
+        ad.primitive_transposes[primitive] = with_twins_of(_TRANSPOSES[lax_p.name])
     return primitive
 
 

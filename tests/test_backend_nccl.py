@@ -77,6 +77,16 @@ def test_psum(dtype):
     check(lambda m, x, **how: m.psum(x, "x", **how), (3, 5), dtype)
 
 
+def test_small_sums_are_one_call():
+    def fn(m, x, **how):
+        leaves = m.psum([row * i for i, row in enumerate([*x, x[0, 1]])], "x", **how)
+        return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+
+    pc.reset_counts()
+    check(fn, (6, 5))
+    assert pc.counts() == {("all_reduce", "nccl", None): 1}
+
+
 @pytest.mark.parametrize("dtype", SUMMED)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_psum_scatter(axis, dtype):

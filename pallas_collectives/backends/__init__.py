@@ -218,7 +218,8 @@ _counting = contextvars.ContextVar("counting", default=True)
 def counts() -> dict[tuple[str, str, str | None], int]:
     """How often each (collective, backend, algorithm) was built into a program.
 
-    Since `reset_counts`. A program built once and run often counts once.
+    Since `reset_counts`. A program built once and run often counts once, as do small arrays of a
+    tree that are reduced together.
     """
     return dict(_counts)
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from pallas_collectives import backends
-from pallas_collectives.backends import canonical
+from pallas_collectives.backends import bundles, canonical
 from pallas_collectives.kernels import launch
 from pallas_collectives.replay import jaxprs
 from pallas_collectives.replay.values import Known
@@ -40,7 +40,10 @@ def expand(eqn: Any, mesh: Any) -> Any:
             "replay runs Pallas kernels"
         )
     module = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
-    return _local(functools.partial(canonical.run, module, op, how, **params), eqn, mesh)
+    run = functools.partial(canonical.run, module, op, how, **params)
+    if not eqn.primitive.multiple_results:
+        return _local(run, eqn, mesh)
+    return _local(lambda *xs: bundles.reduced(run, xs, how, params["axes"]), eqn, mesh)
 
 
 def _fused_kernel(*args: Any, **params: Any) -> Any:
