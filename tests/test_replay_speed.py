@@ -4,8 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+
+from benchmarks import replay_rows
+from benchmarks.cases import CASES
+from pallas_collectives.replay import Machine
 
 _PROGRAM = """
 import json, resource, sys, time
@@ -14,6 +19,7 @@ from pallas_collectives.kernels import all_gather
 from pallas_collectives.kernels.topology import Group
 from pallas_collectives.replay import Machine, replay
 name, n, symmetric, races = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4] == "1"
+rows = int(sys.argv[5])
 machine = Machine.named(name)
 mesh = machine.mesh({"x": n, "y": machine.n_devices // n})
 group = Group(("x",), (n,))
@@ -22,7 +28,7 @@ body = lambda x: all_gather.ring(
 spec = jax.sharding.PartitionSpec()
 f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 start = time.process_time()
-report = replay(f, jax.ShapeDtypeStruct((8192, 128), jnp.float32), machine=machine,
+report = replay(f, jax.ShapeDtypeStruct((rows, 128), jnp.float32), machine=machine,
                 symmetric=symmetric, races=races)
 print(json.dumps({
     "seconds": time.process_time() - start,
@@ -33,8 +39,10 @@ print(json.dumps({
 """
 
 
-def _replayed(name: str, n: int, *, symmetric: bool = True, races: bool = False) -> dict:
-    arguments = (name, str(n), str(int(symmetric)), str(int(races)))
+def _replayed(
+    name: str, n: int, *, symmetric: bool = True, races: bool = False, rows: int = 8192
+) -> dict:
+    arguments = (name, str(n), str(int(symmetric)), str(int(races)), str(rows))
     done = subprocess.run(
         (sys.executable, "-c", _PROGRAM, *arguments),
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -46,12 +54,23 @@ def _replayed(name: str, n: int, *, symmetric: bool = True, races: bool = False)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.parametrize("algorithm", [None, "bidirectional"])
+def test_256_devices_as_one_group_take_seconds(algorithm: str | None) -> None:
+    """All axes at once, and a ring along the wires: 4 MiB of each device, in eight parts."""
+    (gather,) = (case for case in CASES if case.name == "all_gather")
+    machine = Machine.named("v5e:16x16")
+    task = replay_rows.Task(machine, gather, "float32", 1 << 30, algorithm, ("x", "y"))
+    start = time.process_time()
+    assert replay_rows.run(task).ok
+    assert time.process_time() - start < 10
+
+
 @pytest.mark.slow
 def test_256_devices_take_seconds_even_one_by_one() -> None:
     along_one_axis = _replayed("v5e:16x16", 16)
     assert along_one_axis["stepped"] == 1
     assert along_one_axis["seconds"] < 10
-    one_ring = _replayed("v5e:16x16", 256, symmetric=False, races=True)
+    one_ring = _replayed("v5e:16x16", 256, symmetric=False, races=True, rows=8)
     assert one_ring["stepped"] == 256
     assert one_ring["races"]
     assert one_ring["ok"]

@@ -29,6 +29,14 @@ class Flow:
     rate: float = 0.0
     updated: float = 0.0
     version: int = 0  # completions scheduled under an older version are void
+    _arrays: tuple[np.ndarray, np.ndarray] | None = None
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The resources of `uses`, and their weights."""
+        if self._arrays is None:
+            resources, weights = zip(*self.uses, strict=True) if self.uses else ((), ())
+            self._arrays = np.array(resources, np.intp), np.array(weights, float)
+        return self._arrays
 
 
 class Network:
@@ -109,19 +117,18 @@ def _fair_rates(flows: list[Flow], resources: set[int], capacity: np.ndarray) ->
     """Max-min fair rates by progressive filling: all rates rise together until a resource or a
     flow's own cap is full.
     """
-    number = {r: i for i, r in enumerate(resources)}
-    rows, columns, weights = [], [], []
-    for f, flow in enumerate(flows):
-        for r, w in flow.uses:
-            if r in number:
-                rows.append(f)
-                columns.append(number[r])
-                weights.append(w)
     caps = np.array([flow.cap for flow in flows])
-    if not rows:
+    if not resources:
         return caps.tolist()
-    row, column, weight = np.array(rows), np.array(columns), np.array(weights)
-    left = np.array([capacity[r] for r in resources], float)
+    here = np.array(list(resources))
+    number = np.full(len(capacity), -1)
+    number[here] = np.arange(len(here))
+    used, weights = zip(*(flow.arrays() for flow in flows), strict=True)
+    column = number[np.concatenate(used)]
+    binds = column >= 0
+    row = np.repeat(np.arange(len(flows)), [len(r) for r in used])[binds]
+    column, weight = column[binds], np.concatenate(weights)[binds]
+    left = capacity[here].astype(float)
     rates = np.zeros(len(flows))
     rising = np.ones(len(flows), bool)
     while rising.any():
