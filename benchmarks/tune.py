@@ -34,9 +34,12 @@ from pallas_collectives.tables import Entry, Table
 _ON_ONE_AXIS = (("line", (2, 3, 4, 8)), ("ring", (4, 8, 16)))
 _SMALL = ("2x2 grid", "2x4 grid")
 _ON_TWO = (*_SMALL, "4x4 grid", "4x16 cylinder", "8x16 cylinder", "16x16 torus")
-_ON_THREE = (*_SMALL, "4x4 torus", "2x2x2 grid", "4x4x4 torus")
+_ON_THREE = (
+    *_SMALL,
+    *("4x4 torus", "8x8 torus", "2x2x2 grid", "2x2x4 grid", "4x4x4 torus", "4x4x8 torus"),
+)
 # The two devices of a chip are one more axis.
-_ON_FOUR = (*_SMALL, "2x2x2 grid", "2x2x2x2 grid", "2x4x4x4 torus")
+_ON_FOUR = (*_SMALL, "2x2x2 grid", "2x2x4 grid", "2x2x2x2 grid", "2x4x4x4 torus")
 # On a torus of more devices than this nothing is as fast as all axes at once (on v5p 4x4x4 a ring
 # takes 1.3 to 5 times as long), and it alone is modelled; where there is no such way, times go on
 # from those of fewer devices.

@@ -32,6 +32,7 @@ CANONICAL = {
     "reduce_scatter": "reduce_scatter",
 }
 LAX = "lax's own"  # in place of an algorithm, where lax serves
+_TILE_BYTES = 4096  # of hardware, whatever the dtype: no block is cut finer
 # Whose operands are n blocks; others' are one.
 _OF_BLOCKS = ("reduce_scatter", "all_to_all", "ragged_all_to_all")
 
@@ -214,7 +215,8 @@ def _explained(
         return Explanation(op, nbytes, n, chip.name, torus, LAX, refusal, ())
     block = nbytes // n if canonical_op in _OF_BLOCKS else nbytes
     offered = algorithms.ALGORITHMS[canonical_op]
-    reached = algorithms.reachable(canonical_op, group, chip)
+    shard = block // n if canonical_op == "all_reduce" else block
+    reached = algorithms.reachable(canonical_op, group, chip, cuts=shard // _TILE_BYTES)
     predicted = tuning.predict(canonical_op, block, n, chip, reached, torus)
     found = [
         Candidate(name, p.us, p.latency_us, _source(p))
@@ -236,9 +238,13 @@ def _explained(
 
 def _no_time(name: str, reached: bool, group: Group, chip: Chip) -> str:
     """Why there is no prediction for an algorithm."""
-    if name == "torus" and not group.torus:
-        return "for groups over several axes of a torus"
-    return "no table has it" if reached else f"{chip.name} cannot write to all devices of the group"
+    if reached:
+        return "no table has it"
+    if name == "torus":
+        too_small = "a block has too few tiles to be cut for all axes"
+        return too_small if group.torus else "for groups over several axes of a torus"
+    far = f"{chip.name} cannot write to all devices of the group"
+    return far if name in algorithms.WRITES_TO_ALL else "the devices have no ring of single links"
 
 
 def _source(prediction: tuning.Prediction) -> str:

@@ -127,6 +127,20 @@ def test_the_timetable_has_every_hop_once_and_in_order(
         assert len(segments) == len(course)
 
 
+@pytest.mark.parametrize(
+    "sizes, sharing", [((2, 2, 18), (2, 2, 2)), ((3, 3, 32), (1, 1, 2)), ((2, 2, 2, 16), (2,) * 4)]
+)
+def test_a_long_axis_beside_short_ones_has_no_more_orders(
+    sizes: tuple[int, ...], sharing: tuple[int, ...]
+) -> None:
+    """In both orders some parts would be less than nothing."""
+    orders, exact, _ = torus.ways(sizes, sharing, both=True)
+    assert len(orders) == len(sizes) and (exact >= 0).all() and exact.sum() == pytest.approx(1)
+    axes = tuple(Group((name,), (n,)) for name, n in zip("xyzw", sizes, strict=False))
+    plan = Plan.of(axes, (256, 128), 0, "float32", chunks=2, both=True)
+    assert sum(bundle.size * bundle.streams for bundle in plan.bundles) == 256
+
+
 @pytest.mark.parametrize("units", [64, 256, 340, 1024])
 @pytest.mark.parametrize(
     "sizes, sharing", [((2, 4), (2, 2)), ((2, 2, 4), (2, 2, 2)), ((8, 16), (2, 1))]
@@ -302,7 +316,7 @@ def test_when_all_axes_are_chosen(name: str, op: str, nbytes: int, chosen: bool)
     mesh = machine.mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh), places.scope(machine.places(np.arange(mesh.size))):
         group, chip = places.arranged(Group(tuple(sizes), tuple(sizes.values()))), chips.current()
-        reach = algorithms.reachable(op, group, chip)
+        reach = algorithms.reachable(op, group, chip, cuts=512)
         on = algorithms.torus_of(group, chip)
         best = tuning.choose(op, nbytes, group.size, chip, reach, on)
     assert (best.partition(":")[0] == "torus") == chosen

@@ -203,7 +203,7 @@ def chosen(op: str, block: int, n: int, chip: Any = V5P, **on: str) -> str:
 def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str, ...]:
     """The algorithms that a group of all n devices can choose from, of one axis or of several."""
     several = (Group(("y",), (2,)),) * 2 if torus and " " in torus else ()
-    return algorithms.reachable(op, Group(("x",), (n,), torus=several), chip)
+    return algorithms.reachable(op, Group(("x",), (n,), torus=several), chip, cuts=512)
 
 
 def test_small_messages_go_in_few_hops_and_large_ones_over_few_links() -> None:
@@ -436,6 +436,19 @@ def test_explain_across_slices_gives_the_steps() -> None:
         )
         assert pc.explain("psum", MIB, mesh=mesh, axis_name="dcn").algorithm == "lax's own"
         assert not pc.explain("psum", MIB, mesh=mesh, axis_name="x").inside
+
+
+def test_explain_goes_by_the_tiles_that_there_are_to_cut() -> None:
+    """One tile a block, of which six links cannot each have a part."""
+    on = harness.mesh(2, 2, 2)
+    axes = ("x", "y", "z")
+    with pc.torus("v5p:2x2x2"):
+        found = pc.explain("all_gather", shape=(8, 128), mesh=on, axis_name=axes)
+        run = harness.per_device(lambda a: pc.all_gather(a, axes, tiled=True), on)
+        jax.jit(run).lower(np.zeros((8, 8, 128), np.float32))
+    assert set(pc.counts()) == {("all_gather", "pallas", found.algorithm)}
+    (torus_row,) = (c for c in found.candidates if c.algorithm == "torus")
+    assert torus_row.us is None and "too few tiles" in torus_row.source
 
 
 def test_explain_goes_over_all_axes_where_calls_do() -> None:

@@ -18,7 +18,7 @@ ALGORITHMS = {
     "ppermute": ("partners", "everyone"),
 }
 _RINGS = ("bidirectional", "unidirectional", "line", "ring")
-_WRITES_TO_ALL = ("direct", "everyone", "one_shot")
+WRITES_TO_ALL = ("direct", "everyone", "one_shot")
 
 
 class Choice(NamedTuple):
@@ -50,7 +50,7 @@ def choose(op: str, how: How, block_bytes: int, group: Group, cuts: int = 1) -> 
             f"it is one of {names}, alone or with ':vmem' or ':hbm' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
-    if not _reaches(group, name in _WRITES_TO_ALL, chip):
+    if not _reaches(group, name in WRITES_TO_ALL, chip):
         groups = "" if group.index_groups is None else f" in groups {group.index_groups}"
         raise unreachable(f"algorithm={name!r} for {op} over {group.size} devices{groups}", chip)
     backends.count(op, "pallas", asked)
@@ -63,19 +63,19 @@ def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int
     return tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
 
 
-def reachable(op: str, group: Group, chip: chips.Chip, cuts: float = math.inf) -> tuple[str, ...]:
+def reachable(op: str, group: Group, chip: chips.Chip, cuts: float) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
     reach, and of blocks that can be cut in so many parts.
 
     Of a group on several axes of a torus without a ring of single links, no ring.
     """
-    unfit = {"torus"} if not group.torus or cuts < 2 * len(group.torus) else set()
-    if group.line and not unfit:
-        unfit = set(_RINGS)
+    unfit = {"torus"}
+    if group.torus and "torus" in ALGORITHMS[op] and cuts >= 2 * len(group.torus):
+        unfit = set(_RINGS) if group.line else set()
     return tuple(
         name
         for name in ALGORITHMS[op]
-        if _reaches(group, name in _WRITES_TO_ALL, chip) and name not in unfit
+        if _reaches(group, name in WRITES_TO_ALL, chip) and name not in unfit
     )
 
 

@@ -101,7 +101,7 @@ class Plan:
             chunks //= 2
         within = next((a for a, axis in enumerate(axes) if axis.chip), None)
         orders, exact, load = ways(sizes, sharing, within, both=both and chunks > 1)
-        streams = 2 * chunks // (1 + (both and chunks > 1))
+        streams = 2 * chunks * len(load) // len(orders)  # as many in all
         bundles, start = [], 0
         for order, share in zip(orders, shares(exact, load, units // streams), strict=True):
             if share:
@@ -182,7 +182,7 @@ def ways(
     What begins with axis a moves n_a - 1 times its size along it, then n_a (n_b - 1) times along
     the next axis b, and so on: one linear equation for each axis. The axis `within` chips comes
     last: so what goes to both devices of a chip comes in once. With `both`, parts go on from an
-    axis to the one before it as well as to the one behind it.
+    axis to the one before it as well as to the one behind it, if so much can be had by that.
 
     Returns:
       The orders, what share of all goes in each, and the load of each axis of links by each share.
@@ -197,6 +197,8 @@ def ways(
             met = math.prod(sizes[before] for before in order[:phase])
             load[axis, column] = met * (sizes[axis] - 1) * sharing[axis]
     exact = np.linalg.lstsq(load[links], np.ones(len(links)))[0]  # of many solutions the evenest
+    if both and (exact < 0).any():  # a long axis beside short ones
+        return ways(sizes, sharing, within)
     assert (exact >= 0).all(), (sizes, exact)
     last = () if within is None else (within,)
     return [(*order, *last) for order in orders], exact / exact.sum(), load[links]
