@@ -32,7 +32,7 @@ def choose(op: str, how: How, block_bytes: int, group: Group, cuts: int = 1) -> 
     """The algorithm asked for ("name", "name:vmem", "name:hbm"), or the one for this size and chip.
 
     All axes of a torus at once take part in that choice where the group lies on several, and a
-    block can be cut in so many parts (`cuts`) that each link gets one.
+    block can be cut in so many parts (`cuts`) that each link gets one, or devices are many.
 
     Raises:
       AlgorithmError: there is no such algorithm.
@@ -63,14 +63,19 @@ def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int
     return tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
 
 
+# Of more, also blocks that cannot be cut for all links go from axis to axis: a ring has more hops.
+_FEW_DEVICES = 16
+
+
 def reachable(op: str, group: Group, chip: chips.Chip, cuts: float) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
-    reach, and of blocks that can be cut in so many parts.
+    reach, and of blocks that can be cut in so many parts (`cuts`).
 
     Of a group on several axes of a torus without a ring of single links, no ring.
     """
     unfit = {"torus"}
-    if group.torus and "torus" in ALGORITHMS[op] and cuts >= 2 * len(group.torus):
+    enough = 2 * len(group.torus) if group.size <= _FEW_DEVICES else 0
+    if group.torus and "torus" in ALGORITHMS[op] and cuts >= enough:
         unfit = set(_RINGS) if group.line else set()
     return tuple(
         name
