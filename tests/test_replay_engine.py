@@ -45,6 +45,8 @@ def test_ring_takes_the_time_worked_out_by_hand(rows: int) -> None:
     name, carried, _ = report.busiest_link
     assert carried == (n - 1) * nbytes
     assert name.endswith("+x")
+    in_use = report.link_use[report.link_bytes > 0]
+    assert in_use == pytest.approx((n - 1) * wire / report.time)
 
 
 def test_the_hop_that_closes_a_line_is_routed_back_over_it() -> None:

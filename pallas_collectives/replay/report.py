@@ -104,12 +104,20 @@ class Report:
         return max((k.hbm_scratch_bytes for k in self.kernels), default=0)
 
     @property
+    def link_use(self) -> np.ndarray:
+        """Of each link, the share of the time that it was busy."""
+        seconds = self.link_bytes / self.machine.link_capacity
+        return seconds / self.time if self.time else seconds
+
+    @property
     def busiest_link(self) -> tuple[str, float, float]:
         """(name, bytes, share of the time it was busy) of the link that carried most."""
         link = int(np.argmax(self.link_bytes / self.machine.link_capacity))
-        carried = float(self.link_bytes[link])
-        busy = carried / self.machine.link_capacity[link] / self.time if self.time else 0.0
-        return self.machine.link_name(link), carried, busy
+        return (
+            self.machine.link_name(link),
+            float(self.link_bytes[link]),
+            float(self.link_use[link]),
+        )
 
     def critical_time(self) -> dict[str, float]:
         """Seconds of the critical path by kind."""
