@@ -40,10 +40,6 @@ _ON_THREE = (
 )
 # The two devices of a chip are one more axis.
 _ON_FOUR = (*_SMALL, "2x2x2 grid", "2x2x4 grid", "2x2x2x2 grid", "2x4x4x4 torus")
-# On a torus of more devices than this nothing is as fast as all axes at once (on v5p 4x4x4 a ring
-# takes 1.3 to 5 times as long), and it alone is modelled; where there is no such way, times go on
-# from those of fewer devices.
-_MANY = 16
 # Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
 BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)
 OPERAND_BYTES = (*BLOCK_BYTES, 16 << 20, 64 << 20)
@@ -149,7 +145,8 @@ def model(
         there = known and known.entries.get((case.op, chip, torus, n))
         us = dict(there.us) if there and there.bytes == sizes else {}
         offered = candidates(case.op, torus)
-        if n > _MANY:
+        # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
+        if torus not in tables.TORI and n > algorithms.FEW_DEVICES:
             offered = tuple(name for name in offered if name.startswith("torus"))
         us = {name: times for name, times in us.items() if name in offered}
         for name in offered:

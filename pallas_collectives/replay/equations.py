@@ -88,8 +88,7 @@ def _identity(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> St
         (getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None))
         for v in (*eqn.invars, *eqn.outvars)
     )
-    scalar = not after[0]
-    dtype = getattr(eqn.outvars[0].aval, "dtype", None)
+    scalar, dtype = not after[0], after[1]
     numeric = isinstance(dtype, np.dtype) and dtype.kind in "iubf"
 
     def step(env: list[Any], lanes: np.ndarray) -> None:

@@ -112,12 +112,9 @@ class Report:
     @property
     def busiest_link(self) -> tuple[str, float, float]:
         """(name, bytes, share of the time it was busy) of the link that carried most."""
-        link = int(np.argmax(self.link_bytes / self.machine.link_capacity))
-        return (
-            self.machine.link_name(link),
-            float(self.link_bytes[link]),
-            float(self.link_use[link]),
-        )
+        use = self.link_use
+        link = int(np.argmax(use))
+        return self.machine.link_name(link), float(self.link_bytes[link]), float(use[link])
 
     def critical_time(self) -> dict[str, float]:
         """Seconds of the critical path by kind."""
