@@ -78,7 +78,8 @@ class Wire:
         self._cliques: dict[bytes, _Clique] = {}
         self._comms: dict[int, tuple[_Clique, int]] = {}
         self._lock = threading.Lock()
-        self._grouped = threading.local()
+        # By thread: threading.local would forget between two calls from outside Python.
+        self._grouped: dict[int, list[tuple]] = {}
         self.aborted: list[int] = []
         self.destroyed: list[int] = []
         self.async_status: dict[int, int] = {}
@@ -178,7 +179,7 @@ class Wire:
             memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)
 
     def group_start(self) -> None:
-        self._grouped.recvs = []
+        self._grouped[threading.get_ident()] = []
 
     def send(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
         self.calls["send"] += 1
@@ -187,10 +188,10 @@ class Wire:
 
     def recv(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
         self.calls["recv"] += 1
-        self._grouped.recvs.append((address, count, code, peer, comm))
+        self._grouped[threading.get_ident()].append((address, count, code, peer, comm))
 
     def group_end(self) -> None:
-        for address, count, code, peer, comm in self._grouped.recvs:
+        for address, count, code, peer, comm in self._grouped.pop(threading.get_ident()):
             clique, rank = self._comms[comm]
             try:
                 memory(address, count, _NUMBERS[code])[:] = clique.mail[peer, rank].get(
@@ -198,6 +199,38 @@ class Wire:
                 )
             except queue.Empty:
                 raise WireError(_INVALID_USAGE) from None
+
+
+_WORD = ctypes.c_int64
+_functions: dict[str, Any] = {}
+
+
+def _function(name: str, method: Any, count: int) -> int:
+    """The address of a C function that calls `method` with `count` words and returns its status."""
+
+    def call(*words: int) -> int:
+        try:
+            method(*words)
+        except WireError as error:
+            return error.status
+        return _SUCCESS
+
+    if name not in _functions:
+        _functions[name] = ctypes.CFUNCTYPE(ctypes.c_int, *[_WORD] * count)(call)
+    return ctypes.cast(_functions[name], ctypes.c_void_p).value or 0
+
+
+class HostLibrary(Library):
+    """NCCL whose C functions are a wire's."""
+
+    def address(self, function: str) -> int:
+        name, count = {
+            "ncclAllGather": ("all_gather", 6), "ncclAllReduce": ("all_reduce", 7),
+            "ncclReduceScatter": ("reduce_scatter", 7), "ncclAlltoAll": ("allto_all", 6),
+            "ncclSend": ("send", 6), "ncclRecv": ("recv", 6),
+            "ncclGroupStart": ("group_start", 0), "ncclGroupEnd": ("group_end", 0),
+        }[function]  # fmt: skip
+        return _function(f"{function} {id(self.bindings)}", getattr(self.bindings, name), count)
 
 
 class Event:
@@ -226,6 +259,12 @@ class Driver:
     def wait_event(self, stream: int, event: Event) -> None:
         pass
 
+    def address(self, function: str) -> int:
+        return ctypes.cast(_functions[function], ctypes.c_void_p).value or 0
+
+    def text(self, result: int) -> str:
+        return f"status {result}"
+
 
 class HostBoard:
     """A board on which the host writes, doing what the kernels do: the reference for them."""
@@ -244,6 +283,23 @@ class HostBoard:
 
     def read(self) -> progress.Progress:
         return progress.read(self.words)
+
+    def recorded(self, recorder: Any) -> "_RecordedBoard":
+        return _RecordedBoard(self, recorder)
+
+
+class _RecordedBoard:
+    def __init__(self, board: HostBoard, recorder: Any):
+        self._id = id(board)
+        _function(f"enter {self._id}", board.enter, 2)
+        _function(f"leave {self._id}", board.leave, 1)
+        self._recorder = recorder
+
+    def enter(self, stream: Any, signature: int) -> None:
+        self._recorder.call(f"enter {self._id}", stream, signature)
+
+    def leave(self, stream: Any) -> None:
+        self._recorder.call(f"leave {self._id}", stream)
 
 
 class Runtime(runtime.Runtime):
@@ -264,7 +320,7 @@ class Runtime(runtime.Runtime):
 
 def runtimes(processes: int = 1) -> list[Runtime]:
     """The runtimes of processes that share a wire and a store; threads stand for them."""
-    library = Library(Wire(), "/host/libnccl.so.2", "2.28.9")
+    library = HostLibrary(Wire(), "/host/libnccl.so.2", "2.28.9")
     store = LocalStore()
     return [Runtime(library, Driver(), store, process) for process in range(processes)]
 

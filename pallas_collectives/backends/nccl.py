@@ -1,10 +1,11 @@
 """Canonical collectives on NVIDIA GPUs: NCCL's, on XLA's own stream, inside `jax.jit`.
 
-Each is one call of Python from the program (`nccl.ffi`), which only puts work on the stream. XLA
-captures runs of five or more operations into CUDA graphs by itself, these calls included, with one
-process for each GPU and with one for all: Python then runs in a program's first runs, and again
-when XLA captures anew because buffers have moved, but not in replays. Shorter programs are
-captured with `jax.jit(f, compiler_options={"xla_gpu_graph_min_graph_size": 1})`.
+Each is one call out of the program (`nccl.ffi`), which only puts work on the stream: NCCL's C
+functions, recorded when the program was lowered (`nccl.tape`). XLA captures runs of five or more
+operations into CUDA graphs by itself, these calls included, with one process for each GPU and with
+one for all: calls are then made in a program's first runs, and again when XLA captures anew because
+buffers have moved, but not in replays. Shorter programs are captured with
+`jax.jit(f, compiler_options={"xla_gpu_graph_min_graph_size": 1})`.
 
 Communicators are made while a program is lowered, in every process that lowers it, one for each
 set of devices: their timeout and watchdog are `nccl.configure`'s, and `nccl.check()` tells whether
@@ -31,7 +32,7 @@ from pallas_collectives import _compat, backends, nccl
 from pallas_collectives.backends import How
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 from pallas_collectives.kernels.topology import Group
-from pallas_collectives.nccl import dtypes, ffi
+from pallas_collectives.nccl import dtypes, ffi, tape
 
 # NCCL adds no 16-bit integers; modulo 2**16 the wider sums are the same.
 _WIDER = {"int16": "int32", "uint16": "uint32"}
@@ -102,8 +103,8 @@ def ragged_all_to_all(
 ) -> jax.Array:
     """Rows of runtime-chosen counts to each device, as lax.
 
-    NCCL takes counts from the host, so the stream is waited for, once a call, and the call cannot
-    be part of a graph.
+    NCCL takes counts from the host, so Python waits for the stream, once a call, and the call
+    cannot be part of a graph.
     """
     _serves("ragged_all_to_all", operand.dtype, how)
     input_offsets, send_sizes, output_offsets, recv_sizes = tables
@@ -214,7 +215,7 @@ class _Work:
     Attributes:
       text: names it, dtypes, counts and all: equal texts, equal work.
       enqueue: does it, for this device's communicator.
-      graph: whether it may be replayed as captured.
+      graph: whether it is the same every time: it may be recorded, and replayed as captured.
       aliases: (operand, result) pairs that share their memory.
     """
 
@@ -255,10 +256,15 @@ def _lower(
     def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
         work.enqueue(at[ordinal], stream, inputs, outputs)
 
+    def recorded(communicator: nccl.Communicator) -> None:
+        gaps = tape.inputs(len(operands)), tape.outputs(1)
+        work.enqueue(communicator, tape.STREAM, *gaps)
+
+    tapes = {o: tape.record(c, recorded) for o, c in at.items()} if work.graph else None
     ids = [[d.id for d in devices] for devices in members]
     return ffi.lower(
         ctx, f"{work.text} over {ids}", function, *operands,
-        graph=work.graph, aliases=dict(work.aliases),
+        graph=work.graph, aliases=dict(work.aliases), tapes=tapes,
     )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ streams. Nothing here waits: a call puts its work on the stream and returns. Mov
 of whole bytes; reducing what `dtypes.reduced` lists.
 """
 
+import copy
+import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from pallas_collectives.nccl import dtypes, progress
-from pallas_collectives.nccl.errors import CallError, CommunicatorError, NcclError
+from pallas_collectives.nccl.errors import CallError, CommunicatorError, NcclError, raise_for
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.progress import Board
+from pallas_collectives.nccl.tape import Recorder
 
 
 @functools.cache
@@ -33,6 +36,7 @@ class Communicator:
       rank, size: this rank and how many there are.
       ordinal: the CUDA ordinal of its GPU in this process.
       board: where the GPU writes its progress for the watchdog, if there is one.
+      unusable: 1 from the moment on from which every call raises.
     """
 
     def __init__(
@@ -54,7 +58,8 @@ class Communicator:
         self.ordinal = ordinal
         self._title = title
         self.board: Board | None = None
-        self._unusable: CommunicatorError | None = None
+        self._reason: CommunicatorError | None = None
+        self.unusable = ctypes.c_int32(0)
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.size} of {self._title}>"
@@ -140,13 +145,13 @@ class Communicator:
         try:
             function(*args, self.handle, stream)
         except Exception as error:
-            raise self.failure(name, error) from error
+            raise_for(error, self.failure(name, error))
         self.end(stream)
 
     def begin(self, call: tuple[Any, ...], stream: int) -> None:
         """Before every call: refuses, if this communicator is unusable, or tells the board."""
-        if self._unusable is not None:
-            raise self._unusable
+        if self._reason is not None:
+            raise self._reason
         if self.board is not None:
             self.board.enter(stream, _signature(call))
 
@@ -157,11 +162,31 @@ class Communicator:
 
     def failure(self, name: str, error: Exception) -> Exception:
         """What to raise for an error in an NCCL call; an abort's reason says more than its echo."""
-        return self._unusable or self.library.error(name, error)
+        return self._reason or self.library.error(name, error)
+
+    def failed(self, function: str, result: int) -> Exception:
+        """What to raise for a result of a C function that is not 0, made without Python."""
+        if self._reason is not None:
+            return self._reason
+        owner = self.library if function.startswith("nccl") else self.driver
+        return CallError(function, result, owner.text(result))
+
+    def address(self, function: str) -> int:
+        """The address of a C function of NCCL's or the driver's."""
+        owner = self.library if function.startswith("nccl") else self.driver
+        return owner.address(function)
+
+    def recorded(self, recorder: Recorder) -> "Communicator":
+        """A twin whose calls `recorder` notes, this one's work in every other respect."""
+        twin = copy.copy(self)
+        twin._nccl = recorder
+        twin.board = self.board and self.board.recorded(recorder)
+        return twin
 
     def disable(self, reason: CommunicatorError) -> None:
         """Makes every later call raise `reason`; the first reason stays."""
-        self._unusable = self._unusable or reason
+        self._reason = self._reason or reason
+        self.unusable.value = 1
 
     def async_error(self) -> NcclError | None:
         """What NCCL says went wrong since, if anything; does not wait."""
@@ -207,7 +232,7 @@ def exchange(messages: Sequence[Messages], dtype: Any, what: str) -> None:
             m.communicator.check_peer(peer)
     for m in messages:
         m.communicator.begin(("exchange", what), m.stream)
-    nccl = messages[0].communicator.library.bindings
+    nccl = messages[0].communicator._nccl
     try:
         nccl.group_start()
         try:
@@ -220,6 +245,6 @@ def exchange(messages: Sequence[Messages], dtype: Any, what: str) -> None:
         finally:
             nccl.group_end()
     except Exception as error:
-        raise messages[0].communicator.failure("ncclSend and ncclRecv", error) from error
+        raise_for(error, messages[0].communicator.failure("ncclSend and ncclRecv", error))
     for m in messages:
         m.communicator.end(m.stream)

@@ -5,12 +5,14 @@ bindings for it are no dependency of JAX's.
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 from pallas_collectives.nccl.errors import CallError, NcclError
+from pallas_collectives.nccl.tape import Recorder
 
 _NOT_READY = 600
 _DISABLE_TIMING = 2
@@ -28,15 +30,33 @@ class Driver:
             raise NcclError(
                 f"no CUDA driver: {error}; NCCL needs a machine with an NVIDIA GPU and its driver"
             ) from error
+        # Handed on from the caller as they are; the rest of a call's arguments have ctypes' types.
+        self._lib.cuLaunchKernel.argtypes = [
+            ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3
+        ]  # fmt: skip
         self._call("cuInit", 0)
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
     def _call(self, name: str, *args: Any) -> None:
         result = getattr(self._lib, name)(*args)
         if result:
-            text = ctypes.c_char_p()
-            self._lib.cuGetErrorString(result, ctypes.byref(text))
-            raise CallError(name, result, (text.value or b"unknown error").decode())
+            raise CallError(name, result, self.text(result))
+
+    def text(self, result: int) -> str:
+        """CUDA's words for a result that is not success."""
+        text = ctypes.c_char_p()
+        self._lib.cuGetErrorString(result, ctypes.byref(text))
+        return (text.value or b"unknown error").decode()
+
+    def address(self, function: str) -> int:
+        """The address of the driver's C function of this name."""
+        return ctypes.cast(getattr(self._lib, function), ctypes.c_void_p).value or 0
+
+    def recorded(self, recorder: Recorder) -> "Driver":
+        """A twin whose calls `recorder` notes, for GPUs that `device` has had before."""
+        twin = copy.copy(self)
+        twin._call = recorder.call  # type: ignore[method-assign]
+        return twin
 
     @contextlib.contextmanager
     def device(self, ordinal: int) -> Iterator[None]:
@@ -118,12 +138,11 @@ class Driver:
         self, ordinal: int, kernel: ctypes.c_void_p, stream: int, *args: Any
     ) -> None:
         """Launches `kernel` with a single thread; `args` are ctypes values, as it declares them."""
-        pointers = (ctypes.c_void_p * len(args))(
-            *(ctypes.cast(ctypes.byref(a), ctypes.c_void_p) for a in args)
-        )
+        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
+        pointers.kept = args  # type: ignore[attr-defined]  # for as long as someone has the array
         with self.device(ordinal):
             one = (1,) * 6  # the grid's and the block's three dimensions
-            self._call("cuLaunchKernel", kernel, *one, 0, ctypes.c_void_p(stream), pointers, None)
+            self._call("cuLaunchKernel", kernel, *one, 0, stream, pointers, None)
 
 
 class Event:

@@ -1,5 +1,7 @@
 """Every exception that `pallas_collectives.nccl` raises; all are `NcclError`."""
 
+from typing import NoReturn
+
 
 class NcclError(RuntimeError):
     """Base of all errors of this package."""
@@ -49,3 +51,13 @@ class PeerError(CommunicatorError):
         self.call = call
         self.sequence = sequence
         self.missing = missing
+
+
+def raise_for(error: Exception, better: Exception) -> NoReturn:
+    """Raises `better`, caused by `error`, or `error` itself if there is nothing better.
+
+    An exception must not be its own cause: JAX follows causes to their end, for ever in a cycle.
+    """
+    if better is error:
+        raise error
+    raise better from error

@@ -8,6 +8,9 @@ version 0, which XLA promises to keep for at least twelve months.
 
 What is called is named by a text in the program, not by a number that another process would give
 to something else: a program from JAX's persistent compilation cache finds the same function.
+
+Where the work has been recorded as a tape of C calls (`nccl.tape`), they are made without Python;
+Python then answers only once something is wrong.
 """
 
 import ctypes
@@ -19,6 +22,8 @@ from typing import Any, ClassVar
 
 import jax
 from jax.interpreters import mlir
+
+from pallas_collectives.nccl import tape
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _GRAPH_COMPATIBLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
@@ -151,9 +156,23 @@ _keep: list[Any] = []  # the registered handlers: XLA holds bare pointers to the
 
 @dataclasses.dataclass
 class Counters:
-    """How often Python was called from inside XLA's programs in this process."""
+    """How often XLA's programs called out in this process; a CUDA graph's replay does not.
 
-    calls: int = 0
+    Attributes:
+      python: calls that Python answered.
+    """
+
+    python: int = 0
+
+    @property
+    def tape(self) -> int:
+        """Calls that were answered from tapes, without Python."""
+        return tape.calls()
+
+    @property
+    def calls(self) -> int:
+        """All of them."""
+        return self.python + self.tape
 
 
 counters = Counters()
@@ -188,12 +207,16 @@ def lower(
     *operands: Any,
     graph: bool = True,
     aliases: Mapping[int, int] | None = None,
+    tapes: Mapping[int, tape.Tape] | None = None,
 ) -> Any:
     """`call`, for the lowering rule of a primitive.
 
     aliases: operand -> result that is the operand's memory, which `function` overwrites in part.
+    tapes: what `function` calls on each device, by ordinal, if that can be known now.
     """
     _functions[text.encode()] = function
+    if tapes and tape.available():
+        tape.publish(text, tapes)
     platform = ctx.module_context.platforms[0]
     rule = jax.ffi.ffi_lowering(
         _register("cpu" if platform == "cpu" else "CUDA", graph),
@@ -206,16 +229,25 @@ def lower(
 @functools.cache
 def _register(platform: str, graph: bool) -> str:
     """The target that calls functions by name; `graph` says whether XLA may capture it."""
-    name = f"pallas_collectives_python_{'graph' if graph else 'plain'}"
+    name = f"pallas_collectives_{'graph' if graph else 'plain'}"
     has_stream = platform != "cpu"
-    handler = _Handler(lambda frame: _handle(frame, has_stream, _GRAPH_COMPATIBLE * graph))
+    python = functools.partial(_handle, _GRAPH_COMPATIBLE * graph)
+    if graph and tape.available():
+        handler = tape.handler(has_stream, python)
+    else:
+        handler = _Handler(lambda frame: python(frame, has_stream))
     _keep.append(handler)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
     return name
 
 
-def _handle(address: int, has_stream: bool, traits: int) -> int | None:
-    """What XLA calls. None means success; an exception must not pass into XLA."""
+def _handle(
+    traits: int, address: int, has_stream: bool, step: int = -1, result: int = 0
+) -> int | None:
+    """What XLA calls. None means success; an exception must not pass into XLA.
+
+    step, result: a tape's step that did not return 0, and what it did return; or -1, 0.
+    """
     frame = _Frame.from_address(address)
     if frame.extension_start:
         extension = _MetadataExtension.from_address(frame.extension_start)
@@ -228,16 +260,18 @@ def _handle(address: int, has_stream: bool, traits: int) -> int | None:
     if not hasattr(_thread, "kept"):
         _keep_thread_state()
     try:
-        counters.calls += 1
         text = _Text.from_address(frame.attributes.items[0])
-        function = _functions[ctypes.string_at(text.data, text.size)]
+        name = ctypes.string_at(text.data, text.size)
         stream = _StreamArgs(ctypes.sizeof(_StreamArgs), None, frame.context)
         if has_stream and stream_get(ctypes.addressof(stream)):
             raise RuntimeError("XLA gives no stream")
         ordinal = _OrdinalArgs(_OrdinalArgs.ordinal.offset + 4, None, frame.context)
         if ordinal_get(ctypes.addressof(ordinal)):
             raise RuntimeError("XLA gives no device ordinal")
-        function(
+        if step >= 0:
+            raise tape.failed(name, ordinal.ordinal, step, result)
+        counters.python += 1
+        _functions[name](
             stream.stream or 0, ordinal.ordinal, _addresses(frame.inputs), _addresses(frame.outputs)
         )
         return None

@@ -27,7 +27,7 @@ import subprocess
 import sys
 from typing import Any
 
-from pallas_collectives.nccl.errors import CallError, LibraryError
+from pallas_collectives.nccl.errors import CallError, LibraryError, raise_for
 
 ENVIRONMENT = "PALLAS_COLLECTIVES_NCCL_SO"
 OLDEST = 22800  # the first with ncclAlltoAll
@@ -74,16 +74,22 @@ class Library:
         try:
             return function(*args)
         except Exception as error:
-            raise self.error(name, error) from error
+            raise_for(error, self.error(name, error))
 
     def error(self, name: str, error: Exception) -> Exception:
         """`error` as a CallError where it is NCCL's, else itself."""
         result = getattr(error, "status", None)
-        if result is None:
-            return error
+        return error if result is None else CallError(name, int(result), self.text(int(result)))
+
+    def text(self, result: int) -> str:
+        """NCCL's words for a result that is not success, and for what led to it."""
         detail = self.bindings.get_last_error(0)
-        text = self.bindings.get_error_string(int(result))
-        return CallError(name, int(result), f"{text} ({detail})" if detail else text)
+        text = self.bindings.get_error_string(result)
+        return f"{text} ({detail})" if detail else text
+
+    def address(self, function: str) -> int:
+        """The address of NCCL's C function of this name."""
+        return ctypes.cast(getattr(ctypes.CDLL(self.path), function), ctypes.c_void_p).value or 0
 
 
 def version_text(code: int) -> str:

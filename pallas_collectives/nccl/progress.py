@@ -6,6 +6,7 @@ record is the order in which the device ran the calls, also where a CUDA graph r
 Python runs; reading it asks nothing of the device.
 """
 
+import copy
 import ctypes
 import dataclasses
 import threading
@@ -13,6 +14,7 @@ import zlib
 from typing import Protocol
 
 from pallas_collectives.nccl.cuda import Driver
+from pallas_collectives.nccl.tape import Recorder
 
 SLOTS = 8192
 _PRIME = 16777619  # FNV's
@@ -100,6 +102,9 @@ class Board(Protocol):
     def read(self) -> Progress:
         """The progress so far; does not wait."""
 
+    def recorded(self, recorder: Recorder) -> "Board":
+        """A twin that has `recorder` note what is to be called."""
+
 
 class DeviceBoard:
     """The board of one GPU in one communicator."""
@@ -122,6 +127,11 @@ class DeviceBoard:
 
     def read(self) -> Progress:
         return read(self._words)
+
+    def recorded(self, recorder: Recorder) -> "DeviceBoard":
+        twin = copy.copy(self)
+        twin._driver = self._driver.recorded(recorder)
+        return twin
 
 
 def read(words: Words) -> Progress:

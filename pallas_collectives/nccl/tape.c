@@ -1,0 +1,115 @@
+/* Work that a program names, put on XLA's stream without Python.
+
+   tape.py records the C calls that the work makes on each device: NCCL's, and CUDA's where a
+   watchdog looks on. Here the gaps they have for the stream and the buffers are filled and the
+   calls are made. Whatever is out of the ordinary goes to Python's handler (ffi.py). */
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "xla/ffi/api/c_api.h" /* jaxlib's own, at jax.ffi.include_dir() */
+
+/* The structures below have their twins in tape.py. */
+enum { ARGUMENTS = 11, BUCKETS = 4096 };
+enum { GIVEN, STREAM, INPUT, OUTPUT };
+
+typedef uint64_t Word; /* an argument: integers and pointers travel alike */
+typedef int Function(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word);
+
+typedef struct {
+  int64_t source; /* GIVEN, or what fills the gap */
+  Word value;     /* as given, or which input or output */
+} Argument;
+
+typedef struct {
+  Function *function; /* those of fewer parameters do not look at the rest */
+  int64_t cleanup;    /* the step to take before giving up if this one fails, or 0 */
+  Argument arguments[ARGUMENTS];
+} Step;
+
+typedef struct { /* on one device; without steps where the work has none */
+  const volatile int32_t *unusable;
+  int64_t size;
+  const Step *steps;
+} Tape;
+
+typedef struct Work {
+  struct Work *next;
+  const char *text;
+  int64_t length;
+  int64_t devices;
+  const Tape *tapes; /* by ordinal */
+} Work;
+
+typedef XLA_FFI_Error *Python(XLA_FFI_CallFrame *, int has_stream, int64_t step, int result);
+
+Python *python;        /* the other handler: does all work if `step` is negative, else says that
+                          this step failed */
+_Atomic int64_t calls; /* of XLA's that ended here */
+
+static _Atomic(Work *) buckets[BUCKETS];
+
+static _Atomic(Work *) *bucket(const char *text, int64_t length) {
+  uint64_t hash = 14695981039346656037u; /* FNV-1a */
+  for (int64_t i = 0; i < length; i++) hash = (hash ^ (unsigned char)text[i]) * 1099511628211u;
+  return &buckets[hash % BUCKETS];
+}
+
+/* From here on `work` is what its text names; nothing added is ever freed. One caller at a time. */
+void add(Work *work) {
+  _Atomic(Work *) *head = bucket(work->text, work->length);
+  work->next = atomic_load(head);
+  atomic_store(head, work);
+}
+
+static const Work *find(const XLA_FFI_ByteSpan *text) {
+  const Work *work = atomic_load(bucket(text->ptr, text->len));
+  while (work && (work->length != (int64_t)text->len || memcmp(work->text, text->ptr, text->len)))
+    work = work->next;
+  return work;
+}
+
+static Word address(const void *buffer) { return (Word)((const XLA_FFI_Buffer *)buffer)->data; }
+
+static int make(const Step *step, const XLA_FFI_CallFrame *frame, void *stream) {
+  Word a[ARGUMENTS];
+  for (int i = 0; i < ARGUMENTS; i++) {
+    Word value = step->arguments[i].value;
+    switch (step->arguments[i].source) {
+      case GIVEN: a[i] = value; break;
+      case STREAM: a[i] = (Word)stream; break;
+      case INPUT: a[i] = address(frame->args.args[value]); break;
+      case OUTPUT: a[i] = address(frame->rets.rets[value]); break;
+    }
+  }
+  return step->function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
+}
+
+static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream) {
+  if (frame->extension_start) return python(frame, has_stream, -1, 0);
+  XLA_FFI_Stream_Get_Args stream = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, 0, frame->ctx, 0};
+  XLA_FFI_DeviceOrdinal_Get_Args device = {
+      XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, 0, frame->ctx, 0};
+  XLA_FFI_Error *error = has_stream ? frame->api->XLA_FFI_Stream_Get(&stream) : 0;
+  if (!error) error = frame->api->XLA_FFI_DeviceOrdinal_Get(&device);
+  if (error) return error;
+
+  const Work *work = find(frame->attrs.attrs[0]);
+  if (!work || device.device_ordinal >= work->devices) return python(frame, has_stream, -1, 0);
+  const Tape *tape = &work->tapes[device.device_ordinal];
+  if (!tape->size || *tape->unusable) return python(frame, has_stream, -1, 0);
+  atomic_fetch_add(&calls, 1);
+  for (int64_t i = 0; i < tape->size; i++) {
+    const Step *step = &tape->steps[i];
+    int result = make(step, frame, stream.stream);
+    if (result) {
+      if (step->cleanup) make(&tape->steps[step->cleanup], frame, stream.stream);
+      return python(frame, has_stream, i, result);
+    }
+  }
+  return 0;
+}
+
+XLA_FFI_Error *on_stream(XLA_FFI_CallFrame *frame) { return run(frame, 1); }
+XLA_FFI_Error *on_host(XLA_FFI_CallFrame *frame) { return run(frame, 0); }

@@ -1,0 +1,273 @@
+"""Work on a communicator as C calls, recorded once and made again without Python.
+
+Python's part of a small collective costs more than NCCL's, above all where one process drives
+several GPUs: their threads queue for the interpreter. So a program's work is recorded when the
+program is lowered, `record`, and XLA's calls are answered by the functions of `tape.c`, compiled
+with the host's C compiler (CC, or `cc`) against jaxlib's own header when first needed. Without a
+compiler Python answers every call: `available` says so, once, and `ffi.counters` which it was.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import importlib.resources
+import logging
+import operator
+import os
+import shlex
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+
+_log = logging.getLogger(__name__)
+
+_ARGUMENTS = 11
+_GIVEN = 0
+
+# As NVIDIA's bindings and NCCL name the functions, which take the same arguments.
+_NCCL = {
+    "all_gather": "ncclAllGather",
+    "all_reduce": "ncclAllReduce",
+    "reduce_scatter": "ncclReduceScatter",
+    "allto_all": "ncclAlltoAll",
+    "send": "ncclSend",
+    "recv": "ncclRecv",
+    "group_start": "ncclGroupStart",
+    "group_end": "ncclGroupEnd",
+}
+# What must follow even if a call between the two fails.
+_CLEANUP = {"ncclGroupStart": "ncclGroupEnd", "cuCtxPushCurrent_v2": "cuCtxPopCurrent_v2"}
+
+
+class Gap(NamedTuple):
+    """An argument that each call fills: the stream, or the address of an input or output.
+
+    It is no number: work that would calculate with it, instead of handing it on, fails when it is
+    recorded.
+    """
+
+    source: int
+    number: int = 0
+
+
+# They pass where addresses and streams do.
+STREAM: Any = Gap(1)
+
+
+def inputs(count: int) -> list[Any]:
+    """The addresses of a call's operands."""
+    return [Gap(2, i) for i in range(count)]
+
+
+def outputs(count: int) -> list[Any]:
+    """The addresses of its results."""
+    return [Gap(3, i) for i in range(count)]
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = (("source", ctypes.c_int64), ("value", ctypes.c_uint64))
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("cleanup", ctypes.c_int64),
+        ("arguments", _Argument * _ARGUMENTS),
+    )
+
+
+class _Tape(ctypes.Structure):
+    _fields_ = (
+        ("unusable", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("steps", ctypes.POINTER(_Step)),
+    )
+
+
+class _Work(ctypes.Structure):
+    _fields_: ClassVar[Sequence[Any]] = (
+        ("next", ctypes.c_void_p),
+        ("text", ctypes.c_char_p),
+        ("length", ctypes.c_int64),
+        ("devices", ctypes.c_int64),
+        ("tapes", ctypes.POINTER(_Tape)),
+    )
+
+
+class Recorder:
+    """Stands for NCCL's bindings and notes what is called.
+
+    address: the address of a C function by its name.
+    """
+
+    def __init__(self, address: Callable[[str], int]):
+        self._address = address
+        self._steps: list[_Step] = []
+        self.names: list[str] = []
+        self._keep: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name not in _NCCL:
+            raise AttributeError(f"{name} cannot be recorded: only {', '.join(_NCCL)}")
+        return functools.partial(self.call, _NCCL[name])
+
+    def call(self, name: str, *args: Any) -> None:
+        """Notes a call of the C function `name`, which returns 0 if all is well.
+
+        args: gaps, numbers and handles, and ctypes' pointers, arrays and references.
+        """
+        if len(args) > _ARGUMENTS:
+            raise ValueError(f"{name} has {len(args)} arguments, more than {_ARGUMENTS}")
+        words = [
+            _Argument(*a) if isinstance(a, Gap) else _Argument(_GIVEN, self._word(a)) for a in args
+        ]
+        self._steps.append(_Step(self._address(name), 0, tuple(words)))
+        self.names.append(name)
+
+    def _word(self, value: Any) -> int:
+        self._keep.append(value)
+        if value is None:
+            return 0
+        if isinstance(value, ctypes.Array):
+            return ctypes.addressof(value)
+        if hasattr(value, "_obj"):  # ctypes.byref(...)
+            return ctypes.addressof(value._obj)
+        if isinstance(value, ctypes._SimpleCData):
+            return value.value or 0
+        return operator.index(value)
+
+    def steps(self) -> "ctypes.Array[_Step]":
+        """What was noted, in order."""
+        for i, name in enumerate(self.names):
+            if name in _CLEANUP:
+                end = self.names.index(_CLEANUP[name], i)
+                for step in self._steps[i + 1 : end]:
+                    step.cleanup = end
+        steps = (_Step * len(self._steps))(*self._steps)
+        steps.kept = self._keep  # type: ignore[attr-defined]
+        return steps
+
+
+class Recordable(Protocol):
+    """What `record` needs of a communicator."""
+
+    unusable: ctypes.c_int32
+
+    def address(self, function: str) -> int:
+        """The address of a C function of NCCL's or the driver's."""
+
+    def recorded(self, recorder: Recorder) -> Any:
+        """A twin whose calls `recorder` notes."""
+
+    def failed(self, function: str, result: int) -> Exception:
+        """What to raise when a function did not return 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape:
+    """What one device does for one piece of work.
+
+    Attributes:
+      communicator: on which it does it.
+      names: of the C functions, in order.
+      steps: the calls.
+    """
+
+    communicator: Recordable
+    names: Sequence[str]
+    steps: Any
+
+    def failed(self, step: int, result: int) -> Exception:
+        """What to raise when a step did not return 0."""
+        return self.communicator.failed(self.names[step], result)
+
+
+def record(communicator: Recordable, enqueue: Callable[[Any], None]) -> Tape:
+    """The calls that `enqueue(communicator)` makes, without making them."""
+    recorder = Recorder(communicator.address)
+    enqueue(communicator.recorded(recorder))
+    return Tape(communicator, recorder.names, recorder.steps())
+
+
+_published: dict[bytes, Mapping[int, Tape]] = {}
+_keep: list[Any] = []  # what the C side has been given: a program may use it at any time
+_adding = threading.Lock()
+
+
+def publish(text: str, tapes: Mapping[int, Tape]) -> None:
+    """From here on programs' calls of the work `text` are made from `tapes`, by ordinal."""
+    library = _library()
+    assert library is not None
+    by_ordinal = (_Tape * (max(tapes) + 1))()
+    for ordinal, tape in tapes.items():
+        unusable = ctypes.addressof(tape.communicator.unusable)
+        by_ordinal[ordinal] = _Tape(unusable, len(tape.steps), tape.steps)
+    name = text.encode()
+    work = _Work(None, name, len(name), len(by_ordinal), by_ordinal)
+    with _adding:
+        _keep.append((name, tapes, by_ordinal, work))
+        _published[name] = dict(tapes)
+        library.add(ctypes.byref(work))
+
+
+def failed(text: bytes, ordinal: int, step: int, result: int) -> Exception:
+    """What to raise when a step of the work `text` did not return 0."""
+    return _published[text][ordinal].failed(step, result)
+
+
+def available() -> bool:
+    """Whether calls are made from tapes on this host; if not, a warning has said why."""
+    return _library() is not None
+
+
+def calls() -> int:
+    """How many of XLA's calls were made from tapes so far."""
+    library = _library() if _library.cache_info().currsize else None
+    return ctypes.c_int64.in_dll(library, "calls").value if library else 0
+
+
+_Python = ctypes.CFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int
+)
+
+
+def handler(has_stream: bool, python: Callable[..., int | None]) -> Any:
+    """The C function that answers XLA.
+
+    python: what it leaves the rest to: (address of XLA's call frame, `has_stream`, the step that
+      failed or -1, its result) -> address of XLA's error or None.
+    """
+    library = _library()
+    assert library is not None
+    callback = _Python(python)
+    _keep.append(callback)
+    ctypes.c_void_p.in_dll(library, "python").value = ctypes.cast(callback, ctypes.c_void_p).value
+    return library.on_stream if has_stream else library.on_host
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """tape.c, compiled; None, with a warning, where that cannot be done."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    source = importlib.resources.files("pallas_collectives.nccl") / "tape.c"
+    with importlib.resources.as_file(source) as path, tempfile.TemporaryDirectory() as folder:
+        target = os.path.join(folder, "tape.so")
+        command = [*compiler, "-std=c11", "-O2", "-shared", "-fPIC"]
+        command += ["-I", jax.ffi.include_dir(), str(path), "-o", target]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+            return ctypes.CDLL(target)
+        except (OSError, subprocess.SubprocessError) as error:
+            _log.warning(
+                "NCCL calls inside jit go through Python, which costs some tens of microseconds "
+                "each outside CUDA graphs: %s failed (%s%s); install a C compiler, or name one in "
+                "the environment variable CC",
+                shlex.join(compiler),
+                error,
+                getattr(error, "stderr", None) or "",
+            )
+            return None

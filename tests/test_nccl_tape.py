@@ -1,0 +1,217 @@
+"""Work recorded as C calls: what is recorded, and XLA's calls answered from it, on CPU devices."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+import nccl_host
+import pallas_collectives as pc
+from pallas_collectives import nccl
+from pallas_collectives.nccl import ffi, group, library, progress, tape
+
+P = jax.sharding.PartitionSpec
+ONES = np.ones((4, 3), np.float32)
+
+
+def gather(x):
+    return pc.all_gather(x, "x", backend="nccl")
+
+
+def shift(x):
+    return pc.ppermute(x, "x", [(i, (i + 1) % 4) for i in range(4)], backend="nccl")
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    nccl_host.serve(monkeypatch)
+    return group._options["runtime"].library.bindings
+
+
+class Handle:
+    """As NVIDIA's bindings give: no number, but it has one."""
+
+    def __index__(self):
+        return 77
+
+
+def test_a_recorder_notes_functions_arguments_and_what_cleans_up():
+    recorder = tape.Recorder({"ncclGroupStart": 1, "ncclSend": 2, "ncclGroupEnd": 3, "f": 4}.get)
+    word, array = ctypes.c_uint64(5), (ctypes.c_void_p * 2)()
+    recorder.group_start()
+    recorder.send(tape.inputs(2)[1], 12, 1, 3, Handle(), tape.STREAM)
+    recorder.group_end()
+    recorder.call("f", None, -1, word, array, ctypes.byref(word), tape.outputs(1)[0])
+    steps = recorder.steps()
+    assert [s.function for s in steps] == [1, 2, 3, 4]
+    assert [s.cleanup for s in steps] == [0, 2, 0, 0]
+    arguments = [[(a.source, a.value) for a in s.arguments] for s in steps]
+    assert arguments[1][:6] == [(2, 1), (0, 12), (0, 1), (0, 3), (0, 77), (1, 0)]
+    addresses = [(0, ctypes.addressof(array)), (0, ctypes.addressof(word))]
+    assert arguments[3][:6] == [(0, 0), (0, 2**64 - 1), (0, 5), *addresses, (3, 0)]
+
+
+@pytest.mark.parametrize("made_of_a_gap", [lambda g: g + 8, lambda g: g * 2, str])
+def test_work_that_calculates_with_an_address_cannot_be_recorded(made_of_a_gap):
+    recorder = tape.Recorder({"ncclSend": 2}.get)
+    with pytest.raises(TypeError):
+        recorder.send(made_of_a_gap(tape.inputs(1)[0]), 12, 1, 3, 7, tape.STREAM)
+
+
+def test_only_functions_that_take_the_same_arguments_in_c_are_recorded():
+    with pytest.raises(AttributeError, match="comm_abort cannot be recorded"):
+        tape.Recorder({}.get).comm_abort(1)
+    with pytest.raises(ValueError, match="f has 12 arguments, more than 11"):
+        tape.Recorder({"f": 1}.get).call("f", *range(12))
+
+
+def test_calls_are_made_without_python(wire):
+    f = harness.per_device(gather, harness.mesh(4))
+    python, taped = ffi.counters.python, ffi.counters.tape
+    for _ in range(3):
+        np.testing.assert_array_equal(f(ONES), np.ones((4, 4, 3)))
+    assert (ffi.counters.python - python, ffi.counters.tape - taped) == (0, 12)
+
+
+def test_with_a_watchdog_too_whose_boards_see_every_call(wire, monkeypatch):
+    monkeypatch.setitem(group._options, "watchdog", 20)
+    f = harness.per_device(lambda x: shift(gather(x).sum(0)), harness.mesh(4))
+    python, taped = ffi.counters.python, ffi.counters.tape
+    for _ in range(3):
+        np.testing.assert_array_equal(f(ONES), ONES * 4)
+    assert (ffi.counters.python - python, ffi.counters.tape - taped) == (0, 24)
+    (made,) = group._groups.values()
+    for communicator in made.communicators.values():
+        seen = communicator.board.read()
+        assert seen.begun == seen.ended == 6
+        words = [progress.text_of(s).split()[0] for s in seen.latest.values()]
+        assert words == ["all_gather", "exchange"] * 3
+    made.close()
+
+
+def test_a_function_that_fails_is_named_with_its_text_after_cleaning_up(wire, monkeypatch):
+    ended = []
+
+    def group_end():
+        ended.append(wire._grouped.pop(threading.get_ident()))
+
+    def send(*args):
+        raise nccl_host.WireError(5)
+
+    monkeypatch.setattr(wire, "send", send)
+    monkeypatch.setattr(wire, "group_end", group_end)
+    f = harness.per_device(shift, harness.mesh(4))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ncclSend returned 5: invalid usage"):
+        jax.block_until_ready(f(ONES))
+    assert len(ended) == 4
+
+
+def test_an_unusable_communicator_gives_its_reason_not_nccls_echo(wire):
+    f = harness.per_device(gather, harness.mesh(4))
+    jax.block_until_ready(f(ONES))
+    (made,) = group._groups.values()
+    made.abort(nccl.CommunicatorError("somebody pulled the plug"))
+    taped = ffi.counters.tape
+    with pytest.raises(jax.errors.JaxRuntimeError, match="somebody pulled the plug"):
+        jax.block_until_ready(f(ONES))
+    assert ffi.counters.tape == taped
+    communicator = made.communicators[0]
+    assert str(communicator.failed("ncclSend", 5)) == "somebody pulled the plug"
+
+
+def bucket(text):
+    value = 14695981039346656037
+    for byte in text.encode():
+        value = (value ^ byte) * 1099511628211 % 2**64
+    return value % 4096
+
+
+def test_works_are_told_apart_by_their_whole_text_and_the_latest_serves():
+    """Two texts in one bucket, and one text published twice."""
+    texts: dict[int, str] = {}
+    for i in range(10000):
+        first = texts.setdefault(bucket(f"work {i}"), f"work {i}")
+        if first != f"work {i}":
+            second = f"work {i}"
+            break
+
+    class Communicator:
+        unusable = ctypes.c_int32(0)
+
+        def __init__(self, value):
+            def put(address):
+                ctypes.c_float.from_address(address).value = value
+                return 0
+
+            self.put = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(put)
+
+        def address(self, name):
+            return ctypes.cast(self.put, ctypes.c_void_p).value
+
+        def recorded(self, recorder):
+            return recorder
+
+    def publish(text, value):
+        recorded = tape.record(Communicator(value), lambda r: r.call("put", tape.outputs(1)[0]))
+        tape.publish(text, {0: recorded})
+
+    def never(*args):
+        raise AssertionError("Python was called")
+
+    def call(text):
+        one = jax.ShapeDtypeStruct((1,), "float32")
+        return jax.jit(lambda x: ffi.call(text, never, one, x, platform="cpu"))
+
+    publish(first, 1)
+    publish(second, 2)
+    programs = call(first), call(second)
+    assert [float(f(jnp.zeros(1))[0]) for f in programs] == [1, 2]
+    publish(first, 3)
+    assert [float(f(jnp.zeros(1))[0]) for f in programs] == [3, 2]
+
+
+def test_without_a_compiler_python_answers_and_a_warning_says_so():
+    program = textwrap.dedent("""
+        import os, sys
+        import numpy as np
+        sys.path.insert(0, "tests")
+        import pytest
+        with pytest.MonkeyPatch.context() as patch:
+            import harness, nccl_host, test_nccl_tape
+            from pallas_collectives.nccl import ffi
+            nccl_host.serve(patch)
+            shifted_sum = lambda x: test_nccl_tape.shift(test_nccl_tape.gather(x).sum(0))
+            f = harness.per_device(shifted_sum, harness.mesh(4))
+            np.testing.assert_array_equal(f(test_nccl_tape.ONES), test_nccl_tape.ONES * 4)
+            print(ffi.counters.python, ffi.counters.tape, ffi.counters.calls)
+    """)
+    environment = os.environ | {"CC": "no-such-compiler -m64"}
+    environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment, capture_output=True, text=True, timeout=120, check=True,
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )  # fmt: skip
+    assert done.stdout.split() == ["8", "0", "8"], done.stdout
+    assert "no-such-compiler -m64 failed" in done.stderr
+    assert "install a C compiler, or name one in the environment variable CC" in done.stderr
+
+
+def test_a_failure_that_is_not_nccls_is_not_its_own_cause():
+    """JAX follows causes to their end, while it lowers a program: a cycle would hang it."""
+
+    def broken():
+        raise TypeError("not NCCL's")
+
+    lib = library.Library(nccl_host.Wire(), "", "2.28.9")
+    with pytest.raises(TypeError) as error:
+        lib.call("broken", broken)
+    assert error.value.__cause__ is None
