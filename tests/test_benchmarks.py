@@ -304,6 +304,8 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
         (("certify", "--json=a.json"), "--json: all of a certificate is written to NAME.md"),
         (("--mesh=4x2", "--devices=4"), "--devices=4: --mesh=4x2 is one of 8"),
         (("fused", "x"), "argument 'x'"),
+        (("host", "x"), "argument 'x'"),
+        (("host",), "devices of kind simulated"),
         (("fused", "--fused=psum"), "--fused=psum: the products are all_gather_matmul"),
         (("fused", "--shapes=8x8"), "--shapes=8x8: it is ROWSxKxN"),
         (("fused", "--pods=v9:4"), "--pods=v9:4"),
@@ -522,3 +524,14 @@ def test_plan_runs_each_algorithm_for_pallas_and_others_once() -> None:
 def test_every_collective_with_kernels_has_a_record() -> None:
     recorded = {case.op for case in CASES}
     assert recorded == set(ALGORITHMS)
+
+
+@pytest.mark.gpu
+def test_host_times_small_calls_of_all_kinds() -> None:
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    done = finish(start("host"))
+    assert done.status == 0, done.err
+    _, header, *rows = done.out.splitlines()
+    assert header.split()[2:5] == ["ours", "lax", "callback"] and len(rows) == 8
+    assert all(float(time) > 0 for row in rows for time in row.split()[-3:])

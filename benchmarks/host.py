@@ -1,0 +1,123 @@
+"""`host`: what a small call costs on GPUs when the host issues it: ours, lax's, a plain callback's.
+
+At some KiB the wire costs next to nothing: a call takes what the host needs to issue it, and the
+GPU to start it. XLA captures most programs in CUDA graphs, which issue their calls at once; others
+pay for each call, the more where one process drives several GPUs. A row holds, in µs a call in a
+chain of dependent ones within one program, both as XLA would have it and with graphs turned off:
+
+    ours        NCCL, recorded when the program is lowered and issued without Python
+    lax         XLA's own
+    callback    the same call of NCCL from a function of `jax.experimental.buffer_callback`
+
+Run it once for all GPUs of a host, or as one process for each.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.buffer_callback import buffer_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import pallas_collectives
+from benchmarks import devices, timing
+from benchmarks.settings import FlagError
+from pallas_collectives import nccl
+
+COUNT = 1024  # float32 elements of a device's block
+SHORT, LONG = 10, 50  # calls in the chains whose times are compared
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+
+Call = Callable[[jax.Array], jax.Array]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the rows."""
+    if argv[1:]:
+        raise FlagError(f"argument {argv[1]!r}", "there are no arguments", "see --help")
+    devices.prepare(1)
+    if devices.kind() != "gpu" or jax.device_count() < 2:
+        where = f"{jax.device_count()} devices of kind {devices.kind()}"
+        raise FlagError("host", f"it times NCCL, and found {where}", "run it where two GPUs are")
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    with nccl.create(jax.devices(), name="callback") as group:
+        if devices.speaks():
+            kind = jax.devices()[0].device_kind
+            print(f"{mesh.size} x {kind}, {jax.process_count()} processes, {4 * COUNT} bytes")
+            print(
+                f"{'collective':12}{'programs':14}{'ours':>8}{'lax':>8}{'callback':>10}  us a call"
+            )
+        for name in ("all_gather", "psum", "psum_scatter", "all_to_all"):
+            forms = calls(name, group)
+            for programs, options in (("no graphs", NO_GRAPHS), ("as XLA's", {})):
+                ours, theirs, plain = (microseconds(mesh, form, options) for form in forms)
+                if devices.speaks():
+                    print(
+                        f"{name:12}{programs:14}{ours:8.1f}{theirs:8.1f}{plain:10.1f}", flush=True
+                    )
+    return 0
+
+
+def calls(name: str, group: nccl.Group) -> tuple[Call, Call, Call]:
+    """Our form of a collective, lax's, and a plain callback's; block to block."""
+    n = len(group.devices)
+    at = {c.ordinal: c for c in group.communicators.values()}
+
+    def enqueue(context: Any, out: Any, x: Any) -> None:
+        communicator = at[x.__dlpack_device__()[1]]
+        where = (b.__cuda_array_interface__["data"][0] for b in (x, out))
+        reduction = ("sum",) if name.startswith("psum") else ()
+        method = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}.get(name, name)
+        count = COUNT if name in ("all_gather", "psum") else COUNT // n
+        getattr(communicator, method)(*where, count, jnp.float32, *reduction, context.stream)
+
+    def plain(x: jax.Array) -> jax.Array:
+        shape = {"all_gather": (n * COUNT,), "psum_scatter": (COUNT // n,)}.get(name, (COUNT,))
+        result = jax.ShapeDtypeStruct(shape, x.dtype)
+        return buffer_callback(enqueue, result, has_side_effect=True)(x)
+
+    details = {"all_to_all": {"split_axis": 0, "concat_axis": 0}}.get(name, {})
+    if name != "psum":
+        details = details | {"tiled": True}
+    theirs = functools.partial(getattr(lax, name), axis_name="x", **details)
+    ours = functools.partial(
+        getattr(pallas_collectives, name), axis_name="x", backend="nccl", **details
+    )
+    return ours, theirs, plain
+
+
+def microseconds(mesh: Mesh, call: Call, options: dict[str, str]) -> float:
+    """The time of one call more in a chain of dependent ones; `options` are XLA's."""
+    spec = PartitionSpec("x")
+
+    def chain(length: int) -> Callable[[jax.Array], jax.Array]:
+        def run(x: jax.Array) -> jax.Array:
+            for _ in range(length):
+                y = call(x)[: COUNT // mesh.size] * 0.25
+                x = jnp.concatenate([y, x[y.size :]])
+            return x
+
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped, compiler_options=options)
+
+    ones = functools.partial(jnp.ones, mesh.size * COUNT, jnp.float32)
+    x = jax.jit(ones, out_shardings=NamedSharding(mesh, spec))()
+
+    def clock(program: Callable[[jax.Array], jax.Array]) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program(x))
+        return time.perf_counter() - start
+
+    def seconds(length: int) -> float:
+        program = chain(length)
+        for _ in range(5):
+            clock(program)
+        return statistics.median(clock(program) for _ in range(timing.SAMPLES))
+
+    return 1e6 * (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT)
