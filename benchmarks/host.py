@@ -26,12 +26,13 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
-from benchmarks import devices, timing
+from benchmarks import devices
 from benchmarks.settings import FlagError
 from pallas_collectives import nccl
 
+SAMPLES = 25
 COUNT = 1024  # float32 elements of a device's block
-SHORT, LONG = 10, 50  # calls in the chains whose times are compared
+SHORT, LONG = 10, 100  # calls in the chains whose times are compared
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 Call = Callable[[jax.Array], jax.Array]
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             kind = jax.devices()[0].device_kind
             print(f"{mesh.size} x {kind}, {jax.process_count()} processes, {4 * COUNT} bytes")
             print(
-                f"{'collective':12}{'programs':14}{'ours':>8}{'lax':>8}{'callback':>10}  us a call"
+                f"{'collective':14}{'programs':14}{'ours':>8}{'lax':>8}{'callback':>10}  us a call"
             )
         for name in ("all_gather", "psum", "psum_scatter", "all_to_all"):
             forms = calls(name, group)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
                 ours, theirs, plain = (microseconds(mesh, form, options) for form in forms)
                 if devices.speaks():
                     print(
-                        f"{name:12}{programs:14}{ours:8.1f}{theirs:8.1f}{plain:10.1f}", flush=True
+                        f"{name:14}{programs:14}{ours:8.1f}{theirs:8.1f}{plain:10.1f}", flush=True
                     )
     return 0
 
@@ -118,6 +119,6 @@ def microseconds(mesh: Mesh, call: Call, options: dict[str, str]) -> float:
         program = chain(length)
         for _ in range(5):
             clock(program)
-        return statistics.median(clock(program) for _ in range(timing.SAMPLES))
+        return statistics.median(clock(program) for _ in range(SAMPLES))
 
     return 1e6 * (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT)

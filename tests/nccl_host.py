@@ -259,11 +259,26 @@ class Driver:
     def wait_event(self, stream: int, event: Event) -> None:
         pass
 
+    def clear(self, ordinal: int, address: int, size: int, stream: int) -> None:
+        ctypes.memset(address, 0, size)
+
+    def recorded(self, recorder: Any) -> "_RecordedDriver":
+        return _RecordedDriver(recorder)
+
     def address(self, function: str) -> int:
         return ctypes.cast(_functions[function], ctypes.c_void_p).value or 0
 
     def text(self, result: int) -> str:
         return f"status {result}"
+
+
+class _RecordedDriver:
+    def __init__(self, recorder: Any):
+        self._recorder = recorder
+        _function("clear", lambda address, size: ctypes.memset(address, 0, size), 2)
+
+    def clear(self, ordinal: int, address: int, size: int, stream: int) -> None:
+        self._recorder.call("clear", address, size)
 
 
 class HostBoard:

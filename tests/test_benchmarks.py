@@ -530,7 +530,7 @@ def test_every_collective_with_kernels_has_a_record() -> None:
 def test_host_times_small_calls_of_all_kinds() -> None:
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two GPUs")
-    done = finish(start("host"))
+    done = finish(start("host", env={"JAX_PLATFORMS": "cuda"}))
     assert done.status == 0, done.err
     _, header, *rows = done.out.splitlines()
     assert header.split()[2:5] == ["ours", "lax", "callback"] and len(rows) == 8

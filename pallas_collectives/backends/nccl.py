@@ -92,10 +92,10 @@ def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how
         sends = [(inputs[0], x.size, target_of[c.rank])] if c.rank in target_of else []
         recvs = [(outputs[0], x.size, source_of[c.rank])] if c.rank in source_of else []
         nccl.exchange([nccl.Messages(c, sends, recvs, stream)], x.dtype, text)
+        if not recvs:
+            c.clear(outputs[0], x.nbytes, stream)
 
-    # The zeros are the result's memory: whoever receives overwrites them.
-    work = _Work(text, enqueue, aliases=((1, 0),))
-    return _call(work, group, x.shape, x.dtype, x, jnp.zeros_like(x))
+    return _call(_Work(text, enqueue), group, x.shape, x.dtype, x)
 
 
 def ragged_all_to_all(

@@ -126,6 +126,10 @@ class Communicator:
         """`size` bytes of device memory; waits for everything on `stream` so far."""
         return self.driver.copy_to_host(address, size, stream)
 
+    def clear(self, address: int, size: int, stream: int) -> None:
+        """`size` zero bytes at `address`, after everything on `stream` so far."""
+        self.driver.clear(self.ordinal, address, size, stream)
+
     def check_peer(self, peer: int) -> None:
         """Raises ValueError unless `peer` is a rank."""
         if not 0 <= peer < self.size:
@@ -179,7 +183,7 @@ class Communicator:
     def recorded(self, recorder: Recorder) -> "Communicator":
         """A twin whose calls `recorder` notes, this one's work in every other respect."""
         twin = copy.copy(self)
-        twin._nccl = recorder
+        twin._nccl, twin.driver = recorder, self.driver.recorded(recorder)
         twin.board = self.board and self.board.recorded(recorder)
         return twin
 

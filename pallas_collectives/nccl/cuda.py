@@ -34,6 +34,9 @@ class Driver:
         self._lib.cuLaunchKernel.argtypes = [
             ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3
         ]  # fmt: skip
+        self._lib.cuMemsetD8Async.argtypes = [
+            ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p
+        ]  # fmt: skip
         self._call("cuInit", 0)
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
@@ -105,6 +108,11 @@ class Driver:
         )
         self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
         return buffer.raw
+
+    def clear(self, ordinal: int, address: int, size: int, stream: int) -> None:
+        """`size` zero bytes at device address `address`, once everything on `stream` is done."""
+        with self.device(ordinal):
+            self._call("cuMemsetD8Async", address, 0, size, stream)
 
     def mapped_memory(self, ordinal: int, size: int) -> int:
         """Zeroed host memory that kernels reach at the same address; never freed.
