@@ -409,6 +409,16 @@ def test_explain_is_what_a_call_gets() -> None:
         assert pc.explain(op, shape=shape, mesh=on, axis_name="y").algorithm == key[2]
 
 
+@pytest.mark.parametrize("op, n, rows", [("psum", 2, 0), ("psum", 1, 8), ("ppermute", 1, 8)])
+def test_explain_sends_nothing_where_calls_do(op: str, n: int, rows: int) -> None:
+    call = {"psum": pc.psum, "ppermute": lambda a, axis: pc.ppermute(a, axis, [(0, 0)])}[op]
+    on = harness.mesh(n)
+    jax.jit(harness.per_device(lambda a: call(a, "x"), on)).lower(np.zeros((n, rows, 128)))
+    found = pc.explain(op, shape=(rows, 128), mesh=on, axis_name="x")
+    assert (found.algorithm == "nothing") == (not pc.counts()) == (op == "psum")
+    assert ("empty" if rows == 0 else "one device" if op == "psum" else "only one") in found.why
+
+
 def test_explain_says_what_cannot_serve_and_what_was_measured(tmp_path: Path) -> None:
     far = pc.explain("all_gather", 4 * KIB, devices=8, chip="v5e")
     direct = next(c for c in far.candidates if c.algorithm == "direct")
@@ -436,6 +446,9 @@ def test_explain_across_slices_gives_the_steps() -> None:
         )
         assert pc.explain("psum", MIB, mesh=mesh, axis_name="dcn").algorithm == "lax's own"
         assert not pc.explain("psum", MIB, mesh=mesh, axis_name="x").inside
+        assert pc.explain("psum", 0, mesh=mesh, axis_name=("dcn", "x")).algorithm == "nothing"
+        scalar = pc.explain("psum", shape=(), mesh=mesh, axis_name=("dcn", "x"))
+        assert [step.nbytes for step in scalar.inside] == [4, 1]
 
 
 def test_explain_goes_by_the_tiles_that_there_are_to_cut() -> None:
