@@ -256,6 +256,8 @@ def test_a_group_between_those_of_the_table_lies_between_their_times() -> None:
 
 def test_a_torus_is_named_by_its_axes_and_by_which_of_them_close() -> None:
     assert tables.torus_of_axes([(4, True), (2, False)]) == "2x4 grid"
+    assert tables.sizes_and_word("2x4 grid") == ((2, 4), "grid")
+    assert tables.sizes_and_word("ring") == ((), "ring")
     assert tables.torus_of_axes([(2, False), (2, False), (2, False)]) == "2x2x2 grid"
     assert tables.torus_of_axes([(8, True), (16, False)]) == "8x16 cylinder"
     assert tables.torus_of_axes([(4, False), (2, False)]) == "2x4 torus"
