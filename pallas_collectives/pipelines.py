@@ -279,8 +279,8 @@ def pipelined_all_gather_matmul(
       CollectiveError: operands of other ranks or sizes, or a gather_axis that is contracted.
       Besides what `pipelined_all_gather_and_consume` raises.
     """
-    for w in jax.tree.leaves(ws):
-        _check_product(x_shard, w)
+    for w, where in checks.leaves(ws):
+        _check_product(x_shard, w, where)
     axis = _dimension("gather_axis", gather_axis, x_shard.ndim)
     if axis == x_shard.ndim - 1:
         raise CollectiveError(
@@ -392,10 +392,10 @@ def _used_often(w: jax.Array) -> Callable[[], jax.Array]:
     return lambda: wide.astype(w.dtype)
 
 
-def _check_product(x: Any, w: Any) -> None:
+def _check_product(x: Any, w: Any, where: str = "") -> None:
     if np.ndim(x) < 2 or np.ndim(w) != 2 or np.shape(x)[-1] != np.shape(w)[0]:
         raise CollectiveError(
-            f"operands of shapes {np.shape(x)} and {np.shape(w)}",
+            f"operands of shapes {np.shape(x)} and {np.shape(w)}{where}",
             "they are (..., K) of two dimensions or more, and (K, N)",
             "reshape or transpose one of them",
         )
@@ -479,6 +479,8 @@ class _Places:
 
     def room(self, results: Any) -> Any:
         """Memory for everyone's results, full of these."""
+        for leaf, where in checks.leaves(results):
+            checks.check_axis("axis", self._axis, leaf.ndim + (not self._tiled), where)
         return jax.tree.map(self._room, results)
 
     def lay(self, results: Any, source: Any, whole: Any) -> Any:
@@ -486,7 +488,6 @@ class _Places:
         return jax.tree.map(lambda leaf, to: self._lay(leaf, source, to), results, whole)
 
     def _room(self, leaf: jax.Array) -> jax.Array:
-        checks.check_axis("axis", self._axis, leaf.ndim + (not self._tiled))
         block, axis = self._block(leaf)
         copies = [self._ring.size if d == axis else 1 for d in range(block.ndim)]
         return jnp.tile(lax.stop_gradient(block), copies)
