@@ -28,6 +28,7 @@ from benchmarks.cases import CASES, LANES, LAYOUTS, Case
 from benchmarks.rows import Measured
 from benchmarks.settings import FlagError, Settings
 from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.errors import CollectiveError
 
 NOTHING_ELSE = ("--compile_for=", "--replay=")
 LIBTPU = pytest.mark.skipif(
@@ -121,10 +122,16 @@ def test_crash_of_one_collective_is_reported_and_fails_the_run(
     assert "1 failed" in out.splitlines()[-1]
 
 
-def test_run_in_which_nothing_could_run_fails(bench: Bench) -> None:
-    status, out, _ = bench("--mesh=2", "--sizes=8K", "--backend=nccl", *NOTHING_ELSE)
+def test_run_in_which_nothing_could_run_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise CollectiveError("this", "it cannot be", "do without")
+
+    instead(monkeypatch, refused)
+    status, out, _ = bench(*ONE_ROW)
     assert status == 1
-    assert "refused" in out and "NCCL needs NVIDIA GPUs" in out
+    assert "refused" in out and "this: it cannot be" in out
     assert "nothing of measured could run" in out.splitlines()[-1]
 
 
@@ -303,6 +310,8 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
         (("certify", "--certificate=/nowhere/a"), "--certificate=/nowhere/a.json"),
         (("certify", "--json=a.json"), "--json: all of a certificate is written to NAME.md"),
         (("--mesh=4x2", "--devices=4"), "--devices=4: --mesh=4x2 is one of 8"),
+        (("--backend=nccl",), "--backend=nccl: it needs NVIDIA GPUs, and there are none here"),
+        (("--backend=xla", "--replay=v5e:4x4"), "--backend=xla: only kernels can be replayed"),
         (("fused", "x"), "argument 'x'"),
         (("fused", "--fused=psum"), "--fused=psum: the products are all_gather_matmul"),
         (("fused", "--shapes=8x8"), "--shapes=8x8: it is ROWSxKxN"),
@@ -432,12 +441,13 @@ def test_timed_rows_stand_beside_lax(
 ) -> None:
     """The way of a run on real devices, here on CPUs that are not taken for simulated TPUs."""
     monkeypatch.setattr(devices, "kind", lambda: "gpu")
+    monkeypatch.setattr(devices, "backends", lambda kind: ("pallas",))
     monkeypatch.setattr(peaks, "of_group", lambda mesh, axes: 2.0)
     call = CASES[0].call
     instead(monkeypatch, lambda m, x, axis, **how: slow(lambda x: call(m, x, axis, **how))(x))
     status, out, err = bench(
         *("--mesh=2", "--sizes=4K", "--algorithm=direct", "-n=2", "-w=0"),
-        *("--backend=pallas", "--compare=lax", f"--trace={tmp_path / 'trace'}"),
+        *("--compare=lax", f"--trace={tmp_path / 'trace'}"),
         *(f"--json={tmp_path / 'out.json'}", f"--plot={tmp_path / 'out.png'}", *NOTHING_ELSE),
     )
     assert status == 0, out + err

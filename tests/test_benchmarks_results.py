@@ -223,7 +223,8 @@ def test_compare_fails_on_a_regression_and_refuses_other_devices(
     assert "2 rows in both, 1 worse, 0 better; 0 only in the first, 1 only in the second" in out
     status, out, _ = bench("compare", b, a)
     assert status == 0 and "faster" in out
-    assert bench("compare", a, a).status == 0
+    status, out, _ = bench("compare", a, a)
+    assert status == 0 and out.splitlines()[0] == "commit: c0ffee"
     other = kept(tmp_path / "c.json", saved(measured(8192, 10.0), chip="TPU v4"))
     status, _, err = bench("compare", a, other)
     assert status == 2 and "chip differs" in err
