@@ -20,7 +20,14 @@ import harness
 import pallas_collectives
 from pallas_collectives import chips, places, tori, tuning
 from pallas_collectives.backends import algorithms
-from pallas_collectives.kernels import sync, torus, torus_all_gather, torus_reduce_scatter
+from pallas_collectives.kernels import (
+    sync,
+    torus,
+    torus_all_gather,
+    torus_devices,
+    torus_reduce_scatter,
+    torus_timetable,
+)
 from pallas_collectives.kernels.topology import RIGHT, Group
 from pallas_collectives.kernels.torus import Plan
 from pallas_collectives.replay import Machine, Report, bound, replay
@@ -117,7 +124,7 @@ def test_the_timetable_has_every_hop_once_and_in_order(
     plan = plan_of(sizes, lines, rows, 1 + both, both)
     phases = range(len(sizes))
     course = [*phases[::-1], *phases] if back else list(phases)
-    segments = torus.timetable(plan, course)
+    segments = torus_timetable.timetable(plan, course)
     for b, bundle in enumerate(plan.bundles):
         spans = [segment[b] for segment in segments if segment[b] is not None]
         hops = [(s.number, hop) for s in spans for hop in range(s.start, s.stop)]
@@ -172,8 +179,8 @@ def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
             begun[b, -1, int(stream)] = []
 
     with jax.disable_jit(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torus.lax, "fori_loop", _python_loop)
-        torus.run(plan, (Record(), range(len(sizes))))
+        patch.setattr(torus_timetable.lax, "fori_loop", _python_loop)
+        torus_timetable.run(plan, (Record(), range(len(sizes))))
     assert begun == {
         (b, phase, stream): list(range(plan.hops(bundle, phase))) if phase >= 0 else []
         for b, bundle in enumerate(plan.bundles)
@@ -293,11 +300,12 @@ def test_one_mesh_axis_laid_over_a_torus_in_any_order(op: str, space: str, name:
 def test_numbers_are_those_of_the_places() -> None:
     rows = (((4, 1), (2, 3), (0, 5)), ((4, 2, 0), (1, 3, 5)))
     axes = tuple(Group(("x",), (6,), along) for along in rows)
-    found = torus.numbers(axes)
+    found = torus_devices.numbers(axes)
     assert found is not None and found.tolist() == [4, 2, 0, 1, 3, 5]
-    assert torus.field_sizes(axes) == (6, 1)
+    assert torus_devices.field_sizes(axes) == (6, 1)
     straight = tuple(Group(("x",), (4,), along) for along in (((0, 2), (1, 3)), ((0, 1), (2, 3))))
-    assert torus.numbers(straight) is None and torus.field_sizes(straight) == (2, 2)
+    assert torus_devices.numbers(straight) is None
+    assert torus_devices.field_sizes(straight) == (2, 2)
 
 
 @pytest.mark.parametrize(
