@@ -19,7 +19,7 @@ import harness
 import jaxprs
 import nccl_host
 import pallas_collectives as pc
-from pallas_collectives import pipelines
+from pallas_collectives import checks, collectives, pipelined_products, pipelines
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
 XLA = {"backend": "xla"}
@@ -140,9 +140,9 @@ def test_tables_in_the_docstring_are_what_device_0_of_5_does(
         rows[-1][1].append(str(destination))
         return jnp.asarray(destination)
 
-    monkeypatch.setattr(pipelines.checks, "size_of", lambda axis_name: n)
-    monkeypatch.setattr(pipelines.lax, "axis_index", lambda axis_name: 0)
-    monkeypatch.setattr(pipelines.collectives, "ppermute", ppermute)
+    monkeypatch.setattr(checks, "size_of", lambda axis_name: n)
+    monkeypatch.setattr(lax, "axis_index", lambda axis_name: 0)
+    monkeypatch.setattr(collectives, "ppermute", ppermute)
     if function is gather:
         gather(jnp.asarray(0), consume, "x")
     else:
@@ -379,7 +379,7 @@ def test_all_gather_matmul(
     ws = {"up": normal(dtype, n, 7, 4, seed=1), "down": normal(dtype, n, 7, 2, seed=2)}
 
     def program(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
-        return pipelines.pipelined_all_gather_matmul(
+        return pipelined_products.pipelined_all_gather_matmul(
             x, {"up": up, "down": down}, "x", gather_axis=axis, return_gathered=True,
             preferred_element_type=preferred, **XLA,
         )  # fmt: skip
@@ -402,7 +402,7 @@ def test_matmul_reduce_scatter(
     x, w = normal(dtype, n, n, 2 * n, 5, seed=0), normal(dtype, n, 5, 3 * n, seed=1)
 
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
-        return pipelines.pipelined_matmul_reduce_scatter(
+        return pipelined_products.pipelined_matmul_reduce_scatter(
             x, w, "x", scatter_axis=axis, preferred_element_type=preferred, **XLA
         )
 
@@ -417,7 +417,9 @@ def test_means_and_precise_sums_of_products() -> None:
     x, w = normal("bfloat16", n, n, 8, seed=0), normal("bfloat16", n, 8, 64, seed=1)
 
     def program(x: jax.Array, w: jax.Array) -> Any:
-        run = functools.partial(pipelines.pipelined_matmul_reduce_scatter, x, w, "x", **XLA)
+        run = functools.partial(
+            pipelined_products.pipelined_matmul_reduce_scatter, x, w, "x", **XLA
+        )
         return run(), run(precise=True), run(reduce="mean", precise=True)
 
     plain, precise, mean = harness.per_device(program, harness.mesh(n))(x, w)
@@ -432,8 +434,8 @@ def test_gradients_of_products_are_laxs() -> None:
     x, w = normal("float32", n, n, 6, seed=0), normal("float32", n, 6, n, seed=1)
 
     def ours(x: jax.Array, w: jax.Array) -> jax.Array:
-        y = jnp.sin(pipelines.pipelined_all_gather_matmul(x, w, "x", **XLA))
-        return pipelines.pipelined_matmul_reduce_scatter(y, w.T, "x", **XLA)
+        y = jnp.sin(pipelined_products.pipelined_all_gather_matmul(x, w, "x", **XLA))
+        return pipelined_products.pipelined_matmul_reduce_scatter(y, w.T, "x", **XLA)
 
     def of_lax(x: jax.Array, w: jax.Array) -> jax.Array:
         y = jnp.sin(lax.all_gather(x, "x", tiled=True) @ w)
@@ -454,10 +456,10 @@ def test_gradients_of_narrow_weights_are_added_in_float32() -> None:
 
     def ours(x: jax.Array, w: jax.Array) -> Any:
         _, of_gather = jax.vjp(
-            lambda w: pipelines.pipelined_all_gather_matmul(x[:1], w, "x", **XLA), w
+            lambda w: pipelined_products.pipelined_all_gather_matmul(x[:1], w, "x", **XLA), w
         )
         _, of_scatter = jax.vjp(
-            lambda w: pipelines.pipelined_matmul_reduce_scatter(x, w, "x", **XLA), w
+            lambda w: pipelined_products.pipelined_matmul_reduce_scatter(x, w, "x", **XLA), w
         )
         return of_gather(cotangent), of_scatter(cotangent[:1])
 
@@ -551,8 +553,12 @@ def overlapped(ops: list[str]) -> int:
 
 
 PRODUCTS_ON_TPU = {
-    "all_gather": (pipelines.pipelined_all_gather_matmul, (256, 1024), (1024, 512)),
-    "reduce_scatter": (pipelines.pipelined_matmul_reduce_scatter, (4096, 256), (256, 1024)),
+    "all_gather": (pipelined_products.pipelined_all_gather_matmul, (256, 1024), (1024, 512)),
+    "reduce_scatter": (
+        pipelined_products.pipelined_matmul_reduce_scatter,
+        (4096, 256),
+        (256, 1024),
+    ),
 }
 
 
@@ -616,8 +622,8 @@ def test_what_cannot_be_is_refused_while_tracing() -> None:
 
 def test_products_that_cannot_be_are_refused_while_tracing() -> None:
     multiply, scatter = (
-        pipelines.pipelined_all_gather_matmul,
-        pipelines.pipelined_matmul_reduce_scatter,
+        pipelined_products.pipelined_all_gather_matmul,
+        pipelined_products.pipelined_matmul_reduce_scatter,
     )
     w = jnp.ones((4, 5))
     for wrong in (jnp.ones((5, 4)), jnp.ones(4), jnp.ones((2, 4, 5))):
