@@ -85,6 +85,15 @@ def test_flags_choose_what_runs(bench: Bench, tmp_path: Path) -> None:
     assert rows[0]["interpret_ms"] is None  # lax is not interpreted
 
 
+@pytest.mark.parametrize("last, warned", [("8K", False), ("64M", True)])
+def test_a_long_simulation_is_told_of_before_it_starts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, last: str, warned: bool
+) -> None:
+    monkeypatch.setattr(measure, "rows", lambda tasks, *_: iter(()))
+    _, out, _ = bench("--mesh=8", f"--sizes=8K:{last}:2x", *NOTHING_ELSE)
+    assert ("Simulating these" in out and "--sizes" in out) == warned
+
+
 ONE_ROW = ("--mesh=2", "--sizes=8K", "--algorithm=direct", *NOTHING_ELSE)
 
 
