@@ -9,8 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-import benchmarking
-from benchmarking import Bench
+from benchmarking import NOTHING_ELSE, Bench
 from benchmarks import compare, measure, plots, report, results, tables
 from benchmarks.results import Saved
 from benchmarks.rows import Compiled, Measured, Replayed, Row
@@ -22,12 +21,6 @@ SMALL = (
     "--collective=all_gather,ppermute",
     "--algorithm=direct,partners",
 )
-NOTHING_ELSE = ("--compile_for=", "--replay=")
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Bench:
-    return benchmarking.in_process(monkeypatch, capsys)
 
 
 def test_a_run_goes_on_where_it_was_interrupted(
