@@ -111,7 +111,8 @@ def _show(screen: Screen, before: Saved, after: Saved, changes: Sequence[Change]
         pair = before.environment.get(name), after.environment.get(name)
         if pair[0] != pair[1]:
             screen.say(f"{name}: {pair[0]} -> {pair[1]}")
-    screen.say(f"commit: {before.environment['commit']} -> {after.environment['commit']}")
+    commits = dict.fromkeys((before.environment["commit"], after.environment["commit"]))
+    screen.say(f"commit: {' -> '.join(map(str, commits))}")
     told = [change for change in changes if change.verdict]
     if told:
         screen.say(tables.grid(_HEADERS, list(map(_cells, told)), _IS_TEXT))

@@ -89,7 +89,18 @@ def chosen(
 
 
 def _backends(kind: str, replayed: bool) -> tuple[str, ...]:
-    named = settings.check_backends(_BACKEND.value) or devices.backends(kind)
+    named = settings.check_backends(_BACKEND.value)
+    for name in named:
+        if replayed and name != "pallas":
+            rule = "only kernels can be replayed"
+        elif kind != "gpu" and name == "nccl":
+            rule = "it needs NVIDIA GPUs, and there are none here"
+        elif kind == "gpu" and name == "pallas" and not replayed:
+            rule = "its kernels are for TPUs, and there are GPUs here"
+        else:
+            continue
+        raise FlagError(f"--backend={name}", rule, "leave it out for what the platform has")
+    named = named or devices.backends(kind)
     if not _COMPARE.value:
         return named
     if replayed:

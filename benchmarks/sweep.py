@@ -49,6 +49,9 @@ _SIZES = {
     "gpu": "8K:256M:2x",
     "replay": "64K:64M:32x",
 }
+# Above so many minutes a run warns. A simulated row takes roughly 2 s, and 1 s more for each 16 MiB
+# times devices: so it was for all kernels together, up to 8 MiB on 2 and 8 devices on two cores.
+_LONG_MINUTES = 10
 # What is replayed by default: blocks of 4 MiB on an axis of 4.
 ONE_POD_EACH: dict[str, Any] = {
     "pods": ("v4:4x4x4", "v5e:4x4", "v5p:4x4x4", "v6e:4x4", "tpu7x:4x4x4"),
@@ -135,6 +138,12 @@ def _measure(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> Non
         )
     tasks = measure.plan(wanted)
     done = kept.kept("measured")
+    minutes = sum(2 + mesh.size * task.size / (16 << 20) for task in tasks[done:]) / 60
+    if kind == "simulated" and minutes > _LONG_MINUTES:
+        screen.say(
+            f"Simulating these {len(tasks) - done} rows takes something like {minutes:.0f} "
+            "minutes; name fewer --sizes, --collective or --algorithm, or --devices=2, for less."
+        )
     try:
         kept.collect("measured", measure.rows(tasks[done:], wanted, mesh), len(tasks))
     finally:

@@ -101,24 +101,21 @@ def groups(chip: str) -> list[tuple[str, int]]:
     tori = {2: _ON_TWO, 3: _ON_THREE, 4: _ON_FOUR}[
         generation.dims + generation.devices_per_chip - 1
     ]
-    several = [(torus, math.prod(_sizes(torus))) for torus in tori]
+    several = [(torus, math.prod(tables.sizes_and_word(torus)[0])) for torus in tori]
     return [(torus, n) for torus, sizes in _ON_ONE_AXIS for n in sizes] + several
-
-
-def _sizes(torus: str) -> list[int]:
-    return [int(size) for size in torus.partition(" ")[0].split("x")]
 
 
 def machine_of(chip: str, torus: str, n: int) -> tuple[Machine, tuple[str, ...]]:
     """The pod on which a group is modelled, all of it, and the mesh axes of the group."""
     generation = GENERATIONS[chip]
-    if torus in tables.TORI:
+    sizes, word = tables.sizes_and_word(torus)
+    if not sizes:
         rest = (False,) * (generation.dims - 1)
         return Machine.named(f"{chip}:{n}", (torus == "ring", *rest)), ("x",)
-    sizes = _sizes(torus)[generation.devices_per_chip - 1 :]
-    closing = tuple(torus.endswith("torus") and size > 2 for size in sizes)
+    sizes = sizes[generation.devices_per_chip - 1 :]
+    closing = tuple(word == "torus" and size > 2 for size in sizes)
     rest = (False,) * (generation.dims - len(sizes))
-    wraps = None if torus.endswith("cylinder") else closing + rest
+    wraps = None if word == "cylinder" else closing + rest
     machine = Machine.named(f"{chip}:{'x'.join(map(str, sizes))}", wraps)
     return machine, tuple(replay_rows.mesh_axes(machine))
 

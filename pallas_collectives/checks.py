@@ -125,20 +125,28 @@ def check_order(axis_name: AxisName) -> None:
         )
 
 
+def leaves(x: Any) -> list[tuple[Any, str]]:
+    """The leaves of a tree, each with words on where it is, where there is more than one."""
+    found = jax.tree_util.tree_leaves_with_path(x)
+    if len(found) == 1:
+        return [(found[0][1], "")]
+    return [(leaf, f" in leaf {jax.tree_util.keystr(path)}") for path, leaf in found]
+
+
 def check_ordered(name: str, x: Any, how: How) -> None:
     """No leaf is complex, of which lax leaves the refusal to XLA."""
-    for leaf in jax.tree.leaves(x):
+    for leaf, where in leaves(x):
         if how.backend != "xla" and np.iscomplexobj(leaf):
             rule = "complex numbers have no order"
-            raise DtypeError(f"{name} of {jax.typeof(leaf).dtype}", rule, "reduce a real")
+            raise DtypeError(f"{name} of {jax.typeof(leaf).dtype}{where}", rule, "reduce a real")
 
 
 def check_added(name: str, x: Any) -> None:
     """No leaf is bool, of which lax leaves the refusal to the compiler."""
-    for leaf in jax.tree.leaves(x):
+    for leaf, where in leaves(x):
         if jax.dtypes.result_type(leaf) == np.bool_:
             rule = "truth values are not added"
-            raise DtypeError(f"{name} of bool", rule, "convert it, to int32 as psum does")
+            raise DtypeError(f"{name} of bool{where}", rule, "convert it, to int32 as psum does")
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -162,8 +170,8 @@ def check_blocks(
 ) -> None:
     """Every leaf has a block for each device along `axis`."""
     devices = size_of(axis_name) if groups is None else len(groups[0])
-    for leaf in jax.tree.leaves(x):
-        check_axis(name, axis, np.ndim(leaf))
+    for leaf, where in leaves(x):
+        check_axis(name, axis, np.ndim(leaf), where)
         size = np.shape(leaf)[axis]
         if tiled and size % devices:
             rule, remedy = f"tiled, it must be a multiple of the {devices} devices", "pad it"
@@ -172,17 +180,17 @@ def check_blocks(
             remedy = "pass tiled=True, or reshape the operand"
         else:
             continue
-        raise CollectiveError(f"dimension {name}={axis} of size {size}", rule, remedy)
+        raise CollectiveError(f"dimension {name}={axis} of size {size}{where}", rule, remedy)
 
 
-def check_axis(name: str, axis: int, ndim: int) -> None:
-    """`axis` is one of an array of `ndim` dimensions."""
+def check_axis(name: str, axis: int, ndim: int, where: str = "") -> None:
+    """`axis` is one of an array of `ndim` dimensions, which is `where` in a tree."""
     if not ndim:
-        rule = "a scalar has no dimensions"
-        raise CollectiveError(f"{name}={axis} of a scalar", rule, "give it one, as by x[None]")
+        rule, remedy = "a scalar has no dimensions", "give it one, as by x[None]"
+        raise CollectiveError(f"{name}={axis} of a scalar{where}", rule, remedy)
     if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
         raise CollectiveError(
-            f"{name}={axis}",
+            f"{name}={axis}{where}",
             f"it must be a whole number in [{-ndim}, {ndim}) for this operand",
             "count dimensions from 0, or from -1 backwards; a new dimension counts too",
         )

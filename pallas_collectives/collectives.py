@@ -76,8 +76,8 @@ def all_gather(
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
     how = _settle(axis_name, axis_index_groups, backend, algorithm)
-    for leaf in jax.tree.leaves(x):
-        checks.check_axis("axis", axis, np.ndim(leaf) + (not tiled))
+    for leaf, where in checks.leaves(x):
+        checks.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
     return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), x)
 
@@ -258,8 +258,8 @@ def all_to_all(
     """
     how = _settle(axis_name, axis_index_groups, backend, algorithm)
     checks.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
-    for leaf in jax.tree.leaves(x):
-        checks.check_axis("concat_axis", concat_axis, np.ndim(leaf))
+    for leaf, where in checks.leaves(x):
+        checks.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
     options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
 
     def exchange(leaf: Any) -> Any:

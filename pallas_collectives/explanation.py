@@ -31,7 +31,8 @@ CANONICAL = {
     "ragged_all_to_all": "ragged_all_to_all",
     "reduce_scatter": "reduce_scatter",
 }
-LAX = "lax's own"  # in place of an algorithm, where lax serves
+# In place of an algorithm: where lax serves, and where there is nothing to send.
+LAX, NOTHING = "lax's own", "nothing"
 _TILE_BYTES = 4096  # of hardware, whatever the dtype: no block is cut finer
 # Whose operands are n blocks; others' are one.
 _OF_BLOCKS = ("reduce_scatter", "all_to_all", "ragged_all_to_all")
@@ -65,7 +66,8 @@ class Explanation:
       chip: the TPU generation.
       torus: how the group lies on the links: "ring", "line", or on several axes "4x4 torus",
         "2x4 grid" where none closes to a ring, "8x16 cylinder" where some do.
-      algorithm: the one that is chosen; "" across slices.
+      algorithm: the one that is chosen; "lax's own" where lax serves, "nothing" where nothing is
+        sent, "" across slices.
       why: in a sentence.
       candidates: all algorithms, the fastest first.
       inside: across slices, what serves inside each of them.
@@ -131,24 +133,25 @@ def explain(
     """
     _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
     size = nbytes if nbytes is not None else math.prod(shape or ()) * jnp.dtype(dtype).itemsize
-    refusal = _refusal(op, dtype)
     if mesh is None:
         known = chips.SIMULATED if chip is None else chips.BY_NAME[chip]
         group = Group(("x",), (devices or 0,))
         lies = torus or tuning.torus_of(group.size, known)
-        return _explained(op, size, group, known, lies, refusal)
+        return _explained(op, size, group, known, lies, _instead(op, size, group, dtype))
     abstract = getattr(mesh, "abstract_mesh", mesh)
     with jax.sharding.use_abstract_mesh(abstract), places.scope(places.of_mesh(mesh)):
         group, known = canonical.group_of(axis_name), chips.current()
+        instead, parts = _instead(op, size, group, dtype), None
         with hierarchy.scope(mesh):
             try:
-                parts = hierarchy.split(group, hierarchy.slices(group, hierarchy.marked()))
+                if not instead:
+                    parts = hierarchy.split(group, hierarchy.slices(group, hierarchy.marked()))
             except SliceError as error:
                 return Explanation(op, size, group.size, known.name, "", LAX, str(error), ())
-        if parts is not None and not refusal:
+        if parts is not None:
             return _across(op, size, group, parts, known)
         group = places.arranged(group)
-        return _explained(op, size, group, known, algorithms.torus_of(group, known), refusal)
+        return _explained(op, size, group, known, algorithms.torus_of(group, known), instead)
 
 
 def _check(
@@ -194,30 +197,48 @@ def _check(
         raise CollectiveError(f"torus={torus!r}", rule, "name one, or leave it out")
 
 
-def _refusal(op: str, dtype: Any) -> str:
-    """Why no kernel reduces a dtype; "" if one does, or if nothing is reduced."""
+def _instead(op: str, nbytes: int, group: Group, dtype: Any) -> tuple[str, str] | None:
+    """What takes an algorithm's place, and why; None where a kernel serves (see `canonical`)."""
+    if nbytes == 0:
+        return NOTHING, "the operand is empty"
+    if group.size == 1 and CANONICAL[op] not in ("ppermute", "ragged_all_to_all"):
+        return NOTHING, "the group is one device"
+    if CANONICAL[op] not in ("all_reduce", "reduce_scatter") or op == "pbroadcast":
+        return None
     dtype = jnp.dtype(dtype)
     part = jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
-    if CANONICAL[op] not in ("all_reduce", "reduce_scatter") or op == "pbroadcast":
-        return ""
     try:
         pallas_reductions.wire_dtype(part, op[1:] if op in ("pmax", "pmin") else "sum", False)
     except DtypeError as error:
-        return str(error)
-    return ""
+        return LAX, str(error)
+    return None
 
 
 def _explained(
-    op: str, nbytes: int, group: Group, chip: Chip, torus: str, refusal: str = ""
+    op: str,
+    nbytes: int,
+    group: Group,
+    chip: Chip,
+    torus: str,
+    instead: tuple[str, str] | None = None,
 ) -> Explanation:
-    canonical_op, n = CANONICAL[op], group.size
-    if refusal:
-        return Explanation(op, nbytes, n, chip.name, torus, LAX, refusal, ())
-    block = nbytes // n if canonical_op in _OF_BLOCKS else nbytes
-    offered = algorithms.ALGORITHMS[canonical_op]
-    shard = block // n if canonical_op == "all_reduce" else block
-    reached = algorithms.reachable(canonical_op, group, chip, cuts=shard // _TILE_BYTES)
-    predicted = tuning.predict(canonical_op, block, n, chip, reached, torus)
+    found: list[Candidate] = []
+    if instead:
+        algorithm, why = instead
+    else:
+        algorithm, why, found = _chosen(CANONICAL[op], nbytes, group, chip, torus)
+    return Explanation(op, nbytes, group.size, chip.name, torus, algorithm, why, tuple(found))
+
+
+def _chosen(
+    op: str, nbytes: int, group: Group, chip: Chip, torus: str
+) -> tuple[str, str, list[Candidate]]:
+    """The algorithm of a canonical collective, why, and all that could serve."""
+    n = group.size
+    block = nbytes // n if op in _OF_BLOCKS else nbytes
+    shard = block // n if op == "all_reduce" else block
+    reached = algorithms.reachable(op, group, chip, cuts=shard // _TILE_BYTES)
+    predicted = tuning.predict(op, block, n, chip, reached, torus)
     found = [
         Candidate(name, p.us, p.latency_us, _source(p))
         for name in tuning.fastest_first(predicted)
@@ -225,15 +246,13 @@ def _explained(
     ]
     found += [
         Candidate(name, None, None, _no_time(name, name in reached, group, chip))
-        for name in offered
+        for name in algorithms.ALGORITHMS[op]
         if name not in predicted
     ]
     if not reached:
-        why = f"{chip.name} cannot write between these devices"
-        return Explanation(op, nbytes, n, chip.name, torus, LAX, why, tuple(found))
-    chosen = tuning.choose(canonical_op, block, n, chip, reached, torus)
-    why = _why(chosen, found)
-    return Explanation(op, nbytes, n, chip.name, torus, chosen, why, tuple(found))
+        return LAX, f"{chip.name} cannot write between these devices", found
+    chosen = tuning.choose(op, block, n, chip, reached, torus)
+    return chosen, _why(chosen, found), found
 
 
 def _no_time(name: str, reached: bool, group: Group, chip: Chip) -> str:
@@ -280,7 +299,7 @@ def _across(op: str, nbytes: int, group: Group, parts: hierarchy.Split, chip: Ch
         "reduce_scatter": (("reduce_scatter", nbytes),),
         "all_reduce": (
             ("reduce_scatter" if op not in ("pmax", "pmin") else "all_reduce", nbytes),
-            ("all_gather", nbytes // parts.inside.size),
+            ("all_gather", -(-nbytes // parts.inside.size)),
         ),
     }.get(within)
     inner = places.arranged(parts.inside)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_collectives import backends, checks, fused_primitives, pipelines
+from pallas_collectives import backends, checks, fused_primitives, pipelined_products
 from pallas_collectives.backends import How
 from pallas_collectives.checks import AxisName
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
@@ -79,7 +79,7 @@ def all_gather_matmul(
     way, reason = _way(GATHER, spec, x.ndim)
     if way == "pipelined":
         backends.count_fusion(GATHER, way, reason)
-        products, gathered = pipelines.pipelined_all_gather_matmul(
+        products, gathered = pipelined_products.pipelined_all_gather_matmul(
             x,
             weights,
             axis_name,
@@ -161,7 +161,7 @@ def matmul_reduce_scatter(
     way, reason = _way(SCATTER, spec, x.ndim)
     if way == "pipelined":
         backends.count_fusion(SCATTER, way, reason)
-        return pipelines.pipelined_matmul_reduce_scatter(
+        return pipelined_products.pipelined_matmul_reduce_scatter(
             x,
             w,
             axis_name,

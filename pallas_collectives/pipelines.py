@@ -38,14 +38,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_collectives import checks, collectives
 from pallas_collectives.checks import AxisName
 from pallas_collectives.errors import CollectiveError, DtypeError
-from pallas_collectives.kernels import topology
+from pallas_collectives.hops import Places, Ring, Ways
 
 # On up to this many devices every hop is written out, for XLA to arrange. On more the hops are a
 # loop: programs do not grow with the ring.
 UNROLLED_UP_TO = 8
+
+_Call = Callable[..., Any]
 
 
 def pipelined_all_gather_and_consume(
@@ -93,8 +94,8 @@ def pipelined_all_gather_and_consume(
         pipelined_all_gather_and_consume(x, lambda block, _: block @ w, "x", tiled=True):
         f32[2048, 32]
     """
-    ring = _Ring(axis_name, backend, algorithm)
-    places = _Places(ring, axis, tiled)
+    ring = Ring(axis_name, backend, algorithm)
+    places = Places(ring, axis, tiled)
     consumed = _alike_each_time("consume", consume, ring)
     ways, last, far = ring.rounds(bidirectional)
 
@@ -171,7 +172,7 @@ def pipelined_produce_and_all_to_all(
       x: f32[8, 64, 32] -> pipelined_produce_and_all_to_all(lambda device: x[device], "x"):
         f32[8, 64, 32]
     """
-    ring = _Ring(axis_name, backend, algorithm)
+    ring = Ring(axis_name, backend, algorithm)
     produced = _alike_each_time("produce", produce, ring)
     if reduce not in (None, "sum"):
         raise CollectiveError(f"reduce={reduce!r}", "it is None or 'sum'", "name one of them")
@@ -179,11 +180,11 @@ def pipelined_produce_and_all_to_all(
         rule = "it is the dtype, of floats, in which sums travel"
         raise DtypeError(f"wire_dtype={wire_dtype}", rule, "leave it out, or pass reduce='sum'")
     if reduce is None:
-        return _exchanged(produced, ring, _Places(ring, axis, tiled))
+        return _exchanged(produced, ring, Places(ring, axis, tiled))
     return _added_up(produced, ring, wire_dtype)
 
 
-def _exchanged(produced: "_Call", ring: "_Ring", places: "_Places") -> Any:
+def _exchanged(produced: _Call, ring: Ring, places: Places) -> Any:
     """Everyone's block for this device, in its place."""
     ways, last, far = ring.rounds(bidirectional=True)
 
@@ -210,7 +211,7 @@ def _exchanged(produced: "_Call", ring: "_Ring", places: "_Places") -> Any:
     return lay_all(arriving, far, last + 1, received)
 
 
-def _added_up(produced: "_Call", ring: "_Ring", wire_dtype: Any) -> Any:
+def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
     """The sum of everyone's block for this device; each starts where that is furthest away."""
     ways, last, far = ring.rounds(bidirectional=True)
 
@@ -247,260 +248,7 @@ def _added_up(produced: "_Call", ring: "_Ring", wire_dtype: Any) -> Any:
     return jax.tree.map(functools.partial(add, lambda own: own), terms(ring.me), *arriving)
 
 
-def pipelined_all_gather_matmul(
-    x_shard: jax.Array,
-    ws: Any,
-    axis_name: AxisName,
-    *,
-    gather_axis: int = 0,
-    return_gathered: bool = False,
-    preferred_element_type: Any = None,
-    bidirectional: bool = True,
-    backend: str | None = None,
-) -> Any:
-    """all_gather(x_shard, axis=gather_axis, tiled=True) @ w, each shard multiplied as it arrives.
-
-    Args:
-      x_shard: (..., K), of two dimensions or more.
-      ws: (K, N), or a pytree of such arrays, multiplied from one gather.
-      axis_name: see `pipelined_all_gather_and_consume`.
-      gather_axis: the dimension to gather along; any but the last, which is contracted.
-      return_gathered: return (products, the gathered x).
-      preferred_element_type: as `jnp.matmul`'s.
-      bidirectional: see `pipelined_all_gather_and_consume`.
-      backend: see `pipelined_all_gather_and_consume`.
-
-    Returns:
-      The products, (..., N), in ws' structure.
-
-    A weight's gradient is added up shard by shard, in float32 if the weight is narrower.
-
-    Raises:
-      CollectiveError: operands of other ranks or sizes, or a gather_axis that is contracted.
-      Besides what `pipelined_all_gather_and_consume` raises.
-    """
-    for w in jax.tree.leaves(ws):
-        _check_product(x_shard, w)
-    axis = _dimension("gather_axis", gather_axis, x_shard.ndim)
-    if axis == x_shard.ndim - 1:
-        raise CollectiveError(
-            f"gather_axis={gather_axis} of x_shard{x_shard.shape}",
-            "products of shards along the contracted dimension are no part of the result",
-            "gather another dimension, or gather first and multiply then",
-        )
-
-    uses = jax.tree.map(_used_often, ws)
-
-    def consume(block: jax.Array, _: jax.Array) -> Any:
-        def product(w: Callable[[], jax.Array]) -> jax.Array:
-            return jnp.matmul(block, w(), preferred_element_type=preferred_element_type)
-
-        products = jax.tree.map(product, uses)
-        return (products, block) if return_gathered else products
-
-    return pipelined_all_gather_and_consume(
-        x_shard,
-        consume,
-        axis_name,
-        axis=axis,
-        tiled=True,
-        bidirectional=bidirectional,
-        backend=backend,
-    )
-
-
-def pipelined_matmul_reduce_scatter(
-    x: jax.Array,
-    w: jax.Array,
-    axis_name: AxisName,
-    *,
-    scatter_axis: int = 0,
-    reduce: str = "sum",
-    precise: bool = False,
-    preferred_element_type: Any = None,
-    backend: str | None = None,
-) -> jax.Array:
-    """psum_scatter(x @ w, tiled=True), each block's product computed just before its hop.
-
-    Args:
-      x: (..., K): this device's columns of the left operand, of two dimensions or more.
-      w: (K, N): its rows of the right one.
-      axis_name: see `pipelined_produce_and_all_to_all`, n devices together.
-      scatter_axis: the dimension of the product that is cut into n blocks.
-      reduce: "sum", or "mean" for floats.
-      precise: let sums of floats narrower than 32 bits travel as float32.
-      preferred_element_type: dtype of the result; None as `jnp.matmul`'s.
-      backend: see `pipelined_produce_and_all_to_all`.
-
-    Returns:
-      This device's block of the sum over devices.
-
-    Products of floats are added in float32, and sums are rounded once per hop to the result's
-    dtype, or with `precise` once at the end.
-
-    Raises:
-      CollectiveError: operands of other ranks or sizes, a scatter_axis that n does not divide, or a
-        `reduce` that does not exist.
-      DtypeError: a mean of integers.
-      Besides what `pipelined_produce_and_all_to_all` raises.
-    """
-    _check_product(x, w)
-    axis = _dimension("scatter_axis", scatter_axis, x.ndim)
-    devices, shape = checks.size_of(axis_name), (*x.shape[:-1], w.shape[1])
-    if shape[axis] % devices:
-        raise CollectiveError(
-            f"scatter_axis={scatter_axis} of size {shape[axis]}",
-            f"it must be a multiple of the {devices} devices",
-            "pad it, or scatter another",
-        )
-    to = jnp.dtype(preferred_element_type or jnp.result_type(x, w))
-    floats = jnp.issubdtype(to, jnp.floating)
-    wide = jnp.promote_types(to, jnp.float32) if floats else to
-    if reduce not in ("sum", "mean"):
-        raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
-    if reduce == "mean" and not jnp.issubdtype(to, jnp.inexact):
-        raise DtypeError(f"reduce='mean' of {to}", "it has no fractions", "prefer a float, or sum")
-    size, columns = shape[axis] // devices, axis == x.ndim - 1
-    whole = _used_often(x if columns else w)
-
-    def produce(destination: jax.Array) -> jax.Array:
-        def block(of: jax.Array, axis: int) -> jax.Array:
-            return lax.dynamic_slice_in_dim(of, destination * size, size, axis)
-
-        left, right = (whole(), block(w, 1)) if columns else (block(x, axis), whole())
-        return jnp.matmul(left, right, preferred_element_type=wide)
-
-    total = pipelined_produce_and_all_to_all(
-        produce,
-        axis_name,
-        reduce="sum",
-        wire_dtype=(wide if precise else to) if floats else None,
-        backend=backend,
-    )
-    return (total / devices if reduce == "mean" else total).astype(to)
-
-
-def _used_often(w: jax.Array) -> Callable[[], jax.Array]:
-    """w for each use; its gradients from them are added in float32, if w is of narrower floats.
-
-    It is widened once and narrowed for each use, so that gradients are widened before they are
-    added. In values the two cancel, and XLA drops them.
-    """
-    if not jnp.issubdtype(w.dtype, jnp.floating) or w.dtype.itemsize >= 4:
-        return lambda: w
-    wide = jnp.asarray(w, jnp.float32)
-    return lambda: wide.astype(w.dtype)
-
-
-def _check_product(x: Any, w: Any) -> None:
-    if np.ndim(x) < 2 or np.ndim(w) != 2 or np.shape(x)[-1] != np.shape(w)[0]:
-        raise CollectiveError(
-            f"operands of shapes {np.shape(x)} and {np.shape(w)}",
-            "they are (..., K) of two dimensions or more, and (K, N)",
-            "reshape or transpose one of them",
-        )
-
-
-def _dimension(name: str, axis: int, ndim: int) -> int:
-    checks.check_axis(name, axis, ndim)
-    return axis % ndim
-
-
-Ways = tuple[int, ...]
-_Call = Callable[..., Any]
-
-
-class _Ring:
-    """The devices along an axis, seen by one of them, and how blocks pass between them.
-
-    Attributes:
-      size: how many there are.
-      me: own number.
-    """
-
-    def __init__(self, axis_name: AxisName, backend: str | None, algorithm: str | None) -> None:
-        self.size = checks.size_of(axis_name)
-        self.me = lax.axis_index(axis_name)
-        self._axis_name = axis_name
-        self._how = {"backend": backend, "algorithm": algorithm}
-
-    def rounds(self, bidirectional: bool) -> tuple[Ways, int, Ways]:
-        """The ways that blocks go, for how many hops, and those on which one goes a hop further.
-
-        Both ways round an even ring the opposite device's block comes from the left alone.
-        """
-        if self.size == 1:
-            return (), 0, ()
-        if not bidirectional or self.size == 2:
-            return (topology.RIGHT,), self.size - 1, ()
-        far = () if self.size % 2 else (topology.RIGHT,)
-        return (topology.RIGHT, topology.LEFT), (self.size - 1) // 2, far
-
-    def at(self, offset: Any) -> Any:
-        """The number of the device `offset` positions to the right."""
-        return topology.wrap(self.me + offset, self.size)
-
-    def send(self, block: Any, offset: int) -> Any:
-        """Sends a block `offset` positions to the right; what comes from as far to the left."""
-        perm = [(source, (source + offset) % self.size) for source in range(self.size)]
-        return collectives.ppermute(block, self._axis_name, perm, **self._how)
-
-    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> Any:
-        """`send` over a distance of up to `furthest`, which may be known at run time alone.
-
-        A permutation is part of the program. So such a distance is gone by powers of two, one for
-        each of its bits. It is the same on all devices, and so is who takes part in each.
-        """
-        if isinstance(distance, int):
-            return self.send(block, way * distance)
-        for power in (1 << bit for bit in range(furthest.bit_length())):
-            by_power = functools.partial(self.send, offset=way * power)
-            block = lax.cond(distance & power != 0, by_power, lambda block: block, block)
-        return block
-
-    def varying(self, tree: Any) -> Any:
-        """Arrays typed as different on every device, as those are that come from others."""
-        axes = set(checks.named(self._axis_name))
-        axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
-
-        def typed(leaf: Any) -> jax.Array:
-            x = jnp.asarray(leaf)
-            missing = axes - set(jax.typeof(x).mat.varying)
-            return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-        return jax.tree.map(typed, tree)
-
-
-class _Places:
-    """Where each device's results lie in the whole."""
-
-    def __init__(self, ring: _Ring, axis: int, tiled: bool) -> None:
-        self._ring, self._axis, self._tiled = ring, axis, tiled
-
-    def room(self, results: Any) -> Any:
-        """Memory for everyone's results, full of these."""
-        return jax.tree.map(self._room, results)
-
-    def lay(self, results: Any, source: Any, whole: Any) -> Any:
-        """Lays the results for device `source` into its place."""
-        return jax.tree.map(lambda leaf, to: self._lay(leaf, source, to), results, whole)
-
-    def _room(self, leaf: jax.Array) -> jax.Array:
-        checks.check_axis("axis", self._axis, leaf.ndim + (not self._tiled))
-        block, axis = self._block(leaf)
-        copies = [self._ring.size if d == axis else 1 for d in range(block.ndim)]
-        return jnp.tile(lax.stop_gradient(block), copies)
-
-    def _lay(self, leaf: jax.Array, source: Any, whole: jax.Array) -> jax.Array:
-        block, axis = self._block(leaf)
-        return lax.dynamic_update_slice_in_dim(whole, block, source * block.shape[axis], axis)
-
-    def _block(self, leaf: jax.Array) -> tuple[jax.Array, int]:
-        axis = self._axis % (leaf.ndim + (not self._tiled))
-        return (leaf if self._tiled else lax.expand_dims(leaf, (axis,))), axis
-
-
-def _alike_each_time(name: str, function: Any, ring: _Ring) -> _Call:
+def _alike_each_time(name: str, function: Any, ring: Ring) -> _Call:
     """The caller's function, its results typed as varying, and checked to be alike at each call."""
     if not callable(function):
         raise CollectiveError(f"{name}={function!r}", "it is a function", "pass one")

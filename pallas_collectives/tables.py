@@ -105,18 +105,23 @@ def torus_of_axes(axes: Iterable[tuple[int, bool]]) -> str:
     return f"{'x'.join(map(str, sizes))} {word}"
 
 
+def sizes_and_word(torus: str) -> tuple[tuple[int, ...], str]:
+    """What `torus_of_axes` has put together: (2, 4) and "grid"; no sizes for "ring" and "line"."""
+    sizes, _, word = torus.rpartition(" ")
+    return tuple(map(int, sizes.split("x"))) if sizes else (), word
+
+
 def family(torus: str) -> str:
     """Of a torus without its sizes: those between whose times others lie ("2-axis grid")."""
-    sizes, _, word = torus.rpartition(" ")
-    return f"{sizes.count('x') + 1}-axis {word}" if sizes else word
+    sizes, word = sizes_and_word(torus)
+    return f"{len(sizes)}-axis {word}" if sizes else word
 
 
 def families_like(torus: str) -> tuple[str, ...]:
     """The family of a torus, then the others with as many axes, then rings and lines."""
-    own = family(torus)
-    axes, _, _ = own.rpartition(" ")
-    alike = [f"{axes} {word}" for word in OF_SEVERAL_AXES] if axes else []
-    return tuple(dict.fromkeys([own, *alike, *reversed(TORI)]))
+    sizes, _ = sizes_and_word(torus)
+    alike = [f"{len(sizes)}-axis {word}" for word in OF_SEVERAL_AXES] if sizes else []
+    return tuple(dict.fromkeys([family(torus), *alike, *reversed(TORI)]))
 
 
 def load(path: str | os.PathLike[str]) -> Table:

@@ -1,5 +1,6 @@
 """`python -m benchmarks` called in this process, whose JAX has started already."""
 
+import dataclasses
 import importlib
 import os
 import subprocess
@@ -12,11 +13,14 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from benchmarks import __main__, devices
+from benchmarks import __main__, devices, settings
+from benchmarks.cases import CASES
 
 for command in __main__.COMMANDS:  # absl forgets flags that are defined while others are saved
     importlib.import_module(f"benchmarks.{command}")
 REPOSITORY = Path(__file__).resolve().parent.parent
+NOTHING_ELSE = ("--compile_for=", "--replay=")
+ONE_ROW = ("--mesh=2", "--sizes=8K", "--algorithm=direct", *NOTHING_ELSE)
 
 
 class Done(NamedTuple):
@@ -41,6 +45,11 @@ def in_process(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Bench:
         return Done(status, *capsys.readouterr())
 
     return run
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]) -> None:
+    """Has the first collective alone, and called so; the rest of the program is the real one."""
+    monkeypatch.setattr(settings, "CASES", (dataclasses.replace(CASES[0], call=call),))
 
 
 def start(

@@ -1,6 +1,7 @@
 """Puts 8 simulated TPU devices (CPU devices) in place before JAX is imported."""
 
 import os
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,35 @@ def fresh_collective_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "compiled_ids", launch.CollectiveIds(20))
 
 
+@pytest.fixture(params=["written out", "looped"])
+def hops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether every hop of a pipeline is an instruction of its own, or they are a loop."""
+    from pallas_collectives import pipelines
+
+    if request.param == "looped":
+        monkeypatch.setattr(pipelines, "UNROLLED_UP_TO", 1)
+    return request.param
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """`python -m benchmarks` in this process: a `benchmarking.Bench`."""
+    import benchmarking
+
+    return benchmarking.in_process(monkeypatch, capsys)
+
+
 @pytest.fixture
 def fresh_counts() -> None:
     """What `counts` and `fallback_counts` tell is of this test alone."""
     import pallas_collectives
 
     pallas_collectives.reset_counts()
+
+
+@pytest.fixture
+def modelled_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names no table that would take the modelled one's place."""
+    from pallas_collectives import tuning
+
+    monkeypatch.delenv(tuning.ENVIRONMENT_VARIABLE, raising=False)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -212,3 +213,10 @@ def race_reported() -> bool:
 
     races = getattr(interpret_pallas_call, "races", None)
     return bool(races is not None and races.races_found)
+
+
+def fails(error: type[Exception], match: str, program: Callable[[jax.Array], Any]) -> None:
+    """On 3 devices the program of an array cannot be traced, for such an error."""
+    x = jax.ShapeDtypeStruct((3, 3, 6, 4), "float32")
+    with pytest.raises(error, match=match):
+        jax.eval_shape(per_device(program, mesh(3), jit=False), x)

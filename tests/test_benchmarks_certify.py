@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-import benchmarking
 import harness
 from benchmarking import Bench
 from benchmarks import certify, devices, measure, replay_rows, settings, soak
@@ -22,11 +21,6 @@ from pallas_collectives.backends.algorithms import ALGORITHMS
 
 BY_NAME = {case.name: case for case in CASES}
 GATHER = BY_NAME["all_gather"]
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Bench:
-    return benchmarking.in_process(monkeypatch, capsys)
 
 
 def test_without_an_accelerator_it_says_what_it_would_run_and_does_what_it_can(

@@ -78,9 +78,9 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         ("axis_name=('x', 'x')", "twice", "once"),
     ),
     "axis out of range": (
-        lambda x: pc.all_gather(x, "x", axis=3),
+        lambda x: pc.all_gather([x], "x", axis=3),  # a tree of one leaf, which needs no name
         CollectiveError,
-        ("axis=3", "[-3, 3)", "count dimensions from 0"),
+        ("axis=3: ", "[-3, 3)", "count dimensions from 0"),
     ),
     "scatter_dimension out of range": (
         lambda x: pc.psum_scatter(x, "x", scatter_dimension=2, tiled=True),
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "scatter of uneven blocks": (
         lambda x: pc.psum_scatter({"a": x, "b": x[:6]}, "x", tiled=True),
         CollectiveError,
-        ("scatter_dimension=0 of size 6", "multiple of the 4 devices", "pad it"),
+        ("scatter_dimension=0 of size 6 in leaf ['b']: ", "multiple of the 4 devices", "pad it"),
     ),
     "untiled scatter": (
         lambda x: pc.psum_scatter(x, "x"),
@@ -103,9 +103,9 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         ("scatter_dimension=0 of size 16", "number of devices, 4", "tiled=True"),
     ),
     "scatter of truth values": (
-        lambda x: pc.psum_scatter(x > 0, "x", tiled=True),
+        lambda x: pc.psum_scatter((x, {"mask": x > 0}), "x", tiled=True),
         DtypeError,
-        ("psum_scatter of bool", "not added", "int32"),
+        ("psum_scatter of bool in leaf [1]['mask']", "not added", "int32"),
     ),
     "scatter within groups": (
         lambda x: pc.psum_scatter(x[:3], "x", axis_index_groups=[[0, 1], [2, 3]], tiled=True),
@@ -123,9 +123,9 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         ("split_axis=0 of size 16", "number of devices, 4", "tiled=True"),
     ),
     "concat_axis out of range": (
-        lambda x: pc.all_to_all(x, "x", 0, 5, tiled=True),
+        lambda x: pc.all_to_all([x[None], x], "x", -1, 2, tiled=True),
         CollectiveError,
-        ("concat_axis=5", "[-2, 2)", "count"),
+        ("concat_axis=2 in leaf [1]", "[-2, 2)", "count"),
     ),
     "swap of another size": (
         lambda x: pc.pswapaxes(x, "x", 1),
@@ -183,9 +183,9 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         ("source=4", "[0, 4)", "name a device"),
     ),
     "complex maximum": (
-        lambda x: pc.pmax(x + 1j, "x"),
+        lambda x: pc.pmax({"a": x, "b": x + 1j}, "x"),
         DtypeError,
-        ("complex64", "no order", "reduce a real"),
+        ("complex64 in leaf ['b']", "no order", "reduce a real"),
     ),
     "ragged rows of different shapes": (
         lambda x: pc.ragged_all_to_all(x, x[:, :8], *tables(), axis_name="x"),

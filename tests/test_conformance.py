@@ -21,7 +21,7 @@ def test_row_with_the_algorithm_chosen(row: Row, dtype: str) -> None:
 
 
 def _race_rows() -> Iterator[Any]:
-    """Every algorithm on 2 to 8 devices; tori of several axes are test_torus's matter."""
+    """Every algorithm on 2 to 8 devices; tori of several axes are test_torus_kernels' matter."""
     for op in FIRST_ROWS:
         for algorithm in conformance.ALGORITHMS[op]:
             # Two kernels of many steps: 20 s each.

@@ -2,6 +2,7 @@
 leftovers.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_collectives as pc
 import replay_kernels as kernels
 from pallas_collectives.replay import DataDependent, Machine, MachineError, Report, replay
 from pallas_collectives.replay.trace_program import NoShardMap
@@ -224,6 +226,20 @@ def test_sizes_given_as_data_are_followed_and_shapes_are_refused() -> None:
         run(body, machine, 4, jax.ShapeDtypeStruct(rows.shape, jnp.int32), x)
 
 
+def test_sizes_that_the_program_gathers_are_followed_as_its_refusal_says() -> None:
+    machine, x = Machine.named("v5p:4"), jax.ShapeDtypeStruct((32 * 4, 128), jnp.float32)
+    rows = np.array([[8, 32], [16, 8], [24, 16], [32, 24]], np.int32)
+
+    def body(gather: Any, row: Any, x: Any) -> Any:
+        everyones = gather(row[0], "x")
+        mine = jax.lax.dynamic_index_in_dim(everyones, jax.lax.axis_index("x"), keepdims=False)
+        return kernels.ragged(mine, x, 4)
+
+    with pytest.raises(DataDependent, match=r"only pallas_collectives\.all_gather hands them on"):
+        run(functools.partial(body, jax.lax.all_gather), machine, 4, rows, x)
+    assert run(functools.partial(body, pc.all_gather), machine, 4, rows, x).ok
+
+
 def test_a_table_in_the_program_is_followed_however_large() -> None:
     """As that of a ring with an order of its own: n rows, of which each device takes its own."""
     machine = Machine.named("v5e:4")
@@ -246,7 +262,9 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         replay(lambda x: x + 1, shape(4), machine=machine)
     function = kernels.sharded(lambda x: kernels.ring(x, 4), machine.mesh({"x": 4}))
     with pytest.raises(MachineError, match="4 mesh positions do not fit"):
-        replay(function, shape(4), machine=Machine.named("v5e:2"))
+        replay(function, shape(4), machine="v5e:2")
+    with pytest.raises(MachineError, match="machine 4: want GENERATION"):
+        replay(function, shape(4), machine=4)  # type: ignore[arg-type]
     with pytest.raises(MachineError, match="all different"):
         replay(function, shape(4), machine=machine, placement=np.array([0, 1, 1, 2]))
     with pytest.raises(MachineError, match="device -1"):

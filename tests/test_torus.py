@@ -1,6 +1,5 @@
-"""All axes of a torus at once: the split, the timetable, the kernels' values, faults and loads."""
+"""All axes of a torus at once, as integers: the split, the timetable, the devices' numbers."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -9,32 +8,17 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
-import harness
-import pallas_collectives
-from pallas_collectives import chips, places, tori, tuning
-from pallas_collectives.backends import algorithms
-from pallas_collectives.kernels import sync, torus, torus_all_gather, torus_reduce_scatter
+from pallas_collectives.kernels import torus, torus_devices, torus_timetable
 from pallas_collectives.kernels.topology import RIGHT, Group
 from pallas_collectives.kernels.torus import Plan
-from pallas_collectives.replay import Machine, Report, bound, replay
 
-SLOW = pytest.mark.slow
 NAMES = ("x", "y", "z")
 SIZES = st.lists(st.sampled_from([2, 3, 4, 5, 8, 16]), min_size=1, max_size=3).map(tuple)
 LINES = st.lists(st.booleans(), min_size=3, max_size=3)
 ROWS = st.integers(1, 600)
-
-
-def group_of(*sizes: int) -> Group:
-    plain = Group(NAMES[: len(sizes)], sizes)
-    return Group(plain.axes, sizes, torus=tori.of_mesh(plain))
 
 
 def plan_of(
@@ -50,9 +34,6 @@ def plan_of(
         for k, (name, n, line) in enumerate(zip(NAMES, sizes, lines, strict=False))
     ]
     return Plan.of(axes, (8 * rows, 128), 0, "float32", chunks, both)
-
-
-# The split and the timetable, as integers.
 
 
 @hypothesis.given(SIZES, LINES, ROWS, st.sampled_from([1, 2, 4]), st.booleans())
@@ -109,24 +90,6 @@ def link_loads(plan: Plan) -> np.ndarray:
     return load * np.array(plan.sharing, float)[:, None]
 
 
-@hypothesis.given(SIZES, LINES, st.integers(1, 5000), st.booleans(), st.booleans())
-@hypothesis.settings(deadline=None)
-def test_the_timetable_has_every_hop_once_and_in_order(
-    sizes: tuple[int, ...], lines: list[bool], rows: int, back: bool, both: bool
-) -> None:
-    plan = plan_of(sizes, lines, rows, 1 + both, both)
-    phases = range(len(sizes))
-    course = [*phases[::-1], *phases] if back else list(phases)
-    segments = torus.timetable(plan, course)
-    for b, bundle in enumerate(plan.bundles):
-        spans = [segment[b] for segment in segments if segment[b] is not None]
-        hops = [(s.number, hop) for s in spans for hop in range(s.start, s.stop)]
-        assert hops == [(k, t) for k, p in enumerate(course) for t in range(plan.hops(bundle, p))]
-    alike = len({*sizes}) == len({*plan.sharing}) == 1
-    if alike and rows >= 100 * len(sizes) and len(plan.bundles) == len(sizes):
-        assert len(segments) == len(course)
-
-
 @pytest.mark.parametrize(
     "sizes, sharing", [((2, 2, 18), (2, 2, 2)), ((3, 3, 32), (1, 1, 2)), ((2, 2, 2, 16), (2,) * 4)]
 )
@@ -156,6 +119,37 @@ def test_uneven_shares_can_be_cut_into_good_tiles(
         assert max(n for n in range(1, 65) if share % n == 0) >= min(share, 10)
 
 
+def test_the_table_in_the_docstring_is_the_course() -> None:
+    table = torus.course_table(plan_of((4, 4), [False] * 2, 16))
+    assert all(line in (torus.__doc__ or "") for line in table.splitlines()), f"\n{table}"
+
+
+def test_small_and_uncuttable_blocks_go_another_way() -> None:
+    assert torus.cuts((4096, 256), 0, "float32") == 512
+    assert torus.cuts((8, 100), 0, "float32") == 1
+
+
+# The timetable.
+
+
+@hypothesis.given(SIZES, LINES, st.integers(1, 5000), st.booleans(), st.booleans())
+@hypothesis.settings(deadline=None)
+def test_the_timetable_has_every_hop_once_and_in_order(
+    sizes: tuple[int, ...], lines: list[bool], rows: int, back: bool, both: bool
+) -> None:
+    plan = plan_of(sizes, lines, rows, 1 + both, both)
+    phases = range(len(sizes))
+    course = [*phases[::-1], *phases] if back else list(phases)
+    segments = torus_timetable.timetable(plan, course)
+    for b, bundle in enumerate(plan.bundles):
+        spans = [segment[b] for segment in segments if segment[b] is not None]
+        hops = [(s.number, hop) for s in spans for hop in range(s.start, s.stop)]
+        assert hops == [(k, t) for k, p in enumerate(course) for t in range(plan.hops(bundle, p))]
+    alike = len({*sizes}) == len({*plan.sharing}) == 1
+    if alike and rows >= 100 * len(sizes) and len(plan.bundles) == len(sizes):
+        assert len(segments) == len(course)
+
+
 @pytest.mark.parametrize("sizes", [(7,), (2, 16), (4, 4), (4, 8, 5)])
 def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
     plan = plan_of(sizes, [False] * 3, 101)
@@ -172,8 +166,8 @@ def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
             begun[b, -1, int(stream)] = []
 
     with jax.disable_jit(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torus.lax, "fori_loop", _python_loop)
-        torus.run(plan, (Record(), range(len(sizes))))
+        patch.setattr(torus_timetable.lax, "fori_loop", _python_loop)
+        torus_timetable.run(plan, (Record(), range(len(sizes))))
     assert begun == {
         (b, phase, stream): list(range(plan.hops(bundle, phase))) if phase >= 0 else []
         for b, bundle in enumerate(plan.bundles)
@@ -187,393 +181,15 @@ def _python_loop(start: Any, stop: Any, body: Callable[..., Any], _: None) -> No
         body(np.int32(i), None)
 
 
-def test_the_table_in_the_docstring_is_the_course() -> None:
-    table = torus.course_table(plan_of((4, 4), [False] * 2, 16))
-    assert all(line in (torus.__doc__ or "") for line in table.splitlines()), f"\n{table}"
-
-
-# Values and races.
-
-CASES: dict[str, tuple[Callable[..., jax.Array], Callable[[np.ndarray], np.ndarray]]] = {
-    "all_gather": (
-        lambda m, x, axes, **how: m.all_gather(x, axes, tiled=True, **how),
-        lambda xs: np.broadcast_to(np.concatenate(list(xs)), (len(xs), xs.size // 128, 128)),
-    ),
-    "psum_scatter": (
-        lambda m, x, axes, **how: m.psum_scatter(x, axes, tiled=True, **how),
-        lambda xs: np.stack(np.split(xs.astype(np.float64).sum(0), len(xs))),
-    ),
-    "psum": (
-        lambda m, x, axes, **how: m.psum(x, axes, **how),
-        lambda xs: np.broadcast_to(xs.astype(np.float64).sum(0), xs.shape),
-    ),
-}
-
-
-def run(
-    op: str, sizes: tuple[int, ...], params: Any, dtype: str = "float32", space: str = ""
-) -> None:
-    call, reference = CASES[op]
-    n, on = math.prod(sizes), harness.mesh(*sizes)
-    rows = 8 * 2 * len(sizes) * (4 // jnp.dtype(dtype).itemsize)
-    x = harness.random((n, rows * (1 if op == "all_gather" else n), 128), dtype)
-    pallas_collectives.reset_counts()
-    with pltpu.force_tpu_interpret_mode(params):
-        program = harness.per_device(
-            lambda a: call(pallas_collectives, a, on.axis_names, algorithm=f"torus{space}"), on
-        )
-        got = np.asarray(program(x))
-    assert not harness.race_reported()
-    assert {name for _, _, name in pallas_collectives.counts()} == {f"torus{space}"}
-    np.testing.assert_array_equal(got, reference(x).astype(got.dtype))
-
-
-TORI = [(2, 4), (4, 2), (2, 2, 2)]
-QUICK = {  # the others take minutes together
-    ("all_gather", (2, 4), "on_wait"),
-    ("all_gather", (2, 2, 2), "eager"),
-    ("psum", (4, 2), "on_wait"),
-    ("psum_scatter", (2, 2, 2), "on_wait"),
-}
-
-
-@pytest.mark.parametrize(
-    "op, sizes, mode",
-    [
-        pytest.param(*case, marks=() if case in QUICK else SLOW)
-        for case in itertools.product(CASES, TORI, harness.ADVERSARIES)
-    ],
-)
-def test_values_without_races(op: str, sizes: tuple[int, ...], mode: str) -> None:
-    run(op, sizes, harness.ADVERSARIES[mode], space="" if op == "all_gather" else ":vmem")
-
-
-def test_bfloat16_in_hbm() -> None:
-    run("psum", (2, 2), pltpu.InterpretParams(), "bfloat16")
-
-
-@pytest.mark.parametrize("axis, dtype", [(0, "float32"), (1, "int8"), (2, "bfloat16")])
-def test_gathers_along_any_axis_as_lax(axis: int, dtype: str) -> None:
-    x, on = harness.random((4, 3, 64, 256), dtype), harness.mesh(2, 2)
-
-    def gather(m: Any, **how: Any) -> np.ndarray:
-        body = functools.partial(m.all_gather, axis_name=("y", "x"), axis=axis, tiled=True, **how)
-        return np.asarray(harness.per_device(body, on)(x))
-
-    np.testing.assert_array_equal(
-        gather(pallas_collectives, algorithm="torus"), gather(jax.lax), strict=True
-    )
-
-
-@pytest.mark.parametrize(
-    "op, space, name",
-    [
-        ("all_gather", "", "v5p:2x2x2"),
-        pytest.param("psum", ":vmem", "v5p:2x2x2", marks=SLOW),
-        ("all_gather", "", "7x:2x2x1"),
-        pytest.param("psum", ":vmem", "7x:2x2x1", marks=SLOW),
-    ],
-)
-def test_one_mesh_axis_laid_over_a_torus_in_any_order(op: str, space: str, name: str) -> None:
-    """Of 8 devices that lie as 2 x 2 x 2, numbered anyhow: blocks go one by one."""
-    devices = np.array(jax.devices())[[5, 0, 3, 6, 1, 7, 2, 4]]
-    call, reference = CASES[op]
-    x = harness.random((8, 48 * (1 if op == "all_gather" else 8), 128), "float32")
-    params = harness.ADVERSARIES["on_wait"]
-    with places.torus(name), pltpu.force_tpu_interpret_mode(params):
-        program = harness.per_device(
-            lambda a: call(pallas_collectives, a, "x", algorithm=f"torus{space}"),
-            jax.sharding.Mesh(devices, ("x",)),
-        )
-        got = np.asarray(program(x))
-    assert not harness.race_reported()
-    np.testing.assert_array_equal(got, reference(x).astype(got.dtype))
+# The devices.
 
 
 def test_numbers_are_those_of_the_places() -> None:
     rows = (((4, 1), (2, 3), (0, 5)), ((4, 2, 0), (1, 3, 5)))
     axes = tuple(Group(("x",), (6,), along) for along in rows)
-    found = torus.numbers(axes)
+    found = torus_devices.numbers(axes)
     assert found is not None and found.tolist() == [4, 2, 0, 1, 3, 5]
-    assert torus.field_sizes(axes) == (6, 1)
+    assert torus_devices.field_sizes(axes) == (6, 1)
     straight = tuple(Group(("x",), (4,), along) for along in (((0, 2), (1, 3)), ((0, 1), (2, 3))))
-    assert torus.numbers(straight) is None and torus.field_sizes(straight) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    "name, op, nbytes, chosen",
-    [
-        ("v5e:16x16", "all_gather", 1 << 16, True),
-        ("v5e:4x4", "all_gather", 1 << 20, False),  # a ring uses both links of a corner as well
-        ("v5p:2x2x2", "all_gather", 1 << 20, True),
-        ("v5p:2x2x2", "all_reduce", 8 << 16, False),  # 64 KiB a block
-        ("v5p:2x2x2", "all_reduce", 8 << 20, True),
-    ],
-)
-def test_when_all_axes_are_chosen(name: str, op: str, nbytes: int, chosen: bool) -> None:
-    machine = Machine.named(name)
-    sizes = {name: n for name, n in zip(NAMES, machine.shape, strict=False) if n > 1}
-    mesh = machine.mesh(sizes)
-    with jax.sharding.use_abstract_mesh(mesh), places.scope(machine.places(np.arange(mesh.size))):
-        group, chip = places.arranged(Group(tuple(sizes), tuple(sizes.values()))), chips.current()
-        reach = algorithms.reachable(op, group, chip, cuts=512)
-        on = algorithms.torus_of(group, chip)
-        best = tuning.choose(op, nbytes, group.size, chip, reach, on)
-    assert (best.partition(":")[0] == "torus") == chosen
-
-
-# Faults.
-
-
-def gather_is_caught(mode: str, sizes: tuple[int, ...] = (2, 4), hold: int | None = None) -> bool:
-    n, on = math.prod(sizes), harness.mesh(*sizes)
-    x = harness.random((n, 32, 128), "float32")
-
-    def program(block: jax.Array) -> jax.Array:
-        block = block if hold is None else harness.delayed(block, hold)
-        params = harness.ADVERSARIES[mode]
-        return torus_all_gather.all_axes(
-            block, group_of(*sizes), axis=0, vmem=False, interpret=params
-        )
-
-    run = harness.per_device(program, on, check_vma=False)
-    return harness.caught(lambda: run(x), np.broadcast_to(x.reshape(-1, 128), (n, 32 * n, 128)))
-
-
-def sum_is_caught(mode: str, sizes: tuple[int, ...] = (4, 2)) -> bool:
-    n, on = math.prod(sizes), harness.mesh(*sizes)
-    x = harness.random((n, n * 32, 128), "float32")
-
-    def program(block: jax.Array) -> jax.Array:
-        return torus_reduce_scatter.reduce_scatter(
-            block,
-            group_of(*sizes),
-            axis=0,
-            op="sum",
-            vmem=True,
-            interpret=harness.ADVERSARIES[mode],
-        )
-
-    run = harness.per_device(program, on, check_vma=False)
-    return harness.caught(lambda: run(x), x.sum(0).reshape(n, 32, 128))
-
-
-class OnePhase:
-    """An array of semaphores that gives those of the first phase wherever it is asked."""
-
-    def __init__(self, semaphores: Any) -> None:
-        self._semaphores = semaphores
-
-    @property
-    def at(self) -> "OnePhase":
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._semaphores.shape
-
-    def __getitem__(self, index: tuple[Any, ...]) -> Any:
-        return self._semaphores.at[(index[0], 0, *index[2:])]
-
-
-def test_sound_gather_is_not_caught() -> None:
-    assert not gather_is_caught("on_wait", hold=1)
-
-
-def test_few_semaphores_do_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torus_all_gather, "WINDOW", 2)
-    assert not gather_is_caught("on_wait")
-    monkeypatch.setattr(torus_reduce_scatter, "SLOTS", 2)
-    assert not sum_is_caught("on_wait")
-
-
-def test_hops_that_share_a_semaphore_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torus_all_gather, "wrap_step", lambda hop, window: 0)
-    assert gather_is_caught("on_wait")
-
-
-def test_phases_that_share_semaphores_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = torus_all_gather.Gather
-
-    def faulty(
-        plan: Plan, rings: Any, o: Any, send: Any, receive: Any, *rest: Any, own: Any
-    ) -> Any:
-        return sound(plan, rings, o, send, OnePhase(receive), *rest, own=own)
-
-    monkeypatch.setattr(torus_all_gather, "Gather", faulty)
-    assert gather_is_caught("on_wait")
-
-
-def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = sync.wait
-
-    def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if len(semaphore.ref.shape) != 4:  # recv_sems is the 4-D one
-            wait(semaphore, ref, times)
-
-    monkeypatch.setattr(sync, "wait", for_sends_only)
-    assert gather_is_caught("on_wait", (2, 2))
-    assert sum_is_caught("on_wait", (2, 2))
-
-
-def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = pl.semaphore_wait
-
-    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
-            wait(semaphore, *args, **kwargs)
-
-    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
-    monkeypatch.setattr(torus_reduce_scatter, "SLOTS", 1)
-    assert sum_is_caught("on_wait")
-
-
-def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*rings: Any) -> None:
-        pltpu.get_barrier_semaphore()
-
-    monkeypatch.setattr(sync, "barrier_with_neighbours", none)
-    assert gather_is_caught("eager", (2, 2), hold=1)
-
-
-# On tori that are not there: the compiler, and the replay.
-
-
-@pytest.mark.parametrize(
-    "topology, sizes",
-    [
-        ("v4:2x2x1", (2, 2, 2)),
-        ("v5e:4x4", (4, 4)),
-        ("v5p:4x4x4", (4, 4, 4)),
-        ("v6e:4x4", (4, 4)),
-        ("tpu7x:2x2x1", (2, 2, 2)),
-    ],
-)
-@pytest.mark.parametrize("op", ["all_gather", pytest.param("psum_scatter", marks=SLOW), "psum"])
-def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int, ...]) -> None:
-    pytest.importorskip("libtpu")
-    call, axes = CASES[op][0], NAMES[: len(sizes)]
-    rows = 16 * 2 * len(sizes) * (1 if op == "all_gather" else math.prod(sizes))
-    program = harness.compile_for_tpu(
-        lambda x: call(pallas_collectives, x, axes, algorithm="torus", backend="pallas"),
-        topology,
-        (rows, 256),
-        dtype=jnp.bfloat16,
-        sizes=sizes,
-    )
-    assert "custom-call" in program.ops
-    assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
-
-
-def test_columns_are_gathered_in_place() -> None:
-    pytest.importorskip("libtpu")
-    program = harness.compile_for_tpu(
-        lambda x: pallas_collectives.all_gather(
-            x, ("x", "y"), axis=1, tiled=True, algorithm="torus", backend="pallas"
-        ),
-        "v5e:4x4",
-        (256, 512),
-        sizes=(4, 4),
-    )
-    assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
-
-
-def replayed(
-    op: str, name: str, mesh: dict[str, int], nbytes: int, **how: Any
-) -> tuple[Report, float]:
-    """The replay of a collective of blocks of `nbytes` over a whole pod, and its bound in bytes."""
-    machine, n, axes = Machine.named(name), math.prod(mesh.values()), tuple(mesh)
-    call = functools.partial(CASES[op][0], pallas_collectives, backend="pallas", **how)
-    function = jax.shard_map(
-        lambda x: call(x, axes),
-        mesh=machine.mesh(mesh),
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    rows = nbytes // 1024 * (1 if op == "all_gather" else n)
-    operand = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
-    report = replay(function, operand, machine=machine)
-    canonical = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}.get(op, op)
-    rate = machine.generation.link_bandwidth * machine.generation.link_efficiency
-    return report, bound(canonical, machine, np.arange(n)[None], nbytes).wire * rate
-
-
-@pytest.mark.parametrize(
-    "op, machine, mesh",
-    [
-        ("all_gather", "v5e:16x16", {"x": 16, "y": 16}),
-        ("all_gather", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}),
-        ("all_gather", "v5p:4x4x8", {"x": 4, "y": 4, "z": 8}),
-        ("all_gather", "v5p:4x4x4", {"x": 64}),
-        ("all_gather", "v5p:8x8x8", {"x": 8, "y": 8, "z": 8}),
-        ("all_gather", "v4:2x2x2", {"x": 2, "y": 2, "z": 2}),
-        ("all_gather", "v6e:8x16", {"x": 8, "y": 16}),
-        ("all_gather", "7x:2x2x1", {"x": 8}),
-        ("all_gather", "7x:4x4x4", {"x": 4, "y": 4, "z": 4, "core": 2}),
-        pytest.param("psum", "7x:2x2x1", {"x": 2, "y": 2, "core": 2}, marks=SLOW),
-        pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, marks=SLOW),
-        pytest.param("psum", "v5e:16x16", {"x": 16, "y": 16}, marks=SLOW),
-    ],
-)
-def test_the_busiest_link_carries_what_it_must(op: str, machine: str, mesh: dict[str, int]) -> None:
-    """Within 2% of the least that is possible; chosen by itself, also for one mesh axis.
-
-    But on four chips of two devices a ring takes no longer.
-    """
-    how = {"algorithm": "torus"} if machine == "7x:2x2x1" else {}
-    report, least = replayed(op, machine, mesh, 8 << 20, **how)
-    assert [kernel.name.endswith("_torus") for kernel in report.kernels] == [True]
-    assert report.ok
-    assert 0.999 <= report.busiest_link[1] / least <= 1.02
-
-
-@pytest.mark.parametrize(
-    "machine, mesh", [("v5e:16x16", {"x": 16, "y": 16}), ("v5p:4x4x4", {"x": 4, "y": 4, "z": 4})]
-)
-def test_gathers_take_little_longer_than_links_allow(machine: str, mesh: dict[str, int]) -> None:
-    report, least = replayed("all_gather", machine, mesh, 4 << 20)
-    rate = report.machine.generation.link_bandwidth * report.machine.generation.link_efficiency
-    assert report.time <= 1.05 * least / rate
-
-
-# Which torus a group lies on.
-
-
-@pytest.mark.parametrize(
-    "name, sizes, axes, found",
-    [
-        ("v5e:4x4", (16,), ("x",), [(4, True), (4, True)]),
-        ("v5e:4x4", (2, 8), ("x", "y"), [(4, True), (4, True)]),
-        ("v5e:16x16", (16, 16), ("x", "y"), [(16, False), (16, False)]),
-        ("v5e:8x16", (8, 16), ("x", "y"), [(8, True), (16, False)]),
-        ("v5e:4x4", (4, 4), ("x",), []),
-        ("v5p:4x4x4", (4, 4, 4), ("y", "z"), [(4, False), (4, False)]),
-        ("v5p:2x2x2", (8,), ("x",), [(2, False), (2, False), (2, False)]),
-        ("7x:2x2x1", (8,), ("x",), [(2, False), (2, False), (2, False)]),
-        ("v5e:4x4", (4, 4), ("y", "x"), [(4, True), (4, True)]),
-    ],
-)
-def test_the_axes_of_a_torus_are_found(
-    name: str, sizes: tuple[int, ...], axes: tuple[str, ...], found: list[tuple[int, bool]]
-) -> None:
-    machine = Machine.named(name)
-    mesh = machine.mesh(dict(zip(NAMES, sizes, strict=False)))
-    on = dict(zip(NAMES, sizes, strict=False))
-    with jax.sharding.use_abstract_mesh(mesh), places.scope(machine.places(np.arange(mesh.size))):
-        group = places.arranged(Group(axes, tuple(on[a] for a in axes)))
-    assert [(axis.size, axis.line) for axis in group.torus] == found
-
-
-def test_without_places_mesh_axes_are_the_torus() -> None:
-    assert [axis.axes for axis in tori.of_mesh(Group(("x", "y", "z"), (4, 1, 2)))] == [
-        ("x",),
-        ("z",),
-    ]
-    assert tori.of_mesh(Group(("x",), (8,))) == ()
-    assert tori.of_mesh(Group(("x", "y"), (2, 2), ((0, 1), (2, 3)))) == ()
-
-
-def test_small_and_uncuttable_blocks_go_another_way() -> None:
-    assert torus.cuts((4096, 256), 0, "float32") == 512
-    assert torus.cuts((8, 100), 0, "float32") == 1
+    assert torus_devices.numbers(straight) is None
+    assert torus_devices.field_sizes(straight) == (2, 2)

@@ -1,4 +1,4 @@
-"""All axes of a torus at once: how data is split, in which order each part goes, and when.
+"""All axes of a torus at once: how data is split, and in which order each part goes.
 
 A block is cut in parts, each of them a stream. A stream goes through all axes, one after the other,
 as a ring along each; what it has met on one axis goes along the next as one piece. Streams differ
@@ -15,7 +15,7 @@ Each link carries (n-1)/(2d) blocks for n devices and d axes, the least there is
 over 2d links. On axes of different lengths, parts of one size would load the longer axis more; so
 parts that begin with different axes differ in size (`ways`). The devices of one chip share its
 links and are an axis of their own, through which all parts go last. A reduction goes the same ways
-backwards.
+backwards. When each hop has its turn is `torus_timetable`'s matter.
 
 The algorithm: N. Jain and Y. Sabharwal, Optimal bucket algorithms for large MPI collectives on
 torus interconnects, ICS 2010; XLA's own all-reduce goes round its tori alike.
@@ -24,18 +24,17 @@ torus interconnects, ICS 2010; XLA's own all-reduce goes round its tori alike.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives.kernels.blocks import LANES, sublanes
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring
+from pallas_collectives.kernels.topology import LEFT, RIGHT, Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,240 +261,6 @@ def links_shared(axis: Group) -> int | Fraction:
     if axis.chip:
         return Fraction(1, 6)
     return 2 if axis.size == 2 or axis.line else 1
-
-
-# Bundles that are less than so much of a hop apart at the end of a phase end it together.
-_NEARLY = Fraction(1, 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Hops `start` to `stop` of a bundle in the phase of number `number` of its course."""
-
-    number: int
-    start: int
-    stop: int
-
-
-Segment = tuple[Span | None, ...]
-
-
-def timetable(plan: Plan, phases: Sequence[int]) -> tuple[Segment, ...]:
-    """In which order a device sees to the hops of its bundles: that in which they should arrive.
-
-    Each bundle goes through `phases` one after the other. A segment has one span of hops for each
-    bundle (None: no hop), spread evenly over it; the next begins where one of them ends a phase.
-    It is found by letting each bundle move at the speed of its links. Where several would share
-    them, those that have more of the way before them go first: the others can wait, and no axis is
-    left idle at the end. On an axis of equals all bundles end their phases together.
-    """
-    number = [0] * len(plan.bundles)
-    done = [Fraction(0)] * len(plan.bundles)
-    segments = []
-    while any(k < len(phases) for k in number):
-        under_way = [b for b, k in enumerate(number) if k < len(phases)]
-        axes = {b: plan.bundles[b].order[phases[number[b]]] for b in under_way}
-        speeds, left = {}, {}
-        for b, axis in axes.items():
-            moved = math.prod(plan.piece_shape(plan.bundles[b], phases[number[b]]))
-            before = [number[other] - number[b] for other in under_way if axes[other] == axis]
-            goes = min(before) == 0
-            speeds[b] = Fraction(goes, moved * before.count(0) * plan.sharing[axis])
-            left[b] = plan.sizes[axis] - 1 - done[b]
-        time = min(left[b] / speeds[b] for b in under_way if speeds[b])
-        spans: list[Span | None] = [None] * len(plan.bundles)
-        for b in under_way:
-            start = math.ceil(done[b])
-            done[b] += time * speeds[b]
-            ends = left[b] - time * speeds[b] < _NEARLY
-            stop = plan.sizes[axes[b]] - 1 if ends else math.ceil(done[b])
-            if start < stop:
-                spans[b] = Span(number[b], start, stop)
-            if ends:
-                number[b], done[b] = number[b] + 1, Fraction(0)
-        if any(spans):
-            segments.append(tuple(spans))
-    return tuple(segments)
-
-
-class Stage(Protocol):
-    """What a device does for each hop of a stream, as hops of a gather or of a reduction.
-
-    Phases are numbered as a gather goes through them. In each, `begin` starts hop 0, having waited
-    for the last of the phase before; `go_on` starts hop t, having waited for hop t-1; `end` waits
-    for the last of all.
-    """
-
-    def begin(self, bundle: int, phase: int, stream: Any) -> None: ...
-    def go_on(self, bundle: int, phase: int, hop: Any, stream: Any) -> None: ...
-    def end(self, bundle: int, stream: Any) -> None: ...
-
-
-def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
-    """Takes all streams through one stage's phases after the other's, by the timetable.
-
-    All devices do the same in the same order, and each waits only for what another did earlier in
-    that order: none waits for ever. Loops everywhere: the code grows with the square of the number
-    of axes, and not with their lengths.
-    """
-    course = [(stage, phase) for stage, phases in stages for phase in phases]
-
-    def begin(b: int, k: int, stream: Any) -> None:
-        stage, phase = course[k]
-        if k and course[k - 1][0] is not stage:
-            course[k - 1][0].end(b, stream)
-        stage.begin(b, phase, stream)
-
-    def go_on(b: int, k: int, hop: Any, stream: Any) -> None:
-        course[k][0].go_on(b, course[k][1], hop, stream)
-
-    for segment in timetable(plan, [phase for _, phase in course]):
-        spans = [(b, span) for b, span in enumerate(segment) if span is not None]
-        _for_each_stream(plan, [(b, s) for b, s in spans if s.start == 0], begin)
-        _for_each_round(plan, spans, go_on)
-    everything = [(b, Span(len(course) - 1, 0, 0)) for b in range(len(plan.bundles))]
-    _for_each_stream(plan, everything, lambda b, _, stream: course[-1][0].end(b, stream))
-
-
-def _for_each_stream(
-    plan: Plan, spans: list[tuple[int, Span]], body: Callable[[int, int, Any], None]
-) -> None:
-    """body(bundle, number of its phase, stream) for every stream of some bundles, in turn."""
-    by_streams = itertools.groupby(spans, lambda item: plan.bundles[item[0]].streams)
-    for streams, alike in by_streams:
-
-        def in_all_bundles(stream: Any, _: None, alike: Any = tuple(alike)) -> None:
-            for b, span in alike:
-                body(b, span.number, stream)
-
-        lax.fori_loop(0, streams, in_all_bundles, None)
-
-
-def _for_each_round(
-    plan: Plan, spans: list[tuple[int, Span]], go_on: Callable[[int, int, Any, Any], None]
-) -> None:
-    """go_on for every hop of the spans but hops 0, which have begun; evenly spread over rounds."""
-    first = {b: max(span.start, 1) for b, span in spans}
-    count = {b: span.stop - first[b] for b, span in spans}
-    rounds = max(count.values())
-
-    def in_round(g: Any, _: None) -> None:
-        def hops(b: int, number: int, stream: Any) -> None:
-            if count[b] == rounds:
-                go_on(b, number, first[b] + g, stream)
-                return
-            lax.fori_loop(
-                first[b] + lax.div(g * count[b], np.int32(rounds)),
-                first[b] + lax.div((g + 1) * count[b], np.int32(rounds)),
-                lambda hop, _: go_on(b, number, hop, stream),
-                None,
-            )
-
-        _for_each_stream(plan, [(b, span) for b, span in spans if count[b]], hops)
-
-    lax.fori_loop(0, rounds, in_round, None)
-
-
-def axes_of(group: Group) -> tuple[Group, ...]:
-    """The axes of the torus that a group lies on; one ring of all where it lies on none."""
-    return group.torus or (group,)
-
-
-def launch_group(group: Group) -> Group:
-    """A group as `launch.call` is to know it: its kernels here ask `tables` for all else."""
-    return Group(group.axes, group.sizes)
-
-
-def barrier_key(group: Group) -> Hashable:
-    """Which devices' signals the barrier of a torus counts."""
-    return "neighbours on a torus", axes_of(group)
-
-
-def numbers(axes: Sequence[Group]) -> np.ndarray | None:
-    """The numbers of the devices, row-major over the axes; None where they are 0, 1, ...
-
-    That is so where the axes are a mesh's; rings with tables say it themselves.
-    """
-    if len(axes) == 1 or axes[0].index_groups is None:
-        return None
-    at = np.zeros(math.prod(axis.size for axis in axes), int)
-    for axis in axes:
-        at *= axis.size
-        for ring in axis.index_groups or ():
-            at[list(ring)] += range(axis.size)
-    found = np.argsort(at)
-    return None if (found == np.arange(len(found))).all() else found
-
-
-def field_sizes(axes: Sequence[Group]) -> tuple[int, ...]:
-    """The dimensions for the torus of an array of all blocks: one after the other if `numbers`."""
-    if numbers(axes) is None:
-        return tuple(axis.size for axis in axes)
-    return (math.prod(axis.size for axis in axes), *(1,) * (len(axes) - 1))
-
-
-def tables(axes: Sequence[Group]) -> list[jax.Array]:
-    """What a kernel must know of its axes beside arithmetic: scalars for `launch.call`."""
-    found = [table for table in (axis.members() for axis in axes) if table is not None]
-    named = numbers(axes)
-    return found if named is None else [*found, jnp.asarray(named, jnp.int32)]
-
-
-def seen(axes: Sequence[Group], refs: Sequence[Any]) -> tuple[tuple[Ring, ...], Any, list[Any]]:
-    """Inside a kernel: this device's ring along each axis; `numbers`; the refs behind `tables`."""
-    left = list(refs)
-
-    def ring(axis: Group) -> Ring:
-        has_table = axis.index_groups is not None or axis.order is not None
-        return Ring(axis, left.pop(0) if has_table else None)
-
-    found = tuple(map(ring, axes))
-    return found, None if numbers(axes) is None else left.pop(0), left
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """An array of all devices' blocks, inside a kernel, addressed by places on the torus.
-
-    Attributes:
-      plan: how blocks are cut.
-      ref: the array: HBM or VMEM.
-      numbers_ref: the numbers of the blocks, row-major over the torus (SMEM); None if 0, 1, ...
-    """
-
-    plan: Plan
-    ref: Any
-    numbers_ref: Any = None
-
-    def for_each_piece(
-        self,
-        place: Sequence[Any],
-        bundle: Bundle,
-        stream: Any,
-        body: Callable[[Any, Sequence[Any]], None],
-    ) -> None:
-        """body(ref, place) for a stream's part of the blocks at a place: on an axis one, or None.
-
-        None is all, as one piece where blocks are numbered row-major; else they come one by one.
-        """
-        if self.numbers_ref is None:
-            body(self.plan.piece(self.ref, place, bundle, stream), place)
-            return
-        free = [axis for axis, number in enumerate(place) if number is None]
-        count = math.prod(self.plan.sizes[axis] for axis in free)
-
-        def one(j: Any, _: None) -> None:
-            here = list(place)
-            for axis in reversed(free):
-                here[axis] = lax.rem(j, np.int32(self.plan.sizes[axis]))
-                j = lax.div(j, np.int32(self.plan.sizes[axis]))
-            flat: Any = 0
-            for size, number in zip(self.plan.sizes, here, strict=True):
-                flat = flat * size + number
-            block = [self.numbers_ref[flat], *(0 for _ in here[1:])]
-            body(self.plan.piece(self.ref, block, bundle, stream), here)
-
-        lax.fori_loop(0, count, one, None)
 
 
 def direction_of(stream: Any) -> Any:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import launch, sync, torus
+from pallas_collectives.kernels import launch, sync, torus, torus_devices, torus_timetable
 from pallas_collectives.kernels.topology import Group, Ring, wrap_step
 from pallas_collectives.kernels.torus import Plan
+from pallas_collectives.kernels.torus_devices import Field
 
 # Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. A kernel
 # has some 500 semaphores.
@@ -28,18 +29,18 @@ _SEMAPHORES = 256
 
 def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
     """Gathers x along `axis`; `axis` must be `sliceable` for x's shape."""
-    axes = torus.axes_of(group)
+    axes = torus_devices.axes_of(group)
     view = torus.View.of(x.shape, axis, x.dtype)
     both = torus.differ(axes)
     plan = Plan.of(axes, view.block, view.at, x.dtype, chunks=1 + both, both=both)
     y = launch.call(
         functools.partial(_kernel, axes=axes, plan=plan),
-        torus.launch_group(group),
+        torus_devices.launch_group(group),
         view.into(x, (1,) * len(axes)),
-        scalars=torus.tables(axes),
-        out_shape=jax.ShapeDtypeStruct(plan.shape(torus.field_sizes(axes)), x.dtype),
+        scalars=torus_devices.tables(axes),
+        out_shape=jax.ShapeDtypeStruct(plan.shape(torus_devices.field_sizes(axes)), x.dtype),
         scratch_shapes=[semaphores(plan)[0], *semaphores(plan)],
-        barrier=torus.barrier_key(group),
+        barrier=torus_devices.barrier_key(group),
         name="all_gather_torus",
         interpret=interpret,
         vmem=vmem,
@@ -60,7 +61,7 @@ def semaphores(plan: Plan) -> list[Any]:
 
 def _kernel(
     _: Ring,
-    *refs: Any,  # `torus.tables`, then
+    *refs: Any,  # `torus_devices.tables`, then
     # x_ref: one block, with dimensions of 1 for the torus: HBM or VMEM
     # o_ref: all blocks: HBM or VMEM
     # copy_sems: (bundles, streams): own; the own block's way into the result
@@ -68,15 +69,15 @@ def _kernel(
     axes: Sequence[Group],
     plan: Plan,
 ) -> None:
-    rings, numbers, (x_ref, o_ref, copy_sems, *semaphores) = torus.seen(axes, refs)
+    rings, numbers, (x_ref, o_ref, copy_sems, *semaphores) = torus_devices.seen(axes, refs)
     sync.barrier_with_neighbours(*rings)
-    field = torus.Field(plan, o_ref, numbers)
+    field = Field(plan, o_ref, numbers)
     gather = Gather(plan, rings, field, *semaphores, own=(x_ref, copy_sems))
-    torus.run(plan, (gather, range(len(rings))))
+    torus_timetable.run(plan, (gather, range(len(rings))))
 
 
 class Gather:
-    """A `torus.Stage`: sends the own block on and passes on what arrives, until all is there.
+    """A `torus_timetable.Stage`: sends the own block and what arrives on, until all is there.
 
     Each stream's hop has a receive semaphore of its own in its phase. A neighbour upstream may be
     hops ahead; and upstream in the next phase is another device, which may be there while we are
@@ -89,7 +90,7 @@ class Gather:
         self,
         plan: Plan,
         rings: Sequence[Ring],
-        field: torus.Field,  # the result; the own block is there, those of the others are filled
+        field: Field,  # the result; the own block is there, those of the others are filled
         send_sems: Any,  # (bundles, streams): own; all sends of a stream, drained at the end
         recv_sems: Any,  # (bundles, phases, streams, window): signalled by upstream, in turn
         credit_sems: Any,  # (bundles, phases, streams): signalled by downstream on long axes

@@ -28,10 +28,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import launch, sync, torus, torus_all_gather
+from pallas_collectives.kernels import (
+    launch,
+    sync,
+    torus,
+    torus_all_gather,
+    torus_devices,
+    torus_timetable,
+)
 from pallas_collectives.kernels.combine import combine
 from pallas_collectives.kernels.topology import Group, Ring, wrap_step
 from pallas_collectives.kernels.torus import Plan
+from pallas_collectives.kernels.torus_devices import Field
 
 # Slots of a stream and phase for sums that arrive. One is being added to and sent on from, one is
 # being received into; the third lets upstream start before our send from the first has ended.
@@ -49,20 +57,20 @@ def reduce_scatter(
 
     Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
     """
-    axes = torus.axes_of(group)
+    axes = torus_devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     view = torus.View.of(shape, axis, x.dtype)
     plan = _plan(axes, view.block, view.at, x.dtype, vmem)
     ones = (1,) * len(axes)
     y = launch.call(
         functools.partial(_scatter_kernel, axes=axes, plan=plan, op=op, vmem=vmem),
-        torus.launch_group(group),
-        view.into(x, torus.field_sizes(axes)),
-        scalars=torus.tables(axes),
+        torus_devices.launch_group(group),
+        view.into(x, torus_devices.field_sizes(axes)),
+        scalars=torus_devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), x.dtype),
         buffers=slots(plan, x.dtype),
         scratch_shapes=semaphores(plan),
-        barrier=torus.barrier_key(group),
+        barrier=torus_devices.barrier_key(group),
         name="reduce_scatter_torus",
         interpret=interpret,
         vmem=vmem,
@@ -73,17 +81,17 @@ def reduce_scatter(
 
 def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group."""
-    axes = torus.axes_of(group)
+    axes = torus_devices.axes_of(group)
     plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem)
     y = launch.call(
         functools.partial(_reduce_kernel, axes=axes, plan=plan, op=op, vmem=vmem),
-        torus.launch_group(group),
-        x.reshape(plan.shape(torus.field_sizes(axes))),
-        scalars=torus.tables(axes),
-        out_shape=jax.ShapeDtypeStruct(plan.shape(torus.field_sizes(axes)), x.dtype),
+        torus_devices.launch_group(group),
+        x.reshape(plan.shape(torus_devices.field_sizes(axes))),
+        scalars=torus_devices.tables(axes),
+        out_shape=jax.ShapeDtypeStruct(plan.shape(torus_devices.field_sizes(axes)), x.dtype),
         buffers=slots(plan, x.dtype),
         scratch_shapes=[*semaphores(plan), *torus_all_gather.semaphores(plan)],
-        barrier=torus.barrier_key(group),
+        barrier=torus_devices.barrier_key(group),
         name="all_reduce_torus",
         interpret=interpret,
         vmem=vmem,
@@ -125,7 +133,7 @@ def semaphores(plan: Plan) -> list[Any]:
 
 def _scatter_kernel(
     _: Ring,
-    *refs: Any,  # `torus.tables`, then
+    *refs: Any,  # `torus_devices.tables`, then
     # x_ref: all blocks: HBM or VMEM
     # o_ref: one block, with dimensions of 1 for the torus: HBM or VMEM
     # scratch: see Scatter
@@ -134,17 +142,17 @@ def _scatter_kernel(
     op: str,
     vmem: bool,
 ) -> None:
-    rings, numbers, (x_ref, o_ref, *scratch) = torus.seen(axes, refs)
+    rings, numbers, (x_ref, o_ref, *scratch) = torus_devices.seen(axes, refs)
     sync.barrier_with_neighbours(*rings)
-    operand, own_block = torus.Field(plan, x_ref, numbers), torus.Field(plan, o_ref)
+    operand, own_block = Field(plan, x_ref, numbers), Field(plan, o_ref)
     own = [0] * len(rings)
     scatter = Scatter(plan, rings, operand, own_block, own, *scratch, op=op, vmem=vmem)
-    torus.run(plan, (scatter, range(len(rings))[::-1]))
+    torus_timetable.run(plan, (scatter, range(len(rings))[::-1]))
 
 
 def _reduce_kernel(
     _: Ring,
-    *refs: Any,  # `torus.tables`, then
+    *refs: Any,  # `torus_devices.tables`, then
     # x_ref: all blocks: HBM or VMEM
     # o_ref: all blocks: HBM or VMEM
     # scratch: see Scatter; then the semaphores of Gather
@@ -155,18 +163,18 @@ def _reduce_kernel(
 ) -> None:
     # A neighbour may be gathering while we still reduce: what it writes here, other blocks of o_ref
     # than our own, nobody reads or writes in the reduction.
-    rings, numbers, (x_ref, o_ref, *scratch) = torus.seen(axes, refs)
+    rings, numbers, (x_ref, o_ref, *scratch) = torus_devices.seen(axes, refs)
     sync.barrier_with_neighbours(*rings)
-    operand, result = torus.Field(plan, x_ref, numbers), torus.Field(plan, o_ref, numbers)
+    operand, result = Field(plan, x_ref, numbers), Field(plan, o_ref, numbers)
     own = [ring.me for ring in rings]
     scatter = Scatter(plan, rings, operand, result, own, *scratch[:-3], op=op, vmem=vmem)
     gather = torus_all_gather.Gather(plan, rings, result, *scratch[-3:])
     phases = range(len(rings))
-    torus.run(plan, (scatter, phases[::-1]), (gather, phases))
+    torus_timetable.run(plan, (scatter, phases[::-1]), (gather, phases))
 
 
 class Scatter:
-    """A `torus.Stage`: sends sums towards their owners, adding own terms, and ends with the own.
+    """A `torus_timetable.Stage`: sends sums towards their owners, adding own terms; then the own.
 
     Upstream may be ahead of us. Its sums of hops t and t+1 may be in flight together, so
     neighbouring hops have slots and semaphores of their own; that of hop t+SLOTS would overwrite
@@ -181,8 +189,8 @@ class Scatter:
         self,
         plan: Plan,
         rings: Sequence[Ring],
-        operand: torus.Field,  # all blocks
-        result: torus.Field,
+        operand: Field,  # all blocks
+        result: Field,
         own: Sequence[Any],  # the place of the own block in the result
         *scratch: Any,  # slots; send, receive and credit semaphores, as in Gather
         op: str,

@@ -21,7 +21,7 @@ from pallas_collectives.replay.report import Report, report
 def replay(
     function: Callable[..., Any],
     *args: Any,
-    machine: Machine,
+    machine: Machine | str,
     placement: np.ndarray | None = None,
     races: bool = False,
     symmetric: bool = True,
@@ -33,7 +33,7 @@ def replay(
       kernels inside.
       *args: pytrees of `jax.ShapeDtypeStruct`, or numpy arrays where the kernel reads their
       contents (sizes, offsets).
-      machine: the pod slice, `Machine.named(...)`.
+      machine: the pod slice, `Machine.named(...)`, or its name alone.
       placement: which device of the machine each mesh position is on, row-major over the mesh:
         device numbers, chips row-major over the torus. By default from the mesh's devices where it
         has any, else positions in order.
@@ -45,32 +45,33 @@ def replay(
       A `Report`: time in seconds, link loads, waits, critical path, leftovers, deadlocks, races.
 
     Raises:
-      MachineError: the mesh does not fit the machine. NoShardMap: no mesh to be found in the
-      function.
+      MachineError: no such machine, or the mesh does not fit it.
+      NoShardMap: no mesh to be found in the function.
       DataDependent: control flow or addresses depend on an argument given by shape only.
     """
+    pod = machine if isinstance(machine, Machine) else Machine.named(machine)
     program, mesh = trace_program.trace(
         function,
         *args,
-        generation=machine.generation,
-        where=lambda mesh: machine.places(_placement(machine, mesh, placement)),
+        generation=pod.generation,
+        where=lambda mesh: pod.places(_placement(pod, mesh, placement)),
     )
-    where = _placement(machine, mesh, placement)
+    where = _placement(pod, mesh, placement)
     if len(where) != program.n_devices or len(set(where.tolist())) != len(where):
         raise MachineError(
             f"placement of {len(where)} positions for a mesh of {program.n_devices}: "
             "want one device number each, all different"
         )
     for device in (where.min(), where.max()):
-        if not 0 <= device < machine.n_devices:
-            raise MachineError(f"placement on device {device}: {machine} has {machine.n_devices}")
+        if not 0 <= device < pod.n_devices:
+            raise MachineError(f"placement on device {device}: {pod} has {pod.n_devices}")
     alike = symmetric and not isinstance(program, LiveProgram)
     classes = (
-        symmetry.refine(program, machine, where)
+        symmetry.refine(program, pod, where)
         if alike
-        else symmetry.discrete(program.n_devices, machine.n_links)
+        else symmetry.discrete(program.n_devices, pod.n_links)
     )
-    engine = Engine(program, machine, where, classes)
+    engine = Engine(program, pod, where, classes)
     engine.run()
     deadlocked = any(core.waiting is not None for core in engine.cores)
     found = None

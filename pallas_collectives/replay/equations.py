@@ -68,7 +68,9 @@ def _explained(eqn: Any, step: Step) -> Step:
             raise DataDependent(
                 f"{error} at {jaxprs.where(eqn)} depends on array data, which replay does not hold."
                 "\nPass the argument that it comes from (sizes, offsets, tables) as a numpy array "
-                "instead of a shape: its contents are then followed into scalar memory."
+                "instead of a shape: its contents are then followed into scalar memory.\n"
+                "Of collectives on the way only pallas_collectives.all_gather hands them on: in "
+                "place of another, or of lax's, gather by that and take each device's part."
             ) from None
         except IndexError as error:
             if "\n" in str(error):

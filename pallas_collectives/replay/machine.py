@@ -136,7 +136,7 @@ class Machine:
         `Generation`, e.g. `link_bandwidth=50e9` (bytes/s) or `hop_latency=0.8e-6` (seconds). Raises
         MachineError for a name it does not know.
         """
-        match = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", name)
+        match = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", str(name))
         if match is None or match[1] not in GENERATIONS:
             known = ", ".join(GENERATIONS)
             raise MachineError(

@@ -1,0 +1,57 @@
+"""Tables of times made up for tests, and what is chosen by them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives import chips, tuning
+from pallas_collectives.backends import algorithms
+from pallas_collectives.kernels.topology import Group
+
+V5P = chips.BY_NAME["v5p"]
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    us = {"bidirectional": [9.0, 20.0], "direct": [5.0, 50.0]}
+    plain = {"op": "all_gather", "chip": chips.SIMULATED.name, "torus": "line", "devices": 2}
+    return {**plain, "bytes": [4096, 65536], "us": us, **changes}
+
+
+def content(*entries: Any, **changes: Any) -> dict[str, Any]:
+    head = {"kind": "measured", "jax": jax.__version__, "about": "a test's"}
+    return {**head, "entries": list(entries or [entry()]), **changes}
+
+
+def written(path: Path, *entries: Any, **changes: Any) -> Path:
+    path.write_text(json.dumps(content(*entries, **changes)))
+    return path
+
+
+def slow_direct() -> dict[str, Any]:
+    return entry(us={"unidirectional": [1.0, 2.0], "direct": [5.0, 50.0]})
+
+
+def served(**how: Any) -> set[str | None]:
+    """The algorithms that a gather of one 4 KiB block on two simulated devices was built with."""
+    x = np.zeros((2, 8, 128), np.float32)
+    run = harness.per_device(lambda a: pc.all_gather(a, "x", **how), harness.mesh(2))
+    jax.block_until_ready(run(x))
+    found = {algorithm for _, _, algorithm in pc.counts()}
+    pc.reset_counts()
+    return found
+
+
+def chosen(op: str, block: int, n: int, chip: Any = V5P, **on: str) -> str:
+    reach = reachable(op, n, chip)
+    return tuning.choose(op, block, n, chip, reach, **on)
+
+
+def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str, ...]:
+    """The algorithms that a group of all n devices can choose from, of one axis or of several."""
+    several = (Group(("y",), (2,)),) * 2 if torus and " " in torus else ()
+    return algorithms.reachable(op, Group(("x",), (n,), torus=several), chip, cuts=512)

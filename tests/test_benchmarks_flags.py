@@ -1,0 +1,110 @@
+"""Flags and arguments of `python -m benchmarks`: how they are read, and which are refused."""
+
+import pytest
+
+from benchmarking import Bench, finish, start
+from benchmarks import settings
+from benchmarks.settings import FlagError
+
+
+@pytest.mark.parametrize(
+    "text, sizes",
+    [
+        ("8192", (8192,)),
+        ("8K", (8192,)),
+        ("1m", (1 << 20,)),
+        ("2G", (2 << 30,)),
+        ("8K:64K:2x", (8192, 16384, 32768, 65536)),
+        ("8K:60K:2X", (8192, 16384, 32768)),
+        ("8K:24K:8K", (8192, 16384, 24576)),
+        ("8K:8K:2x", (8192,)),
+    ],
+)
+def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
+    assert settings.parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "8Q", "-8K", "1.5K", "8K:", "8K:64K", "64K:8K:2x", "8K:64K:1x", "8K:64K:0x",
+     "8K:64K:0", "8K:64K:x", "8K:64K:2x:2x"],
+)  # fmt: skip
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(FlagError, match=r"--sizes=.*: .*write it like 8"):
+        settings.parse_sizes(text)
+
+
+def test_meshes_and_axes() -> None:
+    assert settings.parse_mesh("4x2") == (4, 2)
+    assert settings.parse_axis("y,x", (4, 2)) == ("y", "x")
+    with pytest.raises(FlagError, match="x, y"):
+        settings.parse_axis("x,x", (4, 2))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--mesh=4y2",
+        "--mesh=64",
+        "--axis=z",
+        "--dtype=flaot",
+        "--collective=gather",
+        "--algorithm=fastest",
+        "--backend=mpi",
+        "--compile_for=v5e",
+        "--replay=v9:4x4",
+        "--sizes=1K",
+        "--dtype=int4",
+        "--dtype=float64",
+        "--dtype=str",
+        "-f=4",
+        "--json=/nowhere/out.json",
+        "--csv=/",
+        "--plot=/nowhere/out.png",
+        "--resume",
+    ],
+)
+def test_bad_flags(flag: str, bench: Bench) -> None:
+    status, out, err = bench("--compile_for=", flag)
+    assert status == 2 and not out
+    assert flag.strip("-").partition("=")[0] in err
+
+
+def test_argument_that_is_no_flag(bench: Bench) -> None:
+    status, _, err = bench("all_gather")
+    assert status == 2
+    assert "argument 'all_gather'" in err and "--help" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (("certify", "all_gather"), "argument 'all_gather'"),
+        (("certify", "--certificate=/nowhere/a"), "--certificate=/nowhere/a.json"),
+        (("certify", "--json=a.json"), "--json: all of a certificate is written to NAME.md"),
+        (("--mesh=4x2", "--devices=4"), "--devices=4: --mesh=4x2 is one of 8"),
+        (("--backend=nccl",), "--backend=nccl: it needs NVIDIA GPUs, and there are none here"),
+        (("--backend=xla", "--replay=v5e:4x4"), "--backend=xla: only kernels can be replayed"),
+        (("fused", "x"), "argument 'x'"),
+        (("host", "x"), "argument 'x'"),
+        (("host",), "devices of kind simulated"),
+        (("fused", "--fused=psum"), "--fused=psum: the products are all_gather_matmul"),
+        (("fused", "--shapes=8x8"), "--shapes=8x8: it is ROWSxKxN"),
+        (("fused", "--pods=v9:4"), "--pods=v9:4"),
+        (("fused", "--pods=v5e:1x4"), "one device along x"),
+        (("report", "/nowhere/a.json"), "/nowhere/a.json: it holds no results"),
+        (("compare", "a.json"), "compare A.json B.json"),
+        (("readme", "x"), "argument 'x'"),
+    ],
+)
+def test_commands_refuse_what_makes_no_sense(
+    bench: Bench, arguments: tuple[str, ...], told: str
+) -> None:
+    status, out, err = bench(*arguments)
+    assert (status, out) == (2, "") and told in err
+
+
+def test_help_is_that_of_the_command() -> None:
+    done = finish(start("fused", "--help"))
+    assert "products with their collective in one kernel" in done.out
+    assert "--shapes" in done.out and "--collective" not in done.out

@@ -1,0 +1,99 @@
+"""`python -m benchmarks tune`: what is measured, and the table that it becomes."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks import devices, measure, tune
+from benchmarks.rows import Measured
+from pallas_collectives import chips, tables, tuning
+from pallas_collectives.errors import TableError
+from pallas_collectives.tables import Table
+from tables_of_times import chosen, content, served
+
+pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
+
+KIB = 1 << 10
+
+
+def test_without_tpus_and_gpus_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "prepare", lambda n: None)
+    out = tmp_path / "table.json"
+    assert tune.main(["--out", str(out)]) == 1
+    printed = capsys.readouterr().out
+    assert "Nothing can be measured here" in printed and str(tables.MODELLED) in printed
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--iters=0"], ["--out=nowhere/table.json"]])
+def test_arguments_that_make_no_sense(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tune.main(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def timed(op: str, algorithm: str | None, size: int, us: float | None, **more: Any) -> Measured:
+    how = {"type": "float32", "backend": "pallas", "count": 1, "devices": 2, "wrong": 0}
+    return Measured(op=op, algorithm=algorithm, size=size, time_us=us, **{**how, **more})
+
+
+def test_measured_rows_become_the_table_that_is_used(tmp_path: Path) -> None:
+    rows = [
+        timed("all_gather", "direct", 8 * KIB, 50.0),
+        timed("all_gather", "direct", 128 * KIB, 60.0),
+        timed("all_gather", "unidirectional", 8 * KIB, 40.0),
+        timed("all_gather", "unidirectional", 128 * KIB, 70.0),
+        timed("all_gather", "bidirectional", 8 * KIB, 1.0, wrong=3),
+        timed("psum", "ring", 8 * KIB, None, refused="too far"),
+    ]
+    table = tune.measured([(row, "line") for row in rows], chips.SIMULATED.name)
+    assert [e.key for e in table.entries.values()] == [("all_gather", "simulated TPU", "line", 2)]
+    (found,) = table.entries.values()
+    assert found.bytes == (4 * KIB, 64 * KIB)
+    assert found.us == {"direct": (50.0, 60.0), "unidirectional": (40.0, 70.0)}
+    tune._write(table, tmp_path / "table.json")
+    with tuning.use_table(tmp_path / "table.json"):
+        assert served() == {"unidirectional"}
+        assert chosen("all_gather", 64 * KIB, 2, chips.SIMULATED, torus="line") == "direct"
+
+
+def test_candidates_are_measured_for_every_group_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the clock replaced: what is asked of it, and what becomes of its answers."""
+
+    def rows(tasks: list[measure.Task], wanted: Any, mesh: Any) -> Iterator[Measured]:
+        for task in tasks:
+            us = 1.0 if task.algorithm == "unidirectional" else 2.0
+            n = mesh.shape["x"]
+            yield timed(task.case.name, task.algorithm, task.size, us, devices=n)
+
+    monkeypatch.setattr(devices, "prepare", lambda n: None)
+    monkeypatch.setattr(devices, "kind", lambda: "tpu")
+    monkeypatch.setattr(measure, "rows", rows)
+    out = tmp_path / "table.json"
+    assert tune.main(["--out", str(out)]) == 0
+    table = tuning.load(out)
+    assert table.measured and table.jax == jax.__version__
+    assert f"{tuning.ENVIRONMENT_VARIABLE}={out}" in capsys.readouterr().out
+    assert {e.devices for e in table.entries.values()} == {2, 4, 8}
+    for e in table.entries.values():
+        assert set(e.us) == set(tune.candidates(e.op, e.torus))
+
+
+def test_a_table_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    bad = tables.parse(content(), "x")
+    bad = Table(
+        "", "measured", "", "", {k: dataclasses.replace(e, us={}) for k, e in bad.entries.items()}
+    )
+    with pytest.raises(TableError):
+        tune._write(bad, tmp_path / "table.json")
+    assert not (tmp_path / "table.json").exists()

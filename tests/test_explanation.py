@@ -1,0 +1,163 @@
+"""`explain`: what it names, what it leaves to lax, and that it is what a call gets."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives import tuning
+from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.errors import CollectiveError
+from tables_of_times import slow_direct, written
+
+pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def test_explain_names_all_candidates_their_times_and_the_reason() -> None:
+    small = pc.explain("psum", 4 * KIB, devices=8, chip="v5p")
+    large = pc.explain("psum", shape=(4096, 4096), dtype=jnp.bfloat16, devices=8, chip="v5p")
+    assert (small.algorithm, large.algorithm) == ("one_shot:vmem", "ring")
+    assert large.nbytes == 32 * MIB
+    assert "latency, so hops" in small.why and "busiest link" in large.why
+    names = {c.algorithm.partition(":")[0] for c in small.candidates}
+    assert names == set(ALGORITHMS["all_reduce"])
+    times = [c.us for c in small.candidates if c.us is not None]
+    assert times == sorted(times) and small.candidates[0].algorithm == small.algorithm
+    assert all(c.source.startswith("modelled") for c in small.candidates if c.us is not None)
+    assert "one_shot:vmem" in str(small) and "modelled" in str(small)
+
+
+def test_explain_is_what_a_call_gets() -> None:
+    on = harness.mesh(2, 4)
+    for shape, op in itertools.product([(8, 128), (1024, 1024)], ["all_gather", "psum"]):
+        call: Callable[..., Any] = getattr(pc, op)
+        pc.reset_counts()
+        run = harness.per_device(lambda a, call=call: call(a, "y"), on)
+        jax.eval_shape(run, np.zeros((8, *shape), np.float32))
+        jax.jit(run).lower(np.zeros((8, *shape), np.float32))
+        (key,) = pc.counts()
+        assert pc.explain(op, shape=shape, mesh=on, axis_name="y").algorithm == key[2]
+
+
+@pytest.mark.parametrize("op, n, rows", [("psum", 2, 0), ("psum", 1, 8), ("ppermute", 1, 8)])
+def test_explain_sends_nothing_where_calls_do(op: str, n: int, rows: int) -> None:
+    call = {"psum": pc.psum, "ppermute": lambda a, axis: pc.ppermute(a, axis, [(0, 0)])}[op]
+    on = harness.mesh(n)
+    jax.jit(harness.per_device(lambda a: call(a, "x"), on)).lower(np.zeros((n, rows, 128)))
+    found = pc.explain(op, shape=(rows, 128), mesh=on, axis_name="x")
+    assert (found.algorithm == "nothing") == (not pc.counts()) == (op == "psum")
+    assert ("empty" if rows == 0 else "one device" if op == "psum" else "only one") in found.why
+
+
+def test_explain_says_what_cannot_serve_and_what_was_measured(tmp_path: Path) -> None:
+    far = pc.explain("all_gather", 4 * KIB, devices=8, chip="v5e")
+    direct = next(c for c in far.candidates if c.algorithm == "direct")
+    assert direct.us is None and "cannot write" in direct.source
+    with tuning.use_table(written(tmp_path / "table.json", slow_direct())):
+        measured = pc.explain("all_gather", 4 * KIB, devices=2)
+    assert measured.algorithm == "unidirectional" and measured.why.startswith("measured 1.0 us")
+    assert f"measured with JAX {jax.__version__}" in str(measured)
+    ragged = pc.explain("ragged_all_to_all", MIB, devices=4, chip="v5p")
+    assert ragged.algorithm == "direct" and "only one" in ragged.why
+
+
+def test_explain_across_slices_gives_the_steps() -> None:
+    mesh = AbstractMesh((2, 4), ("dcn", "x"))
+    with pc.across_slices("dcn"):
+        steps = pc.explain("psum", MIB, mesh=mesh, axis_name=("dcn", "x"))
+        assert [step.op for step in steps.inside] == ["reduce_scatter", "all_gather"]
+        assert [step.nbytes for step in steps.inside] == [MIB, MIB // 4]
+        assert "lax between them" in str(steps)
+        gather = pc.explain("all_gather", KIB, mesh=mesh, axis_name=("dcn", "x"))
+        assert [step.nbytes for step in gather.inside] == [2 * KIB]
+        assert (
+            pc.explain("all_to_all", MIB, mesh=mesh, axis_name=("dcn", "x")).algorithm
+            == "lax's own"
+        )
+        assert pc.explain("psum", MIB, mesh=mesh, axis_name="dcn").algorithm == "lax's own"
+        assert not pc.explain("psum", MIB, mesh=mesh, axis_name="x").inside
+        assert pc.explain("psum", 0, mesh=mesh, axis_name=("dcn", "x")).algorithm == "nothing"
+        scalar = pc.explain("psum", shape=(), mesh=mesh, axis_name=("dcn", "x"))
+        assert [step.nbytes for step in scalar.inside] == [4, 1]
+
+
+def test_explain_goes_by_the_tiles_that_there_are_to_cut() -> None:
+    """One tile a block, of which six links cannot each have a part."""
+    on = harness.mesh(2, 2, 2)
+    axes = ("x", "y", "z")
+    with pc.torus("v5p:2x2x2"):
+        found = pc.explain("all_gather", shape=(8, 128), mesh=on, axis_name=axes)
+        run = harness.per_device(lambda a: pc.all_gather(a, axes, tiled=True), on)
+        jax.jit(run).lower(np.zeros((8, 8, 128), np.float32))
+    assert set(pc.counts()) == {("all_gather", "pallas", found.algorithm)}
+    (torus_row,) = (c for c in found.candidates if c.algorithm == "torus")
+    assert torus_row.us is None and "too few tiles" in torus_row.source
+
+
+def test_explain_goes_over_all_axes_where_calls_do() -> None:
+    on = harness.mesh(2, 4)
+    with pc.torus("v5p:2x2x2"):
+        found = pc.explain("all_gather", 4 * MIB, mesh=on, axis_name=("x", "y"))
+        run = harness.per_device(lambda a: pc.all_gather(a, ("x", "y"), tiled=True), on)
+        jax.jit(run).lower(np.zeros((8, 8192, 128), np.float32))
+    assert found.algorithm == found.candidates[0].algorithm == "torus"
+    assert found.torus == "2x2x2 grid" and "us against" in found.why
+    assert set(pc.counts()) == {("all_gather", "pallas", "torus")}
+
+
+@pytest.mark.parametrize("torus, lies", [("v5p:2x2x2", "2x2x2 grid"), ("v5e:2x4", "2x4 grid")])
+def test_explain_says_where_one_axis_is_laid_over_several_of_the_torus(
+    torus: str, lies: str
+) -> None:
+    with pc.torus(torus):
+        found = pc.explain("all_gather", 4 * MIB, mesh=harness.mesh(8), axis_name="x")
+    assert f"on a {lies} of 8" in str(found)
+    assert found.algorithm == ("torus" if lies == "2x2x2 grid" else "bidirectional")
+    (torus_row,) = (c for c in found.candidates if c.algorithm == "torus")
+    assert torus_row.us and torus_row.source == "modelled by replay, for 8 devices"
+
+
+@pytest.mark.parametrize(
+    "dtype, served", [("float64", False), ("complex128", False), ("complex64", True)]
+)
+@pytest.mark.parametrize("op", ["psum", "psum_scatter", "all_gather"])
+def test_explain_leaves_to_lax_what_calls_do(op: str, dtype: str, served: bool) -> None:
+    found = pc.explain(op, shape=(8, 128), dtype=dtype, devices=4)
+    assert (found.algorithm == "lax's own") == (not served and op != "all_gather")
+    assert served or op == "all_gather" or "at most 32 bits" in found.why
+
+
+MESH = AbstractMesh((2,), ("x",))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"op": "scan", "nbytes": 1, "devices": 2}, "op='scan': it is one of all_gather"),
+        ({"op": "psum", "devices": 2}, "nbytes or as shape"),
+        ({"op": "psum", "nbytes": 1, "shape": (1,), "devices": 2}, "give one of them"),
+        ({"op": "psum", "nbytes": 1}, "mesh and axis_name or by a number"),
+        ({"op": "psum", "nbytes": 1, "devices": 1}, "2 or more"),
+        ({"op": "psum", "nbytes": 1, "devices": 2, "chip": "v9"}, "chip='v9': it is one of v4"),
+        ({"op": "psum", "nbytes": 1, "devices": 2, "torus": "knot"}, "'ring' or 'line'"),
+        ({"op": "psum", "nbytes": 1, "mesh": MESH}, "mesh and axis_name"),
+        ({"op": "psum", "nbytes": 1, "devices": "8"}, "devices='8': it is a whole number"),
+        ({"op": "psum", "nbytes": -5, "devices": 8}, "nbytes=-5: it is a whole number"),
+        ({"op": "psum", "shape": 5, "devices": 8}, "a tuple of sizes"),
+        ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": "q"}, "axis_name='q'"),
+        ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": ("x", "x")}, "different ones"),
+    ],
+)
+def test_explain_refuses_too_little_to_go_on(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(CollectiveError, match=message):
+        pc.explain(**arguments)

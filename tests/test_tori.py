@@ -1,0 +1,68 @@
+"""Which torus a group lies on, and when its collectives take all axes at once."""
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_collectives import chips, places, tori, tuning
+from pallas_collectives.backends import algorithms
+from pallas_collectives.kernels.topology import Group
+from pallas_collectives.replay import Machine
+
+NAMES = ("x", "y", "z")
+
+
+@pytest.mark.parametrize(
+    "name, sizes, axes, found",
+    [
+        ("v5e:4x4", (16,), ("x",), [(4, True), (4, True)]),
+        ("v5e:4x4", (2, 8), ("x", "y"), [(4, True), (4, True)]),
+        ("v5e:16x16", (16, 16), ("x", "y"), [(16, False), (16, False)]),
+        ("v5e:8x16", (8, 16), ("x", "y"), [(8, True), (16, False)]),
+        ("v5e:4x4", (4, 4), ("x",), []),
+        ("v5p:4x4x4", (4, 4, 4), ("y", "z"), [(4, False), (4, False)]),
+        ("v5p:2x2x2", (8,), ("x",), [(2, False), (2, False), (2, False)]),
+        ("7x:2x2x1", (8,), ("x",), [(2, False), (2, False), (2, False)]),
+        ("v5e:4x4", (4, 4), ("y", "x"), [(4, True), (4, True)]),
+    ],
+)
+def test_the_axes_of_a_torus_are_found(
+    name: str, sizes: tuple[int, ...], axes: tuple[str, ...], found: list[tuple[int, bool]]
+) -> None:
+    machine = Machine.named(name)
+    mesh = machine.mesh(dict(zip(NAMES, sizes, strict=False)))
+    on = dict(zip(NAMES, sizes, strict=False))
+    with jax.sharding.use_abstract_mesh(mesh), places.scope(machine.places(np.arange(mesh.size))):
+        group = places.arranged(Group(axes, tuple(on[a] for a in axes)))
+    assert [(axis.size, axis.line) for axis in group.torus] == found
+
+
+def test_without_places_mesh_axes_are_the_torus() -> None:
+    assert [axis.axes for axis in tori.of_mesh(Group(("x", "y", "z"), (4, 1, 2)))] == [
+        ("x",),
+        ("z",),
+    ]
+    assert tori.of_mesh(Group(("x",), (8,))) == ()
+    assert tori.of_mesh(Group(("x", "y"), (2, 2), ((0, 1), (2, 3)))) == ()
+
+
+@pytest.mark.parametrize(
+    "name, op, nbytes, chosen",
+    [
+        ("v5e:16x16", "all_gather", 1 << 16, True),
+        ("v5e:4x4", "all_gather", 1 << 20, False),  # a ring uses both links of a corner as well
+        ("v5p:2x2x2", "all_gather", 1 << 20, True),
+        ("v5p:2x2x2", "all_reduce", 8 << 16, False),  # 64 KiB a block
+        ("v5p:2x2x2", "all_reduce", 8 << 20, True),
+    ],
+)
+def test_when_all_axes_are_chosen(name: str, op: str, nbytes: int, chosen: bool) -> None:
+    machine = Machine.named(name)
+    sizes = {name: n for name, n in zip(NAMES, machine.shape, strict=False) if n > 1}
+    mesh = machine.mesh(sizes)
+    with jax.sharding.use_abstract_mesh(mesh), places.scope(machine.places(np.arange(mesh.size))):
+        group, chip = places.arranged(Group(tuple(sizes), tuple(sizes.values()))), chips.current()
+        reach = algorithms.reachable(op, group, chip, cuts=512)
+        on = algorithms.torus_of(group, chip)
+        best = tuning.choose(op, nbytes, group.size, chip, reach, on)
+    assert (best.partition(":")[0] == "torus") == chosen
