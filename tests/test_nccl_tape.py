@@ -1,6 +1,7 @@
 """Work recorded as C calls: what is recorded, and XLA's calls answered from it, on CPU devices."""
 
 import ctypes
+import importlib.util
 import os
 import subprocess
 import sys
@@ -203,6 +204,44 @@ def test_without_a_compiler_python_answers_and_a_warning_says_so():
     assert done.stdout.split() == ["8", "0", "8"], done.stdout
     assert "no-such-compiler -m64 failed" in done.stderr
     assert "install a C compiler, or name one in the environment variable CC" in done.stderr
+
+
+@pytest.fixture
+def fresh():
+    """The module as it is before it has compiled anything."""
+    spec = importlib.util.spec_from_file_location("fresh_tape", tape.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_threads_that_come_first_at_the_same_time_share_one_library(fresh):
+    first, *others = nccl_host.in_threads(*[fresh._library] * 4)
+    assert first is not None
+    assert all(other is first for other in others)
+
+
+def test_a_compiler_that_writes_rubbish_or_cannot_be_named_is_no_compiler(
+    fresh, monkeypatch, tmp_path, caplog
+):
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo rubbish > "$2"\n')
+    script.chmod(0o755)
+    for compiler, wrong in ((str(script), "tape.so: "), ('cc "', "No closing quotation")):
+        monkeypatch.setenv("CC", compiler)
+        fresh._compiled.cache_clear()
+        caplog.clear()
+        assert not fresh.available()
+        assert f"{compiler} failed" in caplog.text and wrong in caplog.text
+
+
+def test_where_no_file_can_be_written_python_answers(fresh, monkeypatch, caplog):
+    def nowhere():
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(fresh.tempfile, "TemporaryDirectory", nowhere)
+    assert not fresh.available()
+    assert "no usable temporary directory" in caplog.text
 
 
 def test_a_failure_that_is_not_nccls_is_not_its_own_cause():

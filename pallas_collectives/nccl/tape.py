@@ -196,6 +196,7 @@ def record(communicator: Recordable, enqueue: Callable[[Any], None]) -> Tape:
 _published: dict[bytes, Mapping[int, Tape]] = {}
 _keep: list[Any] = []  # what the C side has been given: a program may use it at any time
 _adding = threading.Lock()
+_compiling = threading.Lock()
 
 
 def publish(text: str, tapes: Mapping[int, Tape]) -> None:
@@ -226,7 +227,7 @@ def available() -> bool:
 
 def calls() -> int:
     """How many of XLA's calls were made from tapes so far."""
-    library = _library() if _library.cache_info().currsize else None
+    library = _compiled() if _compiled.cache_info().currsize else None
     return ctypes.c_int64.in_dll(library, "calls").value if library else 0
 
 
@@ -249,25 +250,31 @@ def handler(has_stream: bool, python: Callable[..., int | None]) -> Any:
     return library.on_stream if has_stream else library.on_host
 
 
-@functools.cache
 def _library() -> ctypes.CDLL | None:
+    with _compiling:  # a second copy would know nothing of what the first was given
+        return _compiled()
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
     """tape.c, compiled; None, with a warning, where that cannot be done."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = os.environ.get("CC") or "cc"
     source = importlib.resources.files("pallas_collectives.nccl") / "tape.c"
-    with importlib.resources.as_file(source) as path, tempfile.TemporaryDirectory() as folder:
-        target = os.path.join(folder, "tape.so")
-        command = [*compiler, "-std=c11", "-O2", "-shared", "-fPIC"]
-        command += ["-I", jax.ffi.include_dir(), str(path), "-o", target]
-        try:
+    try:
+        with importlib.resources.as_file(source) as path, tempfile.TemporaryDirectory() as folder:
+            target = os.path.join(folder, "tape.so")
+            # Symbolic: the names in it are its own, whatever else is loaded.
+            command = [*shlex.split(compiler), "-std=c11", "-O2", "-shared", "-fPIC"]
+            command += ["-Wl,-Bsymbolic", "-I", jax.ffi.include_dir(), str(path), "-o", target]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
             return ctypes.CDLL(target)
-        except (OSError, subprocess.SubprocessError) as error:
-            _log.warning(
-                "NCCL calls inside jit go through Python, which costs some tens of microseconds "
-                "each outside CUDA graphs: %s failed (%s%s); install a C compiler, or name one in "
-                "the environment variable CC",
-                shlex.join(compiler),
-                error,
-                getattr(error, "stderr", None) or "",
-            )
-            return None
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        _log.warning(
+            "NCCL calls inside jit go through Python, which costs some tens of microseconds each "
+            "outside CUDA graphs: %s failed (%s%s); install a C compiler, or name one in the "
+            "environment variable CC, and let TMPDIR be a folder whose libraries can be loaded",
+            compiler,
+            error,
+            getattr(error, "stderr", None) or "",
+        )
+        return None
