@@ -128,6 +128,37 @@ def test_an_unusable_communicator_gives_its_reason_not_nccls_echo(wire):
     assert str(communicator.failed("ncclSend", 5)) == "somebody pulled the plug"
 
 
+class Communicator:
+    """One whose only C function is `function`, of an address."""
+
+    unusable = ctypes.c_int32(0)
+
+    def __init__(self, function, name):
+        self.function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(function)
+        self.name = name
+
+    def address(self, name):
+        return ctypes.cast(self.function, ctypes.c_void_p).value
+
+    def recorded(self, recorder):
+        return recorder
+
+    def failed(self, function, result):
+        return RuntimeError(f"{function} of {self.name} returned {result}")
+
+
+def publish(text, function, name=""):
+    def put(recorder):
+        recorder.call("put", tape.outputs(1)[0])
+
+    tape.publish(text, {0: tape.record(Communicator(function, name), put)})
+
+
+def one_call(text, python):
+    one = jax.ShapeDtypeStruct((1,), "float32")
+    return jax.jit(lambda x: ffi.call(text, python, one, x, platform="cpu"))
+
+
 def bucket(text):
     value = 14695981039346656037
     for byte in text.encode():
@@ -144,39 +175,34 @@ def test_works_are_told_apart_by_their_whole_text_and_the_latest_serves():
             second = f"work {i}"
             break
 
-    class Communicator:
-        unusable = ctypes.c_int32(0)
+    def put(value):
+        def function(address):
+            ctypes.c_float.from_address(address).value = value
+            return 0
 
-        def __init__(self, value):
-            def put(address):
-                ctypes.c_float.from_address(address).value = value
-                return 0
-
-            self.put = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(put)
-
-        def address(self, name):
-            return ctypes.cast(self.put, ctypes.c_void_p).value
-
-        def recorded(self, recorder):
-            return recorder
-
-    def publish(text, value):
-        recorded = tape.record(Communicator(value), lambda r: r.call("put", tape.outputs(1)[0]))
-        tape.publish(text, {0: recorded})
+        return function
 
     def never(*args):
         raise AssertionError("Python was called")
 
-    def call(text):
-        one = jax.ShapeDtypeStruct((1,), "float32")
-        return jax.jit(lambda x: ffi.call(text, never, one, x, platform="cpu"))
-
-    publish(first, 1)
-    publish(second, 2)
-    programs = call(first), call(second)
+    programs = one_call(first, never), one_call(second, never)
+    publish(first, put(1))
+    publish(second, put(2))
     assert [float(f(jnp.zeros(1))[0]) for f in programs] == [1, 2]
-    publish(first, 3)
+    publish(first, put(3))
     assert [float(f(jnp.zeros(1))[0]) for f in programs] == [3, 2]
+
+
+def test_a_failure_is_told_by_the_communicator_that_failed_not_by_the_texts_latest():
+    def fail(address):
+        publish("fails", lambda address: 0, "later")
+        return 6
+
+    publish("fails", fail, "first")
+    f = one_call("fails", None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="put of first returned 6"):
+        f(jnp.zeros(1)).block_until_ready()
+    f(jnp.zeros(1)).block_until_ready()
 
 
 def test_without_a_compiler_python_answers_and_a_warning_says_so():

@@ -181,10 +181,6 @@ class Tape:
     names: Sequence[str]
     steps: Any
 
-    def failed(self, step: int, result: int) -> Exception:
-        """What to raise when a step did not return 0."""
-        return self.communicator.failed(self.names[step], result)
-
 
 def record(communicator: Recordable, enqueue: Callable[[Any], None]) -> Tape:
     """The calls that `enqueue(communicator)` makes, without making them."""
@@ -193,7 +189,7 @@ def record(communicator: Recordable, enqueue: Callable[[Any], None]) -> Tape:
     return Tape(communicator, recorder.names, recorder.steps())
 
 
-_published: dict[bytes, Mapping[int, Tape]] = {}
+_steps: dict[int, tuple[Recordable, str]] = {}  # by address: the communicator and the function
 _keep: list[Any] = []  # what the C side has been given: a program may use it at any time
 _adding = threading.Lock()
 _compiling = threading.Lock()
@@ -211,13 +207,16 @@ def publish(text: str, tapes: Mapping[int, Tape]) -> None:
     work = _Work(None, name, len(name), len(by_ordinal), by_ordinal)
     with _adding:
         _keep.append((name, tapes, by_ordinal, work))
-        _published[name] = dict(tapes)
+        for tape in tapes.values():
+            for step, function in zip(tape.steps, tape.names, strict=True):
+                _steps[ctypes.addressof(step)] = tape.communicator, function
         library.add(ctypes.byref(work))
 
 
-def failed(text: bytes, ordinal: int, step: int, result: int) -> Exception:
-    """What to raise when a step of the work `text` did not return 0."""
-    return _published[text][ordinal].failed(step, result)
+def failed(step: int, result: int) -> Exception:
+    """What to raise when the step at this address did not return 0."""
+    communicator, function = _steps[step]
+    return communicator.failed(function, result)
 
 
 def available() -> bool:
@@ -232,15 +231,15 @@ def calls() -> int:
 
 
 _Python = ctypes.CFUNCTYPE(
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
 )
 
 
 def handler(has_stream: bool, python: Callable[..., int | None]) -> Any:
     """The C function that answers XLA.
 
-    python: what it leaves the rest to: (address of XLA's call frame, `has_stream`, the step that
-      failed or -1, its result) -> address of XLA's error or None.
+    python: what it leaves the rest to: (address of XLA's call frame, `has_stream`, address of
+      the step that failed or None, its result) -> address of XLA's error or None.
     """
     library = _library()
     assert library is not None
