@@ -1,6 +1,7 @@
 """Work recorded as C calls: what is recorded, and XLA's calls answered from it, on CPU devices."""
 
 import ctypes
+import gc
 import importlib.util
 import os
 import subprocess
@@ -17,7 +18,7 @@ import harness
 import nccl_host
 import pallas_collectives as pc
 from pallas_collectives import nccl
-from pallas_collectives.nccl import ffi, group, library, progress, tape
+from pallas_collectives.nccl import cuda, ffi, group, library, progress, tape
 
 P = jax.sharding.PartitionSpec
 ONES = np.ones((4, 3), np.float32)
@@ -58,6 +59,29 @@ def test_a_recorder_notes_functions_arguments_and_what_cleans_up():
     assert arguments[1][:6] == [(2, 1), (0, 12), (0, 1), (0, 3), (0, 77), (1, 0)]
     addresses = [(0, ctypes.addressof(array)), (0, ctypes.addressof(word))]
     assert arguments[3][:6] == [(0, 0), (0, 2**64 - 1), (0, 5), *addresses, (3, 0)]
+
+
+def test_what_cuda_is_called_for_is_recorded_in_its_gpus_context():
+    driver = cuda.Driver.__new__(cuda.Driver)  # there is none here
+    driver._contexts = {2: ctypes.c_void_p(5)}
+    board = progress.DeviceBoard.__new__(progress.DeviceBoard)
+    board._driver, board._ordinal, board._address = driver, 2, 99
+    board._enter = ctypes.c_void_p(7)
+    recorder = tape.Recorder(lambda name: 1)
+    board.recorded(recorder).enter(tape.STREAM, 2**32 - 1)
+    driver.recorded(recorder).clear(2, tape.outputs(1)[0], 2**33, tape.STREAM)
+    gc.collect()
+    steps = recorder.steps()
+    assert [s.cleanup for s in steps] == [0, 2, 0, 0, 5, 0]
+    assert recorder.names[::3] == ["cuCtxPushCurrent_v2"] * 2
+    assert recorder.names[2::3] == ["cuCtxPopCurrent_v2"] * 2
+    _, launch, _, push, clear, _ = [[(a.source, a.value) for a in s.arguments] for s in steps]
+    assert push[0] == (0, 5)
+    assert clear[:4] == [(3, 0), (0, 0), (0, 2**33), (1, 0)]
+    assert launch[:9] == [(0, 7), *[(0, 1)] * 6, (0, 0), (1, 0)] and launch[10] == (0, 0)
+    pointers = (ctypes.c_void_p * 2).from_address(launch[9][1])
+    assert ctypes.c_uint64.from_address(pointers[0]).value == 99
+    assert ctypes.c_uint32.from_address(pointers[1]).value == 2**32 - 1
 
 
 @pytest.mark.parametrize("made_of_a_gap", [lambda g: g + 8, lambda g: g * 2, str])
