@@ -217,6 +217,13 @@ def test_works_are_told_apart_by_their_whole_text_and_the_latest_serves():
     assert [float(f(jnp.zeros(1))[0]) for f in programs] == [3, 2]
 
 
+def test_lowering_again_on_the_same_communicators_takes_no_more_memory(wire):
+    for published in (1, 0):
+        before = len(tape._keep)
+        harness.per_device(lambda x: gather(x) * 2, harness.mesh(4)).lower(ONES)
+        assert len(tape._keep) - before == published
+
+
 def test_a_failure_is_told_by_the_communicator_that_failed_not_by_the_texts_latest():
     def fail(address):
         publish("fails", lambda address: 0, "later")

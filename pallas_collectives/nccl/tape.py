@@ -189,6 +189,7 @@ def record(communicator: Recordable, enqueue: Callable[[Any], None]) -> Tape:
     return Tape(communicator, recorder.names, recorder.steps())
 
 
+_published: dict[bytes, Mapping[int, Recordable]] = {}  # text -> by ordinal
 _steps: dict[int, tuple[Recordable, str]] = {}  # by address: the communicator and the function
 _keep: list[Any] = []  # what the C side has been given: a program may use it at any time
 _adding = threading.Lock()
@@ -196,20 +197,26 @@ _compiling = threading.Lock()
 
 
 def publish(text: str, tapes: Mapping[int, Tape]) -> None:
-    """From here on programs' calls of the work `text` are made from `tapes`, by ordinal."""
+    """From here on programs' calls of the work `text` are made from `tapes`, by ordinal.
+
+    Equal texts are equal work: what is published again for the same communicators is let be.
+    """
     library = _library()
     assert library is not None
-    by_ordinal = (_Tape * (max(tapes) + 1))()
-    for ordinal, tape in tapes.items():
-        unusable = ctypes.addressof(tape.communicator.unusable)
-        by_ordinal[ordinal] = _Tape(unusable, len(tape.steps), tape.steps)
     name = text.encode()
-    work = _Work(None, name, len(name), len(by_ordinal), by_ordinal)
+    communicators = {ordinal: tape.communicator for ordinal, tape in tapes.items()}
     with _adding:
-        _keep.append((name, tapes, by_ordinal, work))
-        for tape in tapes.values():
+        if _published.get(name) == communicators:
+            return
+        _published[name] = communicators
+        by_ordinal = (_Tape * (max(tapes) + 1))()
+        for ordinal, tape in tapes.items():
+            unusable = ctypes.addressof(tape.communicator.unusable)
+            by_ordinal[ordinal] = _Tape(unusable, len(tape.steps), tape.steps)
             for step, function in zip(tape.steps, tape.names, strict=True):
                 _steps[ctypes.addressof(step)] = tape.communicator, function
+        work = _Work(None, name, len(name), len(by_ordinal), by_ordinal)
+        _keep.append((name, tapes, by_ordinal, work))
         library.add(ctypes.byref(work))
 
 
