@@ -141,7 +141,7 @@ def check(array, host):
 
 
 def captured(name, watchdog):
-    """Python runs at capture only; results stay right."""
+    """Calls are made at capture only; results stay right."""
     g = group(name, watchdog)
     repeat, runs = 20, 10
     f, sharding = nccl_gpu.gather_in_jit(g, name, repeat)
@@ -162,7 +162,7 @@ def captured(name, watchdog):
     y.block_until_ready()
     per_call = (time.perf_counter() - begin) / 20 / repeat * 1e6
     g.check()
-    return {"python_calls": counts, "microseconds_per_call": per_call}, (g, f, x)
+    return {"calls": counts, "microseconds_per_call": per_call}, (g, f, x)
 
 
 def captured_without_watchdog():
@@ -201,7 +201,7 @@ def independent_calls():
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_array_equal(*(y.addressable_shards[0].data for y in (a, b)))
     jax.block_until_ready(got)
-    return {"python_calls": [ffi.counters.calls - before]}
+    return {"calls": [ffi.counters.calls - before]}
 
 
 def captured_and_one_stays_away():

@@ -282,8 +282,8 @@ def test_a_failed_group_fails_the_program_and_lowering_anew_mends_it(monkeypatch
     np.testing.assert_array_equal(first(x), np.ones((N, N, 2)))
 
 
-def python_calls(where, f, x, runs=10):
-    """How often each of `runs` runs called Python."""
+def calls_out(where, f, x, runs=10):
+    """How often each of `runs` runs called out of the program."""
     if where != "gpu":
         pytest.skip("graphs are a matter of GPUs")
     counts = []
@@ -296,7 +296,7 @@ def python_calls(where, f, x, runs=10):
 
 @pytest.mark.gpu
 def test_a_chain_in_one_process_is_captured_too(where):
-    """Python runs at capture only, in a single process with all GPUs as well."""
+    """Calls are made at capture only, in a single process with all GPUs as well."""
 
     def chain(x):
         for i in range(20):
@@ -304,7 +304,7 @@ def test_a_chain_in_one_process_is_captured_too(where):
         return x
 
     f = harness.per_device(chain, harness.mesh(N))
-    counts = python_calls(where, f, np.ones((N, 1024), np.float32))
+    counts = calls_out(where, f, np.ones((N, 1024), np.float32))
     assert counts[-5:] == [0] * 5 and sum(counts) <= 4 * 20 * N, counts
 
 
@@ -317,19 +317,19 @@ def test_one_collective_alone_is_captured_where_graphs_may_be_that_small(where):
         mesh=on, in_specs=P("x"), out_specs=P(), check_vma=False,
     )  # fmt: skip
     x = jax.device_put(np.ones((N, 1024), np.float32), jax.NamedSharding(on, P("x")))
-    assert python_calls(where, jax.jit(gather), x)[-1] == N
+    assert calls_out(where, jax.jit(gather), x)[-1] == N
     small = jax.jit(gather, compiler_options={"xla_gpu_graph_min_graph_size": 1})
-    assert python_calls(where, small, x)[-5:] == [0] * 5
+    assert calls_out(where, small, x)[-5:] == [0] * 5
 
 
 @pytest.mark.gpu
 def test_graphs_can_be_turned_off(where):
-    """Programs that XLA must not capture call Python every time, and are right."""
+    """Programs that XLA must not capture call out every time, and are right."""
     options = {"xla_gpu_enable_command_buffer": ""}
     f = jax.jit(jax.shard_map(
         lambda x: pc.psum(pc.psum(x, "x", **NCCL), "x", **NCCL),
         mesh=harness.mesh(N), in_specs=P("x"), out_specs=P("x"), check_vma=False,
     ), compiler_options=options)  # fmt: skip
     x = np.ones((N, 8), np.float32)
-    assert python_calls(where, f, x) == [2 * N] * 10
+    assert calls_out(where, f, x) == [2 * N] * 10
     np.testing.assert_array_equal(f(x), np.full((N, 8), N * N))

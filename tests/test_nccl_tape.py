@@ -1,6 +1,8 @@
 """Work recorded as C calls: what is recorded, and XLA's calls answered from it, on CPU devices."""
 
 import ctypes
+import gc
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import harness
 import nccl_host
 import pallas_collectives as pc
 from pallas_collectives import nccl
-from pallas_collectives.nccl import ffi, group, library, progress, tape
+from pallas_collectives.nccl import cuda, ffi, group, library, progress, tape
 
 P = jax.sharding.PartitionSpec
 ONES = np.ones((4, 3), np.float32)
@@ -57,6 +59,29 @@ def test_a_recorder_notes_functions_arguments_and_what_cleans_up():
     assert arguments[1][:6] == [(2, 1), (0, 12), (0, 1), (0, 3), (0, 77), (1, 0)]
     addresses = [(0, ctypes.addressof(array)), (0, ctypes.addressof(word))]
     assert arguments[3][:6] == [(0, 0), (0, 2**64 - 1), (0, 5), *addresses, (3, 0)]
+
+
+def test_what_cuda_is_called_for_is_recorded_in_its_gpus_context():
+    driver = cuda.Driver.__new__(cuda.Driver)  # there is none here
+    driver._contexts = {2: ctypes.c_void_p(5)}
+    board = progress.DeviceBoard.__new__(progress.DeviceBoard)
+    board._driver, board._ordinal, board._address = driver, 2, 99
+    board._enter = ctypes.c_void_p(7)
+    recorder = tape.Recorder(lambda name: 1)
+    board.recorded(recorder).enter(tape.STREAM, 2**32 - 1)
+    driver.recorded(recorder).clear(2, tape.outputs(1)[0], 2**33, tape.STREAM)
+    gc.collect()
+    steps = recorder.steps()
+    assert [s.cleanup for s in steps] == [0, 2, 0, 0, 5, 0]
+    assert recorder.names[::3] == ["cuCtxPushCurrent_v2"] * 2
+    assert recorder.names[2::3] == ["cuCtxPopCurrent_v2"] * 2
+    _, launch, _, push, clear, _ = [[(a.source, a.value) for a in s.arguments] for s in steps]
+    assert push[0] == (0, 5)
+    assert clear[:4] == [(3, 0), (0, 0), (0, 2**33), (1, 0)]
+    assert launch[:9] == [(0, 7), *[(0, 1)] * 6, (0, 0), (1, 0)] and launch[10] == (0, 0)
+    pointers = (ctypes.c_void_p * 2).from_address(launch[9][1])
+    assert ctypes.c_uint64.from_address(pointers[0]).value == 99
+    assert ctypes.c_uint32.from_address(pointers[1]).value == 2**32 - 1
 
 
 @pytest.mark.parametrize("made_of_a_gap", [lambda g: g + 8, lambda g: g * 2, str])
@@ -127,6 +152,37 @@ def test_an_unusable_communicator_gives_its_reason_not_nccls_echo(wire):
     assert str(communicator.failed("ncclSend", 5)) == "somebody pulled the plug"
 
 
+class Communicator:
+    """One whose only C function is `function`, of an address."""
+
+    unusable = ctypes.c_int32(0)
+
+    def __init__(self, function, name):
+        self.function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(function)
+        self.name = name
+
+    def address(self, name):
+        return ctypes.cast(self.function, ctypes.c_void_p).value
+
+    def recorded(self, recorder):
+        return recorder
+
+    def failed(self, function, result):
+        return RuntimeError(f"{function} of {self.name} returned {result}")
+
+
+def publish(text, function, name=""):
+    def put(recorder):
+        recorder.call("put", tape.outputs(1)[0])
+
+    tape.publish(text, {0: tape.record(Communicator(function, name), put)})
+
+
+def one_call(text, python):
+    one = jax.ShapeDtypeStruct((1,), "float32")
+    return jax.jit(lambda x: ffi.call(text, python, one, x, platform="cpu"))
+
+
 def bucket(text):
     value = 14695981039346656037
     for byte in text.encode():
@@ -143,39 +199,41 @@ def test_works_are_told_apart_by_their_whole_text_and_the_latest_serves():
             second = f"work {i}"
             break
 
-    class Communicator:
-        unusable = ctypes.c_int32(0)
+    def put(value):
+        def function(address):
+            ctypes.c_float.from_address(address).value = value
+            return 0
 
-        def __init__(self, value):
-            def put(address):
-                ctypes.c_float.from_address(address).value = value
-                return 0
-
-            self.put = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(put)
-
-        def address(self, name):
-            return ctypes.cast(self.put, ctypes.c_void_p).value
-
-        def recorded(self, recorder):
-            return recorder
-
-    def publish(text, value):
-        recorded = tape.record(Communicator(value), lambda r: r.call("put", tape.outputs(1)[0]))
-        tape.publish(text, {0: recorded})
+        return function
 
     def never(*args):
         raise AssertionError("Python was called")
 
-    def call(text):
-        one = jax.ShapeDtypeStruct((1,), "float32")
-        return jax.jit(lambda x: ffi.call(text, never, one, x, platform="cpu"))
-
-    publish(first, 1)
-    publish(second, 2)
-    programs = call(first), call(second)
+    programs = one_call(first, never), one_call(second, never)
+    publish(first, put(1))
+    publish(second, put(2))
     assert [float(f(jnp.zeros(1))[0]) for f in programs] == [1, 2]
-    publish(first, 3)
+    publish(first, put(3))
     assert [float(f(jnp.zeros(1))[0]) for f in programs] == [3, 2]
+
+
+def test_lowering_again_on_the_same_communicators_takes_no_more_memory(wire):
+    for published in (1, 0):
+        before = len(tape._keep)
+        harness.per_device(lambda x: gather(x) * 2, harness.mesh(4)).lower(ONES)
+        assert len(tape._keep) - before == published
+
+
+def test_a_failure_is_told_by_the_communicator_that_failed_not_by_the_texts_latest():
+    def fail(address):
+        publish("fails", lambda address: 0, "later")
+        return 6
+
+    publish("fails", fail, "first")
+    f = one_call("fails", None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="put of first returned 6"):
+        f(jnp.zeros(1)).block_until_ready()
+    f(jnp.zeros(1)).block_until_ready()
 
 
 def test_without_a_compiler_python_answers_and_a_warning_says_so():
@@ -203,6 +261,44 @@ def test_without_a_compiler_python_answers_and_a_warning_says_so():
     assert done.stdout.split() == ["8", "0", "8"], done.stdout
     assert "no-such-compiler -m64 failed" in done.stderr
     assert "install a C compiler, or name one in the environment variable CC" in done.stderr
+
+
+@pytest.fixture
+def fresh():
+    """The module as it is before it has compiled anything."""
+    spec = importlib.util.spec_from_file_location("fresh_tape", tape.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_threads_that_come_first_at_the_same_time_share_one_library(fresh):
+    first, *others = nccl_host.in_threads(*[fresh._library] * 4)
+    assert first is not None
+    assert all(other is first for other in others)
+
+
+def test_a_compiler_that_writes_rubbish_or_cannot_be_named_is_no_compiler(
+    fresh, monkeypatch, tmp_path, caplog
+):
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo rubbish > "$2"\n')
+    script.chmod(0o755)
+    for compiler, wrong in ((str(script), "tape.so: "), ('cc "', "No closing quotation")):
+        monkeypatch.setenv("CC", compiler)
+        fresh._compiled.cache_clear()
+        caplog.clear()
+        assert not fresh.available()
+        assert f"{compiler} failed" in caplog.text and wrong in caplog.text
+
+
+def test_where_no_file_can_be_written_python_answers(fresh, monkeypatch, caplog):
+    def nowhere():
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(fresh.tempfile, "TemporaryDirectory", nowhere)
+    assert not fresh.available()
+    assert "no usable temporary directory" in caplog.text
 
 
 def test_a_failure_that_is_not_nccls_is_not_its_own_cause():

@@ -242,11 +242,11 @@ def _register(platform: str, graph: bool) -> str:
 
 
 def _handle(
-    traits: int, address: int, has_stream: bool, step: int = -1, result: int = 0
+    traits: int, address: int, has_stream: bool, step: int | None = None, result: int = 0
 ) -> int | None:
     """What XLA calls. None means success; an exception must not pass into XLA.
 
-    step, result: a tape's step that did not return 0, and what it did return; or -1, 0.
+    step, result: the address of a tape's step that did not return 0, and what it did return.
     """
     frame = _Frame.from_address(address)
     if frame.extension_start:
@@ -260,6 +260,8 @@ def _handle(
     if not hasattr(_thread, "kept"):
         _keep_thread_state()
     try:
+        if step:
+            raise tape.failed(step, result)
         text = _Text.from_address(frame.attributes.items[0])
         name = ctypes.string_at(text.data, text.size)
         stream = _StreamArgs(ctypes.sizeof(_StreamArgs), None, frame.context)
@@ -268,8 +270,6 @@ def _handle(
         ordinal = _OrdinalArgs(_OrdinalArgs.ordinal.offset + 4, None, frame.context)
         if ordinal_get(ctypes.addressof(ordinal)):
             raise RuntimeError("XLA gives no device ordinal")
-        if step >= 0:
-            raise tape.failed(name, ordinal.ordinal, step, result)
         counters.python += 1
         _functions[name](
             stream.stream or 0, ordinal.ordinal, _addresses(frame.inputs), _addresses(frame.outputs)

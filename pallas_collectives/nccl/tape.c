@@ -42,10 +42,9 @@ typedef struct Work {
   const Tape *tapes; /* by ordinal */
 } Work;
 
-typedef XLA_FFI_Error *Python(XLA_FFI_CallFrame *, int has_stream, int64_t step, int result);
+typedef XLA_FFI_Error *Python(XLA_FFI_CallFrame *, int has_stream, const Step *failed, int result);
 
-Python *python;        /* the other handler: does all work if `step` is negative, else says that
-                          this step failed */
+Python *python;        /* the other handler: does all work, or says which step failed */
 _Atomic int64_t calls; /* of XLA's that ended here */
 
 static _Atomic(Work *) buckets[BUCKETS];
@@ -87,7 +86,7 @@ static int make(const Step *step, const XLA_FFI_CallFrame *frame, void *stream) 
 }
 
 static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream) {
-  if (frame->extension_start) return python(frame, has_stream, -1, 0);
+  if (frame->extension_start) return python(frame, has_stream, 0, 0);
   XLA_FFI_Stream_Get_Args stream = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, 0, frame->ctx, 0};
   XLA_FFI_DeviceOrdinal_Get_Args device = {
       XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, 0, frame->ctx, 0};
@@ -96,16 +95,16 @@ static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream) {
   if (error) return error;
 
   const Work *work = find(frame->attrs.attrs[0]);
-  if (!work || device.device_ordinal >= work->devices) return python(frame, has_stream, -1, 0);
+  if (!work || device.device_ordinal >= work->devices) return python(frame, has_stream, 0, 0);
   const Tape *tape = &work->tapes[device.device_ordinal];
-  if (!tape->size || *tape->unusable) return python(frame, has_stream, -1, 0);
+  if (!tape->size || *tape->unusable) return python(frame, has_stream, 0, 0);
   atomic_fetch_add(&calls, 1);
   for (int64_t i = 0; i < tape->size; i++) {
     const Step *step = &tape->steps[i];
     int result = make(step, frame, stream.stream);
     if (result) {
       if (step->cleanup) make(&tape->steps[step->cleanup], frame, stream.stream);
-      return python(frame, has_stream, i, result);
+      return python(frame, has_stream, step, result);
     }
   }
   return 0;

@@ -181,10 +181,6 @@ class Tape:
     names: Sequence[str]
     steps: Any
 
-    def failed(self, step: int, result: int) -> Exception:
-        """What to raise when a step did not return 0."""
-        return self.communicator.failed(self.names[step], result)
-
 
 def record(communicator: Recordable, enqueue: Callable[[Any], None]) -> Tape:
     """The calls that `enqueue(communicator)` makes, without making them."""
@@ -193,30 +189,41 @@ def record(communicator: Recordable, enqueue: Callable[[Any], None]) -> Tape:
     return Tape(communicator, recorder.names, recorder.steps())
 
 
-_published: dict[bytes, Mapping[int, Tape]] = {}
+_published: dict[bytes, Mapping[int, Recordable]] = {}  # text -> by ordinal
+_steps: dict[int, tuple[Recordable, str]] = {}  # by address: the communicator and the function
 _keep: list[Any] = []  # what the C side has been given: a program may use it at any time
 _adding = threading.Lock()
+_compiling = threading.Lock()
 
 
 def publish(text: str, tapes: Mapping[int, Tape]) -> None:
-    """From here on programs' calls of the work `text` are made from `tapes`, by ordinal."""
+    """From here on programs' calls of the work `text` are made from `tapes`, by ordinal.
+
+    Equal texts are equal work: what is published again for the same communicators is let be.
+    """
     library = _library()
     assert library is not None
-    by_ordinal = (_Tape * (max(tapes) + 1))()
-    for ordinal, tape in tapes.items():
-        unusable = ctypes.addressof(tape.communicator.unusable)
-        by_ordinal[ordinal] = _Tape(unusable, len(tape.steps), tape.steps)
     name = text.encode()
-    work = _Work(None, name, len(name), len(by_ordinal), by_ordinal)
+    communicators = {ordinal: tape.communicator for ordinal, tape in tapes.items()}
     with _adding:
+        if _published.get(name) == communicators:
+            return
+        _published[name] = communicators
+        by_ordinal = (_Tape * (max(tapes) + 1))()
+        for ordinal, tape in tapes.items():
+            unusable = ctypes.addressof(tape.communicator.unusable)
+            by_ordinal[ordinal] = _Tape(unusable, len(tape.steps), tape.steps)
+            for step, function in zip(tape.steps, tape.names, strict=True):
+                _steps[ctypes.addressof(step)] = tape.communicator, function
+        work = _Work(None, name, len(name), len(by_ordinal), by_ordinal)
         _keep.append((name, tapes, by_ordinal, work))
-        _published[name] = dict(tapes)
         library.add(ctypes.byref(work))
 
 
-def failed(text: bytes, ordinal: int, step: int, result: int) -> Exception:
-    """What to raise when a step of the work `text` did not return 0."""
-    return _published[text][ordinal].failed(step, result)
+def failed(step: int, result: int) -> Exception:
+    """What to raise when the step at this address did not return 0."""
+    communicator, function = _steps[step]
+    return communicator.failed(function, result)
 
 
 def available() -> bool:
@@ -226,20 +233,20 @@ def available() -> bool:
 
 def calls() -> int:
     """How many of XLA's calls were made from tapes so far."""
-    library = _library() if _library.cache_info().currsize else None
+    library = _compiled() if _compiled.cache_info().currsize else None
     return ctypes.c_int64.in_dll(library, "calls").value if library else 0
 
 
 _Python = ctypes.CFUNCTYPE(
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
 )
 
 
 def handler(has_stream: bool, python: Callable[..., int | None]) -> Any:
     """The C function that answers XLA.
 
-    python: what it leaves the rest to: (address of XLA's call frame, `has_stream`, the step that
-      failed or -1, its result) -> address of XLA's error or None.
+    python: what it leaves the rest to: (address of XLA's call frame, `has_stream`, address of
+      the step that failed or None, its result) -> address of XLA's error or None.
     """
     library = _library()
     assert library is not None
@@ -249,25 +256,31 @@ def handler(has_stream: bool, python: Callable[..., int | None]) -> Any:
     return library.on_stream if has_stream else library.on_host
 
 
-@functools.cache
 def _library() -> ctypes.CDLL | None:
+    with _compiling:  # a second copy would know nothing of what the first was given
+        return _compiled()
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL | None:
     """tape.c, compiled; None, with a warning, where that cannot be done."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = os.environ.get("CC") or "cc"
     source = importlib.resources.files("pallas_collectives.nccl") / "tape.c"
-    with importlib.resources.as_file(source) as path, tempfile.TemporaryDirectory() as folder:
-        target = os.path.join(folder, "tape.so")
-        command = [*compiler, "-std=c11", "-O2", "-shared", "-fPIC"]
-        command += ["-I", jax.ffi.include_dir(), str(path), "-o", target]
-        try:
+    try:
+        with importlib.resources.as_file(source) as path, tempfile.TemporaryDirectory() as folder:
+            target = os.path.join(folder, "tape.so")
+            # Symbolic: the names in it are its own, whatever else is loaded.
+            command = [*shlex.split(compiler), "-std=c11", "-O2", "-shared", "-fPIC"]
+            command += ["-Wl,-Bsymbolic", "-I", jax.ffi.include_dir(), str(path), "-o", target]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
             return ctypes.CDLL(target)
-        except (OSError, subprocess.SubprocessError) as error:
-            _log.warning(
-                "NCCL calls inside jit go through Python, which costs some tens of microseconds "
-                "each outside CUDA graphs: %s failed (%s%s); install a C compiler, or name one in "
-                "the environment variable CC",
-                shlex.join(compiler),
-                error,
-                getattr(error, "stderr", None) or "",
-            )
-            return None
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        _log.warning(
+            "NCCL calls inside jit go through Python, which costs some tens of microseconds each "
+            "outside CUDA graphs: %s failed (%s%s); install a C compiler, or name one in the "
+            "environment variable CC, and let TMPDIR be a folder whose libraries can be loaded",
+            compiler,
+            error,
+            getattr(error, "stderr", None) or "",
+        )
+        return None
