@@ -331,5 +331,7 @@ def test_graphs_can_be_turned_off(where):
         mesh=harness.mesh(N), in_specs=P("x"), out_specs=P("x"), check_vma=False,
     ), compiler_options=options)  # fmt: skip
     x = np.ones((N, 8), np.float32)
+    python = ffi.counters.python
     assert calls_out(where, f, x) == [2 * N] * 10
+    assert ffi.counters.python == python, "calls are made from tapes, not by Python"
     np.testing.assert_array_equal(f(x), np.full((N, 8), N * N))

@@ -161,3 +161,19 @@ def test_a_thread_of_xlas_keeps_its_python_state_between_calls():
     for ident, calls in threads.items():
         assert [n for i, n in runs if i == ident] == list(range(1, calls + 1))
     assert max(threads.values()) > 1
+
+
+def test_long_texts_are_told_apart_too():
+    """A group of a thousand devices has a text of many pages; a program holds less of it."""
+    one = jax.ShapeDtypeStruct((1,), "float32")
+
+    def program(number):
+        def put(stream, ordinal, inputs, outputs):
+            ctypes.c_float.from_address(outputs[0]).value = number
+
+        text = f"put over {list(range(1000))} {number}"
+        return jax.jit(lambda x: ffi.call(text, put, one, x, platform="cpu"))
+
+    programs, x = [program(i) for i in range(3)], jnp.zeros(1)
+    assert [float(f(x)[0]) for f in programs] == [0, 1, 2]
+    assert len(programs[0].lower(x).as_text()) < 2000

@@ -260,7 +260,7 @@ def test_without_a_compiler_python_answers_and_a_warning_says_so():
     )  # fmt: skip
     assert done.stdout.split() == ["8", "0", "8"], done.stdout
     assert "no-such-compiler -m64 failed" in done.stderr
-    assert "install a C compiler, or name one in the environment variable CC" in done.stderr
+    assert "Install a C compiler, or name one in the environment variable CC" in done.stderr
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ Python then answers only once something is wrong.
 import ctypes
 import dataclasses
 import functools
+import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from pallas_collectives.nccl import tape
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _GRAPH_COMPATIBLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+_LONGEST = 200  # characters of a text that a program holds as they are
 _MAJOR, _MINOR = 0, 3  # the version of the structures below: jaxlib 0.10's
 
 
@@ -189,15 +191,16 @@ def call(
     """`function` on the operands' and results' memory, as part of the program being traced.
 
     text: what `function` does, in full: equal texts mean equal functions, in every process. The
-      latest function of a text serves all programs that name it.
+      latest function of a text serves all programs that name it, where there are no tapes of it.
     graph: whether its work may be captured in a CUDA graph and replayed without Python.
     Returns arrays as `jax.ffi.ffi_call` does. A call is never removed, even if its results are not
     used: the other ranks would wait for it. An exception in `function` fails the program.
     """
-    _functions[text.encode()] = function
+    name = _name(text)
+    _functions[name.encode()] = function
     target = _register(platform, graph)
     foreign = jax.ffi.ffi_call(target, result_shape_dtypes, has_side_effect=True)
-    return foreign(*operands, text=text)
+    return foreign(*operands, text=name)
 
 
 def lower(
@@ -214,16 +217,24 @@ def lower(
     aliases: operand -> result that is the operand's memory, which `function` overwrites in part.
     tapes: what `function` calls on each device, by ordinal, if that can be known now.
     """
-    _functions[text.encode()] = function
+    name = _name(text)
+    _functions[name.encode()] = function
     if tapes and tape.available():
-        tape.publish(text, tapes)
+        tape.publish(name, tapes)
     platform = ctx.module_context.platforms[0]
     rule = jax.ffi.ffi_lowering(
         _register("cpu" if platform == "cpu" else "CUDA", graph),
         has_side_effect=True,
         operand_output_aliases=dict(aliases or {}),
     )
-    return rule(ctx, *operands, text=text)
+    return rule(ctx, *operands, text=name)
+
+
+def _name(text: str) -> str:
+    """A text that every call can look up at once, however many devices the whole one names."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 @functools.cache

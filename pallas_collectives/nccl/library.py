@@ -89,7 +89,8 @@ class Library:
 
     def address(self, function: str) -> int:
         """The address of NCCL's C function of this name."""
-        return ctypes.cast(getattr(ctypes.CDLL(self.path), function), ctypes.c_void_p).value or 0
+        loaded = ctypes.CDLL(self.path, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)  # no second NCCL
+        return ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value or 0
 
 
 def version_text(code: int) -> str:

@@ -26,7 +26,7 @@ import jax
 _log = logging.getLogger(__name__)
 
 _ARGUMENTS = 11
-_GIVEN = 0
+_GIVEN, _STREAM, _INPUT, _OUTPUT = range(4)  # an argument's sources
 
 # As NVIDIA's bindings and NCCL name the functions, which take the same arguments.
 _NCCL = {
@@ -55,17 +55,17 @@ class Gap(NamedTuple):
 
 
 # They pass where addresses and streams do.
-STREAM: Any = Gap(1)
+STREAM: Any = Gap(_STREAM)
 
 
 def inputs(count: int) -> list[Any]:
     """The addresses of a call's operands."""
-    return [Gap(2, i) for i in range(count)]
+    return [Gap(_INPUT, i) for i in range(count)]
 
 
 def outputs(count: int) -> list[Any]:
     """The addresses of its results."""
-    return [Gap(3, i) for i in range(count)]
+    return [Gap(_OUTPUT, i) for i in range(count)]
 
 
 class _Argument(ctypes.Structure):
@@ -277,7 +277,7 @@ def _compiled() -> ctypes.CDLL | None:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         _log.warning(
             "NCCL calls inside jit go through Python, which costs some tens of microseconds each "
-            "outside CUDA graphs: %s failed (%s%s); install a C compiler, or name one in the "
+            "outside CUDA graphs: %s failed: %s\n%sInstall a C compiler, or name one in the "
             "environment variable CC, and let TMPDIR be a folder whose libraries can be loaded",
             compiler,
             error,
