@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -211,6 +211,11 @@ def caught(run: Callable[[], Any], want: Any) -> bool:
         return race_reported() or not same
     finally:
         forget_failures()
+
+
+def caught_under(modes: Iterable[str], run: Callable[[], Any], want: Any) -> list[str]:
+    """The modes in which a fault shows, of a program with `EITHER`."""
+    return [mode for mode in modes if EITHER.under(mode, lambda: caught(run, want))]
 
 
 def forget_failures() -> None:
