@@ -5,6 +5,7 @@ takes the module to call (ours or `jax.lax`), so that both get the very same arg
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -285,24 +286,38 @@ ROWS = [
 ]
 
 
+WITHOUT_RACES = harness.Adversaries(detect_races=False)  # one, for JAX's caches
+
+
 def check(
-    row: Row, n: int, dtype: str, how: dict[str, Any], params: Any = None, seed: int = 0
+    row: Row, n: int, dtype: str, how: dict[str, Any], *, adversaries: bool = False, seed: int = 0
 ) -> None:
-    """Runs a row on n devices and compares it with numpy and, where lax runs on a CPU, with lax."""
+    """Runs a row on n devices and compares it with numpy and, where lax runs on a CPU, with lax.
+
+    With `adversaries`, once under each, of one compiled program.
+    """
     x = harness.random((n, *row.shape(n)), dtype, seed)
-    on = harness.mesh(n)
+    program = _program(row, n, pallas_collectives, **how)
+    params = harness.EITHER if adversaries else WITHOUT_RACES
+    for mode in harness.ADVERSARIES if adversaries else ("on_wait",):
+        with pltpu.force_tpu_interpret_mode(params):
+            got = params.under(mode, lambda: np.asarray(program(x)))
+        assert not harness.race_reported(), mode
+        np.testing.assert_array_equal(got, row.reference(x).astype(got.dtype), mode)
+        if row.in_lax:
+            want = _lax(row, n, dtype, seed)
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want, mode)
 
-    def run(module: Any, **how: Any) -> np.ndarray:
-        return np.asarray(harness.per_device(lambda a: row.call(module, a, **how), on)(x))
 
-    with pltpu.force_tpu_interpret_mode(params or pltpu.InterpretParams()):
-        got = run(pallas_collectives, **how)
-    assert not harness.race_reported()
-    np.testing.assert_array_equal(got, row.reference(x).astype(got.dtype))
-    if row.in_lax:
-        want = run(jax.lax)
-        assert got.dtype == want.dtype
-        np.testing.assert_array_equal(got, want)
+def _program(row: Row, n: int, module: Any, **how: Any) -> Callable[..., Any]:
+    return harness.per_device(lambda a: row.call(module, a, **how), harness.mesh(n))
+
+
+@functools.lru_cache(maxsize=8)  # every algorithm of a row in turn
+def _lax(row: Row, n: int, dtype: str, seed: int) -> np.ndarray:
+    x = harness.random((n, *row.shape(n)), dtype, seed)
+    return np.asarray(_program(row, n, jax.lax)(x))
 
 
 def algorithms(row: Row) -> list[str]:

@@ -1,9 +1,19 @@
-"""Puts 8 simulated TPU devices (CPU devices) in place before JAX is imported."""
+"""Puts 8 simulated TPU devices (CPU devices) in place before JAX looks for any."""
 
+import gc
 import os
 from typing import Any
 
+import jax
 import pytest
+
+# A simulated kernel's program runs once: it is compiled with little ado.
+_QUICKLY_COMPILED = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
+if jax.__version_info__ < (0, 11):  # it has simpler emitters still
+    _QUICKLY_COMPILED += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,9 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off on shared hosts
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for the tests' processes
         return
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICKLY_COMPILED}".strip()
     import pallas_collectives
 
     pallas_collectives.simulate(8)
+
+
+def pytest_collection_finish() -> None:
+    """Tracing makes garbage by the million and JAX's modules are none: they are not looked at."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

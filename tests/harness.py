@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -24,6 +24,21 @@ ADVERSARIES = {
     mode: pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     for mode in ("on_wait", "eager")
 }
+
+
+class Adversaries(pltpu.InterpretParams):
+    """All of them: JAX asks for the mode when a kernel starts, and need not compile it again."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def under(self, mode: str, run: Callable[[], Any]) -> Any:
+        """run(), under one of them."""
+        vars(self)["dma_execution_mode"] = mode
+        return run()
+
+
+EITHER = Adversaries(detect_races=True)
 
 # One topology for each TPU generation, by libtpu's names.
 GENERATIONS = {
@@ -197,6 +212,11 @@ def caught(run: Callable[[], Any], want: Any) -> bool:
         return race_reported() or not same
     finally:
         forget_failures()
+
+
+def caught_under(modes: Iterable[str], run: Callable[[], Any], want: Any) -> list[str]:
+    """The modes in which a fault shows, of a program with `EITHER`."""
+    return [mode for mode in modes if EITHER.under(mode, lambda: caught(run, want))]
 
 
 def forget_failures() -> None:

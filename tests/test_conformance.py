@@ -4,7 +4,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import conformance
 import harness
@@ -31,11 +34,10 @@ def _race_rows() -> Iterator[Any]:
                 yield pytest.param(op, algorithm, n, marks=marks)
 
 
-@pytest.mark.parametrize("mode", harness.ADVERSARIES)
-@pytest.mark.parametrize("op, algorithm, n", _race_rows())
-def test_algorithm_on_n_devices_without_races(op: str, algorithm: str, n: int, mode: str) -> None:
-    row, params = FIRST_ROWS[op], harness.ADVERSARIES[mode]
-    conformance.check(row, n, "float32", {"algorithm": algorithm}, params, seed=n)
+@pytest.mark.parametrize("op, algorithm, n", [*_race_rows()])
+def test_algorithm_on_n_devices_without_races(op: str, algorithm: str, n: int) -> None:
+    how = {"algorithm": algorithm}
+    conformance.check(FIRST_ROWS[op], n, "float32", how, adversaries=True, seed=n)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,26 @@ def test_every_collective_has_rows() -> None:
     assert set(FIRST_ROWS) == set(conformance.ALGORITHMS)
     names = [str(row) for row in ROWS]
     assert not [a for a, b in itertools.pairwise(sorted(names)) if a == b]
+
+
+def test_one_compiled_program_runs_under_each_adversary() -> None:
+    """A DMA for which nobody waits runs only where it runs at once."""
+    traced, params = [], harness.Adversaries(detect_races=False)
+
+    def kernel(x_ref: Any, o_ref: Any, sem: Any) -> None:
+        traced.append(True)
+        pltpu.make_async_copy(x_ref, o_ref, sem).start()
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 128), "float32"),
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+        interpret=params,
+    )
+    run, x = jax.jit(call), harness.random((8, 128), "float32")
+    done = {
+        mode: params.under(mode, lambda: not harness.caught(lambda: run(x), x))
+        for mode in harness.ADVERSARIES
+    }
+    assert done == {"on_wait": False, "eager": True}
+    assert len(traced) == 1
