@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -210,9 +209,7 @@ def _seconds(
     one, many = chain(1), chain(1 + iters)
 
     def clock(program: Callable[..., Any]) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(program(x, w))
-        return time.perf_counter() - start
+        return timing.clocked(program, x, w)
 
     for program in (one, many):
         clock(program)

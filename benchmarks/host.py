@@ -14,7 +14,6 @@ Run it once for all GPUs of a host, or as one process for each.
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
-from benchmarks import devices
+from benchmarks import devices, timing
 from benchmarks.settings import FlagError
 from pallas_collectives import nccl
 
@@ -110,15 +109,10 @@ def microseconds(mesh: Mesh, call: Call, options: dict[str, str]) -> float:
     ones = functools.partial(jnp.ones, mesh.size * COUNT, jnp.float32)
     x = jax.jit(ones, out_shardings=NamedSharding(mesh, spec))()
 
-    def clock(program: Callable[[jax.Array], jax.Array]) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(program(x))
-        return time.perf_counter() - start
-
     def seconds(length: int) -> float:
         program = chain(length)
         for _ in range(5):
-            clock(program)
-        return statistics.median(clock(program) for _ in range(SAMPLES))
+            timing.clocked(program, x)
+        return statistics.median(timing.clocked(program, x) for _ in range(SAMPLES))
 
     return 1e6 * (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT)

@@ -11,6 +11,7 @@ import functools
 import re
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ ITERS = flags.DEFINE_integer(
 # row, as a model's step has them; one call and its link to the next are fewer.
 IN_A_ROW = 10
 SAMPLES = 9  # their median is the time, the fastest and the slowest its spread
+
+
+def clocked(program: Callable[..., Any], *operands: Any) -> float:
+    """Seconds until one run's results are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(program(*operands))
+    return time.perf_counter() - start
 
 
 def device_seconds(

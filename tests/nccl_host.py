@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_collectives import backends
+from pallas_collectives import backends, nccl
 from pallas_collectives.nccl import group, progress, runtime
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.store import LocalStore
@@ -268,8 +268,8 @@ class Driver:
     def address(self, function: str) -> int:
         return ctypes.cast(_functions[function], ctypes.c_void_p).value or 0
 
-    def text(self, result: int) -> str:
-        return f"status {result}"
+    def failed(self, function: str, result: int) -> nccl.CallError:
+        return nccl.CallError(function, result, f"status {result}")
 
 
 class _RecordedDriver:

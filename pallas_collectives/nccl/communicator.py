@@ -170,15 +170,14 @@ class Communicator:
 
     def failed(self, function: str, result: int) -> Exception:
         """What to raise for a result of a C function that is not 0, made without Python."""
-        if self._reason is not None:
-            return self._reason
-        owner = self.library if function.startswith("nccl") else self.driver
-        return CallError(function, result, owner.text(result))
+        return self._reason or self._owner(function).failed(function, result)
 
     def address(self, function: str) -> int:
         """The address of a C function of NCCL's or the driver's."""
-        owner = self.library if function.startswith("nccl") else self.driver
-        return owner.address(function)
+        return self._owner(function).address(function)
+
+    def _owner(self, function: str) -> Any:
+        return self.library if function.startswith("nccl") else self.driver
 
     def recorded(self, recorder: Recorder) -> "Communicator":
         """A twin whose calls `recorder` notes, this one's work in every other respect."""

@@ -43,13 +43,13 @@ class Driver:
     def _call(self, name: str, *args: Any) -> None:
         result = getattr(self._lib, name)(*args)
         if result:
-            raise CallError(name, result, self.text(result))
+            raise self.failed(name, result)
 
-    def text(self, result: int) -> str:
-        """CUDA's words for a result that is not success."""
+    def failed(self, function: str, result: int) -> CallError:
+        """A result that is not success, with CUDA's words for it."""
         text = ctypes.c_char_p()
         self._lib.cuGetErrorString(result, ctypes.byref(text))
-        return (text.value or b"unknown error").decode()
+        return CallError(function, result, (text.value or b"unknown error").decode())
 
     def address(self, function: str) -> int:
         """The address of the driver's C function of this name."""

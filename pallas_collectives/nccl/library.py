@@ -79,13 +79,13 @@ class Library:
     def error(self, name: str, error: Exception) -> Exception:
         """`error` as a CallError where it is NCCL's, else itself."""
         result = getattr(error, "status", None)
-        return error if result is None else CallError(name, int(result), self.text(int(result)))
+        return error if result is None else self.failed(name, int(result))
 
-    def text(self, result: int) -> str:
-        """NCCL's words for a result that is not success, and for what led to it."""
+    def failed(self, function: str, result: int) -> CallError:
+        """A result that is not success, with NCCL's words for it and for what led to it."""
         detail = self.bindings.get_last_error(0)
         text = self.bindings.get_error_string(result)
-        return f"{text} ({detail})" if detail else text
+        return CallError(function, result, f"{text} ({detail})" if detail else text)
 
     def address(self, function: str) -> int:
         """The address of NCCL's C function of this name."""
