@@ -32,7 +32,7 @@ _REDUCE = {
     0: lambda x: x.sum(0), 1: lambda x: x.prod(0), 2: lambda x: x.max(0), 3: lambda x: x.min(0),
     4: lambda x: x.mean(0),
 }  # fmt: skip
-_SUCCESS, _INVALID_USAGE, _REMOTE_ERROR = 0, 5, 6
+_SUCCESS, _INTERNAL, _INVALID_USAGE, _REMOTE_ERROR = 0, 3, 5, 6
 
 
 class WireError(Exception):
@@ -63,6 +63,10 @@ class _Clique:
     mail: dict[tuple[int, int], queue.Queue]
 
 
+class Comm(int):
+    """A communicator's handle, as nccl4py's: a class of its own."""
+
+
 class _UniqueId:
     def __init__(self, number: int):
         self._text = ctypes.create_string_buffer(str(number).encode(), 128)
@@ -70,9 +74,19 @@ class _UniqueId:
 
 
 class Wire:
-    """NVIDIA's bindings, as far as the package calls them."""
+    """NVIDIA's bindings, as far as the package calls them.
+
+    As NCCL, it connects a communicator for a function when that is first called or planned, and
+    cannot while `capturing`.
+    """
+
+    Comm = Comm
 
     def __init__(self) -> None:
+        self.capturing = False
+        self.connected: dict[int, set[str]] = collections.defaultdict(set)
+        self._planned: dict[int, list[tuple[int, str]]] = {}
+        self._warning = ""
         self._ids = itertools.count(1)
         self._handles = itertools.count(1)
         self._cliques: dict[bytes, _Clique] = {}
@@ -102,7 +116,7 @@ class Wire:
                     collections.defaultdict(queue.Queue),
                 ),
             )
-            handle = next(self._handles)
+            handle = Comm(next(self._handles))
             self._comms[handle] = clique, rank
         clique.joined.wait(SECONDS)
         return handle
@@ -120,10 +134,38 @@ class Wire:
         return self.async_status.get(comm, _SUCCESS)
 
     def get_error_string(self, status: int) -> str:
-        return {_INVALID_USAGE: "invalid usage", _REMOTE_ERROR: "remote process exited"}[status]
+        return {
+            _INTERNAL: "internal error", _INVALID_USAGE: "invalid usage",
+            _REMOTE_ERROR: "remote process exited",
+        }[status]  # fmt: skip
 
-    def get_last_error(self, comm: int) -> str:
-        return ""
+    def get_last_error(self, comm: Comm) -> str:
+        if not isinstance(comm, Comm):
+            raise TypeError(f"Cannot convert {type(comm).__name__} to nccl.bindings.nccl.Comm")
+        return self._warning
+
+    def _connect(self, comm: int, name: str) -> None:
+        name = {"reduce": "broadcast"}.get(name, name)  # a ring does both, and nothing else does
+        if name in self.connected[comm]:
+            return
+        if self.capturing:
+            self._warning = "failed to peer: operation not permitted when stream is capturing"
+            raise WireError(_INTERNAL)
+        self.connected[comm].add(name)
+
+    def _plans(self, comm: int, name: str) -> bool:
+        """Whether the call is one of a group: then it is noted, and not made."""
+        group = self._planned.get(threading.get_ident())
+        if group is None:
+            self._connect(comm, name)
+            return False
+        group.append((comm, name))
+        return True
+
+    def group_simulate_end(self) -> None:
+        self._grouped.pop(threading.get_ident())
+        for comm, name in self._planned.pop(threading.get_ident()):
+            self._connect(comm, name)
 
     def _gathered(self, comm: int, array: np.ndarray, name: str) -> np.ndarray:
         """Every rank's array, stacked, once all ranks are in the call."""
@@ -147,32 +189,44 @@ class Wire:
             raise WireError(_INVALID_USAGE) from None
 
     def all_gather(self, send, recv, count, code, comm, stream):  # type: ignore[no-untyped-def]
+        if self._plans(comm, "all_gather"):
+            return
         parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "all_gather")
         memory(recv, parts.size, _NUMBERS[code])[:] = parts.reshape(-1)
 
     def all_reduce(self, send, recv, count, code, op, comm, stream):  # type: ignore[no-untyped-def]
+        if self._plans(comm, "all_reduce"):
+            return
         parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "all_reduce")
         memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)
 
     def reduce_scatter(self, send, recv, count, code, op, comm, stream):  # type: ignore[no-untyped-def]
+        if self._plans(comm, "reduce_scatter"):
+            return
         clique, rank = self._comms[comm]
         mine = memory(send, count * clique.size, _NUMBERS[code])
         parts = self._gathered(comm, mine, "reduce_scatter")
         memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)[rank * count :][:count]
 
     def allto_all(self, send, recv, count, code, comm, stream):  # type: ignore[no-untyped-def]
+        if self._plans(comm, "allto_all"):
+            return
         clique, rank = self._comms[comm]
         mine = memory(send, count * clique.size, _NUMBERS[code])
         parts = self._gathered(comm, mine, "all_to_all").reshape(clique.size, clique.size, count)
         memory(recv, count * clique.size, _NUMBERS[code])[:] = parts[:, rank].reshape(-1)
 
     def broadcast(self, send, recv, count, code, root, comm, stream):  # type: ignore[no-untyped-def]
+        if self._plans(comm, "broadcast"):
+            return
         _, rank = self._comms[comm]
         source = send if rank == root else recv
         parts = self._gathered(comm, memory(source, count, _NUMBERS[code]), "broadcast")
         memory(recv, count, _NUMBERS[code])[:] = parts[root]
 
     def reduce(self, send, recv, count, code, op, root, comm, stream):  # type: ignore[no-untyped-def]
+        if self._plans(comm, "reduce"):
+            return
         _, rank = self._comms[comm]
         parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "reduce")
         if rank == root:
@@ -180,17 +234,21 @@ class Wire:
 
     def group_start(self) -> None:
         self._grouped[threading.get_ident()] = []
+        self._planned[threading.get_ident()] = []
 
     def send(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
+        self._connect(comm, "allto_all")  # which connects every pair of ranks
         self.calls["send"] += 1
         clique, rank = self._comms[comm]
         clique.mail[rank, peer].put(memory(address, count, _NUMBERS[code]).copy())
 
     def recv(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
+        self._connect(comm, "allto_all")
         self.calls["recv"] += 1
         self._grouped[threading.get_ident()].append((address, count, code, peer, comm))
 
     def group_end(self) -> None:
+        assert not self._planned.pop(threading.get_ident()), "the wire does not group collectives"
         for address, count, code, peer, comm in self._grouped.pop(threading.get_ident()):
             clique, rank = self._comms[comm]
             try:
@@ -247,6 +305,14 @@ class Driver:
     def device(self, ordinal: int) -> Any:
         return contextlib.nullcontext()
 
+    def outside_captures(self) -> Any:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def workspace(self, ordinal: int, size: int) -> Any:
+        memory = ctypes.create_string_buffer(size)
+        yield ctypes.addressof(memory), self.new_stream(ordinal)
+
     def new_stream(self, ordinal: int) -> int:
         return next(self._streams)
 
@@ -268,8 +334,8 @@ class Driver:
     def address(self, function: str) -> int:
         return ctypes.cast(_functions[function], ctypes.c_void_p).value or 0
 
-    def failed(self, function: str, result: int) -> nccl.CallError:
-        return nccl.CallError(function, result, f"status {result}")
+    def failed(self, function: str, result: int, where: str) -> nccl.CallError:
+        return nccl.CallError(function, result, f"status {result}", where)
 
 
 class _RecordedDriver:

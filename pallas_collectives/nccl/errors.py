@@ -23,8 +23,10 @@ class CallError(NcclError):
       result: its numeric result.
     """
 
-    def __init__(self, call: str, result: int, text: str):
-        super().__init__(f"{call} returned {result}: {text}")
+    def __init__(self, call: str, result: int, text: str, where: str = "", remedy: str = ""):
+        """where: what it was called on. remedy: what to do about it, as sentences."""
+        place = f", on {where}" if where else ""
+        super().__init__(f"{call} returned {result}: {text}{place}" + (remedy and f". {remedy}"))
         self.call = call
         self.result = result
 
