@@ -45,7 +45,7 @@ from pallas_collectives.nccl import connection, cuda, ffi  # noqa: E402
 P = jax.sharding.PartitionSpec
 N = jax.device_count()
 RUNS = 5
-ROWS, COLUMNS = 2 * N, 8 * N
+ROWS, COLUMNS = 8 * N, 8 * N
 NCCL = {"backend": "nccl"}
 
 
@@ -129,7 +129,7 @@ def program(m, mesh, **how):
         return jax.lax.scan(step, x, jnp.arange(4.0))[0]
 
     def in_sizes(x):
-        """The same operation, of 512 bytes to 32 MiB: NCCL picks algorithms and protocols by it."""
+        """1 KiB to 64 MiB (two devices): NCCL picks algorithms and protocols by the size."""
         total = x
         for i in range(9):
             big = jnp.tile(x, (4**i, 1))

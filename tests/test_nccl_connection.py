@@ -1,0 +1,178 @@
+"""New communicators are connected for all that may be asked of them; over a wire of host memory."""
+
+import functools
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+import nccl_host
+import pallas_collectives as pc
+from pallas_collectives import nccl
+from pallas_collectives.nccl import connection, group
+from pallas_collectives.nccl.communicator import Messages, exchange
+
+N = 4
+RING = [(i, (i + 1) % N) for i in range(N)]
+ONES = np.ones((N, N, 3), np.float32)
+OPS = {
+    "all_gather": lambda x, **how: pc.all_gather(x, "x", **how).mean(0),
+    "psum": lambda x, **how: pc.psum(x, "x", **how) / N,
+    "psum_scatter": lambda x, **how: pc.psum_scatter(x, "x", **how) / N,
+    "all_to_all": lambda x, **how: pc.all_to_all(x, "x", 0, 0, **how),
+    "ppermute": lambda x, **how: pc.ppermute(x, "x", RING, **how),
+}
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    nccl_host.serve(monkeypatch)
+    return group._options["runtime"].library.bindings
+
+
+def one_process(n=N, **options):
+    (runtime,) = nccl_host.runtimes()
+    devices = [nccl_host.Device(i, 0, i) for i in range(n)]
+    return group.create(devices, runtime=runtime, **options)
+
+
+def test_a_group_comes_connected_for_every_function():
+    made = one_process(watchdog=20)
+    wire = made.runtime.library.bindings
+    everything = {"all_gather", "all_reduce", "reduce_scatter", "broadcast", "allto_all"}
+    for communicator in made.communicators.values():
+        assert wire.connected[communicator.handle] == everything
+        assert communicator.board.read().begun == 0, "the watchdog counts the user's calls alone"
+    assert set(wire.calls) == {"all_to_all"}, "the others are planned, not made"
+    made.close()
+
+
+def test_a_rank_alone_has_nobody_to_connect_to():
+    made = one_process(1)
+    assert not made.runtime.library.bindings.connected
+    made.close()
+
+
+def test_every_size_is_asked_for_in_small_steps():
+    class Noted:
+        rank, size = 0, N
+
+        def __getattr__(self, name):
+            def call(send, recv, count, dtype, *rest):
+                width = np.dtype(dtype).itemsize * (1 if name in ("all_reduce", "broadcast") else N)
+                asked.append((name, dtype, count * width))
+
+            return call
+
+    asked = []
+    for call in connection._collectives(Noted(), 0, 0):
+        call()
+    kinds = {(name, dtype) for name, dtype, _ in asked}
+    assert kinds == {
+        ("broadcast", "int8"), ("all_gather", "int8"), ("all_reduce", "int8"),
+        ("all_reduce", "bfloat16"), ("reduce_scatter", "int8"), ("reduce_scatter", "bfloat16"),
+    }  # fmt: skip
+    for kind in kinds - {("broadcast", "int8")}:
+        sizes = sorted({size for *k, size in asked if tuple(k) == kind})
+        assert sizes[0] <= 2 * N and sizes[-1] > 2**37
+        for a, b in itertools.pairwise(s for s in sizes if s >= 8 * N):
+            assert b <= 1.5 * a
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_first_call_may_be_captured(wire, op):
+    program = harness.per_device(functools.partial(OPS[op], backend="nccl"), harness.mesh(N))
+    compiled = program.lower(ONES).compile()
+    wire.capturing = True
+    want = harness.per_device(functools.partial(OPS[op], backend="xla"), harness.mesh(N))(ONES)
+    np.testing.assert_allclose(compiled(ONES), want)
+
+
+def test_exchanges_between_any_two_ranks_may_be_captured():
+    made = one_process()
+    made.runtime.library.bindings.capturing = True
+    x, y = np.arange(N * N, dtype=np.int32).reshape(N, N), np.zeros((N, N), np.int32)
+    exchange(
+        [
+            Messages(
+                c,
+                [(x[r, p:].ctypes.data, 1, p) for p in range(N) if p != r],
+                [(y[r, p:].ctypes.data, 1, p) for p in range(N) if p != r],
+                0,
+            )
+            for r, c in made.communicators.items()
+        ],
+        "int32",
+        "everyone to everyone",
+    )
+    np.testing.assert_array_equal(y, np.where(np.eye(N, dtype=bool), 0, x.T))
+    made.close()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_unconnected_it_fails_says_why_and_a_group_made_anew_does_it(wire, op, monkeypatch):
+    program = harness.per_device(functools.partial(OPS[op], backend="nccl"), harness.mesh(N))
+    with monkeypatch.context() as without:
+        without.setattr(connection, "connect", lambda communicator: None)
+        compiled = program.lower(ONES).compile()
+    wire.capturing = True
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        jax.block_until_ready(compiled(ONES))
+    for part in (
+        "CallError: nccl", "returned 3: internal error; NCCL's latest warning: failed to peer",
+        f"of {N} of group 'collectives' of devices [0, 1, 2, 3]", "NCCL_RUNTIME_CONNECT=0",
+        "xla_gpu_enable_command_buffer", "jax.clear_caches()",
+    ):  # fmt: skip
+        assert part in str(error.value)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an earlier call failed: nccl"):
+        jax.block_until_ready(compiled(ONES))
+    (broken,) = group._groups.values()
+    with pytest.raises(nccl.CommunicatorError, match="an earlier call failed: nccl"):
+        broken.check()
+    wire.capturing = False
+    jax.clear_caches()
+    jax.block_until_ready(program(jnp.asarray(ONES)))
+    assert list(group._groups.values()) != [broken]
+
+
+def test_a_rank_that_fails_to_connect_ends_creation_for_all_at_once(monkeypatch):
+    def fail(communicator):
+        if communicator.rank == 2:
+            raise nccl.CallError("ncclGroupSimulateEnd", 2, "a cable was pulled")
+        while not communicator.unusable:  # as NCCL, which waits for the peer until it is aborted
+            time.sleep(0.01)
+
+    monkeypatch.setattr(connection, "connect", fail)
+    (runtime,) = nccl_host.runtimes()
+    devices = [nccl_host.Device(i, 0, i) for i in range(N)]
+    begin = time.monotonic()
+    with pytest.raises(nccl.CallError, match="a cable was pulled"):
+        group.create(devices, runtime=runtime, timeout=60)
+    assert time.monotonic() - begin < 5
+    assert len(runtime.library.bindings.aborted) >= 1
+
+
+def test_one_that_takes_too_long_to_connect_is_given_up_and_aborted(monkeypatch):
+    monkeypatch.setattr(connection, "connect", lambda communicator: time.sleep(2))
+    (runtime,) = nccl_host.runtimes()
+    devices = [nccl_host.Device(i, 0, i) for i in range(N)]
+    with pytest.raises(nccl.RendezvousError, match=r"NCCL did not connect them within 0\.5 s"):
+        group.create(devices, runtime=runtime, timeout=0.5)
+    assert len(runtime.library.bindings.aborted) == N
+
+
+def test_a_plan_that_fails_leaves_no_group_open():
+    made = one_process()
+    communicator = made.communicators[0]
+
+    def refuse():
+        raise nccl_host.WireError(5)
+
+    with pytest.raises(nccl_host.WireError):
+        communicator.plan(refuse)
+    assert not made.runtime.library.bindings._grouped
+    made.close()
