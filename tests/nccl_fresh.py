@@ -7,8 +7,8 @@ the situation is "after lax". Where UNCONNECTED is in the environment, communica
 NCCL makes them; once the program has failed it is run again, as it should be.
 
 XLA (jaxlib 0.11.2) runs most programs once without a graph. It captures on the first run where the
-operands of all calls are slices of larger arrays, such as w[i] of a stack of layers' weights: so
-they are here.
+operands of all calls are slices of larger arrays, such as w[i] of a stack of layers' weights, which
+its rewriter of dynamic slices makes part of the calls: so they are here.
 
 Prints {"calls": out of the program, of each run; "python": those that Python answered; "captured":
 whether the stream was being captured, for each of these; "worst": the largest difference from lax,
@@ -45,7 +45,7 @@ from pallas_collectives.nccl import connection, cuda, ffi  # noqa: E402
 P = jax.sharding.PartitionSpec
 N = jax.device_count()
 RUNS = 5
-ROWS, COLUMNS = 8 * N, 8 * N
+ROWS, COLUMNS = 2 * N, 8 * N
 NCCL = {"backend": "nccl"}
 
 
@@ -129,7 +129,7 @@ def program(m, mesh, **how):
         return jax.lax.scan(step, x, jnp.arange(4.0))[0]
 
     def in_sizes(x):
-        """1 KiB to 64 MiB (two devices): NCCL picks algorithms and protocols by the size."""
+        """256 bytes to 16 MiB (two devices): NCCL picks algorithms and protocols by the size."""
         total = x
         for i in range(9):
             big = jnp.tile(x, (4**i, 1))

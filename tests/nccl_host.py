@@ -301,12 +301,18 @@ class Driver:
 
     def __init__(self) -> None:
         self._streams = itertools.count(1)
+        self.outside: set[int] = set()  # threads that no capture can disturb
 
     def device(self, ordinal: int) -> Any:
         return contextlib.nullcontext()
 
+    @contextlib.contextmanager
     def outside_captures(self) -> Any:
-        return contextlib.nullcontext()
+        self.outside.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self.outside.remove(threading.get_ident())
 
     @contextlib.contextmanager
     def workspace(self, ordinal: int, size: int) -> Any:

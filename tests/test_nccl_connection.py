@@ -1,7 +1,9 @@
 """New communicators are connected for all that may be asked of them; over a wire of host memory."""
 
+import collections
 import functools
 import itertools
+import threading
 import time
 
 import jax
@@ -13,7 +15,7 @@ import harness
 import nccl_host
 import pallas_collectives as pc
 from pallas_collectives import nccl
-from pallas_collectives.nccl import connection, group
+from pallas_collectives.nccl import connection, cuda, group
 from pallas_collectives.nccl.communicator import Messages, exchange
 
 N = 4
@@ -70,17 +72,19 @@ def test_every_size_is_asked_for_in_small_steps():
 
     asked = []
     for call in connection._collectives(Noted(), 0, 0):
-        call()
-    kinds = {(name, dtype) for name, dtype, _ in asked}
-    assert kinds == {
+        for size in connection._SIZES:
+            call(size)
+    sizes = collections.defaultdict(list)
+    for name, dtype, size in asked:
+        sizes[name, dtype].append(size)
+    assert set(sizes) == {
         ("broadcast", "int8"), ("all_gather", "int8"), ("all_reduce", "int8"),
         ("all_reduce", "bfloat16"), ("reduce_scatter", "int8"), ("reduce_scatter", "bfloat16"),
     }  # fmt: skip
-    for kind in kinds - {("broadcast", "int8")}:
-        sizes = sorted({size for *k, size in asked if tuple(k) == kind})
-        assert sizes[0] <= 2 * N and sizes[-1] > 2**37
-        for a, b in itertools.pairwise(s for s in sizes if s >= 8 * N):
-            assert b <= 1.5 * a
+    for of_a_kind in sizes.values():
+        assert of_a_kind[0] <= 2 * N and of_a_kind[-1] > 2**37
+        for a, b in itertools.pairwise(s for s in of_a_kind if s >= 8 * N):
+            assert a <= b <= 1.5 * a
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -163,6 +167,62 @@ def test_one_that_takes_too_long_to_connect_is_given_up_and_aborted(monkeypatch)
     with pytest.raises(nccl.RendezvousError, match=r"NCCL did not connect them within 0\.5 s"):
         group.create(devices, runtime=runtime, timeout=0.5)
     assert len(runtime.library.bindings.aborted) == N
+
+
+def test_what_creating_does_on_gpus_it_does_in_new_threads_that_captures_leave_alone(monkeypatch):
+    where = []
+
+    def noted(function):
+        def note(*args, **kwargs):
+            free = threading.get_ident() in made_on.driver.outside
+            where.append((function.__name__, free, threading.get_ident() != here))
+            return function(*args, **kwargs)
+
+        return note
+
+    (made_on,), here = nccl_host.runtimes(), threading.get_ident()
+    for name in ("init_rank", "board"):
+        monkeypatch.setattr(nccl_host.Runtime, name, noted(getattr(nccl_host.Runtime, name)))
+    monkeypatch.setattr(connection, "connect", noted(connection.connect))
+    devices = [nccl_host.Device(i, 0, i) for i in range(N)]
+    with group.create(devices, runtime=made_on, watchdog=20):
+        assert collections.Counter(where) == {
+            (name, True, True): N for name in ("init_rank", "connect", "board")
+        }
+
+
+def test_a_thread_is_outside_captures_for_as_long_as_it_asks():
+    modes, driver = [], cuda.Driver.__new__(cuda.Driver)  # there is none here
+
+    def call(name, mode):
+        assert name == "cuThreadExchangeStreamCaptureMode"
+        modes.append(mode._obj.value)
+        mode._obj.value = 0  # the mode before: CUDA's global one
+
+    driver._call = call
+    with pytest.raises(ZeroDivisionError), driver.outside_captures():
+        assert modes == [2]
+        1 / 0  # noqa: B018
+    assert modes == [2, 0]
+
+
+def test_what_the_environment_leaves_no_algorithm_for_is_left_to_its_caller(monkeypatch, wire):
+    """NCCL_ALGO=tree, say, serves all_reduce alone."""
+    end = wire.group_simulate_end
+
+    def end_of_trees():
+        me = threading.get_ident()
+        if {name for _, name in wire._planned[me]} != {"all_reduce"}:
+            wire._planned[me].clear()
+            end()
+            raise nccl_host.WireError(5)
+        end()
+
+    monkeypatch.setattr(wire, "group_simulate_end", end_of_trees)
+    devices = [nccl_host.Device(i, 0, i) for i in range(N)]
+    with group.create(devices, runtime=group._options["runtime"]) as made:
+        for communicator in made.communicators.values():
+            assert wire.connected[communicator.handle] == {"all_reduce", "allto_all"}
 
 
 def test_a_plan_that_fails_leaves_no_group_open():

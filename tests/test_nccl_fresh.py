@@ -40,7 +40,11 @@ CASES = [
     if (op, situation) not in LEFT_OUT
 ]
 
-UNCONNECTED_CASES = [c for c in CASES if c[0] != "ragged_all_to_all" and c[2] == "one process"]
+# XLA runs the gradient of psum_scatter once without a graph, as the counts of calls tell.
+NOT_CAPTURED_AT_FIRST = {("psum_scatter", "gradient"), *((OPS[-1], s) for s in SITUATIONS)}
+UNCONNECTED_CASES = [
+    c for c in CASES if c[:2] not in NOT_CAPTURED_AT_FIRST and c[2] == "one process"
+]
 
 
 def reports(op, situation, layout, **environment):

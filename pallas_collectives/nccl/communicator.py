@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_collectives.nccl import dtypes, progress
 from pallas_collectives.nccl.errors import CallError, CommunicatorError, NcclError, raise_for
-from pallas_collectives.nccl.library import HARMLESS, Library
+from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.progress import Board
 from pallas_collectives.nccl.tape import Recorder
 
@@ -195,8 +195,7 @@ class Communicator:
 
     def _noted(self, error: Exception) -> Exception:
         """`error`; later calls raise too where NCCL may be half done: it would not know."""
-        nccls = isinstance(error, CallError) and error.call.startswith("nccl")
-        if nccls and error.result not in HARMLESS:
+        if isinstance(error, CallError) and error.leaves_nccl_half_done:
             self.disable(CommunicatorError(f"an earlier call failed: {error}"))
         return error
 

@@ -15,17 +15,18 @@ collective, which connects its algorithm, and puts nothing on a stream: it needs
 sizes can be asked for. The pairs are connected by an all-to-all of one byte. It runs, so everything
 that NCCL has copied to the GPUs meanwhile is there when it ends, and the communicator has worked.
 
-What it takes on two H200 with NVLink (NCCL 2.28.9; 24 channels for collectives, 32 for messages):
-0.06 s in one process, 0.3 s with a process each, beside 0.4 s for making the communicator. Memory
-on each GPU: 290 MiB for the algorithms, and for messages 250 MiB and 12 MiB a channel and peer. That
-is what NCCL takes anyway once it is used for them. n GPUs on NVLink so hold n - 1 times 380 MiB:
-NCCL_MAX_P2P_NCHANNELS=4 makes that 50, at the cost of the bandwidth of messages.
+What it takes on H200s with NVLink (NCCL 2.28.9; 24 channels for collectives, 32 for messages):
+0.06 s for two in one process, 0.25 s for four, 0.3 s for two with a process each, beside 0.4, 0.9
+and 0.4 s for making the communicator. Memory of each GPU, of two as of four: 290 MiB for the
+algorithms, and for messages 250 MiB and 12 MiB a channel and peer. NCCL would take it at first use.
+So n GPUs on NVLink hold n - 1 times 380 MiB each for messages; NCCL_MAX_P2P_NCHANNELS=4 makes that
+50 for each peer, at the cost of the bandwidth of messages.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from pallas_collectives.nccl.communicator import Communicator
+from pallas_collectives.nccl.errors import CallError
 
 _LARGEST = 2**38  # bytes: more than a GPU's memory
 _STEPS = 4  # sizes in every doubling
@@ -41,21 +42,36 @@ def connect(communicator: Communicator) -> None:
     if n == 1:  # NCCL copies
         return
     with communicator.driver.workspace(communicator.ordinal, 2 * n) as (address, stream):
-        for call in _collectives(communicator, address, stream):
-            communicator.plan(call)
+        for collective in _collectives(communicator, address, stream):
+            _plan(communicator, collective)
         communicator.all_to_all(address, address + n, 1, "int8", stream)
 
 
-def _collectives(c: Communicator, at: int, stream: int) -> Iterator[Callable[[], None]]:
-    """A call for each choice that NCCL makes: by function, size, and who can add the type.
-
-    NVLink switches and networks add bfloat16 but not int8.
-    """
-    call = functools.partial
-    yield call(c.broadcast, at, at, 1, "int8", 0, stream)
+def _plan(communicator: Communicator, collective: Callable[[int], None]) -> None:
+    """Plans one collective of every size."""
     for size in _SIZES:
-        block = max(1, size // c.size)
-        yield call(c.all_gather, at, at, block, "int8", stream)
-        for dtype in ("int8", "bfloat16"):
-            yield call(c.all_reduce, at, at, size, dtype, "sum", stream)
-            yield call(c.reduce_scatter, at, at, block, dtype, "sum", stream)
+        try:
+            communicator.plan(lambda size=size: collective(size))  # type: ignore[misc]
+        except CallError as error:
+            if error.leaves_nccl_half_done:
+                raise
+            return  # NCCL_ALGO or NCCL_PROTO leaves nothing for it: whoever calls it will be told
+
+
+def _collectives(c: Communicator, at: int, stream: int) -> list[Callable[[int], None]]:
+    """Calls of a number of bytes, by all that NCCL looks at besides: function, and who can add.
+
+    NVLink switches and networks add bfloat16 but not int8. Reductions to one rank go as broadcasts.
+    """
+
+    def block(size: int) -> int:
+        return max(1, size // c.size)
+
+    return [
+        lambda size: c.broadcast(at, at, size, "int8", 0, stream),
+        lambda size: c.all_gather(at, at, block(size), "int8", stream),
+        lambda size: c.all_reduce(at, at, size, "int8", "sum", stream),
+        lambda size: c.all_reduce(at, at, size, "bfloat16", "sum", stream),
+        lambda size: c.reduce_scatter(at, at, block(size), "int8", "sum", stream),
+        lambda size: c.reduce_scatter(at, at, block(size), "bfloat16", "sum", stream),
+    ]

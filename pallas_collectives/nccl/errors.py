@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+HARMLESS = (4, 5)  # NCCL's invalid argument and invalid usage: it has done nothing
+
 
 class NcclError(RuntimeError):
     """Base of all errors of this package."""
@@ -29,6 +31,11 @@ class CallError(NcclError):
         super().__init__(f"{call} returned {result}: {text}{place}" + (remedy and f". {remedy}"))
         self.call = call
         self.result = result
+
+    @property
+    def leaves_nccl_half_done(self) -> bool:
+        """Whether NCCL failed on the way, and not for the caller's arguments."""
+        return self.call.startswith("nccl") and self.result not in HARMLESS
 
 
 class CommunicatorError(NcclError):

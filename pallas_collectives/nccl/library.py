@@ -27,11 +27,10 @@ import subprocess
 import sys
 from typing import Any
 
-from pallas_collectives.nccl.errors import CallError, LibraryError, raise_for
+from pallas_collectives.nccl.errors import HARMLESS, CallError, LibraryError, raise_for
 
 ENVIRONMENT = "PALLAS_COLLECTIVES_NCCL_SO"
 OLDEST = 22800  # the first with ncclAlltoAll
-HARMLESS = (4, 5)  # invalid argument, invalid usage: a communicator is as before
 
 # Runs in the other process: prints the version, or ends with what is wrong.
 _PROBE = """
