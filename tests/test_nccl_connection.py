@@ -13,6 +13,7 @@ import pytest
 
 import harness
 import nccl_host
+import nccl_wire
 import pallas_collectives as pc
 from pallas_collectives import nccl
 from pallas_collectives.nccl import connection, cuda, group
@@ -135,8 +136,9 @@ def test_unconnected_it_fails_says_why_and_a_group_made_anew_does_it(wire, op, m
     with pytest.raises(jax.errors.JaxRuntimeError, match="an earlier call failed: nccl"):
         jax.block_until_ready(compiled(ONES))
     (broken,) = group._groups.values()
-    with pytest.raises(nccl.CommunicatorError, match="an earlier call failed: nccl"):
-        broken.check()
+    with pytest.raises(nccl.CommunicatorError, match="an earlier call failed: nccl"), broken:
+        pass
+    assert len(wire.aborted) == N, "what cannot go on is not waited for"
     wire.capturing = False
     jax.clear_caches()
     jax.block_until_ready(program(jnp.asarray(ONES)))
@@ -215,7 +217,7 @@ def test_what_the_environment_leaves_no_algorithm_for_is_left_to_its_caller(monk
         if {name for _, name in wire._planned[me]} != {"all_reduce"}:
             wire._planned[me].clear()
             end()
-            raise nccl_host.WireError(5)
+            raise nccl_wire.WireError(5)
         end()
 
     monkeypatch.setattr(wire, "group_simulate_end", end_of_trees)
@@ -230,9 +232,9 @@ def test_a_plan_that_fails_leaves_no_group_open():
     communicator = made.communicators[0]
 
     def refuse():
-        raise nccl_host.WireError(5)
+        raise nccl_wire.WireError(5)
 
-    with pytest.raises(nccl_host.WireError):
+    with pytest.raises(nccl_wire.WireError):
         communicator.plan(refuse)
     assert not made.runtime.library.bindings._grouped
     made.close()

@@ -23,6 +23,7 @@ So n GPUs on NVLink hold n - 1 times 380 MiB each for messages; NCCL_MAX_P2P_NCH
 50 for each peer, at the cost of the bandwidth of messages.
 """
 
+import functools
 from collections.abc import Callable
 
 from pallas_collectives.nccl.communicator import Communicator
@@ -51,7 +52,7 @@ def _plan(communicator: Communicator, collective: Callable[[int], None]) -> None
     """Plans one collective of every size."""
     for size in _SIZES:
         try:
-            communicator.plan(lambda size=size: collective(size))  # type: ignore[misc]
+            communicator.plan(functools.partial(collective, size))
         except CallError as error:
             if error.leaves_nccl_half_done:
                 raise

@@ -59,11 +59,14 @@ class Group:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            self.check()
+        if error is None and self.usable:
             self.close()
-        else:  # closing waits for work that may never end
-            self.abort()
+            return
+        try:
+            if error is None:
+                self.check()
+        finally:
+            self.abort()  # closing waits for work that may never end
 
     def rank(self, device: jax.Device) -> int:
         """The rank of `device`; ValueError if it is not of this group."""
@@ -177,7 +180,7 @@ def create(
     same devices are independent. timeout: seconds for everyone to come. watchdog: seconds that a
     call may take before the group fails, or None for no watchdog.
     The group comes connected (`connection`), so its first call may be captured in a CUDA graph. It
-    may be created while another thread captures: what it does on the GPUs is done in new threads.
+    may be created while a stream is captured, on this thread or another: new threads do the work.
     Raises ValueError for devices that cannot form a group here, RendezvousError, which names who
     is missing, after `timeout`, and CallError where NCCL fails.
     """
