@@ -1,205 +1,22 @@
 """Stands for the wire, the driver and the device in tests of the NCCL plumbing without a GPU.
 
-`Wire` has the functions of NVIDIA's bindings and moves host memory between threads: addresses are
-host addresses, streams mean nothing, and every call has ended when it returns.
+NVIDIA's bindings are those of `nccl_wire`, which move host memory between threads.
 """
 
-import collections
 import contextlib
 import ctypes
 import dataclasses
 import itertools
-import queue
 import threading
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 
+from nccl_wire import SECONDS, SUCCESS, Wire, WireError
 from pallas_collectives import backends, nccl
 from pallas_collectives.nccl import group, progress, runtime
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.store import LocalStore
-
-SECONDS = 20.0
-_NUMBERS = {
-    0: np.int8, 1: np.uint8, 2: np.int32, 3: np.uint32, 4: np.int64, 5: np.uint64, 6: np.float16,
-    7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16, 10: ml_dtypes.float8_e4m3fn,
-    11: ml_dtypes.float8_e5m2,
-}  # fmt: skip
-_REDUCE = {
-    0: lambda x: x.sum(0), 1: lambda x: x.prod(0), 2: lambda x: x.max(0), 3: lambda x: x.min(0),
-    4: lambda x: x.mean(0),
-}  # fmt: skip
-_SUCCESS, _INVALID_USAGE, _REMOTE_ERROR = 0, 5, 6
-
-
-class WireError(Exception):
-    """As nccl4py's: carries the status."""
-
-    def __init__(self, status: int):
-        super().__init__(f"status {status}")
-        self.status = status
-
-
-def memory(address: int, count: int, dtype: Any) -> np.ndarray:
-    """Host memory as an array."""
-    size = count * np.dtype(dtype).itemsize
-    return (
-        np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
-        if size
-        else np.empty(0, dtype)
-    )
-
-
-@dataclasses.dataclass
-class _Clique:
-    size: int
-    joined: threading.Barrier
-    changed: threading.Condition
-    rounds: dict[int, int]
-    contributions: dict[tuple[int, int], np.ndarray]
-    mail: dict[tuple[int, int], queue.Queue]
-
-
-class _UniqueId:
-    def __init__(self, number: int):
-        self._text = ctypes.create_string_buffer(str(number).encode(), 128)
-        self.ptr = ctypes.addressof(self._text)
-
-
-class Wire:
-    """NVIDIA's bindings, as far as the package calls them."""
-
-    def __init__(self) -> None:
-        self._ids = itertools.count(1)
-        self._handles = itertools.count(1)
-        self._cliques: dict[bytes, _Clique] = {}
-        self._comms: dict[int, tuple[_Clique, int]] = {}
-        self._lock = threading.Lock()
-        # By thread: threading.local would forget between two calls from outside Python.
-        self._grouped: dict[int, list[tuple]] = {}
-        self.aborted: list[int] = []
-        self.destroyed: list[int] = []
-        self.async_status: dict[int, int] = {}
-        self.calls: collections.Counter[str] = collections.Counter()
-
-    def get_unique_id(self) -> _UniqueId:
-        return _UniqueId(next(self._ids))
-
-    def comm_init_rank_scalable(self, size: int, rank: int, n: int, ids: int, config: int) -> int:
-        name = ctypes.string_at(ids, 128)
-        with self._lock:
-            clique = self._cliques.setdefault(
-                name,
-                _Clique(
-                    size,
-                    threading.Barrier(size),
-                    threading.Condition(),
-                    {},
-                    {},
-                    collections.defaultdict(queue.Queue),
-                ),
-            )
-            handle = next(self._handles)
-            self._comms[handle] = clique, rank
-        clique.joined.wait(SECONDS)
-        return handle
-
-    def comm_destroy(self, comm: int) -> None:
-        self.destroyed.append(comm)
-
-    def comm_abort(self, comm: int) -> None:
-        self.aborted.append(comm)
-        clique, _ = self._comms[comm]
-        with clique.changed:
-            clique.changed.notify_all()
-
-    def comm_get_async_error(self, comm: int) -> int:
-        return self.async_status.get(comm, _SUCCESS)
-
-    def get_error_string(self, status: int) -> str:
-        return {_INVALID_USAGE: "invalid usage", _REMOTE_ERROR: "remote process exited"}[status]
-
-    def get_last_error(self, comm: int) -> str:
-        return ""
-
-    def _gathered(self, comm: int, array: np.ndarray, name: str) -> np.ndarray:
-        """Every rank's array, stacked, once all ranks are in the call."""
-        self.calls[name] += 1
-        clique, rank = self._comms[comm]
-        with clique.changed:
-            number = clique.rounds[rank] = clique.rounds.get(rank, -1) + 1
-            clique.contributions[number, rank] = array.copy()
-            clique.changed.notify_all()
-            there = [(number, r) for r in range(clique.size)]
-            arrived = clique.changed.wait_for(
-                lambda: comm in self.aborted or all(k in clique.contributions for k in there),
-                SECONDS,
-            )
-            if not arrived or comm in self.aborted:
-                raise WireError(_INVALID_USAGE)
-            parts = [clique.contributions[k] for k in there]
-        try:
-            return np.stack(parts)
-        except ValueError:  # other counts; NCCL may hang or not: here it fails
-            raise WireError(_INVALID_USAGE) from None
-
-    def all_gather(self, send, recv, count, code, comm, stream):  # type: ignore[no-untyped-def]
-        parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "all_gather")
-        memory(recv, parts.size, _NUMBERS[code])[:] = parts.reshape(-1)
-
-    def all_reduce(self, send, recv, count, code, op, comm, stream):  # type: ignore[no-untyped-def]
-        parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "all_reduce")
-        memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)
-
-    def reduce_scatter(self, send, recv, count, code, op, comm, stream):  # type: ignore[no-untyped-def]
-        clique, rank = self._comms[comm]
-        mine = memory(send, count * clique.size, _NUMBERS[code])
-        parts = self._gathered(comm, mine, "reduce_scatter")
-        memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)[rank * count :][:count]
-
-    def allto_all(self, send, recv, count, code, comm, stream):  # type: ignore[no-untyped-def]
-        clique, rank = self._comms[comm]
-        mine = memory(send, count * clique.size, _NUMBERS[code])
-        parts = self._gathered(comm, mine, "all_to_all").reshape(clique.size, clique.size, count)
-        memory(recv, count * clique.size, _NUMBERS[code])[:] = parts[:, rank].reshape(-1)
-
-    def broadcast(self, send, recv, count, code, root, comm, stream):  # type: ignore[no-untyped-def]
-        _, rank = self._comms[comm]
-        source = send if rank == root else recv
-        parts = self._gathered(comm, memory(source, count, _NUMBERS[code]), "broadcast")
-        memory(recv, count, _NUMBERS[code])[:] = parts[root]
-
-    def reduce(self, send, recv, count, code, op, root, comm, stream):  # type: ignore[no-untyped-def]
-        _, rank = self._comms[comm]
-        parts = self._gathered(comm, memory(send, count, _NUMBERS[code]), "reduce")
-        if rank == root:
-            memory(recv, count, _NUMBERS[code])[:] = _REDUCE[op](parts)
-
-    def group_start(self) -> None:
-        self._grouped[threading.get_ident()] = []
-
-    def send(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
-        self.calls["send"] += 1
-        clique, rank = self._comms[comm]
-        clique.mail[rank, peer].put(memory(address, count, _NUMBERS[code]).copy())
-
-    def recv(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
-        self.calls["recv"] += 1
-        self._grouped[threading.get_ident()].append((address, count, code, peer, comm))
-
-    def group_end(self) -> None:
-        for address, count, code, peer, comm in self._grouped.pop(threading.get_ident()):
-            clique, rank = self._comms[comm]
-            try:
-                memory(address, count, _NUMBERS[code])[:] = clique.mail[peer, rank].get(
-                    timeout=SECONDS
-                )
-            except queue.Empty:
-                raise WireError(_INVALID_USAGE) from None
-
 
 _WORD = ctypes.c_int64
 _functions: dict[str, Any] = {}
@@ -213,7 +30,7 @@ def _function(name: str, method: Any, count: int) -> int:
             method(*words)
         except WireError as error:
             return error.status
-        return _SUCCESS
+        return SUCCESS
 
     if name not in _functions:
         _functions[name] = ctypes.CFUNCTYPE(ctypes.c_int, *[_WORD] * count)(call)
@@ -243,9 +60,23 @@ class Driver:
 
     def __init__(self) -> None:
         self._streams = itertools.count(1)
+        self.outside: set[int] = set()  # threads that no capture can disturb
 
     def device(self, ordinal: int) -> Any:
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def outside_captures(self) -> Any:
+        self.outside.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self.outside.remove(threading.get_ident())
+
+    @contextlib.contextmanager
+    def workspace(self, ordinal: int, size: int) -> Any:
+        memory = ctypes.create_string_buffer(size)
+        yield ctypes.addressof(memory), self.new_stream(ordinal)
 
     def new_stream(self, ordinal: int) -> int:
         return next(self._streams)
@@ -268,8 +99,8 @@ class Driver:
     def address(self, function: str) -> int:
         return ctypes.cast(_functions[function], ctypes.c_void_p).value or 0
 
-    def failed(self, function: str, result: int) -> nccl.CallError:
-        return nccl.CallError(function, result, f"status {result}")
+    def failed(self, function: str, result: int, where: str) -> nccl.CallError:
+        return nccl.CallError(function, result, f"status {result}", where)
 
 
 class _RecordedDriver:

@@ -344,7 +344,7 @@ def test_a_raising_callback_fails_its_program_and_is_missed_by_the_others(lines,
     reports = everyone(lines, "raising_callback", devices)
     late = len(devices) - 1
     assert "ValueError: a bug of the user's" in reports.pop(late)["error"]
-    for report in reports.values():  # by way of XLA: NCCL was still connecting when it was aborted
+    for report in reports.values():
         assert "PeerError: group 'raising'" in report["error"], report
         assert f"ranks [{late}] have not come to it" in report["error"], report
 

@@ -16,6 +16,7 @@ import pytest
 
 import harness
 import nccl_host
+import nccl_wire
 import pallas_collectives as pc
 from pallas_collectives import nccl
 from pallas_collectives.nccl import cuda, ffi, group, library, progress, tape
@@ -129,7 +130,7 @@ def test_a_function_that_fails_is_named_with_its_text_after_cleaning_up(wire, mo
         ended.append(wire._grouped.pop(threading.get_ident()))
 
     def send(*args):
-        raise nccl_host.WireError(5)
+        raise nccl_wire.WireError(5)
 
     monkeypatch.setattr(wire, "send", send)
     monkeypatch.setattr(wire, "group_end", group_end)
@@ -307,7 +308,7 @@ def test_a_failure_that_is_not_nccls_is_not_its_own_cause():
     def broken():
         raise TypeError("not NCCL's")
 
-    lib = library.Library(nccl_host.Wire(), "", "2.28.9")
+    lib = library.Library(nccl_wire.Wire(), "", "2.28.9")
     with pytest.raises(TypeError) as error:
         lib.call("broken", broken)
     assert error.value.__cause__ is None

@@ -149,7 +149,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent(misfit, r
     x = jax.device_put(np.ones(shape, np.float32), source)
     with pytest.raises(error, match=message):
         nccl.send_or_recv(*change(x, source, target), runtime=runtime)
-    assert not runtime.library.bindings.calls
+    assert not {"send", "recv"} & set(runtime.library.bindings.calls)
 
 
 def test_after_an_abort_the_handle_raises_and_the_next_transfer_works(runtime):

@@ -8,8 +8,8 @@ buffers have moved, but not in replays. Shorter programs are captured with
 `jax.jit(f, compiler_options={"xla_gpu_graph_min_graph_size": 1})`.
 
 Communicators are made while a program is lowered, in every process that lowers it, one for each
-set of devices: their timeout and watchdog are `nccl.configure`'s, and `nccl.check()` tells whether
-one has failed.
+set of devices, and come connected: XLA may capture a program's first run. Their timeout and
+watchdog are `nccl.configure`'s, and `nccl.check()` tells whether one has failed.
 
 NCCL moves and adds contiguous blocks, so gathering, scattering and exchanging along any but the
 first dimension costs a transpose, which XLA does.

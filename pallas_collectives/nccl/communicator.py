@@ -5,6 +5,7 @@ streams. Nothing here waits: a call puts its work on the stream and returns. Mov
 of whole bytes; reducing what `dtypes.reduced` lists.
 """
 
+import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -61,8 +62,8 @@ class Communicator:
         self._reason: CommunicatorError | None = None
         self.unusable = ctypes.c_int32(0)
 
-    def __repr__(self) -> str:
-        return f"<rank {self.rank} of {self.size} of {self._title}>"
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} of {self._title}"
 
     def all_gather(self, send: int, recv: int, count: int, dtype: Any, stream: int) -> None:
         """Every rank's `count` elements at `send`, in order of rank, to `recv` (size × count)."""
@@ -152,10 +153,28 @@ class Communicator:
             raise_for(error, self.failure(name, error))
         self.end(stream)
 
-    def begin(self, call: tuple[Any, ...], stream: int) -> None:
-        """Before every call: refuses, if this communicator is unusable, or tells the board."""
+    def plan(self, call: Callable[[], None]) -> None:
+        """Has NCCL plan the collective that `call` makes, and connect the peers that it would use.
+
+        Every rank of the group plans the same one; nothing is put on a stream.
+        """
+        self._nccl.group_start()
+        try:
+            call()
+        except BaseException:
+            with contextlib.suppress(Exception):  # it repeats the call's
+                self._nccl.group_simulate_end()
+            raise
+        self.library.call("ncclGroupSimulateEnd", str(self), self._nccl.group_simulate_end)
+
+    def check(self) -> None:
+        """Raises why this communicator is unusable, if it is."""
         if self._reason is not None:
             raise self._reason
+
+    def begin(self, call: tuple[Any, ...], stream: int) -> None:
+        """Before every call: refuses, if this communicator is unusable, or tells the board."""
+        self.check()
         if self.board is not None:
             self.board.enter(stream, _signature(call))
 
@@ -166,11 +185,19 @@ class Communicator:
 
     def failure(self, name: str, error: Exception) -> Exception:
         """What to raise for an error in an NCCL call; an abort's reason says more than its echo."""
-        return self._reason or self.library.error(name, error)
+        return self._reason or self._noted(self.library.error(name, error, str(self)))
 
     def failed(self, function: str, result: int) -> Exception:
         """What to raise for a result of a C function that is not 0, made without Python."""
-        return self._reason or self._owner(function).failed(function, result)
+        return self._reason or self._noted(
+            self._owner(function).failed(function, result, str(self))
+        )
+
+    def _noted(self, error: Exception) -> Exception:
+        """`error`; later calls raise too where NCCL may be half done: it would not know."""
+        if isinstance(error, CallError) and error.leaves_nccl_half_done:
+            self.disable(CommunicatorError(f"an earlier call failed: {error}"))
+        return error
 
     def address(self, function: str) -> int:
         """The address of a C function of NCCL's or the driver's."""
@@ -193,18 +220,19 @@ class Communicator:
 
     def async_error(self) -> NcclError | None:
         """What NCCL says went wrong since, if anything; does not wait."""
-        code = self._nccl.comm_get_async_error(self.handle)
+        get = self._nccl.comm_get_async_error
+        code = self.library.call("ncclCommGetAsyncError", str(self), get, self.handle)
         if code in (0, 7):  # success, in progress
             return None
-        return CallError("an earlier call", code, self._nccl.get_error_string(code))
+        return self.library.failed("an earlier call", code, str(self))
 
     def destroy(self) -> None:
         """Waits for this communicator's work and frees it; the group calls it."""
-        self.library.call("ncclCommDestroy", self._nccl.comm_destroy, self.handle)
+        self.library.call("ncclCommDestroy", str(self), self._nccl.comm_destroy, self.handle)
 
     def abort(self) -> None:
         """Ends its work, also work that waits for a peer, and frees it; the group calls it."""
-        self.library.call("ncclCommAbort", self._nccl.comm_abort, self.handle)
+        self.library.call("ncclCommAbort", str(self), self._nccl.comm_abort, self.handle)
 
 
 Part = tuple[int, int, int]

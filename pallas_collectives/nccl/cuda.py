@@ -17,6 +17,7 @@ from pallas_collectives.nccl.tape import Recorder
 _NOT_READY = 600
 _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
+_RELAXED = 2
 _HOST_PORTABLE_AND_MAPPED = 1 | 2
 
 
@@ -45,11 +46,11 @@ class Driver:
         if result:
             raise self.failed(name, result)
 
-    def failed(self, function: str, result: int) -> CallError:
-        """A result that is not success, with CUDA's words for it."""
+    def failed(self, function: str, result: int, where: str = "") -> CallError:
+        """A result that is not success, with CUDA's words for it; where: the communicator."""
         text = ctypes.c_char_p()
         self._lib.cuGetErrorString(result, ctypes.byref(text))
-        return CallError(function, result, (text.value or b"unknown error").decode())
+        return CallError(function, result, (text.value or b"unknown error").decode(), where)
 
     def address(self, function: str) -> int:
         """The address of the driver's C function of this name."""
@@ -75,6 +76,34 @@ class Driver:
             yield
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    @contextlib.contextmanager
+    def outside_captures(self) -> Iterator[None]:
+        """Lets this thread allocate, map and load even while a stream is captured.
+
+        CUDA refuses that on a thread that captures, or, after a capture that was begun in CUDA's
+        global mode, on every thread, and ends the capture. XLA's captures are of the thread alone.
+        """
+        mode = ctypes.c_int(_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    @contextlib.contextmanager
+    def workspace(self, ordinal: int, size: int) -> Iterator[tuple[int, int]]:
+        """(address, stream): `size` bytes on the GPU, and a stream whose work `with` waits for."""
+        address = ctypes.c_uint64()
+        stream = ctypes.c_void_p(self.new_stream(ordinal))
+        with self.device(ordinal):
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+            try:
+                yield address.value, stream.value or 0
+                self._call("cuStreamSynchronize", stream)
+            finally:
+                self._call("cuMemFree_v2", address)
+                self._call("cuStreamDestroy_v2", stream)
 
     def new_stream(self, ordinal: int) -> int:
         """A stream of its own, which does not wait for the default stream."""

@@ -2,6 +2,8 @@
 
 from typing import NoReturn
 
+HARMLESS = (4, 5)  # NCCL's invalid argument and invalid usage: it has done nothing
+
 
 class NcclError(RuntimeError):
     """Base of all errors of this package."""
@@ -23,10 +25,17 @@ class CallError(NcclError):
       result: its numeric result.
     """
 
-    def __init__(self, call: str, result: int, text: str):
-        super().__init__(f"{call} returned {result}: {text}")
+    def __init__(self, call: str, result: int, text: str, where: str = "", remedy: str = ""):
+        """where: what it was called on. remedy: what to do about it, as sentences."""
+        place = f", on {where}" if where else ""
+        super().__init__(f"{call} returned {result}: {text}{place}" + (remedy and f". {remedy}"))
         self.call = call
         self.result = result
+
+    @property
+    def leaves_nccl_half_done(self) -> bool:
+        """Whether NCCL failed on the way, and not for the caller's arguments."""
+        return self.call.startswith("nccl") and self.result not in HARMLESS
 
 
 class CommunicatorError(NcclError):

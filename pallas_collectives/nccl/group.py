@@ -11,14 +11,15 @@ interpreter exit: by then the peers may be gone, and destroying waits for them.
 import functools
 import hashlib
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
-from pallas_collectives.nccl import rendezvous
+from pallas_collectives.nccl import connection, rendezvous
 from pallas_collectives.nccl.communicator import Communicator
 from pallas_collectives.nccl.errors import CommunicatorError, NcclError, PeerError, RendezvousError
 from pallas_collectives.nccl.runtime import Runtime
@@ -26,7 +27,6 @@ from pallas_collectives.nccl.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 _ABORT_SECONDS = 10.0
-T = TypeVar("T")
 
 
 class Group:
@@ -43,12 +43,11 @@ class Group:
         runtime: Runtime,
         name: str,
         devices: tuple[jax.Device, ...],
-        communicators: Mapping[int, Communicator],
     ):
         self.runtime = runtime
         self.name = name
         self.devices = devices
-        self.communicators = dict(communicators)
+        self.communicators: dict[int, Communicator] = {}
         self._watchdog: Watchdog | None = None
         self.reason: CommunicatorError | None = None
         self._lock = threading.Lock()
@@ -60,11 +59,14 @@ class Group:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            self.check()
+        if error is None and self.usable:
             self.close()
-        else:  # closing waits for work that may never end
-            self.abort()
+            return
+        try:
+            if error is None:
+                self.check()
+        finally:
+            self.abort()  # closing waits for work that may never end
 
     def rank(self, device: jax.Device) -> int:
         """The rank of `device`; ValueError if it is not of this group."""
@@ -72,8 +74,8 @@ class Group:
 
     @property
     def usable(self) -> bool:
-        """Whether it is neither closed nor aborted."""
-        return self.reason is None
+        """Whether it is neither closed nor aborted, and no call has left NCCL half done."""
+        return self.reason is None and not any(c.unusable for c in self.communicators.values())
 
     def check(self) -> None:
         """Raises what made this group unusable, if anything did: a PeerError, say.
@@ -83,6 +85,8 @@ class Group:
         """
         if self.reason is not None:
             raise self.reason
+        for communicator in self.communicators.values():
+            communicator.check()
 
     def close(self, timeout: float = 60.0) -> None:
         """Waits for all work and frees the communicators; later calls on them raise.
@@ -106,17 +110,32 @@ class Group:
         if not self._disable(reason or CommunicatorError(f"{self} was aborted")):
             return
         try:
-            _at_once([c.abort for c in self.communicators.values()], _ABORT_SECONDS)
+            _at_once([c.abort for c in list(self.communicators.values())], _ABORT_SECONDS)
         except (TimeoutError, NcclError) as error:
             _log.warning("%s: aborting did not end well: %r", self, error)
 
+    def join(self, rank: int, unique_id: bytes, watched: bool) -> None:
+        """Makes one of this process's communicators, connected to its peers, from a new thread."""
+        runtime, size = self.runtime, len(self.devices)
+        ordinal = runtime.ordinal(self.devices[rank])
+        where = f"rank {rank} of {size} of {self}"
+        with runtime.driver.outside_captures():
+            handle = runtime.init_rank(ordinal, size, rank, unique_id, where)
+            communicator = Communicator(
+                runtime.library, runtime.driver, handle, rank, size, ordinal, str(self)
+            )
+            self.communicators[rank] = communicator
+            if self.reason is not None:  # the others gave up meanwhile
+                communicator.abort()
+                raise self.reason
+            connection.connect(communicator)
+            if watched:
+                communicator.board = runtime.board(ordinal)
+
     def watch(self, timeout: float, key: str) -> None:
         """Starts the watchdog; `create` calls it before anyone can make a call."""
-        boards = {}
-        for rank, communicator in self.communicators.items():
-            boards[rank] = communicator.board = self.runtime.board(communicator.ordinal)
         self._watchdog = Watchdog(
-            boards=boards,
+            boards={r: c.board for r, c in self.communicators.items() if c.board is not None},
             owners=tuple(d.process_index for d in self.devices),
             process=self.runtime.process,
             title=str(self),
@@ -140,7 +159,7 @@ class Group:
             if self.reason is not None:
                 return False
             self.reason = reason
-        for communicator in self.communicators.values():
+        for communicator in list(self.communicators.values()):  # some may be joining
             communicator.disable(reason)
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -160,8 +179,10 @@ def create(
     devices: in order of rank. name: the same in all those processes; groups of other names over the
     same devices are independent. timeout: seconds for everyone to come. watchdog: seconds that a
     call may take before the group fails, or None for no watchdog.
-    Raises ValueError for devices that cannot form a group here and RendezvousError, which names who
-    is missing, after `timeout`.
+    The group comes connected (`connection`), so its first call may be captured in a CUDA graph. It
+    may be created while a stream is captured, on this thread or another: new threads do the work.
+    Raises ValueError for devices that cannot form a group here, RendezvousError, which names who
+    is missing, after `timeout`, and CallError where NCCL fails.
     """
     devices = tuple(devices)
     runtime = runtime or Runtime.of_this_process()
@@ -186,38 +207,26 @@ def create(
         runtime.library.unique_id,
         f"devices {ids} with NCCL {runtime.library.version}, watchdog {watchdog}",
     )
-
-    def init(rank: int, device: jax.Device) -> Communicator:
-        ordinal = runtime.ordinal(device)
-        handle = runtime.init_rank(ordinal, len(devices), rank, meeting.unique_id)
-        return Communicator(
-            runtime.library,
-            runtime.driver,
-            handle,
-            rank,
-            len(devices),
-            ordinal,
-            title(name, devices),
-        )
-
-    try:
-        # A thread each: ncclCommInitRank waits for the other ranks.
-        made = _at_once(
-            [functools.partial(init, *item) for item in local.items()], deadline - time.monotonic()
-        )
-    except TimeoutError:
-        raise RendezvousError(
-            f"{title(name, devices)}: every process came, but NCCL did not connect them within "
-            f"{timeout:g} s (NCCL_DEBUG=INFO tells what it waits for)"
-        ) from None
-    group = Group(runtime, name, devices, dict(zip(local, made, strict=True)))
+    group = Group(runtime, name, devices)
+    join = [
+        functools.partial(group.join, rank, meeting.unique_id, watchdog is not None)
+        for rank in local
+    ]
     key = f"{key}/{meeting.nonce}"
-    if watchdog is not None:
-        group.watch(watchdog, key)
     try:
+        _at_once(join, deadline - time.monotonic())  # a thread each: it waits for the other ranks
+        group.communicators = {rank: group.communicators[rank] for rank in local}
+        if watchdog is not None:
+            group.watch(watchdog, key)
         # Until everyone is here no call may be made: one that fails now must not hang the others.
         runtime.store.barrier(key, max(deadline - time.monotonic(), 1.0), processes)
-    except RendezvousError:
+    except TimeoutError:
+        group.abort()
+        raise RendezvousError(
+            f"{group}: every process came, but NCCL did not connect them within {timeout:g} s "
+            "(NCCL_DEBUG=INFO tells what it waits for)"
+        ) from None
+    except NcclError:
         group.abort()
         raise
     return group
@@ -271,27 +280,24 @@ def title(name: str, devices: Sequence[jax.Device]) -> str:
     return f"group {name!r} of devices {[d.id for d in devices]}"
 
 
-def _at_once(functions: Sequence[Callable[[], T]], timeout: float) -> list[T]:
-    """The functions' results, each from a thread of its own; TimeoutError leaves them running."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
+def _at_once(functions: Sequence[Callable[[], None]], timeout: float) -> None:
+    """Calls each from a thread of its own; the first error, or TimeoutError, leaves the others."""
+    ended: queue.Queue[BaseException | None] = queue.Queue()
 
-    def run(i: int, function: Callable[[], T]) -> None:
+    def run(function: Callable[[], None]) -> None:
         try:
-            results[i] = function()
+            function()
+            ended.put(None)
         except BaseException as error:
-            errors.append(error)
+            ended.put(error)
 
-    threads = [
-        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)
-    ]
-    for thread in threads:
-        thread.start()
+    for function in functions:
+        threading.Thread(target=run, args=(function,), daemon=True).start()
     deadline = time.monotonic() + timeout
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
-    if errors:
-        raise errors[0]
-    if any(thread.is_alive() for thread in threads):
-        raise TimeoutError
-    return [results[i] for i in range(len(functions))]
+    for _ in functions:
+        try:
+            error = ended.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise TimeoutError from None
+        if error is not None:
+            raise error

@@ -27,7 +27,7 @@ import subprocess
 import sys
 from typing import Any
 
-from pallas_collectives.nccl.errors import CallError, LibraryError, raise_for
+from pallas_collectives.nccl.errors import HARMLESS, CallError, LibraryError, raise_for
 
 ENVIRONMENT = "PALLAS_COLLECTIVES_NCCL_SO"
 OLDEST = 22800  # the first with ncclAlltoAll
@@ -66,31 +66,54 @@ class Library:
 
     def unique_id(self) -> bytes:
         """A new id (128 bytes) under which ranks can meet."""
-        unique_id = self.call("ncclGetUniqueId", self.bindings.get_unique_id)
+        unique_id = self.call("ncclGetUniqueId", "", self.bindings.get_unique_id)
         return ctypes.string_at(unique_id.ptr, 128)
 
-    def call(self, name: str, function: Any, *args: Any) -> Any:
-        """`function(*args)`, its failure as a CallError with NCCL's text."""
+    def call(self, name: str, where: str, function: Any, *args: Any) -> Any:
+        """`function(*args)`, its failure as `failed` gives it."""
         try:
             return function(*args)
         except Exception as error:
-            raise_for(error, self.error(name, error))
+            raise_for(error, self.error(name, error, where))
 
-    def error(self, name: str, error: Exception) -> Exception:
+    def error(self, name: str, error: Exception, where: str) -> Exception:
         """`error` as a CallError where it is NCCL's, else itself."""
         result = getattr(error, "status", None)
-        return error if result is None else self.failed(name, int(result))
+        return error if result is None else self.failed(name, int(result), where)
 
-    def failed(self, function: str, result: int) -> CallError:
-        """A result that is not success, with NCCL's words for it and for what led to it."""
-        detail = self.bindings.get_last_error(0)
+    def failed(self, function: str, result: int, where: str) -> CallError:
+        """A result that is not success: NCCL's words for it and its latest warning, and a remedy.
+
+        where: the communicator it was called on, or "".
+        """
+        # NCCL keeps one warning for the process and does not look at the communicator.
+        warning = self.bindings.get_last_error(self.bindings.Comm())
         text = self.bindings.get_error_string(result)
-        return CallError(function, result, f"{text} ({detail})" if detail else text)
+        if warning:
+            text += f"; NCCL's latest warning: {warning}"
+        return CallError(function, result, text, where, _remedy(result, warning))
 
     def address(self, function: str) -> int:
         """The address of NCCL's C function of this name."""
         loaded = ctypes.CDLL(self.path, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)  # no second NCCL
         return ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value or 0
+
+
+def _remedy(result: int, warning: str) -> str:
+    """What to do about a result of NCCL's that is not success."""
+    if result in HARMLESS:
+        return "NCCL has done nothing of this call: NCCL_DEBUG=WARN prints what is wrong with it"
+    cause = "NCCL_DEBUG=INFO prints what led to this"
+    if "capturing" in warning:
+        cause = (
+            "NCCL tried to connect peers while a CUDA graph was being captured: set "
+            "NCCL_RUNTIME_CONNECT=0 before JAX first uses its GPUs, or keep the program out of "
+            'graphs, jax.jit(f, compiler_options={"xla_gpu_enable_command_buffer": ""})'
+        )
+    return (
+        f"{cause}. The communicator cannot be used any more: make its group anew in every process, "
+        "by jax.clear_caches() for collectives inside jit, by create() else"
+    )
 
 
 def version_text(code: int) -> str:

@@ -35,12 +35,16 @@ class Runtime:
         """The CUDA ordinal of one of this process's devices."""
         return device.local_hardware_id
 
-    def init_rank(self, ordinal: int, size: int, rank: int, unique_id: bytes) -> int:
-        """The handle of a new communicator on GPU `ordinal`; waits for all ranks."""
+    def init_rank(self, ordinal: int, size: int, rank: int, unique_id: bytes, where: str) -> int:
+        """The handle of a new communicator on GPU `ordinal`; waits for all ranks.
+
+        where: the communicator, for errors.
+        """
         address = ctypes.create_string_buffer(unique_id, len(unique_id))
         with self.driver.device(ordinal):
             return self.library.call(
                 "ncclCommInitRankScalable",
+                where,
                 self.library.bindings.comm_init_rank_scalable,
                 size, rank, 1, ctypes.addressof(address), 0,
             )  # fmt: skip
