@@ -400,3 +400,26 @@ def test_a_kernel_of_one_element_is_refused() -> None:
         jax.eval_shape(
             harness.per_device(program, harness.mesh(3), jit=False), np.zeros((3, 1, 1), "f")
         )
+
+
+def test_one_element_beside_rows_is_what_a_body_reads() -> None:
+    """Bodies see operands as they are given, whatever goes through DMAs in their place."""
+    x = harness.random((2, 16, 128), "float32")
+    one = np.full((1, 1), 3, np.float32)
+
+    def program(x: jax.Array) -> list[jax.Array]:
+        def scaled(x: Any, by: Any, y: Any) -> None:
+            assert by.shape == one.shape
+            y[...] = x[...] * by[...]
+
+        out = jax.ShapeDtypeStruct((16, 128), x.dtype)
+        half = jax.ShapeDtypeStruct((8, 128), x.dtype)
+        kept = [jnp.asarray(one)]
+        return [
+            pallas_collectives.gather_and_consume(x, scaled, "x", out=out, operands=kept),
+            pallas_collectives.produce_and_scatter(x, scaled, "x", out=half, operands=kept),
+        ]
+
+    gathered, scattered = harness.per_device(program, harness.mesh(2))(x)
+    np.testing.assert_array_equal(gathered, [3 * x.reshape(32, 128)] * 2)
+    np.testing.assert_array_equal(scattered, 3 * x.sum(0).reshape(2, 8, 128))
