@@ -18,7 +18,7 @@ from pallas_collectives.backends.pallas_reductions import reduce_scatter as redu
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels import all_gather as all_gather_kernels
 from pallas_collectives.kernels import all_to_all as all_to_all_kernels
-from pallas_collectives.kernels import launch, torus, torus_all_gather
+from pallas_collectives.kernels import launch, spaces, torus, torus_all_gather
 from pallas_collectives.kernels import ppermute as ppermute_kernels
 from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
 from pallas_collectives.kernels.blocks import LANES, sliceable
@@ -35,14 +35,16 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     packed, added = packing.pack(x)
     axis += added
     aligned = sliceable(packed.shape[axis], axis, packed.ndim, packed.dtype)
+    aligned = aligned and packed.size > 1
     block = packed if aligned else packed.reshape(1, *_at_least_2d(packed.shape))
-    along = axis if aligned else 0
+    block, along = spaces.widened(block), axis if aligned else 0
     cuts = torus.cuts(block.shape, along, block.dtype)
     algorithm, vmem = algorithms.choose("all_gather", how, block.nbytes, group, cuts)
     gathered = _all_gather(block, group, along, algorithm, vmem, how)
     if not aligned:
         shape = packed.shape
-        gathered = jnp.moveaxis(gathered.reshape(group.size, *shape), 0, axis)
+        gathered = _of_widened(gathered, packed).reshape(group.size, *shape)
+        gathered = jnp.moveaxis(gathered, 0, axis)
         gathered = gathered.reshape(*shape[:axis], group.size * shape[axis], *shape[axis + 1 :])
     return packing.unpack(gathered, x.dtype)
 
@@ -168,14 +170,14 @@ def ppermute(
                 f"perm with {(source, target)} over {group.size} devices", chip
             )
     y = ppermute_kernels.direct(
-        packed.reshape(_at_least_2d(packed.shape)),
+        spaces.widened(packed.reshape(_at_least_2d(packed.shape))),
         group,
         perm=perm,
         everyone=algorithm == "everyone",
         vmem=vmem,
         interpret=how.interpret,
     )
-    return packing.unpack(y.reshape(packed.shape), x.dtype)
+    return packing.unpack(_of_widened(y, packed).reshape(packed.shape), x.dtype)
 
 
 def _with_barrier(perm: ppermute_kernels.Pairs, group: Group, how: How) -> How:
@@ -218,6 +220,11 @@ def _as_int32(x: jax.Array) -> jax.Array:
     """Integers of any type as int32; those beyond it become its largest or smallest."""
     of, to = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     return jnp.clip(x, max(of.min, to.min), min(of.max, to.max)).astype(jnp.int32)
+
+
+def _of_widened(y: jax.Array, x: jax.Array) -> jax.Array:
+    """What a kernel made of `spaces.widened(x)`, with x's own last dimension again."""
+    return y[..., :1] if x.size == 1 else y
 
 
 def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_collectives import chips
 from pallas_collectives.errors import NoIdError, VmemError
+from pallas_collectives.kernels import spaces
 from pallas_collectives.kernels.blocks import LANES, sublanes
 from pallas_collectives.kernels.topology import Group, Ring
 
@@ -84,8 +85,10 @@ def call_many(
         result begins; in HBM it is the operand's own buffer.
 
     Raises:
+      CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
       VmemError: what is to be in VMEM does not fit the chip's.
     """
+    spaces.check_sizes((*operands, *out_shapes, *buffers), name)
     members = group.members()
 
     def body(*refs: Any) -> None:
@@ -109,9 +112,9 @@ def call_many(
     scratch_shapes = [*(pltpu.VMEM(b.shape, b.dtype) for b in buffers if vmem), *scratch_shapes]
     block = pl.BlockSpec(memory_space=pltpu.VMEM if vmem else pltpu.HBM)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    run = pl.pallas_call(
+    compiled = pl.pallas_call(
         body,
-        out_shape=(*out_shapes, *unwanted),
+        out_shape=spaces.results((*out_shapes, *unwanted)),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(tables) + [block] * len(operands),
         out_specs=(*(block,) * len(out_shapes), *(hbm,) * len(unwanted)),
         scratch_shapes=scratch_shapes,
@@ -124,6 +127,10 @@ def call_many(
             vmem_limit_bytes=_vmem_limit(vmem_bytes, name),
         ),
     )
+
+    def run(*arrays: jax.Array) -> Any:
+        return compiled(*spaces.operands(arrays))
+
     # pallas_call knows no varying types; a shard_map over no axes hides it from the checker.
     unchecked = jax.shard_map(
         run,

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import chips
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import launch, pipelines, topology
+from pallas_collectives.kernels import launch, pipelines, spaces, topology
 from pallas_collectives.kernels.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.collective_matmul import MOST_PARTS, VMEM_SHARE
 from pallas_collectives.kernels.combine import wide
@@ -106,7 +106,8 @@ def gather_and_consume(
     Raises:
       VmemError: see `cut`.
     """
-    n = group.size
+    n, shapes_in = group.size, tuple(operand.shape for operand in operands)
+    operands = list(map(spaces.widened, operands))
     rows: list[Any] = [x, *outs]
     whole = max(sublanes(a.dtype) for a in rows)
     row_bytes = 2 * sum(map(_row_bytes, rows))
@@ -114,7 +115,14 @@ def gather_and_consume(
     lanes = topology.lanes(n, bidirectional=True, parts=how.parts)
     shapes = [jax.ShapeDtypeStruct((n * a.shape[0], a.shape[1]), a.dtype) for a in rows]
     return launch.call_many(
-        functools.partial(_consume_kernel, how=how, lanes=lanes, consume=consume, outs=len(outs)),
+        functools.partial(
+            _consume_kernel,
+            how=how,
+            lanes=lanes,
+            consume=consume,
+            operand_shapes=shapes_in,
+            outs=len(outs),
+        ),
         group,
         x,
         *operands,
@@ -154,7 +162,8 @@ def produce_and_scatter(
     Raises:
       VmemError: see `cut`.
     """
-    n = group.size
+    n, shapes_in = group.size, tuple(operand.shape for operand in operands)
+    operands = list(map(spaces.widened, operands))
     term = jax.ShapeDtypeStruct(out.shape, wide(out.dtype))
     whole = max(sublanes(x.dtype), sublanes(out.dtype))
     row_bytes = 2 * _row_bytes(x) + 6 * _row_bytes(out) + _row_bytes(term)
@@ -162,7 +171,14 @@ def produce_and_scatter(
     lanes = topology.lanes(n, bidirectional=True, parts=how.parts)
     blocks = how.blocks(out.shape[1])
     return launch.call_many(
-        functools.partial(_produce_kernel, how=how, lanes=lanes, produce=produce, scale=scale),
+        functools.partial(
+            _produce_kernel,
+            how=how,
+            lanes=lanes,
+            produce=produce,
+            operand_shapes=shapes_in,
+            scale=scale,
+        ),
         group,
         x,
         *operands,
@@ -212,6 +228,13 @@ def _bring(refs: Sequence[Any], scratch: Sequence[Any]) -> None:
         copy.wait()
 
 
+def _as(shapes: Sequence[tuple[int, ...]], refs: Sequence[Any]) -> list[Any]:
+    """Refs of such shapes: those in VMEM, cut where an operand was widened."""
+    cuts = [tuple(pl.ds(0, size) for size in shape) for shape in shapes]
+    pairs = zip(shapes, refs[: len(shapes)], cuts, strict=True)
+    return [ref if ref.shape == shape else ref.at[cut] for shape, ref, cut in pairs]
+
+
 def _tiles(how: Cut, ref: Any) -> pl.BlockSpec:
     return pl.BlockSpec((how.tile, ref.shape[1]), lambda i: (i, 0))
 
@@ -224,9 +247,10 @@ def _consume_kernel(
     how: Cut,
     lanes: tuple[Lane, ...],
     consume: Callable[..., None],
+    operand_shapes: tuple[tuple[int, ...], ...],
     outs: int,
 ) -> None:
-    count = (len(refs) - outs - 5) // 3
+    count = len(operand_shapes)
     operand_refs, gathered_ref = refs[:count], refs[count]
     out_refs, scratch = refs[count + 1 : count + 1 + outs], refs[count + 1 + outs :]
     semaphores, scratch = scratch[:4], scratch[4:]
@@ -237,7 +261,7 @@ def _consume_kernel(
         targets = [how.blocks(out.shape[1]).at(out, block, part) for out in out_refs]
 
         def body(x: Any, *out_tiles: Any) -> None:
-            consume(x, *scratch[:count], *out_tiles)
+            consume(x, *_as(operand_shapes, scratch), *out_tiles)
 
         pltpu.emit_pipeline(
             body,
@@ -266,9 +290,10 @@ def _produce_kernel(
     how: Cut,
     lanes: tuple[Lane, ...],
     produce: Callable[..., None],
+    operand_shapes: tuple[tuple[int, ...], ...],
     scale: float,
 ) -> None:
-    count = (len(refs) - 6) // 3
+    count = len(operand_shapes)
     operand_refs, o_ref, slots_ref = refs[:count], refs[count], refs[count + 1]
     semaphores, term_ref = refs[count + 2 : count + 5], refs[count + 5]
     scratch = refs[count + 6 :]
@@ -280,7 +305,7 @@ def _produce_kernel(
 
         def body(x: Any, *tiles: Any) -> None:
             *arrived, out = tiles
-            produce(x, *scratch[:count], term_ref)
+            produce(x, *_as(operand_shapes, scratch), term_ref)
             total = term_ref[...]
             for tile in arrived:
                 value = tile[...].astype(total.dtype)
