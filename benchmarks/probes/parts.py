@@ -1,0 +1,73 @@
+"""The probes as parts of a certificate: their rows, and the machine that comes of them."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from benchmarks.probes import clock, estimates, rigs
+from benchmarks.probes.rig import Rig
+from benchmarks.rows import Asked, Probed
+from pallas_collectives.replay import Machine
+
+SIMULATED = (
+    "\nFigures of the model. Here every probe ran on simulated devices, and its data were right; times "
+    "mean nothing there,\nso what stands as measured is found again by the probes in a replay of the "
+    "model itself."
+)
+MEASURED = "\nFigures of the model: assumed, and measured here"
+
+
+def figures(rig: Rig) -> Iterator[Probed]:
+    """Each figure, measured; on simulated devices found again in a replay, once its data are right."""
+    if not rig.interpret:
+        for figure in estimates.figures(rig, clock.by_hardware):
+            yield _row(rig, figure)
+        return
+    ran = estimates.figures(rig, clock.by_interpreter)
+    found = estimates.figures(rigs.modelled(rig.machine), clock.by_replay)
+    for interpreted, figure in zip(ran, found, strict=True):
+        # An interpreter's times may well make no sense; its data must.
+        error = interpreted.error if "wrong" in interpreted.error else figure.error
+        yield _row(rig, figure._replace(error=error))
+
+
+def _row(rig: Rig, figure: estimates.Figure) -> Probed:
+    return Probed(
+        op=figure.name,
+        type="float32",
+        devices=rig.size,
+        machine=str(rig.machine),
+        unit=figure.unit,
+        assumed=figure.assumed,
+        measured=figure.measured,
+        how=figure.how,
+        error=figure.error,
+    )
+
+
+def machine(figures: Sequence[Probed], asked: Sequence[Asked]) -> Machine | None:
+    """The slice with what was measured; None where nothing was.
+
+    A remote DMA reaches all devices if it reached all that were asked about.
+    """
+    if not figures:
+        return None
+    known = Machine.named(figures[0].machine)
+    found = {row.op: row.measured for row in figures if row.measured is not None}
+    measured = estimates.machine(rigs.modelled(known), found)
+    reached = [row.answer == "works" for row in asked if row.op == "reach"]
+    if not reached:
+        return measured
+    generation = dataclasses.replace(measured.generation, reaches_all=all(reached))
+    return dataclasses.replace(measured, generation=generation)
+
+
+def summary(asked: Sequence[Asked]) -> str:
+    """What the answers come to, in a line."""
+    ids = [row for row in asked if row.op == "barrier id"]
+    work = [int(row.over.removeprefix("id ")) for row in ids if row.answer == "works"]
+    reached = [row.over for row in asked if row.op == "reach" and row.answer == "works"]
+    missed = [row.over for row in asked if row.op == "reach" and row.answer != "works"]
+    return (
+        f"Barrier ids up to {max(work, default=-1)} work. A DMA reaches {', '.join(reached) or '-'}"
+        f", and not {', '.join(missed) or '-'}."
+    )

@@ -1,0 +1,40 @@
+"""The rig of the devices there are, and the model's of the same slice."""
+
+import jax
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+
+from benchmarks import devices, replay_rows
+from benchmarks.probes.rig import Rig, machine_mesh
+from benchmarks.settings import FlagError
+from pallas_collectives.replay import Machine
+
+_TINY = 8192  # bytes of a block where every element is interpreted
+_SIMULATED = "v5e"
+
+
+def here(simulate: int = 8) -> Rig:
+    """All TPUs there are; simulated ones, in a row, where there are none.
+
+    Raises:
+      FlagError: the devices make up no slice that the model knows.
+    """
+    devices.prepare(simulate or 8)
+    found = jax.devices()
+    if found[0].platform != "tpu":
+        machine = Machine.named(f"{_SIMULATED}:{len(found)}")
+        interpret = pltpu.InterpretParams()
+        return Rig(machine, Mesh(np.array(found), ("x",)), interpret, _TINY)
+    whole = Mesh(np.array(found), ("x",))
+    known = replay_rows.machine_of(whole)
+    if known is None or known.n_devices != len(found):
+        rule = "they are no whole slice that the model of a pod knows"
+        raise FlagError(f"{len(found)} devices", rule, "run it on all devices of a slice")
+    order = np.argsort(known.placement_of(found))
+    return Rig(known, Mesh(np.array(found)[order], ("x",)))
+
+
+def modelled(machine: Machine) -> Rig:
+    """The model's."""
+    return Rig(machine, machine_mesh(machine))
