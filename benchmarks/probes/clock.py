@@ -57,13 +57,6 @@ def by_hardware(rig: Rig, this: Probe) -> float:
     return seconds
 
 
-def by_interpreter(rig: Rig, this: Probe) -> float:
-    """On simulated devices: data are checked; the time is the interpreter's and says nothing."""
-    run = runner(rig, this)
-    check(rig, this, run, 3)
-    return clocked(run, 3) / 3
-
-
 def runner(rig: Rig, this: Probe) -> Callable[[int], jax.Array]:
     """The compiled program as a function of the count."""
     count, peers, x = shapes(rig, this)

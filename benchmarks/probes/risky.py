@@ -186,9 +186,10 @@ def watched(command: Sequence[str], out: Path, patience: float, until: float) ->
     while True:
         out.unlink(missing_ok=True)
         with subprocess.Popen([*command, f"--out={out}", f"--first={done}"]) as child:
+            asking: Asked | None = None
             try:
-                asking = None
-                for asking, answer in _heard(child, out, patience, until):
+                for now, answer in _heard(child, out, patience, until):
+                    asking = now
                     if answer:
                         done += 1
                         yield answer
@@ -206,7 +207,7 @@ def watched(command: Sequence[str], out: Path, patience: float, until: float) ->
 def _heard(
     child: subprocess.Popen[bytes], out: Path, patience: float, until: float
 ) -> Iterator[tuple[Asked | None, Asked | None]]:
-    """(what is being asked now, an answer) for each line, until the process ends or falls silent."""
+    """(what is being asked now, an answer) for each line, until the process ends or is silent."""
     seen, quiet_at = 0, time.monotonic() + patience
     while time.monotonic() < min(quiet_at, until):
         over = child.poll() is not None
