@@ -11,15 +11,15 @@ from benchmarks.rows import Asked, Probed
 from pallas_collectives.replay import Machine
 
 SIMULATED = (
-    "\nFigures of the model. Every probe ran on simulated devices, where its data were looked at and "
-    "times mean nothing:\nwhat stands as measured was found again by the probes in a replay of the "
-    "model itself."
+    "\nFigures of the model. Probes ran on simulated devices, where its data were looked at and "
+    "times\nmean nothing: what stands as measured was found again by the probes in a replay of the "
+    "model."
 )
 MEASURED = "\nFigures of the model: assumed, and measured here"
 
 
 def figures(rig: Rig) -> Iterator[Probed]:
-    """Each figure, measured; on simulated devices found again in a replay, if the data are right."""
+    """Each figure, measured; on simulated devices found again in a replay, if data are right."""
     if not rig.interpret:
         for figure in estimates.figures(rig, clock.by_hardware):
             yield _row(rig, figure)
@@ -56,20 +56,17 @@ def _row(rig: Rig, figure: estimates.Figure) -> Probed:
     )
 
 
-def machine(figures: Sequence[Probed], asked: Sequence[Asked]) -> Machine | None:
-    """The slice with what was measured; None where nothing was.
+def machine(figures: Sequence[Probed], asked: Sequence[Asked]) -> Machine:
+    """The slice with what was measured.
 
     A remote DMA reaches all devices if it reached all that were asked about.
     """
-    if not figures:
-        return None
     known = Machine.named(figures[0].machine)
     found = {row.op: row.measured for row in figures if row.measured is not None}
     measured = estimates.machine(rigs.modelled(known), found)
     reached = [row.answer == "works" for row in asked if row.op == "reach"]
-    if not reached:
-        return measured
-    generation = dataclasses.replace(measured.generation, reaches_all=all(reached))
+    all_of_them = all(reached) if reached else known.generation.reaches_all
+    generation = dataclasses.replace(measured.generation, reaches_all=all_of_them)
     return dataclasses.replace(measured, generation=generation)
 
 

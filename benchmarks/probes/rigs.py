@@ -20,9 +20,10 @@ def here(simulate: int = 8) -> Rig:
     Raises:
       FlagError: the devices make up no slice that the model knows.
     """
-    devices.prepare(simulate or 8)
+    devices.prepare(simulate)
     found = jax.devices()
     if found[0].platform != "tpu":
+        found = found[:simulate]
         machine = Machine.named(f"{_SIMULATED}:{len(found)}")
         interpret = pltpu.InterpretParams()
         return Rig(machine, Mesh(np.array(found), ("x",)), interpret, _TINY)

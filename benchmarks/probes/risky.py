@@ -173,7 +173,9 @@ def answered(rig: Rig, question: Question) -> Asked:
 # The process that asks, and the one that watches it ----------------------------------------------
 
 
-def watched(command: Sequence[str], out: Path, patience: float, until: float) -> Iterator[Asked]:
+def watched(
+    command: Sequence[str], out: Path, patience: float, until: float, done: int = 0
+) -> Iterator[Asked]:
     """Rows as the process of `command` writes them to `out`; one that hangs is ended.
 
     Args:
@@ -181,11 +183,13 @@ def watched(command: Sequence[str], out: Path, patience: float, until: float) ->
       out: its file: a line of JSON before each question, and one with its answer after it.
       patience: seconds for one question, and for the start.
       until: when to stop, by `time.monotonic()`.
+      done: how many questions are answered already.
     """
-    done = 0
     while True:
         out.unlink(missing_ok=True)
-        with subprocess.Popen([*command, f"--out={out}", f"--first={done}"]) as child:
+        # A session of its own: Ctrl-C is for those who watch.
+        ask = [*command, f"--out={out}", f"--first={done}"]
+        with subprocess.Popen(ask, start_new_session=True) as child:
             asking: Asked | None = None
             try:
                 for now, answer in _heard(child, out, patience, until):
@@ -197,10 +201,14 @@ def watched(command: Sequence[str], out: Path, patience: float, until: float) ->
                 hung = child.poll() is None
                 child.kill()
         out.unlink(missing_ok=True)
-        if asking is None or time.monotonic() > until:
-            return  # all is answered, or time is up
-        done += 1
+        if time.monotonic() > until or (asking is None and child.returncode == 0):
+            return  # time is up, or all is answered
         fate = "hung" if hung else f"ended the process ({child.returncode})"
+        if asking is None:
+            error = f"the process {fate}, and asked nothing"
+            yield Asked(op=f"question {done}", type="float32", error=error)
+            return
+        done += 1
         yield dataclasses.replace(asking, answer=fate)
 
 
@@ -229,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probes.risky")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--simulate", type=int, default=0)
+    parser.add_argument("--simulate", type=int, default=8)
     wanted = parser.parse_args(argv)
     rig = rigs.here(wanted.simulate)
     with wanted.out.open("w") as file:

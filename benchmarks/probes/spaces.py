@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_collectives as pc
-from benchmarks.probes.rig import LANES, Rig
+from benchmarks.probes.rig import LANES, TILE_BYTES, Rig
 from benchmarks.rows import Asked
 from pallas_collectives.errors import CollectiveError
 
@@ -63,18 +63,24 @@ def programs(rig: Rig) -> dict[str, Callable[[jax.Array], jax.Array]]:
     return found
 
 
-def rows(rig: Rig, sizes: tuple[int, ...] = SIZES) -> Iterator[Asked]:
-    """A row for each kernel and size."""
-    for name, kernel in programs(rig).items():
-        for size in sizes:
-            base = Asked(op=name, type="float32", devices=rig.size, size=size)
-            try:
-                yield _row(rig, kernel, base)
-            except CollectiveError as error:
-                yield dataclasses.replace(base, refused=str(error))
-            except Exception as error:  # the next one may tell more
-                pltpu.reset_tpu_interpret_mode_state()
-                yield dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
+def sizes(rig: Rig) -> tuple[int, ...]:
+    """Bytes of a device's operand; the least in whole tiles where every element is interpreted."""
+    return (rig.size * TILE_BYTES,) if rig.interpret else SIZES
+
+
+def rows(rig: Rig, first: int = 0) -> Iterator[Asked]:
+    """A row for each kernel and size, from the number `first` on."""
+    whole = [(name, size) for name in programs(rig) for size in sizes(rig)]
+    for name, size in whole[first:]:
+        kernel = programs(rig)[name]
+        base = Asked(op=name, type="float32", devices=rig.size, size=size)
+        try:
+            yield _row(rig, kernel, base)
+        except CollectiveError as error:
+            yield dataclasses.replace(base, refused=str(error))
+        except Exception as error:  # the next one may tell more
+            pltpu.reset_tpu_interpret_mode_state()
+            yield dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
 
 
 def _row(rig: Rig, kernel: Callable[[jax.Array], jax.Array], base: Asked) -> Asked:
