@@ -1,7 +1,7 @@
 """`certify`: what an owner of TPUs or GPUs runs first. One report to send back, and its JSON.
 
-1. figures, on TPUs: what the model of a pod assumes, each measured by a small kernel (`probes`), and
-   whether data arrive whole in the memories that XLA chooses;
+1. figures, on TPUs: what the model of a pod assumes, each measured by a small kernel (`probes`);
+   and whether data arrive whole in the memories that XLA chooses;
 2. conformance: every collective, algorithm and memory space against numpy and lax, in several
    dtypes, with whole tiles and without, on every axis of several meshes;
 3. soak: mixed collectives back to back, thousands of them;
@@ -133,7 +133,7 @@ def _safe(until: float) -> int:
 
 
 def _asked(until: float) -> int:
-    """What could hang a TPU; then the machine and the report. JAX does not start in this process."""
+    """What could hang a TPU; then machine and report. In this process no JAX starts on TPUs."""
     file = f"{_OUT.value}.json"
     if not Path(file).exists():  # another host writes it
         return 0
@@ -142,10 +142,10 @@ def _asked(until: float) -> int:
     figures = [row for row in kept.parts.get("figures", []) if isinstance(row, Probed)]
     if not figures:
         return 0
+    simulated = saved.environment["platform"] == "simulated"
     if saved.environment["processes"] > 1:
         screen.say("Reach and barrier ids are asked about on slices of one host only.")
     else:
-        simulated = saved.environment["platform"] == "simulated"
         command = [sys.executable, "-m", "benchmarks.probes.risky"]
         command += [f"--simulate={saved.environment['devices']}"] if simulated else []
         draft = Path(f"{_OUT.value}.asked").resolve()
@@ -157,7 +157,7 @@ def _asked(until: float) -> int:
             return interrupt.STATUS
         kept.show("asked", "\nBarrier semaphores, and what a remote DMA and a signal reach")
     asked = [row for row in kept.parts.get("asked", []) if isinstance(row, Asked)]
-    measured = parts.machine(figures, asked)
+    measured = parts.machine(figures, [] if simulated else asked)
     note = f"{saved.environment['chip']}, {saved.environment['platform']}: certify's figures"
     measured.save(f"{_OUT.value}.machine.json", note)
     screen.say(f"{parts.summary(asked)}\nwritten: {_OUT.value}.machine.json")
@@ -192,17 +192,18 @@ def _run(kept: Results, wanted: Settings, mesh: Mesh, until: float) -> int:
 
     def collect(part: str, rows: Iterator[Any], total: int, title: str) -> None:
         nonlocal left
-        try:
-            kept.collect(part, itertools.takewhile(lambda _: time.monotonic() < until, rows), total)
-        finally:
-            kept.show(part, title)
+        if time.monotonic() < until:
+            try:
+                kept.collect(part, _in_time(rows, until), total)
+            finally:
+                kept.show(part, title)
         left += total - kept.kept(part)
 
     kind = devices.kind()
     if kind != "gpu":
         rig = rigs.here(mesh.size)
         if kept.kept("figures") < estimates.count(rig):  # one needs those before it
-            kept.parts["figures"] = []
+            kept.parts.pop("figures", None)
             title = parts.SIMULATED if rig.interpret else parts.MEASURED
             collect("figures", parts.figures(rig), estimates.count(rig), title)
         number = len(spaces.programs(rig)) * len(spaces.sizes(rig))
@@ -225,6 +226,16 @@ def _run(kept: Results, wanted: Settings, mesh: Mesh, until: float) -> int:
     rows = predicted(measure.rows(tasks[kept.kept("measured") :], wanted, mesh), wanted, mesh)
     collect("measured", rows, len(tasks), "\nMeasured, beside lax and, on TPUs, the model")
     return left
+
+
+def _in_time(rows: Iterator[Any], until: float) -> Iterator[Any]:
+    """Rows as long as there is time to begin one."""
+    while time.monotonic() < until:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        yield row
 
 
 def conformance(wanted: Settings, kind: str) -> Iterator[Settings]:

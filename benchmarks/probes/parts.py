@@ -1,6 +1,7 @@
 """The probes as parts of a certificate: their rows, and the machine that comes of them."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 
 from jax.experimental.pallas import tpu as pltpu
@@ -59,14 +60,19 @@ def _row(rig: Rig, figure: estimates.Figure) -> Probed:
 def machine(figures: Sequence[Probed], asked: Sequence[Asked]) -> Machine:
     """The slice with what was measured.
 
-    A remote DMA reaches all devices if it reached all that were asked about.
+    A remote DMA reaches all devices if it reached all that were asked about, others than at powers
+    of two among them.
     """
     known = Machine.named(figures[0].machine)
     found = {row.op: row.measured for row in figures if row.measured is not None}
     measured = estimates.machine(rigs.modelled(known), found)
-    reached = [row.answer == "works" for row in asked if row.op == "reach"]
-    all_of_them = all(reached) if reached else known.generation.reaches_all
-    generation = dataclasses.replace(measured.generation, reaches_all=all_of_them)
+    works = {row.over: row.answer == "works" for row in asked if row.op == "reach"}
+    reaches = known.generation.reaches_all
+    if not all(works.values()):
+        reaches = False
+    elif any(re.search("[35679]|[xyz].*[xyz]", over) for over in works):
+        reaches = True
+    generation = dataclasses.replace(measured.generation, reaches_all=reaches)
     return dataclasses.replace(measured, generation=generation)
 
 

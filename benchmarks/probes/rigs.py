@@ -1,5 +1,7 @@
 """The rig of the devices there are, and the model's of the same slice."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
@@ -32,8 +34,13 @@ def here(simulate: int = 8) -> Rig:
     if known is None or known.n_devices != len(found):
         rule = "they are no whole slice that the model of a pod knows"
         raise FlagError(f"{len(found)} devices", rule, "run it on all devices of a slice")
-    order = np.argsort(known.placement_of(found))
-    return Rig(known, Mesh(np.array(found)[order], ("x",)))
+    return of(known, found)
+
+
+def of(machine: Machine, found: Sequence[jax.Device]) -> Rig:
+    """All devices of a machine, real or ahead of time, in its order."""
+    order = np.argsort(machine.placement_of(found))
+    return Rig(machine, Mesh(np.array(found)[order], ("x",)))
 
 
 def modelled(machine: Machine) -> Rig:

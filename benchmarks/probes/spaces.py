@@ -75,7 +75,7 @@ def rows(rig: Rig, first: int = 0) -> Iterator[Asked]:
         kernel = programs(rig)[name]
         base = Asked(op=name, type="float32", devices=rig.size, size=size)
         try:
-            yield _row(rig, kernel, base)
+            yield row_of(rig, kernel, base)
         except CollectiveError as error:
             yield dataclasses.replace(base, refused=str(error))
         except Exception as error:  # the next one may tell more
@@ -83,7 +83,7 @@ def rows(rig: Rig, first: int = 0) -> Iterator[Asked]:
             yield dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
 
 
-def _row(rig: Rig, kernel: Callable[[jax.Array], jax.Array], base: Asked) -> Asked:
+def row_of(rig: Rig, kernel: Callable[[jax.Array], jax.Array], base: Asked) -> Asked:
     x, w = operands(rig, base.size)
     program = lowered(rig, kernel, base.size).compile()
     y = program(

@@ -134,11 +134,8 @@ def _generation_of(fields: dict[str, Any]) -> Generation:
     if set(fields) != set(wanted):
         raise ValueError(f"a generation has the fields {', '.join(wanted)}")
     for name, value in fields.items():
-        kind = type(wanted[name])
-        numbers = kind in (int, float) and isinstance(value, int | float) and value >= 0
-        if isinstance(value, bool) != (kind is bool) or not (numbers or isinstance(value, kind)):
-            raise ValueError(f"{name} is {value!r}")
-        if kind is float and not math.isfinite(value):
+        kinds = {float: (float, int)}.get(type(wanted[name]), (type(wanted[name]),))
+        if type(value) not in kinds or not (isinstance(value, str) or 0 <= value < math.inf):
             raise ValueError(f"{name} is {value!r}")
     return Generation(**fields)
 
