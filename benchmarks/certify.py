@@ -160,8 +160,8 @@ def _asked(until: float) -> int:
     measured = parts.machine(figures, [] if simulated else asked)
     note = f"{saved.environment['chip']}, {saved.environment['platform']}: certify's figures"
     measured.save(f"{_OUT.value}.machine.json", note)
-    screen.say(f"{parts.summary(asked)}\nwritten: {_OUT.value}.machine.json")
     _write(kept, saved.environment)
+    screen.say(f"{parts.summary(asked)}\n\n{kept.verdict}; written: {_OUT.value}.machine.json, too")
     return int(kept.failed)
 
 

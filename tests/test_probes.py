@@ -34,6 +34,7 @@ OTHER: dict[str, float] = {
     "vector_rate": 5e12,
     "die_bandwidth": 410e9,
 }
+CHOSEN = {"v4": "CMEM", "v5e": "VMEM", "v5p": "HBM", "v6e": "VMEM", "7x": "VMEM"}
 PODS = (
     "v4:4x4x4",
     "v5e:4x4",
@@ -138,16 +139,18 @@ def test_everything_compiles_for_tpus(chip: str) -> None:
         jax.jit(this.program).lower(*shapes(rig, this)).compile()
     copy = spaces.programs(rig)["copy within a device"]
     text = spaces.lowered(rig, copy, spaces.SIZES[0]).compile().as_text()
-    assert spaces.where(text or "").startswith("from ")
+    # XLA chooses for a kernel that says HBM and does not bind it: what the probe is there to judge.
+    assert spaces.where(text or "") == f"from {CHOSEN[chip]} to {CHOSEN[chip]}"
 
 
 def test_where_reads_memories_off_a_compiled_program() -> None:
-    call = (
-        "%k = f32[8,128]{1,0:T(8,128)S(1)} custom-call(f32[8,128]{1,0:T(8,128)} %a), "
-        'custom_call_target="tpu_custom_call", '
-        "operand_layout_constraints={f32[8,128]{1,0}}, frontend_attributes={}"
-    )
-    assert spaces.where(call) == "from HBM to VMEM"
+    program = """
+  %made = f32[8,128]{1,0:T(8,128)S(1)} fusion(%x), kind=kOutput
+  %table = s32[9]{0:T(128)S(6)} fusion(%y), kind=kLoop
+  %k.1 = f32[8,128]{1,0:T(8,128)} custom-call(%table, %made), custom_call_target="tpu_custom_call"
+  ROOT %k.2 = f32[8,128]{1,0:T(8,128)S(3)} custom-call(%k.1), custom_call_target="tpu_custom_call"
+"""
+    assert spaces.where(program) == "from VMEM to HBM, from HBM to CMEM"
     assert spaces.where("") == "no compiled kernel"
 
 

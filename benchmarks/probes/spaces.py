@@ -112,8 +112,9 @@ def lowered(rig: Rig, kernel: Callable[[jax.Array], jax.Array], size: int) -> ja
     """A product, the kernel, a product."""
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
-        made = jnp.maximum(x @ w, 0.0)
-        return jnp.maximum(kernel(made) @ (w / 2), 0.0) + 1.0
+        made = jnp.maximum(jnp.dot(x, w, precision="highest"), 0.0)
+        read = jnp.dot(kernel(made), w / 2, precision="highest")
+        return jnp.maximum(read, 0.0) + 1.0
 
     split, whole = PartitionSpec("x"), PartitionSpec()
     program = jax.shard_map(
@@ -154,17 +155,17 @@ def by_numpy(op: str, x: np.ndarray) -> np.ndarray:
 
 
 def where(text: str) -> str:
-    """The memories of the operands and results of the kernels in a compiled program."""
+    """The memories of the arrays that kernels take and give, in a compiled program."""
+    types = dict(re.findall(r"^ *(?:ROOT )?%(\S+) = (\S+) ", text, re.MULTILINE))
+    kernel = r"= (\S+) custom-call\((.*?)\), custom_call_target=\"tpu_custom_call\""
     found = []
-    for line in text.splitlines():
-        if 'custom_call_target="tpu_custom_call"' not in line:
-            continue
-        result, call = line.split(" custom-call(", 1)
-        reads = re.search(r"operand_layout_constraints=\{(.*?)\}, (?:\w+=|$)", call)
-        found.append(f"from {_memory(reads[1] if reads else call)} to {_memory(result)}")
+    for result, operands in re.findall(kernel, text):
+        taken = [types[name] for name in re.findall(r"%([^\s,)]+)", operands) if name in types]
+        arrays = [of for of in taken if of.startswith("f32")]
+        found.append(f"from {_memory(' '.join(arrays))} to {_memory(result)}")
     return ", ".join(dict.fromkeys(found)) or "no compiled kernel"
 
 
-def _memory(text: str) -> str:
-    spaces = [*re.findall(r"S\(\d\)", text)] or [""]
+def _memory(types: str) -> str:
+    spaces = [*re.findall(r"S\(\d\)", types)] or [""]
     return "/".join(dict.fromkeys(_SPACES.get(space, space) for space in spaces))
