@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from absl import flags
 from jax.sharding import Mesh
 
@@ -44,6 +45,7 @@ from benchmarks import (
 )
 from benchmarks.cases import CASES, LANES
 from benchmarks.probes import estimates, parts, rigs, risky, spaces
+from benchmarks.probes.rig import Rig
 from benchmarks.results import Results, Saved
 from benchmarks.rows import Asked, Measured, Probed
 from benchmarks.settings import AXES, FlagError, Settings
@@ -90,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
             raise FlagError(f"--{name}", rule, "name it with --certificate=NAME")
     results.check_writable(f"{_OUT.value}.json", "--certificate")
     until = time.monotonic() + 60 * _MINUTES.value
+    if _STAGE.value == "all" and not flags.FLAGS.resume:
+        Path(f"{_OUT.value}.json").unlink(missing_ok=True)  # an earlier run's
     if _STAGE.value == "safe" or not devices.may_be_tpus():
         status = _safe(until)
     else:
@@ -143,18 +147,19 @@ def _asked(until: float) -> int:
     if not figures:
         return 0
     simulated = saved.environment["platform"] == "simulated"
-    if saved.environment["processes"] > 1:
-        screen.say("Reach and barrier ids are asked about on slices of one host only.")
-    else:
+    if time.monotonic() < until:
         command = [sys.executable, "-m", "benchmarks.probes.risky"]
         command += [f"--simulate={saved.environment['devices']}"] if simulated else []
         draft = Path(f"{_OUT.value}.asked").resolve()
-        done = kept.kept("asked")
-        rows = risky.watched(command, draft, _PATIENCE, until, done)
+        answers = [row for row in kept.parts.pop("asked", []) if not row.error]
+        if answers:  # errors are of a process that could not ask; this one may
+            kept.parts["asked"] = answers
+        rows = risky.watched(command, draft, _PATIENCE, until, len(answers))
         try:
             kept.collect("asked", rows, len(risky.questions(rigs.modelled(_machine(figures)))))
         except KeyboardInterrupt:
             return interrupt.STATUS
+        _drop_if_empty(kept, "asked")
         kept.show("asked", "\nBarrier semaphores, and what a remote DMA and a signal reach")
     asked = [row for row in kept.parts.get("asked", []) if isinstance(row, Asked)]
     measured = parts.machine(figures, [] if simulated else asked)
@@ -197,11 +202,13 @@ def _run(kept: Results, wanted: Settings, mesh: Mesh, until: float) -> int:
                 kept.collect(part, _in_time(rows, until), total)
             finally:
                 kept.show(part, title)
+            if time.monotonic() >= until:
+                _drop_if_empty(kept, part)
         left += total - kept.kept(part)
 
     kind = devices.kind()
-    if kind != "gpu":
-        rig = rigs.here(mesh.size)
+    rig = _rig(mesh, kept)
+    if rig:
         if kept.kept("figures") < estimates.count(rig):  # one needs those before it
             kept.parts.pop("figures", None)
             title = parts.SIMULATED if rig.interpret else parts.MEASURED
@@ -226,6 +233,26 @@ def _run(kept: Results, wanted: Settings, mesh: Mesh, until: float) -> int:
     rows = predicted(measure.rows(tasks[kept.kept("measured") :], wanted, mesh), wanted, mesh)
     collect("measured", rows, len(tasks), "\nMeasured, beside lax and, on TPUs, the model")
     return left
+
+
+def _rig(mesh: Mesh, kept: Results) -> Rig | None:
+    """Where the probes run; None, and why is said, where they do not."""
+    if devices.kind() == "gpu":
+        return None
+    if jax.process_count() > 1:
+        kept.say("The model's figures are measured on slices of one host only.")
+        return None
+    try:
+        return rigs.here(mesh.size)
+    except FlagError as error:
+        kept.say(f"The model's figures are not measured: {error}")
+        return None
+
+
+def _drop_if_empty(kept: Results, part: str) -> None:
+    """A part for which there was no time is no part of which nothing could run."""
+    if not kept.kept(part):
+        kept.parts.pop(part, None)
 
 
 def _in_time(rows: Iterator[Any], until: float) -> Iterator[Any]:

@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from benchmarks import devices, replay_rows
+from benchmarks import replay_rows
 from benchmarks.probes.rig import Rig, machine_mesh
 from benchmarks.settings import FlagError
 from pallas_collectives.replay import Machine
@@ -16,16 +16,15 @@ _TINY = 8192  # bytes of a block where every element is interpreted
 _SIMULATED = "v5e"
 
 
-def here(simulate: int = 8) -> Rig:
-    """All TPUs there are; simulated ones, in a row, where there are none.
+def here(simulated: int) -> Rig:
+    """All TPUs there are; so many simulated ones, in a row, where there are none.
 
     Raises:
       FlagError: the devices make up no slice that the model knows.
     """
-    devices.prepare(simulate)
     found = jax.devices()
     if found[0].platform != "tpu":
-        found = found[:simulate]
+        found = found[:simulated]
         machine = Machine.named(f"{_SIMULATED}:{len(found)}")
         interpret = pltpu.InterpretParams()
         return Rig(machine, Mesh(np.array(found), ("x",)), interpret, _TINY)

@@ -232,6 +232,7 @@ def _heard(
 
 def main(argv: Sequence[str]) -> int:
     """Asks from the question --first on, and says so in --out."""
+    from benchmarks import devices
     from benchmarks.probes import rigs
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probes.risky")
@@ -239,6 +240,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--simulate", type=int, default=8)
     wanted = parser.parse_args(argv)
+    devices.prepare(wanted.simulate)
     rig = rigs.here(wanted.simulate)
     with wanted.out.open("w") as file:
         for question in questions(rig)[wanted.first :]:
