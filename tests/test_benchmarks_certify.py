@@ -172,3 +172,19 @@ def test_soak_goes_numpys_way_through_every_collective(case: Case) -> None:
         assert not row.error
         assert (row.wrong, row.calls, row.devices) == (0, 4, 2)
         assert case.name in row.op
+
+
+def test_a_machine_file_can_be_replayed_on(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "pod.json"
+    for latency in (0.6e-6, 60e-6):
+        Machine.named("v5e:4x4", hop_latency=latency).save(path)
+        status, out, err = bench(
+            *("--collective=all_gather", "--sizes=64K", f"--replay={path}"),
+            f"--json={tmp_path / 'rows.json'}",
+        )
+        assert status == 0, out + err
+        (row,) = json.loads((tmp_path / "rows.json").read_text())["replayed"]
+        assert (row["machine"], row["time_us"] > 60) == ("v5e:4x4", latency > 1e-6)
+    path.write_text("{}")
+    status, out, err = bench(f"--replay={path}")
+    assert status == 2 and "pod.json holds no machine" in err

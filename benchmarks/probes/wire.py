@@ -74,6 +74,7 @@ def stream(
     *,
     in_flight: int = IN_FLIGHT,
     rows: int = 0,
+    slots: int | None = None,
     barrier: int | None = None,
 ) -> Probe:
     """Sends blocks to the partners along all `axes` at once, `in_flight` towards each.
@@ -82,7 +83,7 @@ def stream(
     sends block i when it has received block i - in_flight of that partner, who had by then received
     this one's block i - 2 in_flight: a slot is written to again only when it had arrived.
     """
-    slots = 2 * in_flight
+    slots = slots or 2 * in_flight
     rows = rows or rig.block_bytes // (LANES * 4)
     size, n_axes = rig.size, len(axes)
 
