@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.rows import Compiled, Measured, Replayed, Row, Soaked
+from benchmarks.rows import Asked, Compiled, Measured, Probed, Replayed, Row, Soaked
 
 MIB = 1 << 20
 
@@ -27,6 +27,10 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
             return _COMPILED
         case Replayed():
             return _REPLAYED
+        case Probed():
+            return _PROBED
+        case Asked():
+            return _ASKED
     raise AssertionError(rows[0])
 
 
@@ -137,4 +141,37 @@ _REPLAYED = (
     _number("bound us", "bound_us", 1),
     _number("% of bound", "of_bound"),
     Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok"),
+)
+_UNITS = {"B/s": (1e-9, "GB/s"), "s": (1e6, "us"), "1/s": (1e-12, "T/s"), "B": (2**-10, "KiB")}
+
+
+def _figure(header: str, name: str) -> Column:
+    def cell(row: Any) -> str:
+        value = getattr(row, name)
+        scale, unit = _UNITS.get(row.unit, (1.0, row.unit))
+        return "-" if value is None else f"{value * scale:.4g} {unit}".strip()
+
+    return Column(header, cell)
+
+
+def _off(row: Any) -> str:
+    if not row.assumed or row.measured is None:
+        return "-"
+    return f"{100 * (row.measured / row.assumed - 1):+.1f}%"
+
+
+_PROBED = (
+    _text("pod", "machine"),
+    _text("figure", "op"),
+    _figure("assumed", "assumed"),
+    _figure("measured", "measured"),
+    Column("off by", _off),
+    _text("how", "how"),
+)
+_ASKED = (
+    _text("question", "op"),
+    _text("over", "over"),
+    _number("size", "size"),
+    _text("answer", "answer"),
+    _WRONG,
 )

@@ -40,12 +40,17 @@ def prepare(simulated: int, distributed: bool | None = None) -> None:
     """
     if distributed or (distributed is None and _compat.in_cluster()):
         jax.distributed.initialize()
-    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
+    if not may_be_tpus():
         for name, value in WITHOUT_TPU.items():
             os.environ.setdefault(name, value)
     # Multicast over NVLink can hang hosts that others share.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     simulation.split_cpu(simulated)
+
+
+def may_be_tpus() -> bool:
+    """Whether the machine has devices that could be TPUs; asks the file system, not JAX."""
+    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"))
 
 
 def speaks() -> bool:

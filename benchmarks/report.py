@@ -13,11 +13,14 @@ from benchmarks.settings import FlagError
 _OUT = flags.DEFINE_string("out", "", "The page, *.md; plots go beside it. By default printed.")
 
 _TITLES = {
+    "figures": "Figures of the model: assumed and measured",
+    "spaces": "Data in the memories that XLA chooses",
     "conformance": "Conformance",
     "soak": "Soak: mixed collectives back to back",
     "measured": "Measured",
     "compiled": "Compiled for TPUs that are not there",
     "replayed": "Modelled, not measured",
+    "asked": "Barrier semaphores, and what a remote DMA and a signal reach",
 }
 _VERSIONS = ("jax", "jaxlib", "libtpu", "nccl", "nccl4py", "pallas-collectives")
 

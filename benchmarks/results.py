@@ -83,6 +83,10 @@ class Results:
         """Prints a part's table."""
         self._screen.show(title, self.parts.get(part, []))
 
+    def say(self, line: str) -> None:
+        """Prints a line."""
+        self._screen.say(line)
+
     @property
     def failed(self) -> bool:
         """Whether a row is wrong, or nothing of a part could run."""

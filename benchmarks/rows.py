@@ -182,11 +182,67 @@ class Soaked(Row):
         return bool(self.wrong or self.error)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probed(Row):
+    """A figure of the model of a pod, measured (see `probes.estimates`).
+
+    Attributes:
+      op: its name, as `replay.Generation` has it where it does.
+      machine: the slice.
+      unit: of both figures.
+      assumed: None where the model has no such figure.
+      measured: None where it could not be.
+      how: in a few words.
+    """
+
+    machine: str
+    unit: str = ""
+    assumed: float | None = None
+    measured: float | None = None
+    how: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.machine, self.op)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked(Row):
+    """What a TPU does, where that is no figure (see `probes.spaces` and `probes.risky`).
+
+    Attributes:
+      op: the question.
+      over: what it is about.
+      size: bytes of a device's operand.
+      answer: in words.
+      wrong: elements that differ from what must be there; None where that is the answer.
+    """
+
+    over: str = ""
+    size: int = 0
+    answer: str = ""
+    wrong: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.wrong or self.error)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.op, self.over, self.size)
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.over}".strip()
+
+
 # Part of a run -> its records.
 PARTS: dict[str, type[Row]] = {
+    "figures": Probed,
+    "spaces": Asked,
     "conformance": Measured,
     "soak": Soaked,
     "measured": Measured,
     "compiled": Compiled,
     "replayed": Replayed,
+    "asked": Asked,
 }

@@ -59,9 +59,14 @@ def _is_served(task: Task, mesh: Mesh) -> bool:
     return True
 
 
-def rows(settings: Settings, mesh: Mesh, number: int, runs: int, length: int) -> Iterator[Soaked]:
-    """Soaks with this many programs of `length` collectives, each run `runs` times."""
-    for i, program in enumerate(itertools.islice(programs(settings, mesh, length), number)):
+def rows(
+    settings: Settings, mesh: Mesh, number: int, runs: int, length: int, first: int = 0
+) -> Iterator[Soaked]:
+    """Soaks with this many programs of `length` collectives, each run `runs` times; of these, the
+    first are left out.
+    """
+    chosen = enumerate(itertools.islice(programs(settings, mesh, length), number))
+    for i, program in itertools.islice(chosen, first, None):
         row = _row(program, mesh, runs, settings.seed + i)
         yield agreed(row) if jax.process_count() > 1 else row
 

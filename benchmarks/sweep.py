@@ -35,8 +35,9 @@ _COMPILE_FOR = flags.DEFINE_list(
 _REPLAY = flags.DEFINE_list(
     "replay",
     None,
-    "Pods, as v5e:16x16, on whose model to replay the kernels instead of measuring. By default, "
-    "where TPUs are simulated, one of each generation after the rest; --replay= for none.",
+    "Pods, as v5e:16x16, or files of them that certify has written, on whose model to replay the "
+    "kernels instead of measuring. By default, where TPUs are simulated, one of each generation "
+    "after the rest; --replay= for none.",
 )
 _JSON = flags.DEFINE_string("json", "", "File for the results, kept up to date while they come.")
 _CSV = flags.DEFINE_string("csv", "", "File for what was measured, likewise.")
@@ -95,9 +96,11 @@ def _settings() -> Settings:
 
 
 def _pod(text: str) -> str:
-    name = settings.parse_topology(text, "--replay")
     try:
-        return str(Machine.named(name))
+        if text.endswith(".json"):
+            Machine.load(text)
+            return text
+        return str(Machine.named(settings.parse_topology(text, "--replay")))
     except MachineError as error:
         raise FlagError("--replay", str(error), "write it like v5e:16x16 or v5p:4x4x4") from None
 

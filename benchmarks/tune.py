@@ -9,6 +9,7 @@ it. `--model` makes that one anew: kernels replayed on modelled pods.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -27,7 +28,7 @@ from pallas_collectives import chips, places, tables, tuning
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.errors import CollectiveError, ReachError, VmemError
 from pallas_collectives.kernels import launch
-from pallas_collectives.replay import GENERATIONS, Machine
+from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
 from pallas_collectives.tables import Entry, Table
 
 # Groups that are modelled, over one axis and over several: how they lie, and of how many devices.
@@ -61,6 +62,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--add", action="store_true", help="with --model: replay only what the file lacks"
     )
+    parser.add_argument(
+        "--machine", type=Path, help="with --model: a machine file, for its generation and figures"
+    )
     parser.add_argument("--out", type=Path, help="the file to write")
     parser.add_argument("--iters", type=int, default=20, help="collectives in one timed chain")
     wanted = parser.parse_args(argv)
@@ -69,12 +73,15 @@ def main(argv: Sequence[str]) -> int:
     if wanted.out and not wanted.out.parent.is_dir():
         parser.error(f"--out={wanted.out}: there is no folder {wanted.out.parent}; make it first")
     try:
+        if wanted.machine and not wanted.out:
+            parser.error("--machine: the package's own table has no place for it; name an --out")
         if wanted.model:
+            measured_on = Machine.load(wanted.machine).generation if wanted.machine else None
             path = wanted.out or tables.MODELLED
-            _write(modelled(tables.load(path) if wanted.add else None), path)
+            _write(modelled(tables.load(path) if wanted.add else None, measured_on), path)
             return 0
         return _measure(wanted.out, wanted.iters)
-    except CollectiveError as error:
+    except (CollectiveError, MachineError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -84,14 +91,18 @@ def main(argv: Sequence[str]) -> int:
 # Modelled ---------------------------------------------------------------------------------------
 
 
-def modelled(known: Table | None = None) -> Table:
-    """What `replay` says of every candidate on every TPU generation; what is known stays."""
+def modelled(known: Table | None = None, measured_on: Generation | None = None) -> Table:
+    """What `replay` says of every candidate on every TPU generation, or on that one alone whose
+    figures were measured; what is known stays.
+    """
     entries: list[Entry] = []
-    for chip in GENERATIONS:
+    for chip in GENERATIONS if measured_on is None else (measured_on.name,):
         for torus, n in groups(chip):
             print(f"replaying {chip}, a {torus} of {n}", file=sys.stderr, flush=True)
-            entries += model(chip, torus, n, known=known)
+            entries += model(chip, torus, n, known=known, measured_on=measured_on)
     about = "Modelled, not measured: kernels replayed (pallas_collectives.replay), float32."
+    if measured_on:
+        about += " The chip's figures were measured."
     return _table("modelled", about, entries)
 
 
@@ -121,7 +132,12 @@ def machine_of(chip: str, torus: str, n: int) -> tuple[Machine, tuple[str, ...]]
 
 
 def model(
-    chip: str, torus: str, n: int, ops: Iterable[str] | None = None, known: Table | None = None
+    chip: str,
+    torus: str,
+    n: int,
+    ops: Iterable[str] | None = None,
+    known: Table | None = None,
+    measured_on: Generation | None = None,
 ) -> Iterator[Entry]:
     """The modelled times of collectives over one group, while others like it do the same.
 
@@ -131,8 +147,11 @@ def model(
       n: devices in the group.
       ops: the collectives; all by default.
       known: times to take as they are.
+      measured_on: the chip, if not with the figures that are assumed.
     """
     machine, axes = machine_of(chip, torus, n)
+    if measured_on:
+        machine = dataclasses.replace(machine, generation=measured_on)
     for case in CASES:
         if case.op in _UNTABLED or (ops is not None and case.op not in ops):
             continue

@@ -87,13 +87,8 @@ def mesh_of(ctx: Any) -> Any:
     return getattr(ctx.module_context.axis_context, "mesh", None)
 
 
-def has_effects(eqn: Any) -> bool:
-    """Whether an equation must run even where nobody reads its results."""
-    return _partial_eval.has_effects(eqn)
-
-
 def saved(policy: Any, eqn: Any) -> bool:
     """Whether jax.checkpoint keeps an equation's results; what it would offload, it keeps."""
     types = (var.aval for var in eqn.invars)
     case = _partial_eval.ensure_enum(policy(eqn.primitive, *types, **eqn.params))
-    return has_effects(eqn) or not isinstance(case, _partial_eval.RecomputeType)
+    return not isinstance(case, _partial_eval.RecomputeType)

@@ -21,7 +21,16 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_collectives import _compat, backends, checks, collectives, fusing, hierarchy, places
+from pallas_collectives import (
+    _compat,
+    backends,
+    checks,
+    collectives,
+    fusing,
+    hierarchy,
+    places,
+    remat,
+)
 from pallas_collectives.backends import How, canonical, pallas_fused
 from pallas_collectives.errors import AlgorithmError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul
@@ -300,6 +309,7 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
             return lowered(ctx, *args, **params)
 
     mlir.register_lowering(primitive, lowering)
+    remat.register(primitive)
     return primitive
 
 

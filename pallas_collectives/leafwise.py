@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from pallas_collectives import _compat
+from pallas_collectives import _compat, remat
 
 Rule = Callable[..., Any]
 
@@ -73,21 +73,15 @@ def _checkpoint(policy: Rule, unknown: Sequence[bool], at_hand: Sequence[bool], 
     """What is known now, and the others later: with them all, unless the policy saves them."""
     saved = _compat.saved(policy, eqn)
     now = _part(eqn, [not later for later in unknown])
-    later = _part(eqn, [not saved or later for later in unknown])
-    residuals = [
-        x
-        for x, there in zip(eqn.invars, at_hand, strict=True)
-        if later and x in later.invars and not there and not isinstance(x, core.Literal)
-    ]
-    return now, later, unknown, [not saved or later for later in unknown], residuals
+    again = [not saved or later for later in unknown]
+    later = _part(eqn, again)
+    kept = remat.residuals(later, list(itertools.compress(at_hand, again))) if later else []
+    return now, later, unknown, again, kept
 
 
 def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Drops operands of results that nobody reads; all of them only where there are no effects."""
-    eqn = rest[-1]
-    if not any(used) and _compat.has_effects(eqn):
-        used = [True] * len(used)
-    return used, _part(eqn, used)
+    """Drops operands of results that nobody reads. JAX 0.12 gives one more argument."""
+    return used, _part(rest[-1], used)
 
 
 def _part(eqn: Any, wanted: list[bool]) -> Any:

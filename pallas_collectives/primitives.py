@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_collectives import _compat, backends, checks, hierarchy, leafwise, places
+from pallas_collectives import _compat, backends, checks, hierarchy, leafwise, places, remat
 from pallas_collectives.backends import How, bundles
 
 # Elementwise, of one operand each: their twins take many, a tree's leaves.
@@ -159,6 +159,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     if many:
         leafwise.register(primitive, lax_p, with_twins_of)
         return primitive
+    remat.register(primitive)
     for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
         if lax_p in rules:
             rules[primitive] = with_twins_of(rules[lax_p])

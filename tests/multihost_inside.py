@@ -355,3 +355,48 @@ def train_beside_the_dead():
             time.sleep(0.02)
     except TimeoutError as error:
         return error.processes
+
+
+def live_beside_jax():
+    """What both yield, twice over, and that our own error passes through."""
+    found = []
+    for _ in range(2):
+        with ours.live_devices(jax.devices()) as mine, theirs.live_devices(jax.devices()) as known:
+            found.append([device.id for device in mine] == [device.id for device in known])
+    with ours.live_devices(jax.devices()[::-1]) as mine:
+        found.append([device.id for device in mine] == sorted(d.id for d in jax.devices()))
+    try:
+        with ours.live_devices(jax.devices()):
+            raise KeyError("of the block")
+    except KeyError:
+        found.append(True)
+    return found
+
+
+def live_late():
+    """Process 1 comes when the others have given up."""
+    ours.barrier("together")
+    if jax.process_index() == 1:
+        time.sleep(4)
+        return None
+
+    def enter():
+        with ours.live_devices(jax.devices(), timeout=1):
+            return "all live"
+
+    return error_of(enter)
+
+
+def live_through_a_death():
+    """Process 1 dies in the block; the others learn it, and go on without."""
+    survivors = [device.id for device in jax.devices() if device.process_index != 1]
+    try:
+        with ours.live_devices(jax.devices(), timeout=40) as devices:
+            assert len(devices) == len(jax.devices())
+            if jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except theirs.ProcessFailureError as error:
+        failed = sorted(device.id for device in error.failed_devices)
+        told = type(error).__name__, error.processes, str(error), failed
+    with ours.live_devices(jax.devices(), timeout=40) as devices:
+        return told, [device.id for device in devices] == survivors

@@ -18,6 +18,7 @@ from benchmarks.cases import CASES, Case
 from benchmarks.rows import Measured
 from benchmarks.settings import Settings
 from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.replay import Machine
 
 BY_NAME = {case.name: case for case in CASES}
 GATHER = BY_NAME["all_gather"]
@@ -56,6 +57,50 @@ def test_without_an_accelerator_it_says_what_it_would_run_and_does_what_it_can(
         assert told in text, told
     assert "## Measured" not in text
     assert Path(f"{name}.png").exists()
+    assert {row["op"] for row in results["figures"]} >= {"hop_latency", "link_efficiency"}
+    assert [row["wrong"] for row in results["spaces"]] == [0] * 6
+    assert "mean nothing" in out and "| v5e:2x1 | hop_latency | 0.6 us | 0.6 us | +0.0% |" in text
+    asked = json.loads(Path(f"{name}.json").read_text())["asked"]
+    assert [(row["over"], row["answer"]) for row in asked] == [("id 15", "works"), ("+1x", "works")]
+    measured = Machine.load(f"{name}.machine.json")
+    assert measured.generation.hop_latency == pytest.approx(0.6e-6)
+    assert not measured.generation.reaches_all  # simulated devices say nothing of that
+
+    del results["soak"], results["replayed"][3:]  # as if it had been interrupted
+    results["asked"] = asked
+    Path(f"{name}.json").write_text(json.dumps(results))
+    status, out, err = bench(
+        *("certify", "--mesh=2", "--collective=all_gather", "--algorithm=direct", "--resume"),
+        f"--certificate={name}",
+    )
+    assert status == 0, out + err
+    again = json.loads(Path(f"{name}.json").read_text())
+    assert len(again["soak"]) == 1 and len(again["replayed"]) == 5 and again["asked"] == asked
+    for part in ("figures", "spaces", "conformance"):  # their times are those of the first run
+        assert again[part] == results[part]
+
+
+def test_no_row_begins_when_time_is_up(bench: Bench, tmp_path: Path) -> None:
+    name = tmp_path / "cert"
+    status, out, err = bench("certify", "--mesh=2", "--minutes=0", f"--certificate={name}")
+    assert status == 0, out + err
+    assert "Time is up" in out and "rows are left: the same command with --resume" in out
+    assert not Path(f"{name}.json").exists()
+
+
+def test_on_a_tpu_what_is_safe_runs_elsewhere_and_before_what_is_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So that the process that asks what could hang finds the TPU free."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(devices, "may_be_tpus", lambda: True)
+    monkeypatch.setattr(certify.subprocess, "call", lambda command: calls.append(command) or 1)
+    name = tmp_path / "cert"
+    status, out, _ = bench("certify", f"--certificate={name}")
+    assert status == 1 and not out  # as the other said; without its file there is nothing to ask
+    (command,) = calls
+    assert command[1:3] == ["-m", "benchmarks"]
+    assert command[-2:] == ["--stage=safe", "--minutes=12.0"]
 
 
 def test_a_wrong_collective_gets_no_certificate(
@@ -66,6 +111,7 @@ def test_a_wrong_collective_gets_no_certificate(
         return y.at[0, 0, 0].add(1) if how else y
 
     monkeypatch.setattr(settings, "CASES", (dataclasses.replace(GATHER, call=off),))
+    monkeypatch.setattr(certify, "_rig", lambda *_: None)  # the probes are another test's
     status, out, _ = bench(
         *("certify", "--mesh=2", "--algorithm=direct", f"--certificate={tmp_path / 'cert'}")
     )
@@ -127,3 +173,19 @@ def test_soak_goes_numpys_way_through_every_collective(case: Case) -> None:
         assert not row.error
         assert (row.wrong, row.calls, row.devices) == (0, 4, 2)
         assert case.name in row.op
+
+
+def test_a_machine_file_can_be_replayed_on(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "pod.json"
+    for latency in (0.6e-6, 60e-6):
+        Machine.named("v5e:4x4", hop_latency=latency).save(path)
+        status, out, err = bench(
+            *("--collective=all_gather", "--sizes=64K", f"--replay={path}"),
+            f"--json={tmp_path / 'rows.json'}",
+        )
+        assert status == 0, out + err
+        (row,) = json.loads((tmp_path / "rows.json").read_text())["replayed"]
+        assert (row["machine"], row["time_us"] > 60) == ("v5e:4x4", latency > 1e-6)
+    path.write_text("{}")
+    status, out, err = bench(f"--replay={path}")
+    assert status == 2 and "pod.json holds no machine" in err

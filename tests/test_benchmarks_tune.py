@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import pytest
 
+import pallas_collectives as pc
 from benchmarks import devices, measure, tune
 from benchmarks.rows import Measured
 from pallas_collectives import chips, tables, tuning
 from pallas_collectives.errors import TableError
+from pallas_collectives.replay import Machine
 from pallas_collectives.tables import Table
 from tables_of_times import chosen, content, served
 
@@ -97,3 +99,28 @@ def test_a_table_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(TableError):
         tune._write(bad, tmp_path / "table.json")
     assert not (tmp_path / "table.json").exists()
+
+
+def test_a_machines_measured_figures_make_a_table_for_the_choice(tmp_path: Path) -> None:
+    slow = Machine.named("v5e:2x4", hop_latency=50e-6)
+    path = tmp_path / "pod.json"
+    slow.save(path)
+    measured_on = Machine.load(path).generation
+    (fast,) = tune.model("v5e", "line", 4, ["all_gather"])
+    (entry,) = tune.model("v5e", "line", 4, ["all_gather"], measured_on=measured_on)
+    assert all(b > a + 45 for a, b in zip(fast.us["line"], entry.us["line"], strict=True))
+    table = Table("", "modelled", jax.__version__, "", {entry.key: entry})
+    with tuning.use_table(table):
+        told = pc.explain("all_gather", nbytes=4 << 10, devices=4, chip="v5e", torus="line")
+    line = next(c for c in told.candidates if c.algorithm == "line")
+    assert line.us == pytest.approx(entry.us["line"][0], rel=0.01)
+
+
+def test_a_machine_file_that_is_none_is_refused(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "pod.json"
+    path.write_text("{}")
+    assert tune.main(["--model", f"--machine={path}", f"--out={tmp_path / 'table.json'}"]) == 2
+    assert "holds no machine" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tune.main(["--model", f"--machine={path}"])
+    assert "name an --out" in capsys.readouterr().err

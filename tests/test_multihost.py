@@ -283,3 +283,31 @@ def test_preemption_of_one_process_stops_all_at_one_step(doomed):
 def test_preemption_equals_jax(doomed):
     answers = all_the_same(values(doomed, inside.train_beside_jax))
     assert answers == [[False, False]] * 4 + [[True, True], [False, False]]
+
+
+def test_live_devices_equal_jax(processes):
+    assert all(all_the_same(values(processes, inside.live_beside_jax)))
+
+
+def test_a_process_that_lives_and_does_not_come_is_named(doomed):
+    for rank, error in enumerate(values(doomed, inside.live_late)):
+        if rank != 1:
+            name, at_fault, message = error
+            assert (name, at_fault) == ("ProcessTimeoutError", (1,))
+            assert "live_devices: process 1 did not come in the 1 s given" in message
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_others_go_on_without_a_process_that_dies(count):
+    env = {"JAX_ENABLE_RECOVERABILITY": "1"}
+    quick = {"heartbeat_timeout_seconds": 5}
+    with Processes(count, devices=2, env=env, initialize=quick) as processes:
+        values(processes, inside.ready)
+        others = [rank for rank in range(count) if rank != 1]
+        processes.tell(inside.live_through_a_death, on=[1])
+        outcomes = processes.run(inside.live_through_a_death, on=others, timeout=TIMEOUT)
+        for outcome in outcomes:
+            (name, at_fault, message, failed), goes_on = outcome.unwrap()
+            assert (name, at_fault, len(failed)) == ("ProcessFailureError", (1,), 2)
+            assert "live_devices: process 1 died or started anew, with 2 devices" in message
+            assert goes_on

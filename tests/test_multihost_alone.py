@@ -208,3 +208,22 @@ def test_without_the_preemption_service_there_is_an_error():
     ended = run_program(JAX_ENABLE_PREEMPTION_SERVICE="0")
     assert ended.returncode == 1
     assert "CollectiveError: reached_preemption_sync_point(0)" in ended.stderr
+
+
+def test_live_devices_alone_are_all_and_bad_input_is_refused():
+    with ours.live_devices(jax.devices()[::-1]) as devices:
+        assert devices == jax.devices()
+    for devices, options, told in (
+        ([], {}, "none of process 0"),
+        (jax.devices(), {"timeout": 0}, "a timeout is a positive, finite number"),
+    ):
+        with pytest.raises(CollectiveError, match=told), ours.live_devices(devices, **options):
+            pass
+
+
+def test_a_failure_is_jaxs_too_and_can_be_pickled():
+    error = ours.ProcessFailureError("live_devices", [0], "died", jax.devices()[:2])
+    assert isinstance(error, theirs.ProcessFailureError)
+    assert error.failed_devices == set(jax.devices()[:2])
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.processes) == (str(error), (0,))

@@ -166,8 +166,6 @@ def test_what_lax_cannot_differentiate_ours_cannot_either() -> None:
     ids=["nothing", "everything", "named", "gathers", "gathers_of_lax"],
 )
 def test_checkpoint_policies_see_the_collective(saves: Any, gathers: int) -> None:
-    """On a TPU. What is simulated has effects, which jax.checkpoint saves whatever the policy."""
-
     def model(m: Any, x: jax.Array) -> jax.Array:
         gathered = checkpoint_name(m.all_gather(x, "x", tiled=True), "gathered")
         return jnp.sum(jnp.sin(jnp.cos(gathered)))

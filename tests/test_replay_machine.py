@@ -1,6 +1,9 @@
 """The machine model: names, wrap rules, routes, bounds, and fair sharing of links."""
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,3 +250,48 @@ def test_incremental_rates_equal_rates_from_scratch() -> None:
         network.resolve(float(step))
         fresh = _rates(capacity.tolist(), [flow.uses for flow in live])
         assert [flow.rate for flow in live] == pytest.approx(fresh, rel=1e-6)
+
+
+def test_a_machine_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "pod.json"
+    machine = Machine.named("7x:2x2x1", hop_latency=0.9e-6, reaches_all=False)
+    machine.save(path, "measured")
+    assert Machine.load(path) == Machine.named(str(path)) == machine
+    assert json.loads(path.read_text())["about"] == "measured"
+    assert Machine.named(str(path), issue_cost=1e-9).generation.issue_cost == 1e-9
+    wraps = (True, False, False)
+    assert Machine.named(str(path), wraps).wraps == wraps
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda c: c.pop("generation"), "KeyError"),
+        (lambda c: c["generation"].pop("hop_latency"), "has the fields"),
+        (lambda c: c["generation"].update(hop_latency="1 us"), "hop_latency is '1 us'"),
+        (lambda c: c["generation"].update(hop_latency=-1.0), "hop_latency is -1.0"),
+        (lambda c: c["generation"].update(hop_latency=float("nan")), "hop_latency is nan"),
+        (lambda c: c["generation"].update(reaches_all=1), "reaches_all is 1"),
+        (lambda c: c["generation"].update(name="v99"), "KeyError: 'v99'"),
+        (lambda c: c.update(shape=[2, 2]), "shape"),
+        (lambda c: c.update(shape=[2, 0, 1]), "shape"),
+    ],
+)
+def test_a_file_that_is_no_machine_is_refused(tmp_path: Path, change: Any, told: str) -> None:
+    path = tmp_path / "pod.json"
+    Machine.named("v5p:2x2x1").save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(MachineError, match=r"pod\.json holds no machine") as raised:
+        Machine.load(path)
+    assert told in str(raised.value)
+
+
+def test_no_file_and_no_json_are_refused(tmp_path: Path) -> None:
+    for text in (None, "not JSON", "[]"):
+        path = tmp_path / "pod.json"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(MachineError, match=r"holds no machine .*Machine\.save"):
+            Machine.load(path)

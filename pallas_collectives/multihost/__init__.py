@@ -17,8 +17,10 @@ from pallas_collectives.multihost.arrays import (
 )
 from pallas_collectives.multihost.equality import assert_equal as assert_equal
 from pallas_collectives.multihost.errors import ProcessError as ProcessError
+from pallas_collectives.multihost.errors import ProcessFailureError as ProcessFailureError
 from pallas_collectives.multihost.errors import ProcessMismatchError as ProcessMismatchError
 from pallas_collectives.multihost.errors import ProcessTimeoutError as ProcessTimeoutError
+from pallas_collectives.multihost.liveness import live_devices as live_devices
 from pallas_collectives.multihost.movement import broadcast_one_to_all as broadcast_one_to_all
 from pallas_collectives.multihost.movement import process_allgather as process_allgather
 from pallas_collectives.multihost.preemption import (

@@ -1,7 +1,10 @@
-"""The two ways in which processes fail each other: one does not come, or one disagrees."""
+"""How processes fail each other: one does not come, or disagrees, or dies."""
 
 from collections.abc import Iterable
 from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
 
 
 def name_processes(processes: Iterable[int]) -> str:
@@ -38,3 +41,21 @@ class ProcessMismatchError(ProcessError, AssertionError):
 
     An AssertionError, as `jax.experimental.multihost_utils` raises.
     """
+
+
+class ProcessFailureError(ProcessError, multihost_utils.ProcessFailureError):
+    """Processes died, or were started anew, where `live_devices` had said that they lived.
+
+    Attributes:
+      failed_devices: theirs; none once it was pickled, which devices cannot be.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        processes: Iterable[int],
+        fault: str,
+        failed_devices: Iterable[jax.Device] = (),
+    ) -> None:
+        super().__init__(operation, processes, fault)
+        self.failed_devices = set(failed_devices)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -118,6 +120,26 @@ class MachineError(ValueError):
     """A machine, mesh or placement that cannot be."""
 
 
+def _overridden(generation: Generation, overrides: dict[str, float]) -> Generation:
+    fields = {f.name for f in dataclasses.fields(Generation)}
+    if unknown := set(overrides) - fields:
+        raise MachineError(f"override {min(unknown)!r}: a Generation has {sorted(fields)}")
+    return dataclasses.replace(generation, **overrides)  # type: ignore[arg-type]
+
+
+def _generation_of(fields: dict[str, Any]) -> Generation:
+    """A generation from what a file says of it; ValueError if that makes none."""
+    known = GENERATIONS[fields["name"]]
+    wanted = dataclasses.asdict(known)
+    if set(fields) != set(wanted):
+        raise ValueError(f"a generation has the fields {', '.join(wanted)}")
+    for name, value in fields.items():
+        kinds = {float: (float, int)}.get(type(wanted[name]), (type(wanted[name]),))
+        if type(value) not in kinds or not (isinstance(value, str) or 0 <= value < math.inf):
+            raise ValueError(f"{name} is {value!r}")
+    return Generation(**fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """A slice of a pod: `shape` chips of one generation, joined as a torus where the generation
@@ -133,19 +155,21 @@ class Machine:
         """The machine of a topology name such as 'v5e:16x16' or 'v5p:4x4x4'.
 
         `wraps` overrides the wrap rule per torus axis; further keywords override fields of
-        `Generation`, e.g. `link_bandwidth=50e9` (bytes/s) or `hop_latency=0.8e-6` (seconds). Raises
+        `Generation`, e.g. `link_bandwidth=50e9` (bytes/s) or `hop_latency=0.8e-6` (seconds). A name
+        that ends in .json is a file that `save` has written, and is loaded as it is. Raises
         MachineError for a name it does not know.
         """
+        if str(name).endswith(".json"):
+            there = Machine.load(name)
+            generation = _overridden(there.generation, overrides)
+            return Machine(generation, there.shape, there.wraps if wraps is None else wraps)
         match = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", str(name))
         if match is None or match[1] not in GENERATIONS:
             known = ", ".join(GENERATIONS)
             raise MachineError(
                 f"machine {name!r}: want GENERATION:AxBxC with a generation of {known}"
             )
-        fields = {f.name for f in dataclasses.fields(Generation)}
-        if unknown := set(overrides) - fields:
-            raise MachineError(f"override {min(unknown)!r}: a Generation has {sorted(fields)}")
-        generation = dataclasses.replace(GENERATIONS[match[1]], **overrides)  # type: ignore[arg-type]
+        generation = _overridden(GENERATIONS[match[1]], overrides)
         shape = tuple(int(n) for n in match[2].split("x"))
         if len(shape) > generation.dims:
             raise MachineError(
@@ -157,6 +181,31 @@ class Machine:
         if len(wraps) != len(shape):
             raise MachineError(f"wraps {wraps}: one for each of the {len(shape)} torus axes")
         return Machine(generation, shape, wraps)
+
+    def save(self, path: str | Path, about: str = "") -> None:
+        """Writes the machine, with its figures, to a JSON file for `load`; `about` is a note."""
+        content = {"about": about, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Machine:
+        """The machine in a file that `save` has written.
+
+        Raises MachineError if there is no such file, or it holds no machine.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            generation = _generation_of(content["generation"])
+            shape, wraps = tuple(content["shape"]), tuple(content["wraps"])
+            whole = [isinstance(n, int) and n >= 1 for n in shape]
+            if not all(whole) or len(shape) != generation.dims or len(wraps) != len(shape):
+                raise ValueError(f"shape {shape} and wraps {wraps}, of {generation.dims} axes")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise MachineError(
+                f"{path} holds no machine ({type(error).__name__}: {error}); "
+                "name a file that Machine.save or `python -m benchmarks certify` has written"
+            ) from None
+        return Machine(generation, shape, tuple(map(bool, wraps)))
 
     def __str__(self) -> str:
         return f"{self.generation.name}:{'x'.join(map(str, self.shape))}"

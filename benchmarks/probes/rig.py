@@ -1,0 +1,176 @@
+"""What all probes stand on: the devices as they lie, and the one call of a kernel."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from pallas_collectives.replay import Machine
+
+LANES = 128
+TILE = 8  # rows of float32
+TILE_BYTES = TILE * LANES * 4
+DIE = -1  # the axis between the devices of a chip
+
+
+@dataclasses.dataclass(frozen=True)
+class Rig:
+    """Where probes run.
+
+    Attributes:
+      machine: the slice, with the figures that are assumed.
+      mesh: of all its devices on one axis "x", in the order of the machine's device numbers.
+      interpret: False to compile, or `pltpu.InterpretParams`.
+      block_bytes: of what is streamed.
+    """
+
+    machine: Machine
+    mesh: Mesh | AbstractMesh
+    interpret: Any = False
+    block_bytes: int = 2 << 20
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.machine.n_devices
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The torus axes along which there is a neighbour."""
+        return tuple(axis for axis, n in enumerate(self.machine.shape) if n > 1)
+
+    def partners(self, axis: int, distance: int = 1) -> np.ndarray:
+        """The device that each one is paired with at a distance along an axis; itself if none.
+
+        Pairs are apart: on a line or ring of 8, at distance 2, they are 0-2, 1-3, 4-6 and 5-7.
+        """
+        numbers = np.arange(self.size)
+        per_chip = self.machine.generation.devices_per_chip
+        if axis == DIE:
+            return numbers ^ 1 if per_chip == 2 else numbers
+        chips, die = np.divmod(numbers, per_chip)
+        place = np.array(np.unravel_index(chips, self.machine.shape))
+        here = place[axis]
+        lower = (here // distance) % 2 == 0
+        there = np.where(lower, here + distance, here - distance)
+        place[axis] = np.minimum(there, self.machine.shape[axis] - 1)
+        paired = np.ravel_multi_index(tuple(place), self.machine.shape) * per_chip + die
+        return np.where(there < self.machine.shape[axis], paired, numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A kernel to be run with any count of repetitions.
+
+    Attributes:
+      name: what it measures.
+      program: (counts, peers, x) -> o; counts is (1,) int32, and x holds `rows` of each device.
+      peers: int32 of rank 1: a table of devices.
+      rows: of 128 float32, of each device's x.
+      expected: (count, x as (devices, rows, 128)) -> o, likewise.
+      guess: seconds of a repetition by the figures assumed.
+    """
+
+    name: str
+    program: Callable[..., jax.Array]
+    peers: np.ndarray
+    rows: int
+    expected: Callable[[int, np.ndarray], np.ndarray]
+    guess: float
+
+    def pattern(self, devices: int) -> np.ndarray:
+        """x: no two rows alike, on any device, nor any zero."""
+        shape = (devices, self.rows, LANES)
+        return (
+            (np.arange(math.prod(shape), dtype=np.int64) % (1 << 22) + 1)
+            .astype(np.float32)
+            .reshape(shape)
+        )
+
+
+def probe(
+    rig: Rig,
+    name: str,
+    kernel: Callable[..., None],
+    *,
+    rows: int,
+    expected: Callable[[int, np.ndarray], np.ndarray],
+    guess: float,
+    scratch: list[Any],
+    out_rows: int = 0,
+    peers: np.ndarray | None = None,
+    barrier: int | None = None,
+    chain: bool = False,
+) -> Probe:
+    """A probe of a kernel (count, peers, x, o, *scratch); x and o are in HBM.
+
+    Args:
+      rig: where it runs.
+      name: what it measures.
+      kernel: as above; count and peers are in SMEM.
+      rows: of x.
+      expected: see `Probe`.
+      guess: see `Probe`.
+      scratch: see `pl.pallas_call`.
+      out_rows: of o, if not as many as of x.
+      peers: a table of devices.
+      barrier: the id of the kernel's barrier semaphore, if it has one.
+      chain: the kernel is repeated and not something in it: o is the next one's x.
+    """
+    hbm, smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((out_rows or rows, LANES), jnp.float32),
+        in_specs=[smem, smem, hbm],
+        out_specs=hbm,
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(collective_id=barrier),
+        interpret=rig.interpret,
+        name=name,
+    )
+
+    def body(count: jax.Array, peers: jax.Array, x: jax.Array) -> jax.Array:
+        if not chain:
+            return call(count, peers, x)
+        return jax.lax.fori_loop(0, count[0], lambda _, x: call(count, peers, x), x)
+
+    everywhere, split = PartitionSpec(), PartitionSpec("x")
+    program = jax.shard_map(
+        body,
+        mesh=rig.mesh,
+        in_specs=(everywhere, everywhere, split),
+        out_specs=split,
+        check_vma=False,
+    )
+    table = np.zeros(1, np.int32) if peers is None else peers.astype(np.int32).reshape(-1)
+    return Probe(name, program, table, rows, expected, guess)
+
+
+def shapes(rig: Rig, this: Probe) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The operands' shapes, with their shardings where the mesh has devices."""
+    sizes = (
+        ((1,), jnp.int32),
+        (this.peers.shape, jnp.int32),
+        ((rig.size * this.rows, LANES), jnp.float32),
+    )
+    if isinstance(rig.mesh, AbstractMesh):
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in sizes)
+    specs = PartitionSpec(), PartitionSpec(), PartitionSpec("x")
+    return tuple(
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(rig.mesh, spec))
+        for (shape, dtype), spec in zip(sizes, specs, strict=True)
+    )
+
+
+@functools.cache
+def machine_mesh(machine: Machine) -> AbstractMesh:
+    """An abstract mesh of a machine's devices, in their order."""
+    return machine.mesh({"x": machine.n_devices})

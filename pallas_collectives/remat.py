@@ -1,0 +1,46 @@
+"""What jax.checkpoint and dead code elimination do with our primitives: what they do with lax's.
+
+A simulated kernel runs as ordered host callbacks, whose effect JAX would keep and save whatever the
+policy. But a collective is replayed and dropped at will, since all devices run the same program. So
+these rules go by the policy and by who reads the results, and programs keep the same residuals
+simulated, on TPUs and by lax.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend import core
+from jax.interpreters import partial_eval as pe
+
+from pallas_collectives import _compat
+
+Policy = Callable[..., Any]
+Flags = Sequence[bool]  # one for each operand, or for each result
+
+
+def register(primitive: core.Primitive) -> None:
+    """Gives a primitive, all of whose operands go into each of its results, both rules."""
+    pe.partial_eval_jaxpr_custom_rules[primitive] = _checkpoint
+    pe.dce_rules[primitive] = _dce
+
+
+def residuals(eqn: Any, at_hand: Flags) -> list[Any]:
+    """The operands that are still to be kept for an equation of the backward pass."""
+    pairs = zip(eqn.invars, at_hand, strict=True)
+    return [x for x, there in pairs if not there and not isinstance(x, core.Literal)]
+
+
+def _checkpoint(policy: Policy, unknown: Flags, at_hand: Flags, eqn: Any) -> Any:
+    """(now, later, which results are known later only, which are there later, residuals)."""
+    n = len(eqn.outvars)
+    if any(unknown):
+        return None, eqn, [True] * n, [True] * n, residuals(eqn, at_hand)
+    if _compat.saved(policy, eqn):
+        return eqn, None, [False] * n, [False] * n, []
+    return eqn, eqn, [False] * n, [True] * n, residuals(eqn, at_hand)
+
+
+def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Drops an equation whose results nobody reads. JAX 0.12 gives one more argument before it."""
+    eqn = rest[-1]
+    return [any(used)] * len(eqn.invars), eqn if any(used) else None
