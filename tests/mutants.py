@@ -261,6 +261,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("name", nargs="*", help="break those whose name holds one of these")
     parser.add_argument("--list", action="store_true", help="print them, and break nothing")
     parser.add_argument("--sample", type=int, default=0, help="break so many, of all kinds")
+    parser.add_argument(
+        "--tier", choices=TIERS, action="append", help="run the tests of this alone"
+    )
     asked = parser.parse_args(arguments)
     mutants = every_mutant()
     if asked.name:
@@ -277,7 +280,7 @@ def main(arguments: list[str]) -> int:
         for mutant in mutants:
             source = (root / mutant.path).read_text()
             (root / mutant.path).write_text(mutant.applied(source))
-            found = ((tier, caught_by(mutant, root, tier)) for tier in TIERS)
+            found = ((tier, caught_by(mutant, root, tier)) for tier in asked.tier or TIERS)
             tier, test = next((f for f in found if f[1]), ("survives", ""))
             (root / mutant.path).write_text(source)
             survivors += tier == "survives"
