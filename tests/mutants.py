@@ -247,12 +247,14 @@ def caught_by(mutant: Mutant, root: Path, tier: str) -> str:
             )
         except subprocess.TimeoutExpired:
             return f"a hang of {SECONDS_A_TIER} s"
+        if done.returncode in (3, 4):  # pytest itself was at a loss
+            raise RuntimeError(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
         if done.returncode not in (0, 5):  # 5: there was no test to run
-            found = re.search(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?", done.stdout, re.MULTILINE)
-            hung = re.search(r"^tests/\S+|Timeout", done.stdout + done.stderr, re.MULTILINE)
-            if found:
-                return " ".join(filter(None, found.groups()))[:160]
-            return f"exit status {done.returncode}" + (f" ({hung[0]})" if hung else "")
+            if found := re.search(r"^(?:FAILED|ERROR) (.*)", done.stdout, re.MULTILINE):
+                return found[1][:160]
+            hung = re.search(r"/(test_\w+.py)\", line \d+, in (test_\w+)", done.stderr)
+            where = " in {}::{}".format(*hung.groups()) if hung else ""
+            return f"a hang, or an end with status {done.returncode}{where}"
     return ""
 
 
