@@ -222,13 +222,18 @@ def _imports(path: Path) -> str:
 
 
 def arguments_of(mutant: Mutant, root: Path, tier: str) -> list[str]:
-    """What pytest is to run: rows of conformance, which are quick, then the file's own tests."""
+    """What pytest is to run: rows of conformance, then the tests that import the file, or what
+    imports it.
+    """
     stem = mutant.path.stem
     importers = sorted(_importers(root)[stem] - {stem})
-    names = ["test_conformance.py", f"test_{stem}.py", *(f"test_{i}.py" for i in importers)]
-    if stem.startswith("torus"):
-        names.insert(1, "test_torus_kernels.py")
-    files = [str(path) for name in names for path in sorted((root / "tests").rglob(name))]
+    tests = {
+        path: set(re.findall(r"\w+", _imports(path))) for path in root.glob("tests/**/test_*.py")
+    }
+    near = sorted(path for path, names in tests.items() if stem in names)
+    far = sorted(path for path, names in tests.items() if {*importers} & names)
+    conformance = [path for path in tests if path.stem == "test_conformance"]
+    files = dict.fromkeys(map(str, (*conformance, *near, *far)))
     rows = " or ".join(sorted({stem.removeprefix("torus_"), *importers}))
     return [
         *("-x", "-q", "-p", "no:cacheprovider", "-m", tier),
@@ -255,7 +260,7 @@ def caught_by(mutant: Mutant, root: Path, tier: str) -> str:
         raise RuntimeError(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
     if not done.returncode:
         return ""
-    if found := re.search(r"^(?:FAILED|ERROR) (.*)", done.stdout, re.MULTILINE):
+    if found := re.search(r"^(?:FAILED|ERROR) (\S+::.*)", done.stdout, re.MULTILINE):
         return found[1][:160]
     hung = re.search(r"/(test_\w+.py)\", line \d+, in (test_\w+)", done.stderr)
     where = " in {}::{}".format(*hung.groups()) if hung else ""

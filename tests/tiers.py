@@ -10,7 +10,7 @@ is not.
 """
 
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Any
 
 import pytest
@@ -26,6 +26,16 @@ def each(*names: str) -> Covers:
 
     def covers(parameters: Parameters) -> Iterable[Hashable]:
         return ((name, str(get(parameters))) for name, get in getters)
+
+    return covers
+
+
+def only(**values: Container[Any]) -> Covers:
+    """The rows with these values are quick."""
+
+    def covers(parameters: Parameters) -> Iterable[Hashable]:
+        if all(parameters[name] in among for name, among in values.items()):
+            yield str(parameters)
 
     return covers
 
@@ -59,50 +69,95 @@ def _recorded(p: Parameters) -> Iterable[Hashable]:
 
 
 def _dtypes(p: Parameters) -> Iterable[Hashable]:
-    """Each dtype of each collective."""
-    return [(p["row"].op, p["dtype"])]
+    """Each collective, and each dtype, whichever it is of."""
+    return ("op", p["row"].op), p["dtype"]
 
 
 # "module::test", without parameters, and without the folder that the module lies in.
 QUICK: dict[str, Covers] = {
-    "test_conformance::test_algorithm_on_n_devices_without_races": _algorithms,
-    "test_conformance::test_row_with_every_algorithm": _rows,
-    "test_conformance::test_row_with_the_algorithm_chosen": _dtypes,
+    "test_all_gather::test_sound_kernel_is_not_caught": once,
+    "test_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
+    "test_all_to_all::test_chunks_and_waves_with_a_late_device": once,
+    "test_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
+    "test_all_to_all::test_dropped_credit_is_caught": each("dropped"),
+    "test_all_to_all::test_small_blocks_go_along_a_line": once,
+    "test_axes::test_axes_of_vmap_and_of_a_mesh_together": each("op", "axes"),
+    "test_axes::test_nested_shard_map": each("op", "in_scope"),
+    "test_axes::test_pmap": once,
+    "test_axes::test_tuples_of_axes": each("op", "axes"),
+    "test_backend_nccl::test_all_gather": each("axis", "dtype"),
+    "test_backend_nccl::test_all_to_all": each("split", "tiled", "dtype"),
     "test_backend_nccl::test_conformance_rows_give_what_lax_and_the_tpu_kernels_give": _recorded,
+    "test_backend_nccl::test_ppermute_and_zeros_where_nothing_comes": each("perm", "dtype"),
+    "test_backend_nccl::test_psum_scatter": each("axis", "dtype"),
+    "test_benchmarks_measure::test_references_agree_with_lax": each("case", "dtype"),
+    "test_bundles::test_each_leaf_is_transformed_on_its_own_with_kernels": once,
+    "test_collective_matmul::test_every_ring_under_both_adversaries": each("mode"),
+    "test_collective_matmul::test_products_of_tiles_that_stick_out": each("keep", "transposed"),
+    "test_collective_matmul::test_scatter_compiles": never,
+    "test_collective_matmul::test_the_shorter_of_wire_and_product_is_hidden": each("name", "op"),
+    "test_collective_matmul::test_transformer_sizes_compile_to_the_kernel_alone": once,
+    "test_compiled::test_a_gibibyte_per_device_compiles": each("op"),
+    "test_compiled::test_a_pod_compiles_in_seconds": each("op", "topology"),
     "test_compiled::test_compiles_for_every_generation": each(
         "op x algorithm", "op x generation", "generation x space x sizes"
     ),
-    "test_compiled::test_sums_of_a_gibibyte_take_three_blocks_a_direction": each("op"),
-    "test_compiled::test_a_gibibyte_per_device_compiles": each("op"),
-    "test_compiled::test_a_pod_compiles_in_seconds": each("op", "topology"),
     "test_compiled::test_odd_shapes_compile": each("shape", "dtype"),
-    "test_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
-    "test_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
-    "test_all_to_all::test_chunks_and_waves_with_a_late_device": each("mode"),
-    "test_ragged_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
-    "test_ragged_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
-    "test_ppermute::test_compiles_with_nothing_around_it": each("everyone", "topology"),
-    "test_ppermute::test_any_shape_compiles": each("shape", "dtype"),
-    "test_ppermute::test_a_gibibyte_needs_no_scratch": once,
-    "test_collective_matmul::test_transformer_sizes_compile_to_the_kernel_alone": once,
-    "test_collective_matmul::test_the_shorter_of_wire_and_product_is_hidden": each(
-        "name", "op", "ratio"
+    "test_compiled::test_sums_of_a_gibibyte_take_three_blocks_a_direction": each("op"),
+    "test_conformance::test_algorithm_on_n_devices_without_races": _algorithms,
+    "test_conformance::test_row_with_every_algorithm": _rows,
+    "test_conformance::test_row_with_the_algorithm_chosen": _dtypes,
+    "test_fused::test_all_gather_matmul_of_any_layout": once,
+    "test_fused::test_bodies_of_ones_own_compile": once,
+    "test_fused::test_dtypes_are_those_of_matmul": each("op"),
+    "test_fused::test_matmul_reduce_scatter_of_any_layout": once,
+    "test_hierarchy::test_an_axis_over_two_slices_as_its_devices_lie": each("call"),
+    "test_hierarchy::test_dtypes": once,
+    "test_hierarchy::test_every_form_of_the_calls": once,
+    "test_hierarchy::test_gradients_are_laxs": once,
+    "test_hierarchy::test_minima_means_and_broadcasts": never,
+    "test_hierarchy::test_values_are_laxs_by_kernels_inside_and_lax_across": only(
+        layout=("two-slices-of-four", "named-in-another-order", "two-outer-axes")
     ),
-    "test_primitives::test_transformation": each("op", "transformation"),
-    "test_primitives::test_derived": each("op", "transformation"),
-    "test_replay_truth::test_events_of_our_collectives_equal_the_interpreters": each(
-        "case x algorithm", "n"
-    ),
-    "test_replay_rows::test_our_collectives_have_no_fault_on_any_schedule": each(
-        "case x algorithm", "machine"
-    ),
-    "test_pipelined_products::test_all_gather_matmul": each("axis", "dtype", "to"),
-    "test_pipelined_products::test_matmul_reduce_scatter": each("axis", "dtype", "to"),
+    "test_models::test_mixture_of_experts_trains_as_without_devices": never,
+    "test_models::test_model_trains_as_with_lax": once,
+    "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),
     "test_multihost::test_broadcast_equals_jax": each("tree", "source", "processes"),
+    "test_nccl_transfer::test_every_dtype_arrives_bit_for_bit": once,
+    "test_notebooks::test_notebook_runs_and_its_solutions_are_right": once,
+    "test_operands::test_every_dtype_of_laxs": once,
     "test_packaging::test_the_sdist_holds_the_package_and_what_builds_it": never,
     "test_packaging::test_the_wheel_holds_the_package_alone": never,
     "test_packaging::test_the_wheel_runs_where_it_is_installed": never,
-    "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),
+    "test_pipelined_products::test_all_gather_matmul": each("axis", "dtype", "to"),
+    "test_pipelined_products::test_laxs_permutes_fly_while_a_tpu_multiplies": once,
+    "test_pipelined_products::test_matmul_reduce_scatter": each("axis", "dtype", "to"),
+    "test_pipelines_gradients::test_derivatives": each("name", "hops"),
+    "test_places::test_results_are_in_laxs_order_whatever_the_torus": never,
+    "test_ppermute::test_a_gibibyte_needs_no_scratch": once,
+    "test_ppermute::test_any_shape_compiles": each("shape", "dtype"),
+    "test_ppermute::test_compiles_with_nothing_around_it": each("everyone", "topology"),
+    "test_ppermute::test_sound_kernel_is_not_caught": each("mode", "everyone"),
+    "test_primitives::test_derived": each("op", "transformation"),
+    "test_primitives::test_transformation": each("op", "transformation"),
+    "test_ragged_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
+    "test_ragged_all_to_all"
+    "::test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other": never,
+    "test_ragged_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
+    "test_ragged_all_to_all::test_fault_in_the_ring_is_caught": each("fault"),
+    "test_ragged_all_to_all::test_tables_of_any_integer_type": once,
+    "test_ragged_all_to_all::test_the_ring_in_chunks_and_waves": once,
+    "test_reduce_scatter::test_bfloat16_sums_round_once_per_hop_and_precise_ones_once": once,
+    "test_reduce_scatter::test_sharded_sums_of_whole_arrays": once,
+    "test_reduce_scatter::test_sound_kernel_is_not_caught": never,
+    "test_replay_races::test_our_all_gathers_are_clean": each("algorithm"),
+    "test_replay_races::test_the_all_gather_that_jax_ships_races": once,
+    "test_replay_rows::test_our_collectives_have_no_fault_on_any_schedule": each(
+        "case x algorithm", "machine"
+    ),
+    "test_replay_truth::test_events_of_our_collectives_equal_the_interpreters": each(
+        "case x algorithm", "n"
+    ),
 }
 
 
