@@ -15,6 +15,7 @@ import argparse
 import ast
 import dataclasses
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -250,9 +251,15 @@ def caught_by(mutant: Mutant, root: Path, tier: str) -> str:
       RuntimeError: pytest itself was at a loss, or had no test to run.
     """
     command = [sys.executable, "-m", "pytest", *arguments_of(mutant, root, tier)]
+    environment = os.environ | {"PYTHONPATH": str(root)}  # for processes that tests start, too
     try:
         done = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=SECONDS_A_TIER
+            command,
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_A_TIER,
         )
     except subprocess.TimeoutExpired:
         return f"a hang of {SECONDS_A_TIER} s"
