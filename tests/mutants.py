@@ -269,7 +269,7 @@ def caught_by(mutant: Mutant, root: Path, tier: str) -> str:
         return ""
     if found := re.search(r"^(?:FAILED|ERROR) (\S+::.*)", done.stdout, re.MULTILINE):
         return found[1][:160]
-    hung = re.search(r"/(test_\w+.py)\", line \d+, in (test_\w+)", done.stderr)
+    hung = re.search(r"/(test_\w+.py)\", line \d+, in (test_\w+)", done.stdout + done.stderr)
     where = " in {}::{}".format(*hung.groups()) if hung else ""
     return f"a hang, or an end with status {done.returncode}{where}"
 
