@@ -4,9 +4,9 @@
     pytest -m full          all of them, but for those that are marked `slow` or `gpu`
     pytest FILE::TEST       tests that are named so run, whichever tier they are in
 
-Every test is quick unless `QUICK` says otherwise. What stands there are tests with many parameters
-of which each costs a program to compile or to simulate: some of their rows are quick, the product
-is not.
+Every test is quick unless `QUICK` says otherwise. It names tests that compile or simulate a program
+for each row of parameters: some of their rows are quick, the product is not. Some costly tests of
+what others test too have no quick row.
 """
 
 import operator
@@ -21,7 +21,7 @@ Covers = Callable[[Parameters], Iterable[Hashable]]
 
 
 def each(*names: str) -> Covers:
-    """Each value of these parameters is in a quick row; of a tuple of them, each combination."""
+    """Each value of these parameters is in a quick row; of `a x b`, each combination."""
     getters = [(name, operator.itemgetter(*name.split(" x "))) for name in names]
 
     def covers(parameters: Parameters) -> Iterable[Hashable]:
