@@ -223,8 +223,8 @@ def _imports(path: Path) -> str:
 
 
 def arguments_of(mutant: Mutant, root: Path, tier: str) -> list[str]:
-    """What pytest is to run: rows of conformance, then the tests that import the file, or what
-    imports it.
+    """What pytest is to run: rows of conformance, then the tests that import the file, or a
+    kernel that does; if there are no such tests, all.
     """
     stem = mutant.path.stem
     importers = sorted(_importers(root)[stem] - {stem})
@@ -234,7 +234,7 @@ def arguments_of(mutant: Mutant, root: Path, tier: str) -> list[str]:
     near = sorted(path for path, names in tests.items() if stem in names)
     far = sorted(path for path, names in tests.items() if {*importers} & names)
     conformance = [path for path in tests if path.stem == "test_conformance"]
-    files = dict.fromkeys(map(str, (*conformance, *near, *far)))
+    files = dict.fromkeys(map(str, (*conformance, *near, *far) if near or far else tests))
     rows = " or ".join(sorted({stem.removeprefix("torus_"), *importers}))
     return [
         *("-x", "-q", "-p", "no:cacheprovider", "-m", tier),
