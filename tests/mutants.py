@@ -157,6 +157,7 @@ FAULTS: dict[str, Callable[[ast.AST], Iterator[Edits]]] = {
 # Mutants that are the same program by another name, and why.
 EQUIVALENT = {
     "wrong-neighbour:ragged_all_to_all:_ring_kernel": "each side gets a signal, in either order",
+    "wrong-neighbour:sync:barrier_with_neighbours": "each side gets a signal, in either order",
     "swap-semaphores:sync:push_to_everyone.push": "as many leave as come; both are waited for last",
 }
 
