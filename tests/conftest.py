@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import pytest
 
+import tiers
+
 # A simulated kernel's program runs once: it is compiled with little ado.
 _QUICKLY_COMPILED = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -15,11 +17,15 @@ _QUICKLY_COMPILED = (
 if jax.__version_info__ < (0, 11):  # it has simpler emitters still
     _QUICKLY_COMPILED += " --xla_cpu_use_fusion_emitters=false"
 
+ANY_TIER = "not gpu and not slow"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # libtpu only compiles here: it need not ask a metadata server, and several processes may.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if config.option.markexpr == "quick" and all("::" in name for name in config.args):
+        config.option.markexpr = ANY_TIER
     if config.option.markexpr == "gpu":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off on shared hosts
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for the tests' processes
@@ -28,6 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
     import pallas_collectives
 
     pallas_collectives.simulate(8)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is in the tiers `quick` and `full`; `tiers` says what is."""
+    if not any("::" in name for name in config.args):
+        tiers.check(items)
+    in_a_tier = [
+        i for i in items if not any(i.iter_markers("gpu")) and not any(i.iter_markers("slow"))
+    ]
+    quick = tiers.quick(in_a_tier)
+    for item in in_a_tier:
+        item.add_marker("full")
+        if item in quick:
+            item.add_marker("quick")
 
 
 def pytest_collection_finish() -> None:

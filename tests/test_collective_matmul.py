@@ -254,6 +254,39 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_caught("eager", hold=1)
 
 
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_dropped_credits_are_caught_on_every_schedule(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals of two steps meet in one semaphore, or a sum in a slot that is still being sent."""
+
+    def only_in_barriers(signal_or_wait: Any) -> Any:
+        def replaced(semaphore: Any, *args: Any, **kwargs: Any) -> None:
+            if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
+                signal_or_wait(semaphore, *args, **kwargs)
+
+        return replaced
+
+    monkeypatch.setattr("pallas_collectives.kernels.all_gather.WINDOW", 2)
+    pod, spec = Machine.named("v5e:16x16"), jax.sharding.PartitionSpec("x")
+
+    def is_sound() -> bool:
+        def program(x: jax.Array, w: jax.Array) -> jax.Array:
+            return getattr(pallas_collectives, op)(x, w, "x", algorithm="fused")
+
+        on = pod.mesh({"x": 16})
+        mapped = jax.shard_map(
+            program, mesh=on, in_specs=(spec, spec), out_specs=spec, check_vma=False
+        )
+        shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in ((16 * 128, 128), (16 * 128, 256))]
+        return replay(mapped, *shapes, machine=pod, races=True).ok
+
+    assert is_sound()
+    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers(pl.semaphore_wait))
+    monkeypatch.setattr(pl, "semaphore_signal", only_in_barriers(pl.semaphore_signal))
+    assert not is_sound()
+
+
 def test_long_rings_reuse_semaphores_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of two makes a ring of seven a long one."""
     monkeypatch.setattr("pallas_collectives.kernels.all_gather.WINDOW", 2)

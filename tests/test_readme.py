@@ -40,7 +40,44 @@ def test_replays_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("v5e:16x16, modelled: ")
 
 
-def test_first_two_lines_of_shell_are_the_two_commands() -> None:
-    first, second, *_ = blocks("bash")[0].splitlines()
+def test_first_lines_of_shell_are_the_commands() -> None:
+    first, second, third = blocks("bash")[0].splitlines()
     assert first.endswith("-m benchmarks")
-    assert "pytest" in second
+    assert second.endswith("&& .venv/bin/python -m pytest -q -n auto"), "the quick tier, in a venv"
+    assert third.startswith(".venv/bin/python -m pytest -q -n auto -m full"), "in that venv"
+
+
+TOOL = """#!/usr/bin/env bash
+echo "$(basename "$0") $*"
+case "$*" in *BROKEN*) exit 1 ;; esac
+"""
+
+
+def continuous_integration(tmp_path: Path, broken: str) -> tuple[int, list[str]]:
+    """`.ci/run` where tools only say how they were called; its exit status, and what was called."""
+    tree = tmp_path / "tree"
+    (tree / ".ci").mkdir(parents=True)
+    (tree / ".ci" / "run").write_text((README.parent / ".ci" / "run").read_text())
+    (tree / "tool").write_text(TOOL)
+    tools = "for t in python ruff mypy; do cp tool .venv/bin/$t; chmod +x .venv/bin/$t; done"
+    lines = [
+        "no",
+        f"mkdir -p .venv/bin; {tools} && .venv/bin/python quick",
+        ".venv/bin/python full",
+    ]
+    lines = [line.replace(broken, "BROKEN") if broken else line for line in lines]
+    (tree / "README.md").write_text("\n".join(["```bash", *lines, "```", ""]))
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        name = ["-c", "user.name=n", "-c", "user.email=e"]
+        subprocess.run(["git", "-C", str(tree), *name, *command], check=True)
+    done = subprocess.run(["bash", str(tree / ".ci" / "run")], capture_output=True, text=True)
+    return done.returncode, [x for x in done.stdout.splitlines() if not x.startswith("==")]
+
+
+def test_ci_runs_the_readmes_commands_and_fails_with_the_first_that_fails(tmp_path: Path) -> None:
+    quick, lint = ["python quick"], ["ruff check .", "ruff format --check .", "mypy "]
+    assert continuous_integration(tmp_path / "a", "") == (0, [*quick, *lint, "python full"])
+    status, said = continuous_integration(tmp_path / "b", "quick")
+    assert status and said == ["python BROKEN"]
+    status, said = continuous_integration(tmp_path / "c", "full")
+    assert status and said == [*quick, *lint, "python BROKEN"]

@@ -127,6 +127,8 @@ def test_sends_of_a_slot_that_have_not_ended_are_caught(monkeypatch: pytest.Monk
         (scatter, "barrier_with_neighbours"),
         (scatter_line, "barrier_along_line"),
         (scatter_direct, "barrier_with_everyone"),
+        (reduce, "barrier_with_neighbours"),
+        (reduce_line, "barrier_along_line"),
     ],
 )
 def test_dropped_barrier_is_caught(

@@ -1,0 +1,86 @@
+"""Which rows are quick: few that cover what all do; and names that no test has are refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiers
+
+ROOT = Path(__file__).parents[1]
+
+
+class Item:
+    """A test with parameters, as pytest has it, where `tiers` looks at it."""
+
+    def __init__(self, module: str, name: str, **parameters: Any) -> None:
+        self.path, self.name = Path(f"tests/some/folder/{module}.py"), name
+        self.originalname = name
+        self.callspec = type("CallSpec", (), {"params": parameters})
+
+
+def product(name: str) -> list[Any]:
+    return [Item("test_a", name, n=n, op=op, mode=m) for n in (2, 3) for op in "gsp" for m in "ew"]
+
+
+def quick(monkeypatch: pytest.MonkeyPatch, covers: tiers.Covers) -> list[dict[str, Any]]:
+    monkeypatch.setattr(tiers, "QUICK", {"test_a::test_b": covers})
+    items = product("test_b")
+    chosen = tiers.quick(items)
+    return [item.callspec.params for item in items if item in chosen]
+
+
+def test_each_value_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = quick(monkeypatch, tiers.each("n", "op", "mode"))
+    assert len(rows) == 3
+    assert [{row[name] for row in rows} for name in ("n", "op", "mode")] == [
+        {2, 3},
+        {*"gsp"},
+        {*"ew"},
+    ]
+
+
+def test_each_combination_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = quick(monkeypatch, tiers.each("n x op"))
+    assert len(rows) == 6
+    assert {(row["n"], row["op"]) for row in rows} == {(n, op) for n in (2, 3) for op in "gsp"}
+
+
+def test_one_row_or_none_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert quick(monkeypatch, tiers.once) == [{"n": 2, "op": "g", "mode": "e"}]
+    assert quick(monkeypatch, tiers.never) == []
+
+
+def test_what_no_rule_names_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "QUICK", {})
+    assert len(tiers.quick(product("test_b"))) == 12
+
+
+def test_a_rule_for_no_test_or_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        tiers, "QUICK", {"test_a::gone": tiers.once, "test_c::elsewhere": tiers.once}
+    )
+    with pytest.raises(pytest.UsageError, match="test_a::gone: no test has this name"):
+        tiers.check(product("test_b"))
+    with pytest.raises(pytest.UsageError, match=r"no parameter 'size'.*'n', 'op', 'mode'"):
+        quick(monkeypatch, tiers.each("size"))
+
+
+def collected(*arguments: str) -> int:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    return sum("::" in line for line in done.stdout.splitlines())
+
+
+def test_the_full_tier_is_more_and_a_named_test_runs_in_any_tier() -> None:
+    file = next(path.as_posix() for path in (ROOT / "tests").rglob("test_packaging.py"))
+    counts = (
+        collected(file),
+        collected("-m", "full", file),
+        collected(f"{file}::test_the_wheel_holds_the_package_alone"),
+    )
+    assert counts == (1, 4, 1)

@@ -1,0 +1,231 @@
+"""Which tests are in which tier.
+
+    pytest                  the quick tier: minutes on two cores
+    pytest -m full          all of them, but for those that are marked `slow` or `gpu`
+    pytest FILE::TEST       tests that are named so run, whichever tier they are in
+
+Every test is quick unless `QUICK` says otherwise. It names tests that compile or simulate a program
+for each row of parameters: some of their rows are quick, the product is not. Some costly tests of
+what others test too have no quick row.
+"""
+
+import operator
+from collections.abc import Callable, Container, Hashable, Iterable
+from typing import Any
+
+import pytest
+
+Parameters = dict[str, Any]
+# What one row of parameters covers; the quick rows cover together all that any row does.
+Covers = Callable[[Parameters], Iterable[Hashable]]
+
+
+def each(*names: str) -> Covers:
+    """Each value of these parameters is in a quick row; of `a x b`, each combination."""
+    getters = [(name, operator.itemgetter(*name.split(" x "))) for name in names]
+
+    def covers(parameters: Parameters) -> Iterable[Hashable]:
+        return ((name, str(get(parameters))) for name, get in getters)
+
+    return covers
+
+
+def only(**values: Container[Any]) -> Covers:
+    """The rows with these values are quick."""
+
+    def covers(parameters: Parameters) -> Iterable[Hashable]:
+        if all(parameters[name] in among for name, among in values.items()):
+            yield str(parameters)
+
+    return covers
+
+
+def once(_: Parameters) -> Iterable[Hashable]:
+    """One row is quick."""
+    return ("a row",)
+
+
+def never(_: Parameters) -> Iterable[Hashable]:
+    """No row is quick."""
+    return ()
+
+
+def _algorithms(p: Parameters) -> Iterable[Hashable]:
+    """Each algorithm on 4 or more devices, each collective on an odd and an even number of them."""
+    if p["n"] >= 4:
+        yield p["op"], p["algorithm"]
+        yield p["op"], p["n"] % 2
+    yield p["n"]
+
+
+def _rows(p: Parameters) -> Iterable[Hashable]:
+    """Each row of `conformance.py`, and each algorithm of its collective."""
+    return str(p["row"]), (p["row"].op, p["algorithm"])
+
+
+def _in_either_space(p: Parameters) -> Iterable[Hashable]:
+    """Each algorithm in HBM or in VMEM, each space, and each value of all else."""
+    algorithm, _, space = p["algorithm"].partition(":")
+    others = ((name, str(value)) for name, value in p.items() if name not in ("algorithm", "case"))
+    return ((p["case"].op, algorithm), (p["case"].op, space), *others)
+
+
+def _recorded(p: Parameters) -> Iterable[Hashable]:
+    """Each row of `conformance.py`, and each number of devices."""
+    return p["key"].split(" ")[0], p["key"].split(" on ")[1]
+
+
+def _dtypes(p: Parameters) -> Iterable[Hashable]:
+    """Each collective, and each dtype, whichever it is of."""
+    return ("op", p["row"].op), p["dtype"]
+
+
+# "module::test", without parameters, and without the folder that the module lies in.
+QUICK: dict[str, Covers] = {
+    "test_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
+    "test_all_to_all::test_calls_in_one_program_do_not_disturb_each_other": never,
+    "test_all_to_all::test_chunks_and_waves_with_a_late_device": each("mode"),
+    "test_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
+    "test_all_to_all::test_dropped_credit_is_caught": each("dropped"),
+    "test_all_to_all::test_small_blocks_go_along_a_line": once,
+    "test_axes::test_axes_of_vmap_and_of_a_mesh_together": each("op", "axes"),
+    "test_axes::test_nested_shard_map": each("op", "in_scope"),
+    "test_axes::test_pmap": once,
+    "test_axes::test_tuples_of_axes": each("op", "axes"),
+    "test_backend_nccl::test_all_gather": each("axis", "dtype"),
+    "test_backend_nccl::test_all_to_all": each("split", "tiled", "dtype"),
+    "test_backend_nccl::test_conformance_rows_give_what_lax_and_the_tpu_kernels_give": _recorded,
+    "test_backend_nccl::test_ppermute_and_zeros_where_nothing_comes": each("perm", "dtype"),
+    "test_backend_nccl::test_psum_scatter": each("axis", "dtype"),
+    "test_benchmarks_measure::test_references_agree_with_lax": each("case", "dtype"),
+    "test_bundles::test_each_leaf_is_transformed_on_its_own_with_kernels": once,
+    "test_collective_matmul::test_every_ring_under_both_adversaries": each("mode"),
+    "test_collective_matmul::test_products_of_tiles_that_stick_out": each("keep", "transposed"),
+    "test_collective_matmul::test_scatter_compiles": never,
+    "test_collective_matmul::test_the_shorter_of_wire_and_product_is_hidden": each("name", "op"),
+    "test_collective_matmul::test_transformer_sizes_compile_to_the_kernel_alone": once,
+    "test_compiled::test_a_gibibyte_per_device_compiles": each("op"),
+    "test_compiled::test_a_pod_compiles_in_seconds": each("op", "topology"),
+    "test_compiled::test_compiles_for_every_generation": each(
+        "op x algorithm", "op x generation", "generation x space x sizes"
+    ),
+    "test_compiled::test_odd_shapes_compile": each("shape", "dtype"),
+    "test_compiled::test_sums_of_a_gibibyte_take_three_blocks_a_direction": each("op"),
+    "test_conformance::test_algorithm_on_n_devices_without_races": _algorithms,
+    "test_conformance::test_row_with_every_algorithm": _rows,
+    "test_conformance::test_row_with_the_algorithm_chosen": _dtypes,
+    "test_fused::test_all_gather_matmul_of_any_layout": once,
+    "test_fused::test_bodies_of_ones_own_compile": once,
+    "test_fused::test_dtypes_are_those_of_matmul": each("op"),
+    "test_fused::test_matmul_reduce_scatter_of_any_layout": once,
+    "test_hierarchy::test_an_axis_over_two_slices_as_its_devices_lie": once,
+    "test_hierarchy::test_dtypes": once,
+    "test_hierarchy::test_every_form_of_the_calls": never,
+    "test_hierarchy::test_gradients_are_laxs": once,
+    "test_hierarchy::test_minima_means_and_broadcasts": never,
+    "test_hierarchy::test_values_are_laxs_by_kernels_inside_and_lax_across": only(
+        layout=("two-slices-of-four", "named-in-another-order", "two-outer-axes")
+    ),
+    "test_models::test_mixture_of_experts_trains_as_without_devices": never,
+    "test_models::test_model_trains_as_with_lax": once,
+    "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
+    "test_multihost::test_a_process_that_never_enters_is_named": only(doomed=[("cpu", 2)]),
+    "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),
+    "test_multihost::test_broadcast_equals_jax": each("tree", "source", "processes"),
+    "test_multihost::test_preemption_of_one_process_stops_all_at_one_step": only(
+        doomed=[("cpu", 2)]
+    ),
+    "test_nccl_transfer::test_every_dtype_arrives_bit_for_bit": once,
+    "test_notebooks::test_notebook_runs_and_its_solutions_are_right": once,
+    "test_operands::test_every_dtype_of_laxs": once,
+    "test_operands::test_float0_tangents_and_integer_gradients": never,
+    "test_operands::test_shapes": each("op", "shape"),
+    "test_packaging::test_the_sdist_holds_the_package_and_what_builds_it": never,
+    "test_packaging::test_the_wheel_holds_the_package_alone": never,
+    "test_packaging::test_the_wheel_runs_where_it_is_installed": never,
+    "test_pipelined_products::test_all_gather_matmul": each("axis", "dtype", "to"),
+    "test_pipelined_products::test_laxs_permutes_fly_while_a_tpu_multiplies": once,
+    "test_pipelined_products::test_matmul_reduce_scatter": each("axis", "dtype", "to"),
+    "test_pipelines_gradients::test_derivatives": each("name", "hops"),
+    "test_places::test_every_algorithm_takes_an_order_of_its_own": once,
+    "test_places::test_results_are_in_laxs_order_whatever_the_torus": never,
+    "test_ppermute::test_a_gibibyte_needs_no_scratch": once,
+    "test_ppermute::test_any_shape_compiles": each("shape", "dtype"),
+    "test_ppermute::test_compiles_with_nothing_around_it": each("everyone", "topology"),
+    "test_primitives::test_derived": each("op", "transformation"),
+    "test_primitives::test_transformation": each("op", "transformation"),
+    "test_primitives::test_transformation_without_check_vma": each("op", "transformation"),
+    "test_properties::test_ragged_value_and_gradient": never,
+    "test_properties::test_value_and_gradient": once,
+    "test_ragged_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
+    "test_ragged_all_to_all"
+    "::test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other": never,
+    "test_ragged_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
+    "test_ragged_all_to_all::test_groups_exchange_by_themselves": once,
+    "test_ragged_all_to_all::test_routings_of_one_program": only(algorithm=["direct"]),
+    "test_ragged_all_to_all::test_tables_of_any_integer_type": once,
+    "test_ragged_all_to_all::test_the_ring_in_chunks_and_waves": once,
+    "test_reduce_scatter::test_bfloat16_sums_round_once_per_hop_and_precise_ones_once": once,
+    "test_reduce_scatter::test_sharded_sums_of_whole_arrays": once,
+    "test_replay_races::test_our_all_gathers_are_clean": each("algorithm"),
+    "test_replay_races::test_the_all_gather_that_jax_ships_races": once,
+    "test_replay_rows::test_lines_come_near_the_bound_at_every_size": each("name", "machine"),
+    "test_replay_rows::test_our_collectives_have_no_fault_on_any_schedule": _in_either_space,
+    "test_replay_truth::test_events_of_our_collectives_equal_the_interpreters": _in_either_space,
+    "test_torus_kernels::test_compiles_for_every_generation": each("op", "topology"),
+    "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
+    "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
+}
+
+
+def name_of(item: pytest.Item) -> str:
+    """The test's name as `QUICK` has it."""
+    return f"{item.path.stem}::{getattr(item, 'originalname', item.name)}"
+
+
+def quick(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Those of the items that the quick tier runs."""
+    chosen, left = set(), {}
+    for item in items:
+        covers = QUICK.get(name_of(item))
+        if covers is None:
+            chosen.add(item)
+        else:
+            left.setdefault(name_of(item), []).append((item, _covered(item, covers)))
+    for rows in left.values():
+        chosen.update(_covering(rows))
+    return chosen
+
+
+def _covered(item: pytest.Item, covers: Covers) -> set[Hashable]:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    try:
+        return set(covers(parameters))
+    except KeyError as error:
+        raise pytest.UsageError(
+            f"tests/tiers.py: {name_of(item)}: has no parameter {error}; it has {[*parameters]}"
+        ) from None
+
+
+def _covering(rows: list[tuple[pytest.Item, set[Hashable]]]) -> Iterable[pytest.Item]:
+    """Few rows that cover what all of them do: always the first of those that add most."""
+    open_ = set().union(*(covered for _, covered in rows))
+    while open_:
+        item, covered = max(rows, key=lambda row: len(row[1] & open_))
+        open_ -= covered
+        yield item
+
+
+def check(items: list[pytest.Item]) -> None:
+    """Refuses names in `QUICK` that no test has, of the modules that the items are from.
+
+    Raises:
+      pytest.UsageError: a test was renamed or removed.
+    """
+    names = {name_of(item) for item in items}
+    modules = {name.partition("::")[0] for name in names}
+    for name in sorted(set(QUICK) - names):
+        if name.partition("::")[0] in modules:
+            raise pytest.UsageError(
+                f"tests/tiers.py: {name}: no test has this name; rename or remove it there"
+            )
