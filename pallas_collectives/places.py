@@ -133,13 +133,34 @@ def arranged(group: Group) -> Group:
     return _arranged(group, places, tuple(mesh.shape.items()))
 
 
+def lying(group: Group, chip: chips.Chip) -> tuple[Torus, Sequence[Sequence[Place]]]:
+    """The torus of the whole slice, and the places of the devices that a group's axes join.
+
+    By number, a row for each group of the mesh in scope. Where nobody knows them, the mesh axes are
+    taken for axes of a torus, each a ring or a line as an axis of so many devices is on the chip.
+    """
+    places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
+    if places is not None and len(places.at) == mesh.size:
+        return places.torus, _rows(group.axes, places, tuple(mesh.shape.items()))
+    there = Torus(group.sizes, chip.wraps(group.sizes))
+    return there, [[there.place(number) for number in range(math.prod(group.sizes))]]
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(
+    joined: tuple[str, ...], places: Places, axes: tuple[tuple[str, int], ...]
+) -> list[list[Place]]:
+    names, sizes = zip(*axes, strict=True)
+    others = [i for i, name in enumerate(names) if name not in joined]
+    inner = [names.index(name) for name in joined]
+    positions = np.arange(len(places.at)).reshape(sizes).transpose(*others, *inner)
+    size = math.prod(sizes[i] for i in inner)
+    return [[places.at[p] for p in row] for row in positions.reshape(-1, size).tolist()]
+
+
 @functools.lru_cache(maxsize=256)
 def _arranged(group: Group, places: Places, axes: tuple[tuple[str, int], ...]) -> Group:
-    names, sizes = zip(*axes, strict=True)
-    others = [i for i, name in enumerate(names) if name not in group.axes]
-    inner = [names.index(name) for name in group.axes]
-    positions = np.arange(len(places.at)).reshape(sizes).transpose(*others, *inner)
-    rows = [[places.at[p] for p in row] for row in positions.reshape(-1, group.size).tolist()]
+    rows = _rows(group.axes, places, axes)
     if any(len(set(row)) < len(row) for row in rows):  # two slices have a place each of that name
         return group
     order = physical.ring_order(places.torus, rows)

@@ -24,10 +24,9 @@ MIB = 1 << 20
 
 
 def exchange(x: Any, n: int, algorithm: str = "ring", params: Any = False, concat: int = 0) -> Any:
-    line = algorithm == "line"
-    return getattr(all_to_all, "ring" if line else algorithm)(
+    return getattr(all_to_all, algorithm)(
         x,
-        Group(("x",), (n,), line=line),
+        Group(("x",), (n,)),
         split_axis=0,
         concat_axis=concat,
         vmem=False,
@@ -203,7 +202,11 @@ def test_missing_wait_for_what_stays_is_caught(
 
 @pytest.mark.parametrize(
     "algorithm, barrier",
-    [("direct", "barrier_with_everyone"), ("ring", "barrier_with_neighbours")],
+    [
+        ("direct", "barrier_with_everyone"),
+        ("ring", "barrier_with_neighbours"),
+        ("line", "barrier_along_line"),
+    ],
 )
 def test_dropped_barrier_is_caught(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, barrier: str
@@ -291,7 +294,7 @@ def test_calls_in_one_program_do_not_disturb_each_other() -> None:
 def test_groups_exchange_by_themselves() -> None:
     groups = [[0, 3, 4], [5, 2, 1]]
     x = harness.random((6, 6, 5), "float32")
-    for algorithm in ("ring", "direct"):
+    for algorithm in ("ring", "line", "direct"):
         run = harness.per_device(
             lambda a, algorithm=algorithm: pallas_collectives.all_to_all(
                 a, "x", 0, 1, axis_index_groups=groups, tiled=True, algorithm=algorithm
