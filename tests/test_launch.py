@@ -16,4 +16,3 @@ def test_more_vmem_than_the_chip_has_is_refused_while_tracing() -> None:
     x = np.zeros((4, 8192, 1024), np.float32)  # 32 MiB a device
     with pytest.raises(VmemError, match=r"160.0 MiB of VMEM: .* has 128 MiB; leave the operands"):
         jax.eval_shape(harness.per_device(gather, harness.mesh(4), jit=False), x)
-

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from pallas_collectives.errors import CollectiveError, ReachError
-from pallas_collectives.kernels import launch, ppermute, sync
+from pallas_collectives.kernels import ppermute, sync
 from pallas_collectives.kernels.topology import Group
 
 GIB = 1 << 30

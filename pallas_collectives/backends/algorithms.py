@@ -150,10 +150,10 @@ def check_ring(what: str, group: Group) -> None:
 
 
 def reaches(pairs: reach.Pairs, group: Group, chip: chips.Chip, lying: Lying | None = None) -> bool:
-    """Whether devices of a group, by their numbers, reach each other."""
-    return reach.everywhere(chip) or reach.all_reach(
-        chip, *(lying or places.lying(group, chip)), pairs
-    )
+    """Whether devices of a group, by their numbers, reach each other, as far as is known here."""
+    if reach.everywhere(chip) or (lying is None and places.are_settled_later()):
+        return True
+    return reach.all_reach(chip, *(lying or places.lying(group, chip)), pairs)
 
 
 def unreachable(what: str, chip: chips.Chip) -> ReachError:
