@@ -72,10 +72,12 @@ COSTS: dict[str, dict[str, tuple[str, str]]] = {
     "all_to_all": {
         "direct": ("as the wires lie", "1"),
         "ring": ("n²/8 blocks", "⌊n/2⌋"),
+        "line": ("n²/4 blocks at the most", "n−1"),
     },
     "ragged_all_to_all": {
         "direct": ("the rows that are sent", "1"),
         "ring": ("those, and what is passed on", "⌊n/2⌋"),
+        "line": ("those, and what is passed on", "n−1"),
     },
     "ppermute": {
         "partners": ("the operand", "1"),

@@ -77,8 +77,7 @@ def test_stored_replays_are_of_the_algorithms_that_are_chosen_now(stored: result
         chip = row.machine.partition(":")[0]
         now = pallas_collectives.explain(row.op, operand, devices=row.devices, chip=chip).algorithm
         name = now.partition(":")[0]
-        names = (name, "line") if name == "ring" else (name,)  # a ring's kernel on a line of wires
-        assert row.kernel.endswith(names), (
+        assert row.kernel.endswith(name), (
             f"{row} of {row.size}, {row.kernel}: run python -m benchmarks readme --recompute"
         )
 
