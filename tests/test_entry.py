@@ -9,10 +9,14 @@ import sys
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives as pc
+from pallas_collectives import replay
 from pallas_collectives.backends.algorithms import ALGORITHMS
 from pallas_collectives.kernels import entry
 from pallas_collectives.kernels.topology import Group
@@ -160,7 +164,7 @@ def ids_of(sizes: Sequence[int], interpret: bool = False) -> dict[tuple[str, tup
         for count in range(1, len(sizes) + 1):
             for axes in itertools.combinations(names, count):
                 group = Group(axes, tuple(sizes[names.index(axis)] for axis in axes))
-                shift = [(0, 1)] if entry.shift_of([(0, 1)], group) else []
+                shift = [(0, 1)] if len(axes) == 1 else []
                 back = [(1, 0)] if shift and group.size > 2 else []
                 for perm in ([], shift, back):
                     kind = str(entry.shift_of(perm, group)) if perm else "neighbours"
@@ -211,7 +215,8 @@ def test_shifts_by_one_are_told_from_other_permutations(
     perm: list[tuple[int, int]], shift: str | None
 ) -> None:
     assert entry.shift_of(perm, Group(("x",), (4,))) == shift
-    assert entry.shift_of(perm, Group(("x", "y"), (2, 2))) is None
+    assert entry.shift_of(perm, Group(("x", "y"), (2, 2))) == shift
+    assert entry.shift_of(perm, Group(("x",), (4,), ((0, 1, 2, 3),))) is None
 
 
 _PROGRAM = """
@@ -292,3 +297,31 @@ def test_ids_do_not_run_out() -> None:
                 shape = jax.ShapeDtypeStruct((256, 128), "float32", sharding=where)
                 jax.jit(mapped).lower(shape).compile()
     assert not pc.fallback_counts()
+
+
+@pytest.mark.parametrize("op", ["swaps", "groups", "ragged"])
+def test_a_barrier_among_all_within_reach_has_no_fault_on_any_schedule(op: str) -> None:
+    machine = replay.Machine.named("v5e:4x4")
+
+    def body(x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            if op == "swaps":
+                x = pc.ppermute(x, "x", [(0, 2), (2, 0), (1, 1)], backend="pallas")
+            elif op == "groups":
+                groups = [[0, 2], [1, 3]]
+                x = pc.psum(x, "x", axis_index_groups=groups, backend="pallas")
+            else:
+                ones = np.ones(4, np.int32)
+                me = jnp.full(4, jax.lax.axis_index("x"))
+                x = pc.ragged_all_to_all(
+                    x, x, np.arange(4, dtype=np.int32), ones, me, ones, axis_name="x"
+                )
+        return x
+
+    spec = PartitionSpec()
+    mapped = jax.shard_map(
+        body, mesh=machine.mesh({"x": 4, "y": 4}), in_specs=spec, out_specs=spec, check_vma=False
+    )
+    x = jax.ShapeDtypeStruct((8, 8, 128), jnp.float32)
+    report = replay.replay(mapped, x, machine=machine, races=True)
+    assert report.ok, str(report)

@@ -75,8 +75,7 @@ def choose(
     if name == "partners" and entry.shift_of(tuple(perm), group) is None:
         raise AlgorithmError(
             f"algorithm={asked!r} for perm={list(perm)} over {group.size} devices",
-            "it is for shifts by one position along one mesh axis: others would each take one of "
-            "a TPU's few barriers",
+            "it is for shifts by one position: others would each take one of a TPU's few barriers",
             "name 'everyone', or leave it to be chosen",
         )
     if not serves(op, name, group, chip):
@@ -91,7 +90,8 @@ def _chosen(
 ) -> str:
     """The algorithm for the size, of those whose devices the chip can reach."""
     names = reachable(op, group, chip, cuts)
-    if entry.shift_of(tuple(perm), group) is None:
+    one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
+    if not one_axis or entry.shift_of(tuple(perm), group) is None:
         names = tuple(name for name in names if name != "partners")
     if not names:
         raise unreachable(f"{op} over {group.size} devices as they lie", chip)

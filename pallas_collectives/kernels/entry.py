@@ -8,10 +8,11 @@ JAX's documentation speaks of 20 to 30.
 
 There is one id for each set of mesh axes, whatever the collective, the algorithm, the dtype or the
 order of the axes: a mesh of four axes has 15, one of three 7. Eight more, on four axes, are for
-shifts along one axis (`partners`, below). So no program on a mesh of up to four axes needs more
-than 23, however many collectives, groups and permutations it has, and no history enters: processes
-agree on every id, whatever else each has traced. Commands need what one of their programs does:
-`benchmarks` conformance, soak, sweep and `certify` use meshes of at most three axes: 7 and 6.
+shifts along one axis (`partners`, below; over several axes, by that name only). So no program on a
+mesh of up to four axes needs more than 23, however many collectives, groups and permutations it
+has, and no history enters: processes agree on every id, whatever else each has traced. Nor do
+programs add up: a sweep, a soak and `certify` need what one of their programs does, on meshes of at
+most three axes: 13, and 8 more for named shifts over several.
 
 Why calls over the same axes may share an id. Let S be the devices that the axes join. They all make
 the same calls over S in the same order; in call j device d is signalled once by each of its c_j
@@ -99,11 +100,9 @@ def _set_of_axes(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
 def shift_of(perm: Sequence[tuple[int, int]], group: Group) -> str | None:
     """The barrier of `partners`: "shift right" or "shift left"; None for another permutation.
 
-    Also where some devices send nothing, or keep what they have. On one mesh axis alone: others
-    would take more ids than there are.
+    Also where some devices send nothing, or keep what they have.
     """
-    long = sum(size > 1 for size in group.sizes)
-    if group.index_groups is not None or long > 1:
+    if group.index_groups is not None:
         return None
     shifts = {(target - source) % group.size for source, target in perm} - {0}
     if shifts <= {1}:

@@ -9,7 +9,7 @@ is nobody's target returns zeros. With the pairs 0>2, 2>1 and 3>3 of four device
     result  0       [2]     [0]     [3]       0: zeros, [p]: device p's array
 
                  hops  bytes on the wire   waits before it writes for    permutations
-    partners     1     x                   its target                    shifts by 1 on one axis
+    partners     1     x                   its target                    shifts by 1
     everyone     1     x                   every device within reach     all
 
 Neither needs scratch. Where some device is nobody's target, every result begins as zeros: one pass
