@@ -34,7 +34,6 @@ from benchmarks import baseline, devices
 from benchmarks.cases import LANES, LAYOUTS, Case
 from benchmarks.rows import Compiled
 from benchmarks.settings import Settings
-from pallas_collectives.kernels import launch
 
 SIZE = 256 << 20  # bytes of the full array: more than any TPU's VMEM
 SMALLEST = SIZE >> 14  # elements: a thousandth of the array, in 32 bits, and less in fewer
@@ -108,8 +107,7 @@ def _row(task: Task) -> Compiled:
     base = Compiled(topology=topology, op=name, type=dtype)
     try:
         mesh = _mesh(topology)
-        with launch.ids_of_its_own():  # it is a program by itself
-            ours = _compile(layout, dtype, mesh, pallas_collectives)
+        ours = _compile(layout, dtype, mesh, pallas_collectives)
         counts = pallas_collectives.counts()
         by_lax = _compile(layout, dtype, mesh, jax.lax)
     except Exception as error:  # the other rows are wanted all the same

@@ -19,7 +19,6 @@ from benchmarks.cases import LANES, Case
 from benchmarks.rows import Replayed
 from pallas_collectives.backends.algorithms import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
-from pallas_collectives.kernels import launch
 from pallas_collectives.replay import Machine, Report, bound, replay
 
 AXES = ("x", "y", "z")
@@ -113,8 +112,7 @@ def run(task: Task, *, races: bool = False, mesh: Mesh | AbstractMesh | None = N
         body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
     )
     operand = jax.ShapeDtypeStruct(task.case.operand(n, _row_count(task, n)), task.dtype)
-    with launch.ids_of_its_own():  # it is a program by itself
-        return replay(function, operand, machine=task.machine, races=races)
+    return replay(function, operand, machine=task.machine, races=races)
 
 
 def machine_of(mesh: Mesh) -> Machine | None:

@@ -342,8 +342,8 @@ def ppermute(
       perm: (source, target) pairs of device numbers, below 0 from the last; no source or target
         twice.
       backend: see the module.
-      algorithm: "partners" (a source waits for its target alone) or "everyone" (for all devices,
-        and needs no collective id of its own); with ":vmem" behind it in VMEM.
+      algorithm: "partners" (a source waits for its target alone: for shifts by one position) or
+        "everyone" (for all devices within reach); with ":vmem" behind it in VMEM.
 
     Returns:
       What arrived, of x's shape; zeros on devices that are no target.

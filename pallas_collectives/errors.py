@@ -20,10 +20,6 @@ class ReachError(AlgorithmError):
     """A collective whose devices the chip cannot write to from one another."""
 
 
-class NoIdError(CollectiveError):
-    """A collective for whose barrier the TPU has no semaphore left."""
-
-
 class BackendError(CollectiveError):
     """A backend that does not exist, or that is not there on this platform."""
 

@@ -12,6 +12,7 @@ from pallas_collectives import chips, hierarchy, places, tuning
 from pallas_collectives.backends import algorithms, canonical, pallas_reductions
 from pallas_collectives.chips import Chip
 from pallas_collectives.errors import CollectiveError, DtypeError, SliceError, UnboundAxisError
+from pallas_collectives.kernels.physical import Torus
 from pallas_collectives.kernels.topology import Group
 
 # The canonical collective that serves each of lax's.
@@ -137,7 +138,10 @@ def explain(
         known = chips.SIMULATED if chip is None else chips.BY_NAME[chip]
         group = Group(("x",), (devices or 0,))
         lies = torus or tuning.torus_of(group.size, known)
-        return _explained(op, size, group, known, lies, _instead(op, size, group, dtype))
+        there = Torus((group.size,), (lies == "ring",))
+        row = [there.place(number) for number in range(group.size)]
+        instead = _instead(op, size, group, dtype)
+        return _explained(op, size, group, known, lies, instead, (there, [row]))
     abstract = getattr(mesh, "abstract_mesh", mesh)
     with jax.sharding.use_abstract_mesh(abstract), places.scope(places.of_mesh(mesh)):
         group, known = canonical.group_of(axis_name), chips.current()
@@ -221,23 +225,29 @@ def _explained(
     chip: Chip,
     torus: str,
     instead: tuple[str, str] | None = None,
+    lying: algorithms.Lying | None = None,
 ) -> Explanation:
     found: list[Candidate] = []
     if instead:
         algorithm, why = instead
     else:
-        algorithm, why, found = _chosen(CANONICAL[op], nbytes, group, chip, torus)
+        algorithm, why, found = _chosen(CANONICAL[op], nbytes, group, chip, torus, lying)
     return Explanation(op, nbytes, group.size, chip.name, torus, algorithm, why, tuple(found))
 
 
 def _chosen(
-    op: str, nbytes: int, group: Group, chip: Chip, torus: str
+    op: str,
+    nbytes: int,
+    group: Group,
+    chip: Chip,
+    torus: str,
+    lying: algorithms.Lying | None,
 ) -> tuple[str, str, list[Candidate]]:
     """The algorithm of a canonical collective, why, and all that could serve."""
     n = group.size
     block = nbytes // n if op in _OF_BLOCKS else nbytes
     shard = block // n if op == "all_reduce" else block
-    reached = algorithms.reachable(op, group, chip, cuts=shard // _TILE_BYTES)
+    reached = algorithms.reachable(op, group, chip, shard // _TILE_BYTES, lying)
     predicted = tuning.predict(op, block, n, chip, reached, torus)
     found = [
         Candidate(name, p.us, p.latency_us, _source(p))
@@ -245,7 +255,7 @@ def _chosen(
         for p in [predicted[name]]
     ]
     found += [
-        Candidate(name, None, None, _no_time(name, name in reached, group, chip))
+        Candidate(name, None, None, _no_time(op, name, name in reached, group, chip, lying))
         for name in algorithms.ALGORITHMS[op]
         if name not in predicted
     ]
@@ -255,15 +265,23 @@ def _chosen(
     return chosen, _why(chosen, found), found
 
 
-def _no_time(name: str, reached: bool, group: Group, chip: Chip) -> str:
+def _no_time(
+    op: str,
+    name: str,
+    reached: bool,
+    group: Group,
+    chip: Chip,
+    lying: algorithms.Lying | None,
+) -> str:
     """Why there is no prediction for an algorithm."""
     if reached:
         return "no table has it"
+    if not algorithms.serves(op, name, group, chip, lying):
+        return f"{chip.name} cannot write to all the devices that it would have to"
     if name == "torus":
         too_small = "a block has too few tiles to be cut for all axes"
         return too_small if group.torus else "for groups over several axes of a torus"
-    far = f"{chip.name} cannot write to all devices of the group"
-    return far if name in algorithms.WRITES_TO_ALL else "the devices have no ring of single links"
+    return "the devices have no ring of single links"
 
 
 def _source(prediction: tuning.Prediction) -> str:

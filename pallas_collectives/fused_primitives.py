@@ -31,8 +31,8 @@ from pallas_collectives import (
     places,
     remat,
 )
-from pallas_collectives.backends import How, canonical, pallas_fused
-from pallas_collectives.errors import AlgorithmError, SliceError, VmemError
+from pallas_collectives.backends import How, algorithms, canonical, pallas_fused
+from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -248,7 +248,7 @@ def halves(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
-    """The same where devices turn out, while lowering, to lie in several slices."""
+    """The same where devices turn out, while lowering, to lie so that no kernel can serve."""
     how = dataclasses.replace(spec.how, algorithm=None)
     options = {"axis_name": spec.axis_name, "axis_size": spec.size, "tiled": True}
     if op == GATHER:
@@ -262,16 +262,26 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     return [(total if spec.scale == 1.0 else total * spec.scale).astype(spec.out_dtype)]
 
 
-def _implementation(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
-    group = canonical.group_of(spec.axis_name)
-    if hierarchy.split(group, hierarchy.slices(group, spec.how.across)) is not None:
-        reason = "the devices lie in several slices"
+def lowered(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
+    if reason := _why_apart(op, spec):
         if spec.wish == "fused":
             raise AlgorithmError(f"algorithm='fused' for {op}", reason, "leave algorithm=None")
         backends.count_fusion(op, "unfused", reason)
         return _apart(op, *operands, spec=spec)
     backends.count_fusion(op, "fused", "")
     return kernel(op, *operands, spec=spec)
+
+
+def _why_apart(op: str, spec: Spec) -> str:
+    """What shows, once it is known where the devices are, to keep them from serving; "" if none."""
+    group = canonical.group_of(spec.axis_name)
+    if hierarchy.split(group, hierarchy.slices(group, spec.how.across)) is not None:
+        return "the devices lie in several slices"
+    try:
+        algorithms.check_ring(op, places.arranged(group))
+    except ReachError as error:
+        return str(error)
+    return ""
 
 
 def effects(op: str, spec: Spec, shapes: Any) -> frozenset[Any]:
@@ -301,12 +311,12 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
         return outs, effects(op, spec, operands)
 
     primitive.def_effectful_abstract_eval(abstract_eval)
-    lowered = mlir.lower_fun(functools.partial(_implementation, op), multiple_results=True)
+    lower = mlir.lower_fun(functools.partial(lowered, op), multiple_results=True)
 
     def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with places.scope(places.of_mesh(mesh)), hierarchy.scope(mesh):
-            return lowered(ctx, *args, **params)
+            return lower(ctx, *args, **params)
 
     mlir.register_lowering(primitive, lowering)
     remat.register(primitive)

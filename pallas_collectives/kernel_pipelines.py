@@ -18,11 +18,12 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import backends, checks, places
-from pallas_collectives.backends import canonical
+from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.checks import AxisName
 from pallas_collectives.errors import BackendError, CollectiveError, DtypeError
 from pallas_collectives.kernels import tiled
 from pallas_collectives.kernels.blocks import LANES, sublanes
+from pallas_collectives.kernels.topology import Group
 
 
 def gather_and_consume(
@@ -61,6 +62,7 @@ def gather_and_consume(
         fit its tiles, or returns something; vmap, or differentiation.
       DtypeError: a dtype that DMAs do not move.
       BackendError: no TPU, real or simulated, or axes that are not all manual.
+      ReachError: the chip cannot write from each device to both neighbours on a ring of them (v5e).
       VmemError: tiles and operands exceed the chip's VMEM.
 
     Example, inside `jax.shard_map` over 8 devices:
@@ -84,7 +86,7 @@ def gather_and_consume(
     gathered, *results = tiled.gather_and_consume(
         x,
         kept,
-        places.arranged(canonical.group_of(axis_name)),
+        _group(name, axis_name),
         consume=_checked(consume, name),
         outs=outs,
         tile=tile,
@@ -125,7 +127,7 @@ def produce_and_scatter(
       (rows, out columns): device p's is block p of the sum, or mean.
 
     Raises:
-      UnboundAxisError, CollectiveError, DtypeError, BackendError, VmemError: see
+      UnboundAxisError, CollectiveError, DtypeError, BackendError, ReachError, VmemError: see
         `gather_and_consume`.
 
     Example, inside `jax.shard_map` over 8 devices, a product of int8 rows with scaled weights:
@@ -155,7 +157,7 @@ def produce_and_scatter(
     result = tiled.produce_and_scatter(
         x,
         kept,
-        places.arranged(canonical.group_of(axis_name)),
+        _group(name, axis_name),
         produce=_checked(produce, name),
         out=out,
         tile=tile,
@@ -163,6 +165,13 @@ def produce_and_scatter(
         interpret=interpret,
     )
     return _varying(result, axis_name)
+
+
+def _group(name: str, axis_name: AxisName) -> Group:
+    """The devices, whose ring the chip can go round."""
+    group = places.arranged(canonical.group_of(axis_name))
+    algorithms.check_ring(name, group)
+    return group
 
 
 def _interpret(axis_name: AxisName) -> Any:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_collectives import chips, tori
+from pallas_collectives import chips, reach, tori
 from pallas_collectives.errors import BackendError
 from pallas_collectives.kernels import physical
 from pallas_collectives.kernels.physical import Place, Torus
@@ -74,6 +74,26 @@ def scope(places: Places | None) -> Iterator[None]:
         _in_scope.reset(token)
 
 
+_settled_later: contextvars.ContextVar[bool] = contextvars.ContextVar("later", default=False)
+
+
+@contextlib.contextmanager
+def settled_later() -> Iterator[None]:
+    """Within this context a collective is only traced: who reaches whom is asked when its lowering
+    knows the devices.
+    """
+    token = _settled_later.set(True)
+    try:
+        yield
+    finally:
+        _settled_later.reset(token)
+
+
+def are_settled_later() -> bool:
+    """Whether what reaches what is not to be asked here."""
+    return _settled_later.get()
+
+
 def in_scope() -> Places | None:
     """Where the devices of the mesh in scope are; None where that is not known."""
     return _in_scope.get()
@@ -123,30 +143,57 @@ def arranged(group: Group) -> Group:
 
     And with the axes of the torus that it lies on (see `tori`). As it is where the caller gave
     `axis_index_groups`, whose order is the ring's, and where it spans slices; in lax's order where
-    places are not known, and where that goes over single links already.
+    that goes over single links already. Where places are not known, also in that; but on chips that
+    reach only some devices in that of the torus which `lying` takes for theirs.
     """
     places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
     if group.index_groups is not None:
         return group
-    if places is None or len(places.at) != mesh.size:
+    if places is not None and len(places.at) == mesh.size:
+        return _arranged(group, places, tuple(mesh.shape.items()))
+    if reach.everywhere(chip := chips.current()):
         return dataclasses.replace(group, torus=tori.of_mesh(group))
-    return _arranged(group, places, tuple(mesh.shape.items()))
+    return _on(group, *lying(group, chip))
+
+
+def lying(group: Group, chip: chips.Chip) -> tuple[Torus, Sequence[Sequence[Place]]]:
+    """The torus of the whole slice, and the places of the devices that a group's axes join.
+
+    By number, a row for each group of the mesh in scope. Where nobody knows them, the mesh axes are
+    taken for axes of a torus, each a ring or a line as an axis of so many devices is on the chip.
+    """
+    places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
+    if places is not None and len(places.at) == mesh.size:
+        return places.torus, _rows(group.axes, places, tuple(mesh.shape.items()))
+    there = Torus(group.sizes, chip.wraps(group.sizes))
+    return there, [[there.place(number) for number in range(math.prod(group.sizes))]]
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(
+    joined: tuple[str, ...], places: Places, axes: tuple[tuple[str, int], ...]
+) -> list[list[Place]]:
+    names, sizes = zip(*axes, strict=True)
+    others = [i for i, name in enumerate(names) if name not in joined]
+    inner = [names.index(name) for name in joined]
+    positions = np.arange(len(places.at)).reshape(sizes).transpose(*others, *inner)
+    size = math.prod(sizes[i] for i in inner)
+    return [[places.at[p] for p in row] for row in positions.reshape(-1, size).tolist()]
 
 
 @functools.lru_cache(maxsize=256)
 def _arranged(group: Group, places: Places, axes: tuple[tuple[str, int], ...]) -> Group:
-    names, sizes = zip(*axes, strict=True)
-    others = [i for i, name in enumerate(names) if name not in group.axes]
-    inner = [names.index(name) for name in group.axes]
-    positions = np.arange(len(places.at)).reshape(sizes).transpose(*others, *inner)
-    rows = [[places.at[p] for p in row] for row in positions.reshape(-1, group.size).tolist()]
+    return _on(group, places.torus, _rows(group.axes, places, axes))
+
+
+def _on(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> Group:
     if any(len(set(row)) < len(row) for row in rows):  # two slices have a place each of that name
         return group
-    order = physical.ring_order(places.torus, rows)
-    cost = max(physical.cost(places.torus, row, order) for row in rows)
+    order = physical.ring_order(torus, rows)
+    cost = max(physical.cost(torus, row, order) for row in rows)
     return dataclasses.replace(
         group,
         order=None if order == tuple(range(group.size)) else order,
         line=cost.line,
-        torus=tori.on_wires(group, places.torus, rows),
+        torus=tori.on_wires(group, torus, rows),
     )

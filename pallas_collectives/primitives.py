@@ -252,7 +252,7 @@ def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset
 def _traced_effects(op: str, how: How, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope, not in params
     run = functools.partial(backends.run, op, how, **dict(params))
-    with backends.uncounted():
+    with backends.uncounted(), places.settled_later():
         try:
             return frozenset(jax.make_jaxpr(run)(*shapes).effects)
         except backends.UNSERVABLE:

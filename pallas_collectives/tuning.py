@@ -233,20 +233,3 @@ def _line(xs: Sequence[int], ys: Sequence[float | None], x: int) -> float | None
     if y0 is None or y1 is None or x0 == x1:
         return y0 if x0 == x1 else None
     return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-
-
-def reaches_all(devices: int, chip: Chip) -> bool:
-    """Whether a device can write to every other of its group in one DMA.
-
-    v5e's remote DMAs reach offsets that are powers of two, so it takes a group of at most three.
-    """
-    return chip.far_dma or devices <= 3
-
-
-def reaches(offset: int, devices: int, chip: Chip) -> bool:
-    """Whether a device can write to the one `offset` positions away in one DMA (see `reaches_all`).
-
-    First and last device of a ring are neighbours.
-    """
-    distance = abs(offset)
-    return chip.far_dma or distance & (distance - 1) == 0 or distance == devices - 1

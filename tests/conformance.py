@@ -324,4 +324,6 @@ def algorithms(row: Row) -> list[str]:
     """Every algorithm of a row's collective, in HBM or in VMEM; of the next row the other way."""
     of_op = [other for other in ROWS if other.op == row.op]
     spaces = ("", ":vmem")
-    return [f"{a}{spaces[(of_op.index(row) + i) % 2]}" for i, a in enumerate(ALGORITHMS[row.op])]
+    names = [f"{a}{spaces[(of_op.index(row) + i) % 2]}" for i, a in enumerate(ALGORITHMS[row.op])]
+    # It is no shift by one.
+    return [name for name in names if row.name != "reverse" or not name.startswith("partners")]

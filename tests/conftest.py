@@ -57,14 +57,6 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
-@pytest.fixture(autouse=True)
-def fresh_collective_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a TPU's collective ids to itself: all tests use more groups than a program."""
-    from pallas_collectives.kernels import launch
-
-    monkeypatch.setattr(launch, "compiled_ids", launch.CollectiveIds(20))
-
-
 @pytest.fixture(params=["written out", "looped"])
 def hops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether every hop of a pipeline is an instruction of its own, or they are a loop."""

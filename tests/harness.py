@@ -150,6 +150,12 @@ def _topology(name: str, slices: int = 1) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=name, **several)
 
 
+def tpu_mesh(topology: str, axes: dict[str, int]) -> Mesh:
+    """A mesh of the TPUs of a topology, to compile for."""
+    devices = np.array(_topology(topology).devices)
+    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes))
+
+
 def compile_for_tpu(
     fn: Callable[..., Any],
     topology: str,

@@ -1,5 +1,6 @@
 """Tables of times made up for tests, and what is chosen by them."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import numpy as np
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives import chips, tuning
+from pallas_collectives import chips, tables, tori, tuning
 from pallas_collectives.backends import algorithms
+from pallas_collectives.kernels import physical
+from pallas_collectives.kernels.physical import Torus
 from pallas_collectives.kernels.topology import Group
 
 V5P = chips.BY_NAME["v5p"]
@@ -53,5 +56,17 @@ def chosen(op: str, block: int, n: int, chip: Any = V5P, **on: str) -> str:
 
 def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str, ...]:
     """The algorithms that a group of all n devices can choose from, of one axis or of several."""
-    several = (Group(("y",), (2,)),) * 2 if torus and " " in torus else ()
-    return algorithms.reachable(op, Group(("x",), (n,), torus=several), chip, cuts=512)
+    if torus is None or " " not in torus:
+        closes = (torus or tuning.torus_of(n, chip)) == "ring"
+        there, group = Torus((n,), (closes,)), Group(("x",), (n,))
+    else:
+        sizes, word = tables.sizes_and_word(torus)
+        closing = chip.wraps(sizes) if word == "cylinder" else (word == "torus",) * len(sizes)
+        there = Torus(sizes, tuple(size > 2 and c for size, c in zip(sizes, closing, strict=True)))
+        names = tuple("abcd"[: len(sizes)])
+        group = Group(names, sizes)
+        row = [there.place(number) for number in range(group.size)]
+        order = physical.ring_order(there, [row])
+        group = dataclasses.replace(group, order=order, torus=tori.of_mesh(group))
+    row = [there.place(number) for number in range(group.size)]
+    return algorithms.reachable(op, group, chip, cuts=512, lying=(there, [row]))

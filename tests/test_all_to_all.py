@@ -24,10 +24,9 @@ MIB = 1 << 20
 
 
 def exchange(x: Any, n: int, algorithm: str = "ring", params: Any = False, concat: int = 0) -> Any:
-    line = algorithm == "line"
-    return getattr(all_to_all, "ring" if line else algorithm)(
+    return getattr(all_to_all, algorithm)(
         x,
-        Group(("x",), (n,), line=line),
+        Group(("x",), (n,)),
         split_axis=0,
         concat_axis=concat,
         vmem=False,
@@ -88,7 +87,7 @@ def test_small_blocks_go_along_a_line(order: tuple[int, ...], mode: str) -> None
 
 
 def test_nothing_goes_over_the_hop_that_closes_a_line() -> None:
-    """A block of 8 KiB beside one of 8 MiB, for which the way round the ring is no longer."""
+    """Neither of a block of 8 KiB nor of one of 8 MiB, which goes in chunks."""
     machine = replay.Machine.named("v5e:4")
     mesh = machine.mesh({"x": 4})
 
@@ -102,7 +101,7 @@ def test_nothing_goes_over_the_hop_that_closes_a_line() -> None:
         return sorted({m.hops for core in report.engine.cores for m in core.messages if m.hops})
 
     assert hops(16) == [1.0]
-    assert hops(16 << 10) == [1.0, 3.0]
+    assert hops(16 << 10) == [1.0]
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -203,7 +202,11 @@ def test_missing_wait_for_what_stays_is_caught(
 
 @pytest.mark.parametrize(
     "algorithm, barrier",
-    [("direct", "barrier_with_everyone"), ("ring", "barrier_with_neighbours")],
+    [
+        ("direct", "barrier_with_everyone"),
+        ("ring", "barrier_with_neighbours"),
+        ("line", "barrier_along_line"),
+    ],
 )
 def test_dropped_barrier_is_caught(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, barrier: str
@@ -291,7 +294,7 @@ def test_calls_in_one_program_do_not_disturb_each_other() -> None:
 def test_groups_exchange_by_themselves() -> None:
     groups = [[0, 3, 4], [5, 2, 1]]
     x = harness.random((6, 6, 5), "float32")
-    for algorithm in ("ring", "direct"):
+    for algorithm in ("ring", "line", "direct"):
         run = harness.per_device(
             lambda a, algorithm=algorithm: pallas_collectives.all_to_all(
                 a, "x", 0, 1, axis_index_groups=groups, tiled=True, algorithm=algorithm

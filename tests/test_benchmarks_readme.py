@@ -64,7 +64,8 @@ def test_stored_replays_are_what_the_model_says_now(
     assert len(now) == len(readme.BLOCKS)
     rows = {row.key: row for row in stored.parts["replayed"]}
     for row in replay_rows.rows(now):
-        assert row.of_bound == pytest.approx(rows[row.key].of_bound, abs=0.1), (
+        assert row.refused == rows[row.key].refused
+        assert row.refused or row.of_bound == pytest.approx(rows[row.key].of_bound, abs=0.1), (
             "run python -m benchmarks readme --recompute"
         )
 
@@ -77,14 +78,19 @@ def test_stored_replays_are_of_the_algorithms_that_are_chosen_now(stored: result
         chip = row.machine.partition(":")[0]
         now = pallas_collectives.explain(row.op, operand, devices=row.devices, chip=chip).algorithm
         name = now.partition(":")[0]
-        names = (name, "line") if name == "ring" else (name,)  # a ring's kernel on a line of wires
-        assert row.kernel.endswith(names), (
+        assert row.refused or row.kernel.endswith(name), (
             f"{row} of {row.size}, {row.kernel}: run python -m benchmarks readme --recompute"
         )
 
 
 def test_stored_results_are_right_and_whole(stored: results.Saved) -> None:
-    assert not [str(row) for rows in stored.parts.values() for row in rows if row.reason]
+    without = {
+        (getattr(row, "machine", ""), row.op)
+        for rows in stored.parts.values()
+        for row in rows
+        if row.reason
+    }
+    assert without == {("v5e:4x4", "ppermute")}  # the ends of a line are three links apart
     assert {row.topology for row in stored.parts["compiled"]} == set(readme.TOPOLOGIES)
     assert len(stored.parts["replayed"]) == len(readme.PODS) * len(CASES) * len(readme.BLOCKS)
     on_gpus = results.load(str(readme.GPUS))

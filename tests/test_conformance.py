@@ -28,7 +28,8 @@ def _race_rows() -> Iterator[Any]:
     for op in FIRST_ROWS:
         for algorithm in conformance.ALGORITHMS[op]:
             # Two kernels of many steps: 20 s each.
-            slow_from = 6 if (op, algorithm) == ("ragged_all_to_all", "ring") else 9
+            relayed = op == "ragged_all_to_all" and algorithm != "direct"
+            slow_from = 6 if relayed else 9
             for n in (4, 5) if algorithm == "torus" else range(2, 9):
                 marks = pytest.mark.slow if n >= slow_from else ()
                 yield pytest.param(op, algorithm, n, marks=marks)

@@ -1,4 +1,4 @@
-"""Collective ids and VMEM, decided at launch."""
+"""VMEM, decided at launch."""
 
 import jax
 import numpy as np
@@ -6,31 +6,7 @@ import pytest
 
 import harness
 import pallas_collectives
-from pallas_collectives.errors import CollectiveError, VmemError
-from pallas_collectives.kernels import launch
-from pallas_collectives.kernels.launch import CollectiveIds
-
-
-def test_a_key_keeps_its_id_and_two_keys_never_share_one() -> None:
-    ids = CollectiveIds(20)
-    keys = [("neighbours", i) for i in range(20)]
-    given = [ids.get(key) for key in keys]
-    assert sorted(given) == list(range(20))
-    assert [ids.get(key) for key in keys] == given
-
-
-def test_ids_do_not_depend_on_what_else_was_compiled() -> None:
-    first, second = CollectiveIds(20), CollectiveIds(20)
-    second.get(("everyone", "something else"))
-    assert first.get(("neighbours", "x")) == second.get(("neighbours", "x"))
-
-
-def test_running_out_of_ids_says_what_to_do() -> None:
-    ids = CollectiveIds(20)
-    for i in range(20):
-        ids.get(i)
-    with pytest.raises(CollectiveError, match=r"after 20 others.*barrier.*backend='xla'"):
-        ids.get("one more")
+from pallas_collectives.errors import VmemError
 
 
 def test_more_vmem_than_the_chip_has_is_refused_while_tracing() -> None:
@@ -40,10 +16,3 @@ def test_more_vmem_than_the_chip_has_is_refused_while_tracing() -> None:
     x = np.zeros((4, 8192, 1024), np.float32)  # 32 MiB a device
     with pytest.raises(VmemError, match=r"160.0 MiB of VMEM: .* has 128 MiB; leave the operands"):
         jax.eval_shape(harness.per_device(gather, harness.mesh(4), jit=False), x)
-
-
-def test_no_id_of_a_simulated_barrier_is_one_of_the_simulators_own() -> None:
-    """It numbers a program's other semaphores from 2000 on, in 16 bits."""
-    ids = [launch.simulated_ids.get(("a test's", number)) for number in range(100)]
-    assert len(set(ids)) == 100
-    assert all(1 << 14 <= number < 1 << 15 for number in ids)

@@ -15,7 +15,7 @@ import harness
 import pallas_collectives
 from pallas_collectives import places
 from pallas_collectives.errors import BackendError
-from pallas_collectives.kernels import all_gather, launch, physical
+from pallas_collectives.kernels import all_gather, entry, physical
 from pallas_collectives.kernels.topology import Group
 
 
@@ -23,13 +23,13 @@ from pallas_collectives.kernels.topology import Group
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     """The groups that kernels are launched on."""
     seen: list[Group] = []
-    barrier_key = launch.barrier_key
+    barrier_id = entry.barrier_id
 
-    def spy(barrier: Any, group: Group) -> Any:
+    def spy(barrier: Any, group: Group, interpret: Any) -> int:
         seen.append(group)
-        return barrier_key(barrier, group)
+        return barrier_id(barrier, group, interpret)
 
-    monkeypatch.setattr(launch, "barrier_key", spy)
+    monkeypatch.setattr(entry, "barrier_id", spy)
     return seen
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from pallas_collectives.errors import CollectiveError, ReachError
-from pallas_collectives.kernels import launch, ppermute, sync
+from pallas_collectives.kernels import ppermute, sync
 from pallas_collectives.kernels.topology import Group
 
 GIB = 1 << 30
@@ -102,46 +102,6 @@ def test_permutations_in_one_program_do_not_disturb_each_other() -> None:
     np.testing.assert_array_equal(got, run(jax.lax))
 
 
-def test_everyone_waits_where_collective_ids_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = launch.CollectiveIds(20)
-    monkeypatch.setattr(launch, "simulated_ids", ids)
-    perms = [[(0, 1)], [(1, 0)], [(0, 0)], [(1, 1)], [(0, 0), (1, 1)], [(0, 1), (1, 0)]]
-    x = harness.random((8, 2, 5), "float32")
-    on = harness.mesh(2, 4)
-
-    def program(block: jax.Array) -> jax.Array:
-        for source in range(4):
-            for target in range(4):
-                block = block + pallas_collectives.ppermute(block, "y", [(source, target)])
-        for perm in perms:
-            block = block + pallas_collectives.ppermute(block, "x", perm)
-        return block
-
-    pallas_collectives.reset_counts()
-    got = np.asarray(harness.per_device(program, on)(x))
-    counts = pallas_collectives.counts()
-    assert counts["ppermute", "pallas", "partners"] == ids.limit - ids.kept
-    assert counts["ppermute", "pallas", "everyone"] == 16 + len(perms) - (ids.limit - ids.kept)
-    want = np.asarray(x).reshape(2, 4, 2, 5)
-    for source in range(4):
-        for target in range(4):
-            want = want + np.stack([permuted(row, [(source, target)]) for row in want])
-    for perm in perms:
-        want = want + permuted(want, perm)
-    np.testing.assert_array_equal(got, want.reshape(x.shape))
-    ids.get("one that has no other way")
-
-
-def test_a_permutation_that_has_an_id_keeps_it() -> None:
-    ids = launch.CollectiveIds(20)
-    assert ids.can_spare("first")
-    ids.get("first")
-    for other in range(ids.limit - ids.kept):
-        ids.get(other)
-    assert ids.can_spare("first")
-    assert not ids.can_spare("second")
-
-
 @pytest.mark.parametrize("everyone", [False, True])
 @pytest.mark.parametrize("topology", harness.GENERATIONS.values())
 def test_compiles_with_nothing_around_it(topology: str, everyone: bool) -> None:
@@ -185,7 +145,7 @@ def test_any_shape_compiles(shape: tuple[int, ...], dtype: str) -> None:
 
     pallas_collectives.reset_counts()
     harness.compile_for_tpu(program, "v5e:2x4", shape)
-    assert set(pallas_collectives.counts()) == {("ppermute", "pallas", "partners")}
+    assert set(pallas_collectives.counts()) == {("ppermute", "pallas", "everyone")}
 
 
 def test_lax_serves_where_a_chip_cannot_reach_the_target() -> None:

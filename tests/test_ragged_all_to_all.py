@@ -23,7 +23,7 @@ from pallas_collectives.kernels.topology import Group
 
 GIB = 1 << 30
 TILE_BYTES = 8 * 128 * 4
-ALGORITHMS = ("direct", "ring")
+ALGORITHMS = ("direct", "ring", "line")
 exchange = functools.partial(pallas_collectives.ragged_all_to_all, axis_name="x")
 
 
@@ -81,11 +81,11 @@ def test_routings_of_one_program(algorithm: str) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("n", [2, 5, 8])
-def test_the_ring_in_chunks_and_waves(n: int) -> None:
+@pytest.mark.parametrize("n, algorithm", [(2, "ring"), (5, "ring"), (8, "ring"), (6, "line")])
+def test_chunks_and_waves(n: int, algorithm: str) -> None:
     operand, output = (harness.random((n, 8 * n, 8, 128), "float32", seed) for seed in (1, 2))
     send = np.random.default_rng(n).integers(0, 8, (n, n))
-    checker(n, "ring")(operand, output, routed(send))
+    checker(n, algorithm)(operand, output, routed(send))
 
 
 def test_the_ring_goes_by_what_the_senders_send() -> None:
@@ -235,7 +235,7 @@ def test_fault_in_the_ring_is_caught(
     kernel, wait = ragged_all_to_all._ring_kernel, sync.wait
 
     def faulty(ring: Any, *refs: Any, **static: Any) -> None:
-        *others, final, passed, send, receive, credit = refs
+        *others, final, send, receive, credit = refs
         dropped = {"no_arrival": receive, "no_leaving": send, "no_final": final}.get(fault)
 
         def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
@@ -247,12 +247,12 @@ def test_fault_in_the_ring_is_caught(
             monkeypatch.setattr(relay, "pl", without_waits(relay.pl))
         if fault == "shared_receive":
             receive = FirstOnly(receive)
-        kernel(ring, *others, final, passed, send, receive, credit, **static)
+        kernel(ring, *others, final, send, receive, credit, **static)
 
     monkeypatch.setattr(ragged_all_to_all, "_ring_kernel", faulty)
     if fault == "no_barrier":
         monkeypatch.setattr(
-            sync, "barrier_with_neighbours", lambda ring: pltpu.get_barrier_semaphore()
+            sync, "barrier_with_everyone", lambda ring: pltpu.get_barrier_semaphore()
         )
     seconds = 3.0 if fault == "no_barrier" else 0.3  # what the others take on a busy machine
     caught = run_caught(mode, hold=1, algorithm="ring", n=7, seconds=seconds)
@@ -318,6 +318,8 @@ def test_only_the_rows_sent_cross_the_wire(algorithm: str) -> None:
     report = replay.replay(mapped, array, array, *(t.reshape(-1) for t in given), machine=machine)
     assert report.ok
     hops = [[min((r - s) % n, (s - r) % n) for r in range(n)] for s in range(n)]
+    if algorithm == "line":
+        hops = [[abs(r - s) for r in range(n)] for s in range(n)]
     want = 16 * 4096 * (tables[1] * hops).sum()  # the same on each of 4 x 4 rings
     assert sum(report.link_bytes) == want
 
@@ -346,7 +348,7 @@ def test_a_gibibyte_needs_no_more_scratch_than_stated(
 def compile_kernel(topology: str, n: int, rows: int, algorithm: str) -> harness.Compiled:
     def program(x: jax.Array, o: jax.Array, table: jax.Array) -> jax.Array:
         tables = [table.astype(jnp.int32)] * (4 if algorithm == "direct" else 1)
-        if algorithm == "ring":
+        if algorithm != "direct":
             tables += [jnp.tile(tables[0], n)] * 2
         kernel = getattr(ragged_all_to_all, algorithm)
         return kernel(x, o, *tables, Group(("x",), (n,)), vmem=False, interpret=False)

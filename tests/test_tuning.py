@@ -25,7 +25,7 @@ from tables_of_times import chosen, content, entry, reachable, served, slow_dire
 pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
 
 KIB, MIB = 1 << 10, 1 << 20
-V5P, V5E = chips.BY_NAME["v5p"], chips.BY_NAME["v5e"]
+V5P, V6E = chips.BY_NAME["v5p"], chips.BY_NAME["v6e"]
 
 
 def test_small_messages_go_in_few_hops_and_large_ones_over_few_links() -> None:
@@ -79,7 +79,7 @@ def test_a_group_between_those_of_the_table_lies_between_their_times() -> None:
 def test_a_torus_between_those_of_the_table_lies_between_their_times() -> None:
     """3x4 devices between 2x4 and 4x4; a small cylinder, of which there is none, as a grid."""
     on = {"2x4 grid": 8, "3x4 grid": 12, "4x4 grid": 16, "3x4 cylinder": 12}
-    found = {t: tuning.predict("all_gather", MIB, n, V5E, ("torus",), t) for t, n in on.items()}
+    found = {t: tuning.predict("all_gather", MIB, n, V6E, ("torus",), t) for t, n in on.items()}
     less, between, more, cylinder = (times["torus"] for times in found.values())
     assert between.us == pytest.approx((less.us + more.us) / 2)
     assert between.devices == (8, 16) and cylinder.us == between.us

@@ -105,6 +105,11 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
         groups = set(tune.groups(chip.name))
         if op in ("all_to_all", "ppermute"):
             groups = {(torus, n) for torus, n in groups if n <= 16}
+        groups = {  # of more than 16 devices times are of all axes at once, where the chip can
+            (torus, n) for torus, n in groups if n <= 16 or "torus" in reachable(op, n, chip, torus)
+        }
+        if (chip.name, op) == ("v5e", "ppermute"):  # the shift that is modelled closes a ring
+            groups = {(torus, n) for torus, n in groups if torus == "ring" or n <= 3}
         assert {(e.torus, e.devices) for e in entries} == groups
         for e in entries:
             reached = set(reachable(op, e.devices, chip, e.torus))

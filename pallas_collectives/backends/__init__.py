@@ -29,7 +29,6 @@ from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
     DtypeError,
-    NoIdError,
     ReachError,
     SliceError,
     SlowerError,
@@ -39,7 +38,7 @@ NAMES = ("pallas", "nccl", "xla")
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
 # What a backend raises for a call that lax can serve in its place.
-UNSERVABLE = (DtypeError, NoIdError, ReachError, SliceError, SlowerError)
+UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError)
 
 _GPU = ("gpu", "cuda", "rocm")
 _named_backend = jax.make_user_context(None)

@@ -1,24 +1,41 @@
 """The algorithms of each collective on TPUs, and which serves a call."""
 
-import itertools
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from pallas_collectives import backends, chips, places, tables, tuning
+from pallas_collectives import backends, chips, places, reach, tables, tuning
 from pallas_collectives.backends import How
 from pallas_collectives.errors import AlgorithmError, ReachError
+from pallas_collectives.kernels import entry, physical, relay
 from pallas_collectives.kernels.topology import Group
 
 ALGORITHMS = {
     "all_gather": ("bidirectional", "unidirectional", "line", "torus", "direct"),
     "reduce_scatter": ("bidirectional", "unidirectional", "line", "torus", "direct"),
     "all_reduce": ("ring", "line", "torus", "one_shot"),
-    "all_to_all": ("direct", "ring"),
-    "ragged_all_to_all": ("direct", "ring"),
+    "all_to_all": ("direct", "ring", "line"),
+    "ragged_all_to_all": ("direct", "ring", "line"),
     "ppermute": ("partners", "everyone"),
 }
 _RINGS = ("bidirectional", "unidirectional", "line", "ring")
-WRITES_TO_ALL = ("direct", "everyone", "one_shot")
+# Which devices write to each other, or signal, in an algorithm of that name.
+PATTERNS: dict[str, reach.Pattern] = {
+    "bidirectional": reach.ring,
+    "unidirectional": reach.ring,
+    "ring": reach.ring,
+    "line": reach.line,
+    "torus": reach.torus,
+    "direct": reach.everyone,
+    "one_shot": reach.everyone,
+    "partners": reach.alone,  # but a permutation's own pairs, which `choose` is given
+    "everyone": reach.alone,
+}
+# Whose lines are no longer than this.
+_RELAYED = ("all_to_all", "ragged_all_to_all")
+
+
+# The torus of a slice, and the places of a group's devices on it (see `places.lying`).
+Lying = tuple[physical.Torus, Sequence[Sequence[physical.Place]]]
 
 
 class Choice(NamedTuple):
@@ -28,20 +45,25 @@ class Choice(NamedTuple):
     vmem: bool
 
 
-def choose(op: str, how: How, block_bytes: int, group: Group, cuts: int = 1) -> Choice:
+def choose(
+    op: str, how: How, block_bytes: int, group: Group, cuts: int = 1, perm: reach.Pairs = ()
+) -> Choice:
     """The algorithm asked for ("name", "name:vmem", "name:hbm"), or the one for this size and chip.
 
     All axes of a torus at once take part in that choice where the group lies on several, and a
-    block can be cut in so many parts (`cuts`) that each link gets one, or devices are many.
+    block can be cut in so many parts (`cuts`) that each link gets one, or devices are many. `perm`
+    is a permutation's.
 
     Raises:
-      AlgorithmError: there is no such algorithm.
-      ReachError: it writes to devices that the chip cannot reach.
+      AlgorithmError: there is no such algorithm, or it is not for this group or permutation.
+      ReachError: it writes to devices that the chip cannot reach, or none is without that.
     """
     chip = chips.current()
     if how.algorithm is not None and not isinstance(how.algorithm, str):
         raise AlgorithmError(f"algorithm={how.algorithm!r}", "it is a name", "see its docstring")
-    asked = how.algorithm or _chosen(op, block_bytes, group, chip, cuts)
+    if not reaches(perm, group, chip):
+        raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
+    asked = how.algorithm or _chosen(op, block_bytes, group, chip, cuts, perm)
     name, _, space = asked.partition(":")
     if name not in ALGORITHMS[op] or space not in ("", "vmem", "hbm"):
         names = ", ".join(ALGORITHMS[op])
@@ -50,16 +72,29 @@ def choose(op: str, how: How, block_bytes: int, group: Group, cuts: int = 1) -> 
             f"it is one of {names}, alone or with ':vmem' or ':hbm' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
-    if not _reaches(group, name in WRITES_TO_ALL, chip):
+    if name == "partners" and entry.shift_of(tuple(perm), group) is None:
+        raise AlgorithmError(
+            f"algorithm={asked!r} for perm={list(perm)} over {group.size} devices",
+            "it is for shifts by one position: others would each take one of a TPU's few barriers",
+            "name 'everyone', or leave it to be chosen",
+        )
+    if not serves(op, name, group, chip):
         groups = "" if group.index_groups is None else f" in groups {group.index_groups}"
         raise unreachable(f"algorithm={name!r} for {op} over {group.size} devices{groups}", chip)
     backends.count(op, "pallas", asked)
     return Choice(name, space == "vmem")
 
 
-def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int) -> str:
+def _chosen(
+    op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int, perm: reach.Pairs
+) -> str:
     """The algorithm for the size, of those whose devices the chip can reach."""
-    names = reachable(op, group, chip, cuts) or ALGORITHMS[op]
+    names = reachable(op, group, chip, cuts)
+    one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
+    if not one_axis or entry.shift_of(tuple(perm), group) is None:
+        names = tuple(name for name in names if name != "partners")
+    if not names:
+        raise unreachable(f"{op} over {group.size} devices as they lie", chip)
     return tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
 
 
@@ -68,20 +103,24 @@ def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int
 FEW_DEVICES = 16
 
 
-def reachable(op: str, group: Group, chip: chips.Chip, cuts: float) -> tuple[str, ...]:
+def reachable(
+    op: str, group: Group, chip: chips.Chip, cuts: float, lying: Lying | None = None
+) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
     reach, and of blocks that can be cut in so many parts (`cuts`).
 
-    Of a group on several axes of a torus without a ring of single links, no ring.
+    Of a group on several axes of a torus without a ring of single links, no ring. `lying` is where
+    the devices are; by default as `places` has it.
     """
     unfit = {"torus"}
     enough = 2 * len(group.torus) if group.size <= FEW_DEVICES else 0
-    if group.torus and "torus" in ALGORITHMS[op] and cuts >= enough:
+    fits = "torus" in ALGORITHMS[op] and cuts >= enough
+    if group.torus and fits and serves(op, "torus", group, chip, lying):
         unfit = set(_RINGS) if group.line else set()
     return tuple(
         name
         for name in ALGORITHMS[op]
-        if _reaches(group, name in WRITES_TO_ALL, chip) and name not in unfit
+        if name not in unfit and serves(op, name, group, chip, lying)
     )
 
 
@@ -96,26 +135,31 @@ def torus_of(group: Group, chip: chips.Chip) -> str:
     return "line" if group.line else "ring"
 
 
-def _reaches(group: Group, all_pairs: bool, chip: chips.Chip) -> bool:
-    """Whether the chip can write between all devices of a group, or between neighbours."""
-    if group.index_groups is None:
-        return tuning.reaches_all(group.size, chip) or not all_pairs
-    devices = math.prod(group.sizes)
-    return all(
-        tuning.reaches(b - a, devices, chip)
-        for members in group.index_groups
-        for a, b in (
-            itertools.combinations(members, 2)
-            if all_pairs
-            else zip(members, (*members[1:], members[0]), strict=True)
-        )
-    )
+def serves(op: str, name: str, group: Group, chip: chips.Chip, lying: Lying | None = None) -> bool:
+    """Whether an algorithm can serve a group: every device reaches those that it writes to."""
+    if name == "line" and op in _RELAYED and group.size > relay.LONGEST_LINE:
+        return False
+    return reaches(PATTERNS[name](group), group, chip, lying)
+
+
+def check_ring(what: str, group: Group) -> None:
+    """Raises ReachError for a kernel round a ring that the chip's devices cannot go round."""
+    chip = chips.current()
+    if not reaches(reach.ring(group), group, chip):
+        raise unreachable(f"{what} over {group.size} devices as they lie", chip)
+
+
+def reaches(pairs: reach.Pairs, group: Group, chip: chips.Chip, lying: Lying | None = None) -> bool:
+    """Whether devices of a group, by their numbers, reach each other, as far as is known here."""
+    if reach.everywhere(chip) or (lying is None and places.are_settled_later()):
+        return True
+    return reach.all_reach(chip, *(lying or places.lying(group, chip)), pairs)
 
 
 def unreachable(what: str, chip: chips.Chip) -> ReachError:
     """The error for devices that cannot write to one another."""
     return ReachError(
         what,
-        f"{chip.name} writes to devices at power-of-two offsets only",
+        f"{chip.name} writes to devices at power-of-two offsets along one torus axis only",
         "leave backend and algorithm to be chosen: another algorithm, or else lax, then serves",
     )

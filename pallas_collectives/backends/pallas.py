@@ -8,19 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax import lax
 
-from pallas_collectives import chips, places, tuning
+from pallas_collectives import places
 from pallas_collectives.backends import How, algorithms, packing
 from pallas_collectives.backends.pallas_reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas_reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels import all_gather as all_gather_kernels
 from pallas_collectives.kernels import all_to_all as all_to_all_kernels
-from pallas_collectives.kernels import launch, spaces, torus, torus_all_gather
 from pallas_collectives.kernels import ppermute as ppermute_kernels
 from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
+from pallas_collectives.kernels import spaces, torus, torus_all_gather
 from pallas_collectives.kernels.blocks import LANES, sliceable
 from pallas_collectives.kernels.topology import Group
 
@@ -87,8 +86,12 @@ def all_to_all(
         operand = _blocks_first(packed, split, group.size)
         split_at, concat_at = 0, concat + 1 if joins else 0
     algorithm, vmem = algorithms.choose("all_to_all", how, operand.nbytes // group.size, group)
-    kernels = all_to_all_kernels
-    y = (kernels.direct if algorithm == "direct" else kernels.ring)(
+    kernels = {
+        "direct": all_to_all_kernels.direct,
+        "ring": all_to_all_kernels.ring,
+        "line": all_to_all_kernels.line,
+    }
+    y = kernels[algorithm](
         operand,
         group,
         split_axis=split_at,
@@ -110,9 +113,10 @@ def ragged_all_to_all(
 
     Arrays of three or more dimensions whose last is whole lanes of 128 are read and written in
     place. For others, whose rows DMAs cannot address one by one, rows are padded to whole lanes,
-    and all are moved: one more pass over either operand and the result. For the ring the tables of
-    sizes and offsets are gathered first.
+    and all are moved: one more pass over either operand and the result. For ring and line the
+    tables of sizes and offsets are gathered first.
     """
+    group = places.arranged(group)
     algorithm, vmem = algorithms.choose("ragged_all_to_all", how, operand.nbytes, group)
     (x, added), (init, _) = packing.pack(operand), packing.pack(output)
     if added:
@@ -125,7 +129,8 @@ def ragged_all_to_all(
         y = kernels.direct(rows, rows_init, begin, sizes, targets, received, group, **options)
     else:
         everyones = _tables_of_all(jnp.stack([sizes, targets]), group, how)
-        y = kernels.ring(rows, rows_init, begin, everyones[0], everyones[1], group, **options)
+        pass_on = kernels.line if algorithm == "line" else kernels.ring
+        y = pass_on(rows, rows_init, begin, everyones[0], everyones[1], group, **options)
     row_size = math.prod(init.shape[1:])
     y = y.reshape(len(y), -1)[:, :row_size].reshape(init.shape)
     return packing.unpack(jnp.moveaxis(y, 1, 0) if added else y, output.dtype)
@@ -140,7 +145,7 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
     largest = ragged_all_to_all_kernels.LARGEST_TABLES
     if group.size * tables.nbytes > largest:
         raise ReachError(
-            f"algorithm='ring' for ragged_all_to_all over {group.size} devices with "
+            f"algorithms 'ring' and 'line' for ragged_all_to_all over {group.size} devices with "
             f"{tables.shape[1] // group.size} slices each",
             f"everyone's sizes and offsets take more than {largest >> 10} KiB of scalar memory",
             "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
@@ -156,19 +161,9 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
 def ppermute(
     x: jax.Array, group: Group, *, perm: tuple[tuple[int, int], ...], how: How
 ) -> jax.Array:
-    """Each source's x at its target, zeros elsewhere.
-
-    Where collective ids run short, a permutation that has none yet goes by `everyone`.
-    """
-    how = how if how.algorithm else _with_barrier(perm, group, how)
+    """Each source's x at its target, zeros elsewhere."""
     packed, _ = packing.pack(x)
-    algorithm, vmem = algorithms.choose("ppermute", how, packed.nbytes, group)
-    chip = chips.current()
-    for source, target in perm:
-        if not tuning.reaches(target - source, group.size, chip):
-            raise algorithms.unreachable(
-                f"perm with {(source, target)} over {group.size} devices", chip
-            )
+    algorithm, vmem = algorithms.choose("ppermute", how, packed.nbytes, group, perm=perm)
     y = ppermute_kernels.direct(
         spaces.widened(packed.reshape(_at_least_2d(packed.shape))),
         group,
@@ -178,20 +173,6 @@ def ppermute(
         interpret=how.interpret,
     )
     return packing.unpack(_of_widened(y, packed).reshape(packed.shape), x.dtype)
-
-
-def _with_barrier(perm: ppermute_kernels.Pairs, group: Group, how: How) -> How:
-    """`how`, with everyone's barrier in place of the partners' where collective ids run short."""
-    ids = launch.collective_ids(how.interpret)
-    if ids.can_spare(launch.barrier_key(ppermute_kernels.barrier_key(perm), group)):
-        return how
-    logging.log_first_n(
-        logging.WARNING,
-        "pallas_collectives: ppermute waits for everyone, because this process has met so many "
-        "permutations that no collective id is left for another (algorithm 'everyone')",
-        1,
-    )
-    return dataclasses.replace(how, algorithm="everyone")
 
 
 def _blocks_first(x: jax.Array, axis: int, n: int) -> jax.Array:

@@ -21,17 +21,19 @@ A block that has further to go waits in a slot of its host (see `relay`). Blocks
 of 1 MiB where they can be, and the chunks follow one another without a pause: the slots do not grow
 with the operand. On large rings the distances are served in waves, the farthest first.
 
-On wires that make a line, blocks of few bytes do not use the ring's closing hop, which runs back
-over all of them: each goes the one way there is, in up to n-1 hops.
+Line. For wires whose closing hop runs back over all others, or cannot be used at all: every block
+goes the one way that there is.
 
              hops        bytes per link and direction                   buffers
     direct   1           as the wires lie                               none
     ring     floor(n/2)  n^2/8 blocks (n even), (n^2-1)/8 (n odd)       at most 18 MiB
+    line     n-1         n^2/4 blocks in the middle                     at most 16 MiB
 
-The buffers hold 4 * width + 2 chunks (two less on an odd ring), where `width` messages, one or
-more, travel together each way. Where no dimension can be cut into that many whole tiles, chunks are
-larger, and with them the buffers. A block that can be cut nowhere is one chunk; on an even ring the
-opposite device's then goes to the right only, which adds n/4 blocks to the links that way.
+The ring's buffers hold 4 * width + 2 chunks (two less on an odd ring), where `width` messages, one
+or more, travel together each way; the line's 4 * (n-1), and its chunks are the smaller for it.
+Where no dimension can be cut into that many whole tiles, chunks are larger, and with them the
+buffers. A block that can be cut nowhere is one chunk; on an even ring the opposite device's then
+goes to the right only, which adds n/4 blocks to the links that way.
 """
 
 import dataclasses
@@ -49,8 +51,6 @@ from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, wrap
 CHUNK_BYTES = 1 << 20
 SLOT_BYTES = 16 << 20
 MAX_WIDTH = 16  # a message on its way takes four semaphores per direction; a core has hundreds
-# By the replay: of larger blocks, lines of 4 of v5e and v6e take longer than the ring.
-LINE_UP_TO_BYTES = 32 << 10
 MAX_PARTS = 8  # of a block sent directly: enough for the links to interleave
 
 
@@ -81,8 +81,31 @@ def ring(
 ) -> jax.Array:
     """Exchanges blocks over a ring; a block must be `sliceable` along either axis."""
     layout = _Layout.of(x, group.size, split_axis, concat_axis, chunk_parts=2)
-    trains = _trains(layout, group.size, group.line)
-    on_line = trains[0].farthest == group.size - 1 > 1
+    trains = _trains(layout, group.size)
+    return _passed_on(x, group, layout, trains, on_line=False, vmem=vmem, interpret=interpret)
+
+
+def line(
+    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, vmem: bool, interpret: Any
+) -> jax.Array:
+    """Exchanges blocks over a line of at most `relay.LONGEST_LINE` devices, as `ring`."""
+    chunk = min(CHUNK_BYTES, relay.line_message_bytes(group.size))
+    layout = _Layout.of(x, group.size, split_axis, concat_axis, chunk_parts=1, chunk_bytes=chunk)
+    farthest = group.size - 1
+    trains = (_Train((RIGHT, LEFT), 1, farthest, farthest, layout.source.parts),)
+    return _passed_on(x, group, layout, trains, on_line=True, vmem=vmem, interpret=interpret)
+
+
+def _passed_on(
+    x: jax.Array,
+    group: Group,
+    layout: "_Layout",
+    trains: tuple["_Train", ...],
+    *,
+    on_line: bool,
+    vmem: bool,
+    interpret: Any,
+) -> jax.Array:
     relaying = [train for train in trains if train.relays]
     return launch.call(
         functools.partial(_ring_kernel, layout=layout, trains=trains, on_line=on_line),
@@ -123,13 +146,14 @@ class _Layout:
         concat_axis: int,
         *,
         chunk_parts: int,
+        chunk_bytes: int = CHUNK_BYTES,
         most: int = 1 << 30,
     ) -> "_Layout":
         """Blocks in `chunk_parts` parts for each chunk, but no more than `most`, if they can be."""
         block = list(x.shape)
         block[split_axis] //= n
         block_bytes = x.nbytes // n
-        parts = min(most, chunk_parts * -(-block_bytes // CHUNK_BYTES))
+        parts = min(most, chunk_parts * -(-block_bytes // chunk_bytes))
         source = Blocks.of(tuple(block), split_axis, x.dtype, parts)
         target = dataclasses.replace(source, axis=concat_axis)
         block[concat_axis] *= n
@@ -155,13 +179,8 @@ class _Train(relay.Train):
         return self.cut(blocks).at(ref, block, 2 * chunk + lane if self.halved else chunk)
 
 
-def _trains(layout: _Layout, n: int, line: bool) -> tuple[_Train, ...]:
-    """The train for all distances that have a shorter side, then one for n/2 if n is even.
-
-    On a line one for all distances, in one wave: else neighbours might wait for each other's slots.
-    """
-    if line and n > 2 and layout.block_bytes <= LINE_UP_TO_BYTES and n - 1 <= MAX_WIDTH:
-        return (_Train((RIGHT, LEFT), 1, n - 1, n - 1, 1),)
+def _trains(layout: _Layout, n: int) -> tuple[_Train, ...]:
+    """The train for all distances that have a shorter side, then one for n/2 if n is even."""
     parts = layout.source.parts
     halved = parts % 2 == 0
     chunks = parts // 2 if halved else parts
@@ -259,8 +278,7 @@ def _ring_kernel(
             direction, one = train.directions[lane], np.int32(1)
             go = functools.partial(pass_on, lane, direction, relayed, forwarded)
             if on_line:  # its sender, and its receiver, are there
-                behind = ring.place if direction == RIGHT else ring.size - 1 - ring.place
-                there = (hop <= behind + 1) & (distance - hop < ring.size - 1 - behind)
+                there = relay.on_line(ring, direction, hop, distance)
                 topology.only_if(there, go)
                 one = there.astype(np.int32)
             else:

@@ -11,12 +11,8 @@ all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores wo
 every wait, at a signal each, of which that says nothing. So one core starts all.
 """
 
-import contextlib
-import contextvars
 import math
-import threading
-import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from pallas_collectives import chips
-from pallas_collectives.errors import NoIdError, VmemError
-from pallas_collectives.kernels import spaces
+from pallas_collectives.errors import VmemError
+from pallas_collectives.kernels import entry, spaces
 from pallas_collectives.kernels.blocks import LANES, sublanes
 from pallas_collectives.kernels.topology import Group, Ring
 
@@ -73,8 +69,7 @@ def call_many(
       scratch_shapes: semaphores, and memory that only this device writes.
       scalars: int32 arrays of rank 1 that the kernel reads element by element.
       buffers: memory that other devices write to, beside the operands in HBM or VMEM.
-      barrier: what the entry barrier waits for; calls that may confuse each other's signals must
-        differ in it (see `CollectiveIds`).
+      barrier: what the entry barrier is (see `entry`): `WIDE`, or the kernel's own.
       name: what profilers show.
       interpret: False to compile, or `pltpu.InterpretParams`.
       vmem: operands, results and buffers are in VMEM for the duration of the call, not in HBM.
@@ -90,6 +85,8 @@ def call_many(
     """
     spaces.check_sizes((*operands, *out_shapes, *buffers), name)
     members = group.members()
+    kernel, peers, passed = entry.entered(kernel, barrier, group)
+    scalars, scratch_shapes = (*peers, *scalars), [*scratch_shapes, *passed]
 
     def body(*refs: Any) -> None:
         if vmem:  # what aliases are the arrays in HBM, not the copies of them that kernels see
@@ -123,7 +120,7 @@ def call_many(
         name=name,
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=wire_bytes),
         compiler_params=pltpu.CompilerParams(
-            collective_id=collective_ids(interpret).get(barrier_key(barrier, group)),
+            collective_id=entry.barrier_id(barrier, group, interpret),
             vmem_limit_bytes=_vmem_limit(vmem_bytes, name),
         ),
     )
@@ -140,83 +137,6 @@ def call_many(
         check_vma=False,
     )
     return tuple(unchecked(*tables, *operands)[: len(out_shapes)])
-
-
-class CollectiveIds:
-    """Hands out Mosaic's collective ids: the names of the barrier semaphores that outlive a kernel.
-
-    Two calls share an id only if they share a key: the barrier's pattern, the group (axes, their
-    sizes, index groups) and the mesh's shape. A device that is already in a later call can then
-    reach us only through a signal that the pattern's counting argument (`sync`) expects. The id is
-    a hash of the key, moved on where another key holds it: processes of one job agree on ids if
-    they build the same collectives, mostly even where one has built others of its own in between.
-
-    Attributes:
-      limit: ids there are.
-      first: the least of them.
-      kept: of these, for keys that a call cannot do without (see `can_spare`).
-    """
-
-    def __init__(self, limit: int, first: int = 0) -> None:
-        self.limit = limit
-        self.first = first
-        self.kept = limit // 2
-        self._keys: dict[int, Hashable] = {}
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> int:
-        """The id of a key, the same every time.
-
-        Raises:
-          NoIdError: all ids are taken.
-        """
-        start = zlib.crc32(repr(key).encode())
-        with self._lock:
-            for probe in range(self.limit):
-                identity = self.first + (start + probe) % self.limit
-                if self._keys.setdefault(identity, key) == key:
-                    return identity
-        raise NoIdError(
-            f"collective {key!r} after {self.limit} others",
-            "each combination of group and pattern needs one of a TPU's few barrier semaphores",
-            "use fewer axis_index_groups or permutations in one process, or backend='xla'",
-        )
-
-    def can_spare(self, key: Hashable) -> bool:
-        """Whether `get` may be asked for a key that a call can do without.
-
-        It may if it has been before, or if ids are left besides those kept for calls that cannot.
-        """
-        with self._lock:
-            return key in self._keys.values() or len(self._keys) < self.limit - self.kept
-
-
-# A TPU has some 20 to 30 barrier semaphores; a simulated one has as many as one likes.
-compiled_ids = CollectiveIds(20)
-simulated_ids = CollectiveIds(10_000, first=16_384)  # its kernels count their own from 2000 on
-
-
-_own_ids: contextvars.ContextVar[CollectiveIds | None] = contextvars.ContextVar("ids", default=None)
-
-
-def collective_ids(interpret: Any) -> CollectiveIds:
-    """The ids of compiled kernels (`interpret` False) or of simulated ones."""
-    return _own_ids.get() or (simulated_ids if interpret else compiled_ids)
-
-
-@contextlib.contextmanager
-def ids_of_its_own() -> Iterator[None]:
-    """For kernels that are traced here but never run here."""
-    token = _own_ids.set(CollectiveIds(10_000))
-    try:
-        yield
-    finally:
-        _own_ids.reset(token)
-
-
-def barrier_key(barrier: Hashable, group: Group) -> Hashable:
-    """What a barrier semaphore stands for."""
-    return barrier, group, tuple(jax.sharding.get_abstract_mesh().shape.items())
 
 
 def _is_vmem(scratch: Any) -> bool:

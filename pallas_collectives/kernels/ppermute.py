@@ -8,9 +8,9 @@ is nobody's target returns zeros. With the pairs 0>2, 2>1 and 3>3 of four device
     copy    0>2     .       2>1     3>3       source>target; 3>3 is a local copy
     result  0       [2]     [0]     [3]       0: zeros, [p]: device p's array
 
-                 hops  bytes on the wire   waits before it writes for    collective ids
-    partners     1     x                   its target                    one per permutation
-    everyone     1     x                   every device of the group     one per group
+                 hops  bytes on the wire   waits before it writes for    permutations
+    partners     1     x                   its target                    shifts by 1
+    everyone     1     x                   every device within reach     all
 
 Neither needs scratch. Where some device is nobody's target, every result begins as zeros: one pass
 over local memory, which XLA may place anywhere before.
@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import launch, sync
+from pallas_collectives.kernels import entry, launch, sync
 from pallas_collectives.kernels.topology import Group, Ring
 
 Pairs = tuple[tuple[int, int], ...]
@@ -36,7 +36,8 @@ def direct(
 ) -> jax.Array:
     """Sends x along `perm`'s (source, target) pairs of positions; each position once in either.
 
-    A source waits for `everyone` to have entered the kernel, or for its target alone.
+    A source waits for `everyone` within its reach to have entered the kernel; or for its target
+    alone, of a permutation that is an `entry.shift_of`.
     """
     blanks = (jnp.zeros_like(x),) if len(perm) < group.size else ()
     return launch.call(
@@ -47,18 +48,13 @@ def direct(
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scalars=(jnp.asarray(_partners(group.size, perm)),),
         scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
-        barrier="everyone" if everyone else barrier_key(perm),
+        barrier=entry.WIDE if everyone else entry.shift_of(perm, group),
         name="ppermute_everyone" if everyone else "ppermute_partners",
         interpret=interpret,
         vmem=vmem,
         wire_bytes=x.nbytes,
         input_output_aliases={1: 0} if blanks else None,
     )
-
-
-def barrier_key(perm: Pairs) -> tuple[str, Pairs]:
-    """What names the barrier among the partners of a permutation, in `launch.collective_ids`."""
-    return "partners", perm
 
 
 def _partners(n: int, perm: Pairs) -> np.ndarray:
@@ -86,9 +82,7 @@ def _kernel(
     sends = (target >= 0) & ~stays
     receives = (source >= 0) & ~stays
 
-    if everyone:
-        sync.barrier_with_everyone(ring)
-    else:
+    if not everyone:
         _barrier_with_partners(ring, sends, receives, source)
     with jax.named_scope("copy"):
         pl.when(sends)(
@@ -103,12 +97,13 @@ def _kernel(
 def _barrier_with_partners(ring: Ring, sends: Any, receives: Any, source: Any) -> None:
     """Returns when our target, if we have one, has entered this kernel.
 
-    Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to this
-    one permutation of this one group, so a device is signalled by the same device, its target, in
-    every call that uses the id, once in each. Its k-th wait therefore ends only after that target's
-    k-th signal, from its k-th call, however many calls either is ahead: no signal of another device
-    or of another call can stand in for it. (Shared between permutations, the id could bring us a
-    signal of the next call's target before that of this one's.)
+    Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to the
+    shifts of one axis in one direction, so a device is signalled by the same device, the next one
+    along, in every call that uses the id and in which it sends: once in each. Its k-th wait
+    therefore ends only after that device's k-th signal, from the same call, however many calls
+    either is ahead: no signal of another device or of another call can stand in for it. (Shared
+    between other permutations, the id could bring us a signal of the next call's target before that
+    of this one's.)
     """
     semaphore = pltpu.get_barrier_semaphore()
     with jax.named_scope("ready"):

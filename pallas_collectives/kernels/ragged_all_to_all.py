@@ -13,9 +13,12 @@ Ring. For chips that cannot write to all devices. Slices go in chunks of 512 KiB
 shorter side (to the opposite device of an even ring half of a chunk each way), and neighbours pass
 them on (see `relay`). Each device has the tables of all, so it knows what comes and where it goes.
 
+Line. As the ring, but every slice goes the one way that there is on a line.
+
              hops         bytes sent per device           buffers        tables in SMEM
     direct   1            the rows sent                   none           4 n * slices
     ring     floor(n/2)   those, and all that it relays   at most 16 MiB 2 n^2 * slices
+    line     n-1          those, and all that it relays   at most 16 MiB 2 n^2 * slices
 
 Who knows what. Direct: a slice's sender has its size and both its offsets, its receiver its size
 alone, in `recv_sizes`; that those agree with the senders' `send_sizes` is the caller's part, as in
@@ -38,6 +41,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels import launch, relay, sync
+from pallas_collectives.kernels.entry import WIDE
 from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES = 512 << 10
@@ -92,6 +96,7 @@ def ring(
     *,
     vmem: bool,
     interpret: Any,
+    on_line: bool = False,
 ) -> jax.Array:
     """As `direct`, round the ring.
 
@@ -101,13 +106,18 @@ def ring(
     n = group.size
     row_bytes = operand.nbytes // len(operand)
     most = min(len(operand), len(output))
-    chunk = min(most, max(1, CHUNK_BYTES // row_bytes))
-    width = min(max(1, SLOT_BYTES // (4 * chunk * row_bytes)), n // 2, MAX_WIDTH)
-    train = relay.Train((RIGHT, LEFT), 1, n // 2, width)
+    chunk_bytes = min(CHUNK_BYTES, relay.line_message_bytes(n)) if on_line else CHUNK_BYTES
+    chunk = min(most, max(1, chunk_bytes // row_bytes))
+    farthest = n - 1 if on_line else n // 2
+    fitting = max(1, SLOT_BYTES // (4 * chunk * row_bytes))
+    width = farthest if on_line else min(fitting, farthest, MAX_WIDTH)
+    train = relay.Train((RIGHT, LEFT), 1, farthest, width)
     chunks = -(-jnp.clip(all_sizes.max(), 0, most) // chunk)
     dma = pltpu.SemaphoreType.DMA
     return launch.call(
-        functools.partial(_ring_kernel, train=train, slices=len(all_sizes) // n**2),
+        functools.partial(
+            _ring_kernel, train=train, slices=len(all_sizes) // n**2, on_line=on_line
+        ),
         group,
         operand,
         output,
@@ -117,16 +127,19 @@ def ring(
         scratch_shapes=[
             pltpu.SMEM(train.slots, jnp.int32),
             *[dma] * 3,
-            pltpu.SemaphoreType.REGULAR,
             *train.semaphores,
         ],
-        barrier="passing neighbours",
-        name="ragged_all_to_all_ring",
+        barrier=WIDE,
+        name="ragged_all_to_all_line" if on_line else "ragged_all_to_all_ring",
         interpret=interpret,
         vmem=vmem,
         wire_bytes=operand.nbytes * max(1, n // 4),
         input_output_aliases={1: 0},
     )
+
+
+# As `ring`, along a line of at most `relay.LONGEST_LINE` devices.
+line = functools.partial(ring, on_line=True)
 
 
 def _for_each_slice(
@@ -225,11 +238,12 @@ def _ring_kernel(
     copy_sem: Any,  # own; the rows that we send to ourselves
     own_sem: Any,  # own; the rows of x_ref that we send to others
     final_sem: Any,  # what comes to stay: nothing of it is read before all has come
-    passed_sem: Any,  # both neighbours add 1 when they have passed the barrier
     *slot_sems: Any,
     train: relay.Train,
     slices: int,
+    on_line: bool,
 ) -> None:
+    # A device may neither send nor receive, and end at once: so the launcher's barrier is WIDE.
     n, chunk = ring.size, np.int32(slots_ref.shape[2])
     most = min(x_ref.shape[0], o_ref.shape[0])
     slots = relay.Slots(ring, train, slots_ref, *slot_sems, rows_ref=rows_ref)
@@ -243,15 +257,20 @@ def _ring_kernel(
         """
 
         def one_way(lane: int, direction: int, relayed: Any, forwarded: Any) -> tuple[Any, Any]:
-            sender = wrap(ring.me - direction * (hop - 1), n)
-            i = wrap(sender + direction * distance, n) * slices + lax.rem(number, np.int32(slices))
+            sender = ring.block(direction * (1 - hop))
+            receiver = ring.block(direction * (distance - hop + 1))
+            i = receiver * slices + lax.rem(number, np.int32(slices))
             size = _clipped(sizes_ref[sender * (n * slices) + i], most)
             begin = lax.div(number, np.int32(slices)) * chunk
             whole = lax.clamp(np.int32(0), size - begin, chunk)
-            # Of an opposite device's rows half go each way, an odd one to the right from even ones.
-            half = lax.div(whole + lax.rem(sender + 1, np.int32(2)), np.int32(2))
-            skipped = lax.select(2 * distance == n, half if lane else whole - half, np.int32(0))
-            begin, count = begin + (skipped if lane else 0), whole - skipped
+            if on_line:
+                there = relay.on_line(ring, direction, hop, distance)
+                count = lax.select(there, whole, np.int32(0))
+            else:
+                # Of an opposite device's rows half go each way, an odd one right from even senders.
+                half = lax.div(whole + lax.rem(sender + 1, np.int32(2)), np.int32(2))
+                skipped = lax.select(2 * distance == n, half if lane else whole - half, np.int32(0))
+                begin, count = begin + (skipped if lane else 0), whole - skipped
 
             def send(_: Any) -> None:
                 if first:
@@ -285,12 +304,6 @@ def _ring_kernel(
         for_each_slice(peer, ring.me, functools.partial(_wait, final_sem, o_ref))
         for_each_slice(ring.me, peer, functools.partial(_wait, own_sem, x_ref))
 
-    # A device may neither send nor receive, and yet not be done before both neighbours have passed
-    # the barrier: else its signal in the next call could stand in, at one neighbour, for that of
-    # the neighbour's other, which has not entered this one. (sync.barrier_with_neighbours)
-    sync.barrier_with_neighbours(ring)
-    for direction in train.directions:
-        pl.semaphore_signal(passed_sem, 1, device_id=ring.peer(direction))
     for_each_slice(ring.me, ring.me, copy_to_self)
     with jax.named_scope("pass_on"):
         counts: Any = [(np.int32(0), np.int32(0))] * len(train.directions)
@@ -301,4 +314,3 @@ def _ring_kernel(
             slots.drain(lane, relayed, forwarded)
         sync.for_each(1, n, drain)
         for_each_slice(ring.me, ring.me, functools.partial(_wait, copy_sem, x_ref))
-        pl.semaphore_wait(passed_sem, len(train.directions))

@@ -3,6 +3,9 @@
 A message for a device d positions away takes d hops, by the shorter side. What has further to go
 waits in a slot of its host and is sent on from there. A slot is written again only under a credit,
 which the host gives once the message has left it.
+
+On a line there is one side. Its train serves all n-1 distances in one wave: messages then wait for
+none but those of earlier moves (see `for_each_move`), whichever of them the line's ends leave out.
 """
 
 import dataclasses
@@ -16,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels import sync
-from pallas_collectives.kernels.topology import Ring
+from pallas_collectives.kernels.topology import RIGHT, Ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +140,22 @@ class Slots:
 
     def _at(self, lane: int, number: Any) -> tuple[int, Any]:
         return lane, lax.rem(number, np.int32(self._train.slots[1]))
+
+
+# Each of the n-1 distances takes four semaphores per direction; a core has some 500.
+LONGEST_LINE = 32
+_LINE_SLOT_BYTES = 16 << 20
+
+
+def line_message_bytes(n: int) -> int:
+    """How large messages on a line of n devices may be, so that all slots take 16 MiB at most."""
+    return _LINE_SLOT_BYTES // (4 * (n - 1))
+
+
+def on_line(ring: Ring, direction: int, hop: Any, distance: Any) -> Any:
+    """Whether a message's sender, `hop` - 1 places behind on a line, and its receiver are there."""
+    behind = ring.place if direction == RIGHT else ring.size - 1 - ring.place
+    return (hop <= behind + 1) & (distance - hop < ring.size - 1 - behind)
 
 
 # (train, round, hop, distance, counts, first hop, last hop) -> counts

@@ -27,8 +27,10 @@ def barrier_with_neighbours(*rings: Ring) -> None:
     takes 2r. A neighbour may already be in its next call of this id. It got there only by finishing
     this one, for which it needed a block of every device, also of those that we still wait for,
     which they send after their own wait; so its second signal cannot stand in for another's first.
-    A kernel that can finish without hearing from everyone must use `barrier_with_everyone`.
+    A kernel that can finish without hearing from everyone must be launched with `entry.WIDE`.
     """
+    if all(ring.entered for ring in rings):
+        return
     semaphore = pltpu.get_barrier_semaphore()
     with jax.named_scope("barrier"):
         for ring in rings:
@@ -43,6 +45,8 @@ def barrier_along_line(ring: Ring) -> None:
     As `barrier_with_neighbours`: each neighbour adds 1, the wait takes as many as there are, and
     none can finish this call, and signal for its next, before it has had a block of ours.
     """
+    if ring.entered:
+        return
     semaphore = pltpu.get_barrier_semaphore()
     has_right, has_left = ring.place < ring.size - 1, ring.place > 0
     with jax.named_scope("barrier"):
@@ -62,10 +66,32 @@ def barrier_with_everyone(ring: Ring) -> None:
     whatever the kernel does: while one device has not entered call k, nobody passes its barrier,
     so nobody has signalled more than k times, and k(n-1) signals cannot have come from n-2 devices.
     """
+    if ring.entered:
+        return
     semaphore = pltpu.get_barrier_semaphore()
     with jax.named_scope("barrier"):
         for_each(1, ring.size, lambda d: pl.semaphore_signal(semaphore, 1, device_id=ring.peer(d)))
         pl.semaphore_wait(semaphore, ring.size - 1)
+
+
+def barrier_with(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
+    """Returns when all peers, so many and then their positions in SMEM, have entered this kernel.
+
+    Each adds 1. It is safe where none leaves the kernel before all of its own peers have passed
+    this barrier: else a second signal of one could stand in for another's first.
+    """
+    with jax.named_scope("barrier"):
+        signal_all(ring, peers_ref, semaphore)
+        pl.semaphore_wait(semaphore, peers_ref[0])
+
+
+def signal_all(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
+    """Adds 1 to a semaphore of each of the peers, as `barrier_with` has them."""
+
+    def signal(i: Any) -> None:
+        pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(peers_ref[1 + i]))
+
+    for_each(0, peers_ref[0], signal)
 
 
 def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_id: Any) -> None:

@@ -1,0 +1,164 @@
+"""Barrier ids, as a function of a call alone, and the barrier for calls that nothing else fits.
+
+A kernel's `collective_id` names the barrier semaphore on which devices learn that others have
+entered it. XLA gives each name of a program a semaphore of its own: libtpu 0.0.42 and 0.0.50 take
+any int32, and have 36 semaphores for a program, less one for each kind of group of XLA's own
+collectives (for v4, v5e, v5p, v6e and 7x; what is beyond shares one, `"barrier_type":"GLOBAL"`).
+JAX's documentation speaks of 20 to 30.
+
+There is one id for each set of mesh axes, whatever the collective, the algorithm, the dtype or the
+order of the axes: a mesh of four axes has 15, one of three 7. Eight more, on four axes, are for
+shifts along one axis (`partners`, below; over several axes, by that name only). So no program on a
+mesh of up to four axes needs more than 23, however many collectives, groups and permutations it
+has, and no history enters: processes agree on every id, whatever else each has traced. Nor do
+programs add up: a sweep, a soak and `certify` need what one of their programs does, on meshes of at
+most three axes: 13, and 8 more for named shifts over several.
+
+Why calls over the same axes may share an id. Let S be the devices that the axes join. They all make
+the same calls over S in the same order; in call j device d is signalled once by each of its c_j
+peers, and waits for c_j. Every call is of one of two kinds:
+
+    N   no device leaves it before all of S have entered it: it needs a block of each, or waits for
+        a signal of each.
+    L   no device leaves it before all that it can reach in S have passed its barrier (`WIDE` on
+        chips that reach only some; they tell each other on a semaphore of the kernel's own).
+
+Claim: a device that passes the barrier of call j has peers that have entered call j. To pass it, it
+has taken c_1 + ... + c_j signals in all. If a peer has not entered call j, calls up to j have sent
+it at most one less, so one is from call j+1 or later; let q be its sender. If j is of kind N, q
+left j after all of S had entered it: the peer too, a contradiction. If j is of kind L, q can reach
+d, as it signals d, so it left j after d had passed j's barrier: again a contradiction.
+
+What must not share one, then, are calls over different sets of devices: other axes, and also
+`axis_index_groups` or the pairs of a permutation, whose devices need nothing of the rest of S.
+These take part by `WIDE`: a barrier among all of S, whatever devices exchange data after it.
+
+    pattern                            waits for                          id
+    ring, line, torus, fused, direct   its own peers                      of the set of axes
+    index groups, ragged rings,        all of S, or all within reach      of the set of axes
+      permutations but shifts
+    shifts (`partners`)                its target                         of the axis and the shift
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives import chips, places, reach
+from pallas_collectives.kernels import sync
+from pallas_collectives.kernels.topology import Group, Ring
+
+# A barrier among all devices that a group's axes join, before the kernel, which has none.
+WIDE = "wide"
+# Interpret mode's kernels count their own ids from 2000 on.
+_FIRST_SIMULATED = 1 << 14
+# Int32 holds a bit for so many divisors, beside the kinds of barrier.
+_MOST_DIVISORS = 26
+
+
+def barrier_id(barrier: Hashable, group: Group, interpret: Any) -> int:
+    """The collective id of a call.
+
+    Args:
+      barrier: "shift right" or "shift left" for the barriers of `partners`; all others share one.
+      group: its axes count, in any order, and how they cut the mesh in scope into sets of devices.
+      interpret: not False for simulated devices, whose interpreter has ids of its own.
+    """
+    kind = {"shift right": 1, "shift left": 2}.get(str(barrier), 0)
+    mesh = jax.sharding.get_abstract_mesh().shape or dict(zip(group.axes, group.sizes, strict=True))
+    return 4 * _set_of_axes(group.axes, mesh) + kind + (_FIRST_SIMULATED if interpret else 0)
+
+
+def _set_of_axes(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    """A number for how axes cut a mesh's devices into sets: the same in whatever mesh of them.
+
+    Written as a bit for each divisor of their number, in ascending order: 1 where the axes begin or
+    end to be among `axes`, going from the minor axis to the major. On 8 devices, whose divisors are
+    1, 2, 4 (8 tells nothing): both axes of 2 x 4 are 001, as the one axis of 8; the inner 101, the
+    outer 100.
+    """
+    devices, stride, among, ends = math.prod(mesh.values()), 1, False, []
+    for axis, size in reversed(tuple(mesh.items())):
+        if size > 1:
+            if (axis in axes) != among:
+                ends.append(stride)
+                among = not among
+            stride *= size
+    divisors = [d for d in range(1, devices) if devices % d == 0]
+    if len(divisors) > _MOST_DIVISORS:  # as good as never two sets of a program have one hash
+        return zlib.crc32(repr(ends).encode()) >> 32 - _MOST_DIVISORS
+    return sum(1 << divisors.index(end) for end in ends)
+
+
+def shift_of(perm: Sequence[tuple[int, int]], group: Group) -> str | None:
+    """The barrier of `partners`: "shift right" or "shift left"; None for another permutation.
+
+    Also where some devices send nothing, or keep what they have.
+    """
+    if group.index_groups is not None:
+        return None
+    shifts = {(target - source) % group.size for source, target in perm} - {0}
+    if shifts <= {1}:
+        return "shift right"
+    return "shift left" if shifts == {group.size - 1} else None
+
+
+Kernel = Callable[..., None]
+
+
+def entered(
+    kernel: Kernel, barrier: Hashable, group: Group
+) -> tuple[Kernel, tuple[jax.Array, ...], list[Any]]:
+    """A kernel as the launcher is to run it, with the scalars that come before its own, and the
+    scratch that comes after: behind a barrier among all, if it is to have that.
+    """
+    if barrier != WIDE and group.index_groups is None:
+        return kernel, (), []
+    whole = Group(group.axes, group.sizes)
+    peers = _within_reach(whole)
+    if peers is None:
+
+        def behind_everyone(ring: Ring, *refs: Any) -> None:
+            sync.barrier_with_everyone(Ring(whole))
+            ring.entered = True
+            kernel(ring, *refs)
+
+        return behind_everyone, (), []
+
+    def behind_all_within_reach(ring: Ring, peers_ref: Any, *refs: Any) -> None:
+        passed_sem = refs[-1]
+        ring.entered = True
+        among = Ring(whole)
+        sync.barrier_with(among, peers_ref, pltpu.get_barrier_semaphore())
+        sync.signal_all(among, peers_ref, passed_sem)
+        kernel(ring, *refs[:-1])
+        pl.semaphore_wait(passed_sem, peers_ref[0])
+
+    row = lax.dynamic_index_in_dim(peers, lax.axis_index(group.axes), keepdims=False)
+    return behind_all_within_reach, (row,), [pltpu.SemaphoreType.REGULAR]
+
+
+def _within_reach(group: Group) -> np.ndarray | None:
+    """For each device the number of those that it can reach, then theirs; None where that is all.
+
+    Of groups side by side, on other places, those that are within reach in all.
+    """
+    chip = chips.current()
+    if reach.everywhere(chip):
+        return None
+    torus, rows = places.lying(group, chip)
+    found = [
+        [b for b in range(group.size) if b != a and reach.all_reach(chip, torus, rows, [(a, b)])]
+        for a in range(group.size)
+    ]
+    table = np.zeros((group.size, 1 + max(map(len, found))), np.int32)
+    for device, peers in enumerate(found):
+        table[device, : 1 + len(peers)] = (len(peers), *peers)
+    return table
