@@ -42,8 +42,8 @@ def neighbours(n: int) -> tuple[Any, Any, Any]:
     return me, lax.rem(me + 1, n), lax.rem(me + n - 1, n)
 
 
-def barrier(*devices: Any, expect: int | None = None) -> None:
-    sem = pltpu.get_barrier_semaphore()
+def barrier(*devices: Any, expect: int | None = None, sem: Any = None) -> None:
+    sem = pltpu.get_barrier_semaphore() if sem is None else sem
     for device in devices:
         signal(sem, 1, device_id={"x": device})
     wait(sem, len(devices) if expect is None else expect)
@@ -58,12 +58,14 @@ def ring(
     interpret: Any = False,
 ) -> Any:
     """An all-gather around a ring. Faults: shared (one receive semaphore), no_barrier, no_wait,
-    stuck, left_over.
+    stuck, left_over, scratch (a barrier on a semaphore of the kernel's own).
     """
 
-    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any, copy: Any) -> None:
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any, copy: Any, entered: Any) -> None:
         me, right, left = neighbours(n)
-        if fault != "no_barrier":
+        if fault == "scratch":
+            barrier(left, right, sem=entered)
+        elif fault != "no_barrier":
             barrier(left, right, expect={"stuck": 3, "left_over": 1}.get(str(fault)))
         own = pltpu.make_async_copy(x_ref, o_ref.at[me], copy)
         own.start()
@@ -89,7 +91,7 @@ def ring(
         kernel,
         x,
         out=jax.ShapeDtypeStruct((n, *x.shape), x.dtype),
-        scratch=[DMA, DMA((max(n - 1, 1),)), DMA],
+        scratch=[DMA, DMA((max(n - 1, 1),)), DMA, REGULAR],
         interpret=interpret,
     )
 
@@ -231,6 +233,107 @@ def polling(x: Any, n: int, *, interpret: Any = False) -> Any:
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return launch(kernel, x, out=out, scratch=[REGULAR, DMA], interpret=interpret)
+
+
+def shift(x: Any, n: int, offset: int = 1, *, double: bool = True, interpret: Any = False) -> Any:
+    """Sends x to the device `offset` to the right.
+
+    Without `double` a device may begin its next call while one that it has not heard from is yet to
+    begin this one. With it, as JAX's documentation has it, nobody leaves before both neighbours
+    have passed the barrier.
+    """
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        me = lax.axis_index("x")
+        to, source = lax.rem(me + offset, n), lax.rem(me + n - offset, n)
+        barrier(to, source)
+        if double:
+            pl.run_scoped(lambda second: barrier(to, source, sem=second), REGULAR)
+        hop = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id={"x": to})
+        hop.start()
+        hop.wait()
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return launch(kernel, x, out=out, scratch=[DMA, DMA], interpret=interpret)
+
+
+def parts(x: Any, n: int, *, sizes: Any, waits: Any, reads_after: int) -> Any:
+    """Sends rows to the right in copies of so many rows each, all on one receive semaphore; waits
+    for so many rows at a time, and reads all that came to it after `reads_after` waits.
+    """
+
+    def kernel(x_ref: Any, o_ref: Any, landing: Any, send: Any, recv: Any) -> None:
+        _, right, left = neighbours(n)
+        barrier(left, right)
+        start = 0
+        for size in sizes:
+            part = pl.ds(start, size)
+            pltpu.make_async_remote_copy(
+                x_ref.at[part], landing.at[part], send, recv, device_id={"x": right}
+            ).start()
+            start += size
+        for number, size in enumerate(waits):
+            if number == reads_after:
+                pltpu.sync_copy(landing, o_ref)
+            come = landing.at[pl.ds(0, size)]
+            pltpu.make_async_copy(come, come, recv).wait()
+        if reads_after == len(waits):
+            pltpu.sync_copy(landing, o_ref)
+        whole = x_ref.at[pl.ds(0, sum(sizes))]
+        pltpu.make_async_copy(whole, whole, send).wait()
+
+    rows = sum(sizes)
+    out = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    landing = pltpu.HBM((rows, *x.shape[1:]), x.dtype)
+    return launch(kernel, x, out=out, scratch=[landing, DMA, DMA])
+
+
+def counting(x: Any, added: int, taken: int) -> Any:
+    """Signals its own barrier semaphore `added` times and waits for `taken` of them."""
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        sem = pltpu.get_barrier_semaphore()
+        signal(sem, added)
+        wait(sem, taken)
+        pltpu.sync_copy(x_ref, o_ref)
+
+    return launch(kernel, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), scratch=[])
+
+
+def holding(
+    x: Any, *scopes: Any, nested: bool = True, scratch: Any = (), vmem: int | None = None
+) -> Any:
+    """Copies x while it holds each of the allocations, all at once or one after the other.
+
+    `scopes`: of semaphores, or of rows of 128 floats in VMEM; `scratch`: held all the time.
+    """
+
+    def kernel(x_ref: Any, o_ref: Any, copy: Any, *_: Any) -> None:
+        def hold(rest: Any) -> None:
+            def inside(ref: Any) -> None:
+                if ref.dtype == x_ref.dtype:  # the compiler drops what nothing touches
+                    pltpu.sync_copy(x_ref.at[pl.ds(0, 8)], ref.at[pl.ds(0, 8)])
+                hold(rest[1:])
+
+            if rest:
+                pl.run_scoped(inside, rest[0])
+            else:
+                done = pltpu.make_async_copy(x_ref, o_ref, copy)
+                done.start()
+                done.wait()
+
+        for together in (scopes,) if nested else [(scope,) for scope in scopes]:
+            hold(together)
+
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[hbm],
+        out_specs=hbm,
+        scratch_shapes=[DMA, *scratch],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem),
+    )(x)
 
 
 def shipped_all_gather(x: Any, mesh: Any) -> Any:
