@@ -96,6 +96,37 @@ def ring(
     )
 
 
+def gridded(x: Any, n: int, *, interpret: Any = False) -> Any:
+    """An all-gather around a ring as a grid of n-1 steps, the first of which has the barrier."""
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        me, right, left = neighbours(n)
+        i = pl.program_id(0)
+
+        @pl.when(i == 0)
+        def _() -> None:
+            barrier(left, right)
+            pltpu.sync_copy(x_ref, o_ref.at[me])
+
+        block = o_ref.at[lax.rem(me - i + n, n)]
+        hop = pltpu.make_async_remote_copy(
+            block, block, send.at[i], recv.at[i], device_id={"x": right}
+        )
+        hop.start()
+        hop.wait()
+
+    return pl.pallas_call(
+        kernel,
+        grid=(n - 1,),
+        out_shape=jax.ShapeDtypeStruct((n, *x.shape), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[DMA((n - 1,)), DMA((n - 1,))],
+        interpret=interpret,
+        compiler_params=pltpu.CompilerParams(collective_id=0, has_side_effects=True),
+    )(x)
+
+
 def relay(x: Any, n: int, *, rounds: int, credits: bool = True, interpret: Any = False) -> Any:
     """Passes a block around the ring through two slots, reused under credits (or, faulty,
     without).
@@ -218,15 +249,17 @@ def summed(x: Any, n: int, *, interpret: Any = False) -> Any:
     )
 
 
-def polling(x: Any, n: int, *, interpret: Any = False) -> Any:
-    """Waits for its left neighbour by reading a semaphore until it is 1."""
+def polling(x: Any, n: int, *, needs: int = 0, interpret: Any = False) -> Any:
+    """Waits for its left neighbour by reading a semaphore until it is 1; for ever if it then needs
+    more.
+    """
 
     def kernel(x_ref: Any, o_ref: Any, arrived: Any, copy: Any) -> None:
         _, right, left = neighbours(n)
         barrier(left, right)
         signal(arrived, 1, device_id={"x": right})
         seen = lax.while_loop(lambda seen: seen < 1, lambda _: read(arrived), jnp.int32(0))
-        wait(arrived, seen)
+        wait(arrived, seen + needs)
         done = pltpu.make_async_copy(x_ref, o_ref, copy)
         done.start()
         done.wait()
@@ -235,19 +268,22 @@ def polling(x: Any, n: int, *, interpret: Any = False) -> Any:
     return launch(kernel, x, out=out, scratch=[REGULAR, DMA], interpret=interpret)
 
 
-def shift(x: Any, n: int, offset: int = 1, *, double: bool = True, interpret: Any = False) -> Any:
+def shift(x: Any, n: int, offset: int = 1, *, entry: str = "double", interpret: Any = False) -> Any:
     """Sends x to the device `offset` to the right.
 
-    Without `double` a device may begin its next call while one that it has not heard from is yet to
-    begin this one. With it, as JAX's documentation has it, nobody leaves before both neighbours
-    have passed the barrier.
+    With the entry "once" a device may begin its next call while one that it has not heard from is
+    yet to begin this one. With "double", as JAX's documentation has it, nobody leaves before both
+    neighbours have passed the barrier. With "everyone" nobody passes it before all are there.
     """
 
     def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
         me = lax.axis_index("x")
         to, source = lax.rem(me + offset, n), lax.rem(me + n - offset, n)
-        barrier(to, source)
-        if double:
+        if entry == "everyone":
+            barrier(*(lax.rem(me + i, n) for i in range(1, n)))
+        else:
+            barrier(to, source)
+        if entry == "double":
             pl.run_scoped(lambda second: barrier(to, source, sem=second), REGULAR)
         hop = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id={"x": to})
         hop.start()

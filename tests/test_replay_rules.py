@@ -199,15 +199,27 @@ def test_a_copy_that_nothing_precedes_is_early() -> None:
     assert "nothing tells device 0 before that device 1 has entered kernel" in fault.what
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
 @pytest.mark.parametrize("calls", [1, 3])
-def test_a_second_barrier_on_a_scratch_semaphore_is_sound(n: int, calls: int) -> None:
+@pytest.mark.parametrize("entry", ["double", "everyone"])
+def test_barriers_that_hold_between_calls_are_sound(entry: str, calls: int, n: int) -> None:
+    """A second barrier on a scratch semaphore, as JAX documents it, or one barrier with everyone.
+
+    That the latter holds no chain of single waits tells: the first device to pass could not have
+    had a signal of the next call from anybody.
+    """
+
     def body(x: Any) -> Any:
         for _ in range(calls):
-            x = kernels.shift(x, n)
+            x = kernels.shift(x, n, entry=entry)
         return x
 
     assert check(body, f"v5p:{n}").ok
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_barrier_in_the_first_step_of_a_grid_is_sound(n: int) -> None:
+    assert check(lambda x: kernels.gridded(kernels.gridded(x, n)[0], n), f"v5p:{n}").ok
 
 
 # Barriers between kernels ---------------------------------------------------------------------
@@ -238,9 +250,9 @@ def test_a_wait_that_takes_the_next_calls_signal_is_named(n: int) -> None:
     """
 
     def body(x: Any) -> Any:
-        return kernels.shift(kernels.shift(x, n, double=False), n, double=False)
+        return kernels.shift(kernels.shift(x, n, entry="once"), n, entry="once")
 
-    assert check(lambda x: kernels.shift(x, n, double=False), f"v5p:{n}").ok
+    assert check(lambda x: kernels.shift(x, n, entry="once"), f"v5p:{n}").ok
     twice = check(body, f"v5p:{n}")
     if n <= 4:
         assert twice.ok
@@ -288,6 +300,14 @@ def test_a_wait_for_part_of_what_is_in_flight_orders_nothing(
     assert late.ok
 
 
+def test_copies_of_nothing_need_no_wait() -> None:
+    rows = np.array([[0, 32], [16, 0], [24, 16], [32, 24]], np.int32)
+    pod = Machine.named("v5p:4")
+    body = kernels.sharded(lambda r, x: kernels.ragged(r[0], x, 4), pod.mesh({"x": 4}), n_args=2)
+    x = jax.ShapeDtypeStruct((32 * 4, 128), jnp.float32)
+    assert replay(body, rows, x, machine=pod, races=True).ok
+
+
 # What a report says -----------------------------------------------------------------------------
 
 
@@ -317,6 +337,15 @@ def test_ok_is_none_where_races_were_not_asked_for() -> None:
     assert check(racy, "v5p:4", races=False).ok is None
     assert check(lambda x: x + 1, "v5p:4").ok is False
     assert "NO KERNEL" in str(check(lambda x: x + 1, "v5p:4"))
+
+
+def test_a_kernel_that_reads_semaphores_is_held_to_the_rules_that_need_no_order() -> None:
+    stuck = check(lambda x: kernels.polling(x, 4, needs=1), "v5e:4")
+    assert len(stuck.stuck) == 4
+    assert [kernel.name for kernel in stuck.kernels] == ["kernel"]
+    assert {fault.name for fault in stuck.faults} == {"reach"}
+    assert stuck.ok is False
+    assert "not looked for (the kernel reads a semaphore" in str(stuck)
 
 
 def test_findings_are_all_there_is_to_say() -> None:

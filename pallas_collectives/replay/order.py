@@ -6,17 +6,22 @@ and so is which bytes of which copies: bytes of copies arrive in no particular o
 signals and copies on that semaphore that are not ordered after the wait, and W what the core has
 taken from it in total, wait included:
 
-* the copies of S are complete iff W is all that S amounts to: any byte less might be any copy's; *
-an event known to the sender of a signal or copy is known after the wait iff those whose sender does
-not know it could not make up W.
+* the copies of S are complete iff W is all that S amounts to: a byte less might be any copy's;
+* an event known to the sender of a signal or copy is known after the wait iff those whose sender
+  does not know it could not make up W.
 
 Program order is known first, then orders follow from waits until nothing new does (a least fixed
 point, so no order is its own reason). Knowledge is a vector clock: per device, up to which of its
 instructions.
 
-What a program does up to a deadlock it does on every schedule: devices are held up by waits on
-semaphores of their own alone, and what is added to those is never taken by others. So the analysis
-holds for a program that stops, of everything up to there.
+That finds orders enough for nearly all kernels, but not all: of a barrier with everyone between two
+calls it takes a step of thought about all devices at once. So what it leaves unordered is put to a
+test that is exact: `b` can come before `a` is over iff it comes when `a` is held back for ever and
+all else goes as far as it can. (More signals never hold anybody up.)
+
+A program that deadlocks stops at the same places on every schedule: a device is held up only by
+waits on its own semaphores, and nobody else takes what has been added to those. So what is found in
+the events before holds on every schedule too.
 """
 
 from __future__ import annotations
@@ -124,6 +129,7 @@ class Order:
         self.program = program
         self.events: list[Event] = []
         self.finished = _execute(program, self.events)
+        self._without: dict[tuple[int, int, bool], dict[int, int]] = {}  # how far devices come
         clocked = 0
         for event in self.events:
             if not isinstance(event.column, (Wait, Work)):
@@ -146,10 +152,22 @@ class Order:
         """Whether `mark`'s device has come that far before `event`, on every schedule."""
         return bool(self.clocks[event.row][mark[0]] >= mark[1])
 
-    def entries(self) -> dict[tuple[int, int], Mark]:
+    def possible(self, first: Event, later: Event, *, reads: bool = False) -> bool:
+        """Whether `later` can come before `first` is over, on some schedule.
+
+        A copy is over when all has been written, or, with `reads`, read.
+        """
+        key = (first.device, first.count, reads)
+        if key not in self._without:
+            events: list[Event] = []
+            _execute(self.program, events, key)
+            self._without[key] = {event.device: event.count for event in events}
+        return self._without[key].get(later.device, 0) >= later.count
+
+    def entries(self) -> dict[tuple[int, int], Event]:
         """Where each (device, kernel) is entered."""
         return {
-            (event.device, event.column.kernel): (event.device, event.count)
+            (event.device, event.column.kernel): event
             for event in self.events
             if isinstance(event.column, Enter)
         }
@@ -193,9 +211,14 @@ class Order:
                 return
 
 
-def _execute(program: Program, events: list[Event]) -> bool:
+def _execute(
+    program: Program, events: list[Event], held_back: tuple[int, int, bool] | None = None
+) -> bool:
     """Appends the events in some order in which they can happen: each device runs until it must
     wait. Returns whether all come to their end.
+
+    `held_back`: the device and number of an event that never ends; the last of its bytes is never
+    written, nor, if the third is true, read. Anything but a copy is not even begun.
     """
     streams = [program.of_device(d) for d in range(program.n_devices)]
     counts = [0] * program.n_devices
@@ -203,6 +226,7 @@ def _execute(program: Program, events: list[Event]) -> bool:
     held: dict[int, tuple[Key, int, Event]] = {}
     waiting_on: dict[Key, int] = {}
     kernels = [0] * program.n_devices
+    last = held_back or (-1, -1, False)
     ready = deque(range(program.n_devices))
 
     def run(device: int) -> Iterator[tuple[Key, int, Any]]:
@@ -219,6 +243,8 @@ def _execute(program: Program, events: list[Event]) -> bool:
                 if isinstance(column, Enter):
                     kernels[device] = column.kernel
                 event = Event(device, counts[device], column, position, kernel=kernels[device])
+                if (device, event.count) == last[:2] and not isinstance(column, Start):
+                    return
                 if isinstance(column, Wait):
                     key = (device, at(column.sem, position))
                     need = at(column.value, position)
@@ -229,6 +255,8 @@ def _execute(program: Program, events: list[Event]) -> bool:
                     return
                 if not event.column.keeps:
                     semaphores[key] -= need
+            elif (device, event.count) == last[:2]:
+                yield from _all_but_the_last_byte(event, last[2])
             else:
                 yield from _additions(event)
             events.append(event)
@@ -253,6 +281,13 @@ def _additions(event: Event) -> Iterator[tuple[Key, int, list[Mark] | None]]:
         if column.src_sem is not None:
             yield (event.device, at(column.src_sem, position)), nbytes, event.read_known
         yield (event.target, at(column.dst_sem, position)), nbytes, event.write_known
+
+
+def _all_but_the_last_byte(
+    copy: Event, reads: bool
+) -> Iterator[tuple[Key, int, list[Mark] | None]]:
+    for key, nbytes, known_at in _additions(copy):
+        yield key, nbytes - (reads or known_at is copy.write_known), known_at
 
 
 def _arrivals(events: list[Event]) -> dict[Key, Arrivals]:

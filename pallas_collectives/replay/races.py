@@ -65,7 +65,7 @@ def find_races(order: Order, devices: Sequence[int] | None = None, limit: int = 
                     uses.drop(i)
             elif not _ordered(use, old, order):
                 pair = frozenset((_describe(old), _describe(use)))
-                if pair not in found:
+                if pair not in found and order.possible(old.event, use.event, reads=not old.writes):
                     found[pair] = _race(order, key, old, use)
                 if len(found) >= limit:
                     return list(found.values())

@@ -54,7 +54,7 @@ class Fault:
         more = f" (and {self.others} more like it)" if self.others else ""
         return (
             f"device {self.device}{step}, at {self.line}: {self.what}{more}; "
-            f"{self.rule}; {self.remedy}."
+            f"{self.rule}; {self.remedy}"
         )
 
 
@@ -103,6 +103,8 @@ def _beyond_reach(program: Program, generation: Generation, places: Places) -> I
         return reaches(chip, places.torus, places.at[source], places.at[goal])
 
     patterns: dict[tuple[int, bytes], list[tuple[int, int]]] = {}  # who does not reach whom
+    first: dict[tuple[str, str, type], tuple[int, Any, tuple[int, int]]] = {}
+    count: Counter[tuple[str, str, type]] = Counter()
     for k, column in enumerate(program.columns):
         if not isinstance(column, (Start, Signal)) or column.target is None:
             continue
@@ -113,21 +115,24 @@ def _beyond_reach(program: Program, generation: Generation, places: Places) -> I
             pairs = zip(column.lanes.tolist(), targets, strict=True)
             patterns[key] = [pair for pair in pairs if not reached(*pair)]
         if patterns[key]:
-            source, goal = patterns[key][0]
-            here, there = (places.at[device][: generation.dims] for device in (source, goal))
-            what = "a copy" if isinstance(column, Start) else "a signal"
-            yield Fault(
-                "reach",
-                column.source.kernel,
-                column.source.line,
-                source,
-                _step(program, k, source),
-                f"{what} from chip {here} to device {goal} on chip {there}",
-                f"{generation.name} routes only to chips that differ in one coordinate, by a power "
-                "of two, the shorter way round where that axis closes",
-                "go there by hops that it routes, or place the mesh so that these are neighbours",
-                len(patterns[key]) - 1,
-            )
+            where = (column.source.kernel, column.source.line, type(column))
+            first.setdefault(where, (k, column, patterns[key][0]))
+            count[where] += len(patterns[key])
+    for where, (k, column, (source, goal)) in first.items():
+        here, there = (places.at[device][: generation.dims] for device in (source, goal))
+        what = "a copy" if isinstance(column, Start) else "a signal"
+        yield Fault(
+            "reach",
+            column.source.kernel,
+            column.source.line,
+            source,
+            _step(program, k, source),
+            f"{what} from chip {here} to device {goal} on chip {there}",
+            f"{generation.name} routes only to chips that differ in one coordinate, by a power of "
+            "two, the shorter way round where that axis closes",
+            "go there by hops that it routes, or place the mesh so that these are neighbours",
+            count[where] - 1,
+        )
 
 
 _MEMORIES = {
@@ -243,7 +248,11 @@ def _early(order: Order, devices: set[int]) -> Iterator[Fault]:
         number = column.dst_sem if isinstance(column, Start) else column.sem
         semaphore = order.program.semaphores[at(number, event.position)]
         entry = entries.get((event.target, semaphore.kernel))
-        if not semaphore.kernel or (entry is not None and order.knows(event, entry)):
+        if not semaphore.kernel:
+            continue
+        if entry is not None and (
+            order.knows(event, (entry.device, entry.count)) or not order.possible(entry, event)
+        ):
             continue
         yield _too_early(order, event, semaphore.name, "a copy" if is_copy else "a signal", told)
 
