@@ -96,7 +96,7 @@ def ring(
     )
 
 
-def gridded(x: Any, n: int, *, interpret: Any = False) -> Any:
+def gridded(x: Any, n: int) -> Any:
     """An all-gather around a ring as a grid of n-1 steps, the first of which has the barrier."""
 
     def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
@@ -122,7 +122,6 @@ def gridded(x: Any, n: int, *, interpret: Any = False) -> Any:
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         scratch_shapes=[DMA((n - 1,)), DMA((n - 1,))],
-        interpret=interpret,
         compiler_params=pltpu.CompilerParams(collective_id=0, has_side_effects=True),
     )(x)
 
@@ -268,7 +267,7 @@ def polling(x: Any, n: int, *, needs: int = 0, interpret: Any = False) -> Any:
     return launch(kernel, x, out=out, scratch=[REGULAR, DMA], interpret=interpret)
 
 
-def shift(x: Any, n: int, offset: int = 1, *, entry: str = "double", interpret: Any = False) -> Any:
+def shift(x: Any, n: int, offset: int = 1, *, entry: str = "double") -> Any:
     """Sends x to the device `offset` to the right.
 
     With the entry "once" a device may begin its next call while one that it has not heard from is
@@ -290,7 +289,7 @@ def shift(x: Any, n: int, offset: int = 1, *, entry: str = "double", interpret: 
         hop.wait()
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return launch(kernel, x, out=out, scratch=[DMA, DMA], interpret=interpret)
+    return launch(kernel, x, out=out, scratch=[DMA, DMA])
 
 
 def parts(x: Any, n: int, *, sizes: Any, waits: Any, reads_after: int) -> Any:
@@ -322,6 +321,32 @@ def parts(x: Any, n: int, *, sizes: Any, waits: Any, reads_after: int) -> Any:
     out = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
     landing = pltpu.HBM((rows, *x.shape[1:]), x.dtype)
     return launch(kernel, x, out=out, scratch=[landing, DMA, DMA])
+
+
+def hub(x: Any, n: int) -> Any:
+    """Everyone tells device 0 that it is there, and once that answers, sends it a block."""
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        me = lax.axis_index("x")
+        sem = pltpu.get_barrier_semaphore()
+
+        @pl.when(me > 0)
+        def _() -> None:
+            signal(sem, 1, device_id={"x": 0})
+            wait(sem, 1)
+            hop = pltpu.make_async_remote_copy(x_ref, o_ref.at[me], send, recv, device_id={"x": 0})
+            hop.start()
+            hop.wait_send()
+
+        @pl.when(me == 0)
+        def _() -> None:
+            wait(sem, n - 1)
+            lax.fori_loop(1, n, lambda d, _: signal(sem, 1, device_id={"x": d}), None)
+            come = o_ref.at[pl.ds(1, n - 1)]
+            pltpu.make_async_copy(come, come, recv).wait()
+
+    out = jax.ShapeDtypeStruct((n, *x.shape), x.dtype)
+    return launch(kernel, x, out=out, scratch=[DMA, DMA])
 
 
 def counting(x: Any, added: int, taken: int) -> Any:

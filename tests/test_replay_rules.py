@@ -243,6 +243,11 @@ def test_a_count_that_a_kernel_leaves_for_the_next_is_named() -> None:
     assert sound.ok
 
 
+@pytest.mark.parametrize("n", [2, 5])
+def test_a_barrier_of_one_device_is_counted_from_all_that_signal_it(n: int) -> None:
+    assert check(lambda x: kernels.hub(kernels.hub(x, n)[0], n), f"v5p:{n}").ok
+
+
 @pytest.mark.parametrize("n", [3, 4, 5, 8])
 def test_a_wait_that_takes_the_next_calls_signal_is_named(n: int) -> None:
     """A call is sound by itself. Of two, a device may be in the second while its neighbour's other

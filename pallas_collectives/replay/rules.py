@@ -188,7 +188,8 @@ def _unbalanced(program: Program) -> Iterator[Fault]:
         key = int(kernel[lanes[0]]), sem
         added, taken = sums.setdefault(key, np.zeros((2, program.n_devices), int))
         if isinstance(column, Signal):
-            np.add.at(added, lanes if column.target is None else column.target, column.value)
+            goal = lanes if column.target is None else np.broadcast_to(column.target, lanes.shape)
+            np.add.at(added, goal, column.value)
             last.setdefault(key, (k, column))
         elif not column.keeps:
             taken[lanes] += column.value
