@@ -127,9 +127,7 @@ def gridded(x: Any, n: int) -> Any:
 
 
 def relay(x: Any, n: int, *, rounds: int, credits: bool = True, interpret: Any = False) -> Any:
-    """Passes a block around the ring through two slots, reused under credits (or, faulty,
-    without).
-    """
+    """Passes a block around the ring through two slots, reused under credits (or, faulty, not)."""
 
     def kernel(x_ref: Any, o_ref: Any, slots: Any, send: Any, recv: Any, credit: Any, copy: Any):
         _, right, left = neighbours(n)
@@ -270,9 +268,9 @@ def polling(x: Any, n: int, *, needs: int = 0, interpret: Any = False) -> Any:
 def shift(x: Any, n: int, offset: int = 1, *, entry: str = "double") -> Any:
     """Sends x to the device `offset` to the right.
 
-    With the entry "once" a device may begin its next call while one that it has not heard from is
-    yet to begin this one. With "double", as JAX's documentation has it, nobody leaves before both
-    neighbours have passed the barrier. With "everyone" nobody passes it before all are there.
+    Entered "once", a device may begin its next call before all have begun this one. "double", as in
+    JAX's documentation: nobody leaves before both neighbours have passed the barrier. "everyone":
+    nobody passes it before all are there.
     """
 
     def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
@@ -353,9 +351,8 @@ def counting(x: Any, added: int, taken: int) -> Any:
     """Signals its own barrier semaphore `added` times and waits for `taken` of them."""
 
     def kernel(x_ref: Any, o_ref: Any) -> None:
-        sem = pltpu.get_barrier_semaphore()
-        signal(sem, added)
-        wait(sem, taken)
+        signal(pltpu.get_barrier_semaphore(), added)
+        wait(pltpu.get_barrier_semaphore(), taken)
         pltpu.sync_copy(x_ref, o_ref)
 
     return launch(kernel, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), scratch=[])
