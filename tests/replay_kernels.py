@@ -247,9 +247,7 @@ def summed(x: Any, n: int, *, interpret: Any = False) -> Any:
 
 
 def polling(x: Any, n: int, *, needs: int = 0, interpret: Any = False) -> Any:
-    """Waits for its left neighbour by reading a semaphore until it is 1; for ever if it then needs
-    more.
-    """
+    """Waits for its left neighbour by reading a semaphore until it is 1, and then for `needs`."""
 
     def kernel(x_ref: Any, o_ref: Any, arrived: Any, copy: Any) -> None:
         _, right, left = neighbours(n)
