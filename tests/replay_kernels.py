@@ -288,9 +288,9 @@ def shift(x: Any, n: int, offset: int = 1, *, entry: str = "double") -> Any:
     return launch(kernel, x, out=out, scratch=[DMA, DMA])
 
 
-def parts(x: Any, n: int, *, sizes: Any, waits: Any, reads_after: int) -> Any:
+def parts(x: Any, n: int, *, sizes: Any, waits: Any, reads_after: int, reads: int) -> Any:
     """Sends rows to the right in copies of so many rows each, all on one receive semaphore; waits
-    for so many rows at a time, and reads all that came to it after `reads_after` waits.
+    for so many rows at a time, and reads the first `reads` of them after `reads_after` waits.
     """
 
     def kernel(x_ref: Any, o_ref: Any, landing: Any, send: Any, recv: Any) -> None:
@@ -305,16 +305,16 @@ def parts(x: Any, n: int, *, sizes: Any, waits: Any, reads_after: int) -> Any:
             start += size
         for number, size in enumerate(waits):
             if number == reads_after:
-                pltpu.sync_copy(landing, o_ref)
+                pltpu.sync_copy(landing.at[pl.ds(0, reads)], o_ref)
             come = landing.at[pl.ds(0, size)]
             pltpu.make_async_copy(come, come, recv).wait()
         if reads_after == len(waits):
-            pltpu.sync_copy(landing, o_ref)
+            pltpu.sync_copy(landing.at[pl.ds(0, reads)], o_ref)
         whole = x_ref.at[pl.ds(0, sum(sizes))]
         pltpu.make_async_copy(whole, whole, send).wait()
 
     rows = sum(sizes)
-    out = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    out = jax.ShapeDtypeStruct((reads, *x.shape[1:]), x.dtype)
     landing = pltpu.HBM((rows, *x.shape[1:]), x.dtype)
     return launch(kernel, x, out=out, scratch=[landing, DMA, DMA])
 
