@@ -197,6 +197,4 @@ def _kernel_names(report: Report) -> str:
 
 
 def _faults(report: Report) -> str:
-    found = [str(fault) for fault in (*report.stuck, *(report.races or ()))]
-    found += [f"device {x.device}: {x.semaphore} = {x.value}" for x in report.leftovers]
-    return "; ".join(found[:3])
+    return "; ".join(map(str, report.findings[:3]))

@@ -1,7 +1,11 @@
 """TPU generations: what kernels and the choice of algorithm need to know of them.
 
-Sources: `pltpu.get_tpu_info_for_chip` and the vendor's pages for VMEM; the JAX scaling book
-("How to think about TPUs") and the vendor's pages for the links.
+Sources: `pltpu.get_tpu_info_for_chip` and the vendor's pages for VMEM and SMEM; the JAX scaling
+book ("How to think about TPUs") and the vendor's pages for the links; for semaphores the TPU
+compiler, ahead of time: the largest array of them that a kernel of one copy compiles with. They
+have a memory of 512 words (7x: 4096), of which the compiler keeps the rest. It takes the same
+number whether they count DMAs or signals, and with a barrier semaphore besides; libtpu 0.0.50 takes
+one less than 0.0.42, whose numbers are here.
 """
 
 import dataclasses
@@ -21,6 +25,8 @@ class Chip:
     Attributes:
       name: as in topology names ("v5e").
       vmem_bytes: VMEM of one core.
+      semaphores: that a kernel can have at a time, beside barrier semaphores.
+      smem_bytes: SMEM of one core.
       dims: axes of the torus that chips are linked in.
       wrap_at: an axis whose chips are a multiple of this is a ring, not a line:
       wraps_alone: whatever the other axes are; else all must be, or none is.
@@ -30,6 +36,8 @@ class Chip:
 
     name: str
     vmem_bytes: int
+    semaphores: int
+    smem_bytes: int = 1 * MIB
     dims: int = 3
     wrap_at: int = 4
     wraps_alone: bool = False
@@ -42,20 +50,20 @@ class Chip:
         return fits if self.wraps_alone else (all(fits),) * len(shape)
 
 
-_V5E = Chip("v5e", 128 * MIB, dims=2, wrap_at=16, wraps_alone=True, far_dma=False)
-_V6E = Chip("v6e", 128 * MIB, dims=2, wrap_at=16, wraps_alone=True)
+_V5E = Chip("v5e", 128 * MIB, 442, dims=2, wrap_at=16, wraps_alone=True, far_dma=False)
+_V6E = Chip("v6e", 128 * MIB, 440, dims=2, wrap_at=16, wraps_alone=True)
 # device_kind, as jax.Device reports it, begins with one of these.
 _BY_KIND = {
-    "TPU v4": Chip("v4", 16 * MIB),
+    "TPU v4": Chip("v4", 16 * MIB, 434),
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
-    "TPU v5": Chip("v5p", 64 * MIB),
+    "TPU v5": Chip("v5p", 64 * MIB, 438),
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
-    "TPU7x": Chip("7x", 64 * MIB, devices=2),
+    "TPU7x": Chip("7x", 64 * MIB, 3832, devices=2),
 }
 BY_NAME = {chip.name: chip for chip in _BY_KIND.values()}
-SIMULATED = Chip("simulated TPU", 128 * MIB)
+SIMULATED = Chip("simulated TPU", 128 * MIB, 442)
 
 
 def current() -> Chip:

@@ -42,8 +42,8 @@ def neighbours(n: int) -> tuple[Any, Any, Any]:
     return me, lax.rem(me + 1, n), lax.rem(me + n - 1, n)
 
 
-def barrier(*devices: Any, expect: int | None = None) -> None:
-    sem = pltpu.get_barrier_semaphore()
+def barrier(*devices: Any, expect: int | None = None, sem: Any = None) -> None:
+    sem = pltpu.get_barrier_semaphore() if sem is None else sem
     for device in devices:
         signal(sem, 1, device_id={"x": device})
     wait(sem, len(devices) if expect is None else expect)
@@ -58,12 +58,14 @@ def ring(
     interpret: Any = False,
 ) -> Any:
     """An all-gather around a ring. Faults: shared (one receive semaphore), no_barrier, no_wait,
-    stuck, left_over.
+    stuck, left_over, scratch (a barrier on a semaphore of the kernel's own).
     """
 
-    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any, copy: Any) -> None:
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any, copy: Any, entered: Any) -> None:
         me, right, left = neighbours(n)
-        if fault != "no_barrier":
+        if fault == "scratch":
+            barrier(left, right, sem=entered)
+        elif fault != "no_barrier":
             barrier(left, right, expect={"stuck": 3, "left_over": 1}.get(str(fault)))
         own = pltpu.make_async_copy(x_ref, o_ref.at[me], copy)
         own.start()
@@ -89,15 +91,43 @@ def ring(
         kernel,
         x,
         out=jax.ShapeDtypeStruct((n, *x.shape), x.dtype),
-        scratch=[DMA, DMA((max(n - 1, 1),)), DMA],
+        scratch=[DMA, DMA((max(n - 1, 1),)), DMA, REGULAR],
         interpret=interpret,
     )
 
 
+def gridded(x: Any, n: int) -> Any:
+    """An all-gather around a ring as a grid of n-1 steps, the first of which has the barrier."""
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        me, right, left = neighbours(n)
+        i = pl.program_id(0)
+
+        @pl.when(i == 0)
+        def _() -> None:
+            barrier(left, right)
+            pltpu.sync_copy(x_ref, o_ref.at[me])
+
+        block = o_ref.at[lax.rem(me - i + n, n)]
+        hop = pltpu.make_async_remote_copy(
+            block, block, send.at[i], recv.at[i], device_id={"x": right}
+        )
+        hop.start()
+        hop.wait()
+
+    return pl.pallas_call(
+        kernel,
+        grid=(n - 1,),
+        out_shape=jax.ShapeDtypeStruct((n, *x.shape), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[DMA((n - 1,)), DMA((n - 1,))],
+        compiler_params=pltpu.CompilerParams(collective_id=0, has_side_effects=True),
+    )(x)
+
+
 def relay(x: Any, n: int, *, rounds: int, credits: bool = True, interpret: Any = False) -> Any:
-    """Passes a block around the ring through two slots, reused under credits (or, faulty,
-    without).
-    """
+    """Passes a block around the ring through two slots, reused under credits (or, faulty, not)."""
 
     def kernel(x_ref: Any, o_ref: Any, slots: Any, send: Any, recv: Any, credit: Any, copy: Any):
         _, right, left = neighbours(n)
@@ -216,21 +246,150 @@ def summed(x: Any, n: int, *, interpret: Any = False) -> Any:
     )
 
 
-def polling(x: Any, n: int, *, interpret: Any = False) -> Any:
-    """Waits for its left neighbour by reading a semaphore until it is 1."""
+def polling(x: Any, n: int, *, needs: int = 0, interpret: Any = False) -> Any:
+    """Waits for its left neighbour by reading a semaphore until it is 1, and then for `needs`."""
 
     def kernel(x_ref: Any, o_ref: Any, arrived: Any, copy: Any) -> None:
         _, right, left = neighbours(n)
         barrier(left, right)
         signal(arrived, 1, device_id={"x": right})
         seen = lax.while_loop(lambda seen: seen < 1, lambda _: read(arrived), jnp.int32(0))
-        wait(arrived, seen)
+        wait(arrived, seen + needs)
         done = pltpu.make_async_copy(x_ref, o_ref, copy)
         done.start()
         done.wait()
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return launch(kernel, x, out=out, scratch=[REGULAR, DMA], interpret=interpret)
+
+
+def shift(x: Any, n: int, offset: int = 1, *, entry: str = "double") -> Any:
+    """Sends x to the device `offset` to the right.
+
+    Entered "once", a device may begin its next call before all have begun this one. "double", as in
+    JAX's documentation: nobody leaves before both neighbours have passed the barrier. "everyone":
+    nobody passes it before all are there.
+    """
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        me = lax.axis_index("x")
+        to, source = lax.rem(me + offset, n), lax.rem(me + n - offset, n)
+        if entry == "everyone":
+            barrier(*(lax.rem(me + i, n) for i in range(1, n)))
+        else:
+            barrier(to, source)
+        if entry == "double":
+            pl.run_scoped(lambda second: barrier(to, source, sem=second), REGULAR)
+        hop = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id={"x": to})
+        hop.start()
+        hop.wait()
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return launch(kernel, x, out=out, scratch=[DMA, DMA])
+
+
+def parts(x: Any, n: int, *, sizes: Any, waits: Any, reads_after: int, reads: int) -> Any:
+    """Sends rows to the right in copies of so many rows each, all on one receive semaphore; waits
+    for so many rows at a time, and reads the first `reads` of them after `reads_after` waits.
+    """
+
+    def kernel(x_ref: Any, o_ref: Any, landing: Any, send: Any, recv: Any) -> None:
+        _, right, left = neighbours(n)
+        barrier(left, right)
+        start = 0
+        for size in sizes:
+            part = pl.ds(start, size)
+            pltpu.make_async_remote_copy(
+                x_ref.at[part], landing.at[part], send, recv, device_id={"x": right}
+            ).start()
+            start += size
+        for number, size in enumerate(waits):
+            if number == reads_after:
+                pltpu.sync_copy(landing.at[pl.ds(0, reads)], o_ref)
+            come = landing.at[pl.ds(0, size)]
+            pltpu.make_async_copy(come, come, recv).wait()
+        if reads_after == len(waits):
+            pltpu.sync_copy(landing.at[pl.ds(0, reads)], o_ref)
+        whole = x_ref.at[pl.ds(0, sum(sizes))]
+        pltpu.make_async_copy(whole, whole, send).wait()
+
+    rows = sum(sizes)
+    out = jax.ShapeDtypeStruct((reads, *x.shape[1:]), x.dtype)
+    landing = pltpu.HBM((rows, *x.shape[1:]), x.dtype)
+    return launch(kernel, x, out=out, scratch=[landing, DMA, DMA])
+
+
+def hub(x: Any, n: int) -> Any:
+    """Everyone tells device 0 that it is there, and once that answers, sends it a block."""
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        me = lax.axis_index("x")
+        sem = pltpu.get_barrier_semaphore()
+
+        @pl.when(me > 0)
+        def _() -> None:
+            signal(sem, 1, device_id={"x": 0})
+            wait(sem, 1)
+            hop = pltpu.make_async_remote_copy(x_ref, o_ref.at[me], send, recv, device_id={"x": 0})
+            hop.start()
+            hop.wait_send()
+
+        @pl.when(me == 0)
+        def _() -> None:
+            wait(sem, n - 1)
+            lax.fori_loop(1, n, lambda d, _: signal(sem, 1, device_id={"x": d}), None)
+            come = o_ref.at[pl.ds(1, n - 1)]
+            pltpu.make_async_copy(come, come, recv).wait()
+
+    out = jax.ShapeDtypeStruct((n, *x.shape), x.dtype)
+    return launch(kernel, x, out=out, scratch=[DMA, DMA])
+
+
+def counting(x: Any, added: int, taken: int) -> Any:
+    """Signals its own barrier semaphore `added` times and waits for `taken` of them."""
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        signal(pltpu.get_barrier_semaphore(), added)
+        wait(pltpu.get_barrier_semaphore(), taken)
+        pltpu.sync_copy(x_ref, o_ref)
+
+    return launch(kernel, x, out=jax.ShapeDtypeStruct(x.shape, x.dtype), scratch=[])
+
+
+def holding(
+    x: Any, *scopes: Any, nested: bool = True, scratch: Any = (), vmem: int | None = None
+) -> Any:
+    """Copies x while it holds each of the allocations, all at once or one after the other.
+
+    `scopes`: of semaphores, or of rows of 128 floats in VMEM; `scratch`: held all the time.
+    """
+
+    def kernel(x_ref: Any, o_ref: Any, copy: Any, *_: Any) -> None:
+        def hold(rest: Any) -> None:
+            def inside(ref: Any) -> None:
+                if ref.dtype == x_ref.dtype:  # the compiler drops what nothing touches
+                    pltpu.sync_copy(x_ref.at[pl.ds(0, 8)], ref.at[pl.ds(0, 8)])
+                hold(rest[1:])
+
+            if rest:
+                pl.run_scoped(inside, rest[0])
+            else:
+                done = pltpu.make_async_copy(x_ref, o_ref, copy)
+                done.start()
+                done.wait()
+
+        for together in (scopes,) if nested else [(scope,) for scope in scopes]:
+            hold(together)
+
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[hbm],
+        out_specs=hbm,
+        scratch_shapes=[DMA, *scratch],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem),
+    )(x)
 
 
 def shipped_all_gather(x: Any, mesh: Any) -> Any:

@@ -88,7 +88,7 @@ def test_the_all_gather_that_jax_ships_races(n: int) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["unidirectional", "bidirectional", "direct"])
-@pytest.mark.parametrize(("n", "machine"), [(8, "v5e:8x4"), (16, "v5e:16x16"), (4, "v5p:4x4x4")])
+@pytest.mark.parametrize(("n", "machine"), [(8, "v5p:8x4x2"), (16, "v5e:16x16"), (4, "v5p:4x4x4")])
 def test_our_all_gathers_are_clean(algorithm: str, n: int, machine: str) -> None:
     group = Group(("x",), (n,))
 
@@ -100,7 +100,10 @@ def test_our_all_gathers_are_clean(algorithm: str, n: int, machine: str) -> None
 
     report = check(body, n, machine)
     assert report.races == []
-    assert report.ok
+    if (algorithm, machine) == ("direct", "v5e:16x16"):
+        assert {fault.name for fault in report.faults} == {"reach"}  # it is not chosen there
+    else:
+        assert report.ok
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """Runs a kernel's own DMA program on a modelled torus: time, link loads, deadlocks, leftovers,
-races.
+races, and what the hardware forbids.
 
     machine = replay.Machine.named("v5e:16x16")
     mesh = machine.mesh({"x": 16, "y": 16})
@@ -18,5 +18,7 @@ from pallas_collectives.replay.machine import GENERATIONS as GENERATIONS
 from pallas_collectives.replay.machine import Generation as Generation
 from pallas_collectives.replay.machine import Machine as Machine
 from pallas_collectives.replay.machine import MachineError as MachineError
+from pallas_collectives.replay.races import Race as Race
 from pallas_collectives.replay.report import Report as Report
+from pallas_collectives.replay.rules import Fault as Fault
 from pallas_collectives.replay.views import DataDependent as DataDependent

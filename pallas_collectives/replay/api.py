@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.replay import races as races_module
-from pallas_collectives.replay import symmetry, trace_program
+from pallas_collectives.replay import rules, symmetry, trace_program
 from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.live import LiveProgram
 from pallas_collectives.replay.machine import Machine, MachineError
+from pallas_collectives.replay.order import Order
+from pallas_collectives.replay.races import find_races
 from pallas_collectives.replay.report import Report, report
 
 
@@ -37,12 +38,15 @@ def replay(
       placement: which device of the machine each mesh position is on, row-major over the mesh:
         device numbers, chips row-major over the torus. By default from the mesh's devices where it
         has any, else positions in order.
-      races: also look for races (see `races.py`), on any schedule, not only the one replayed.
+      races: also look for races (see `races.py`), and for copies and signals to devices that may
+        not have entered the kernel yet, on any schedule, not only the one replayed. Of a program
+        that deadlocks, in what happens up to there.
       symmetric: step devices that behave identically once. The result is the same; False is for
         tests and for pictures of every device.
 
     Returns:
-      A `Report`: time in seconds, link loads, waits, critical path, leftovers, deadlocks, races.
+      A `Report`: time in seconds, link loads, waits, critical path, leftovers, deadlocks, races,
+      and faults: what the hardware forbids (see `rules.py`).
 
     Raises:
       MachineError: no such machine, or the mesh does not fit it.
@@ -65,19 +69,24 @@ def replay(
     for device in (where.min(), where.max()):
         if not 0 <= device < pod.n_devices:
             raise MachineError(f"placement on device {device}: {pod} has {pod.n_devices}")
-    alike = symmetric and not isinstance(program, LiveProgram)
+    live = isinstance(program, LiveProgram)
     classes = (
         symmetry.refine(program, pod, where)
-        if alike
+        if symmetric and not live
         else symmetry.discrete(program.n_devices, pod.n_links)
     )
     engine = Engine(program, pod, where, classes)
     engine.run()
-    deadlocked = any(core.waiting is not None for core in engine.cores)
-    found = None
-    if races and not deadlocked and not isinstance(program, LiveProgram):
-        found = races_module.find_races(program, classes.representatives.tolist())
-    return report(engine, found)
+    faults = rules.find_faults(program, pod.generation, pod.places(where))
+    if live:
+        return report(
+            engine, faults, None, "the kernel reads a semaphore: its course is a matter of time"
+        )
+    if not races:
+        return report(engine, faults, None, "races=True does")
+    order, devices = Order(program), classes.representatives.tolist()
+    faults += rules.find_early(order, devices)
+    return report(engine, faults, find_races(order, devices))
 
 
 def _placement(machine: Machine, mesh: Any, given: np.ndarray | None) -> np.ndarray:

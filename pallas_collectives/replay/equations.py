@@ -324,9 +324,8 @@ def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
             key = (id(eqn), i, stepper.kernel_number)
             name = f"scoped{i}@{stepper.source(eqn).line.split(' ')[0]}"
             views.append(stepper.allocate(key, var.aval, name))
-        vmem = sum(v.buffer.nbytes for v in views if v.buffer.space == "vmem")
-        stepper.vmem_in_use += vmem
-        stepper.kernel.vmem_bytes = max(stepper.kernel.vmem_bytes, stepper.vmem_in_use)
+        kernel, held = stepper.kernel, [v.buffer for v in views]
+        kernel.held.take(held, stepper.source(eqn).line)
         consts = [env[i] for i in ins]
         block = stepper.block(jaxpr)  # the captured refs are the jaxpr's constvars
         inner = block.template.copy()
@@ -336,7 +335,7 @@ def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
             inner[var_slot] = view
         for inner_step in block.steps:
             inner_step(inner, lanes)
-        stepper.vmem_in_use -= vmem
+        kernel.held.give_back(held)
         for o, slot in zip(outs, block.outputs, strict=True):
             env[o] = inner[slot]
 

@@ -103,7 +103,7 @@ class _Call:
         self.mapping = eqn.params["grid_mapping"]
         name = jaxprs.pallas_name(eqn)
         stepper.kernel_number += 1
-        stepper.kernel = self.kernel = Kernel(name, 0, 0)
+        stepper.kernel = self.kernel = Kernel(name, jaxprs.where(eqn))
         stepper.kernels.append(self.kernel)
         stepper.collective_id = jaxprs.collective_id(eqn)
         launch, source = stepper.generation.launch_cost, stepper.source(eqn)
@@ -120,6 +120,7 @@ class _Call:
         n_index = mapping.num_index_operands
         n_blocks = mapping.num_inputs + mapping.num_outputs
         aliases = {o: i for i, o in self.eqn.params["input_output_aliases"]}
+        held = []
         for i, var in enumerate(jaxpr.invars):
             key = ("kernel", stepper.kernel_number, i)
             names = getattr(getattr(jaxpr, "debug_info", None), "arg_names", None)
@@ -141,14 +142,12 @@ class _Call:
                 self.refs.append(view)
                 if space == "smem" and i < n_index + mapping.num_inputs:
                     stepper.store_smem(view, args[i], self.lanes)
-            buffer = stepper.buffers[-1] if space != "semaphore_mem" and stepper.buffers else None
-            if buffer is not None and i >= n_index + n_blocks and space == "hbm":
-                self.kernel.hbm_scratch_bytes += buffer.nbytes
-            if space == "vmem" and isinstance(self.refs[-1], _Blocked):
-                stepper.vmem_in_use += self.refs[-1].slots.buffer.nbytes
-            elif space == "vmem":
-                stepper.vmem_in_use += self.refs[-1].buffer.nbytes
-        self.kernel.vmem_bytes = stepper.vmem_in_use
+            ref = self.refs[-1]
+            if i >= n_index + n_blocks and space == "hbm":
+                self.kernel.hbm_scratch_bytes += ref.buffer.nbytes
+            if ref is not aliased:
+                held.append((ref.slots if isinstance(ref, _Blocked) else ref).buffer)
+        self.kernel.held.take(held, self.kernel.line)
 
     def run(self) -> None:
         stepper = self.stepper
@@ -176,7 +175,6 @@ class _Call:
             self._drain(operand)
         busy, source = stepper.take_busy(), stepper.source(self.eqn)
         stepper.emit(Leave(self.lanes, busy, source, stepper.kernel_number))
-        stepper.vmem_in_use = 0
         stepper.kernel = None
 
     # A block's life: fetched (by the step before, or on entry), awaited, used, written back when

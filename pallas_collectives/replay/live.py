@@ -35,6 +35,7 @@ class LiveProgram:
     def __init__(self, mesh: Any, generation: Generation, body: Any, args: list[Any]) -> None:
         self._mesh, self._generation, self._body, self._args = mesh, generation, body, args
         self._shared = Stepper(mesh, generation)
+        self._steppers: list[Stepper] = []
         self._lock = threading.Lock()
         self.n_devices = self._shared.n_devices
         self.unmodelled: dict[str, int] = {}
@@ -50,7 +51,8 @@ class LiveProgram:
 
     @property
     def kernels(self) -> list[Kernel]:
-        return self._shared.kernels
+        """Those of the device that came furthest: all call the same."""
+        return max((stepper.kernels for stepper in self._steppers), key=len, default=[])
 
     def of_device(self, device: int) -> Generator[tuple[int, int, Any], int | None, None]:
         """(column number, 0, column) of each instruction of `device`, as it comes to be."""
@@ -82,11 +84,11 @@ class LiveProgram:
 
         stepper = Stepper(self._mesh, self._generation, columns.put, read_semaphore)
         stepper.share_memory(self._shared, self._lock)
+        self._steppers.append(stepper)
         lanes = np.array([device])
         try:
             stepper.run(self._body, [take(a, lanes) for a in self._args], lanes)
             with self._lock:
-                self._shared.kernels = stepper.kernels
                 self.unmodelled = dict(stepper.unmodelled)
             columns.put(_END)
         except _Abandoned:

@@ -2,7 +2,8 @@
 rules, routes.
 
 Sources: [SB] the JAX scaling book (jax-ml.github.io/scaling-book, "How to think about TPUs"); [V]
-the vendor's pages for v4, v5e, v5p, v6e and 7x; [TI] `pltpu.get_tpu_info_for_chip`; [D] derived:
+the vendor's pages for v4, v5e, v5p, v6e and 7x; [TI] `pltpu.get_tpu_info_for_chip`; [AOT] the TPU
+compiler, asked for kernels with more and more of them (`chips`); [D] derived:
 vector rate = 8·128 lanes × 4 units × clock, clock = bf16 peak / (matrix units × 2·side²), VMEM
 bandwidth = two vector loads and a store per cycle; [C] fitted to measured times by
 `calibration.py`.
@@ -50,6 +51,8 @@ class Generation:
     vector_rate: float  # 32-bit elementwise operations [D]
     matrix_rate: float  # bf16, of all cores [V]
     vmem_bytes: int  # [TI]
+    smem_bytes: int  # [TI]
+    semaphores: int  # that a kernel can have at a time [AOT]
     reaches_all: bool  # a remote DMA reaches every device (v5e: power-of-two offsets only)
     devices_per_chip: int
     cores: int = 1  # of a device; a kernel runs on one of them
@@ -84,6 +87,8 @@ def _generation(
         vector_rate=lanes * 4 * clock_ghz * 1e9,
         matrix_rate=tflops * 1e12,
         vmem_bytes=chip.vmem_bytes,
+        smem_bytes=chip.smem_bytes,
+        semaphores=chip.semaphores,
         reaches_all=chip.far_dma,
         devices_per_chip=chip.devices,
         cores=cores,
@@ -91,7 +96,7 @@ def _generation(
     )
 
 
-# name, device kind, ICI GB/s per link one way, HBM TB/s, bf16 TFLOP/s, GHz, cores; VMEM, torus
+# name, device kind, ICI GB/s per link one way, HBM TB/s, bf16 TFLOP/s, GHz, cores; memories, torus
 # axes, wrap rules, reach and devices a chip are in `chips`
 GENERATIONS: dict[str, Generation] = {
     g.name: g

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_collectives.replay.memory import Held
 from pallas_collectives.replay.views import Buffer, View
 
 
@@ -120,11 +121,17 @@ class Semaphore:
 
 @dataclasses.dataclass
 class Kernel:
-    """One `pallas_call` of the program. Bytes are per device."""
+    """One `pallas_call` of the program. Bytes are per device; `line`: where it is called."""
 
     name: str
-    vmem_bytes: int
-    hbm_scratch_bytes: int
+    line: str = ""
+    hbm_scratch_bytes: int = 0
+    held: Held = dataclasses.field(default_factory=Held)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Peak VMEM."""
+        return self.held.peaks["vmem"].amount
 
 
 @dataclasses.dataclass

@@ -1,5 +1,5 @@
 """What a replay found: time, loads, waits and their causes, the critical path, leftovers,
-deadlocks, races.
+deadlocks, races, and what the hardware forbids.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pallas_collectives.replay.engine import Block, Core, Engine
 from pallas_collectives.replay.machine import Machine
 from pallas_collectives.replay.program import Kernel, Signal, Start
 from pallas_collectives.replay.races import Race
+from pallas_collectives.replay.rules import Fault
 
 _ROUNDING = 1e-12
 
@@ -49,6 +50,9 @@ class Leftover:
     semaphore: str
     value: int
 
+    def __str__(self) -> str:
+        return f"device {self.device}: {self.semaphore} is {self.value} at the end, not 0"
+
 
 @dataclasses.dataclass(frozen=True)
 class Stuck:
@@ -73,13 +77,18 @@ class Stuck:
 class Report:
     """A replay's results. Times in seconds, sizes in bytes; `engine` holds every event for pictures
     and traces.
+
+    `races` is None where they were not looked for; `unsought` then says why. Faults by which a
+    device may be early (`entry`) are looked for with races only.
     """
 
     machine: Machine
     time: float
     stuck: list[Stuck]
     leftovers: list[Leftover]
-    races: list[Race] | None  # None: not looked for
+    faults: list[Fault]
+    races: list[Race] | None
+    unsought: str
     held: list[Held]
     critical_path: list[Segment]
     link_bytes: np.ndarray  # per link of `machine`
@@ -89,9 +98,18 @@ class Report:
     engine: Engine
 
     @property
-    def ok(self) -> bool:
-        """No deadlock, no semaphore left over, no race found."""
-        return not (self.stuck or self.leftovers or self.races)
+    def findings(self) -> list[Stuck | Leftover | Fault | Race]:
+        """All that is wrong: deadlocks, semaphores left over, faults, races."""
+        return [*self.stuck, *self.leftovers, *self.faults, *(self.races or ())]
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the program is sound on every schedule. None: nothing is wrong so far, but races
+        were not looked for. A program without a kernel is not: nothing was looked at.
+        """
+        if self.findings or not self.kernels:
+            return False
+        return None if self.races is None else True
 
     @property
     def vmem_bytes(self) -> int:
@@ -128,7 +146,7 @@ class Report:
         us = 1e6
         lines = [
             f"{self.machine}, modelled: {self.time * us:.1f} µs"
-            + ("" if self.ok else "  NOT SOUND")
+            + ("  NOT SOUND" if self.findings else "")
             + ("" if self.kernels else "  NO KERNEL in it, so nothing to model,")
             + f" ({self.devices_modelled} of {len(self.engine.classes.of_device)} devices stepped)",
             f"  busiest link   {name}: {carried / 1e6:.3f} MB, busy {busy:.0%}",
@@ -142,10 +160,12 @@ class Report:
             f"  left over      device {x.device}, {x.semaphore} = {x.value}"
             for x in self.leftovers[:8]
         ]
+        lines += [f"  {f.name:<14} {f}" for f in self.faults]
         if self.races is None:
-            lines.append("  races          not looked for (races=True does)")
+            lines.append(f"  races          not looked for ({self.unsought})")
         elif not self.races:
-            lines.append("  races          none, on any schedule")
+            where = " up to the deadlock" if self.stuck else ""
+            lines.append(f"  races          none{where}, on any schedule")
         lines += [f"  race           {r}" for r in self.races or ()]
         worst: dict[str, Held] = {}  # per line, the device that waits there longest
         for h in self.held:
@@ -160,8 +180,10 @@ class Report:
         return "\n".join(lines)
 
 
-def report(engine: Engine, races: list[Race] | None) -> Report:
-    """Sums up a finished engine."""
+def report(
+    engine: Engine, faults: list[Fault], races: list[Race] | None, unsought: str = ""
+) -> Report:
+    """Sums up a finished engine, with what was found in its program."""
     program = engine.program
     stuck = _stuck(engine)
     leftovers = [
@@ -175,7 +197,9 @@ def report(engine: Engine, races: list[Race] | None) -> Report:
         time=engine.time,
         stuck=stuck,
         leftovers=leftovers,
+        faults=faults,
         races=races,
+        unsought=unsought,
         held=_held(engine),
         critical_path=_critical_path(engine),
         link_bytes=engine.network.carried[engine.classes.of_link],

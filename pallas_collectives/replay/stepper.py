@@ -81,7 +81,6 @@ class Stepper:
             tuple[int, int], ...
         ] = ()  # (program id, number of programs) per grid axis
         self.smem: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # buffer id -> values, is known
-        self.vmem_in_use = 0
         self._allocated: dict[Any, Buffer] = {}
         self._lock: Any = contextlib.nullcontext()
         self._blocks: dict[int, tuple[Any, Block]] = {}

@@ -1,0 +1,80 @@
+"""Why an order is missing: what a reader of a finding needs beside the two places."""
+
+from __future__ import annotations
+
+from pallas_collectives.replay.order import Event, Order
+from pallas_collectives.replay.program import Start, Wait, at
+
+ENTRY_REMEDY = (
+    "signal the barrier semaphore to all that write or signal here, and wait on it for all of "
+    "theirs, before the first of them"
+)
+
+
+def not_entered(order: Order, event: Event, device: int) -> tuple[str, str]:
+    """Why `event`, a copy or signal to `device`, may come before that device's kernel begins; and
+    what helps.
+    """
+    late = _taken_from_a_later_call(order, event)
+    if late is None:
+        return (
+            f"nothing tells device {event.device} before that device {device} has entered "
+            f"{event.column.source.kernel}",
+            ENTRY_REMEDY,
+        )
+    wait, signal = late
+    return (
+        f"the barrier's wait at {wait.column.source.line} can be satisfied by a signal of device "
+        f"{signal.device}'s next call, at {signal.column.source.line}, while device {device} has "
+        f"yet to enter {event.column.source.kernel}",
+        "let no device leave the kernel before all that its barrier waits for have passed theirs: "
+        "end with a second barrier on a scratch semaphore, or wait for everyone at its beginning",
+    )
+
+
+def _taken_from_a_later_call(order: Order, event: Event) -> tuple[Event, Event] | None:
+    """A barrier's wait of this kernel before `event`, and a signal from a later kernel that it may
+    take.
+    """
+    for (device, sem), waits in order.waits.items():
+        if device != event.device or order.program.semaphores[sem].kernel:
+            continue
+        for wait in waits:
+            if wait.count > event.count or wait.kernel != event.kernel:
+                continue
+            for other in order.could_take(wait)[0]:
+                if other.kernel > event.kernel:
+                    return wait, other
+    return None
+
+
+def partial_wait(
+    order: Order, copy: Event, later: Event, *, of_write: bool
+) -> tuple[str, str] | None:
+    """The wait before `later` that took only part of what may be in flight with `copy`; None if no
+    wait did.
+    """
+    column, position = copy.column, copy.position
+    assert isinstance(column, Start)
+    keys = [(copy.target, at(column.dst_sem, position))]
+    if not of_write and column.src_sem is not None:
+        keys.append((copy.device, at(column.src_sem, position)))
+    for key in keys:
+        for wait in reversed(order.waits.get(key, ())):
+            if not order.knows(later, (wait.device, wait.count)):
+                continue
+            could, total = order.could_take(wait)
+            if copy in could and wait.taken < total:
+                return _partial(order, wait, len(could), total)
+    return None
+
+
+def _partial(order: Order, wait: Event, copies: int, total: int) -> tuple[str, str]:
+    assert isinstance(wait.column, Wait)
+    name = order.program.semaphores[at(wait.column.sem, wait.position)].name
+    what = "a copy" if copies == 1 else f"{copies} copies"
+    return (
+        f"the wait at {wait.column.source.line} has had {wait.taken} of the {total} bytes that "
+        f"{what} may have brought to {name} by then, and bytes arrive in no particular order",
+        "wait for all of them before, or give copies in flight at once a semaphore each",
+    )
