@@ -36,7 +36,7 @@ from benchmarks.results import Results, Saved
 from benchmarks.rows import Measured
 from benchmarks.settings import AXES, FlagError, Settings
 from benchmarks.tables import Screen
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 
 flags.adopt_module_key_flags(selection)
 _OUT = flags.DEFINE_string("certificate", "certificate", "Writes NAME.md and NAME.json.")

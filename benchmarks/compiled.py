@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
 from benchmarks import baseline, devices
-from benchmarks.cases import LANES, LAYOUTS, Case
+from benchmarks.cases import LANES, Case, layouts
 from benchmarks.rows import Compiled
 from benchmarks.settings import Settings
 from pallas_collectives.kernels import launch
@@ -62,10 +62,8 @@ class Task(NamedTuple):
 def plan(settings: Settings) -> list[Task]:
     """The rows to compile."""
     ops = {case.op for case in settings.cases}
-    layouts = [layout.name for layout in LAYOUTS if layout.op in ops]
-    return [
-        Task(*task) for task in itertools.product(settings.topologies, layouts, settings.dtypes)
-    ]
+    names = [layout.name for layout in layouts() if layout.op in ops]
+    return [Task(*task) for task in itertools.product(settings.topologies, names, settings.dtypes)]
 
 
 def is_available() -> bool:
@@ -104,7 +102,7 @@ def main() -> None:
 def _row(task: Task) -> Compiled:
     pallas_collectives.reset_counts()
     topology, name, dtype = task
-    (layout,) = (layout for layout in LAYOUTS if layout.name == name)
+    (layout,) = (layout for layout in layouts() if layout.name == name)
     base = Compiled(topology=topology, op=name, type=dtype)
     try:
         mesh = _mesh(topology)

@@ -15,7 +15,7 @@ import pytest
 
 import harness
 import pallas_collectives
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import AlgorithmError
 
 pytest.importorskip("libtpu")

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 import harness
 import pallas_collectives as pc
 from pallas_collectives import tuning
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 from tables_of_times import slow_direct, written
 
@@ -88,7 +88,8 @@ def test_explain_across_slices_gives_the_steps() -> None:
         assert not pc.explain("psum", MIB, mesh=mesh, axis_name="x").inside
         assert pc.explain("psum", 0, mesh=mesh, axis_name=("dcn", "x")).algorithm == "nothing"
         scalar = pc.explain("psum", shape=(), mesh=mesh, axis_name=("dcn", "x"))
-        assert [step.nbytes for step in scalar.inside] == [4, 1]
+        # As the call has it: a block of one tile for each of 4 devices, then one element of each.
+        assert [step.nbytes for step in scalar.inside] == [4 * 4096, 4]
 
 
 def test_explain_goes_by_the_tiles_that_there_are_to_cut() -> None:

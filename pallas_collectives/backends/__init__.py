@@ -24,7 +24,7 @@ from absl import logging
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 
-from pallas_collectives import _compat, simulation
+from pallas_collectives import _compat, catalogue, simulation
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
@@ -33,13 +33,14 @@ from pallas_collectives.errors import (
     ReachError,
     SliceError,
     SlowerError,
+    UnservedError,
 )
 
 NAMES = ("pallas", "nccl", "xla")
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
 # What a backend raises for a call that lax can serve in its place.
-UNSERVABLE = (DtypeError, NoIdError, ReachError, SliceError, SlowerError)
+UNSERVABLE = (DtypeError, NoIdError, ReachError, SliceError, SlowerError, UnservedError)
 
 _GPU = ("gpu", "cuda", "rocm")
 _named_backend = jax.make_user_context(None)
@@ -155,6 +156,13 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     from pallas_collectives.backends import canonical, measured, untyped
 
     module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+    collective, _ = catalogue.primitives()[op]
+    if not hasattr(module, collective.name):
+        raise UnservedError(
+            f"{collective.name} by backend {how.backend!r}",
+            "that backend has no function for it",
+            "leave the backend to be chosen: lax, then, serves",
+        )
     if how.backend == "pallas":
         module = hierarchy.InSlices(module)
     elif not how.strict:

@@ -1,66 +1,172 @@
-"""The algorithms of each collective on TPUs, and which serves a call."""
+"""Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
+import contextlib
+import contextvars
+import dataclasses
 import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from pallas_collectives import backends, chips, places, tables, tuning
+import jax
+
+from pallas_collectives import backends, catalogue, chips, places, tables, tuning
 from pallas_collectives.backends import How
+from pallas_collectives.catalogue import AXES, EVERYONE, LINE, NEIGHBOURS, Algorithm
+from pallas_collectives.chips import Chip
 from pallas_collectives.errors import AlgorithmError, ReachError
 from pallas_collectives.kernels.topology import Group
 
-ALGORITHMS = {
-    "all_gather": ("bidirectional", "unidirectional", "line", "torus", "direct"),
-    "reduce_scatter": ("bidirectional", "unidirectional", "line", "torus", "direct"),
-    "all_reduce": ("ring", "line", "torus", "one_shot"),
-    "all_to_all": ("direct", "ring"),
-    "ragged_all_to_all": ("direct", "ring"),
-    "ppermute": ("partners", "everyone"),
-}
-_RINGS = ("bidirectional", "unidirectional", "line", "ring")
-WRITES_TO_ALL = ("direct", "everyone", "one_shot")
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """An algorithm that could serve.
+
+    Attributes:
+      algorithm: its name.
+      us: predicted microseconds; None where there is no prediction.
+      latency_us: of these, what remains for the smallest operands.
+      source: whose prediction it is, "modelled ..." or "measured ..."; or why there is none.
+    """
+
+    algorithm: str
+    us: float | None
+    latency_us: float | None
+    source: str
 
 
-class Choice(NamedTuple):
-    """An algorithm, and whether operands and result are kept in VMEM while it runs."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What serves one collective on TPUs, and why.
 
+    Attributes:
+      op: the canonical collective.
+      nbytes: of one device's operand, as it is laid out for the kernel.
+      devices: devices in the group.
+      chip: the TPU generation.
+      torus: how the group lies on the links (see `tables.Entry`).
+      name: the algorithm, with the memory space behind it if that is settled.
+      algorithm: its record.
+      vmem: whether operands and result are kept in VMEM while it runs.
+      cuts: into how many parts a block can be cut.
+      candidates: all algorithms, the fastest first; none where the caller named this one.
+    """
+
+    op: str
+    nbytes: int
+    devices: int
+    chip: str
+    torus: str
     name: str
+    algorithm: Algorithm
     vmem: bool
+    cuts: int
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Why this one, in a sentence."""
+        timed = [c for c in self.candidates if c.us is not None and c.latency_us is not None]
+        if not self.candidates:
+            return "it was asked for by name"
+        if not timed or self.name != timed[0].algorithm:
+            return "it is the only one that can serve, or the only one known of"
+        best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
+        share = 100 * min(1.0, latency / us)
+        rules = (
+            f"latency, so hops, is {share:.0f}% of it"
+            if share > 50
+            else f"bytes on the busiest link are {100 - share:.0f}% of it"
+        )
+        kind = best.source.split()[0]
+        if len(timed) == 1:
+            return f"{kind} {us:.1f} us, {rules}; no other has a time"
+        return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
+
+    def launch(self, *operands: Any, **options: Any) -> Any:
+        """Runs the algorithm's kernel."""
+        return self.algorithm.launcher(*operands, vmem=self.vmem, **options)
 
 
-def choose(op: str, how: How, block_bytes: int, group: Group, cuts: int = 1) -> Choice:
-    """The algorithm asked for ("name", "name:vmem", "name:hbm"), or the one for this size and chip.
+def choose(op: str, how: How, operand: jax.Array, group: Group, cuts: int = 1) -> Plan:
+    """The plan for the algorithm asked for ("name", "name:vmem", "name:hbm"), or for the fastest.
 
-    All axes of a torus at once take part in that choice where the group lies on several, and a
-    block can be cut in so many parts (`cuts`) that each link gets one, or devices are many.
+    Args:
+      op: the canonical collective.
+      how: the caller's wishes.
+      operand: as it is laid out for the kernel.
+      group: the devices. Of those on several axes of a torus all axes at once take part in the
+        choice, where a block can be cut in so many parts that each link gets one, or devices are
+        many.
+      cuts: in how many parts a block can be cut.
 
     Raises:
       AlgorithmError: there is no such algorithm.
       ReachError: it writes to devices that the chip cannot reach.
     """
-    chip = chips.current()
+    chip, record = chips.current(), catalogue.COLLECTIVES[op]
     if how.algorithm is not None and not isinstance(how.algorithm, str):
         raise AlgorithmError(f"algorithm={how.algorithm!r}", "it is a name", "see its docstring")
-    asked = how.algorithm or _chosen(op, block_bytes, group, chip, cuts)
-    name, _, space = asked.partition(":")
-    if name not in ALGORITHMS[op] or space not in ("", "vmem", "hbm"):
-        names = ", ".join(ALGORITHMS[op])
+    torus, name = torus_of(group, chip), how.algorithm
+    candidates: tuple[Candidate, ...] = ()
+    if name is None:
+        block = record.block_bytes(operand.nbytes, group.size)
+        name, candidates = _fastest(op, block, group, chip, cuts, torus)
+    algorithm, space = record.algorithm(name), name.partition(":")[2]
+    if algorithm is None or space not in ("", "vmem", "hbm"):
+        names = ", ".join(catalogue.ALGORITHMS[op])
         raise AlgorithmError(
-            f"algorithm={asked!r} for {op}",
+            f"algorithm={name!r} for {op}",
             f"it is one of {names}, alone or with ':vmem' or ':hbm' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
-    if not _reaches(group, name in WRITES_TO_ALL, chip):
+    if not _reaches(group, algorithm, chip):
         groups = "" if group.index_groups is None else f" in groups {group.index_groups}"
-        raise unreachable(f"algorithm={name!r} for {op} over {group.size} devices{groups}", chip)
-    backends.count(op, "pallas", asked)
-    return Choice(name, space == "vmem")
+        what = f"algorithm={algorithm.name!r} for {op} over {group.size} devices{groups}"
+        raise unreachable(what, chip)
+    vmem, nbytes = space == "vmem", operand.nbytes
+    plan = Plan(op, nbytes, group.size, chip.name, torus, name, algorithm, vmem, cuts, candidates)
+    _note(plan)
+    return plan
 
 
-def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int) -> str:
-    """The algorithm for the size, of those whose devices the chip can reach."""
-    names = reachable(op, group, chip, cuts) or ALGORITHMS[op]
-    return tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
+def _fastest(
+    op: str, block_bytes: int, group: Group, chip: Chip, cuts: int, torus: str
+) -> tuple[str, tuple[Candidate, ...]]:
+    """The algorithm with the least predicted time, of those that can serve; and all of them."""
+    reached = reachable(op, group, chip, cuts)
+    names = reached or catalogue.ALGORITHMS[op]
+    predicted = tuning.predict(op, block_bytes, group.size, chip, names, torus)
+    order = tuning.fastest_first(op, predicted)
+    timed = [
+        Candidate(name, p.us, p.latency_us, _source(p))
+        for name, p in ((name, predicted[name]) for name in order)
+    ]
+    others = [
+        Candidate(a.name, None, None, _no_time(a, a.name in reached, group, chip))
+        for a in catalogue.COLLECTIVES[op].algorithms
+        if a.name not in predicted
+    ]
+    return (order or list(names))[0], (*timed, *others)
+
+
+def _source(prediction: tuning.Prediction) -> str:
+    of = " and ".join(map(str, prediction.devices))
+    table = prediction.table
+    if table.measured:
+        return f"measured with JAX {table.jax} on {of} devices ({table.path})"
+    return f"modelled by replay, for {of} devices"
+
+
+def _no_time(algorithm: Algorithm, reached: bool, group: Group, chip: Chip) -> str:
+    """Why there is no prediction for an algorithm."""
+    if reached:
+        return "no table has it"
+    if algorithm.reach == AXES:
+        too_small = "a block has too few tiles to be cut for all axes"
+        return too_small if group.torus else "for groups over several axes of a torus"
+    far = f"{chip.name} cannot write to all devices of the group"
+    return far if algorithm.reach == EVERYONE else "the devices have no ring of single links"
 
 
 # On a torus of more devices nothing is as fast as all axes at once, also for blocks that cannot be
@@ -68,27 +174,38 @@ def _chosen(op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int
 FEW_DEVICES = 16
 
 
-def reachable(op: str, group: Group, chip: chips.Chip, cuts: float) -> tuple[str, ...]:
+def reachable(op: str, group: Group, chip: Chip, cuts: float) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
     reach, and of blocks that can be cut in so many parts (`cuts`).
 
     Of a group on several axes of a torus without a ring of single links, no ring.
     """
-    unfit = {"torus"}
+    algorithms, unfit = catalogue.COLLECTIVES[op].algorithms, {AXES}
     enough = 2 * len(group.torus) if group.size <= FEW_DEVICES else 0
-    if group.torus and "torus" in ALGORITHMS[op] and cuts >= enough:
-        unfit = set(_RINGS) if group.line else set()
-    return tuple(
-        name
-        for name in ALGORITHMS[op]
-        if _reaches(group, name in WRITES_TO_ALL, chip) and name not in unfit
-    )
+    if group.torus and any(a.reach == AXES for a in algorithms) and cuts >= enough:
+        unfit = {NEIGHBOURS, LINE} if group.line else set()
+    return tuple(a.name for a in algorithms if a.reach not in unfit and _reaches(group, a, chip))
 
 
-def torus_of(group: Group, chip: chips.Chip) -> str:
+_lies: contextvars.ContextVar[str | None] = contextvars.ContextVar("lies", default=None)
+
+
+@contextlib.contextmanager
+def lying(torus: str | None) -> Iterator[None]:
+    """Within this context groups lie so on the links (see `tables.Entry`); None: as they do."""
+    token = _lies.set(torus)
+    try:
+        yield
+    finally:
+        _lies.reset(token)
+
+
+def torus_of(group: Group, chip: Chip) -> str:
     """How a group lies on the links, as tables name it: as its devices do where they are known,
     else by its size.
     """
+    if (said := _lies.get()) is not None:
+        return said
     if group.torus:
         return tables.torus_of_axes((axis.size, axis.line) for axis in group.torus)
     if places.in_scope() is None or group.index_groups is not None:
@@ -96,8 +213,9 @@ def torus_of(group: Group, chip: chips.Chip) -> str:
     return "line" if group.line else "ring"
 
 
-def _reaches(group: Group, all_pairs: bool, chip: chips.Chip) -> bool:
+def _reaches(group: Group, algorithm: Algorithm, chip: Chip) -> bool:
     """Whether the chip can write between all devices of a group, or between neighbours."""
+    all_pairs = algorithm.reach == EVERYONE
     if group.index_groups is None:
         return tuning.reaches_all(group.size, chip) or not all_pairs
     devices = math.prod(group.sizes)
@@ -112,10 +230,31 @@ def _reaches(group: Group, all_pairs: bool, chip: chips.Chip) -> bool:
     )
 
 
-def unreachable(what: str, chip: chips.Chip) -> ReachError:
+def unreachable(what: str, chip: Chip) -> ReachError:
     """The error for devices that cannot write to one another."""
     return ReachError(
         what,
         f"{chip.name} writes to devices at power-of-two offsets only",
         "leave backend and algorithm to be chosen: another algorithm, or else lax, then serves",
     )
+
+
+_made: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("made", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Sequence[Plan]]:
+    """The plans that are made within this context, in their order."""
+    plans: list[Plan] = []
+    token = _made.set(plans)
+    try:
+        yield plans
+    finally:
+        _made.reset(token)
+
+
+def _note(plan: Plan) -> None:
+    """Counts a plan, for it is about to be launched."""
+    backends.count(plan.op, "pallas", plan.name)
+    if (plans := _made.get()) is not None:
+        plans.append(plan)
