@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, overload
 
+import jax
 import numpy as np
 
+import pallas_collectives
 from pallas_collectives import catalogue
 from pallas_collectives.examples import LANES as LANES
 from pallas_collectives.examples import Example, everywhere
@@ -25,6 +27,12 @@ class Case(Example):
 
     name: str
     op: str
+
+    def by_lax(self, x: jax.Array, axis: Any) -> jax.Array:
+        """The same by lax; a collective that lax lacks is ours, served by XLA."""
+        if hasattr(jax.lax, self.name.partition(",")[0]):
+            return self.call(jax.lax, x, axis)
+        return self.call(pallas_collectives, x, axis, backend="xla")
 
     @classmethod
     def of(cls, collective: catalogue.Collective) -> "Case":

@@ -153,6 +153,35 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     return primitive
 
 
+def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
+    """A primitive for a collective that lax has not: it means what `by_lax` computes with lax's.
+
+    `by_lax(*operands, **params)` gives the types, the derivative and the batching, and what XLA
+    runs. `catalogue` says which collective serves the primitive; `with_twins` puts it to work.
+    """
+    primitive = core.Primitive(name)
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        closed = jax.make_jaxpr(functools.partial(by_lax, **params))(*avals)
+        return closed.out_avals[0], frozenset(closed.effects)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        moving = tuple(map(ad.instantiate_zeros, tangents))
+        _, moved = jax.jvp(functools.partial(by_lax, **params), tuple(primals), moving)
+        return primitive.bind(*primals, **params), moved
+
+    def batch(axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        each = functools.partial(by_lax, **params)
+        names: Any = {"axis_name": axis.name, "axis_size": axis.size}
+        return jax.vmap(each, in_axes=tuple(dims), **names)(*operands), 0
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(by_lax, multiple_results=False))
+    ad.primitive_jvps[primitive] = jvp
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive
+
+
 def _pbroadcast_transpose(
     cotangent: Any, x: Any, *dynamic: Any, axis_name: Any, source: Any = None
 ) -> list[Any]:
