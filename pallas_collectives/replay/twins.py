@@ -47,9 +47,11 @@ def expand(eqn: Any, mesh: Any) -> Any:
 
 
 def _fused_kernel(*args: Any, **params: Any) -> Any:
-    from pallas_collectives import fused_primitives  # which asks this package for the chips' rates
+    from pallas_collectives.backends import (
+        pallas_fused,  # which asks this package for the chips' rates
+    )
 
-    return fused_primitives.kernel(*args, **params)
+    return pallas_fused.kernel(*args, **params)
 
 
 def _local(run: Any, eqn: Any, mesh: Any) -> Any:
