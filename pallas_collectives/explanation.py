@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from pallas_collectives import backends, catalogue, chips, hierarchy, places
-from pallas_collectives.backends import UNSERVABLE, How, algorithms, canonical
+from pallas_collectives.backends import How, Plan, algorithms, canonical
 from pallas_collectives.backends.algorithms import Candidate as Candidate
-from pallas_collectives.backends.algorithms import Plan
+from pallas_collectives.backends.algorithms import KernelPlan
 from pallas_collectives.catalogue import Collective
 from pallas_collectives.errors import CollectiveError, UnboundAxisError
 from pallas_collectives.kernels import launch
@@ -114,8 +114,8 @@ def explain(
         else:
             operand = jax.ShapeDtypeStruct(shape, dtype)
         size = nbytes if nbytes is not None else math.prod(operand.shape) * operand.dtype.itemsize
-        plans, refused = _planned(op, operand, group, axis)
-        return _explained(op, size, places.arranged(group), plans, refused)
+        plans = _planned(op, operand, group, axis)
+        return _explained(op, size, places.arranged(group), plans)
 
 
 def _mesh_of(devices: int, chip: str | None) -> AbstractMesh:
@@ -150,49 +150,45 @@ def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, np.float32)
 
 
-def _planned(
-    op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int
-) -> tuple[list[Plan], CollectiveError | None]:
-    """The plans that a call makes, as `backends.lower` has it made; or why lax serves it."""
+def _planned(op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int) -> list[Plan]:
+    """The plans that a call makes: its own code runs, with nothing to launch at its end."""
     primitive, plainly = catalogue.functions()[op].functions[op]
     how = How("pallas", across=hierarchy.marked())
 
     def call(x: jax.Array) -> jax.Array:
         operands, params = plainly(x, group.axes, group.size, axis)
-        return backends.run(primitive, how, *operands, **params)
+        return backends.served(primitive, how, lambda *_, **__: x, *operands, **params)
 
     nothing = PartitionSpec()
     run = jax.shard_map(call, in_specs=nothing, out_specs=nothing, check_vma=False)
     wide = jax.dtypes.canonicalize_dtype(operand.dtype) != operand.dtype  # such arrays are of x64
-    with algorithms.recorded() as plans, jax.enable_x64(True) if wide else contextlib.nullcontext():
-        try:
-            jax.eval_shape(run, operand)
-        except UNSERVABLE as error:
-            return list(plans), error
-    return list(plans), None
+    x64 = jax.enable_x64(True) if wide else contextlib.nullcontext()
+    with backends.recorded() as plans, x64:
+        jax.eval_shape(run, operand)
+    return plans
 
 
-def _explained(
-    op: str, nbytes: int, group: Group, plans: list[Plan], refused: CollectiveError | None
-) -> Explanation:
+def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explanation:
     chip = chips.current()
-    torus = algorithms.torus_of(group, chip)
-    about = (op, nbytes, group.size, chip.name)
-    if refused:
-        return Explanation(*about, torus, LAX, str(refused), ())
-    if not plans:
+    about, torus = (op, nbytes, group.size, chip.name), algorithms.torus_of(group, chip)
+    if by_lax := [plan for plan in plans if plan.backend == "xla" and plan.why]:
+        return Explanation(*about, torus, LAX, by_lax[0].why, ())
+    steps = tuple(
+        Explanation(
+            p.op, p.nbytes, p.devices, p.chip, p.torus, str(p.algorithm), p.why, p.candidates
+        )
+        for p in plans
+        if isinstance(p, KernelPlan)
+    )
+    if not steps:
         why = "the operand is empty" if nbytes == 0 else "the group is one device"
         return Explanation(*about, torus, NOTHING, why, ())
-    if plans[0].devices == group.size:
-        (plan, *_) = plans
-        return Explanation(*about, plan.torus, plan.name, plan.why, plan.candidates)
-    slices = group.size // plans[0].devices
-    steps = tuple(
-        Explanation(p.op, p.nbytes, p.devices, p.chip, p.torus, p.name, p.why, p.candidates)
-        for p in plans
-    )
+    first = steps[0]
+    if first.devices == group.size:
+        return dataclasses.replace(first, op=op, nbytes=nbytes)
+    slices = group.size // first.devices
     why = f"kernels inside each of {slices} slices, lax between them"
-    return Explanation(*about, plans[0].torus, "", why, (), steps)
+    return Explanation(*about, first.torus, "", why, (), steps)
 
 
 def _check(

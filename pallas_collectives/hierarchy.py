@@ -289,7 +289,7 @@ def _by_lax(
     name: str, function: Callable[..., Any], parts: Split, **options: Any
 ) -> Callable[[jax.Array], jax.Array]:
     """lax's collective across slices, uninterpreted by shard_map's types, and counted."""
-    backends.count(name, "xla", ACROSS)
+    backends.note(backends.Plan(op=name, backend="xla", algorithm=ACROSS))
     across = parts.across
     groups = across.index_groups and [list(row) for row in across.index_groups]
     run = functools.partial(function, axis_name=across.axes, axis_index_groups=groups, **options)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from pallas_collectives import backends, catalogue, chips, places, tables, tuning
-from pallas_collectives.backends import How
+from pallas_collectives.backends import How, Plan
 from pallas_collectives.catalogue import AXES, EVERYONE, LINE, NEIGHBOURS, Algorithm
 from pallas_collectives.chips import Chip
 from pallas_collectives.errors import AlgorithmError, ReachError
@@ -35,60 +35,36 @@ class Candidate:
     source: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What serves one collective on TPUs, and why.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelPlan(Plan):
+    """A plan by which a kernel serves.
 
     Attributes:
-      op: the canonical collective.
+      record: of its algorithm.
+      vmem: whether operands and result are kept in VMEM while it runs.
       nbytes: of one device's operand, as it is laid out for the kernel.
+      cuts: into how many parts a block can be cut.
       devices: devices in the group.
       chip: the TPU generation.
       torus: how the group lies on the links (see `tables.Entry`).
-      name: the algorithm, with the memory space behind it if that is settled.
-      algorithm: its record.
-      vmem: whether operands and result are kept in VMEM while it runs.
-      cuts: into how many parts a block can be cut.
       candidates: all algorithms, the fastest first; none where the caller named this one.
     """
 
-    op: str
+    record: Algorithm
+    vmem: bool
     nbytes: int
+    cuts: int
     devices: int
     chip: str
     torus: str
-    name: str
-    algorithm: Algorithm
-    vmem: bool
-    cuts: int
-    candidates: tuple[Candidate, ...] = ()
-
-    @property
-    def why(self) -> str:
-        """Why this one, in a sentence."""
-        timed = [c for c in self.candidates if c.us is not None and c.latency_us is not None]
-        if not self.candidates:
-            return "it was asked for by name"
-        if not timed or self.name != timed[0].algorithm:
-            return "it is the only one that can serve, or the only one known of"
-        best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
-        share = 100 * min(1.0, latency / us)
-        rules = (
-            f"latency, so hops, is {share:.0f}% of it"
-            if share > 50
-            else f"bytes on the busiest link are {100 - share:.0f}% of it"
-        )
-        kind = best.source.split()[0]
-        if len(timed) == 1:
-            return f"{kind} {us:.1f} us, {rules}; no other has a time"
-        return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
+    candidates: tuple[Candidate, ...]
 
     def launch(self, *operands: Any, **options: Any) -> Any:
         """Runs the algorithm's kernel."""
-        return self.algorithm.launcher(*operands, vmem=self.vmem, **options)
+        return self.record.launcher(*operands, vmem=self.vmem, **options)
 
 
-def choose(op: str, how: How, operand: jax.Array, group: Group, cuts: int = 1) -> Plan:
+def choose(op: str, how: How, operand: jax.Array, group: Group, cuts: int = 1) -> KernelPlan:
     """The plan for the algorithm asked for ("name", "name:vmem", "name:hbm"), or for the fastest.
 
     Args:
@@ -124,9 +100,21 @@ def choose(op: str, how: How, operand: jax.Array, group: Group, cuts: int = 1) -
         groups = "" if group.index_groups is None else f" in groups {group.index_groups}"
         what = f"algorithm={algorithm.name!r} for {op} over {group.size} devices{groups}"
         raise unreachable(what, chip)
-    vmem, nbytes = space == "vmem", operand.nbytes
-    plan = Plan(op, nbytes, group.size, chip.name, torus, name, algorithm, vmem, cuts, candidates)
-    _note(plan)
+    plan = KernelPlan(
+        op=op,
+        backend="pallas",
+        algorithm=name,
+        why=_why(name, candidates) if candidates else "it was asked for by name",
+        record=algorithm,
+        vmem=space == "vmem",
+        nbytes=operand.nbytes,
+        cuts=cuts,
+        devices=group.size,
+        chip=chip.name,
+        torus=torus,
+        candidates=candidates,
+    )
+    backends.note(plan)
     return plan
 
 
@@ -148,6 +136,24 @@ def _fastest(
         if a.name not in predicted
     ]
     return (order or list(names))[0], (*timed, *others)
+
+
+def _why(name: str, candidates: Sequence[Candidate]) -> str:
+    """Why an algorithm serves, of all that could."""
+    timed = [c for c in candidates if c.us is not None and c.latency_us is not None]
+    if not timed or name != timed[0].algorithm:
+        return "it is the only one that can serve, or the only one known of"
+    best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
+    share = 100 * min(1.0, latency / us)
+    rules = (
+        f"latency, so hops, is {share:.0f}% of it"
+        if share > 50
+        else f"bytes on the busiest link are {100 - share:.0f}% of it"
+    )
+    kind = best.source.split()[0]
+    if len(timed) == 1:
+        return f"{kind} {us:.1f} us, {rules}; no other has a time"
+    return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
 
 
 def _source(prediction: tuning.Prediction) -> str:
@@ -237,24 +243,3 @@ def unreachable(what: str, chip: Chip) -> ReachError:
         f"{chip.name} writes to devices at power-of-two offsets only",
         "leave backend and algorithm to be chosen: another algorithm, or else lax, then serves",
     )
-
-
-_made: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("made", default=None)
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[Sequence[Plan]]:
-    """The plans that are made within this context, in their order."""
-    plans: list[Plan] = []
-    token = _made.set(plans)
-    try:
-        yield plans
-    finally:
-        _made.reset(token)
-
-
-def _note(plan: Plan) -> None:
-    """Counts a plan, for it is about to be launched."""
-    backends.count(plan.op, "pallas", plan.name)
-    if (plans := _made.get()) is not None:
-        plans.append(plan)

@@ -95,7 +95,7 @@ def ragged_all_to_all(
     rows, rows_init = _whole_lanes(x), _whole_lanes(init)
     begin, sizes, targets, received = map(_as_int32, tables)
     given = [sizes, targets, received]
-    if plan.algorithm.takes_everyones:
+    if plan.record.takes_everyones:
         given = [*_tables_of_all(jnp.stack([sizes, targets]), group, how)]
     y = plan.launch(rows, rows_init, begin, *given, group, interpret=how.interpret)
     row_size = math.prod(init.shape[1:])

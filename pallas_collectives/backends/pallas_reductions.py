@@ -62,7 +62,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     blocks = _in_blocks(wire, group.size)
     cuts = torus.cuts(blocks.shape[1:], 0, blocks.dtype)
     plan = algorithms.choose("all_reduce", how, wire, group, cuts)
-    blocks = _in_blocks(wire, 1) if plan.algorithm.takes_whole else blocks
+    blocks = _in_blocks(wire, 1) if plan.record.takes_whole else blocks
     y = plan.launch(blocks, group, op=op, interpret=how.interpret)
     return _unrows(y, x.shape).astype(x.dtype)
 
