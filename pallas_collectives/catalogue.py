@@ -19,9 +19,9 @@ from pallas_collectives import examples
 from pallas_collectives.examples import Example
 
 # Who writes to whom or signals whom: what a chip must reach.
-NEIGHBOURS = "neighbours"  # of a ring
+RING = "ring"  # neighbours, the first and the last too
 LINE = "line"  # neighbours, but for the first and the last
-AXES = "axes"  # neighbours along each axis of the torus
+TORUS = "torus"  # neighbours along each axis of the torus
 EVERYONE = "everyone"
 PARTNERS = "partners"  # the pairs of a permutation
 
@@ -152,8 +152,8 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
     yield Algorithm(
         name="bidirectional",
         launcher=Kernel(module, "ring", {"bidirectional": True}),
-        reach=NEIGHBOURS,
-        barrier=NEIGHBOURS,
+        reach=RING,
+        barrier="neighbours",
         sent="(n−1)/2 blocks",
         steps="⌊n/2⌋",
         in_vmem=whole,
@@ -161,8 +161,8 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
     yield Algorithm(
         name="unidirectional",
         launcher=Kernel(module, "ring", {"bidirectional": False}),
-        reach=NEIGHBOURS,
-        barrier=NEIGHBOURS,
+        reach=RING,
+        barrier="neighbours",
         sent="n−1 blocks, one way",
         steps="n−1",
         lies=anywhere_but_several,
@@ -172,7 +172,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         name="line",
         launcher=Kernel(module, "line"),
         reach=LINE,
-        barrier=LINE,
+        barrier="line",
         sent="n−1 blocks at the most",
         steps="n−1",
         lies=(ON_LINE,),
@@ -181,7 +181,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
     yield Algorithm(
         name="torus",
         launcher=Kernel(f"torus_{module}", torus),
-        reach=AXES,
+        reach=TORUS,
         barrier="neighbours on a torus",
         sent="(n−1)/2d blocks, on d axes at once",
         steps="the axes' together",
@@ -192,7 +192,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         name="direct",
         launcher=Kernel(module, "direct"),
         reach=EVERYONE,
-        barrier=EVERYONE,
+        barrier="everyone",
         sent="as the wires lie",
         steps="1",
         # Everyone's term is kept, beside operand and result.
@@ -204,8 +204,8 @@ _ALL_REDUCE = (
     Algorithm(
         name="ring",
         launcher=Kernel("all_reduce", "ring", {"bidirectional": True}),
-        reach=NEIGHBOURS,
-        barrier=NEIGHBOURS,
+        reach=RING,
+        barrier="neighbours",
         sent="(n−1)/n of the operand",
         steps="2⌊n/2⌋",
         in_vmem=lambda block, n: block,
@@ -214,7 +214,7 @@ _ALL_REDUCE = (
         name="line",
         launcher=Kernel("all_reduce", "line"),
         reach=LINE,
-        barrier=LINE,
+        barrier="line",
         sent="2(n−1)/n of the operand at the most",
         steps="2(n−1)",
         lies=(ON_LINE,),
@@ -223,7 +223,7 @@ _ALL_REDUCE = (
     Algorithm(
         name="torus",
         launcher=Kernel("torus_reduce_scatter", "all_reduce"),
-        reach=AXES,
+        reach=TORUS,
         barrier="neighbours on a torus",
         sent="(n−1)/dn of the operand, on d axes at once",
         steps="the axes' together",
@@ -234,7 +234,7 @@ _ALL_REDUCE = (
         name="one_shot",
         launcher=Kernel("all_reduce", "one_shot"),
         reach=EVERYONE,
-        barrier=EVERYONE,
+        barrier="everyone",
         sent="as the wires lie",
         steps="1",
         takes_whole=True,
@@ -247,15 +247,15 @@ _ALL_TO_ALL = (
         name="direct",
         launcher=Kernel("all_to_all", "direct"),
         reach=EVERYONE,
-        barrier=EVERYONE,
+        barrier="everyone",
         sent="as the wires lie",
         steps="1",
     ),
     Algorithm(
         name="ring",
         launcher=Kernel("all_to_all", "ring"),
-        reach=NEIGHBOURS,
-        barrier=NEIGHBOURS,
+        reach=RING,
+        barrier="neighbours",
         sent="n²/8 blocks",
         steps="⌊n/2⌋",
     ),
@@ -265,14 +265,14 @@ _RAGGED_ALL_TO_ALL = (
         name="direct",
         launcher=Kernel("ragged_all_to_all", "direct"),
         reach=EVERYONE,
-        barrier=EVERYONE,
+        barrier="everyone",
         sent="the rows that are sent",
         steps="1",
     ),
     Algorithm(
         name="ring",
         launcher=Kernel("ragged_all_to_all", "ring"),
-        reach=NEIGHBOURS,
+        reach=RING,
         barrier="passing neighbours",
         sent="those, and what is passed on",
         steps="⌊n/2⌋",
@@ -284,7 +284,7 @@ _PPERMUTE = (
         name="partners",
         launcher=Kernel("ppermute", "direct", {"everyone": False}),
         reach=PARTNERS,
-        barrier=PARTNERS,
+        barrier="partners",
         sent="the operand",
         steps="1",
     ),
@@ -292,7 +292,7 @@ _PPERMUTE = (
         name="everyone",
         launcher=Kernel("ppermute", "direct", {"everyone": True}),
         reach=EVERYONE,
-        barrier=EVERYONE,
+        barrier="everyone",
         sent="the operand",
         steps="1",
     ),

@@ -12,7 +12,7 @@ import jax
 
 from pallas_collectives import backends, catalogue, chips, places, tables, tuning
 from pallas_collectives.backends import How, Plan
-from pallas_collectives.catalogue import AXES, EVERYONE, LINE, NEIGHBOURS, Algorithm
+from pallas_collectives.catalogue import EVERYONE, LINE, RING, TORUS, Algorithm
 from pallas_collectives.chips import Chip
 from pallas_collectives.errors import AlgorithmError, ReachError
 from pallas_collectives.kernels.topology import Group
@@ -168,7 +168,7 @@ def _no_time(algorithm: Algorithm, reached: bool, group: Group, chip: Chip) -> s
     """Why there is no prediction for an algorithm."""
     if reached:
         return "no table has it"
-    if algorithm.reach == AXES:
+    if algorithm.reach == TORUS:
         too_small = "a block has too few tiles to be cut for all axes"
         return too_small if group.torus else "for groups over several axes of a torus"
     far = f"{chip.name} cannot write to all devices of the group"
@@ -186,10 +186,10 @@ def reachable(op: str, group: Group, chip: Chip, cuts: float) -> tuple[str, ...]
 
     Of a group on several axes of a torus without a ring of single links, no ring.
     """
-    algorithms, unfit = catalogue.COLLECTIVES[op].algorithms, {AXES}
+    algorithms, unfit = catalogue.COLLECTIVES[op].algorithms, {TORUS}
     enough = 2 * len(group.torus) if group.size <= FEW_DEVICES else 0
-    if group.torus and any(a.reach == AXES for a in algorithms) and cuts >= enough:
-        unfit = {NEIGHBOURS, LINE} if group.line else set()
+    if group.torus and any(a.reach == TORUS for a in algorithms) and cuts >= enough:
+        unfit = {RING, LINE} if group.line else set()
     return tuple(a.name for a in algorithms if a.reach not in unfit and _reaches(group, a, chip))
 
 
