@@ -14,6 +14,7 @@ import pallas_collectives
 from pallas_collectives import catalogue
 from pallas_collectives.examples import LANES as LANES
 from pallas_collectives.examples import Example, everywhere
+from pallas_collectives.records import Collective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Case(Example):
         return self.call(pallas_collectives, x, axis, backend="xla")
 
     @classmethod
-    def of(cls, collective: catalogue.Collective) -> "Case":
+    def of(cls, collective: Collective) -> "Case":
         """The case of a record."""
         name = next(iter(collective.functions))
         return cls(name=name, op=collective.name, **vars(collective.example))

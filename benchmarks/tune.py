@@ -27,6 +27,7 @@ from pallas_collectives import catalogue, chips, places, tables, tuning
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.errors import CollectiveError, ReachError, VmemError
 from pallas_collectives.kernels import launch
+from pallas_collectives.records import ON_SEVERAL
 from pallas_collectives.replay import GENERATIONS, Machine
 from pallas_collectives.tables import Entry, Table
 
@@ -143,7 +144,7 @@ def model(
         offered = candidates(case.op, torus)
         # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
         if torus not in tables.TORI and n > algorithms.FEW_DEVICES:
-            of_several = (a.name for a in record.algorithms if a.lies == (catalogue.ON_SEVERAL,))
+            of_several = (a.name for a in record.algorithms if a.lies == (ON_SEVERAL,))
             offered = tuple(name for name in offered if name.partition(":")[0] in {*of_several})
         us = {name: times for name, times in us.items() if name in offered}
         for name in offered:
@@ -160,7 +161,7 @@ def candidates(op: str, torus: str) -> tuple[str, ...]:
     A line's algorithms leave a ring's closing links idle; a torus' are for several axes, where one
     direction of a ring alone is never the fastest.
     """
-    lies = torus if torus in tables.TORI else catalogue.ON_SEVERAL
+    lies = torus if torus in tables.TORI else ON_SEVERAL
     return tuple(
         algorithm.name + space
         for algorithm in catalogue.COLLECTIVES[op].algorithms

@@ -15,10 +15,10 @@ from pallas_collectives import backends, catalogue, chips, hierarchy, places
 from pallas_collectives.backends import How, Plan, algorithms, canonical
 from pallas_collectives.backends.algorithms import Candidate as Candidate
 from pallas_collectives.backends.algorithms import KernelPlan
-from pallas_collectives.catalogue import Collective
 from pallas_collectives.errors import CollectiveError, UnboundAxisError
 from pallas_collectives.kernels import launch
 from pallas_collectives.kernels.topology import Group
+from pallas_collectives.records import Collective
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
 LAX, NOTHING = "lax's own", "nothing"

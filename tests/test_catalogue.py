@@ -189,6 +189,13 @@ def test_nothing_of_it_is_left() -> None:
 # The records --------------------------------------------------------------------------------------
 
 
+def test_the_catalogue_stands_on_nothing_of_the_package() -> None:
+    for name in ("catalogue", "records", "examples"):
+        text = (README.parent / "pallas_collectives" / f"{name}.py").read_text()
+        imported = re.findall(r"^from pallas_collectives\.?(\w*) import \(?(\w*)", text, re.M)
+        assert {module or what for module, what in imported} <= {"examples", "records"}
+
+
 def test_a_name_that_is_taken_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="'all_gather' is in the catalogue already"),

@@ -12,10 +12,10 @@ import jax
 
 from pallas_collectives import backends, catalogue, chips, places, tables, tuning
 from pallas_collectives.backends import How, Plan
-from pallas_collectives.catalogue import EVERYONE, LINE, RING, TORUS, Algorithm
 from pallas_collectives.chips import Chip
 from pallas_collectives.errors import AlgorithmError, ReachError
 from pallas_collectives.kernels.topology import Group
+from pallas_collectives.records import EVERYONE, LINE, RING, TORUS, Algorithm
 
 
 @dataclasses.dataclass(frozen=True)
