@@ -144,7 +144,7 @@ def _on(mesh: Any, torus: str | None) -> Iterator[None]:
 
 def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruct:
     """An operand of so many bytes, in whole rows of lanes if that is possible."""
-    elements = -(-collective.block_bytes(nbytes, n) // 4)
+    elements = -(-nbytes // (4 * n if collective.of_blocks else 4))
     block = (elements // _LANES, _LANES) if elements % _LANES == 0 else (elements,)
     shape = (n, *block) if collective.of_blocks else block
     return jax.ShapeDtypeStruct(shape, np.float32)

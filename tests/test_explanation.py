@@ -80,6 +80,12 @@ def test_explain_is_what_a_call_gets_of_any_shape_on_several_axes(
     assert {algorithm for _, _, algorithm in pc.counts()} == {found.algorithm}
 
 
+@pytest.mark.parametrize("op", ["psum_scatter", "all_to_all", "psum"])
+def test_explain_takes_less_than_a_byte_a_device(op: str) -> None:
+    found, least = (pc.explain(op, nbytes, devices=8, chip="v5p") for nbytes in (1, 4 * 8))
+    assert found.algorithm == least.algorithm != "nothing" and found.nbytes == 1
+
+
 def test_explain_builds_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(pl, "pallas_call")
     before = dict(launch.compiled_ids._keys)
