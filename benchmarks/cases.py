@@ -1,201 +1,79 @@
-"""One record per collective: operand, call, reference, and how time becomes bandwidth.
+"""The collectives as the benchmarks run them: the catalogue's examples, by lax's names.
 
-As in nccl-tests, `size` is the bytes of the full array, the largest that a device holds: what is
-gathered, what is scattered, what is reduced, what is exchanged. algbw is size / time.
-
-busbw puts collectives on one scale: the bandwidth that each device's links must have carried, so
-that it can be held against the wires. It is algbw times a factor that says how many sizes each
-device must send at the least, whatever the algorithm, on n devices:
-
-    all_gather      (n-1)/n   a device receives the n-1 blocks of size/n that are not its own; what
-                              all receive, all must send
-    psum_scatter    (n-1)/n   an all-gather backwards: of size bytes, a device keeps one n-th and
-                              must send n-1 partial blocks on their way to a sum
-    psum           2(n-1)/n   the two, one after the other: each block must come together on some
-                              device and go out again from there
-    all_to_all      (n-1)/n   all but the block that stays
-    ragged_all_to_all         as much of the n-1 blocks as is sent: of the block for the device k
-                              further on, (k+1)/n; together (n+2)(n-1)/2n^2 of size
-    ppermute          1       everything leaves
-
-`count` is the number of elements in the argument that NCCL's function would be given.
+What `size`, `count` and busbw are is said in `pallas_collectives.examples`.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_collectives.backends.algorithms import ALGORITHMS
+import pallas_collectives
+from pallas_collectives import catalogue
+from pallas_collectives.examples import LANES as LANES
+from pallas_collectives.examples import Example, everywhere
+from pallas_collectives.records import Collective
 
-LANES = 128
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A collective over n devices.
-
-    The full array is (n, rows, 128): blocks lie along a leading dimension, which TPUs do not tile,
-    so that every size runs without padding.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(Example):
+    """A collective's example, and its names.
 
     Attributes:
       name: lax's name for it, and ours.
-      op: the canonical collective, a key of `ALGORITHMS`.
-      operand: (n, rows) -> the shape of one device's operand.
-      call: (module, x, axis_name, **how) -> this device's result; module is ours or `jax.lax`.
-      reference: operands of all devices, stacked -> results of all devices, stacked, by numpy.
-      busbw: n -> busbw / algbw.
-      whole: whether `count` is all n blocks, and not one.
-      rows_sent: (source, target, n, rows) -> rows that one device sends the other, where that is
-        not one block to each or a share in a sum.
-      adds: whether values are summed, and must be small for the sum to be exact.
-      lax_everywhere: whether lax itself runs it also on CPU devices and between GPU processes.
+      op: the canonical collective.
     """
 
     name: str
     op: str
-    operand: Callable[[int, int], tuple[int, ...]]
-    call: Callable[..., jax.Array]
-    reference: Callable[[np.ndarray], np.ndarray]
-    busbw: Callable[[int], float]
-    rows_sent: Callable[[Any, Any, int, int], Any] | None = None
-    whole: bool = False
-    adds: bool = False
-    lax_everywhere: bool = True
+
+    def by_lax(self, x: jax.Array, axis: Any) -> jax.Array:
+        """The same by lax; a collective that lax lacks is ours, served by XLA."""
+        if hasattr(jax.lax, self.name.partition(",")[0]):
+            return self.call(jax.lax, x, axis)
+        return self.call(pallas_collectives, x, axis, backend="xla")
+
+    @classmethod
+    def of(cls, collective: Collective) -> "Case":
+        """The case of a record."""
+        name = next(iter(collective.functions))
+        return cls(name=name, op=collective.name, **vars(collective.example))
 
 
-def _one_block(n: int, rows: int) -> tuple[int, ...]:
-    return (1, rows, LANES)
+class _Cases(Sequence[Case]):
+    """A case for each record of the catalogue, as they are at the time of asking."""
+
+    @overload
+    def __getitem__(self, which: int) -> Case: ...
+    @overload
+    def __getitem__(self, which: slice) -> tuple[Case, ...]: ...
+    def __getitem__(self, which: Any) -> Any:
+        return tuple(map(Case.of, catalogue.COLLECTIVES.values()))[which]
+
+    def __len__(self) -> int:
+        return len(catalogue.COLLECTIVES)
 
 
-def _all_blocks(n: int, rows: int) -> tuple[int, ...]:
-    return (n, rows, LANES)
+CASES: Sequence[Case] = _Cases()
 
 
-def _everywhere(result: np.ndarray, n: int) -> np.ndarray:
-    return np.broadcast_to(result, (n, *result.shape))
-
-
-def _sum(xs: np.ndarray) -> np.ndarray:
-    kinds = ((jnp.complexfloating, np.complex128), (jnp.floating, np.float64))
-    wide: Any = next((to for kind, to in kinds if jnp.issubdtype(xs.dtype, kind)), np.int64)
-    return xs.sum(axis=0, dtype=wide)
-
-
-def _ring_shift(axis: Any) -> list[tuple[int, int]]:
-    n = jax.lax.axis_size(axis)
-    return [(source, (source + 1) % n) for source in range(n)]
-
-
-def _rows_sent(source: Any, target: Any, n: int, rows: int) -> Any:
-    """How much of its block for `target` a device sends in the ragged exchange."""
-    return rows * (1 + (target - source) % n) // n
-
-
-def _ragged_all_to_all(module: Any, x: jax.Array, axis: Any, **how: Any) -> jax.Array:
-    n, rows, _ = x.shape
-    me, device = jax.lax.axis_index(axis), jnp.arange(n, dtype=np.int32)
-    flat = x.reshape(n * rows, LANES)
-    exchanged = module.ragged_all_to_all(
-        flat,
-        jnp.zeros_like(flat),
-        device * rows,
-        _rows_sent(me, device, n, rows),
-        jnp.full(n, me * rows),
-        _rows_sent(device, me, n, rows),
-        axis_name=axis,
-        **how,
+def layouts() -> tuple[Case, ...]:
+    """The same, and some along the last dimension: where results are laid out, compilers differ."""
+    by_name = {case.name: case for case in CASES}
+    return (
+        *CASES,
+        dataclasses.replace(
+            by_name["all_gather"],
+            name="all_gather, axis=-1",
+            call=lambda m, x, axis, **how: m.all_gather(x, axis, axis=-1, tiled=True, **how),
+            reference=lambda xs: everywhere(np.concatenate(xs, axis=-1), len(xs)),
+        ),
+        dataclasses.replace(
+            by_name["all_to_all"],
+            name="all_to_all, 0 to -1",
+            call=lambda m, x, axis, **how: m.all_to_all(x, axis, 0, 2, tiled=True, **how),
+            reference=lambda xs: np.concatenate(xs[:, :, None], axis=-1),
+        ),
     )
-    return exchanged.reshape(x.shape)
-
-
-def _ragged_exchanged(xs: np.ndarray) -> np.ndarray:
-    n, rows = xs.shape[1:3]
-    results = np.zeros_like(xs)
-    for source, target in itertools.product(range(n), repeat=2):
-        sent = _rows_sent(source, target, n, rows)
-        results[target, source, :sent] = xs[source, target, :sent]
-    return results
-
-
-_ALL_CASES = (
-    Case(
-        name="all_gather",
-        op="all_gather",
-        operand=_one_block,
-        call=lambda m, x, axis, **how: m.all_gather(x, axis, tiled=True, **how),
-        reference=lambda xs: _everywhere(xs.reshape(-1, *xs.shape[2:]), len(xs)),
-        busbw=lambda n: (n - 1) / n,
-    ),
-    Case(
-        name="psum_scatter",
-        op="reduce_scatter",
-        operand=_all_blocks,
-        call=lambda m, x, axis, **how: m.psum_scatter(x, axis, tiled=True, **how),
-        reference=lambda xs: _sum(xs)[:, None],
-        busbw=lambda n: (n - 1) / n,
-        adds=True,
-    ),
-    Case(
-        name="psum",
-        op="all_reduce",
-        operand=_all_blocks,
-        call=lambda m, x, axis, **how: m.psum(x, axis, **how),
-        reference=lambda xs: _everywhere(_sum(xs), len(xs)),
-        busbw=lambda n: 2 * (n - 1) / n,
-        whole=True,
-        adds=True,
-    ),
-    Case(
-        name="all_to_all",
-        op="all_to_all",
-        operand=_all_blocks,
-        call=lambda m, x, axis, **how: m.all_to_all(x, axis, 0, 0, tiled=True, **how),
-        reference=lambda xs: xs.swapaxes(0, 1),
-        busbw=lambda n: (n - 1) / n,
-    ),
-    Case(
-        name="ragged_all_to_all",
-        op="ragged_all_to_all",
-        operand=_all_blocks,
-        call=_ragged_all_to_all,
-        reference=_ragged_exchanged,
-        busbw=lambda n: (n + 2) * (n - 1) / (2 * n * n),
-        rows_sent=_rows_sent,
-        lax_everywhere=False,
-    ),
-    Case(
-        name="ppermute",
-        op="ppermute",
-        operand=_all_blocks,
-        call=lambda m, x, axis, **how: m.ppermute(x, axis, _ring_shift(axis), **how),
-        reference=lambda xs: np.roll(xs, 1, axis=0),
-        busbw=lambda n: 1.0,
-        rows_sent=lambda source, target, n, rows: n * rows * (target == (source + 1) % n),
-        whole=True,
-    ),
-)
-CASES = tuple(case for case in _ALL_CASES if case.op in ALGORITHMS)
-
-_BY_NAME = {case.name: case for case in _ALL_CASES}
-# The same collectives along the last dimension: where results are laid out, compilers differ.
-_ALL_LAYOUTS = (
-    *_ALL_CASES,
-    dataclasses.replace(
-        _BY_NAME["all_gather"],
-        name="all_gather, axis=-1",
-        call=lambda m, x, axis, **how: m.all_gather(x, axis, axis=-1, tiled=True, **how),
-        reference=lambda xs: _everywhere(np.concatenate(xs, axis=-1), len(xs)),
-    ),
-    dataclasses.replace(
-        _BY_NAME["all_to_all"],
-        name="all_to_all, 0 to -1",
-        call=lambda m, x, axis, **how: m.all_to_all(x, axis, 0, 2, tiled=True, **how),
-        reference=lambda xs: np.concatenate(xs[:, :, None], axis=-1),
-    ),
-)
-LAYOUTS = tuple(layout for layout in _ALL_LAYOUTS if layout.op in ALGORITHMS)

@@ -50,7 +50,7 @@ from benchmarks.results import Results, Saved
 from benchmarks.rows import Asked, Measured, Probed
 from benchmarks.settings import AXES, FlagError, Settings
 from benchmarks.tables import Screen
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import Machine
 
 flags.adopt_module_key_flags(selection)

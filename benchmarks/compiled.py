@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
 from benchmarks import baseline, devices
-from benchmarks.cases import LANES, LAYOUTS, Case
+from benchmarks.cases import LANES, Case, layouts
 from benchmarks.rows import Compiled
 from benchmarks.settings import Settings
 
@@ -61,10 +61,8 @@ class Task(NamedTuple):
 def plan(settings: Settings) -> list[Task]:
     """The rows to compile."""
     ops = {case.op for case in settings.cases}
-    layouts = [layout.name for layout in LAYOUTS if layout.op in ops]
-    return [
-        Task(*task) for task in itertools.product(settings.topologies, layouts, settings.dtypes)
-    ]
+    names = [layout.name for layout in layouts() if layout.op in ops]
+    return [Task(*task) for task in itertools.product(settings.topologies, names, settings.dtypes)]
 
 
 def is_available() -> bool:
@@ -103,13 +101,13 @@ def main() -> None:
 def _row(task: Task) -> Compiled:
     pallas_collectives.reset_counts()
     topology, name, dtype = task
-    (layout,) = (layout for layout in LAYOUTS if layout.name == name)
+    (layout,) = (layout for layout in layouts() if layout.name == name)
     base = Compiled(topology=topology, op=name, type=dtype)
     try:
         mesh = _mesh(topology)
-        ours = _compile(layout, dtype, mesh, pallas_collectives)
+        ours = _compile(layout, dtype, mesh)
         counts = pallas_collectives.counts()
-        by_lax = _compile(layout, dtype, mesh, jax.lax)
+        by_lax = _compile(layout, dtype, mesh, by_lax=True)
     except Exception as error:  # the other rows are wanted all the same
         return dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
     served = dict.fromkeys(algorithm or backend for _, backend, algorithm in counts)
@@ -130,11 +128,11 @@ def _mesh(topology: str) -> Mesh:
     return Mesh(np.array(described.devices), ("x",))
 
 
-def _compile(layout: Case, dtype: str, mesh: Mesh, module: Any) -> Any:
+def _compile(layout: Case, dtype: str, mesh: Mesh, *, by_lax: bool = False) -> Any:
     def program(x: jax.Array) -> jax.Array:
         with jax.named_scope("producer"):
             x = _touch(x[0])
-        y = layout.call(module, x, "x")
+        y = layout.by_lax(x, "x") if by_lax else layout.call(pallas_collectives, x, "x")
         with jax.named_scope("consumer"):
             return _touch(y)[None]
 
@@ -144,7 +142,7 @@ def _compile(layout: Case, dtype: str, mesh: Mesh, module: Any) -> Any:
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     mapped = jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     chip = mesh.devices.flat[0].device_kind
-    options = baseline.options("tpu", chip) if module is jax.lax else {}
+    options = baseline.options("tpu", chip) if by_lax else {}
     return jax.jit(mapped, compiler_options=options).lower(x).compile()
 
 

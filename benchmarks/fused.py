@@ -29,11 +29,12 @@ import pallas_collectives
 from benchmarks import devices, timing
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
+from pallas_collectives.backends.pallas_fused import GATHER, SCATTER
 from pallas_collectives.replay import Machine, MachineError, replay
 
 flags.adopt_module_key_flags(timing)
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+OPS = (GATHER, SCATTER)
 _PODS = flags.DEFINE_list(
     "pods", ["v4:4x4x4", "v5e:16", "v5p:4x4x4", "v6e:16", "7x:4x4x4"], "Pods to model, over axis x."
 )
@@ -149,7 +150,7 @@ def _modelled(machine: Machine, op: str, shape: tuple[int, int, int]) -> Row:
 
     product = 2 * n * rows * depth * columns / machine.generation.matrix_rate
     fused = functools.partial(getattr(pallas_collectives, op), axis_name="x", algorithm="fused")
-    if op == "all_gather_matmul":
+    if op == GATHER:
         gather = functools.partial(pallas_collectives.all_gather, axis_name="x", tiled=True)
         collective = seconds(gather, (rows, depth))
         both = seconds(fused, (rows, depth), (depth, columns))
@@ -167,7 +168,7 @@ def measured(
     mesh = Mesh(np.array(jax.devices()), ("x",))
     for op, shape in itertools.product(ops, shapes):
         rows, depth, columns = shape
-        blocks = 1 if op == "all_gather_matmul" else mesh.size
+        blocks = 1 if op == GATHER else mesh.size
         call = functools.partial(getattr(pallas_collectives, op), axis_name="x")
         times = {
             how: _seconds(

@@ -21,7 +21,7 @@ from benchmarks.problem import Problem
 from benchmarks.rows import Measured, Soaked
 from benchmarks.settings import Settings
 from pallas_collectives import multihost
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 
 Checked = TypeVar("Checked", Measured, Soaked)

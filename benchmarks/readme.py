@@ -26,8 +26,8 @@ from benchmarks.results import Results, Saved
 from benchmarks.rows import Compiled, Measured, Replayed
 from benchmarks.settings import FlagError, Settings
 from benchmarks.tables import Screen, grid
+from pallas_collectives import catalogue
 from pallas_collectives.backends import nccl
-from pallas_collectives.backends.algorithms import ALGORITHMS
 from pallas_collectives.replay import calibration
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -42,48 +42,6 @@ PODS = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "7x:4x4x4")
 BLOCKS = (8 << 10, 4 << 20)  # bytes
 GPU_BLOCKS = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 _DTYPE = "float32"
-
-# Our functions for each canonical collective; lax's are of the same names but for the first two.
-_FUNCTIONS = {
-    "all_gather": "`all_gather`",
-    "reduce_scatter": "`psum_scatter`, `reduce_scatter`",
-    "all_reduce": "`psum`, `all_reduce`, `pmean`, `pmax`, `pmin`, `pbroadcast`",
-    "all_to_all": "`all_to_all`, `pswapaxes`",
-    "ragged_all_to_all": "`ragged_all_to_all`",
-    "ppermute": "`ppermute`, `pshuffle`",
-}
-# Bytes sent per link and direction, and steps, as the kernels' files have them.
-_RINGS = {
-    "bidirectional": ("(n−1)/2 blocks", "⌊n/2⌋"),
-    "unidirectional": ("n−1 blocks, one way", "n−1"),
-    "line": ("n−1 blocks at the most", "n−1"),
-    "torus": ("(n−1)/2d blocks, on d axes at once", "the axes' together"),
-    "direct": ("as the wires lie", "1"),
-}
-COSTS: dict[str, dict[str, tuple[str, str]]] = {
-    "all_gather": _RINGS,
-    "reduce_scatter": _RINGS,
-    "all_reduce": {
-        "ring": ("(n−1)/n of the operand", "2⌊n/2⌋"),
-        "line": ("2(n−1)/n of the operand at the most", "2(n−1)"),
-        "torus": ("(n−1)/dn of the operand, on d axes at once", "the axes' together"),
-        "one_shot": ("as the wires lie", "1"),
-    },
-    "all_to_all": {
-        "direct": ("as the wires lie", "1"),
-        "ring": ("n²/8 blocks", "⌊n/2⌋"),
-        "line": ("n²/4 blocks at the most", "n−1"),
-    },
-    "ragged_all_to_all": {
-        "direct": ("the rows that are sent", "1"),
-        "ring": ("those, and what is passed on", "⌊n/2⌋"),
-        "line": ("those, and what is passed on", "n−1"),
-    },
-    "ppermute": {
-        "partners": ("the operand", "1"),
-        "everyone": ("the operand", "1"),
-    },
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -134,11 +92,12 @@ _MARKED = re.compile(
 def algorithms(_: Saved) -> str:
     """Collectives, algorithms and backends."""
     cells = []
-    for op, names in ALGORITHMS.items():
-        for i, name in enumerate(names):
-            gpus = "yes" if hasattr(nccl, op) else "by lax"
-            first = (_FUNCTIONS[op], gpus) if i == 0 else ("", "")
-            cells.append((first[0], f"`{name}`", *COSTS[op][name], first[1]))
+    for record in catalogue.COLLECTIVES.values():
+        functions = ", ".join(f"`{name}`" for name in record.functions)
+        on_gpus = "yes" if hasattr(nccl, record.name) else "by lax"
+        for i, algorithm in enumerate(record.algorithms):
+            first, last = ("", "") if i else (functions, on_gpus)
+            cells.append((first, f"`{algorithm.name}`", algorithm.sent, algorithm.steps, last))
     headers = ("function", "`algorithm=` on TPUs", "bytes per link and direction", "steps", "NCCL")
     return grid(headers, cells, (True,) * 5)
 
@@ -252,7 +211,7 @@ def recompute(screen: Screen) -> None:
     kept = Results(screen, about, {}, str(STORED))
     on_pods = [task for pod in PODS for task in tasks(pod)]
     kept.collect("replayed", replay_rows.rows(on_pods), len(on_pods))
-    wanted = Settings(CASES, dtypes=(_DTYPE,), topologies=TOPOLOGIES)
+    wanted = Settings(tuple(CASES), dtypes=(_DTYPE,), topologies=TOPOLOGIES)
     for_tpus = compiled.plan(wanted)
     kept.collect("compiled", compiled.rows(for_tpus), len(for_tpus))
     screen.say(kept.verdict)

@@ -17,7 +17,7 @@ import pallas_collectives
 from benchmarks import peaks
 from benchmarks.cases import LANES, Case
 from benchmarks.rows import Replayed
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks.cases import CASES, Case
 from pallas_collectives import backends
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 
 AXES = ("x", "y", "z")

@@ -24,9 +24,10 @@ from benchmarks import devices, interrupt, measure, replay_rows
 from benchmarks.cases import CASES, Case
 from benchmarks.rows import Measured
 from benchmarks.settings import Settings
-from pallas_collectives import chips, places, tables, tuning
+from pallas_collectives import catalogue, chips, places, tables, tuning
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.errors import CollectiveError, ReachError, VmemError
+from pallas_collectives.records import ON_SEVERAL
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
 from pallas_collectives.tables import Entry, Table
 
@@ -46,8 +47,6 @@ OPERAND_BYTES = (*BLOCK_BYTES, 16 << 20, 64 << 20)
 # Bytes of the full array, where they are measured.
 FULL_BYTES = tuple(64 << 10 << 3 * i for i in range(5))
 DTYPE = "float32"
-# Whose times depend on the values: these collectives are not in any table.
-_UNTABLED = ("ragged_all_to_all",)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -152,9 +151,10 @@ def model(
     if measured_on:
         machine = dataclasses.replace(machine, generation=measured_on)
     for case in CASES:
-        if case.op in _UNTABLED or (ops is not None and case.op not in ops):
+        record = catalogue.COLLECTIVES[case.op]
+        if not record.timed or (ops is not None and case.op not in ops):
             continue
-        sizes: tuple[int, ...] = OPERAND_BYTES if case.op == "all_reduce" else BLOCK_BYTES
+        sizes: tuple[int, ...] = OPERAND_BYTES if record.is_cut else BLOCK_BYTES
         if torus not in tables.TORI:  # the time of more is on the line through the last two
             sizes = sizes[:5]
         there = known and known.entries.get((case.op, chip, torus, n))
@@ -162,7 +162,8 @@ def model(
         offered = candidates(case.op, torus)
         # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
         if torus not in tables.TORI and n > algorithms.FEW_DEVICES:
-            offered = tuple(name for name in offered if name.startswith("torus"))
+            of_several = (a.name for a in record.algorithms if a.lies == (ON_SEVERAL,))
+            offered = tuple(name for name in offered if name.partition(":")[0] in {*of_several})
         us = {name: times for name, times in us.items() if name in offered}
         for name in offered:
             if name not in us:
@@ -178,10 +179,13 @@ def candidates(op: str, torus: str) -> tuple[str, ...]:
     A line's algorithms leave a ring's closing links idle; a torus' are for several axes, where one
     direction of a ring alone is never the fastest.
     """
-    spaces = ("", ":vmem") if op in ("reduce_scatter", "all_reduce") else ("",)
-    unfit = {"ring": ("torus", "line"), "line": ("torus",)}.get(torus, ("line", "unidirectional"))
-    names = (name for name in algorithms.ALGORITHMS[op] if name not in unfit)
-    return tuple(name + space for name in names for space in spaces)
+    lies = torus if torus in tables.TORI else ON_SEVERAL
+    return tuple(
+        algorithm.name + space
+        for algorithm in catalogue.COLLECTIVES[op].algorithms
+        if lies in algorithm.lies
+        for space in (("", ":vmem") if algorithm.in_vmem else ("",))
+    )
 
 
 def _replayed(
@@ -249,7 +253,7 @@ def torus_of(mesh: Mesh) -> str:
 
 def _tasks(mesh: Mesh, torus: str, iters: int) -> tuple[list[measure.Task], Settings]:
     backend, *others = devices.backends(devices.kind())
-    cases = tuple(case for case in CASES if case.op not in _UNTABLED)
+    cases = tuple(case for case in CASES if catalogue.COLLECTIVES[case.op].timed)
     n = mesh.shape["x"]
     wanted = Settings(cases=cases, mesh=tuple(mesh.shape.values()), iters=iters)
     names: dict[str, tuple[tuple[str, str | None], ...]] = {

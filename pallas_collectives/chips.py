@@ -94,6 +94,11 @@ def of_kind(device_kind: str) -> Chip:
     return _BY_KIND[max(matches, key=len)]
 
 
+def kind_of(name: str) -> str:
+    """A `jax.Device.device_kind` of the chip of a name."""
+    return next(kind for kind, chip in _BY_KIND.items() if chip.name == name)
+
+
 def slice_of(name: str) -> tuple[Chip, tuple[int, ...]] | None:
     """Chip and chips along each torus axis of a topology's name, as 'v5e:4x4'; None if it is none.
 

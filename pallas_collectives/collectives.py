@@ -18,18 +18,14 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_collectives import backends, checks, primitives
+from pallas_collectives import backends, catalogue, checks, primitives
 from pallas_collectives.backends import How
 from pallas_collectives.checks import AxisName, Groups
 
 # lax's functions as they were on import: `override_lax` may have put ours in their place since.
-LAX = types.SimpleNamespace(**{
-    name: getattr(lax, name)
-    for name in (
-        *("all_gather", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute"),
-        *("pshuffle", "psum", "psum_scatter", "pswapaxes", "ragged_all_to_all"),
-    )
-})  # fmt: skip
+LAX = types.SimpleNamespace(
+    **{name: getattr(lax, name) for name in catalogue.functions() if hasattr(lax, name)}
+)
 
 
 def all_gather(

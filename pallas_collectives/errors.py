@@ -24,6 +24,10 @@ class BackendError(CollectiveError):
     """A backend that does not exist, or that is not there on this platform."""
 
 
+class UnservedError(BackendError):
+    """A collective that a backend has no function for."""
+
+
 class DtypeError(CollectiveError, TypeError):
     """A dtype that the backend cannot move or reduce."""
 

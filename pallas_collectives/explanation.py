@@ -1,59 +1,30 @@
 """`explain`: which algorithm a call would get, and why."""
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from pallas_collectives import chips, hierarchy, places, tuning
-from pallas_collectives.backends import algorithms, canonical, pallas_reductions
-from pallas_collectives.chips import Chip
-from pallas_collectives.errors import CollectiveError, DtypeError, SliceError, UnboundAxisError
+from pallas_collectives import backends, catalogue, chips, hierarchy, places
+from pallas_collectives.backends import How, Plan, algorithms, canonical
+from pallas_collectives.backends.algorithms import Candidate as Candidate
+from pallas_collectives.backends.algorithms import KernelPlan
+from pallas_collectives.errors import CollectiveError, UnboundAxisError
+from pallas_collectives.kernels import launch
 from pallas_collectives.kernels.physical import Torus
 from pallas_collectives.kernels.topology import Group
+from pallas_collectives.places import Places
+from pallas_collectives.records import Collective
 
-# The canonical collective that serves each of lax's.
-CANONICAL = {
-    "all_gather": "all_gather",
-    "all_reduce": "all_reduce",
-    "all_to_all": "all_to_all",
-    "pbroadcast": "all_reduce",
-    "pmax": "all_reduce",
-    "pmean": "all_reduce",
-    "pmin": "all_reduce",
-    "ppermute": "ppermute",
-    "pshuffle": "ppermute",
-    "psum": "all_reduce",
-    "psum_scatter": "reduce_scatter",
-    "pswapaxes": "all_to_all",
-    "ragged_all_to_all": "ragged_all_to_all",
-    "reduce_scatter": "reduce_scatter",
-}
 # In place of an algorithm: where lax serves, and where there is nothing to send.
 LAX, NOTHING = "lax's own", "nothing"
-_TILE_BYTES = 4096  # of hardware, whatever the dtype: no block is cut finer
-# Whose operands are n blocks; others' are one.
-_OF_BLOCKS = ("reduce_scatter", "all_to_all", "ragged_all_to_all")
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """An algorithm that could serve.
-
-    Attributes:
-      algorithm: its name.
-      us: predicted microseconds; None where there is no prediction.
-      latency_us: of these, what remains for the smallest operands.
-      source: whose prediction it is, "modelled ..." or "measured ..."; or why there is none.
-    """
-
-    algorithm: str
-    us: float | None
-    latency_us: float | None
-    source: str
+_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +80,12 @@ def explain(
     devices: int | None = None,
     chip: str | None = None,
     torus: str | None = None,
+    axis: int = 0,
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
-    Nothing is run or compiled. Times are the tables' (see `tuning`), and say whether they are
-    modelled or measured.
+    The call's own decision, made as the call makes it, but for the kernel, which is neither run nor
+    compiled. Times are the tables' (see `tuning`), and say whether they are modelled or measured.
 
     Args:
       op: the collective, by lax's name or this library's: "psum", "all_gather", ...
@@ -124,38 +96,105 @@ def explain(
       devices, chip: how many devices, of what TPU generation ("v5e"); simulated ones by default.
       torus: "ring" or "line", where devices are given by number; by default what an axis of so
         many devices is on that chip.
+      axis: the dimension of the operand that is gathered, scattered or split.
 
     Raises:
-      CollectiveError: a collective, chip or torus that is not known, or too little to go on.
+      CollectiveError: a collective, chip or torus that is not known, too little to go on, or a
+        shape that cannot be scattered or split along `axis`.
       TableError: a table that cannot be read.
 
     Example:
       print(explain("psum", 32 << 10, devices=8, chip="v5p"))
     """
     _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
-    size = nbytes if nbytes is not None else math.prod(shape or ()) * jnp.dtype(dtype).itemsize
     if mesh is None:
-        known = chips.SIMULATED if chip is None else chips.BY_NAME[chip]
-        group = Group(("x",), (devices or 0,))
-        lies = torus or tuning.torus_of(group.size, known)
-        there = Torus((group.size,), (lies == "ring",))
-        row = [there.place(number) for number in range(group.size)]
-        instead = _instead(op, size, group, dtype)
-        return _explained(op, size, group, known, lies, instead, (there, [row]))
+        mesh, axis_name = _mesh_of(devices or 0, chip), "x"
+    with _on(mesh, _places(devices or 0, torus) if torus else places.of_mesh(mesh)):
+        group = canonical.group_of(axis_name)
+        if shape is None:
+            operand = _operand(catalogue.functions()[op], nbytes or 0, group.size)
+        else:
+            operand = jax.ShapeDtypeStruct(shape, dtype)
+        size = nbytes if nbytes is not None else math.prod(operand.shape) * operand.dtype.itemsize
+        plans = _planned(op, operand, group, axis)
+        return _explained(op, size, places.arranged(group), plans)
+
+
+def _mesh_of(devices: int, chip: str | None) -> AbstractMesh:
+    """So many devices of a chip on one axis, "x"."""
+    kind = None if chip is None else chips.kind_of(chip)
+    device = kind and jax.sharding.AbstractDevice(kind, None, platform="tpu")
+    auto = (jax.sharding.AxisType.Auto,)
+    return AbstractMesh((devices,), ("x",), axis_types=auto, abstract_device=device)
+
+
+def _places(devices: int, torus: str) -> Places:
+    """So many devices in a row, whose ends are linked on a "ring"."""
+    there = Torus((devices,), (torus == "ring",))
+    return Places(there, tuple(there.place(number) for number in range(devices)))
+
+
+@contextlib.contextmanager
+def _on(mesh: Any, where: Places | None) -> Iterator[None]:
+    """Within this context decisions are those of a lowering for a mesh, and leave no trace."""
     abstract = getattr(mesh, "abstract_mesh", mesh)
-    with jax.sharding.use_abstract_mesh(abstract), places.scope(places.of_mesh(mesh)):
-        group, known = canonical.group_of(axis_name), chips.current()
-        instead, parts = _instead(op, size, group, dtype), None
-        with hierarchy.scope(mesh):
-            try:
-                if not instead:
-                    parts = hierarchy.split(group, hierarchy.slices(group, hierarchy.marked()))
-            except SliceError as error:
-                return Explanation(op, size, group.size, known.name, "", LAX, str(error), ())
-        if parts is not None:
-            return _across(op, size, group, parts, known)
-        group = places.arranged(group)
-        return _explained(op, size, group, known, algorithms.torus_of(group, known), instead)
+    with (
+        jax.sharding.use_abstract_mesh(abstract),
+        places.scope(where),
+        hierarchy.scope(mesh),
+        launch.left_out(),
+        backends.uncounted(),
+    ):
+        yield
+
+
+def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruct:
+    """An operand of so many bytes, in whole rows of lanes if that is possible."""
+    elements = -(-nbytes // (4 * n if collective.of_blocks else 4))
+    block = (elements // _LANES, _LANES) if elements % _LANES == 0 else (elements,)
+    shape = (n, *block) if collective.of_blocks else block
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def _planned(op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int) -> list[Plan]:
+    """The plans that a call makes: its own code runs, with nothing to launch at its end."""
+    primitive, plainly = catalogue.functions()[op].functions[op]
+    how = How("pallas", across=hierarchy.marked())
+
+    def call(x: jax.Array) -> jax.Array:
+        operands, params = plainly(x, group.axes, group.size, axis)
+        return backends.served(primitive, how, lambda *_, **__: x, *operands, **params)
+
+    nothing = PartitionSpec()
+    run = jax.shard_map(call, in_specs=nothing, out_specs=nothing, check_vma=False)
+    wide = jax.dtypes.canonicalize_dtype(operand.dtype) != operand.dtype  # such arrays are of x64
+    x64 = jax.enable_x64(True) if wide else contextlib.nullcontext()
+    with backends.recorded() as plans, x64:
+        jax.eval_shape(run, operand)
+    return plans
+
+
+def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explanation:
+    chip = chips.current()
+    about, torus = (op, nbytes, group.size, chip.name), algorithms.torus_of(group, chip)
+    if by_lax := [plan for plan in plans if plan.backend == "xla" and plan.why]:
+        return Explanation(*about, torus, LAX, by_lax[0].why, ())
+    steps = tuple(
+        Explanation(
+            p.op, p.nbytes, p.devices, p.chip, p.torus, str(p.algorithm), p.why, p.candidates
+        )
+        for p in plans
+        if isinstance(p, KernelPlan)
+    )
+    if not steps:
+        why = "the operand is empty" if nbytes == 0 else "the group is one device"
+        return Explanation(*about, torus, NOTHING, why, ())
+    first = steps[0]
+    if first.devices == group.size:
+        return dataclasses.replace(first, op=op, nbytes=nbytes)
+    slices = group.size // first.devices
+    why = f"kernels inside each of {slices} slices, lax between them"
+    return Explanation(*about, first.torus, "", why, (), steps)
 
 
 def _check(
@@ -168,8 +207,9 @@ def _check(
     chip: str | None,
     torus: str | None,
 ) -> None:
-    if op not in CANONICAL:
-        rule = f"it is one of {', '.join(CANONICAL)}"
+    known = sorted(catalogue.functions())
+    if op not in known:
+        rule = f"it is one of {', '.join(known)}"
         raise CollectiveError(f"op={op!r}", rule, "name a collective")
     if (nbytes is None) == (shape is None):
         rule = "the operand's size is given either as nbytes or as shape and dtype"
@@ -199,132 +239,3 @@ def _check(
     if torus not in (None, "ring", "line") or (torus is not None and mesh is not None):
         rule = "it is 'ring' or 'line', and goes with a number of devices"
         raise CollectiveError(f"torus={torus!r}", rule, "name one, or leave it out")
-
-
-def _instead(op: str, nbytes: int, group: Group, dtype: Any) -> tuple[str, str] | None:
-    """What takes an algorithm's place, and why; None where a kernel serves (see `canonical`)."""
-    if nbytes == 0:
-        return NOTHING, "the operand is empty"
-    if group.size == 1 and CANONICAL[op] not in ("ppermute", "ragged_all_to_all"):
-        return NOTHING, "the group is one device"
-    if CANONICAL[op] not in ("all_reduce", "reduce_scatter") or op == "pbroadcast":
-        return None
-    dtype = jnp.dtype(dtype)
-    part = jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
-    try:
-        pallas_reductions.wire_dtype(part, op[1:] if op in ("pmax", "pmin") else "sum", False)
-    except DtypeError as error:
-        return LAX, str(error)
-    return None
-
-
-def _explained(
-    op: str,
-    nbytes: int,
-    group: Group,
-    chip: Chip,
-    torus: str,
-    instead: tuple[str, str] | None = None,
-    lying: algorithms.Lying | None = None,
-) -> Explanation:
-    found: list[Candidate] = []
-    if instead:
-        algorithm, why = instead
-    else:
-        algorithm, why, found = _chosen(CANONICAL[op], nbytes, group, chip, torus, lying)
-    return Explanation(op, nbytes, group.size, chip.name, torus, algorithm, why, tuple(found))
-
-
-def _chosen(
-    op: str,
-    nbytes: int,
-    group: Group,
-    chip: Chip,
-    torus: str,
-    lying: algorithms.Lying | None,
-) -> tuple[str, str, list[Candidate]]:
-    """The algorithm of a canonical collective, why, and all that could serve."""
-    n = group.size
-    block = nbytes // n if op in _OF_BLOCKS else nbytes
-    shard = block // n if op == "all_reduce" else block
-    reached = algorithms.reachable(op, group, chip, shard // _TILE_BYTES, lying)
-    predicted = tuning.predict(op, block, n, chip, reached, torus)
-    found = [
-        Candidate(name, p.us, p.latency_us, _source(p))
-        for name in tuning.fastest_first(predicted)
-        for p in [predicted[name]]
-    ]
-    found += [
-        Candidate(name, None, None, _no_time(op, name, name in reached, group, chip, lying))
-        for name in algorithms.ALGORITHMS[op]
-        if name not in predicted
-    ]
-    if not reached:
-        return LAX, f"{chip.name} cannot write between these devices", found
-    chosen = tuning.choose(op, block, n, chip, reached, torus)
-    return chosen, _why(chosen, found), found
-
-
-def _no_time(
-    op: str,
-    name: str,
-    reached: bool,
-    group: Group,
-    chip: Chip,
-    lying: algorithms.Lying | None,
-) -> str:
-    """Why there is no prediction for an algorithm."""
-    if reached:
-        return "no table has it"
-    if not algorithms.serves(op, name, group, chip, lying):
-        return f"{chip.name} cannot write to all the devices that it would have to"
-    if name == "torus":
-        too_small = "a block has too few tiles to be cut for all axes"
-        return too_small if group.torus else "for groups over several axes of a torus"
-    return "the devices have no ring of single links"
-
-
-def _source(prediction: tuning.Prediction) -> str:
-    of = " and ".join(map(str, prediction.devices))
-    table = prediction.table
-    if table.measured:
-        return f"measured with JAX {table.jax} on {of} devices ({table.path})"
-    return f"modelled by replay, for {of} devices"
-
-
-def _why(chosen: str, found: list[Candidate]) -> str:
-    timed = [c for c in found if c.us is not None and c.latency_us is not None]
-    if not timed or chosen != timed[0].algorithm:
-        return "it is the only one that can serve, or the only one known of"
-    best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
-    share = 100 * min(1.0, latency / us)
-    rules = (
-        f"latency, so hops, is {share:.0f}% of it"
-        if share > 50
-        else f"bytes on the busiest link are {100 - share:.0f}% of it"
-    )
-    kind = best.source.split()[0]
-    if len(timed) == 1:
-        return f"{kind} {us:.1f} us, {rules}; no other has a time"
-    return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
-
-
-def _across(op: str, nbytes: int, group: Group, parts: hierarchy.Split, chip: Chip) -> Explanation:
-    """The steps of a collective over several slices."""
-    within = CANONICAL[op]
-    inside = {
-        "all_gather": (("all_gather", nbytes * parts.slices),),
-        "reduce_scatter": (("reduce_scatter", nbytes),),
-        "all_reduce": (
-            ("reduce_scatter" if op not in ("pmax", "pmin") else "all_reduce", nbytes),
-            ("all_gather", -(-nbytes // parts.inside.size)),
-        ),
-    }.get(within)
-    inner = places.arranged(parts.inside)
-    torus = algorithms.torus_of(inner, chip)
-    if inside is None:
-        why = "it spans slices, whose network is XLA's"
-        return Explanation(op, nbytes, group.size, chip.name, torus, LAX, why, ())
-    steps = tuple(_explained(step, size, inner, chip, torus) for step, size in inside)
-    why = f"kernels inside each of {parts.slices} slices, lax between them"
-    return Explanation(op, nbytes, group.size, chip.name, torus, "", why, (), steps)

@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_collectives import backends, checks, fused_primitives, pipelined_products
-from pallas_collectives.backends import How
+from pallas_collectives import backends, checks, fused_primitives
+from pallas_collectives.backends.pallas_fused import Spec
 from pallas_collectives.checks import AxisName
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
-from pallas_collectives.fused_primitives import GATHER, SCATTER, Spec
 
 
 def all_gather_matmul(
@@ -76,20 +75,7 @@ def all_gather_matmul(
     contracted = checks.size_of(axis_name) * x.shape[-1] if _is_last(gather_axis, x) else None
     axis = _check_operands("gather_axis", gather_axis, x, weights, axis_name, contracted)
     spec = _spec(axis_name, axis, x, weights, preferred_element_type, precision, backend, algorithm)
-    way, reason = _way(GATHER, spec, x.ndim)
-    if way == "pipelined":
-        backends.count_fusion(GATHER, way, reason)
-        products, gathered = pipelined_products.pipelined_all_gather_matmul(
-            x,
-            weights,
-            axis_name,
-            gather_axis=axis,
-            return_gathered=True,
-            preferred_element_type=spec.out_dtype,
-            backend=_permutes(spec.how),
-        )
-    else:
-        gathered, *products = fused_primitives.all_gather_matmul(x, weights, spec)
+    gathered, *products = fused_primitives.all_gather_matmul(x, weights, spec)
     result = jax.tree.unflatten(jax.tree.structure(ws), products) if several else products[0]
     return (result, gathered) if return_gathered else result
 
@@ -158,19 +144,6 @@ def matmul_reduce_scatter(
     if reduce == "mean" and not jnp.issubdtype(spec.out_dtype, jnp.inexact):
         rule = "a mean of integers is none"
         raise DtypeError(f"reduce='mean' of {spec.out_dtype}", rule, "pass a floating dtype")
-    way, reason = _way(SCATTER, spec, x.ndim)
-    if way == "pipelined":
-        backends.count_fusion(SCATTER, way, reason)
-        return pipelined_products.pipelined_matmul_reduce_scatter(
-            x,
-            w,
-            axis_name,
-            scatter_axis=axis,
-            reduce=reduce,
-            precise=precise,
-            preferred_element_type=spec.out_dtype,
-            backend=_permutes(spec.how),
-        )
     return fused_primitives.matmul_reduce_scatter([x], [w], spec)
 
 
@@ -230,34 +203,3 @@ def _spec(
     wish = algorithm or ""
     checks.check_precision(precision)
     return Spec(axis_name, axis, jnp.dtype(out), False, precision, how, wish, **more)
-
-
-def _way(op: str, spec: Spec, ndim: int) -> tuple[str, str]:
-    """How the call is served: by "kernels" or else "apart", or "pipelined"; and why that.
-
-    Raises:
-      AlgorithmError: "fused" was asked for where only pipelines could do it, and they cannot.
-    """
-    how = spec.how
-    if how.backend == "pallas" or spec.wish == "unfused":
-        return "kernels", ""
-    why = how.fallback or f"backend {how.backend!r} has no kernels"
-    if not spec.wish:
-        slower = "; on GPUs pipelines of permutes were slower" if how.backend == "nccl" else ""
-        return "kernels", why + slower
-    obstacle = ""
-    if spec.size == 1:
-        obstacle = "there is one device"
-    elif spec.axis == ndim - 1:
-        obstacle = "the axis is the last, along which products are not cut into blocks"
-    elif spec.precision is not None:
-        obstacle = f"pipelined products know no precision={spec.precision!r}"
-    if obstacle:
-        remedy = "leave algorithm=None to have both run apart"
-        raise AlgorithmError(f"algorithm='fused' for {op}", obstacle, remedy)
-    return "pipelined", why
-
-
-def _permutes(how: How) -> str:
-    """The backend of a pipeline's permutes: XLA's are asynchronous, NCCL's calls are not."""
-    return how.backend if how.named else "xla"

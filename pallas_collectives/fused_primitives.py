@@ -3,9 +3,8 @@
     all_gather_matmul(x, w1, w2, ...)            linear in x: its transpose is the other
     matmul_reduce_scatter(x1, w1, x2, w2, ...)   linear in each: the sum of the pairs' products
 
-A primitive is bound only where its kernel can serve and is wanted (`choose`); elsewhere the pair of
-collective and product runs in its place, whose derivatives are that pair's. Every bind chooses
-anew, so the backward pass of a fused product may be unfused, and says so in `fusion_counts`.
+A primitive is bound only where its kernel can serve and is wanted (`fusing.decide`); elsewhere the
+pair of collective and product runs in its place, whose derivatives are that pair's.
 
 Weights' cotangents are plain products of gathered arrays: what `all_gather_matmul` has gathered on
 the way, and what the transpose of `matmul_reduce_scatter` gathers for its other half.
@@ -24,67 +23,34 @@ from jax.interpreters import ad, batching, mlir
 from pallas_collectives import (
     _compat,
     backends,
-    checks,
     collectives,
     fusing,
     hierarchy,
+    pipelined_products,
     places,
     remat,
 )
-from pallas_collectives.backends import How, algorithms, canonical, pallas_fused
-from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
-from pallas_collectives.kernels import collective_matmul
-
-GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What both primitives have for parameters.
-
-    Attributes:
-      axis_name: mesh axis or axes.
-      axis: the dimension of x that is gathered or scattered, counted from 0.
-      out_dtype: of products.
-      transposed: weights are (N, K).
-      precision: as `jax.lax.dot_general`'s.
-      how: the backend.
-      wish: "fused" (or an error), "preferred" (wherever a kernel can serve), "" (where it pays), or
-        "unfused".
-      precise: sums travel in float32.
-      scale: of the scattered sum.
-    """
-
-    axis_name: Any
-    axis: int
-    out_dtype: Any
-    transposed: bool
-    precision: Any
-    how: How
-    wish: str = ""
-    precise: bool = False
-    scale: float = 1.0
-
-    @property
-    def size(self) -> int:
-        """Devices."""
-        return checks.size_of(self.axis_name)
-
-    def transpose(self, out_dtype: Any) -> "Spec":
-        """Of the transposed product, which nobody asked for by name."""
-        return dataclasses.replace(
-            self,
-            transposed=not self.transposed,
-            out_dtype=jnp.dtype(out_dtype),
-            wish=self.wish and "preferred",
-            scale=1.0,
-        )
+from pallas_collectives.backends import canonical, pallas_fused
+from pallas_collectives.backends.pallas_fused import GATHER, SCATTER, Spec
 
 
 def all_gather_matmul(x: jax.Array, ws: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     """[gathered x, x @ w, ...], fused or not."""
-    if _fuses(GATHER, [x], ws, spec):
+    fusion = fusing.decide(GATHER, [x], ws, spec)
+    if fusion.way == "fused":
         return _gather_p.bind(*_alike([x, *ws], spec), spec=spec)
+    fusion.count()
+    if fusion.way == "pipelined":
+        products, gathered = pipelined_products.pipelined_all_gather_matmul(
+            x,
+            list(ws),
+            spec.axis_name,
+            gather_axis=spec.axis,
+            return_gathered=True,
+            preferred_element_type=spec.out_dtype,
+            backend=_permutes(spec),
+        )
+        return [gathered, *products]
     gathered = collectives.all_gather(
         x, spec.axis_name, axis=spec.axis, tiled=True, backend=_named(spec)
     )
@@ -95,8 +61,21 @@ def matmul_reduce_scatter(
     xs: Sequence[jax.Array], ws: Sequence[jax.Array], spec: Spec
 ) -> jax.Array:
     """The scattered sum of all x @ w, fused or not."""
-    if _fuses(SCATTER, xs, ws, spec):
+    fusion = fusing.decide(SCATTER, xs, ws, spec)
+    if fusion.way == "fused":
         return _scatter_p.bind(*_alike([*xs, *ws], spec), spec=spec)[0]
+    fusion.count()
+    if fusion.way == "pipelined":
+        return pipelined_products.pipelined_matmul_reduce_scatter(
+            xs[0],
+            ws[0],
+            spec.axis_name,
+            scatter_axis=spec.axis,
+            reduce="sum" if spec.scale == 1.0 else "mean",
+            precise=spec.precise,
+            preferred_element_type=spec.out_dtype,
+            backend=_permutes(spec),
+        )
     wide = spec.precise and jnp.issubdtype(spec.out_dtype, jnp.floating)
     wire = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float32) if wide else spec.out_dtype)
     total = sum(product(x, w, wire) for x, w in zip(xs[1:], ws[1:], strict=True))
@@ -131,6 +110,11 @@ def _named(spec: Spec) -> str | None:
     return spec.how.backend if spec.how.named else None
 
 
+def _permutes(spec: Spec) -> str:
+    """The backend of a pipeline's permutes: XLA's are asynchronous, NCCL's calls are not."""
+    return spec.how.backend if spec.how.named else "xla"
+
+
 def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     """Operands typed as varying over the same axes, the collective's among them."""
     axes = frozenset(canonical.group_of(spec.axis_name).axes)
@@ -143,108 +127,7 @@ def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     return [typed(x) for x in operands]
 
 
-# Whether to fuse ----------------------------------------------------------------------------------
-
-
-def _fuses(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> bool:
-    """Whether a kernel is to serve; counts where it does not.
-
-    Raises:
-      AlgorithmError: it is to, by name, and cannot.
-    """
-    reason = why_unfused(op, xs, ws, spec)
-    if not reason:
-        return True
-    if spec.wish == "fused":
-        raise AlgorithmError(
-            f"algorithm='fused' for {op}", reason, "leave algorithm=None to have both run apart"
-        )
-    backends.count_fusion(op, "unfused", reason)
-    return False
-
-
-def why_unfused(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
-    """Why a product and its collective are to run apart; "" if they are to be fused."""
-    x_shape = (*xs[0].shape[:-1], sum(x.shape[-1] for x in xs))
-    if spec.wish == "unfused":
-        return "it was asked for"
-    if spec.how.backend != "pallas":
-        return spec.how.fallback or f"backend {spec.how.backend!r} has no kernels"
-    if spec.axis == len(x_shape) - 1:
-        end = "gathered" if op == GATHER else "scattered"
-        what = (
-            "contracted one, of which every product needs all" if op == GATHER else "weights' own"
-        )
-        return f"the {end} axis is the {what}"
-    if spec.size == 1:
-        return "there is one device"
-    dtypes = [w.dtype for w in ws]
-    sizes = [size for operand in (*xs, *ws) for size in operand.shape]
-    mixed = {x.dtype for x in xs} if len(xs) > 1 else set()
-    if len(mixed) > 1 or (len(xs) > 1 and len(set(dtypes)) > 1):
-        return "pairs of operands are of different dtypes"
-    found = fusing.obstacle(xs[0].dtype, dtypes, spec.out_dtype, spec.precision, sizes)
-    if found:
-        return found
-    group = canonical.group_of(spec.axis_name)
-    try:
-        if hierarchy.split(group, hierarchy.slices(group, spec.how.across)) is not None:
-            return "the devices lie in several slices"
-        plan, wire = _plan(op, x_shape, xs[0].dtype, ws, spec)
-        effects(op, spec, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*xs, *ws)))
-    except (SliceError, VmemError, *backends.UNSERVABLE) as error:
-        return str(error)
-    if spec.wish:
-        return ""
-    cost = fusing.cost(op, plan, group, wire)
-    if cost.fused < cost.unfused:
-        return ""
-    return "by the model of the chip it takes longer in one kernel"
-
-
-def _plan(
-    op: str, x_shape: tuple[int, ...], x_dtype: Any, ws: Sequence[Any], spec: Spec
-) -> tuple[collective_matmul.Plan, Any]:
-    """How the products of one block go, and the dtype of what travels."""
-    columns = [pallas_fused.up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
-    if op == GATHER:
-        layout = pallas_fused.gather_layout(x_shape, spec.axis, x_dtype, spec.out_dtype)
-        weights = list(zip(columns, (w.dtype for w in ws), strict=True))
-        out, terms, wire = pallas_fused.kernel_dtype(spec.out_dtype), 0, x_dtype
-    else:
-        wire = pallas_fused.wire_dtype(spec.out_dtype, spec.precise)
-        layout = pallas_fused.scatter_layout(x_shape, spec.axis, spec.size, x_dtype, wire)
-        weights, out, terms = [(columns[0], ws[0].dtype)], wire, 2
-    plan = collective_matmul.plan(
-        layout.block, weights, x_dtype, out, terms=terms, transposed=spec.transposed
-    )
-    return plan, wire
-
-
 # Primitives ---------------------------------------------------------------------------------------
-
-
-def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
-    """The kernel's results."""
-    group = places.arranged(canonical.group_of(spec.axis_name))
-    options: dict[str, Any] = {
-        "axis": spec.axis,
-        "out_dtype": spec.out_dtype,
-        "transposed": spec.transposed,
-        "precision": fusing.settled_precision(spec.precision),
-        "interpret": spec.how.interpret,
-    }
-    if op == GATHER:
-        x, *ws = operands
-        return pallas_fused.all_gather_matmul(x, ws, group, **options)
-    xs, ws = halves(operands)
-    options |= {"precise": spec.precise, "scale": spec.scale}
-    return [pallas_fused.matmul_reduce_scatter(xs, ws, group, **options)]
-
-
-def halves(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The xs and the ws of `matmul_reduce_scatter`'s operands."""
-    return list(operands[: len(operands) // 2]), list(operands[len(operands) // 2 :])
 
 
 def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
@@ -255,7 +138,7 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
         x, *ws = operands
         gathered = backends.run("all_gather", how, x, all_gather_dimension=spec.axis, **options)
         return [gathered, *(product(gathered, w, spec) for w in ws)]
-    xs, ws = halves(operands)
+    xs, ws = pallas_fused.halves(operands)
     total: Any = sum(product(x, w, spec) for x, w in zip(xs, ws, strict=True))
     how = dataclasses.replace(how, precise=spec.precise)
     total = backends.run("reduce_scatter", how, total, scatter_dimension=spec.axis, **options)
@@ -263,38 +146,12 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
 
 
 def lowered(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
-    if reason := _why_apart(op, spec):
-        if spec.wish == "fused":
-            raise AlgorithmError(f"algorithm='fused' for {op}", reason, "leave algorithm=None")
-        backends.count_fusion(op, "unfused", reason)
+    """What a program computes in place of a primitive, once it is known where the devices are."""
+    fusion = fusing.as_devices_lie(op, spec)
+    fusion.count()
+    if fusion.way == "unfused":
         return _apart(op, *operands, spec=spec)
-    backends.count_fusion(op, "fused", "")
-    return kernel(op, *operands, spec=spec)
-
-
-def _why_apart(op: str, spec: Spec) -> str:
-    """What shows, once it is known where the devices are, to keep them from serving; "" if none."""
-    group = canonical.group_of(spec.axis_name)
-    if hierarchy.split(group, hierarchy.slices(group, spec.how.across)) is not None:
-        return "the devices lie in several slices"
-    try:
-        algorithms.check_ring(op, places.arranged(group))
-    except ReachError as error:
-        return str(error)
-    return ""
-
-
-def effects(op: str, spec: Spec, shapes: Any) -> frozenset[Any]:
-    """The effects of a kernel, TPU interpret mode's or none; raises what its tracing raises."""
-    return _traced_effects(op, spec, shapes, jax.sharding.get_abstract_mesh())
-
-
-@functools.lru_cache(maxsize=1024)
-def _traced_effects(op: str, spec: Spec, shapes: Any, mesh: Any) -> frozenset[Any]:
-    del mesh  # part of the key: axis sizes and chip are in scope
-    with backends.uncounted():
-        run = functools.partial(kernel, op, spec=spec)
-        return frozenset(jax.make_jaxpr(run)(*shapes).effects)
+    return pallas_fused.kernel(op, *operands, spec=spec)
 
 
 def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
@@ -308,7 +165,7 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
             avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
             for shape, dtype in shapes(*avals, spec=spec)
         ]
-        return outs, effects(op, spec, operands)
+        return outs, pallas_fused.effects(op, spec, operands)
 
     primitive.def_effectful_abstract_eval(abstract_eval)
     lower = mlir.lower_fun(functools.partial(lowered, op), multiple_results=True)
@@ -330,7 +187,7 @@ def _gather_shapes(x: Any, *ws: Any, spec: Spec) -> list[Any]:
 
 
 def _scatter_shapes(*operands: Any, spec: Spec) -> list[Any]:
-    xs, ws = halves(operands)
+    xs, ws = pallas_fused.halves(operands)
     block = canonical.resized(xs[0].shape, spec.axis, xs[0].shape[spec.axis] // spec.size)
     return [((*block[:-1], ws[0].shape[0 if spec.transposed else 1]), spec.out_dtype)]
 
@@ -383,7 +240,7 @@ def _gather_transpose(cts: Sequence[Any], x: Any, *ws: Any, spec: Spec) -> list[
 
 def _scatter_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
     """d(x @ w) = dx @ w + x @ dw, in one kernel, so that the transpose gathers once for both."""
-    (xs, ws), (dxs, dws) = halves(primals), halves(tangents)
+    (xs, ws), (dxs, dws) = pallas_fused.halves(primals), pallas_fused.halves(tangents)
     (out,) = _scatter_p.bind(*primals, spec=spec)
     pairs = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if not isinstance(dx, ad.Zero)]
     pairs += [(x, dw) for x, dw in zip(xs, dws, strict=True) if not isinstance(dw, ad.Zero)]
@@ -395,7 +252,7 @@ def _scatter_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec)
 
 def _scatter_transpose(cts: Sequence[Any], *operands: Any, spec: Spec) -> list[Any]:
     """x's cotangent is gather(ct) @ w transposed; w's is x transposed @ gather(ct)."""
-    xs, ws = halves(operands)
+    xs, ws = pallas_fused.halves(operands)
     (ct,) = cts
     if isinstance(ct, ad.Zero):
         return [
@@ -454,10 +311,7 @@ def _batch(
         xs = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims[:count], strict=False)]
         outs = call([*xs, *args[count:]], dataclasses.replace(spec, axis=spec.axis + 1))
         return outs, [0] * len(outs)
-    reason = "vmap maps over the weights"
-    if spec.wish == "fused":
-        raise AlgorithmError(f"algorithm='fused' for {op}", reason, "leave algorithm=None")
-    backends.count_fusion(op, "unfused", reason)
+    fusing.refused(op, spec, "vmap maps over the weights").count()
     apart = dataclasses.replace(spec, wish="unfused")
     with backends.uncounted():
         outs = jax.vmap(lambda *operands: call(operands, apart), in_axes=tuple(dims))(*args)

@@ -1,4 +1,9 @@
-"""Whether a product and its collective run as one kernel: where they can, and where it pays.
+"""Whether a product and its collective run as one: where they can, and where it pays.
+
+`decide` is the one place that says so: it makes the frozen `Fusion` of a call, which is followed,
+and counted (`fusion_counts`). It is asked anew wherever a product is bound, so the backward
+pass of a fused product may be unfused. Where devices turn out, while a program is lowered, to lie
+where no kernel can serve, that is one more question to it (`as_devices_lie`).
 
 Model, per device, of blocks passed both ways round a ring of n, each with its share of the product:
 
@@ -11,6 +16,7 @@ Rates are those of `replay.machine`. So fusing loses where blocks are small, and
 cores a device (v4, v5p) where the products take much longer than the wire.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +24,133 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import chips
+from pallas_collectives import backends, chips, hierarchy, places
+from pallas_collectives.backends import algorithms, canonical, pallas_fused
+from pallas_collectives.backends.pallas_fused import GATHER, Spec
+from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul, product
 from pallas_collectives.kernels.topology import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """How a product and its collective run.
+
+    Attributes:
+      op: `GATHER` or `SCATTER`.
+      way: "fused" (one kernel), "pipelined" (permutes and products of XLA) or "unfused" (a
+        collective and a product).
+      why: the reason for any way but one kernel.
+    """
+
+    op: str
+    way: str
+    why: str = ""
+
+    def count(self) -> None:
+        """Notes that it is being built."""
+        backends.count_fusion(self.op, self.way, self.why)
+
+
+def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Fusion:
+    """How the products of xs and ws are to run with their collective.
+
+    Args:
+      op: `GATHER` or `SCATTER`.
+      xs: the left-hand sides, or their types; one but in the derivative of `SCATTER`.
+      ws: the right-hand sides, or their types.
+      spec: see there.
+
+    Raises:
+      AlgorithmError: "fused" was asked for by name, and cannot be.
+    """
+    how = spec.how
+    if spec.wish == "unfused":
+        return Fusion(op, "unfused", "it was asked for")
+    if how.backend != "pallas":
+        why = how.fallback or f"backend {how.backend!r} has no kernels"
+        if spec.wish == "fused":
+            return _pipelined(op, xs[0].ndim, spec, why)
+        return Fusion(op, "unfused", why)
+    reason = _obstacle(op, xs, ws, spec)
+    return refused(op, spec, reason) if reason else Fusion(op, "fused")
+
+
+def refused(op: str, spec: Spec, reason: str) -> Fusion:
+    """What takes the place of a kernel that cannot serve, or need not.
+
+    Raises:
+      AlgorithmError: it was asked for by name.
+    """
+    if spec.wish == "fused":
+        remedy = "leave algorithm=None to have both run apart"
+        raise AlgorithmError(f"algorithm='fused' for {op}", reason, remedy)
+    return Fusion(op, "unfused", reason)
+
+
+def as_devices_lie(op: str, spec: Spec) -> Fusion:
+    """What `decide` says of the devices alone, once they are known.
+
+    Raises:
+      AlgorithmError: "fused" was asked for by name, and the devices lie so that no kernel serves.
+      SliceError: they lie in slices in a way that no steps serve.
+    """
+    group = canonical.group_of(spec.axis_name)
+    if hierarchy.split(group, hierarchy.slices(group, spec.how.across)) is not None:
+        return refused(op, spec, "the devices lie in several slices")
+    try:
+        algorithms.check_ring(op, places.arranged(group))
+    except ReachError as error:
+        return refused(op, spec, str(error))
+    return Fusion(op, "fused")
+
+
+def _pipelined(op: str, ndim: int, spec: Spec, why: str) -> Fusion:
+    obstacle = ""
+    if spec.size == 1:
+        obstacle = "there is one device"
+    elif spec.axis == ndim - 1:
+        obstacle = "the axis is the last, along which products are not cut into blocks"
+    elif spec.precision is not None:
+        obstacle = f"pipelined products know no precision={spec.precision!r}"
+    return refused(op, spec, obstacle) if obstacle else Fusion(op, "pipelined", why)
+
+
+def _obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
+    """Why no kernel is to serve; "" if one is."""
+    x_shape = (*xs[0].shape[:-1], sum(x.shape[-1] for x in xs))
+    if spec.axis == len(x_shape) - 1:
+        end = "gathered" if op == GATHER else "scattered"
+        what = (
+            "contracted one, of which every product needs all" if op == GATHER else "weights' own"
+        )
+        return f"the {end} axis is the {what}"
+    if spec.size == 1:
+        return "there is one device"
+    dtypes = [w.dtype for w in ws]
+    sizes = [size for operand in (*xs, *ws) for size in operand.shape]
+    mixed = {x.dtype for x in xs} if len(xs) > 1 else set()
+    if len(mixed) > 1 or (len(xs) > 1 and len(set(dtypes)) > 1):
+        return "pairs of operands are of different dtypes"
+    found = obstacle(xs[0].dtype, dtypes, spec.out_dtype, spec.precision, sizes)
+    if found:
+        return found
+    group = canonical.group_of(spec.axis_name)
+    try:
+        if hierarchy.split(group, hierarchy.slices(group, spec.how.across)) is not None:
+            return "the devices lie in several slices"
+        plan, wire = pallas_fused.plan(op, x_shape, xs[0].dtype, ws, spec)
+        operands = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*xs, *ws))
+        pallas_fused.effects(op, spec, operands)
+    except (SliceError, VmemError, *backends.UNSERVABLE) as error:
+        return str(error)
+    if spec.wish:
+        return ""
+    modelled = cost(op, plan, group, wire)
+    if modelled.fused < modelled.unfused:
+        return ""
+    return "by the model of the chip it takes longer in one kernel"
+
 
 MULTIPLIED = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 _WIDE_ONLY = ("v4",)  # their matrix units take no 8-bit operands
@@ -49,7 +179,11 @@ def obstacle(
         return f"{chip}'s matrix unit takes no {min(names)}"
     if jnp.issubdtype(out_dtype, jnp.integer) != integers or jnp.dtype(out_dtype).itemsize > 4:
         return f"products of {x_dtype} are not added up in {out_dtype}"
-    if _precision(precision) not in (None, lax.Precision.DEFAULT, lax.Precision.HIGHEST):
+    if pallas_fused.one_precision(precision) not in (
+        None,
+        lax.Precision.DEFAULT,
+        lax.Precision.HIGHEST,
+    ):
         return f"the kernels know no precision={precision!r}"
     if 0 in sizes:
         return "an operand is empty"
@@ -60,14 +194,14 @@ def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -
     """What a product and its collective take, fused and apart.
 
     Args:
-      op: "all_gather_matmul" or "matmul_reduce_scatter".
+      op: `GATHER` or `SCATTER`.
       plan: of the products of one block.
       group: the devices.
       wire_dtype: of what travels.
     """
     rates, n = product.generation(chips.current().name), group.size
     batch, rows, depth = plan.blocks.shape
-    gathers = op == "all_gather_matmul"
+    gathers = op == GATHER
     columns = depth if gathers else plan.problems[0].columns
     block = batch * rows * columns * jnp.dtype(wire_dtype).itemsize
     links = rates.link_bandwidth * rates.link_efficiency / (2 if group.line else 1)
@@ -78,19 +212,3 @@ def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -
     last = min(wire / max(1, n // 2), by_kernel / n) / plan.blocks.parts
     starts = 2 * rates.dma_latency * n * plan.blocks.parts
     return Cost(max(wire, by_kernel) + last + starts, wire + by_all_cores)
-
-
-def _precision(precision: Any) -> Any:
-    """One precision for both operands; as given if it is none that is known here."""
-    if isinstance(precision, tuple) and len(set(precision)) == 1:
-        return _precision(precision[0])
-    names = {"default": lax.Precision.DEFAULT, "highest": lax.Precision.HIGHEST}
-    return names.get(precision, precision) if isinstance(precision, str) else precision
-
-
-def settled_precision(precision: Any) -> Any:
-    """The precision that a kernel is to multiply with, JAX's default included."""
-    chosen = _precision(precision)
-    return (
-        _precision(jax.config.values["jax_default_matmul_precision"]) if chosen is None else chosen
-    )

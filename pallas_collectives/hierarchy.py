@@ -164,10 +164,24 @@ def _not_in_steps(group: Group, rule: str) -> SliceError:
 
 
 class InSlices:
-    """A backend module of kernels, for groups that may span slices; the same functions."""
+    """A backend module of kernels, for groups that may span slices; the same functions.
+
+    Those that go in steps across slices are methods; the others serve groups within one slice only.
+    """
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
+
+    def __getattr__(self, op: str) -> Callable[..., jax.Array]:
+        function = getattr(self._kernels, op)
+
+        def serve(*args: Any, how: How, **params: Any) -> jax.Array:
+            group = next(a for a in args if isinstance(a, Group))
+            if _parts(group, how) is not None:
+                raise _not_in_steps(group, "this collective has no steps inside and across")
+            return function(*args, how=how, **params)
+
+        return serve
 
     def all_gather(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         """Each device's block to its like in the other slices, then all of them inside."""
@@ -229,24 +243,6 @@ class InSlices:
             whole = whole[: x.size].reshape(x.shape)
         return whole.astype(x.dtype)
 
-    def all_to_all(
-        self, x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, how: How
-    ) -> jax.Array:
-        """Within one slice only."""
-        _check_within_one(group, how)
-        axes = {"split_axis": split_axis, "concat_axis": concat_axis}
-        return self._kernels.all_to_all(x, group, **axes, how=how)
-
-    def ragged_all_to_all(self, *args: Any, how: How) -> jax.Array:
-        """Within one slice only."""
-        _check_within_one(args[-1], how)
-        return self._kernels.ragged_all_to_all(*args, how=how)
-
-    def ppermute(self, x: jax.Array, group: Group, *, perm: Any, how: How) -> jax.Array:
-        """Within one slice only."""
-        _check_within_one(group, how)
-        return self._kernels.ppermute(x, group, perm=perm, how=how)
-
 
 def _parts(group: Group, how: How) -> Split | None:
     return split(group, slices(group, how.across))
@@ -289,16 +285,11 @@ def _of_devices(group: Group, mesh: Mesh) -> np.ndarray:
     return np.array(ways.pop()).reshape(group.sizes)
 
 
-def _check_within_one(group: Group, how: How) -> None:
-    if _parts(group, how) is not None:
-        raise _not_in_steps(group, "this collective has no steps inside and across")
-
-
 def _by_lax(
     name: str, function: Callable[..., Any], parts: Split, **options: Any
 ) -> Callable[[jax.Array], jax.Array]:
     """lax's collective across slices, uninterpreted by shard_map's types, and counted."""
-    backends.count(name, "xla", ACROSS)
+    backends.note(backends.Plan(op=name, backend="xla", algorithm=ACROSS))
     across = parts.across
     groups = across.index_groups and [list(row) for row in across.index_groups]
     run = functools.partial(function, axis_name=across.axes, axis_index_groups=groups, **options)

@@ -17,31 +17,26 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_collectives import _compat, backends, checks, hierarchy, leafwise, places, remat
+from pallas_collectives import (
+    _compat,
+    backends,
+    catalogue,
+    checks,
+    hierarchy,
+    leafwise,
+    places,
+    remat,
+)
 from pallas_collectives.backends import How, bundles
 
-# Elementwise, of one operand each: their twins take many, a tree's leaves.
-REDUCTIONS = frozenset({
-    "pmax",
-    "pmin",
-    "psum",
-    "psum_invariant",
-    "unreduced_pmax",
-    "unreduced_pmin",
-    "unreduced_psum",
-})  # fmt: skip
-COLLECTIVES = REDUCTIONS | {
-    "all_gather",
-    "all_gather_invariant",
-    "all_gather_reduced",
-    "all_to_all",
-    "pbroadcast",
-    "pbroadcast_dynamic",
-    "ppermute",
-    "ragged_all_to_all",
-    "reduce_scatter",
-    "unreduced_reduce_scatter",
-}
+
+def _is_collective(eqn: Any) -> bool:
+    return eqn.primitive.name in catalogue.primitives()
+
+
+def _is_reduction(primitive: core.Primitive) -> bool:
+    """Whether it is elementwise, of one operand: its twin takes many, a tree's leaves."""
+    return bool(catalogue.primitives()[primitive.name][1].reduction)
 
 
 def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> Any:
@@ -68,7 +63,7 @@ def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> An
         return [leaf for leaf, is_array in zip(flat, arrays, strict=True) if is_array]
 
     closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
-    if not any(eqn.primitive.name in COLLECTIVES for eqn in closed.jaxpr.eqns):
+    if not any(map(_is_collective, closed.jaxpr.eqns)):
         return fn(*args)  # nothing to replace: psum(1, "x") is a number
     replayed = iter(_replay(closed, [leaves[i] for i in traced], how, op))
     others, out_tree, arrays = results
@@ -100,11 +95,11 @@ def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> lis
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in COLLECTIVES and not _within_device(eqn.params):
+        if _is_collective(eqn) and not _within_device(eqn.params):
             same = not op or eqn.primitive.name == op
             how_here = how if same else dataclasses.replace(how, algorithm=None)
             params = dict(eqn.params)
-            if eqn.primitive.name in REDUCTIONS:
+            if _is_reduction(eqn.primitive):
                 alike = eqn.primitive, how_here, tuple(params.items())
                 waiting.setdefault(alike, {})[eqn.outvars[0]] = operands[0]
                 continue
@@ -132,7 +127,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     the lowering takes them together.
     """
     primitive = core.Primitive(f"pallas_{lax_p.name}")
-    many = primitive.multiple_results = lax_p.name in REDUCTIONS
+    many = primitive.multiple_results = _is_reduction(lax_p)
 
     def implementation(*args: jax.Array, how: How, **params: Any) -> Any:
         lower = functools.partial(backends.lower, lax_p, how, **params)
@@ -165,6 +160,35 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
             rules[primitive] = with_twins_of(rules[lax_p])
     if lax_p.name in _TRANSPOSES:
         ad.primitive_transposes[primitive] = with_twins_of(_TRANSPOSES[lax_p.name])
+    return primitive
+
+
+def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
+    """A primitive for a collective that lax has not: it means what `by_lax` computes with lax's.
+
+    `by_lax(*operands, **params)` gives the types, the derivative and the batching, and what XLA
+    runs. `catalogue` says which collective serves the primitive; `with_twins` puts it to work.
+    """
+    primitive = core.Primitive(name)
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        closed = jax.make_jaxpr(functools.partial(by_lax, **params))(*avals)
+        return closed.out_avals[0], frozenset(closed.effects)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        moving = tuple(map(ad.instantiate_zeros, tangents))
+        _, moved = jax.jvp(functools.partial(by_lax, **params), tuple(primals), moving)
+        return primitive.bind(*primals, **params), moved
+
+    def batch(axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        each = functools.partial(by_lax, **params)
+        names: Any = {"axis_name": axis.name, "axis_size": axis.size}
+        return jax.vmap(each, in_axes=tuple(dims), **names)(*operands), 0
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(by_lax, multiple_results=False))
+    ad.primitive_jvps[primitive] = jvp
+    batching.fancy_primitive_batchers[primitive] = batch
     return primitive
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import TableError
 
 MODELLED = Path(__file__).with_name("modelled.json")
@@ -172,8 +173,6 @@ def parse(content: Any, path: str) -> Table:
 
 
 def _entry(raw: Any, path: str, where: str) -> Entry:
-    from pallas_collectives.backends.algorithms import ALGORITHMS
-
     if not isinstance(raw, dict):
         raise _error(path, where, "it must be an object of " + ", ".join(_KEYS))
     op, chip, torus, devices, sizes, us = (raw.get(key) for key in _KEYS)

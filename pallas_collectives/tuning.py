@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_collectives import tables
+from pallas_collectives import catalogue, tables
 from pallas_collectives.chips import SIMULATED, Chip
 from pallas_collectives.tables import Entry, Table
 from pallas_collectives.tables import load as load
@@ -37,7 +37,6 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
 # larger ones would take from VMEM what XLA keeps there between operations.
 VMEM_UP_TO_BYTES = 1 << 20
-_ONE_HOP = ("direct", "one_shot")
 # Whose times stand for a chip that has none: simulated devices reach each other as v5p's do.
 _STAND_IN = "v5p"
 
@@ -83,12 +82,17 @@ def choose(
       TableError: the table in scope cannot be read.
     """
     predicted = predict(op, block_bytes, devices, chip, allowed, torus)
-    return fastest_first(predicted)[0] if predicted else allowed[0]
+    return fastest_first(op, predicted)[0] if predicted else allowed[0]
 
 
-def fastest_first(predicted: dict[str, Prediction]) -> list[str]:
+def fastest_first(op: str, predicted: dict[str, Prediction]) -> list[str]:
     """Algorithms by their predicted times; of equal ones first those that go in one hop."""
-    return sorted(predicted, key=lambda a: (predicted[a].us, a.partition(":")[0] not in _ONE_HOP))
+
+    def key(name: str) -> tuple[float, bool]:
+        algorithm = catalogue.COLLECTIVES[op].algorithm(name)
+        return predicted[name].us, not (algorithm and algorithm.one_hop)
+
+    return sorted(predicted, key=key)
 
 
 def predict(
@@ -164,18 +168,11 @@ def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, 
 
     Only sums gain by that: their pipeline through HBM costs three DMAs a step.
     """
-    match op, name:
-        case "all_reduce", "one_shot":  # everyone's operand is kept, beside the own and the result
-            operands = block_bytes * (devices + 2)
-        case "reduce_scatter", "direct":  # everyone's term is kept, beside operand and result
-            operands = block_bytes * (2 * devices + 1)
-        case "reduce_scatter", _:
-            operands = block_bytes * devices
-        case "all_reduce", _:
-            operands = block_bytes
-        case _:
-            return (name,)
-    return (f"{name}:vmem", name) if operands <= VMEM_UP_TO_BYTES else (name,)
+    algorithm = catalogue.COLLECTIVES[op].algorithm(name)
+    if algorithm is None or algorithm.in_vmem is None:
+        return (name,)
+    kept = algorithm.in_vmem(block_bytes, devices)
+    return (f"{name}:vmem", name) if kept <= VMEM_UP_TO_BYTES else (name,)
 
 
 def _predict(

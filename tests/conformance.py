@@ -16,7 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives import catalogue
+from pallas_collectives.catalogue import ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +233,7 @@ def _wide(xs: np.ndarray) -> np.ndarray:
     return xs.astype(np.complex128 if np.iscomplexobj(xs) else np.float64)
 
 
-ROWS = [
+WRITTEN = [
     _gather_row("rows", (32, 128), 0, True, *MOVED),
     _gather_row("columns", (8, 256), 1, True, "float32", "uint32"),
     _gather_row("last", (16, 256), -1, True, "bfloat16"),
@@ -286,6 +287,26 @@ ROWS = [
 ]
 
 
+def rows() -> list[Row]:
+    """The rows above and, of a collective of the catalogue that has none there, its example."""
+    written = {row.op for row in WRITTEN}
+    others = (c for c in catalogue.COLLECTIVES.values() if c.name not in written)
+    return [*WRITTEN, *map(_example_row, others)]
+
+
+def _example_row(collective: catalogue.Collective) -> Row:
+    function, example = next(iter(collective.functions)), collective.example
+    return Row(
+        collective.name,
+        "example",
+        lambda m, x, **how: example.call(m, x, "x", **how),
+        lambda n: example.operand(n, 8),
+        lambda xs: example.reference(_wide(xs) if example.adds else xs),
+        in_lax=example.lax_everywhere and hasattr(jax.lax, function),
+    )
+
+
+ROWS = rows()
 WITHOUT_RACES = harness.Adversaries(detect_races=False)  # one, for JAX's caches
 
 
@@ -322,8 +343,10 @@ def _lax(row: Row, n: int, dtype: str, seed: int) -> np.ndarray:
 
 def algorithms(row: Row) -> list[str]:
     """Every algorithm of a row's collective, in HBM or in VMEM; of the next row the other way."""
-    of_op = [other for other in ROWS if other.op == row.op]
+    of_op = [str(other) for other in rows() if other.op == row.op]
     spaces = ("", ":vmem")
-    names = [f"{a}{spaces[(of_op.index(row) + i) % 2]}" for i, a in enumerate(ALGORITHMS[row.op])]
+    names = [
+        f"{a}{spaces[(of_op.index(str(row)) + i) % 2]}" for i, a in enumerate(ALGORITHMS[row.op])
+    ]
     # It is no shift by one.
     return [name for name in names if row.name != "reverse" or not name.startswith("partners")]

@@ -14,7 +14,7 @@ import pytest
 from benchmarking import NOTHING_ELSE, ONE_ROW, Bench, finish, instead, start
 from benchmarks import measure
 from benchmarks.cases import CASES
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 
 

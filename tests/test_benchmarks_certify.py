@@ -17,7 +17,7 @@ from benchmarks import certify, devices, measure, replay_rows, settings, soak
 from benchmarks.cases import CASES, Case
 from benchmarks.rows import Measured
 from benchmarks.settings import Settings
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import Machine
 
 BY_NAME = {case.name: case for case in CASES}

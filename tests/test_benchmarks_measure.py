@@ -16,10 +16,10 @@ import pytest
 import harness
 from benchmarking import NOTHING_ELSE, ONE_ROW, Bench, instead
 from benchmarks import devices, measure, peaks, problem, timing
-from benchmarks.cases import CASES, LANES, LAYOUTS, Case
+from benchmarks.cases import CASES, LANES, Case, layouts
 from benchmarks.rows import Measured
 from benchmarks.settings import FlagError, Settings
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 
 
 def test_plan_runs_each_algorithm_for_pallas_and_others_once() -> None:
@@ -59,7 +59,7 @@ ON_CPU = [case for case in CASES if case.lax_everywhere]
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in LAYOUTS if case.lax_everywhere], ids=lambda case: case.name
+    "case", [case for case in layouts() if case.lax_everywhere], ids=lambda case: case.name
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32"])
 def test_references_agree_with_lax(case: Case, dtype: str) -> None:

@@ -15,24 +15,19 @@ import pytest
 
 import harness
 import pallas_collectives
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives import catalogue
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import AlgorithmError
 
 pytest.importorskip("libtpu")
 
 
-# How each collective is called over "x", and its operand per device, aligned for 8 devices.
-CALLS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-    "all_gather": (lambda m, x, **how: m.all_gather(x, "x", tiled=True, **how), (256, 256)),
-    "reduce_scatter": (lambda m, x, **how: m.psum_scatter(x, "x", tiled=True, **how), (256, 256)),
-    "all_reduce": (lambda m, x, **how: m.psum(x, "x", **how), (256, 256)),
-    "all_to_all": (lambda m, x, **how: m.all_to_all(x, "x", 0, 0, tiled=True, **how), (256, 256)),
-    "ppermute": (
-        lambda m, x, **how: m.ppermute(x, "x", _shift(), **how),
-        (256, 256),
-    ),
-    "ragged_all_to_all": (lambda m, x, **how: _ragged(m, x, **how), (256, 8, 128)),
-}
+def call_of(op: str) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """How a collective is called over "x", and its operand per device, aligned for 8 devices."""
+    if op == "ragged_all_to_all":  # of three dimensions, which are read in place
+        return _ragged, (256, 8, 128)
+    example = catalogue.COLLECTIVES[op].example
+    return lambda m, x, **how: example.call(m, x, "x", **how), (256, 256)
 
 
 def _shift() -> list[tuple[int, int]]:
@@ -49,7 +44,7 @@ def _ragged(m: Any, x: jax.Array, **how: Any) -> jax.Array:
 
 
 def compiled(op: str, topology: str, sizes: tuple[int, ...], **how: Any) -> harness.Compiled:
-    call, shape = CALLS[op]
+    call, shape = call_of(op)
     fn = functools.partial(call, pallas_collectives, backend="pallas", **how)
     return harness.compile_for_tpu(fn, topology, shape, sizes=sizes)
 
@@ -104,7 +99,7 @@ def test_temporary_memory_is_what_the_docstring_says(op: str, extra_blocks: int)
 def test_sums_of_a_gibibyte_take_three_blocks_a_direction(
     op: str, result_blocks: int, generation: str
 ) -> None:
-    call, _ = CALLS[op]
+    call, _ = call_of(op)
     how = {"backend": "pallas", "algorithm": ALGORITHMS[op][0]}
     topology = harness.GENERATIONS[generation]
     n = len(harness._topology(topology).devices)
@@ -119,7 +114,7 @@ def test_sums_of_a_gibibyte_take_three_blocks_a_direction(
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_a_gibibyte_per_device_compiles(op: str, generation: str) -> None:
     """Those that add nothing; sums of as much have their memory looked at besides."""
-    call, _ = CALLS[op]
+    call, _ = call_of(op)
     rows = (1 << 30) // (1024 * 2) // (4 if op == "all_gather" else 1)
     program = harness.compile_for_tpu(
         functools.partial(call, pallas_collectives, backend="pallas"),
@@ -136,7 +131,7 @@ def test_a_gibibyte_per_device_compiles(op: str, generation: str) -> None:
 )
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_a_pod_compiles_in_seconds(op: str, topology: str, sizes: tuple[int, ...]) -> None:
-    call, _ = CALLS[op]
+    call, _ = call_of(op)
     program = harness.compile_for_tpu(
         functools.partial(call, pallas_collectives, backend="pallas"),
         topology,

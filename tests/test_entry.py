@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives as pc
 from pallas_collectives import replay
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.kernels import entry
 from pallas_collectives.kernels.topology import Group
 

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh
 
 import harness
 import pallas_collectives as pc
 from pallas_collectives import tuning
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.kernels import launch
 from tables_of_times import slow_direct, written
 
 pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
@@ -47,6 +49,49 @@ def test_explain_is_what_a_call_gets() -> None:
         jax.jit(run).lower(np.zeros((8, *shape), np.float32))
         (key,) = pc.counts()
         assert pc.explain(op, shape=shape, mesh=on, axis_name="y").algorithm == key[2]
+
+
+AXES = ("x", "y")
+
+
+@pytest.mark.parametrize(
+    "op, call, shape, dtype",
+    [
+        ("all_gather", lambda a: pc.all_gather(a, AXES, tiled=True), (5, 129), "int8"),
+        ("all_gather", lambda a: pc.all_gather(a, AXES, axis=1, tiled=True), (48, 128), "bfloat16"),
+        ("psum_scatter", lambda a: pc.psum_scatter(a, AXES, tiled=True), (8, 3), "float16"),
+        ("psum_scatter", lambda a: pc.psum_scatter(a, AXES, tiled=True), (4096, 128), "complex64"),
+        ("psum", lambda a: pc.psum(a, AXES), (5, 3), "float32"),
+        ("psum", lambda a: pc.psum(a, AXES), (100, 1000), "bool"),
+        ("pmax", lambda a: pc.pmax(a, AXES), (512, 256), "uint32"),
+        ("pbroadcast", lambda a: pc.pbroadcast(a, AXES, 1), (640, 128), "bfloat16"),
+        ("all_to_all", lambda a: pc.all_to_all(a, AXES, 0, 0, tiled=True), (8, 5), "int8"),
+    ],
+)
+def test_explain_is_what_a_call_gets_of_any_shape_on_several_axes(
+    op: str, call: Callable[..., Any], shape: tuple[int, ...], dtype: str
+) -> None:
+    """Padding, packing, and the parts that a block can be cut in are the call's own."""
+    on, axis = harness.mesh(2, 4), int(shape == (48, 128))
+    with pc.torus("v5p:2x2x2"):
+        found = pc.explain(op, shape=shape, dtype=dtype, mesh=on, axis_name=AXES, axis=axis)
+        assert not pc.counts()
+        jax.jit(harness.per_device(call, on)).lower(np.zeros((8, *shape), dtype))
+    assert {algorithm for _, _, algorithm in pc.counts()} == {found.algorithm}
+
+
+@pytest.mark.parametrize("op", ["psum_scatter", "all_to_all", "psum"])
+def test_explain_takes_less_than_a_byte_a_device(op: str) -> None:
+    found, least = (pc.explain(op, nbytes, devices=8, chip="v5p") for nbytes in (1, 4 * 8))
+    assert found.algorithm == least.algorithm != "nothing" and found.nbytes == 1
+
+
+def test_explain_builds_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(pl, "pallas_call")
+    before = dict(launch.compiled_ids._keys)
+    assert pc.explain("ragged_all_to_all", MIB, devices=8, chip="v5e").algorithm == "ring"
+    assert pc.explain("psum", MIB, mesh=harness.mesh(2, 4), axis_name=("x", "y")).candidates
+    assert launch.compiled_ids._keys == before and not pc.counts()
 
 
 @pytest.mark.parametrize("op, n, rows", [("psum", 2, 0), ("psum", 1, 8), ("ppermute", 1, 8)])
@@ -88,7 +133,8 @@ def test_explain_across_slices_gives_the_steps() -> None:
         assert not pc.explain("psum", MIB, mesh=mesh, axis_name="x").inside
         assert pc.explain("psum", 0, mesh=mesh, axis_name=("dcn", "x")).algorithm == "nothing"
         scalar = pc.explain("psum", shape=(), mesh=mesh, axis_name=("dcn", "x"))
-        assert [step.nbytes for step in scalar.inside] == [4, 1]
+        # As the call has it: a block of one tile for each of 4 devices, then one element of each.
+        assert [step.nbytes for step in scalar.inside] == [4 * 4096, 4]
 
 
 def test_explain_goes_by_the_tiles_that_there_are_to_cut() -> None:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import replay_rows
 from benchmarks.cases import CASES
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine
 

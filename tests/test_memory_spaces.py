@@ -20,11 +20,11 @@ import harness
 import jaxprs
 import pallas_collectives
 from pallas_collectives import primitives
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError, ReachError
 from pallas_collectives.kernels import launch, spaces
 from pallas_collectives.kernels.topology import Group
-from test_compiled import CALLS
+from test_compiled import call_of
 
 SHAPE = (256, 256)
 
@@ -43,7 +43,7 @@ class Kernel:
 
 
 def _collective(op: str, algorithm: str) -> Kernel:
-    call, shape = CALLS[op]
+    call, shape = call_of(op)
 
     def run(x: jax.Array, w: jax.Array, space: str) -> jax.Array:
         x = jnp.resize(x, shape)
@@ -185,14 +185,12 @@ def _compiled(generation: str, form: str, kernels: Sequence[Kernel]) -> str:
 
 
 def _text(on: Mesh, fn: Callable[..., Any], shape: tuple[int, ...]) -> str:
-    with launch.ids_of_its_own():
-        return _traced(on, fn, shape, SHAPE).lower().compile().as_text()
+    return _traced(on, fn, shape, SHAPE).lower().compile().as_text()
 
 
 def _reaches(on: Mesh, kernel: Kernel) -> bool:
     try:
-        with launch.ids_of_its_own():
-            _traced(on, lambda x, w: kernel.call(x, w, ""), SHAPE, SHAPE)
+        _traced(on, lambda x, w: kernel.call(x, w, ""), SHAPE, SHAPE)
     except ReachError:
         return False
     return True
@@ -298,8 +296,7 @@ def test_kernels_read_all_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch.pl, "pallas_call", recording)
     primitives._traced_effects.cache_clear()
     for space in ("", ":vmem"):
-        with launch.ids_of_its_own():
-            _traced(_on("v6e"), functools.partial(_separately, space), SHAPE, SHAPE)
+        _traced(_on("v6e"), functools.partial(_separately, space), SHAPE, SHAPE)
     assert len(found) > 2 * len(ALGORITHMS)
     for eqn in found:
         assert eqn.primitive.name == "pallas_call"

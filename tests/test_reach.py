@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import pallas_collectives as pc
 from pallas_collectives import chips, reach
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels.physical import Torus
 from pallas_collectives.replay import trace_program

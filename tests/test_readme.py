@@ -22,7 +22,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_examples_run_as_they_stand() -> None:
-    first, _, beside = blocks("python")
+    first, _, beside, *_ = blocks("python")
     done = subprocess.run(
         [sys.executable, "-c", first + beside], capture_output=True, text=True, timeout=120
     )

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import columns, replay_rows
 from benchmarks.cases import CASES, Case
 from benchmarks.rows import Replayed
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import MachineError, bound
 from pallas_collectives.replay.bound import Bound
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 import pallas_collectives
 import replay_kernels as kernels
 from benchmarks.cases import CASES, Case
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import jaxprs
 from pallas_collectives.replay.machine import GENERATIONS
 from pallas_collectives.replay.program import Program, Signal, Start, Wait, at

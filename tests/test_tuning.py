@@ -16,8 +16,8 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import chips, tables, tuning
 from pallas_collectives.backends import How, algorithms
-from pallas_collectives.backends.algorithms import ALGORITHMS
 from pallas_collectives.backends.measured import Measured as Measured_
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import SlowerError, TableError
 from pallas_collectives.kernels.topology import Group
 from tables_of_times import chosen, content, entry, reachable, served, slow_direct, written

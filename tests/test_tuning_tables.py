@@ -11,7 +11,7 @@ import pytest
 from benchmarks import replay_rows, tune
 from benchmarks.cases import CASES
 from pallas_collectives import chips, tables, tuning
-from pallas_collectives.backends.algorithms import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import TableError
 from pallas_collectives.replay import Machine
 from tables_of_times import content, entry, reachable, written

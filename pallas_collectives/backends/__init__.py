@@ -16,7 +16,7 @@ import dataclasses
 import importlib.util
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from absl import logging
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 
-from pallas_collectives import _compat, simulation
+from pallas_collectives import _compat, catalogue, simulation
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
@@ -32,13 +32,14 @@ from pallas_collectives.errors import (
     ReachError,
     SliceError,
     SlowerError,
+    UnservedError,
 )
 
 NAMES = ("pallas", "nccl", "xla")
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
 # What a backend raises for a call that lax can serve in its place.
-UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError)
+UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError)
 
 _GPU = ("gpu", "cuda", "rocm")
 _named_backend = jax.make_user_context(None)
@@ -46,7 +47,9 @@ _named_backend = jax.make_user_context(None)
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How one call is served; a parameter of its primitive, passed on to its transpose.
+    """What is settled of a call while tracing; a parameter of its primitive and its transpose's.
+
+    What serves in the end is a `Plan`, made while lowering, when the devices are known.
 
     Attributes:
       backend: one of `NAMES`.
@@ -70,6 +73,23 @@ class How:
     def strict(self) -> bool:
         """Whether the call must be served as it says, or not at all."""
         return self.named or self.algorithm is not None or self.precise
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What serves one collective, and why: made once, followed, counted and explained as it is.
+
+    Attributes:
+      op: the canonical collective; where lax serves, lax's.
+      backend: one of `NAMES`.
+      algorithm: its name, with the memory space behind it; None where the backend itself chooses.
+      why: in a sentence; where lax serves, what no other backend can, and "" if lax was named.
+    """
+
+    op: str
+    backend: str
+    algorithm: str | None = None
+    why: str = ""
 
 
 @contextlib.contextmanager
@@ -130,17 +150,20 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
     Raises:
       DtypeError, ReachError, SliceError: as `run`, where the backend or its algorithm was named.
     """
+    return served(lax_p.name, how, lax_p.bind, *args, **params)
+
+
+def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
+    """Runs the lax collective named `op` on the backend, or `by_lax` where that cannot."""
     if how.backend != "xla":
         try:
-            return run(lax_p.name, how, *args, **params)
+            return run(op, how, *args, **params)
         except UNSERVABLE as error:
             if how.strict:
                 raise
             how = How("xla", fallback=str(error))
-    count(lax_p.name, "xla", None)
-    if how.fallback:
-        _count_fallback(how.fallback)
-    return lax_p.bind(*args, **params)
+    note(Plan(op=op, backend="xla", why=how.fallback))
+    return by_lax(*args, **params)
 
 
 def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
@@ -154,6 +177,13 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     from pallas_collectives.backends import canonical, measured, untyped
 
     module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+    collective, _ = catalogue.primitives()[op]
+    if not hasattr(module, collective.name):
+        raise UnservedError(
+            f"{collective.name} by backend {how.backend!r}",
+            "that backend has no function for it",
+            "leave the backend to be chosen: lax, then, serves",
+        )
     if how.backend == "pallas":
         module = hierarchy.InSlices(module)
     elif not how.strict:
@@ -212,6 +242,7 @@ _fallbacks: collections.Counter[str] = collections.Counter()
 _fusions: collections.Counter[tuple[str, str, str]] = collections.Counter()
 _counts_lock = threading.Lock()
 _counting = contextvars.ContextVar("counting", default=True)
+_made: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("made", default=None)
 
 
 def counts() -> dict[tuple[str, str, str | None], int]:
@@ -251,11 +282,30 @@ def count_fusion(op: str, way: str, reason: str) -> None:
             _fusions[op, way, reason] += 1
 
 
-def count(op: str, backend: str, algorithm: str | None) -> None:
-    """Notes that a collective is being built."""
-    if _counting.get():
-        with _counts_lock:
-            _counts[op, backend, algorithm] += 1
+def note(plan: Plan) -> None:
+    """Notes that a plan is being followed: it is counted, and told to who records."""
+    if (plans := _made.get()) is not None:
+        plans.append(plan)
+    if not _counting.get():
+        return
+    fallback = plan.backend == "xla" and plan.why
+    with _counts_lock:
+        _counts[plan.op, plan.backend, plan.algorithm] += 1
+        _fallbacks.update([fallback] if fallback else [])
+        first = fallback and _fallbacks[fallback] == 1
+    if first:
+        logging.warning("pallas_collectives: lax serves this collective, because %s", fallback)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Plan]]:
+    """The plans that are followed within this context, in their order."""
+    plans: list[Plan] = []
+    token = _made.set(plans)
+    try:
+        yield plans
+    finally:
+        _made.reset(token)
 
 
 @contextlib.contextmanager
@@ -266,13 +316,3 @@ def uncounted() -> Iterator[None]:
         yield
     finally:
         _counting.reset(token)
-
-
-def _count_fallback(reason: str) -> None:
-    if not _counting.get():
-        return
-    with _counts_lock:
-        _fallbacks[reason] += 1
-        first = _fallbacks[reason] == 1
-    if first:
-        logging.warning("pallas_collectives: lax serves this collective, because %s", reason)

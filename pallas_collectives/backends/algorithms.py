@@ -1,101 +1,206 @@
-"""The algorithms of each collective on TPUs, and which serves a call."""
+"""Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
-from pallas_collectives import backends, chips, places, reach, tables, tuning
-from pallas_collectives.backends import How
+import jax
+
+from pallas_collectives import backends, catalogue, chips, places, reach, tables, tuning
+from pallas_collectives.backends import How, Plan
+from pallas_collectives.chips import Chip
 from pallas_collectives.errors import AlgorithmError, ReachError
-from pallas_collectives.kernels import entry, physical, relay
+from pallas_collectives.kernels import entry
 from pallas_collectives.kernels.topology import Group
-
-ALGORITHMS = {
-    "all_gather": ("bidirectional", "unidirectional", "line", "torus", "direct"),
-    "reduce_scatter": ("bidirectional", "unidirectional", "line", "torus", "direct"),
-    "all_reduce": ("ring", "line", "torus", "one_shot"),
-    "all_to_all": ("direct", "ring", "line"),
-    "ragged_all_to_all": ("direct", "ring", "line"),
-    "ppermute": ("partners", "everyone"),
-}
-_RINGS = ("bidirectional", "unidirectional", "line", "ring")
-# Which devices write to each other, or signal, in an algorithm of that name.
-PATTERNS: dict[str, reach.Pattern] = {
-    "bidirectional": reach.ring,
-    "unidirectional": reach.ring,
-    "ring": reach.ring,
-    "line": reach.line,
-    "torus": reach.torus,
-    "direct": reach.everyone,
-    "one_shot": reach.everyone,
-    "partners": reach.alone,  # but a permutation's own pairs, which `choose` is given
-    "everyone": reach.alone,
-}
-# Whose lines are no longer than this.
-_RELAYED = ("all_to_all", "ragged_all_to_all")
+from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
 
 
-# The torus of a slice, and the places of a group's devices on it (see `places.lying`).
-Lying = tuple[physical.Torus, Sequence[Sequence[physical.Place]]]
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """An algorithm that could serve.
+
+    Attributes:
+      algorithm: its name.
+      us: predicted microseconds; None where there is no prediction.
+      latency_us: of these, what remains for the smallest operands.
+      source: whose prediction it is, "modelled ..." or "measured ..."; or why there is none.
+    """
+
+    algorithm: str
+    us: float | None
+    latency_us: float | None
+    source: str
 
 
-class Choice(NamedTuple):
-    """An algorithm, and whether operands and result are kept in VMEM while it runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelPlan(Plan):
+    """A plan by which a kernel serves.
 
-    name: str
+    Attributes:
+      record: of its algorithm.
+      vmem: whether operands and result are kept in VMEM while it runs.
+      nbytes: of one device's operand, as it is laid out for the kernel.
+      cuts: into how many parts a block can be cut.
+      devices: devices in the group.
+      chip: the TPU generation.
+      torus: how the group lies on the links (see `tables.Entry`).
+      candidates: all algorithms, the fastest first; none where the caller named this one.
+    """
+
+    record: Algorithm
     vmem: bool
+    nbytes: int
+    cuts: int
+    devices: int
+    chip: str
+    torus: str
+    candidates: tuple[Candidate, ...]
+
+    def launch(self, *operands: Any, **options: Any) -> Any:
+        """Runs the algorithm's kernel."""
+        return self.record.launcher(*operands, vmem=self.vmem, **options)
 
 
 def choose(
-    op: str, how: How, block_bytes: int, group: Group, cuts: int = 1, perm: reach.Pairs = ()
-) -> Choice:
-    """The algorithm asked for ("name", "name:vmem", "name:hbm"), or the one for this size and chip.
+    op: str,
+    how: How,
+    operand: jax.Array,
+    group: Group,
+    cuts: int = 1,
+    perm: Sequence[tuple[int, int]] = (),
+) -> KernelPlan:
+    """The plan for the algorithm asked for ("name", "name:vmem", "name:hbm"), or for the fastest.
 
-    All axes of a torus at once take part in that choice where the group lies on several, and a
-    block can be cut in so many parts (`cuts`) that each link gets one, or devices are many. `perm`
-    is a permutation's.
+    Args:
+      op: the canonical collective.
+      how: the caller's wishes.
+      operand: as it is laid out for the kernel.
+      group: the devices. Of those on several axes of a torus all axes at once take part in the
+        choice, where a block can be cut in so many parts that each link gets one, or devices are
+        many.
+      cuts: in how many parts a block can be cut.
+      perm: a permutation's pairs.
 
     Raises:
       AlgorithmError: there is no such algorithm, or it is not for this group or permutation.
       ReachError: it writes to devices that the chip cannot reach, or none is without that.
     """
-    chip = chips.current()
+    chip, record = chips.current(), catalogue.COLLECTIVES[op]
     if how.algorithm is not None and not isinstance(how.algorithm, str):
         raise AlgorithmError(f"algorithm={how.algorithm!r}", "it is a name", "see its docstring")
     if not reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
-    asked = how.algorithm or _chosen(op, block_bytes, group, chip, cuts, perm)
-    name, _, space = asked.partition(":")
-    if name not in ALGORITHMS[op] or space not in ("", "vmem", "hbm"):
-        names = ", ".join(ALGORITHMS[op])
+    torus, name = torus_of(group, chip), how.algorithm
+    candidates: tuple[Candidate, ...] = ()
+    if name is None:
+        block = record.block_bytes(operand.nbytes, group.size)
+        name, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
+    algorithm, space = record.algorithm(name), name.partition(":")[2]
+    if algorithm is None or space not in ("", "vmem", "hbm"):
+        names = ", ".join(catalogue.ALGORITHMS[op])
         raise AlgorithmError(
-            f"algorithm={asked!r} for {op}",
+            f"algorithm={name!r} for {op}",
             f"it is one of {names}, alone or with ':vmem' or ':hbm' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
-    if name == "partners" and entry.shift_of(tuple(perm), group) is None:
+    if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
-            f"algorithm={asked!r} for perm={list(perm)} over {group.size} devices",
+            f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",
             "it is for shifts by one position: others would each take one of a TPU's few barriers",
             "name 'everyone', or leave it to be chosen",
         )
-    if not serves(op, name, group, chip):
+    if not serves(algorithm, group, chip):
         groups = "" if group.index_groups is None else f" in groups {group.index_groups}"
-        raise unreachable(f"algorithm={name!r} for {op} over {group.size} devices{groups}", chip)
-    backends.count(op, "pallas", asked)
-    return Choice(name, space == "vmem")
+        what = f"algorithm={algorithm.name!r} for {op} over {group.size} devices{groups}"
+        raise unreachable(what, chip)
+    plan = KernelPlan(
+        op=op,
+        backend="pallas",
+        algorithm=name,
+        why=_why(name, candidates) if candidates else "it was asked for by name",
+        record=algorithm,
+        vmem=space == "vmem",
+        nbytes=operand.nbytes,
+        cuts=cuts,
+        devices=group.size,
+        chip=chip.name,
+        torus=torus,
+        candidates=candidates,
+    )
+    backends.note(plan)
+    return plan
 
 
-def _chosen(
-    op: str, block_bytes: int, group: Group, chip: chips.Chip, cuts: int, perm: reach.Pairs
-) -> str:
-    """The algorithm for the size, of those whose devices the chip can reach."""
+def _fastest(
+    op: str,
+    block_bytes: int,
+    group: Group,
+    chip: Chip,
+    cuts: int,
+    torus: str,
+    perm: Sequence[tuple[int, int]],
+) -> tuple[str, tuple[Candidate, ...]]:
+    """The algorithm with the least predicted time, of those that can serve; and all of them."""
+    algorithms = catalogue.COLLECTIVES[op].algorithms
     names = reachable(op, group, chip, cuts)
     one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
-    if not one_axis or entry.shift_of(tuple(perm), group) is None:
-        names = tuple(name for name in names if name != "partners")
+    if not one_axis or entry.shift_of(perm, group) is None:
+        shifts = {a.name for a in algorithms if a.barrier == "partners"}
+        names = tuple(name for name in names if name not in shifts)
     if not names:
         raise unreachable(f"{op} over {group.size} devices as they lie", chip)
-    return tuning.choose(op, block_bytes, group.size, chip, names, torus_of(group, chip))
+    predicted = tuning.predict(op, block_bytes, group.size, chip, names, torus)
+    order = tuning.fastest_first(op, predicted)
+    timed = [
+        Candidate(name, p.us, p.latency_us, _source(p))
+        for name, p in ((name, predicted[name]) for name in order)
+    ]
+    others = [
+        Candidate(a.name, None, None, _no_time(a, a.name in names, group, chip))
+        for a in algorithms
+        if a.name not in predicted
+    ]
+    return (order or list(names))[0], (*timed, *others)
+
+
+def _why(name: str, candidates: Sequence[Candidate]) -> str:
+    """Why an algorithm serves, of all that could."""
+    timed = [c for c in candidates if c.us is not None and c.latency_us is not None]
+    if not timed or name != timed[0].algorithm:
+        return "it is the only one that can serve, or the only one known of"
+    best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
+    share = 100 * min(1.0, latency / us)
+    rules = (
+        f"latency, so hops, is {share:.0f}% of it"
+        if share > 50
+        else f"bytes on the busiest link are {100 - share:.0f}% of it"
+    )
+    kind = best.source.split()[0]
+    if len(timed) == 1:
+        return f"{kind} {us:.1f} us, {rules}; no other has a time"
+    return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
+
+
+def _source(prediction: tuning.Prediction) -> str:
+    of = " and ".join(map(str, prediction.devices))
+    table = prediction.table
+    if table.measured:
+        return f"measured with JAX {table.jax} on {of} devices ({table.path})"
+    return f"modelled by replay, for {of} devices"
+
+
+def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) -> str:
+    """Why there is no prediction for an algorithm."""
+    if can_serve:
+        return "no table has it"
+    if not serves(algorithm, group, chip):
+        return f"{chip.name} cannot write to all the devices that it would have to"
+    if algorithm.reach is TORUS:
+        too_small = "a block has too few tiles to be cut for all axes"
+        return too_small if group.torus else "for groups over several axes of a torus"
+    if algorithm.reach is PARTNERS:
+        return "for shifts by one position"
+    return "the devices have no ring of single links"
 
 
 # On a torus of more devices nothing is as fast as all axes at once, also for blocks that cannot be
@@ -103,28 +208,21 @@ def _chosen(
 FEW_DEVICES = 16
 
 
-def reachable(
-    op: str, group: Group, chip: chips.Chip, cuts: float, lying: Lying | None = None
-) -> tuple[str, ...]:
+def reachable(op: str, group: Group, chip: Chip, cuts: float) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
     reach, and of blocks that can be cut in so many parts (`cuts`).
 
-    Of a group on several axes of a torus without a ring of single links, no ring. `lying` is where
-    the devices are; by default as `places` has it.
+    Of a group on several axes of a torus without a ring of single links, no ring.
     """
-    unfit = {"torus"}
+    algorithms, unfit = catalogue.COLLECTIVES[op].algorithms, {TORUS}
     enough = 2 * len(group.torus) if group.size <= FEW_DEVICES else 0
-    fits = "torus" in ALGORITHMS[op] and cuts >= enough
-    if group.torus and fits and serves(op, "torus", group, chip, lying):
-        unfit = set(_RINGS) if group.line else set()
-    return tuple(
-        name
-        for name in ALGORITHMS[op]
-        if name not in unfit and serves(op, name, group, chip, lying)
-    )
+    torus = [a for a in algorithms if a.reach is TORUS and serves(a, group, chip)]
+    if group.torus and torus and cuts >= enough:
+        unfit = {RING, LINE} if group.line else set()
+    return tuple(a.name for a in algorithms if a.reach not in unfit and serves(a, group, chip))
 
 
-def torus_of(group: Group, chip: chips.Chip) -> str:
+def torus_of(group: Group, chip: Chip) -> str:
     """How a group lies on the links, as tables name it: as its devices do where they are known,
     else by its size.
     """
@@ -135,11 +233,11 @@ def torus_of(group: Group, chip: chips.Chip) -> str:
     return "line" if group.line else "ring"
 
 
-def serves(op: str, name: str, group: Group, chip: chips.Chip, lying: Lying | None = None) -> bool:
+def serves(algorithm: Algorithm, group: Group, chip: Chip) -> bool:
     """Whether an algorithm can serve a group: every device reaches those that it writes to."""
-    if name == "line" and op in _RELAYED and group.size > relay.LONGEST_LINE:
+    if algorithm.most_devices is not None and group.size > algorithm.most_devices:
         return False
-    return reaches(PATTERNS[name](group), group, chip, lying)
+    return reaches(algorithm.reach(group), group, chip)
 
 
 def check_ring(what: str, group: Group) -> None:
@@ -149,14 +247,14 @@ def check_ring(what: str, group: Group) -> None:
         raise unreachable(f"{what} over {group.size} devices as they lie", chip)
 
 
-def reaches(pairs: reach.Pairs, group: Group, chip: chips.Chip, lying: Lying | None = None) -> bool:
+def reaches(pairs: reach.Pairs, group: Group, chip: Chip) -> bool:
     """Whether devices of a group, by their numbers, reach each other, as far as is known here."""
-    if reach.everywhere(chip) or (lying is None and places.are_settled_later()):
+    if reach.everywhere(chip) or places.are_settled_later():
         return True
-    return reach.all_reach(chip, *(lying or places.lying(group, chip)), pairs)
+    return reach.all_reach(chip, *places.lying(group, chip), pairs)
 
 
-def unreachable(what: str, chip: chips.Chip) -> ReachError:
+def unreachable(what: str, chip: Chip) -> ReachError:
     """The error for devices that cannot write to one another."""
     return ReachError(
         what,

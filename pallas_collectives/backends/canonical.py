@@ -11,50 +11,55 @@ one array at a time. Blocks are numbered by position in the group; nothing adds 
                       as lax; tables: input_offsets, send_sizes, output_offsets, recv_sizes
     ppermute(x, group, *, perm, how)                         perm: (source, target) pairs
 
-Where a backend cannot serve a dtype it raises `DtypeError`.
+Where a backend cannot serve a dtype it raises `DtypeError`. A backend that lacks a function leaves
+that collective to lax.
+
+A primitive whose record says nothing else (`catalogue.Primitive.by`) has the canonical function's
+own parameters, and `axis_name` in place of the group. Such a function is called with empty arrays
+and for single devices too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import checks
+from pallas_collectives import catalogue, checks
 from pallas_collectives.backends import How, packing
 from pallas_collectives.kernels.topology import Group
 
-# Of what a random key can be an operand.
-_MOVES = (
-    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ppermute"),
-    *("pbroadcast", "pbroadcast_dynamic"),
-)
 
-
-def run(module: Any, op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
-    """Serves the lax primitive named `op` from a backend module."""
+def run(module: Any, primitive: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
+    """Serves the lax primitive of a name from a backend module."""
+    collective, served = catalogue.primitives()[primitive]
     x = args[0]
-    if op in _MOVES and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # as the numbers they are
-        data = run(module, op, how, jax.random.key_data(x), *args[1:], **params)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not served.reduction:
+        numbers = [_key_data(x) for x in args]  # keys move as the numbers that they are
+        data = run(module, primitive, how, *numbers, **params)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    match op:
-        case "all_gather" | "all_gather_invariant" | "all_gather_reduced":
-            return _all_gather(module, how, *args, **params)
-        case "reduce_scatter" | "unreduced_reduce_scatter":
-            return _reduce_scatter(module, how, *args, **params)
-        case "psum" | "psum_invariant" | "unreduced_psum":
-            return _all_reduce(module, how, "sum", *args, **params)
-        case "pmax" | "pmin" | "unreduced_pmax" | "unreduced_pmin":
-            return _all_reduce(module, how, op[-3:], *args, **params)
-        case "all_to_all":
-            return _all_to_all(module, how, *args, **params)
-        case "ragged_all_to_all":
-            return _ragged_all_to_all(module, how, *args, **params)
-        case "ppermute":
-            return _ppermute(module, how, *args, **params)
-        case "pbroadcast" | "pbroadcast_dynamic":
-            return _pbroadcast(module, how, *args, **params)
-    raise AssertionError(op)
+    if served.by == "":
+        return _as_it_is(getattr(module, collective.name), how, *args, **params)
+    if served.reduction:
+        return _all_reduce(module, how, served.reduction, *args, **params)
+    return globals()[f"_{served.by}"](module, how, *args, **params)
+
+
+def _key_data(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _as_it_is(
+    function: Callable[..., jax.Array],
+    how: How,
+    *args: jax.Array,
+    axis_name: Any,
+    axis_index_groups: Any = None,
+    **params: Any,
+) -> jax.Array:
+    """Of a primitive that has the canonical function's parameters, and axes in place of a group."""
+    return function(*args, group_of(axis_name, axis_index_groups), **params, how=how)
 
 
 def group_of(axis_name: Any, index_groups: Any = None) -> Group:

@@ -9,13 +9,10 @@ from typing import Any
 
 import jax
 
-from pallas_collectives import tuning
+from pallas_collectives import catalogue, tuning
 from pallas_collectives.backends import How
 from pallas_collectives.errors import SlowerError
 from pallas_collectives.kernels.topology import Group
-
-# Whose operands are n blocks; others' are one (see `tuning`).
-_OF_BLOCKS = ("reduce_scatter", "all_to_all", "ragged_all_to_all")
 
 
 class Measured:
@@ -29,7 +26,7 @@ class Measured:
 
         def serve(*args: Any, how: How, **params: Any) -> jax.Array:
             group = next(a for a in args if isinstance(a, Group))
-            block = args[0].nbytes // (group.size if op in _OF_BLOCKS else 1)
+            block = catalogue.COLLECTIVES[op].block_bytes(args[0].nbytes, group.size)
             self._check(op, block, group.size)
             return function(*args, how=how, **params)
 

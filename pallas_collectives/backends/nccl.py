@@ -156,7 +156,7 @@ def _serves(op: str, dtype: Any, how: How) -> None:
             "leave algorithm=None; NCCL_ALGO and NCCL_PROTO in the environment restrict it",
         )
     _checked(dtype, lambda: dtypes.moved(dtype))
-    backends.count(op, "nccl", None)
+    backends.note(backends.Plan(op=op, backend="nccl", why="NCCL chooses its algorithms itself"))
 
 
 def _summed(op: str, dtype: Any, reduction: str, how: How) -> Any:

@@ -15,11 +15,8 @@ from pallas_collectives.backends import How, algorithms, packing
 from pallas_collectives.backends.pallas_reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas_reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.errors import ReachError
-from pallas_collectives.kernels import all_gather as all_gather_kernels
-from pallas_collectives.kernels import all_to_all as all_to_all_kernels
-from pallas_collectives.kernels import ppermute as ppermute_kernels
 from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
-from pallas_collectives.kernels import spaces, torus, torus_all_gather
+from pallas_collectives.kernels import spaces, torus
 from pallas_collectives.kernels.blocks import LANES, sliceable
 from pallas_collectives.kernels.topology import Group
 
@@ -38,28 +35,14 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     block = packed if aligned else packed.reshape(1, *_at_least_2d(packed.shape))
     block, along = spaces.widened(block), axis if aligned else 0
     cuts = torus.cuts(block.shape, along, block.dtype)
-    algorithm, vmem = algorithms.choose("all_gather", how, block.nbytes, group, cuts)
-    gathered = _all_gather(block, group, along, algorithm, vmem, how)
+    plan = algorithms.choose("all_gather", how, block, group, cuts)
+    gathered = plan.launch(block, group, axis=along, interpret=how.interpret)
     if not aligned:
         shape = packed.shape
         gathered = _of_widened(gathered, packed).reshape(group.size, *shape)
         gathered = jnp.moveaxis(gathered, 0, axis)
         gathered = gathered.reshape(*shape[:axis], group.size * shape[axis], *shape[axis + 1 :])
     return packing.unpack(gathered, x.dtype)
-
-
-def _all_gather(
-    x: jax.Array, group: Group, axis: int, algorithm: str, vmem: bool, how: How
-) -> jax.Array:
-    kernels, interpret = all_gather_kernels, how.interpret
-    if algorithm == "direct":
-        return kernels.direct(x, group, axis=axis, vmem=vmem, interpret=interpret)
-    if algorithm == "line":
-        return kernels.line(x, group, axis=axis, vmem=vmem, interpret=interpret)
-    if algorithm == "torus":
-        return torus_all_gather.all_axes(x, group, axis=axis, vmem=vmem, interpret=interpret)
-    both = algorithm == "bidirectional"
-    return kernels.ring(x, group, axis=axis, bidirectional=both, vmem=vmem, interpret=interpret)
 
 
 def all_to_all(
@@ -85,20 +68,9 @@ def all_to_all(
     else:
         operand = _blocks_first(packed, split, group.size)
         split_at, concat_at = 0, concat + 1 if joins else 0
-    algorithm, vmem = algorithms.choose("all_to_all", how, operand.nbytes // group.size, group)
-    kernels = {
-        "direct": all_to_all_kernels.direct,
-        "ring": all_to_all_kernels.ring,
-        "line": all_to_all_kernels.line,
-    }
-    y = kernels[algorithm](
-        operand,
-        group,
-        split_axis=split_at,
-        concat_axis=concat_at,
-        vmem=vmem,
-        interpret=how.interpret,
-    )
+    plan = algorithms.choose("all_to_all", how, operand, group)
+    at = {"split_axis": split_at, "concat_axis": concat_at}
+    y = plan.launch(operand, group, **at, interpret=how.interpret)
     if not joins:
         y = _blocks_along(y.reshape(group.size, *block), concat)
     elif not splits:
@@ -117,20 +89,16 @@ def ragged_all_to_all(
     tables of sizes and offsets are gathered first.
     """
     group = places.arranged(group)
-    algorithm, vmem = algorithms.choose("ragged_all_to_all", how, operand.nbytes, group)
+    plan = algorithms.choose("ragged_all_to_all", how, operand, group)
     (x, added), (init, _) = packing.pack(operand), packing.pack(output)
     if added:
         x, init = jnp.moveaxis(x, 0, 1), jnp.moveaxis(init, 0, 1)
     rows, rows_init = _whole_lanes(x), _whole_lanes(init)
     begin, sizes, targets, received = map(_as_int32, tables)
-    options: Any = {"vmem": vmem, "interpret": how.interpret}
-    kernels = ragged_all_to_all_kernels
-    if algorithm == "direct":
-        y = kernels.direct(rows, rows_init, begin, sizes, targets, received, group, **options)
-    else:
-        everyones = _tables_of_all(jnp.stack([sizes, targets]), group, how)
-        pass_on = kernels.line if algorithm == "line" else kernels.ring
-        y = pass_on(rows, rows_init, begin, everyones[0], everyones[1], group, **options)
+    given = [sizes, targets, received]
+    if plan.record.takes_everyones:
+        given = [*_tables_of_all(jnp.stack([sizes, targets]), group, how)]
+    y = plan.launch(rows, rows_init, begin, *given, group, interpret=how.interpret)
     row_size = math.prod(init.shape[1:])
     y = y.reshape(len(y), -1)[:, :row_size].reshape(init.shape)
     return packing.unpack(jnp.moveaxis(y, 1, 0) if added else y, output.dtype)
@@ -163,15 +131,9 @@ def ppermute(
 ) -> jax.Array:
     """Each source's x at its target, zeros elsewhere."""
     packed, _ = packing.pack(x)
-    algorithm, vmem = algorithms.choose("ppermute", how, packed.nbytes, group, perm=perm)
-    y = ppermute_kernels.direct(
-        spaces.widened(packed.reshape(_at_least_2d(packed.shape))),
-        group,
-        perm=perm,
-        everyone=algorithm == "everyone",
-        vmem=vmem,
-        interpret=how.interpret,
-    )
+    plan = algorithms.choose("ppermute", how, packed, group, perm=perm)
+    rows = spaces.widened(packed.reshape(_at_least_2d(packed.shape)))
+    y = plan.launch(rows, group, perm=perm, interpret=how.interpret)
     return packing.unpack(_of_widened(y, packed).reshape(packed.shape), x.dtype)
 
 
@@ -203,10 +165,10 @@ def _as_int32(x: jax.Array) -> jax.Array:
     return jnp.clip(x, max(of.min, to.min), min(of.max, to.max)).astype(jnp.int32)
 
 
+def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (2 - len(shape)) + shape
+
+
 def _of_widened(y: jax.Array, x: jax.Array) -> jax.Array:
     """What a kernel made of `spaces.widened(x)`, with x's own last dimension again."""
     return y[..., :1] if x.size == 1 else y
-
-
-def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (1,) * (2 - len(shape)) + shape

@@ -7,16 +7,65 @@ are padded with zeros, one pass over the operand, and results are cut.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_collectives import backends, checks, places
+from pallas_collectives.backends import How, canonical
 from pallas_collectives.kernels import collective_matmul
 from pallas_collectives.kernels.blocks import LANES, sublanes
 from pallas_collectives.kernels.topology import Group
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What both primitives have for parameters.
+
+    Attributes:
+      axis_name: mesh axis or axes.
+      axis: the dimension of x that is gathered or scattered, counted from 0.
+      out_dtype: of products.
+      transposed: weights are (N, K).
+      precision: as `jax.lax.dot_general`'s.
+      how: the backend.
+      wish: "fused" (or an error), "preferred" (wherever a kernel can serve), "" (where it pays), or
+        "unfused".
+      precise: sums travel in float32.
+      scale: of the scattered sum.
+    """
+
+    axis_name: Any
+    axis: int
+    out_dtype: Any
+    transposed: bool
+    precision: Any
+    how: How
+    wish: str = ""
+    precise: bool = False
+    scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return checks.size_of(self.axis_name)
+
+    def transpose(self, out_dtype: Any) -> "Spec":
+        """Of the transposed product, which nobody asked for by name."""
+        return dataclasses.replace(
+            self,
+            transposed=not self.transposed,
+            out_dtype=jnp.dtype(out_dtype),
+            wish=self.wish and "preferred",
+            scale=1.0,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +134,21 @@ def wire_dtype(out_dtype: Any, precise: bool) -> Any:
     return jnp.dtype(jnp.float32) if precise and is_float else dtype
 
 
+def settled_precision(precision: Any) -> Any:
+    """The precision that a kernel is to multiply with, JAX's default included."""
+    chosen = one_precision(precision)
+    default = jax.config.values["jax_default_matmul_precision"]
+    return one_precision(default) if chosen is None else chosen
+
+
+def one_precision(precision: Any) -> Any:
+    """One precision for both operands; as given if it is none that is known here."""
+    if isinstance(precision, tuple) and len(set(precision)) == 1:
+        return one_precision(precision[0])
+    names = {"default": lax.Precision.DEFAULT, "highest": lax.Precision.HIGHEST}
+    return names.get(precision, precision) if isinstance(precision, str) else precision
+
+
 def gather_layout(shape: tuple[int, ...], axis: int, x_dtype: Any, out_dtype: Any) -> Layout:
     """The layout of `all_gather_matmul`'s x."""
     return Layout(shape, axis, 1, max(sublanes(x_dtype), sublanes(kernel_dtype(out_dtype))))
@@ -93,6 +157,61 @@ def gather_layout(shape: tuple[int, ...], axis: int, x_dtype: Any, out_dtype: An
 def scatter_layout(shape: tuple[int, ...], axis: int, n: int, x_dtype: Any, wire: Any) -> Layout:
     """The layout of `matmul_reduce_scatter`'s x."""
     return Layout(shape, axis, n, max(sublanes(x_dtype), sublanes(wire)))
+
+
+def plan(
+    op: str, x_shape: tuple[int, ...], x_dtype: Any, ws: Sequence[Any], spec: Spec
+) -> tuple[collective_matmul.Plan, Any]:
+    """How the products of one block go, and the dtype of what travels."""
+    columns = [up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
+    if op == GATHER:
+        layout = gather_layout(x_shape, spec.axis, x_dtype, spec.out_dtype)
+        weights = list(zip(columns, (w.dtype for w in ws), strict=True))
+        out, terms, wire = kernel_dtype(spec.out_dtype), 0, x_dtype
+    else:
+        wire = wire_dtype(spec.out_dtype, spec.precise)
+        layout = scatter_layout(x_shape, spec.axis, spec.size, x_dtype, wire)
+        weights, out, terms = [(columns[0], ws[0].dtype)], wire, 2
+    found = collective_matmul.plan(
+        layout.block, weights, x_dtype, out, terms=terms, transposed=spec.transposed
+    )
+    return found, wire
+
+
+def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
+    """The kernel's results."""
+    group = places.arranged(canonical.group_of(spec.axis_name))
+    options: dict[str, Any] = {
+        "axis": spec.axis,
+        "out_dtype": spec.out_dtype,
+        "transposed": spec.transposed,
+        "precision": settled_precision(spec.precision),
+        "interpret": spec.how.interpret,
+    }
+    if op == GATHER:
+        x, *ws = operands
+        return all_gather_matmul(x, ws, group, **options)
+    xs, ws = halves(operands)
+    options |= {"precise": spec.precise, "scale": spec.scale}
+    return [matmul_reduce_scatter(xs, ws, group, **options)]
+
+
+def halves(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The xs and the ws of `matmul_reduce_scatter`'s operands."""
+    return list(operands[: len(operands) // 2]), list(operands[len(operands) // 2 :])
+
+
+def effects(op: str, spec: Spec, shapes: Any) -> frozenset[Any]:
+    """The effects of a kernel, TPU interpret mode's or none; raises what its tracing raises."""
+    return _traced_effects(op, spec, shapes, jax.sharding.get_abstract_mesh())
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_effects(op: str, spec: Spec, shapes: Any, mesh: Any) -> frozenset[Any]:
+    del mesh  # part of the key: axis sizes and chip are in scope
+    with backends.uncounted():
+        run = functools.partial(kernel, op, spec=spec)
+        return frozenset(jax.make_jaxpr(run)(*shapes).effects)
 
 
 def all_gather_matmul(

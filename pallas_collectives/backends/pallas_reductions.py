@@ -11,9 +11,7 @@ from jax.experimental import pallas as pl
 from pallas_collectives import places
 from pallas_collectives.backends import How, algorithms
 from pallas_collectives.errors import DtypeError
-from pallas_collectives.kernels import all_reduce as all_reduce_kernels
-from pallas_collectives.kernels import reduce_scatter as reduce_scatter_kernels
-from pallas_collectives.kernels import torus, torus_reduce_scatter
+from pallas_collectives.kernels import torus
 from pallas_collectives.kernels.blocks import LANES, sliceable, sublanes
 from pallas_collectives.kernels.topology import Group
 
@@ -38,19 +36,8 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     block = tuple(shape) if aligned else wire.shape[1:]
     along = axis if aligned else 0
     cuts = torus.cuts(block, along, wire.dtype)
-    choice = algorithms.choose("reduce_scatter", how, wire.nbytes // group.size, group, cuts)
-    options: dict[str, Any] = {"axis": along, "op": "sum"}
-    options |= {"vmem": choice.vmem, "interpret": how.interpret}
-    match choice.name:
-        case "direct":
-            y = reduce_scatter_kernels.direct(wire, group, **options)
-        case "line":
-            y = reduce_scatter_kernels.line(wire, group, **options)
-        case "torus":
-            y = torus_reduce_scatter.reduce_scatter(wire, group, **options)
-        case _:
-            both = choice.name == "bidirectional"
-            y = reduce_scatter_kernels.ring(wire, group, bidirectional=both, **options)
+    plan = algorithms.choose("reduce_scatter", how, wire, group, cuts)
+    y = plan.launch(wire, group, axis=along, op="sum", interpret=how.interpret)
     y = y if aligned else _unrows(y, tuple(shape))
     return y.astype(x.dtype)
 
@@ -74,18 +61,9 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     wire = x.astype(wire_dtype(x.dtype, op, how.precise))
     blocks = _in_blocks(wire, group.size)
     cuts = torus.cuts(blocks.shape[1:], 0, blocks.dtype)
-    choice = algorithms.choose("all_reduce", how, wire.nbytes, group, cuts)
-    blocks = _in_blocks(wire, 1) if choice.name == "one_shot" else blocks
-    options: dict[str, Any] = {"op": op, "vmem": choice.vmem, "interpret": how.interpret}
-    match choice.name:
-        case "one_shot":
-            y = all_reduce_kernels.one_shot(blocks, group, **options)
-        case "line":
-            y = all_reduce_kernels.line(blocks, group, **options)
-        case "torus":
-            y = torus_reduce_scatter.all_reduce(blocks, group, **options)
-        case _:
-            y = all_reduce_kernels.ring(blocks, group, bidirectional=True, **options)
+    plan = algorithms.choose("all_reduce", how, wire, group, cuts)
+    blocks = _in_blocks(wire, 1) if plan.record.takes_whole else blocks
+    y = plan.launch(blocks, group, op=op, interpret=how.interpret)
     return _unrows(y, x.shape).astype(x.dtype)
 
 

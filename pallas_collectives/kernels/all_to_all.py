@@ -88,7 +88,7 @@ def ring(
 def line(
     x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, vmem: bool, interpret: Any
 ) -> jax.Array:
-    """Exchanges blocks over a line of at most `relay.LONGEST_LINE` devices, as `ring`."""
+    """Exchanges blocks over a line of at most `catalogue.LONGEST_LINE` devices, as `ring`."""
     chunk = min(CHUNK_BYTES, relay.line_message_bytes(group.size))
     layout = _Layout.of(x, group.size, split_axis, concat_axis, chunk_parts=1, chunk_bytes=chunk)
     farthest = group.size - 1

@@ -138,7 +138,7 @@ def ring(
     )
 
 
-# As `ring`, along a line of at most `relay.LONGEST_LINE` devices.
+# As `ring`, along a line of at most `catalogue.LONGEST_LINE` devices.
 line = functools.partial(ring, on_line=True)
 
 

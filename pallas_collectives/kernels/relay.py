@@ -142,8 +142,6 @@ class Slots:
         return lane, lax.rem(number, np.int32(self._train.slots[1]))
 
 
-# Each of the n-1 distances takes four semaphores per direction; a core has some 500.
-LONGEST_LINE = 32
 _LINE_SLOT_BYTES = 16 << 20
 
 

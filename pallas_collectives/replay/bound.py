@@ -34,12 +34,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pallas_collectives.catalogue import COLLECTIVES
 from pallas_collectives.replay.machine import Machine
-
-OPS = (
-    *("all_gather", "reduce_scatter", "all_reduce"),
-    *("all_to_all", "ppermute", "ragged_all_to_all"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +59,12 @@ def bound(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float | np
     ragged_all_to_all an (n, n) array: what each position of a group sends to each. Raises
     ValueError for an unknown op.
     """
-    if op not in OPS:
-        raise ValueError(f"op {op!r}: bounds are known for {', '.join(OPS)}")
+    if op not in COLLECTIVES:
+        raise ValueError(f"op {op!r}: bounds are known for {', '.join(COLLECTIVES)}")
     g, n = machine.generation, groups.shape[1]
     sent = np.broadcast_to(shard_bytes, (n, n)) * (1 - np.eye(n))
-    if op in ("all_gather", "reduce_scatter", "all_reduce"):
-        parts = ("reduce_scatter", "all_gather") if op == "all_reduce" else (op,)
+    parts = COLLECTIVES[op].phases
+    if parts:
         wire = sum(_shared(part, machine, groups, float(shard_bytes)) for part in parts)
         meet = np.ones((n, n))
     else:
@@ -89,14 +85,14 @@ def _link(machine: Machine) -> float:
     return machine.generation.link_bandwidth * machine.generation.link_efficiency
 
 
-def _shared(op: str, machine: Machine, groups: np.ndarray, shard_bytes: float) -> float:
+def _shared(phase: str, machine: Machine, groups: np.ndarray, shard_bytes: float) -> float:
     """The most that a cut's links carry, in seconds, where what is sent is for many."""
     worst = 0.0
     for inside, links in _cuts(machine):
         k = inside[groups].sum(axis=1)
         m = groups.shape[1] - k
         # A reduction goes in for the k members inside, and out for the m others.
-        crossing = (k > 0) * (m if op == "all_gather" else (m > 0) * np.maximum(k, m))
+        crossing = (k > 0) * (m if phase == "gather" else (m > 0) * np.maximum(k, m))
         worst = max(worst, float(crossing.sum()) * shard_bytes / (links * _link(machine)))
     return worst
 

@@ -1,0 +1,386 @@
+"""Every collective with its algorithms, a record each: whoever lists them reads them here.
+
+Dispatch and tuning (`backends`, `tuning`), `explain`, the README's table, the conformance rows, the
+compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel file and a
+record here; a collective is these, one public function, and one canonical function in each backend
+(see `backends.canonical`). A record takes effect wherever it stands: below, or within `added`.
+
+What records hold is said in `records`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pallas_collectives import examples
+from pallas_collectives.records import (
+    EVERYONE,
+    LINE,
+    ON_LINE,
+    ON_RING,
+    ON_SEVERAL,
+    PARTNERS,
+    RING,
+    TORUS,
+    Algorithm,
+    Collective,
+    Kernel,
+    Primitive,
+)
+
+# Devices on a line over which messages are relayed: each of the n-1 distances takes four semaphores
+# per direction (`kernels.relay`), and a core has some 430.
+LONGEST_LINE = 32
+
+
+def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
+    """Algorithms that gathers and scatters have alike."""
+    anywhere_but_several = (ON_RING, ON_LINE)
+    yield Algorithm(
+        name="bidirectional",
+        launcher=Kernel(module, "ring", {"bidirectional": True}),
+        reach=RING,
+        barrier="neighbours",
+        sent="(n−1)/2 blocks",
+        steps="⌊n/2⌋",
+        in_vmem=whole,
+    )
+    yield Algorithm(
+        name="unidirectional",
+        launcher=Kernel(module, "ring", {"bidirectional": False}),
+        reach=RING,
+        barrier="neighbours",
+        sent="n−1 blocks, one way",
+        steps="n−1",
+        lies=anywhere_but_several,
+        in_vmem=whole,
+    )
+    yield Algorithm(
+        name="line",
+        launcher=Kernel(module, "line"),
+        reach=LINE,
+        barrier="line",
+        sent="n−1 blocks at the most",
+        steps="n−1",
+        lies=(ON_LINE,),
+        in_vmem=whole,
+    )
+    yield Algorithm(
+        name="torus",
+        launcher=Kernel(f"torus_{module}", torus),
+        reach=TORUS,
+        barrier="neighbours on a torus",
+        sent="(n−1)/2d blocks, on d axes at once",
+        steps="the axes' together",
+        lies=(ON_SEVERAL,),
+        in_vmem=whole,
+    )
+    yield Algorithm(
+        name="direct",
+        launcher=Kernel(module, "direct"),
+        reach=EVERYONE,
+        barrier="everyone",
+        sent="as the wires lie",
+        steps="1",
+        # Everyone's term is kept, beside operand and result.
+        in_vmem=whole and (lambda block, n: block * (2 * n + 1)),
+    )
+
+
+_ALL_REDUCE = (
+    Algorithm(
+        name="ring",
+        launcher=Kernel("all_reduce", "ring", {"bidirectional": True}),
+        reach=RING,
+        barrier="neighbours",
+        sent="(n−1)/n of the operand",
+        steps="2⌊n/2⌋",
+        in_vmem=lambda block, n: block,
+    ),
+    Algorithm(
+        name="line",
+        launcher=Kernel("all_reduce", "line"),
+        reach=LINE,
+        barrier="line",
+        sent="2(n−1)/n of the operand at the most",
+        steps="2(n−1)",
+        lies=(ON_LINE,),
+        in_vmem=lambda block, n: block,
+    ),
+    Algorithm(
+        name="torus",
+        launcher=Kernel("torus_reduce_scatter", "all_reduce"),
+        reach=TORUS,
+        barrier="neighbours on a torus",
+        sent="(n−1)/dn of the operand, on d axes at once",
+        steps="the axes' together",
+        lies=(ON_SEVERAL,),
+        in_vmem=lambda block, n: block,
+    ),
+    Algorithm(
+        name="one_shot",
+        launcher=Kernel("all_reduce", "one_shot"),
+        reach=EVERYONE,
+        barrier="everyone",
+        sent="as the wires lie",
+        steps="1",
+        takes_whole=True,
+        # Everyone's operand is kept, beside the own and the result.
+        in_vmem=lambda block, n: block * (n + 2),
+    ),
+)
+_ALL_TO_ALL = (
+    Algorithm(
+        name="direct",
+        launcher=Kernel("all_to_all", "direct"),
+        reach=EVERYONE,
+        barrier="everyone",
+        sent="as the wires lie",
+        steps="1",
+    ),
+    Algorithm(
+        name="ring",
+        launcher=Kernel("all_to_all", "ring"),
+        reach=RING,
+        barrier="neighbours",
+        sent="n²/8 blocks",
+        steps="⌊n/2⌋",
+    ),
+    Algorithm(
+        name="line",
+        launcher=Kernel("all_to_all", "line"),
+        reach=LINE,
+        barrier="line",
+        sent="n²/4 blocks at the most",
+        steps="n−1",
+        most_devices=LONGEST_LINE,
+    ),
+)
+_RAGGED_ALL_TO_ALL = (
+    Algorithm(
+        name="direct",
+        launcher=Kernel("ragged_all_to_all", "direct"),
+        reach=EVERYONE,
+        barrier="everyone",
+        sent="the rows that are sent",
+        steps="1",
+    ),
+    Algorithm(
+        name="ring",
+        launcher=Kernel("ragged_all_to_all", "ring"),
+        reach=RING,
+        barrier="wide",
+        sent="those, and what is passed on",
+        steps="⌊n/2⌋",
+        takes_everyones=True,
+    ),
+    Algorithm(
+        name="line",
+        launcher=Kernel("ragged_all_to_all", "line"),
+        reach=LINE,
+        barrier="wide",
+        sent="those, and what is passed on",
+        steps="n−1",
+        takes_everyones=True,
+        most_devices=LONGEST_LINE,
+    ),
+)
+_PPERMUTE = (
+    Algorithm(
+        name="partners",
+        launcher=Kernel("ppermute", "direct", {"everyone": False}),
+        reach=PARTNERS,
+        barrier="partners",
+        sent="the operand",
+        steps="1",
+    ),
+    Algorithm(
+        name="everyone",
+        launcher=Kernel("ppermute", "direct", {"everyone": True}),
+        reach=PARTNERS,
+        barrier="wide",
+        sent="the operand",
+        steps="1",
+    ),
+)
+
+
+def _gather(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    params = {"all_gather_dimension": axis, "axis_size": n, "tiled": x.ndim > 0}
+    return (x,), {"axis_name": axes, **params}
+
+
+def _scatter(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x,), {"axis_name": axes, "scatter_dimension": axis, "axis_size": n, "tiled": True}
+
+
+def _reduce(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x,), {"axes": axes}
+
+
+def _exchange(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x,), {"axis_name": axes, "split_axis": axis, "concat_axis": axis}
+
+
+def _ragged(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x, x, *[examples.no_rows(n)] * 4), {"axis_name": axes}
+
+
+def _permute(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x,), {"axis_name": axes, "perm": tuple((p, (p + 1) % n) for p in range(n))}
+
+
+def _broadcast(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x,), {"axis_name": axes, "source": 0}
+
+
+_records = {
+    record.name: record
+    for record in (
+        Collective(
+            name="all_gather",
+            functions={"all_gather": ("all_gather", _gather)},
+            primitives=tuple(
+                Primitive(name, "all_gather")
+                for name in ("all_gather", "all_gather_invariant", "all_gather_reduced")
+            ),
+            algorithms=tuple(_rings("all_gather", "all_axes", None)),
+            example=examples.ALL_GATHER,
+            phases=("gather",),
+        ),
+        Collective(
+            name="reduce_scatter",
+            functions={
+                "psum_scatter": ("reduce_scatter", _scatter),
+                "reduce_scatter": ("reduce_scatter", _scatter),
+            },
+            primitives=(
+                Primitive("reduce_scatter", "reduce_scatter"),
+                Primitive("unreduced_reduce_scatter", "reduce_scatter"),
+            ),
+            algorithms=tuple(
+                _rings("reduce_scatter", "reduce_scatter", lambda block, n: block * n)
+            ),
+            example=examples.REDUCE_SCATTER,
+            of_blocks=True,
+            phases=("scatter",),
+        ),
+        Collective(
+            name="all_reduce",
+            functions={
+                "psum": ("psum", _reduce),
+                "all_reduce": ("psum", _reduce),
+                "pmean": ("psum", _reduce),
+                "pmax": ("pmax", _reduce),
+                "pmin": ("pmin", _reduce),
+                "pbroadcast": ("pbroadcast", _broadcast),
+            },
+            primitives=(
+                Primitive("psum", "all_reduce", "sum"),
+                Primitive("psum_invariant", "all_reduce", "sum"),
+                Primitive("unreduced_psum", "all_reduce", "sum"),
+                Primitive("pmax", "all_reduce", "max"),
+                Primitive("unreduced_pmax", "all_reduce", "max"),
+                Primitive("pmin", "all_reduce", "min"),
+                Primitive("unreduced_pmin", "all_reduce", "min"),
+                Primitive("pbroadcast", "pbroadcast"),
+                Primitive("pbroadcast_dynamic", "pbroadcast"),
+            ),
+            algorithms=_ALL_REDUCE,
+            example=examples.ALL_REDUCE,
+            is_cut=True,
+            phases=("scatter", "gather"),
+        ),
+        Collective(
+            name="all_to_all",
+            functions={
+                "all_to_all": ("all_to_all", _exchange),
+                "pswapaxes": ("all_to_all", _exchange),
+            },
+            primitives=(Primitive("all_to_all", "all_to_all"),),
+            algorithms=_ALL_TO_ALL,
+            example=examples.ALL_TO_ALL,
+            of_blocks=True,
+        ),
+        Collective(
+            name="ragged_all_to_all",
+            functions={"ragged_all_to_all": ("ragged_all_to_all", _ragged)},
+            primitives=(Primitive("ragged_all_to_all", "ragged_all_to_all"),),
+            algorithms=_RAGGED_ALL_TO_ALL,
+            example=examples.RAGGED_ALL_TO_ALL,
+            of_blocks=True,
+            timed=False,
+        ),
+        Collective(
+            name="ppermute",
+            functions={"ppermute": ("ppermute", _permute), "pshuffle": ("ppermute", _permute)},
+            primitives=(Primitive("ppermute", "ppermute"),),
+            algorithms=_PPERMUTE,
+            example=examples.PPERMUTE,
+        ),
+    )
+}
+COLLECTIVES: Mapping[str, Collective] = MappingProxyType(_records)  # by their canonical names
+
+
+class _Names(Mapping[str, tuple[str, ...]]):
+    """Canonical name -> names of the algorithms, as the records are at the time of asking."""
+
+    def __getitem__(self, op: str) -> tuple[str, ...]:
+        return tuple(algorithm.name for algorithm in _records[op].algorithms)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_records)
+
+    def __len__(self) -> int:
+        return len(_records)
+
+
+ALGORITHMS: Mapping[str, tuple[str, ...]] = _Names()
+
+
+def functions() -> dict[str, Collective]:
+    """The collective of each public function, by the function's name."""
+    return {name: record for record in _records.values() for name in record.functions}
+
+
+def primitives() -> dict[str, tuple[Collective, Primitive]]:
+    """What serves each of lax's primitives, by the primitive's name."""
+    return {p.name: (record, p) for record in _records.values() for p in record.primitives}
+
+
+@contextlib.contextmanager
+def added(*records: Collective | tuple[str, Algorithm]) -> Iterator[None]:
+    """Within this context these are in the catalogue too, for tests and for trying things out.
+
+    Args:
+      *records: collectives, and algorithms with the canonical name of the collective each is of.
+
+    Raises:
+      ValueError: a name that is taken.
+    """
+    before = dict(_records)
+    try:
+        for record in records:
+            _add(record)
+        yield
+    finally:
+        _records.clear()
+        _records.update(before)
+
+
+def _add(record: Collective | tuple[str, Algorithm]) -> None:
+    if isinstance(record, Collective):
+        taken = {*_records, *primitives(), *functions()}
+        names = {record.name, *record.functions, *(p.name for p in record.primitives)}
+        if names & taken:
+            raise ValueError(f"{min(names & taken)!r} is in the catalogue already; name it anew.")
+        _records[record.name] = record
+        return
+    op, algorithm = record
+    if algorithm.name in ALGORITHMS[op]:
+        raise ValueError(f"{op} has an algorithm {algorithm.name!r} already; name it anew.")
+    algorithms = (*_records[op].algorithms, algorithm)
+    _records[op] = dataclasses.replace(_records[op], algorithms=algorithms)

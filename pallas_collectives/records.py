@@ -1,0 +1,141 @@
+"""What the catalogue's records hold: of a collective, of an algorithm, of a primitive of lax's.
+
+Bytes and blocks are those of `tuning`; `n` is the number of devices in the group.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pallas_collectives.examples import Example
+from pallas_collectives.reach import Pattern, alone, everyone, line, ring, torus
+
+# Who writes to whom or signals whom: what a chip must reach.
+RING = ring  # neighbours, the first and the last too
+LINE = line  # neighbours, but for the first and the last
+TORUS = torus  # neighbours along each axis of the torus
+EVERYONE = everyone
+PARTNERS = alone  # the pairs of a permutation, which a call names
+
+# How a group lies on the links.
+ON_RING, ON_LINE, ON_SEVERAL = "ring", "line", "several axes"
+_ANYWHERE = (ON_RING, ON_LINE, ON_SEVERAL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A launcher by the name of its module in `kernels`, which is imported when it is called.
+
+    Attributes:
+      module: of `kernels`.
+      function: its launcher.
+      fixed: arguments that make this algorithm of it.
+    """
+
+    module: str
+    function: str
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        module = importlib.import_module(f"pallas_collectives.kernels.{self.module}")
+        return getattr(module, self.function)(*operands, **self.fixed, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """One way to run a collective on TPUs.
+
+    Attributes:
+      name: what `algorithm=` calls it.
+      launcher: (*operands, group, **options, vmem, interpret) -> result, with the operands and
+        options that the collective's canonical function lays out for all of its algorithms.
+      reach: who writes to whom or signals whom.
+      barrier: its entry barrier, as `kernels.launch` has it; on a line of devices "line" may take
+        the place of "neighbours".
+      sent: bytes that a link carries in one direction, in words.
+      steps: how many there are, in words.
+      lies: the ways in which a group may lie where a time of this algorithm is worth having.
+      in_vmem: (bytes of a block, n) -> bytes that are kept in VMEM with ":vmem". None where that
+        gains nothing, and is done on request alone.
+      takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
+      takes_everyones: it takes the tables of all devices, not this device's.
+      most_devices: the largest group that it serves; None for any.
+    """
+
+    name: str
+    launcher: Callable[..., Any]
+    reach: Pattern
+    barrier: str
+    sent: str
+    steps: str
+    lies: tuple[str, ...] = _ANYWHERE
+    in_vmem: Callable[[int, int], int] | None = None
+    takes_whole: bool = False
+    takes_everyones: bool = False
+    most_devices: int | None = None
+
+    @property
+    def one_hop(self) -> bool:
+        """Whether all that is sent goes straight to whom it is for."""
+        return self.reach in (EVERYONE, PARTNERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Primitive:
+    """A primitive of lax's that a collective serves.
+
+    Attributes:
+      name: lax's.
+      by: whose of `backends.canonical`'s ways to take lax's parameters to ours; "" where it has
+        ours already.
+      reduction: "sum", "max" or "min", of those that reduce elementwise; their twins take many
+        operands, a tree's leaves.
+    """
+
+    name: str
+    by: str = ""
+    reduction: str = ""
+
+
+# (x, mesh axes, n, axis) -> operands and parameters of a primitive, with x as the first operand
+# and what is gathered, scattered or split along `axis`; all else as plain as can be.
+Plainly = Callable[[Any, Any, int, int], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective: what it is called, what serves it, and how it is numbered.
+
+    Attributes:
+      name: the canonical one, that of the function that each backend has.
+      functions: public name -> the primitive that it binds, and how that is bound plainly; lax's
+        name for the collective first.
+      primitives: those that it serves.
+      algorithms: the one preferred among equals first.
+      example: a call, and what must come of it.
+      of_blocks: whether the operand is n blocks; else it is one.
+      is_cut: whether that one block, by which times go, is cut into n all the same.
+      phases: of "gather" and "scatter", what its traffic is made of; none where each device has
+        something of its own for each other.
+      timed: whether tables have its times; not where they hang on values.
+    """
+
+    name: str
+    functions: Mapping[str, tuple[str, Plainly]]
+    primitives: tuple[Primitive, ...]
+    algorithms: tuple[Algorithm, ...]
+    example: Example
+    of_blocks: bool = False
+    is_cut: bool = False
+    phases: tuple[str, ...] = ()
+    timed: bool = True
+
+    def block_bytes(self, nbytes: int, n: int) -> int:
+        """Bytes of one block of an operand, by which times go."""
+        return nbytes // n if self.of_blocks else nbytes
+
+    def algorithm(self, name: str) -> Algorithm | None:
+        """The algorithm of a name, alone or with its memory space behind it; None if none is."""
+        base = name.partition(":")[0]
+        return next((a for a in self.algorithms if a.name == base), None)

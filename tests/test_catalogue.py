@@ -1,0 +1,277 @@
+"""The records, and the README's recipe: what it adds is found wherever collectives are listed."""
+
+import ast
+import importlib
+import importlib.util
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import against_lax
+import conformance
+import harness
+import pallas_collectives as pc
+from benchmarks import measure, readme, replay_rows, tune
+from benchmarks.cases import CASES, layouts
+from benchmarks.results import Saved
+from benchmarks.settings import Settings
+from pallas_collectives import backends, catalogue, tables
+from pallas_collectives.backends import canonical, nccl, pallas
+from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
+from pallas_collectives.errors import AlgorithmError, BackendError
+from pallas_collectives.kernels import launch
+from pallas_collectives.replay import Machine, bound
+
+README = Path(__file__).parent.parent / "README.md"
+NEW = {("all_gather", "in_turn"), ("rotate", "neighbour")}
+
+
+# The README's recipe ------------------------------------------------------------------------------
+
+
+def recipe() -> list[tuple[str, str]]:
+    """The recipe's blocks of code: where each belongs, as its first line says, and the code."""
+    section = README.read_text().split("### To add an algorithm, or a collective")[1]
+    return re.findall(r"```python\n# (\S+\.py).*?\n(.*?)```", section.split("\n## ")[0], re.S)
+
+
+def _as_new_file(path: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, file = path.removesuffix(".py").replace("/", "."), folder / Path(path).name
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+
+
+def _into(module: ModuleType, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(vars(module))
+    names = {**before}
+    exec(code, names)
+    for name in names.keys() - before.keys() - {"__builtins__"}:
+        monkeypatch.setattr(module, name, names[name], raising=False)
+
+
+@pytest.fixture
+def with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The recipe, followed: a kernel file, a record; a record and a function here and there."""
+    records = []
+    for path, code in recipe():
+        if path == "pallas_collectives/catalogue.py":
+            record = eval(code, dict(vars(catalogue)))
+            is_algorithm = isinstance(record, catalogue.Algorithm)
+            records.append(("all_gather", record) if is_algorithm else record)
+        elif not (README.parent / path).exists():
+            _as_new_file(path, code, tmp_path, monkeypatch)
+        else:
+            name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            _into(importlib.import_module(name), code, monkeypatch)
+    with catalogue.added(*records):
+        yield
+
+
+def test_the_recipe_names_few_places() -> None:
+    places = [path.removeprefix("pallas_collectives/") for path, _ in recipe()]
+    assert places == [
+        *("kernels/all_gather_in_turn.py", "catalogue.py"),
+        *("catalogue.py", "collectives.py", "backends/pallas.py", "backends/nccl.py"),
+        "__init__.py",
+    ]
+    for _, code in recipe():
+        ast.parse(code)
+
+
+@pytest.mark.usefixtures("with_both", "fresh_counts")
+def test_both_serve_without_races() -> None:
+    (gather, *_) = (row for row in conformance.rows() if row.op == "all_gather")
+    (rotate,) = (row for row in conformance.rows() if row.op == "rotate")
+    for row, algorithm in ((gather, "in_turn"), (rotate, "neighbour")):
+        conformance.check(row, 4, "float32", {"algorithm": algorithm}, adversaries=True)
+        assert (row.op, "pallas", algorithm) in pc.counts()
+    conformance.check(rotate, 3, "float32", {"backend": "xla"})
+
+
+@pytest.mark.usefixtures("with_both", "fresh_counts")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_collective_of_ours_has_types_derivatives_and_batching(check_vma: bool) -> None:
+    x = harness.random((2, *against_lax.SHAPE), "float32")
+
+    def by_lax(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, "x", [(0, 1), (1, 0)])
+
+    def both(rotate: Any, x: jax.Array) -> Any:
+        y = rotate(x)
+        assert against_lax.type_of(y) == against_lax.type_of(by_lax(x))
+        return y, jax.grad(against_lax.loss(rotate))(x), jax.vmap(rotate)(x)
+
+    ours, of_lax = (
+        harness.per_device(lambda a, f=f: both(f, a), harness.mesh(2), check_vma=check_vma)(x)
+        for f in (lambda a: pc.rotate(a, "x"), by_lax)
+    )
+    against_lax.compare(ours, of_lax)
+    assert not pc.fallback_counts()
+
+
+@pytest.mark.usefixtures("with_both", "modelled_table_alone")
+def test_explain_and_tuning_find_both() -> None:
+    gather = pc.explain("all_gather", 4096, devices=4, chip="v5p")
+    (new,) = (c for c in gather.candidates if c.algorithm == "in_turn")
+    assert new.us is None and new.source == "no table has it"
+    rotate = pc.explain("rotate", 4096, devices=4, chip="v5e")
+    assert rotate.algorithm == "neighbour" and "only one" in rotate.why
+    for torus in (*tables.TORI, "2x2 grid"):
+        assert "in_turn" in tune.candidates("all_gather", torus)
+    (entry,) = tune.model("v5p", "line", 2, ops=("rotate",))
+    assert set(entry.us) == {"neighbour"} and all(entry.us["neighbour"])
+    with pytest.raises(AlgorithmError, match="direct, in_turn, alone"):
+        _choose("nothing")
+
+
+def _choose(algorithm: str) -> Any:
+    call = harness.per_device(lambda a: pc.all_gather(a, "x", algorithm=algorithm), harness.mesh(2))
+    return call(np.zeros((2, 8, 128), np.float32))
+
+
+@pytest.mark.usefixtures("with_both")
+def test_the_readmes_table_finds_both() -> None:
+    rows = readme.algorithms(Saved({}, {}, {})).splitlines()
+    assert "|  | `in_turn` | as the wires lie | n−1 |  |" in rows
+    assert rows[-1] == "| `rotate` | `neighbour` | the operand | 1 | yes |"
+
+
+@pytest.mark.usefixtures("with_both")
+def test_conformance_finds_both() -> None:
+    import test_conformance
+
+    named = {row.values[:2] for row in test_conformance._race_rows()}
+    assert named >= NEW and {op for op, _ in named} == set(COLLECTIVES)
+    (row,) = (row for row in conformance.rows() if row.op == "rotate")
+    assert conformance.algorithms(row) == ["neighbour"]
+
+
+@pytest.mark.usefixtures("with_both")
+def test_the_compile_tests_find_both() -> None:
+    test_compiled = pytest.importorskip("test_compiled")
+    forms = [form for form in test_compiled._in_turn() if form[:2] in NEW]
+    assert {form[:2] for form in forms} == NEW
+    assert {form[2] for form in forms} == set(harness.GENERATIONS)
+    for form in {form[0]: form for form in forms if form[2] == "v6e"}.values():
+        test_compiled.test_compiles_for_every_generation(*form)
+
+
+@pytest.mark.usefixtures("with_both")
+def test_benchmarks_and_replays_find_both() -> None:
+    wanted = Settings(tuple(CASES), backends=("pallas",), sizes=(8192,), mesh=(4,))
+    assert {(t.case.op, t.algorithm) for t in measure.plan(wanted)} >= NEW
+    assert "rotate" in [layout.name for layout in layouts()]
+    cases = {case.op: case for case in CASES}
+    for op, algorithm in NEW:
+        (task,) = replay_rows.plan(["v5p:4x1x1"], [cases[op]], [1 << 18], algorithms=[algorithm])
+        (row,) = replay_rows.rows([task], races=True)
+        assert not row.error and not row.faults and row.of_bound
+
+
+def test_nothing_of_it_is_left() -> None:
+    test_of = {name for _, name in NEW}
+    assert not test_of & set(itertools.chain(*ALGORITHMS.values()))
+    assert "rotate" not in COLLECTIVES and not hasattr(pc, "rotate")
+
+
+# The records --------------------------------------------------------------------------------------
+
+
+def test_the_catalogue_stands_on_nothing_of_the_package() -> None:
+    for name in ("catalogue", "records", "examples"):
+        text = (README.parent / "pallas_collectives" / f"{name}.py").read_text()
+        imported = re.findall(r"^from pallas_collectives\.?(\w*) import \(?(\w*)", text, re.M)
+        assert {module or what for module, what in imported} <= {"examples", "records"}
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="'all_gather' is in the catalogue already"),
+        catalogue.added(COLLECTIVES["all_gather"]),
+    ):
+        pass
+    direct = COLLECTIVES["all_gather"].algorithm("direct")
+    with (
+        pytest.raises(ValueError, match="all_gather has an algorithm 'direct' already"),
+        catalogue.added(("all_gather", direct)),
+    ):
+        pass
+    assert len(ALGORITHMS["all_gather"]) == 5
+
+
+@pytest.mark.parametrize("record", COLLECTIVES.values(), ids=lambda record: record.name)
+def test_what_a_record_names_is_there(record: catalogue.Collective) -> None:
+    assert all(hasattr(pc, name) for name in record.functions)
+    assert hasattr(pallas, record.name) and hasattr(nccl, record.name)
+    served = {primitive.name for primitive in record.primitives}
+    assert {primitive for primitive, _ in record.functions.values()} <= served
+    for primitive in record.primitives:
+        assert hasattr(canonical, f"_{primitive.by}")
+    names = [algorithm.name for algorithm in record.algorithms]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("op, name", [(op, name) for op in COLLECTIVES for name in ALGORITHMS[op]])
+def test_a_records_barrier_is_the_kernels(
+    op: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the kernel's name is the collective's and the algorithm's."""
+    record, launched = COLLECTIVES[op].algorithm(name), {}
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        launched[options["name"]] = options["barrier"]
+        return call_many(*args, **options)
+
+    call_many = launch.call_many
+    monkeypatch.setattr(launch, "call_many", recorded)
+    (case,) = (case for case in CASES if case.op == op)
+    (task,) = replay_rows.plan(["v5p:4x4x1"], [case], [1 << 18], algorithms=[name], axes=("x", "y"))
+    replay_rows.run(task)
+    barrier = launched[f"{op}_{name}"]
+    assert (barrier if isinstance(barrier, str) else barrier[0]) == record.barrier
+
+
+def test_a_collective_that_a_backend_lacks_is_laxs(
+    monkeypatch: pytest.MonkeyPatch, fresh_counts: None
+) -> None:
+    monkeypatch.delattr(pallas, "ppermute")
+    x = np.zeros((2, 8, 128), np.float32)
+
+    def shifted(**how: Any) -> None:
+        call = lambda a: pc.ppermute(a, "x", [(0, 1)], **how)  # noqa: E731
+        harness.per_device(call, harness.mesh(2))(x)
+
+    shifted()
+    ((reason, _),) = pc.fallback_counts().items()
+    assert "has no function for it" in reason
+    assert pc.counts() == {("ppermute", "xla", None): 1}
+    with pytest.raises(BackendError, match="ppermute by backend 'pallas'"):
+        shifted(backend="pallas")
+
+
+def test_bounds_are_known_for_collectives_alone() -> None:
+    with pytest.raises(ValueError, match="bounds are known for all_gather"):
+        bound("scan", Machine.named("v5e:4x4"), np.arange(4)[None], 1.0)
+
+
+def test_a_plan_says_why_it_was_made() -> None:
+    run = harness.per_device(
+        lambda a: pc.all_gather(a, "x", algorithm="direct:vmem"), harness.mesh(2)
+    )
+    with backends.recorded() as plans:
+        jax.jit(run).lower(np.zeros((2, 8, 128), np.float32))
+    plan = plans[-1]
+    assert (plan.algorithm, plan.record.name, plan.vmem) == ("direct:vmem", "direct", True)
+    assert plan.nbytes == 4096 and plan.why == "it was asked for by name"
