@@ -1,7 +1,9 @@
 """Tables of times made up for tests, and what is chosen by them."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import numpy as np
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives import chips, tables, tori, tuning
+from pallas_collectives import chips, places, tables, tori, tuning
 from pallas_collectives.backends import algorithms
 from pallas_collectives.kernels import physical
 from pallas_collectives.kernels.physical import Torus
 from pallas_collectives.kernels.topology import Group
+from pallas_collectives.places import Places
 
 V5P = chips.BY_NAME["v5p"]
 
@@ -69,4 +72,13 @@ def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str
         order = physical.ring_order(there, [row])
         group = dataclasses.replace(group, order=order, torus=tori.of_mesh(group))
     row = [there.place(number) for number in range(group.size)]
-    return algorithms.reachable(op, group, chip, cuts=512, lying=(there, [row]))
+    with on_torus(Places(there, tuple(row)), dict(zip(group.axes, group.sizes, strict=True))):
+        return algorithms.reachable(op, group, chip, cuts=512)
+
+
+@contextlib.contextmanager
+def on_torus(where: Places, sizes: dict[str, int]) -> Iterator[None]:
+    """Within this context a mesh of such axes is in scope, and its devices lie there."""
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    with jax.sharding.use_abstract_mesh(mesh), places.scope(where):
+        yield

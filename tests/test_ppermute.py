@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives
-from pallas_collectives.errors import CollectiveError, ReachError
+from pallas_collectives.errors import AlgorithmError, CollectiveError, ReachError
 from pallas_collectives.kernels import ppermute, sync
 from pallas_collectives.kernels.topology import Group
 
@@ -156,9 +156,12 @@ def test_lax_serves_where_a_chip_cannot_reach_the_target() -> None:
     harness.compile_for_tpu(program, "v5e:2x4", (8, 128))
     assert pallas_collectives.counts()["ppermute", "xla", None] == 1
     assert any("power-of-two" in reason for reason in pallas_collectives.fallback_counts())
-    for how in ({"backend": "pallas"}, {"algorithm": "partners"}, {"algorithm": "everyone"}):
+    for how in ({"backend": "pallas"}, {"algorithm": "everyone"}):
         with pytest.raises(ReachError, match="power-of-two"):
             harness.compile_for_tpu(functools.partial(program, **how), "v5e:2x4", (8, 128))
+    with pytest.raises(AlgorithmError, match="shifts by one"):
+        partners = functools.partial(program, algorithm="partners")
+        harness.compile_for_tpu(partners, "v5e:2x4", (8, 128))
 
 
 def test_sharded_ppermute_of_a_whole_array() -> None:
