@@ -2,14 +2,15 @@
 
 Two rules make every kernel here safe, whatever the devices' speeds:
 
-* Nobody writes to a device that has not entered the same kernel: each kernel begins with a barrier
-  among all pairs that write to each other.
+* Nobody writes to a device that has not entered the same kernel: before each kernel the launcher
+  runs a barrier among all pairs that write to each other.
 * A wait on a semaphore can be satisfied only by the signal it is meant for: two transfers that may
-  be in flight at once towards the same device have a semaphore each.
+  be in flight at once towards the same device have a semaphore each (see `channel`), or all that
+  come are waited for together.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +19,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels.topology import LEFT, RIGHT, Ring
+
+
+def enter(barrier: Hashable, rings: Sequence[Ring], scalar_refs: Sequence[Any]) -> None:
+    """Runs the entry barrier of this name, or of a tuple that begins with its name.
+
+    What else is in the tuple tells calls apart that must not share a barrier semaphore.
+    """
+    match barrier if isinstance(barrier, str) else barrier[0]:  # type: ignore[index]
+        case "neighbours" | "passing neighbours" | "neighbours on a torus":
+            barrier_with_neighbours(*rings)
+        case "line":
+            barrier_along_line(rings[0])
+        case "everyone":
+            barrier_with_everyone(rings[0])
+        case "partners":
+            barrier_with_partners(rings[0], scalar_refs[0])
+        case name:
+            raise AssertionError(f"no barrier {name!r}")
 
 
 def barrier_with_neighbours(*rings: Ring) -> None:
@@ -68,6 +87,35 @@ def barrier_with_everyone(ring: Ring) -> None:
         pl.semaphore_wait(semaphore, ring.size - 1)
 
 
+def barrier_with_partners(ring: Ring, partners_ref: Any) -> None:
+    """Returns when our target, if we have one, has entered this kernel.
+
+    Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to this
+    one permutation of this one group, so a device is signalled by the same device, its target, in
+    every call that uses the id, once in each. Its k-th wait therefore ends only after that target's
+    k-th signal, from its k-th call, however many calls either is ahead: no signal of another device
+    or of another call can stand in for it. (Shared between permutations, the id could bring us a
+    signal of the next call's target before that of this one's.)
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    target, source = partners(ring, partners_ref)
+    with jax.named_scope("ready"):
+        pl.when(source >= 0)(
+            lambda: pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(source))
+        )
+        pl.when(target >= 0)(lambda: pl.semaphore_wait(semaphore, 1))
+
+
+def partners(ring: Ring, partners_ref: Any) -> tuple[Any, Any]:
+    """The positions of our target and our source; negative if we have none but ourselves.
+
+    `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
+    """
+    found = partners_ref[ring.me], partners_ref[ring.size + ring.me]
+    target, source = (lax.select(p == ring.me, np.int32(-1), p) for p in found)
+    return target, source
+
+
 def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_id: Any) -> None:
     """Starts a copy into `target` on another device.
 
@@ -77,30 +125,57 @@ def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_i
     pltpu.make_async_remote_copy(source, target, send_sem, recv_sem, device_id=device_id).start()
 
 
+class PushSemaphores(NamedTuple):
+    """What `push_to_everyone` takes: `PushSemaphores()` to allocate, refs inside a kernel."""
+
+    copy: Any = pltpu.SemaphoreType.DMA  # own; the copy from ourselves, waited for once
+    sent: Any = pltpu.SemaphoreType.DMA  # own; the bytes of n-1 targets
+    arrived: Any = pltpu.SemaphoreType.DMA  # the bytes of n-1 targets, one from each other device
+
+
 def push_to_everyone(
-    ring: Ring, source: Any, target: Any, copy_sem: Any, send_sem: Any, recv_sem: Any
+    ring: Ring,
+    source: Callable[[Any, Any], Any],
+    target: Callable[[Any], Any],
+    semaphores: PushSemaphores,
+    chunks: int = 1,
 ) -> None:
-    """Copies `source` into `target` on every device of the ring, and waits for what comes.
+    """Copies something to every device of the ring, and waits for what comes.
 
-    `source` is one ref, or a function from a device's position to the ref that it is to have, all
-    of one shape. `target` differs by sender. One receive semaphore serves all n-1 arrivals, as
-    nothing is read before the last. Each device begins with its right neighbour: no two begin with
-    the same.
+    `source(owner, chunk)` is what the device at a position is to have, all of one shape;
+    `target(chunk)`, a place that differs by sender, is where it is to have it. For the chunk None
+    they are all chunks. One semaphore serves all n-1 arrivals, as nothing is read before the last.
+    Each device begins with its right neighbour: no two begin with the same.
     """
-    source_for = source if callable(source) else lambda _: source
 
-    def push(distance: Any) -> None:
+    def push(chunk: Any, distance: Any) -> None:
         owner = ring.block(distance)
-        remote_copy(source_for(owner), target, send_sem, recv_sem, ring.device_id(owner))
+        here, there = source(owner, chunk), target(chunk)
+        remote_copy(here, there, semaphores.sent, semaphores.arrived, ring.device_id(owner))
 
     with jax.named_scope("push"):
-        for_each(1, ring.size, push)
-        own_copy = pltpu.make_async_copy(source_for(ring.me), target, copy_sem)
+        for_each(0, chunks, lambda chunk: for_each(1, ring.size, lambda d: push(chunk, d)))
+        own_copy = pltpu.make_async_copy(source(ring.me, None), target(None), semaphores.copy)
         own_copy.start()
     with jax.named_scope("drain"):
-        wait(recv_sem, target, times=ring.size - 1)
-        wait(send_sem, target, times=ring.size - 1)
+        wait(semaphores.arrived, target(None), times=ring.size - 1)
+        wait(semaphores.sent, target(None), times=ring.size - 1)
         own_copy.wait()
+
+
+def started(
+    sources: Sequence[Any], targets: Sequence[Any], semaphores: Sequence[Any]
+) -> Callable[[], None]:
+    """Starts copies on this device; what is returned waits for all of them."""
+    copies = list(map(pltpu.make_async_copy, sources, targets, semaphores))
+    for copy in copies:
+        copy.start()
+
+    def wait_for_all() -> None:
+        for copy in copies:
+            copy.wait()
+
+    return wait_for_all
 
 
 def wait(semaphore: Any, ref: Any, times: Any = 1) -> None:
