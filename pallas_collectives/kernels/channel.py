@@ -1,29 +1,30 @@
 """Messages from each device of a ring or line to the next: the protocol of all kernels with hops.
 
-A channel carries messages 0, 1, 2, ... from the device before us, `upstream`, to us; through ours
-at the device behind us, `downstream`, we send as many, or fewer, or more. Kernels say what moves:
+A channel brings us messages 0, 1, 2, ... from the device before us, `upstream`. By its own end of
+the channel we send messages to the device behind us, `downstream`. Kernels say what moves:
 
     send(source, target, k)    message k goes downstream, as soon as it may
     receive(k, place)          message k has come, and is in its place
-    release(k)                 upstream may have what message k took: its semaphore, its slot
+    release(k)                 upstream may use again what message k took: its semaphore, its slot
 
 Who could be ahead of whom, and why no signal can pass for another:
 
-* Upstream may be ahead of us, and have several messages on the wire towards us. On one semaphore
-  the later could pass for the earlier. So message k has semaphore k modulo `window`, and its slot,
-  where messages arrive in slots and not in places of their own.
-* Upstream may not be so far ahead that message k + window meets message k, whose semaphore and slot
-  it has: its bytes could pass for ours, or write over what we still read. So it waits for a credit
-  before each message from number `window` on. We give one for each message that we release, in
-  their order: whoever holds j credits knows that the first j messages have been released.
-* Only upstream signals our arrivals, only downstream our credits, and only we what we have sent: so
-  none has two signallers that could stand in for one another. A stream that changes neighbours (a
-  torus' next axis) is another channel.
-* Every semaphore ends at 0. As many bytes are waited for as come. Credits are given only for
-  messages that will be followed by one in their place, of `arrivals` in all: each is taken.
+* Upstream may be ahead of us, with several messages on the wire. If they shared a semaphore, the
+  later could pass for the earlier. So message k has semaphore k modulo `window`; where messages
+  arrive in slots and not in places of their own, it has slot k modulo `window` as well.
+* Message k + window takes the semaphore and the slot of message k. If it came too early, it could
+  pass for message k, or overwrite what we still read. So upstream waits for a credit before each
+  message from number `window` on. We give one for each message that we release, in their order:
+  who has taken j credits knows that the first j messages are released. (JAX's tutorial calls
+  credits capacity.)
+* Upstream alone signals our arrivals, downstream alone our credits, and we alone what we have sent:
+  no device's signal can stand in for another's. A stream that changes neighbours, at the next axis
+  of a torus, has another channel there.
+* Every semaphore ends at 0. We wait for as many bytes as come. We give credits only for messages
+  whose semaphore will serve again, of `arrivals` in all: each credit is taken.
 
-When what is sent has left its source is the kernel's to wait for, with `wait_sent`: some write over
-the source soon, some never.
+`wait_sent` waits until what was sent has left its source. When that matters is the kernel's to say:
+some write over the source soon, some never.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ class Semaphores(NamedTuple):
     """The semaphores of the channels of several streams: what to allocate, or refs to it."""
 
     sent: Any  # (*streams): own; the bytes that have left
-    arrived: Any  # (*streams, window): signalled by upstream, message k's the k-th modulo window
+    arrived: Any  # (*streams, window): signalled by upstream, number k % window by message k
     credit: Any  # (*streams): signalled by downstream, once for each message that may follow
 
     @classmethod
@@ -102,9 +103,8 @@ class Channel:
 
     def push(self, source: Any, target: Any, number: Any) -> None:
         """Sends a message, or one of its pieces, that may be sent."""
-        sent = self.semaphores.sent.at[self.index] if self.sent is None else self.sent
         downstream = self.ring.peer(self.direction)
-        sync.remote_copy(source, target, sent, self._arrived(number), downstream)
+        sync.remote_copy(source, target, self._sent, self._arrived(number), downstream)
 
     def receive(self, number: Any, place: Any) -> None:
         """Waits for a message, or for as many bytes of it as `place` has."""
@@ -129,8 +129,11 @@ class Channel:
 
     def wait_sent(self, source: Any, times: Any = 1) -> None:
         """Waits until so many messages of the size of `source` have left."""
-        sent = self.semaphores.sent.at[self.index] if self.sent is None else self.sent
-        sync.wait(sent, source, times)
+        sync.wait(self._sent, source, times)
+
+    @property
+    def _sent(self) -> Any:
+        return self.semaphores.sent.at[self.index] if self.sent is None else self.sent
 
     def _arrived(self, number: Any) -> Any:
         return self.semaphores.arrived.at[(*self.index, wrap_step(number, self.window))]

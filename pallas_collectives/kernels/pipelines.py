@@ -85,8 +85,8 @@ class Streams:
     def for_each(self, active: Callable[[Any], Any], body: Callable[[Any], None]) -> None:
         """body(stream) for every stream that is active; where any is, the last or the first is."""
         first, last = (_as_int(active(i)) for i in (0, self.count - 1))
-        stop = self.count if self.count == 1 else self.count - 1 + last
-        lax.fori_loop(1 - first, stop if self.count > 1 else first * stop, _each(body), None)
+        stop = first if self.count == 1 else self.count - 1 + last
+        lax.fori_loop(1 - first, stop, lambda stream, _: body(stream), None)
 
     def in_turn(self, index: Any) -> Any:
         """The chunk at an index in the order in which chunks are seen to.
@@ -104,10 +104,6 @@ class Streams:
 
 def _as_int(flag: Any) -> Any:
     return int(flag) if isinstance(flag, bool) else flag.astype(np.int32)
-
-
-def _each(body: Callable[[Any], None]) -> Callable[[Any, None], None]:
-    return lambda index, _: body(index)
 
 
 class GatherScratch(NamedTuple):
@@ -149,10 +145,7 @@ def gather_and_consume(
         return blocks.at(gathered_ref, moving.downstream(stream, -number), chunk)
 
     def own_copy(chunk: Any) -> Any:
-        source, target = (
-            blocks.at(x_ref, chunk=chunk),
-            blocks.at(gathered_ref, ring.me, chunk),
-        )
+        source, target = blocks.at(x_ref, chunk=chunk), blocks.at(gathered_ref, ring.me, chunk)
         return pltpu.make_async_copy(source, target, scratch.copy_sems.at[chunk])
 
     def set_out(index: Any) -> None:

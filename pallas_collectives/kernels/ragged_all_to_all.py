@@ -38,20 +38,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels import launch, relay, sync
+from pallas_collectives.kernels.sync import PushSemaphores
 from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES = 512 << 10
 SLOT_BYTES = 16 << 20
 MAX_WIDTH = 16  # see all_to_all
 LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
-
-
-class DirectScratch(NamedTuple):
-    """The semaphores of the direct kernel."""
-
-    copy_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows that we send to ourselves
-    send_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows that we send to others
-    recv_sem: Any = pltpu.SemaphoreType.DMA  # the rows that others send us
 
 
 class Scratch(NamedTuple):
@@ -92,7 +85,7 @@ def direct(
         output,
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
         scalars=(input_offsets, send_sizes, output_offsets, recv_sizes),
-        scratch=DirectScratch(),
+        scratch=PushSemaphores(),
         barrier="everyone",
         name="ragged_all_to_all_direct",
         interpret=interpret,
@@ -178,7 +171,7 @@ def _direct_kernel(
     recv_sizes_ref: Any,
     x_ref: Any,  # (rows, ...): HBM or VMEM
     o_ref: Any,  # (rows', ...): HBM or VMEM; rows that nobody sends to are as they were
-    scratch: DirectScratch,
+    scratch: PushSemaphores,  # of rows, from and to ourselves and others
     *,
     slices: int,
 ) -> None:

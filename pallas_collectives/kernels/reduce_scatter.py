@@ -233,8 +233,8 @@ def add_on_the_way(
     in one step, for owners on either side, arrives together, and our own block's sums come from
     both sides in the last.
 
-    Upstream may be ahead of us: what it sends next but two goes to the slot of what we send now. We
-    release a slot when our send from it has ended, so that it cannot write over that.
+    Upstream may be ahead of us, and its message k + SLOTS goes to the slot from which we send on
+    what message k brought. So a slot is released when that send has ended, and not before.
     """
     on_line = streams[0].line
     behind, ahead = ([s.behind(ring) for s in streams], [s.ahead(ring) for s in streams])
