@@ -176,7 +176,8 @@ class _Vmem(NamedTuple):
 
     operands: list[Any]  # None for one that begins a result: it is copied to that result's place
     results: list[Any]
-    sem: Any  # own; copies in, then copies out
+    begin_sem: Any  # own; copies to where results are
+    copy_sem: Any  # own; the other copies in, then copies out
 
     @classmethod
     def of(cls, operands: Any, results: Any, aliases: dict[int, int]) -> "_Vmem":
@@ -185,19 +186,29 @@ class _Vmem(NamedTuple):
             [pltpu.VMEM(x.shape, x.dtype) for x in arrays] for arrays in (operands, results)
         )
         own = [None if k in aliases else place for k, place in enumerate(places)]
-        return cls(own, of_results, pltpu.SemaphoreType.DMA)
+        return cls(own, of_results, *[pltpu.SemaphoreType.DMA] * 2)
 
     def bring(self, refs: Sequence[Any], aliases: dict[int, int]) -> Callable[[], None]:
-        """Sets out to copy operands here; what is returned waits until they are."""
-        places = [
-            self.results[aliases[k]] if k in aliases else place
-            for k, place in enumerate(self.operands)
-        ]
-        return sync.started(refs, places, [self.sem] * len(refs))
+        """Sets out to copy operands here; what is returned waits until they are.
+
+        With what results begin waited for: others may write over it as soon as we have told them,
+        by the barrier's signal, that we are here; a copy still under way would undo that.
+        """
+        begun = sync.started(
+            [refs[k] for k in aliases],
+            [self.results[result] for result in aliases.values()],
+            [self.begin_sem] * len(aliases),
+        )
+        own = [k for k in range(len(refs)) if k not in aliases]
+        arrived = sync.started(
+            [refs[k] for k in own], [self.operands[k] for k in own], [self.copy_sem] * len(own)
+        )
+        begun()
+        return arrived
 
     def take_back(self, refs: Sequence[Any]) -> None:
         """Copies results to where the program has them."""
-        sync.started(self.results, refs, [self.sem] * len(refs))()
+        sync.started(self.results, refs, [self.copy_sem] * len(refs))()
 
 
 def _is_buffer(shape: Any) -> bool:
