@@ -203,6 +203,7 @@ def _direct_kernel(
         lambda chunk: layout.target.at(o_ref, ring.me, chunk),
         scratch,
         layout.source.chunks,
+        in_positions=True,
     )
 
 

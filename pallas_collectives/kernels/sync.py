@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Ring
+from pallas_collectives.kernels.topology import LEFT, RIGHT, Ring, wrap
 
 
 def enter(barrier: Hashable, rings: Sequence[Ring], scalar_refs: Sequence[Any]) -> None:
@@ -139,17 +139,19 @@ def push_to_everyone(
     target: Callable[[Any], Any],
     semaphores: PushSemaphores,
     chunks: int = 1,
+    in_positions: bool = False,
 ) -> None:
     """Copies something to every device of the ring, and waits for what comes.
 
     `source(owner, chunk)` is what the device at a position is to have, all of one shape;
     `target(chunk)`, a place that differs by sender, is where it is to have it. For the chunk None
     they are all chunks. One semaphore serves all n-1 arrivals, as nothing is read before the last.
-    Each device begins with its right neighbour: no two begin with the same.
+    Each device begins with its right neighbour, or with the next position if `in_positions`: no two
+    begin with the same.
     """
 
     def push(chunk: Any, distance: Any) -> None:
-        owner = ring.block(distance)
+        owner = wrap(ring.me + distance, ring.size) if in_positions else ring.block(distance)
         here, there = source(owner, chunk), target(chunk)
         remote_copy(here, there, semaphores.sent, semaphores.arrived, ring.device_id(owner))
 
