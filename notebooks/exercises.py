@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import lesson
 import pallas_collectives as pc
-from pallas_collectives.kernels import all_gather, launch, topology
+from pallas_collectives.kernels import all_gather, channel, launch, topology
 from pallas_collectives.kernels.topology import Group
 
 
@@ -71,11 +71,11 @@ def two_to_the_right(answer: Any) -> str:
 
     def program(x: jax.Array, interpret: Any = False) -> jax.Array:
         return launch.call(
-            answer,
+            lambda ring, x_ref, o_ref, scratch: answer(ring, x_ref, o_ref, *scratch),
             Group(("x",), (n,)),
             x,
             out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-            scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
+            scratch=(pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA),
             barrier="everyone",
             name="exercise",
             interpret=interpret,
@@ -115,16 +115,16 @@ def block_sent(answer: Any) -> str:
 
 def steps(answer: Any) -> str:
     def right(n: int, bidirectional: bool) -> int:
-        lanes = topology.lanes(n, bidirectional=bidirectional, parts=2)
-        return max(lane.hops for lane in lanes)
+        streams = topology.streams(n, bidirectional=bidirectional, chunks=2)
+        return max(stream.hops for stream in streams)
 
     return _differs(answer, right, [(n, both) for n in range(2, 10) for both in (False, True)])
 
 
 def bytes_to_the_right(answer: Any) -> str:
     def right(n: int, nbytes: int) -> float:
-        to_right = topology.lanes(n, bidirectional=True, parts=2)[0]
-        return sum(to_right.hops_of(part) for part in range(2)) * nbytes / 2
+        to_right = topology.streams(n, bidirectional=True, chunks=2)[0]
+        return sum(to_right.hops_of(chunk) for chunk in range(2)) * nbytes / 2
 
     return _differs(answer, right, [(n, nbytes) for n in (2, 4, 8) for nbytes in (1024, 1 << 20)])
 
@@ -146,7 +146,7 @@ def _gather(n: int, bidirectional: bool) -> Callable[..., jax.Array]:
 def semaphore_of(answer: Any) -> str:
     given(answer(0, 3))
     with (
-        mock.patch.object(all_gather, "wrap_step", answer),
+        mock.patch.object(channel, "wrap_step", answer),
         mock.patch.object(all_gather, "WINDOW", 3),
     ):
         return _fault(lesson.replayed(_gather(8, False), 8, (8, 128), races=True))
@@ -202,8 +202,8 @@ _LINKS = [(n, nbytes, 1e-6, 90e9) for n in (2, 4, 8, 16) for nbytes in (0.0, 1e5
 
 def ring_seconds(answer: Any) -> str:
     def right(n: int, nbytes: float, hop: float, bandwidth: float) -> float:
-        lanes = topology.lanes(n, bidirectional=True, parts=2)
-        steps = max(lane.hops for lane in lanes)
+        streams = topology.streams(n, bidirectional=True, chunks=2)
+        steps = max(stream.hops for stream in streams)
         return 2 * (steps * hop + (n - 1) / 2 * (nbytes / n) / bandwidth)
 
     return _differs(answer, right, _LINKS)

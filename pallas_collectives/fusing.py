@@ -209,6 +209,6 @@ def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -
     wire = (n - 1) / 2 * block / links + hops
     by_kernel = n * plan.seconds_per_block
     by_all_cores = by_kernel / rates.cores
-    last = min(wire / max(1, n // 2), by_kernel / n) / plan.blocks.parts
-    starts = 2 * rates.dma_latency * n * plan.blocks.parts
+    last = min(wire / max(1, n // 2), by_kernel / n) / plan.blocks.chunks
+    starts = 2 * rates.dma_latency * n * plan.blocks.chunks
     return Cost(max(wire, by_kernel) + last + starts, wire + by_all_cores)

@@ -10,9 +10,9 @@ once; a ring's there are of one that follows the wires.
 Small messages so go the way of the fewest hops, large ones the way that puts the fewest bytes on
 the busiest link: the one is what remains of a time at few bytes, the other is its slope.
 
-In how many parts a block travels is no part of the table, for one rule a kernel serves all chips:
-gathers go in up to eight parts of whole tiles (`all_gather.MOST_PARTS`), sums by size and memory
-(`reduce_scatter.parts_of`). By the replay no other number of parts gains 3% for gathers with blocks
+In how many chunks a block travels is no part of the table, for one rule a kernel serves all chips:
+gathers go in up to eight chunks of whole tiles (`all_gather.MOST_CHUNKS`), sums by size and memory
+(`reduce_scatter.chunks_of`). By the replay no other number of them gains 3% for gathers with blocks
 of 32 KiB to 2 MiB on v5e and v5p; for sums in HBM one may gain 10% on a chip and lose on others.
 
 Bytes are those of one block, as the canonical collectives number them (see `backends.canonical`):

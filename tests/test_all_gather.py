@@ -44,9 +44,11 @@ class OneSemaphore:
 
 
 def with_shared_receive_semaphore(kernel: Kernel) -> Kernel:
-    return lambda ring, x, o, copy, send, receive, credit, **static: kernel(
-        ring, x, o, copy, send, OneSemaphore(receive), credit, **static
-    )
+    def shared(scratch: all_gather.Scratch) -> all_gather.Scratch:
+        arrived = OneSemaphore(scratch.semaphores.arrived)
+        return scratch._replace(semaphores=scratch.semaphores._replace(arrived=arrived))
+
+    return lambda ring, x, o, scratch, **static: kernel(ring, x, o, shared(scratch), **static)
 
 
 def run_faulty(n: int, *modes: str, hold: int | None = None, rows: int = 16) -> list[str]:
@@ -69,7 +71,7 @@ def test_sound_kernel_is_not_caught(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_an_odd_number_of_parts_goes_round_an_even_ring(n: int) -> None:
+def test_an_odd_number_of_chunks_goes_round_an_even_ring(n: int) -> None:
     assert not run_faulty(n, "on_wait", hold=1, rows=24)
 
 
@@ -85,7 +87,7 @@ def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
     wait = sync.wait
 
     def wait_for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if semaphore.transforms and len(semaphore.ref.shape) == 3:  # recv_sems is the 3-D one
+        if semaphore.transforms and len(semaphore.ref.shape) == 3:  # `arrived` is the 3-D one
             return
         wait(semaphore, ref, times)
 
@@ -100,8 +102,8 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_step_table_in_the_docstring_is_the_schedule(bidirectional: bool) -> None:
-    lanes = topology.lanes(4, bidirectional=bidirectional, parts=2)
-    table = topology.gather_table(4, lanes)
+    streams = topology.streams(4, bidirectional=bidirectional, chunks=2)
+    table = topology.gather_table(4, streams)
     assert all(line in all_gather.__doc__ for line in table.splitlines()), f"\n{table}"
 
 
@@ -125,7 +127,7 @@ def run_line(n: int, *modes: str, hold: int | None = None, rows: int = 16) -> li
     )
 
 
-def test_a_line_is_sound_under_credits_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_sound_under_credits_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not run_line(5, *harness.ADVERSARIES, hold=1)
     monkeypatch.setattr(all_gather, "WINDOW", 2)
     assert not run_line(7, *harness.ADVERSARIES, hold=3)

@@ -17,7 +17,7 @@ import harness
 import pallas_collectives
 from pallas_collectives import replay
 from pallas_collectives.errors import AlgorithmError, CollectiveError
-from pallas_collectives.kernels import all_to_all, relay, sync
+from pallas_collectives.kernels import all_to_all, channel, relay, sync
 from pallas_collectives.kernels.topology import Group
 
 MIB = 1 << 20
@@ -126,6 +126,10 @@ class OneSlot:
     def at(self) -> "OneSlot":
         return self
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._semaphores.shape
+
     def __getitem__(self, index: tuple[int, Any]) -> Any:
         return self._semaphores.at[index[0], 0]
 
@@ -140,8 +144,8 @@ def replaced(module: types.ModuleType, **attributes: Any) -> types.SimpleNamespa
 def test_dropped_credit_is_caught(
     monkeypatch: pytest.MonkeyPatch, dropped: bool, mode: str
 ) -> None:
-    wait = (lambda *_: None) if dropped else relay.pl.semaphore_wait
-    monkeypatch.setattr(relay, "pl", replaced(relay.pl, semaphore_wait=wait))
+    wait = (lambda *_: None) if dropped else channel.pl.semaphore_wait
+    monkeypatch.setattr(channel, "pl", replaced(channel.pl, semaphore_wait=wait))
     assert run_caught(7, mode, hold=1) == dropped
 
 
@@ -162,21 +166,25 @@ def belongs(semaphore: Any, semaphores: Any) -> bool:
 def test_fault_in_the_slots_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     kernel = all_to_all._ring_kernel
 
-    def faulty(ring: Any, x: Any, o: Any, *scratch: Any, **static: Any) -> None:
-        slots, copy, own, final, send, receive, credit = scratch  # of the one train of an odd ring
+    def faulty(ring: Any, x: Any, o: Any, scratch: all_to_all.Scratch, **static: Any) -> None:
+        (its,) = scratch.relays  # of the one schedule of an odd ring
+        assert its is not None
+        sent, arrived, credit = its.semaphores
         match fault:
             case "shared_receive":
-                receive = OneSlot(receive)
+                semaphores = its.semaphores._replace(arrived=OneSlot(arrived))
+                scratch = scratch._replace(relays=(its._replace(semaphores=semaphores),))
             case "early_credit":
-                dropped = only_some_waits(lambda s: belongs(s, send))
+                dropped = only_some_waits(lambda s: belongs(s, sent))
                 monkeypatch.setattr(relay, "sync", dropped)
             case "missing_arrival":
-                dropped = only_some_waits(lambda s: belongs(s, receive))
-                monkeypatch.setattr(relay, "sync", dropped)
+                dropped = only_some_waits(lambda s: belongs(s, arrived))
+                monkeypatch.setattr(channel, "sync", dropped)
             case "none":
                 kept = only_some_waits(lambda s: belongs(s, credit))
                 monkeypatch.setattr(relay, "sync", kept)
-        kernel(ring, x, o, slots, copy, own, final, send, receive, credit, **static)
+                monkeypatch.setattr(channel, "sync", kept)
+        kernel(ring, x, o, scratch, **static)
 
     monkeypatch.setattr(all_to_all, "_ring_kernel", faulty)
     assert run_caught(7, "on_wait") == (fault != "none")
@@ -193,9 +201,10 @@ def test_missing_wait_for_what_stays_is_caught(
         waits.append(times)
         is_receive = waits == [2]  # of the two waits for the blocks of two others, the first
         if not (dropped and is_receive):
-            sync.wait(semaphore, ref, times)
+            sound(semaphore, ref, times)
 
-    monkeypatch.setattr(all_to_all, "sync", replaced(sync, wait=wait))
+    sound = sync.wait
+    monkeypatch.setattr(sync, "wait", wait)
     assert run_caught(3, "on_wait", algorithm) == dropped
     assert waits == [2, 2]
 

@@ -34,7 +34,7 @@ def test_what_falls_on_tile_boundaries(
 
 
 @pytest.mark.parametrize(
-    "shape, most, cut, parts",
+    "shape, most, cut, chunks",
     [
         ((8, 128), 4, 0, 1),
         ((16, 128), 4, 0, 2),
@@ -50,11 +50,11 @@ def test_what_falls_on_tile_boundaries(
     ],
 )
 def test_blocks_are_cut_where_that_is_free(
-    shape: tuple[int, ...], most: int, cut: int, parts: int
+    shape: tuple[int, ...], most: int, cut: int, chunks: int
 ) -> None:
     blocks = Blocks.of(shape, 0, jnp.float32, most)
-    assert (blocks.cut, blocks.parts) == (cut, parts)
-    assert np.prod(blocks.part_shape) * parts == np.prod(shape)
+    assert (blocks.cut, blocks.chunks) == (cut, chunks)
+    assert np.prod(blocks.chunk_shape) * chunks == np.prod(shape)
 
 
 @pytest.mark.parametrize("dtype", harness.DTYPES)

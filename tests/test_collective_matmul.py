@@ -17,7 +17,7 @@ import pallas_collectives
 from benchmarks.replay_rows import mesh_axes
 from pallas_collectives import chips
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import collective_matmul, pipelines, product, sync
+from pallas_collectives.kernels import channel, collective_matmul, pipelines, product, sync
 from pallas_collectives.kernels.product import Problem, Tiles
 from pallas_collectives.kernels.topology import Group, wrap_step
 from pallas_collectives.replay import Machine, bound, replay
@@ -218,7 +218,7 @@ def test_dropped_wait_before_a_part_is_used_is_caught(
     wait = sync.wait
 
     def for_sends_only(semaphore: Any, ref: Any, times: Any = 1) -> None:
-        if len(semaphore.ref.shape) != 3:  # recv_sems is the 3-D one
+        if len(semaphore.ref.shape) != 3:  # `arrived` is the 3-D one
             wait(semaphore, ref, times)
 
     monkeypatch.setattr(sync, "wait", for_sends_only)
@@ -245,7 +245,8 @@ def test_dropped_wait_for_the_own_copy_is_caught(monkeypatch: pytest.MonkeyPatch
 def test_steps_that_share_a_semaphore_are_caught(
     scatter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipelines, "wrap_step", lambda step, slots: wrap_step(step, 1))
+    for module in (channel, pipelines):
+        monkeypatch.setattr(module, "wrap_step", lambda step, slots: wrap_step(step, 1))
     assert is_caught("on_wait", n=6, scatter=scatter)
 
 

@@ -55,7 +55,7 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> None:
         pltpu.get_barrier_semaphore()
 
-    monkeypatch.setattr(ppermute, "_barrier_with_partners", none)
+    monkeypatch.setattr(sync, "barrier_with_partners", none)
     assert run_caught("eager", everyone=False, hold=2)
     monkeypatch.setattr(sync, "barrier_with_everyone", none)
     assert run_caught("eager", everyone=True, hold=2)

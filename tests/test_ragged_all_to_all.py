@@ -18,7 +18,7 @@ import pallas_collectives
 from conformance import routed
 from pallas_collectives import replay
 from pallas_collectives.errors import CollectiveError, ReachError
-from pallas_collectives.kernels import ragged_all_to_all, relay, sync
+from pallas_collectives.kernels import channel, ragged_all_to_all, sync
 from pallas_collectives.kernels.topology import Group
 
 GIB = 1 << 30
@@ -235,8 +235,12 @@ def test_fault_in_the_ring_is_caught(
     kernel, wait = ragged_all_to_all._ring_kernel, sync.wait
 
     def faulty(ring: Any, *refs: Any, **static: Any) -> None:
-        *others, final, send, receive, credit = refs
-        dropped = {"no_arrival": receive, "no_leaving": send, "no_final": final}.get(fault)
+        *others, scratch = refs
+        slots = scratch.slots
+        sent, arrived, _ = slots.semaphores
+        dropped = {"no_arrival": arrived, "no_leaving": sent, "no_final": scratch.final_sem}.get(
+            fault
+        )
 
         def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
             if dropped is None or dropped not in (semaphore, getattr(semaphore, "ref", None)):
@@ -244,10 +248,11 @@ def test_fault_in_the_ring_is_caught(
 
         monkeypatch.setattr(sync, "wait", some)
         if fault == "no_credit":
-            monkeypatch.setattr(relay, "pl", without_waits(relay.pl))
+            monkeypatch.setattr(channel, "pl", without_waits(channel.pl))
         if fault == "shared_receive":
-            receive = FirstOnly(receive)
-        kernel(ring, *others, final, send, receive, credit, **static)
+            shared = slots.semaphores._replace(arrived=FirstOnly(arrived))
+            scratch = scratch._replace(slots=slots._replace(semaphores=shared))
+        kernel(ring, *others, scratch, **static)
 
     monkeypatch.setattr(ragged_all_to_all, "_ring_kernel", faulty)
     if fault == "no_barrier":
@@ -272,6 +277,10 @@ class FirstOnly:
     @property
     def at(self) -> "FirstOnly":
         return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._semaphores.shape
 
     def __getitem__(self, index: tuple[int, Any]) -> Any:
         return self._semaphores.at[index[0], 0]

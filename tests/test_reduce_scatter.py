@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
-from pallas_collectives.kernels import all_reduce, reduce_scatter, sync, topology
+from pallas_collectives.kernels import all_reduce, channel, reduce_scatter, sync, topology
 from pallas_collectives.kernels.topology import Group
 
 
@@ -75,7 +75,7 @@ def test_sound_kernel_is_not_caught(kernel: Callable[..., jax.Array]) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_an_odd_number_of_parts_goes_round_an_even_ring(n: int) -> None:
+def test_an_odd_number_of_chunks_goes_round_an_even_ring(n: int) -> None:
     assert not is_caught(reduce, n, "on_wait", hold=1, rows=24)
 
 
@@ -97,7 +97,7 @@ def test_dropped_credit_is_caught(
 def test_too_few_slots_for_the_credits_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps share a slot and its semaphore, and the credits do not know it."""
     wrap_step = topology.wrap_step
-    monkeypatch.setattr(reduce_scatter, "wrap_step", lambda step, slots: wrap_step(step, 1))
+    monkeypatch.setattr(channel, "wrap_step", lambda step, slots: wrap_step(step, 1))
     assert is_caught(scatter, 8, "on_wait")
 
 
@@ -108,7 +108,7 @@ def test_missing_receive_wait_is_caught(
     wait = sync.wait
 
     def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if len(semaphore.ref.shape) != 3:  # recv_sems is the 3-D one
+        if len(semaphore.ref.shape) != 3:  # `arrived` is the 3-D one
             wait(semaphore, ref, times)
 
     monkeypatch.setattr(sync, "wait", for_sends_only)
@@ -117,7 +117,7 @@ def test_missing_receive_wait_is_caught(
 
 def test_sends_of_a_slot_that_have_not_ended_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for earlier sends: a credit is given for a slot that is still being sent."""
-    monkeypatch.setattr(reduce_scatter._Hops, "end_earlier", lambda *_: None)
+    monkeypatch.setattr(reduce_scatter._Turns, "end_earlier", lambda *_: None)
     assert is_caught(scatter, 8, "on_wait")
 
 
@@ -139,8 +139,8 @@ def test_dropped_barrier_is_caught(
 
 
 def test_step_table_in_the_docstring_is_the_schedule() -> None:
-    lanes = topology.lanes(4, bidirectional=True, parts=2)
-    table = topology.reduce_table(4, lanes)
+    streams = topology.streams(4, bidirectional=True, chunks=2)
+    table = topology.reduce_table(4, streams)
     assert all(line in (reduce_scatter.__doc__ or "") for line in table.splitlines()), f"\n{table}"
 
 

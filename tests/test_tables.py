@@ -7,7 +7,7 @@ import pytest
 from pallas_collectives.kernels import all_reduce, all_to_all, ppermute, tables, topology
 
 PAIRS = ((0, 2), (2, 1), (3, 3))
-BOTH_WAYS = topology.lanes(4, bidirectional=True, parts=2)
+BOTH_WAYS = topology.streams(4, bidirectional=True, chunks=2)
 
 
 @pytest.mark.parametrize(

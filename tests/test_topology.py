@@ -15,24 +15,24 @@ RINGS = st.tuples(st.integers(2, 64), st.booleans(), st.sampled_from([1, 2, 3, 4
 
 
 @hypothesis.given(RINGS)
-def test_every_part_reaches_every_device_exactly_once(ring: tuple[int, bool, int]) -> None:
-    n, bidirectional, parts = ring
+def test_every_chunk_reaches_every_device_exactly_once(ring: tuple[int, bool, int]) -> None:
+    n, bidirectional, chunks = ring
     arrivals = [
-        (part, (lane.direction * hop) % n)
-        for lane in topology.lanes(n, bidirectional=bidirectional, parts=parts)
-        for part in range(parts)
-        for hop in range(1, lane.hops_of(part) + 1)
+        (chunk, (stream.direction * hop) % n)
+        for stream in topology.streams(n, bidirectional=bidirectional, chunks=chunks)
+        for chunk in range(chunks)
+        for hop in range(1, stream.hops_of(chunk) + 1)
     ]
-    assert sorted(arrivals) == [(part, d) for part in range(parts) for d in range(1, n)]
+    assert sorted(arrivals) == [(chunk, d) for chunk in range(chunks) for d in range(1, n)]
 
 
 @hypothesis.given(st.integers(2, 256), st.sampled_from([2, 3, 4, 5, 16]))
-def test_both_directions_carry_the_same_load(n: int, parts: int) -> None:
-    lanes = topology.lanes(n, bidirectional=True, parts=parts)
-    load = {lane.direction: sum(map(lane.hops_of, range(parts))) for lane in lanes}
-    assert load[RIGHT] + load[LEFT] == parts * (n - 1)
-    assert abs(load[RIGHT] - load[LEFT]) == (parts * (n - 1)) % 2
-    assert max(lane.hops for lane in lanes) == n // 2
+def test_both_directions_carry_the_same_load(n: int, chunks: int) -> None:
+    streams = topology.streams(n, bidirectional=True, chunks=chunks)
+    load = {stream.direction: sum(map(stream.hops_of, range(chunks))) for stream in streams}
+    assert load[RIGHT] + load[LEFT] == chunks * (n - 1)
+    assert abs(load[RIGHT] - load[LEFT]) == (chunks * (n - 1)) % 2
+    assert max(stream.hops for stream in streams) == n // 2
 
 
 @hypothesis.given(st.integers(1, 100), st.data())
@@ -121,11 +121,11 @@ def test_an_order_moves_neighbours_and_numbers_nothing_anew(axes: tuple[str, ...
 
 
 @hypothesis.given(RINGS)
-def test_parts_that_travel_furthest_have_the_first_turns(ring: tuple[int, bool, int]) -> None:
-    n, bidirectional, parts = ring
-    for lane in topology.lanes(n, bidirectional=bidirectional, parts=parts):
-        order = [lane.part(turn) for turn in range(parts)]
-        assert sorted(order) == list(range(parts))
-        assert [lane.turn(part) for part in order] == list(range(parts))
-        hops = [lane.hops_of(part) for part in order]
+def test_chunks_that_travel_furthest_have_the_first_turns(ring: tuple[int, bool, int]) -> None:
+    n, bidirectional, chunks = ring
+    for stream in topology.streams(n, bidirectional=bidirectional, chunks=chunks):
+        order = [stream.chunk(turn) for turn in range(chunks)]
+        assert sorted(order) == list(range(chunks))
+        assert [stream.turn(chunk) for chunk in order] == list(range(chunks))
+        hops = [stream.hops_of(chunk) for chunk in order]
         assert hops == sorted(hops, reverse=True)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from pallas_collectives import places, tori
-from pallas_collectives.kernels import sync, torus_all_gather, torus_reduce_scatter
+from pallas_collectives.kernels import channel, sync, torus_all_gather, torus_reduce_scatter
 from pallas_collectives.kernels.topology import Group
 from pallas_collectives.kernels.torus import Plan
 from pallas_collectives.replay import Machine, Report, bound, replay
@@ -196,17 +196,16 @@ def test_few_semaphores_do_under_credits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_hops_that_share_a_semaphore_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torus_all_gather, "wrap_step", lambda hop, window: 0)
+    monkeypatch.setattr(channel, "wrap_step", lambda hop, window: 0)
     assert gather_is_caught("on_wait")
 
 
 def test_phases_that_share_semaphores_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = torus_all_gather.Gather
 
-    def faulty(
-        plan: Plan, rings: Any, o: Any, send: Any, receive: Any, *rest: Any, own: Any
-    ) -> Any:
-        return sound(plan, rings, o, send, OnePhase(receive), *rest, own=own)
+    def faulty(plan: Plan, rings: Any, o: Any, semaphores: channel.Semaphores, **own: Any) -> Any:
+        shared = semaphores._replace(arrived=OnePhase(semaphores.arrived))
+        return sound(plan, rings, o, shared, **own)
 
     monkeypatch.setattr(torus_all_gather, "Gather", faulty)
     assert gather_is_caught("on_wait")
@@ -216,7 +215,7 @@ def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
     wait = sync.wait
 
     def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if len(semaphore.ref.shape) != 4:  # recv_sems is the 4-D one
+        if len(semaphore.ref.shape) != 4:  # `arrived` is the 4-D one
             wait(semaphore, ref, times)
 
     monkeypatch.setattr(sync, "wait", for_sends_only)

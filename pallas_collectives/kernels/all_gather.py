@@ -27,33 +27,44 @@ to the right what comes from the left, and to the left what comes from the right
 
 Direct. Every device pushes its block to every other at once: one hop, for small blocks.
 
-             steps      bytes sent per link and direction   VMEM
-    ring     n-1        (n-1) blocks to the right, 0 left   none (0 with operands in HBM)
+             steps      bytes sent per link and direction   scratch
+    ring     n-1        (n-1) blocks to the right, 0 left   none
     both     floor(n/2) (n-1)/2 blocks                      none
     line     n-1        at most n-1 blocks                  none
     direct   1          as the wires lie                    none
+
+The operand and the result may lie in VMEM; else there is nothing in it.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import pallas as pl
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.kernels import channel as channels
 from pallas_collectives.kernels import launch, sync, topology
 from pallas_collectives.kernels.blocks import Blocks
-from pallas_collectives.kernels.topology import Group, Lane, Ring, wrap_step
+from pallas_collectives.kernels.channel import Channel
+from pallas_collectives.kernels.sync import PushSemaphores
+from pallas_collectives.kernels.topology import Group, Ring, Stream
 
-# Receive semaphores per lane, of the 500 or so that a TPU has for a kernel. A fast neighbour may
+# Receive semaphores per stream, of the 500 or so that a TPU has for a kernel. A fast neighbour may
 # be so many steps ahead without waiting for us.
 WINDOW = 16
 
-# A block goes in parts of whole tiles: while one is passed on, others are on the wire. Eight were
+# A block goes in chunks of whole tiles: while one is passed on, others are on the wire. Eight were
 # best, or within 3% of it, for blocks of 32 KiB to 2 MiB by the replay of v5e and v5p.
-MOST_PARTS = 8
+MOST_CHUNKS = 8
+
+
+class Scratch(NamedTuple):
+    """What the ring's kernel takes beside its arrays."""
+
+    copy_sem: Any  # own; started and waited for once
+    semaphores: channels.Semaphores  # (streams, chunks): see pass_on
 
 
 def ring(
@@ -64,49 +75,30 @@ def ring(
     bidirectional: bool,
     vmem: bool,
     interpret: Any,
-    most_parts: int = MOST_PARTS,
+    most_parts: int = MOST_CHUNKS,
 ) -> jax.Array:
     """Gathers x along `axis` over a ring; `axis` must be `sliceable` for x's shape."""
     blocks = Blocks.of(x.shape, axis, x.dtype, most_parts)
-    lanes = topology.lanes(group.size, bidirectional=bidirectional, parts=blocks.parts)
-    return _launch(
-        functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, on_line=False),
-        group,
-        x,
-        axis,
-        lane_semaphores(lanes),
-        barrier="neighbours",
-        name=f"all_gather_{'bidirectional' if bidirectional else 'unidirectional'}",
-        interpret=interpret,
-        vmem=vmem,
-    )
+    streams = topology.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
+    name = f"all_gather_{'bidirectional' if bidirectional else 'unidirectional'}"
+    return _by_hops(x, group, axis, blocks, streams, name=name, vmem=vmem, interpret=interpret)
 
 
 def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
     """Gathers x along `axis` over a line, as `ring`."""
-    blocks = Blocks.of(x.shape, axis, x.dtype, MOST_PARTS)
-    lanes = topology.line_lanes(group.size, blocks.parts)
-    return _launch(
-        functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, on_line=True),
-        group,
-        x,
-        axis,
-        lane_semaphores(lanes),
-        barrier="line",
-        name="all_gather_line",
-        interpret=interpret,
-        vmem=vmem,
-    )
+    blocks = Blocks.of(x.shape, axis, x.dtype, MOST_CHUNKS)
+    streams, name = topology.line_streams(group.size, blocks.chunks), "all_gather_line"
+    return _by_hops(x, group, axis, blocks, streams, name=name, vmem=vmem, interpret=interpret)
 
 
 def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
     """Gathers x along `axis`, each device writing to all others."""
     return _launch(
         functools.partial(_direct_kernel, blocks=Blocks.of(x.shape, axis, x.dtype)),
-        group,
         x,
+        group,
         axis,
-        [pltpu.SemaphoreType.DMA] * 2,
+        scratch=PushSemaphores(),
         barrier="everyone",
         name="all_gather_direct",
         interpret=interpret,
@@ -114,54 +106,65 @@ def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any)
     )
 
 
-def _launch(
-    kernel: Callable[..., None],
-    group: Group,
+def _by_hops(
     x: jax.Array,
+    group: Group,
     axis: int,
-    semaphores: list[Any],
+    blocks: Blocks,
+    streams: tuple[Stream, ...],
     **options: Any,
 ) -> jax.Array:
-    """Runs a kernel of (ring, block, gathered blocks, semaphore of a copy, *semaphores)."""
+    return _launch(
+        functools.partial(_ring_kernel, blocks=blocks, streams=streams),
+        x,
+        group,
+        axis,
+        scratch=Scratch(pltpu.SemaphoreType.DMA, semaphores(streams)),
+        barrier=topology.barrier_of(streams),
+        **options,
+    )
+
+
+def _launch(
+    kernel: Callable[..., None], x: jax.Array, group: Group, axis: int, **options: Any
+) -> jax.Array:
+    """Runs a kernel of (ring, block, gathered blocks, scratch)."""
     shape = (*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
     return launch.call(
         kernel,
         group,
         x,
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
-        scratch_shapes=[pltpu.SemaphoreType.DMA, *semaphores],
         wire_bytes=(group.size - 1) * x.nbytes,
         **options,
     )
 
 
-def lane_semaphores(lanes: tuple[Lane, ...]) -> list[Any]:
-    """The send, receive and credit semaphores that `pass_on` takes."""
-    streams = len(lanes), lanes[0].parts
-    window = min(WINDOW, max(lane.hops for lane in lanes))
-    dma, regular = pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.REGULAR
-    return [dma(streams), dma((*streams, window)), regular(streams)]
+def semaphores(streams: tuple[Stream, ...]) -> channels.Semaphores:
+    """The channels that `pass_on` takes."""
+    window = min(WINDOW, max(stream.hops for stream in streams))
+    return channels.Semaphores.of(len(streams), streams[0].chunks, window=window)
 
 
 def _ring_kernel(
     ring: Ring,
     x_ref: Any,  # one block: HBM or VMEM
     o_ref: Any,  # n blocks: HBM or VMEM
-    copy_sem: Any,  # own; started and waited for once
-    *semaphores: Any,  # see pass_on
+    scratch: Scratch,
+    *,
     blocks: Blocks,
-    lanes: tuple[Lane, ...],
-    on_line: bool,
+    streams: tuple[Stream, ...],
 ) -> None:
-    if on_line:
-        sync.barrier_along_line(ring)
-        gather = pass_along
-    else:
-        sync.barrier_with_neighbours(ring)
-        gather = pass_on
-    own_copy = pltpu.make_async_copy(x_ref, blocks.at(o_ref, ring.me), copy_sem)
-    start = own_copy.start
-    gather(ring, x_ref, o_ref, *semaphores, meanwhile=start, blocks=blocks, lanes=lanes)
+    own_copy = pltpu.make_async_copy(x_ref, blocks.at(o_ref, ring.me), scratch.copy_sem)
+    pass_on(
+        ring,
+        x_ref,
+        o_ref,
+        scratch.semaphores,
+        blocks=blocks,
+        streams=streams,
+        meanwhile=own_copy.start,
+    )
     own_copy.wait()
 
 
@@ -169,151 +172,77 @@ def pass_on(
     ring: Ring,
     x_ref: Any,  # own block, from which the first sends leave
     o_ref: Any,  # n blocks; those of the others are filled
-    send_sems: Any,  # (lanes, parts): own; all sends of a part, drained at the end
-    recv_sems: Any,  # (lanes, parts, window): signalled by the neighbour upstream, in turn
-    credit_sems: Any,  # (lanes, parts): signalled by the neighbour downstream on long rings
+    semaphores: channels.Semaphores,  # (streams, chunks); all sends of a chunk drain at the end
     *,
     blocks: Blocks,
-    lanes: tuple[Lane, ...],
+    streams: tuple[Stream, ...],
     meanwhile: Callable[[], None] = lambda: None,  # runs when the first sends are under way
 ) -> None:
-    """Sends the own block round the ring and passes on what arrives, until all is there."""
-    hops = _Hops(
-        ring, o_ref, send_sems, recv_sems, credit_sems, blocks, lanes,
-        arrivals=lambda i, part: lanes[i].hops_of(part),
-    )  # fmt: skip
+    """Sends the own block along its streams and passes on what arrives, until all is there.
 
-    def send_own(step: Any, i: int, part: Any) -> None:
-        hops.send(blocks.at(x_ref, part=part), step, i, part)
+    Message k of a chunk's channel comes from the device k + 1 hops upstream, which we send on as
+    message k + 1; our own is message 0. On a ring as many are sent as come. On a line what comes is
+    what lies behind us, and what has come to the last device stays there.
 
-    def drain(_: Any, i: int, part: Any) -> None:
-        count = lanes[i].hops_of(part)
-        hops.receive(count - 1, i, part)
-        sync.wait(send_sems.at[i, part], blocks.at(x_ref, part=part), times=count)
-
-    with jax.named_scope("own_block"):
-        topology.for_each_part(lanes, send_own)
-        meanwhile()
-    with jax.named_scope("forward"):
-        topology.for_each_step(lanes, hops.forward, start=1)
-    with jax.named_scope("drain"):
-        topology.for_each_part(lanes, drain)
-
-
-def pass_along(
-    ring: Ring,
-    x_ref: Any,  # these five: see pass_on
-    o_ref: Any,
-    send_sems: Any,
-    recv_sems: Any,
-    credit_sems: Any,
-    *,
-    blocks: Blocks,
-    lanes: tuple[Lane, ...],
-    meanwhile: Callable[[], None] = lambda: None,
-) -> None:
-    """`pass_on` along a line: from one side to the other, as much as there is on that side."""
-    behind = [topology.behind(ring, lane) for lane in lanes]
-    has_next = [b < ring.size - 1 for b in behind]
-    hops = _Hops(
-        ring, o_ref, send_sems, recv_sems, credit_sems, blocks, lanes,
-        arrivals=lambda i, part: behind[i],
-    )  # fmt: skip
-
-    def send_own(step: Any, i: int, part: Any) -> None:
-        send = functools.partial(hops.send, blocks.at(x_ref, part=part), step, i, part)
-        topology.only_if(has_next[i], send)
-
-    def forward(step: Any, i: int, part: Any) -> None:
-        comes = step <= behind[i]
-        topology.only_if(comes & has_next[i], lambda: hops.forward(step, i, part))
-        topology.only_if(comes & ~has_next[i], lambda: hops.receive(step - 1, i, part))
-
-    def drain(_: Any, i: int, part: Any) -> None:
-        topology.only_if(~has_next[i], lambda: hops.receive(ring.size - 2, i, part))
-        sends = has_next[i].astype(np.int32) * (behind[i] + 1)
-        sync.wait(send_sems.at[i, part], blocks.at(x_ref, part=part), times=sends)
-
-    with jax.named_scope("own_block"):
-        topology.for_each_part(lanes, send_own)
-        meanwhile()
-    with jax.named_scope("forward"):
-        topology.for_each_step(lanes, forward, start=1)
-    with jax.named_scope("drain"):
-        topology.for_each_part(lanes, drain)
-
-
-class _Hops:
-    """Single hops of blocks along lanes, and their semaphores.
-
-    A step's receive has a semaphore of its own: our upstream neighbour may be steps ahead, and
-    several of its blocks in flight; on a shared semaphore the later could pass for the earlier.
-    On rings of more than `WINDOW` hops semaphores serve again, WINDOW steps later, under credits:
-    upstream sends step s only once we have received step s-WINDOW. All credits are used.
+    Nothing is written twice, so a neighbour that is ahead of us does no harm to what we read.
     """
+    on_line, behind = streams[0].line, [stream.behind(ring) for stream in streams]
+    # Whether we send at all, and whether the last that comes stays here.
+    sends = [b < ring.size - 1 if on_line else True for b in behind]
+    keeps = [b == ring.size - 1 if on_line else True for b in behind]
 
-    def __init__(
-        self,
-        ring: Ring,
-        o_ref: Any,
-        send_sems: Any,
-        recv_sems: Any,
-        credit_sems: Any,
-        blocks: Blocks,
-        lanes: tuple[Lane, ...],
-        arrivals: Callable[[int, Any], Any],  # how often a part of lane i comes to us
-    ) -> None:
-        self._ring, self._o_ref = ring, o_ref
-        self._sems = send_sems, recv_sems, credit_sems
-        self._blocks, self._lanes, self._arrivals = blocks, lanes, arrivals
-        self._window = recv_sems.shape[-1]
+    def place(number: Any, i: int, chunk: Any) -> Any:
+        """Where we keep message `number` of those that we send."""
+        return blocks.at(o_ref, ring.block(-streams[i].direction * number), chunk)
 
-    def _place(self, step: Any, i: int, part: Any) -> Any:
-        """Where we keep what we send at `step`: own first, then what came from upstream."""
-        block = self._ring.block(-self._lanes[i].direction * step)
-        return self._blocks.at(self._o_ref, block, part)
+    def arrivals(i: int, chunk: Any) -> Any:
+        return behind[i] if on_line else streams[i].hops_of(chunk)
 
-    def _arrived(self, step: Any, i: int, part: Any) -> Any:
-        return self._sems[1].at[i, part, wrap_step(step, self._window)]
+    def channel_of(i: int, chunk: Any) -> Channel:
+        stream, index = streams[i], (i, chunk)
+        return Channel(ring, stream.direction, semaphores, index, arrivals(*index), stream.hops)
 
-    def send(self, source: Any, step: Any, i: int, part: Any) -> None:
-        """Sends `source`, the part that our neighbour is to have at `step`."""
-        send_sems, _, credit_sems = self._sems
-        if self._lanes[i].hops > self._window:
+    def send_own(_: Any, i: int, chunk: Any) -> None:
+        own, target = blocks.at(x_ref, chunk=chunk), place(0, i, chunk)
+        topology.only_if(sends[i], lambda: channel_of(i, chunk).send(own, target, 0))
 
-            @pl.when(step >= self._window)
-            def _() -> None:
-                pl.semaphore_wait(credit_sems.at[i, part], 1)
+    def receive(number: Any, i: int, chunk: Any) -> None:
+        arriving = channel_of(i, chunk)
+        arriving.receive(number, place(number + 1, i, chunk))
+        arriving.release(number)
 
-        downstream = self._ring.peer(self._lanes[i].direction)
-        target, arrived = self._place(step, i, part), self._arrived(step, i, part)
-        sync.remote_copy(source, target, send_sems.at[i, part], arrived, downstream)
+    def send_on(step: Any, i: int, chunk: Any) -> None:
+        receive(step - 1, i, chunk)
+        block = place(step, i, chunk)
+        channel_of(i, chunk).send(block, block, step)
 
-    def receive(self, step: Any, i: int, part: Any) -> None:
-        """Waits for what our neighbour sends at `step`: it is what we send at the next."""
-        sync.wait(self._arrived(step, i, part), self._place(step + 1, i, part))
-        if self._lanes[i].hops > self._window:
+    def forward(step: Any, i: int, chunk: Any) -> None:
+        comes = step <= behind[i] if on_line else True
+        topology.only_if(comes & sends[i], lambda: send_on(step, i, chunk))
+        if on_line:
+            topology.only_if(comes & keeps[i], lambda: receive(step - 1, i, chunk))
 
-            @pl.when(step + self._window < self._arrivals(i, part))
-            def _() -> None:
-                upstream = self._ring.peer(-self._lanes[i].direction)
-                pl.semaphore_signal(self._sems[2].at[i, part], 1, device_id=upstream)
+    def drain(_: Any, i: int, chunk: Any) -> None:
+        count = arrivals(i, chunk)
+        topology.only_if(keeps[i], lambda: receive(count - 1, i, chunk))
+        sent = jnp.where(sends[i], count + 1, 0) if on_line else count
+        channel_of(i, chunk).wait_sent(blocks.at(x_ref, chunk=chunk), times=sent)
 
-    def forward(self, step: Any, i: int, part: Any) -> None:
-        """Receives what we send at `step`, and sends it."""
-        self.receive(step - 1, i, part)
-        self.send(self._place(step, i, part), step, i, part)
+    with jax.named_scope("own_block"):
+        topology.for_each_chunk(streams, send_own)
+        meanwhile()
+    with jax.named_scope("forward"):
+        topology.for_each_step(streams, forward, start=1)
+    with jax.named_scope("drain"):
+        topology.for_each_chunk(streams, drain)
 
 
 def _direct_kernel(
     ring: Ring,
     x_ref: Any,  # one block: HBM or VMEM
     o_ref: Any,  # n blocks: HBM or VMEM
-    copy_sem: Any,  # own; started and waited for once
-    send_sem: Any,  # own; n-1 sends of one block
-    recv_sem: Any,  # n-1 blocks, one from each other device
+    scratch: PushSemaphores,
     *,
     blocks: Blocks,
 ) -> None:
-    sync.barrier_with_everyone(ring)
-    sync.push_to_everyone(ring, x_ref, blocks.at(o_ref, ring.me), copy_sem, send_sem, recv_sem)
+    sync.push_to_everyone(ring, lambda *_: x_ref, lambda _: blocks.at(o_ref, ring.me), scratch)

@@ -1,7 +1,7 @@
 """All-to-all: block p of every device goes to device p, and lies there in the order of senders.
 
 Direct. Every device sends to all others at once, device p first to p+1, so that at no time two
-begin with the same receiver. Large blocks go in parts, receiver by receiver, so that the sends
+begin with the same receiver. Large blocks go in chunks, receiver by receiver, so that the sends
 share the links instead of queueing behind one another.
 
     send dev0       dev1       dev2       dev3       sender>receiver
@@ -19,7 +19,7 @@ What every device passes to its right in each hop (to the left: the mirror image
 
 A block that has further to go waits in a slot of its host (see `relay`). Blocks are cut into chunks
 of 1 MiB where they can be, and the chunks follow one another without a pause: the slots do not grow
-with the operand. On large rings the distances are served in waves, the farthest first.
+with the operand. On large rings the distances are served in batches, the farthest first.
 
 Line. For wires whose closing hop runs back over all others, or cannot be used at all: every block
 goes the one way that there is.
@@ -38,7 +38,7 @@ goes to the right only, which adds n/4 blocks to the links that way.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -46,12 +46,25 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels import launch, relay, sync, topology
 from pallas_collectives.kernels.blocks import Blocks
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, wrap
+from pallas_collectives.kernels.sync import PushSemaphores
+from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring
 
 CHUNK_BYTES = 1 << 20
 SLOT_BYTES = 16 << 20
 MAX_WIDTH = 16  # a message on its way takes four semaphores per direction; a core has hundreds
-MAX_PARTS = 8  # of a block sent directly: enough for the links to interleave
+MAX_CHUNKS = 8  # of a block sent directly: enough for the links to interleave
+
+
+class Scratch(NamedTuple):
+    """What the ring's kernel takes beside its arrays."""
+
+    relays: tuple[relay.Scratch | None, ...]  # for each schedule that relays
+    copy_sem: Any = pltpu.SemaphoreType.DMA  # own; started and waited for once
+    # own; what leaves x_ref, n-1 blocks in all, drained at the end
+    own_sem: Any = pltpu.SemaphoreType.DMA
+    # What comes to stay, n-1 blocks in all. One semaphore for all of them and both directions, as
+    #   nothing of it is read before all has come.
+    final_sem: Any = pltpu.SemaphoreType.DMA
 
 
 def direct(
@@ -61,13 +74,13 @@ def direct(
 
     A block must be `sliceable` along either axis.
     """
-    layout = _Layout.of(x, group.size, split_axis, concat_axis, chunk_parts=1, most=MAX_PARTS)
+    layout = _Layout.of(x, group.size, split_axis, concat_axis, halves=1, most=MAX_CHUNKS)
     return launch.call(
         functools.partial(_direct_kernel, layout=layout),
         group,
         x,
         out_shape=layout.result,
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,
+        scratch=PushSemaphores(),
         barrier="everyone",
         name="all_to_all_direct",
         interpret=interpret,
@@ -80,9 +93,9 @@ def ring(
     x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, vmem: bool, interpret: Any
 ) -> jax.Array:
     """Exchanges blocks over a ring; a block must be `sliceable` along either axis."""
-    layout = _Layout.of(x, group.size, split_axis, concat_axis, chunk_parts=2)
-    trains = _trains(layout, group.size)
-    return _passed_on(x, group, layout, trains, on_line=False, vmem=vmem, interpret=interpret)
+    layout = _Layout.of(x, group.size, split_axis, concat_axis, halves=2)
+    schedules = _schedules(layout, group.size)
+    return _passed_on(x, group, layout, schedules, on_line=False, vmem=vmem, interpret=interpret)
 
 
 def line(
@@ -90,36 +103,34 @@ def line(
 ) -> jax.Array:
     """Exchanges blocks over a line of at most `catalogue.LONGEST_LINE` devices, as `ring`."""
     chunk = min(CHUNK_BYTES, relay.line_message_bytes(group.size))
-    layout = _Layout.of(x, group.size, split_axis, concat_axis, chunk_parts=1, chunk_bytes=chunk)
+    layout = _Layout.of(x, group.size, split_axis, concat_axis, halves=1, chunk_bytes=chunk)
     farthest = group.size - 1
-    trains = (_Train((RIGHT, LEFT), 1, farthest, farthest, layout.source.parts),)
-    return _passed_on(x, group, layout, trains, on_line=True, vmem=vmem, interpret=interpret)
+    schedules = (_Schedule((RIGHT, LEFT), 1, farthest, farthest, layout.source.chunks),)
+    return _passed_on(x, group, layout, schedules, on_line=True, vmem=vmem, interpret=interpret)
 
 
 def _passed_on(
     x: jax.Array,
     group: Group,
     layout: "_Layout",
-    trains: tuple["_Train", ...],
+    schedules: tuple["_Schedule", ...],
     *,
     on_line: bool,
     vmem: bool,
     interpret: Any,
 ) -> jax.Array:
-    relaying = [train for train in trains if train.relays]
+    relays = tuple(
+        relay.Scratch.of(schedule, schedule.cut(layout.source).chunk_shape, x.dtype)
+        if schedule.relays
+        else None
+        for schedule in schedules
+    )
     return launch.call(
-        functools.partial(_ring_kernel, layout=layout, trains=trains, on_line=on_line),
+        functools.partial(_ring_kernel, layout=layout, schedules=schedules, on_line=on_line),
         group,
         x,
         out_shape=layout.result,
-        buffers=[
-            jax.ShapeDtypeStruct((*train.slots, *train.cut(layout.source).part_shape), x.dtype)
-            for train in relaying
-        ],
-        scratch_shapes=[
-            *[pltpu.SemaphoreType.DMA] * 3,
-            *(semaphores for train in relaying for semaphores in train.semaphores),
-        ],
+        scratch=Scratch(relays),
         barrier="line" if on_line else "neighbours",
         name="all_to_all_line" if on_line else "all_to_all_ring",
         interpret=interpret,
@@ -145,138 +156,118 @@ class _Layout:
         split_axis: int,
         concat_axis: int,
         *,
-        chunk_parts: int,
+        halves: int,
         chunk_bytes: int = CHUNK_BYTES,
         most: int = 1 << 30,
     ) -> "_Layout":
-        """Blocks in `chunk_parts` parts for each chunk, but no more than `most`, if they can be."""
+        """Blocks in so many `halves` of `chunk_bytes` each, `most` at the most, if they can be."""
         block = list(x.shape)
         block[split_axis] //= n
         block_bytes = x.nbytes // n
-        parts = min(most, chunk_parts * -(-block_bytes // chunk_bytes))
-        source = Blocks.of(tuple(block), split_axis, x.dtype, parts)
+        chunks = min(most, halves * -(-block_bytes // chunk_bytes))
+        source = Blocks.of(tuple(block), split_axis, x.dtype, chunks)
         target = dataclasses.replace(source, axis=concat_axis)
         block[concat_axis] *= n
         return cls(source, target, jax.ShapeDtypeStruct(tuple(block), x.dtype), block_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Train(relay.Train):
+class _Schedule(relay.Schedule):
     """Attributes besides:
-    parts: message `chunk` of lane i is part `chunk` of so many; if `halved`, part 2 * chunk + i.
+    cuts: message `number` of a direction is one of so many equal cuts of a block: that of its
+      number; if `halved`, of cuts 2 * number and 2 * number + 1 each direction has one.
     halved: each direction carries its half of a chunk.
     """
 
-    parts: int
+    cuts: int
     halved: bool = False
 
     def cut(self, blocks: Blocks) -> Blocks:
-        """Blocks whose parts are messages."""
-        return dataclasses.replace(blocks, parts=self.parts)
+        """Blocks whose chunks are messages."""
+        return dataclasses.replace(blocks, chunks=self.cuts)
 
-    def message(self, blocks: Blocks, ref: Any, block: Any, chunk: Any, lane: int) -> Any:
-        """The part of a block that travels as one message."""
-        return self.cut(blocks).at(ref, block, 2 * chunk + lane if self.halved else chunk)
+    def message(self, blocks: Blocks, ref: Any, block: Any, number: Any, way: int) -> Any:
+        """What travels of a block as one message."""
+        return self.cut(blocks).at(ref, block, 2 * number + way if self.halved else number)
 
 
-def _trains(layout: _Layout, n: int) -> tuple[_Train, ...]:
-    """The train for all distances that have a shorter side, then one for n/2 if n is even."""
-    parts = layout.source.parts
-    halved = parts % 2 == 0
-    chunks = parts // 2 if halved else parts
+def _schedules(layout: _Layout, n: int) -> tuple[_Schedule, ...]:
+    """That of all distances that have a shorter side, then one of n/2 if n is even."""
+    halves = layout.source.chunks
+    halved = halves % 2 == 0
+    chunks = halves // 2 if halved else halves
     farthest = (n - 1) // 2
     fitting = SLOT_BYTES * chunks // (4 * layout.block_bytes)
     width = max(1, min(farthest, fitting, MAX_WIDTH))
-    trains = []
+    schedules = []
     if farthest:
-        trains.append(_Train((RIGHT, LEFT), 1, farthest, width, chunks))
+        schedules.append(_Schedule((RIGHT, LEFT), 1, farthest, width, chunks))
     if n % 2 == 0:
         directions = (RIGHT, LEFT) if halved else (RIGHT,)
-        trains.append(_Train(directions, n // 2, n // 2, 1, parts, halved))
-    return tuple(trains)
+        schedules.append(_Schedule(directions, n // 2, n // 2, 1, halves, halved))
+    return tuple(schedules)
 
 
 def _direct_kernel(
     ring: Ring,
     x_ref: Any,  # n blocks along the split axis: HBM or VMEM
     o_ref: Any,  # n blocks along the concat axis: HBM or VMEM
-    copy_sem: Any,  # own; started and waited for once
-    send_sem: Any,  # own; the bytes of n-1 blocks
-    recv_sem: Any,  # the bytes of n-1 blocks, one from each other device
+    scratch: PushSemaphores,
     *,
     layout: _Layout,
 ) -> None:
-    # One receive semaphore serves all: nothing is read before every block has arrived.
-    n = ring.size
-    own_place = layout.target.at(o_ref, ring.me)
-
-    def push(part: Any, distance: Any) -> None:
-        receiver = wrap(ring.me + distance, n)
-        source = layout.source.at(x_ref, receiver, part)
-        target = layout.target.at(o_ref, ring.me, part)
-        sync.remote_copy(source, target, send_sem, recv_sem, ring.device_id(receiver))
-
-    sync.barrier_with_everyone(ring)
-    with jax.named_scope("push"):
-        sync.for_each(
-            0,
-            layout.source.parts,
-            lambda part: sync.for_each(1, n, functools.partial(push, part)),
-        )
-        own_block = layout.source.at(x_ref, ring.me)
-        own_copy = pltpu.make_async_copy(own_block, own_place, copy_sem)
-        own_copy.start()
-    with jax.named_scope("drain"):
-        sync.wait(recv_sem, own_place, times=n - 1)
-        sync.wait(send_sem, own_block, times=n - 1)
-        own_copy.wait()
+    sync.push_to_everyone(
+        ring,
+        lambda owner, chunk: layout.source.at(x_ref, owner, chunk),
+        lambda chunk: layout.target.at(o_ref, ring.me, chunk),
+        scratch,
+        layout.source.chunks,
+        in_positions=True,
+    )
 
 
 def _ring_kernel(
     ring: Ring,
     x_ref: Any,  # n blocks along the split axis: HBM or VMEM
     o_ref: Any,  # n blocks along the concat axis: HBM or VMEM
-    *scratch: Any,  # slots for each train that relays, the three below, semaphores for its slots
+    scratch: Scratch,
+    *,
     layout: _Layout,
-    trains: tuple[_Train, ...],
+    schedules: tuple[_Schedule, ...],
     on_line: bool,
 ) -> None:
-    relaying = [train for train in trains if train.relays]
-    buffers, scratch = scratch[: len(relaying)], scratch[len(relaying) :]
-    copy_sem, own_sem, final_sem, *slot_sems = scratch
-    # copy_sem: own; started and waited for once
-    # own_sem: own; what leaves x_ref, n-1 blocks in all, drained at the end
-    # final_sem: what comes to stay, n-1 blocks in all. One semaphore for all of them and both
-    #   directions, as nothing of it is read before all has come.
-    slots = {
-        train: relay.Slots(ring, train, buffers[i], *slot_sems[3 * i : 3 * i + 3])
-        for i, train in enumerate(relaying)
-    }
+    pairs = zip(schedules, scratch.relays, strict=True)
+    slots = {s: relay.Slots(ring, s, its) for s, its in pairs if its is not None}
 
     def move(
-        train: _Train, chunk: Any, hop: Any, distance: Any, counts: Any, first: bool, last: bool
+        schedule: _Schedule,
+        number: Any,
+        hop: Any,
+        distance: Any,
+        counts: Any,
+        first: bool,
+        last: bool,
     ) -> Any:
-        """One hop of the message for a distance; `counts`: for each lane, relayed and forwarded."""
+        """One hop of the message for a distance; `counts`: for each way, relayed and forwarded."""
 
-        def pass_on(lane: int, direction: int, relayed: Any, forwarded: Any) -> None:
+        def pass_on(way: int, direction: int, relayed: Any, forwarded: Any) -> None:
             if first:
                 receiver = ring.block(direction * distance)
-                source = train.message(layout.source, x_ref, receiver, chunk, lane)
-                send_sem = own_sem
+                source = schedule.message(layout.source, x_ref, receiver, number, way)
+                sent = scratch.own_sem
             else:
-                source, send_sem = slots[train].arrived(lane, forwarded)
+                source, sent = slots[schedule].arrived(way, forwarded)
             if last:
                 sender = ring.block(-direction * (hop - 1))
-                target = train.message(layout.target, o_ref, sender, chunk, lane)
-                recv_sem = final_sem
+                target = schedule.message(layout.target, o_ref, sender, number, way)
+                sync.remote_copy(source, target, sent, scratch.final_sem, ring.peer(direction))
             else:
-                target, recv_sem = slots[train].free(lane, relayed)
-            sync.remote_copy(source, target, send_sem, recv_sem, ring.peer(direction))
+                slots[schedule].send(way, relayed, source, sent)
 
         after = []
-        for lane, (relayed, forwarded) in enumerate(counts):
-            direction, one = train.directions[lane], np.int32(1)
-            go = functools.partial(pass_on, lane, direction, relayed, forwarded)
+        for way, (relayed, forwarded) in enumerate(counts):
+            direction, one = schedule.directions[way], np.int32(1)
+            go = functools.partial(pass_on, way, direction, relayed, forwarded)
             if on_line:  # its sender, and its receiver, are there
                 there = relay.on_line(ring, direction, hop, distance)
                 topology.only_if(there, go)
@@ -286,23 +277,20 @@ def _ring_kernel(
             after.append((relayed + one * (not last), forwarded + one * (not first)))
         return tuple(after)
 
-    if on_line:
-        sync.barrier_along_line(ring)
-    else:
-        sync.barrier_with_neighbours(ring)
     own_place = layout.target.at(o_ref, ring.me)
-    own_copy = pltpu.make_async_copy(layout.source.at(x_ref, ring.me), own_place, copy_sem)
+    own_block = layout.source.at(x_ref, ring.me)
+    own_copy = pltpu.make_async_copy(own_block, own_place, scratch.copy_sem)
     own_copy.start()
-    chunks = np.int32(trains[0].parts // (1 + trains[0].halved))
+    rounds = np.int32(schedules[0].cuts // (1 + schedules[0].halved))
     with jax.named_scope("pass_on"):
         zero = (np.int32(0), np.int32(0))
-        counts: list[Any] = [(zero,) * len(train.directions) for train in trains]
-        counts = relay.for_each_move(trains, chunks, move, counts)
+        counts: list[Any] = [(zero,) * len(schedule.directions) for schedule in schedules]
+        counts = relay.for_each_move(schedules, rounds, move, counts)
     with jax.named_scope("drain"):
-        for train, of_lanes in zip(trains, counts, strict=True):
-            if train.relays:
-                for lane, (relayed, forwarded) in enumerate(of_lanes):
-                    slots[train].drain(lane, relayed, forwarded)
-        sync.wait(final_sem, own_place, times=ring.size - 1)
-        sync.wait(own_sem, own_place, times=ring.size - 1)
+        for schedule, of_ways in zip(schedules, counts, strict=True):
+            for way, (relayed, forwarded) in enumerate(of_ways):
+                if schedule in slots:
+                    slots[schedule].drain(way, relayed, forwarded)
+        sync.wait(scratch.final_sem, own_place, times=ring.size - 1)
+        sync.wait(scratch.own_sem, own_place, times=ring.size - 1)
         own_copy.wait()

@@ -31,28 +31,28 @@ def sliceable(size: int, axis: int, ndim: int, dtype: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """An array made of equal blocks side by side along `axis`, each cut in equal parts.
+    """An array made of equal blocks side by side along `axis`, each cut in equal chunks.
 
     Attributes:
       shape: the shape of one block.
       axis: the dimension along which blocks lie.
       cut: the dimension along which a block is cut.
-      parts: how many parts a block is cut into.
+      chunks: how many chunks a block is cut into.
     """
 
     shape: tuple[int, ...]
     axis: int
     cut: int
-    parts: int
+    chunks: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], axis: int, dtype: Any, parts: int = 1) -> "Blocks":
-        """Blocks in at most `parts` parts: as many as some dimension has free.
+    def of(cls, shape: tuple[int, ...], axis: int, dtype: Any, chunks: int = 1) -> "Blocks":
+        """Blocks in at most `chunks` chunks: as many as some dimension has free.
 
         Halves of a block can go either way to the opposite device of an even ring: so an odd number
         is taken only where every even one is less than half of it.
         """
-        numbers = range(1, parts + 1)
+        numbers = range(1, chunks + 1)
         for count in sorted(numbers, key=lambda n: n / (1 + n % 2), reverse=True):
             for cut, size in enumerate(shape):
                 if size % count == 0 and sliceable(size // count, cut, len(shape), dtype):
@@ -60,20 +60,20 @@ class Blocks:
         return cls(shape, axis, 0, 1)
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
-        """The shape of one part of a block."""
-        size = self.shape[self.cut] // self.parts
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of one chunk of a block."""
+        size = self.shape[self.cut] // self.chunks
         return (*self.shape[: self.cut], size, *self.shape[self.cut + 1 :])
 
-    def at(self, ref: Any, block: Any = None, part: Any = None) -> Any:
-        """The part of `ref` that is one block (all of it if None), or one part of that block."""
+    def at(self, ref: Any, block: Any = None, chunk: Any = None) -> Any:
+        """The part of `ref` that is one block (all of it if None), or one chunk of that block."""
         starts: list[Any] = [0] * len(self.shape)
         sizes = list(self.shape)
         if block is not None:
             starts[self.axis] = block * self.shape[self.axis]
-        if part is not None and self.parts > 1:
-            sizes[self.cut] //= self.parts
-            starts[self.cut] += part * sizes[self.cut]
+        if chunk is not None and self.chunks > 1:
+            sizes[self.cut] //= self.chunks
+            starts[self.cut] += chunk * sizes[self.cut]
         return ref.at[tuple(map(_span, starts, sizes))]
 
     def nbytes(self, dtype: Any) -> int:

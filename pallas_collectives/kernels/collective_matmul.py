@@ -1,6 +1,6 @@
 """Matrix products fused with the collective before or after them, on the pipelines of `pipelines`.
 
-    all_gather_matmul        multiplies each part of a block as it arrives
+    all_gather_matmul        multiplies each chunk of a block as it arrives
     matmul_reduce_scatter    computes each partial product just before the hop that carries it
 
 Arrays are (A, rows, K) with blocks along rows; leading dimensions and odd sizes are the backend's
@@ -16,8 +16,8 @@ them pass through VMEM as `product` says, within `VMEM_SHARE` of the chip's.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -25,25 +25,25 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import chips
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import launch, pipelines, product, topology
+from pallas_collectives.kernels import launch, pipelines, product, sync, topology
 from pallas_collectives.kernels.blocks import Blocks, sublanes
 from pallas_collectives.kernels.product import Problem, Tiles
-from pallas_collectives.kernels.topology import Group, Lane, Ring
+from pallas_collectives.kernels.topology import Group, Ring, Stream
 
 # Of a chip's VMEM, what the tiles of all products together may take; the rest is the compiler's.
 VMEM_SHARE = 0.7
-# Parts of a block: the more, the sooner the first is consumed; but each fetches the weights anew.
-MOST_PARTS = 8
-_LEAST_ROWS = 1024  # of a part: the weights of v6e's products, fetched once a part, stay hidden
+# Chunks of a block: the more, the sooner the first is consumed; but each fetches the weights anew.
+MOST_CHUNKS = 8
+_LEAST_ROWS = 1024  # of a chunk: the weights of v6e's products, fetched once each, stay hidden
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a block goes in parts, and each part's products through VMEM.
+    """How a block goes in chunks, and each chunk's products through VMEM.
 
     Attributes:
-      blocks: the blocks of x, (A, rows, K), and their parts.
-      problems: one product each, of a part.
+      blocks: the blocks of x, (A, rows, K), and their chunks.
+      problems: one product each, of a chunk.
       tiles: theirs.
     """
 
@@ -67,7 +67,7 @@ class Plan:
         once = sum(
             product.seconds(p, t, chip) for p, t in zip(self.problems, self.tiles, strict=True)
         )
-        return once * self.blocks.parts
+        return once * self.blocks.chunks
 
 
 def plan(
@@ -85,12 +85,12 @@ def plan(
       VmemError: no tiles fit the chip's VMEM.
     """
     batch, rows, depth = shape
-    most = min(MOST_PARTS, max(2, pl.next_power_of_2(rows // _LEAST_ROWS + 1) // 2))
+    most = min(MOST_CHUNKS, max(2, pl.next_power_of_2(rows // _LEAST_ROWS + 1) // 2))
     least_rows = max(sublanes(x_dtype), sublanes(out_dtype))
     found = most
     while found > 1 and rows % (found * least_rows):
         found //= 2
-    blocks = Blocks(shape, axis=1, cut=1, parts=found)
+    blocks = Blocks(shape, axis=1, cut=1, chunks=found)
     problems = tuple(
         Problem(
             batch=batch,
@@ -145,24 +145,24 @@ def all_gather_matmul(
     columns = [w.shape[0 if transposed else 1] for w in ws]
     weights = [(size, w.dtype) for size, w in zip(columns, ws, strict=True)]
     how = plan((batch, rows, depth), weights, x.dtype, out_dtype, transposed=transposed)
-    lanes = topology.lanes(n, bidirectional=True, parts=how.blocks.parts)
+    streams = topology.streams(n, bidirectional=True, chunks=how.blocks.chunks)
     shapes = [jax.ShapeDtypeStruct((batch, n * rows, depth), x.dtype)]
     shapes += [jax.ShapeDtypeStruct((batch, n * rows, size), out_dtype) for size in columns]
-    kernel = functools.partial(_gather_kernel, how=how, lanes=lanes, precision=precision)
-    scratch = _vmem_scratch(how)
+    kernel = functools.partial(_gather_kernel, how=how, streams=streams, precision=precision)
+    tiles = TileScratch.of(how)
     return launch.call_many(
         kernel,
         group,
         x,
         *ws,
         out_shapes=shapes,
-        scratch_shapes=[*pipelines.gather_semaphores(lanes), *scratch],
+        scratch=Scratch(pipelines.GatherScratch.of(streams), tiles),
         barrier="neighbours",
         name="all_gather_matmul",
         interpret=interpret,
         wire_bytes=(n - 1) * x.nbytes,
-        flops=n * how.blocks.parts * sum(problem.flops for problem in how.problems),
-        pipeline_bytes=_pipeline_bytes(how, scratch),
+        flops=n * how.blocks.chunks * sum(problem.flops for problem in how.problems),
+        pipeline_bytes=how.vmem_bytes - tiles.nbytes,
     )
 
 
@@ -202,74 +202,83 @@ def matmul_reduce_scatter(
         terms=2,
         transposed=transposed,
     )
-    lanes = topology.lanes(n, bidirectional=True, parts=how.blocks.parts)
+    streams = topology.streams(n, bidirectional=True, chunks=how.blocks.chunks)
     out = how.blocks_of(columns)
     kernel = functools.partial(
-        _scatter_kernel, how=how, lanes=lanes, scale=scale, precision=precision
+        _scatter_kernel, how=how, streams=streams, scale=scale, precision=precision
     )
-    scratch = _vmem_scratch(how)
+    tiles = TileScratch.of(how)
     return launch.call_many(
         kernel,
         group,
         x,
         w,
         out_shapes=[jax.ShapeDtypeStruct(out.shape, wire_dtype)],
-        buffers=[pipelines.sum_slots(lanes, out, wire_dtype)],
-        scratch_shapes=[*pipelines.scatter_semaphores(lanes), *scratch],
+        scratch=Scratch(pipelines.scatter_scratch(streams, out, wire_dtype), tiles),
         barrier="neighbours",
+        prepare=lambda ring, x_ref, w_ref, o_ref, scratch: _Weights(
+            how, [w_ref], scratch.tiles
+        ).bring(),
         name="matmul_reduce_scatter",
         interpret=interpret,
         wire_bytes=(n - 1) * out.nbytes(wire_dtype),
-        flops=n * how.blocks.parts * how.problems[0].flops,
-        pipeline_bytes=_pipeline_bytes(how, scratch),
+        flops=n * how.blocks.chunks * how.problems[0].flops,
+        pipeline_bytes=how.vmem_bytes - tiles.nbytes,
     )[0]
 
 
-def _vmem_scratch(how: Plan) -> list[Any]:
-    """A sum under way for each product, then a place for each w that stays in VMEM, and its sem."""
-    sums, resident = [], []
-    for problem, tiles in zip(how.problems, how.tiles, strict=True):
-        sums.append(
+class TileScratch(NamedTuple):
+    """What the products take; see `product`."""
+
+    sums: list[Any]  # for each product, a sum under way: VMEM
+    resident: dict[int, Any]  # of the products whose w stays in VMEM, its place there
+    copy_sems: dict[int, Any]  # own; their copies
+
+    @classmethod
+    def of(cls, how: Plan) -> "TileScratch":
+        """What to allocate."""
+        each = list(zip(how.problems, how.tiles, strict=True))
+        resident = {
+            i: pltpu.VMEM(product.resident_shape(problem, tiles), problem.w_dtype)
+            for i, (problem, tiles) in enumerate(each)
+            if tiles.keep == "all"
+        }
+        sums = [
             pltpu.VMEM(product.sum_shape(tiles), product.accumulator_dtype(problem.x_dtype))
-        )
-        if tiles.keep == "all":
-            shape = product.resident_shape(problem, tiles)
-            resident += [pltpu.VMEM(shape, problem.w_dtype), pltpu.SemaphoreType.DMA]
-    return [*sums, *resident]
+            for problem, tiles in each
+        ]
+        return cls(sums, resident, dict.fromkeys(resident, pltpu.SemaphoreType.DMA))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of VMEM."""
+        places = (*self.sums, *self.resident.values())
+        return sum(math.prod(p.shape) * p.dtype.itemsize for p in places)
 
 
-def _pipeline_bytes(how: Plan, scratch: Sequence[Any]) -> int:
-    """VMEM of the tiles, beside the scratch."""
-    allotted = sum(
-        math.prod(s.shape) * s.dtype.itemsize
-        for s in scratch
-        if hasattr(s, "memory_space") and s.memory_space == pltpu.VMEM
-    )
-    return how.vmem_bytes - allotted
+class Scratch(NamedTuple):
+    """What a fused kernel takes beside its arrays."""
+
+    pipeline: Any  # see `pipelines`
+    tiles: TileScratch
 
 
 class _Weights:
     """The weights of a kernel, where its products find them."""
 
-    def __init__(self, how: Plan, w_refs: Sequence[Any], scratch: Sequence[Any]) -> None:
-        self.how = how
-        self.sums = scratch[: len(w_refs)]
-        self.refs = list(w_refs)
-        self._copies = []
-        resident = iter(scratch[len(w_refs) :])
-        for i, tiles in enumerate(how.tiles):
-            if tiles.keep == "all":
-                vmem_ref, sem = next(resident), next(resident)
-                target = product.resident(how.problems[i], vmem_ref)
-                self._copies.append(pltpu.make_async_copy(w_refs[i], target, sem))
-                self.refs[i] = vmem_ref
+    def __init__(self, how: Plan, w_refs: Sequence[Any], scratch: TileScratch) -> None:
+        self.how, self.sums = how, scratch.sums
+        self.refs = [scratch.resident.get(i, w_ref) for i, w_ref in enumerate(w_refs)]
+        self._w_refs, self._copy_sems = w_refs, scratch.copy_sems
 
-    def bring(self) -> None:
-        """Copies the weights that stay in VMEM there."""
-        for copy in self._copies:
-            copy.start()
-        for copy in self._copies:
-            copy.wait()
+    def bring(self) -> Callable[[], None]:
+        """Sets out to copy the weights that stay in VMEM there; what is returned waits for them."""
+        stay = list(self._copy_sems)
+        return sync.started(
+            [self._w_refs[i] for i in stay],
+            [product.resident(self.how.problems[i], self.refs[i]) for i in stay],
+            [self._copy_sems[i] for i in stay],
+        )
 
     def multiply(self, i: int, x_ref: Any, out_ref: Any, *terms: Any, **options: Any) -> None:
         """out = x @ w[i] + terms."""
@@ -290,31 +299,30 @@ def _gather_kernel(
     ring: Ring,
     x_ref: Any,  # (A, rows, K): HBM
     *refs: Any,  # the ws; the gathered x, (A, n * rows, K), and the products, (A, n * rows, N):
-    # HBM; then semaphores, see pipelines.gather_and_consume; then VMEM, see _vmem_scratch
+    # HBM; then a Scratch
     how: Plan,
-    lanes: tuple[Lane, ...],
+    streams: tuple[Stream, ...],
     precision: Any,
 ) -> None:
-    count = len(how.problems)
-    w_refs, gathered_ref, out_refs = refs[:count], refs[count], refs[count + 1 : 2 * count + 1]
-    semaphores, scratch = refs[2 * count + 1 : 2 * count + 5], refs[2 * count + 5 :]
-    weights = _Weights(how, w_refs, scratch)
+    count, (*arrays, scratch) = len(how.problems), refs
+    w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
+    weights = _Weights(how, w_refs, scratch.tiles)
 
-    def consume(block: Any, part: Any) -> None:
-        arrived = how.blocks.at(gathered_ref, block, part)
+    def consume(block: Any, chunk: Any) -> None:
+        arrived = how.blocks.at(gathered_ref, block, chunk)
         for i, out_ref in enumerate(out_refs):
-            target = how.blocks_of(out_ref.shape[2]).at(out_ref, block, part)
+            target = how.blocks_of(out_ref.shape[2]).at(out_ref, block, chunk)
             weights.multiply(i, arrived, target, precision=precision)
 
     pipelines.gather_and_consume(
         ring,
         x_ref,
         gathered_ref,
-        *semaphores,
+        scratch.pipeline,
         consume=consume,
         blocks=how.blocks,
-        lanes=lanes,
-        prepare=weights.bring,
+        streams=streams,
+        prepare=lambda: weights.bring()(),
     )
 
 
@@ -323,32 +331,29 @@ def _scatter_kernel(
     x_ref: Any,  # (A, n * rows, K): HBM
     w_ref: Any,  # (K, N) or (N, K): HBM
     o_ref: Any,  # (A, rows, N): HBM
-    slots_ref: Any,  # see pipelines.sum_slots: HBM
-    *refs: Any,  # semaphores, see pipelines.produce_and_scatter; then VMEM, see _vmem_scratch
+    scratch: Scratch,
+    *,
     how: Plan,
-    lanes: tuple[Lane, ...],
+    streams: tuple[Stream, ...],
     scale: float,
     precision: Any,
 ) -> None:
-    semaphores, scratch = refs[:3], refs[3:]
-    weights = _Weights(how, [w_ref], scratch)
+    weights = _Weights(how, [w_ref], scratch.tiles)
 
-    def produce(block: Any, part: Any, sum_ref: Any, adds: Any) -> None:
-        own = how.blocks.at(x_ref, block, part)
+    def produce(block: Any, chunk: Any, sum_ref: Any, adds: Any) -> None:
+        own = how.blocks.at(x_ref, block, chunk)
         weights.multiply(0, own, sum_ref, sum_ref, adds=adds, precision=precision)
 
-    def finish(part: Any, target_ref: Any, *sum_refs: Any) -> None:
-        own = how.blocks.at(x_ref, ring.me, part)
+    def finish(chunk: Any, target_ref: Any, *sum_refs: Any) -> None:
+        own = how.blocks.at(x_ref, ring.me, chunk)
         weights.multiply(0, own, target_ref, *sum_refs, scale=scale, precision=precision)
 
     pipelines.produce_and_scatter(
         ring,
         o_ref,
-        slots_ref,
-        *semaphores,
+        scratch.pipeline,
         produce=produce,
         finish=finish,
         blocks=how.blocks_of(o_ref.shape[2]),
-        lanes=lanes,
-        prepare=weights.bring,
+        streams=streams,
     )

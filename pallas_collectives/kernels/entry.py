@@ -40,12 +40,14 @@ These take part by `WIDE`: a barrier among all of S, whatever devices exchange d
     shifts (`partners`)                its target                         of the axis and the shift
 """
 
+import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -63,7 +65,7 @@ _FIRST_SIMULATED = 1 << 14
 _MOST_DIVISORS = 26
 
 
-def barrier_id(barrier: Hashable, group: Group, interpret: Any) -> int:
+def barrier_id(barrier: str, group: Group, interpret: Any) -> int:
     """The collective id of a call.
 
     Args:
@@ -71,7 +73,7 @@ def barrier_id(barrier: Hashable, group: Group, interpret: Any) -> int:
       group: its axes count, in any order, and how they cut the mesh in scope into sets of devices.
       interpret: not False for simulated devices, whose interpreter has ids of its own.
     """
-    kind = {"shift right": 1, "shift left": 2}.get(str(barrier), 0)
+    kind = {"shift right": 1, "shift left": 2}.get(barrier, 0)
     mesh = jax.sharding.get_abstract_mesh().shape or dict(zip(group.axes, group.sizes, strict=True))
     return 4 * _set_of_axes(group.axes, mesh) + kind + (_FIRST_SIMULATED if interpret else 0)
 
@@ -110,39 +112,68 @@ def shift_of(perm: Sequence[tuple[int, int]], group: Group) -> str | None:
     return "shift left" if shifts == {group.size - 1} else None
 
 
-Kernel = Callable[..., None]
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The entry barrier of a call, as the launcher runs it.
 
-
-def entered(
-    kernel: Kernel, barrier: Hashable, group: Group
-) -> tuple[Kernel, tuple[jax.Array, ...], list[Any]]:
-    """A kernel as the launcher is to run it, with the scalars that come before its own, and the
-    scratch that comes after: behind a barrier among all, if it is to have that.
+    Attributes:
+      barrier: the call's own, for `sync.enter`.
+      group: its devices.
+      wide: whether all devices of the axes take part, whatever the call's own barrier is.
+      peers: where `wide`, on chips that reach only some devices: for each those within its reach,
+        as `_within_reach` has them; else None.
     """
-    if barrier != WIDE and group.index_groups is None:
-        return kernel, (), []
-    whole = Group(group.axes, group.sizes)
-    peers = _within_reach(whole)
-    if peers is None:
 
-        def behind_everyone(ring: Ring, *refs: Any) -> None:
-            sync.barrier_with_everyone(Ring(whole))
-            ring.entered = True
-            kernel(ring, *refs)
+    barrier: str
+    group: Group
+    wide: bool
+    peers: np.ndarray | None
 
-        return behind_everyone, (), []
+    @classmethod
+    def of(cls, barrier: str, group: Group) -> "Entry":
+        """That of a call which names a barrier."""
+        wide = barrier == WIDE or group.index_groups is not None
+        return cls(barrier, group, wide, _within_reach(_whole(group)) if wide else None)
 
-    def behind_all_within_reach(ring: Ring, peers_ref: Any, *refs: Any) -> None:
-        passed_sem = refs[-1]
-        ring.entered = True
-        among = Ring(whole)
-        sync.barrier_with(among, peers_ref, pltpu.get_barrier_semaphore())
-        sync.signal_all(among, peers_ref, passed_sem)
-        kernel(ring, *refs[:-1])
-        pl.semaphore_wait(passed_sem, peers_ref[0])
+    @property
+    def table(self) -> list[jax.Array]:
+        """What goes to scalar memory: the own row of `peers`, if there are any."""
+        if self.peers is None:
+            return []
+        me = lax.axis_index(self.group.axes)
+        return [lax.dynamic_index_in_dim(jnp.asarray(self.peers), me, keepdims=False)]
 
-    row = lax.dynamic_index_in_dim(peers, lax.axis_index(group.axes), keepdims=False)
-    return behind_all_within_reach, (row,), [pltpu.SemaphoreType.REGULAR]
+    @property
+    def semaphores(self) -> list[Any]:
+        """What to allocate: the count of peers that have passed the barrier."""
+        return [] if self.peers is None else [pltpu.SemaphoreType.REGULAR]
+
+    def enter(
+        self,
+        rings: Sequence[Ring],
+        scalar_refs: Sequence[Any],
+        table_refs: Sequence[Any],
+        semaphore_refs: Sequence[Any],
+    ) -> None:
+        """Returns when all devices that matter have entered the kernel."""
+        if not self.wide:
+            sync.enter(self.barrier, rings, scalar_refs)
+        elif self.peers is None:
+            sync.barrier_with_everyone(Ring(_whole(self.group)))
+        else:
+            among = Ring(_whole(self.group))
+            sync.barrier_with(among, table_refs[0], pltpu.get_barrier_semaphore())
+            sync.signal_all(among, table_refs[0], semaphore_refs[0])
+
+    def leave(self, table_refs: Sequence[Any], semaphore_refs: Sequence[Any]) -> None:
+        """Returns when the kernel may end: all within reach have passed its barrier."""
+        if self.peers is not None:
+            pl.semaphore_wait(semaphore_refs[0], table_refs[0][0])
+
+
+def _whole(group: Group) -> Group:
+    """All devices that a group's axes join, as one."""
+    return Group(group.axes, group.sizes)
 
 
 def _within_reach(group: Group) -> np.ndarray | None:

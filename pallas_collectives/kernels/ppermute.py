@@ -16,8 +16,7 @@ Neither needs scratch. Where some device is nobody's target, every result begins
 over local memory, which XLA may place anywhere before.
 """
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,14 @@ from pallas_collectives.kernels.topology import Group, Ring
 Pairs = tuple[tuple[int, int], ...]
 
 
+class Scratch(NamedTuple):
+    """What the kernel takes beside its arrays: two semaphores."""
+
+    send_sem: Any = pltpu.SemaphoreType.DMA  # own; x_ref has left, or been copied: once, or never
+    # Our source signals it once, if we have one other than ourselves.
+    recv_sem: Any = pltpu.SemaphoreType.DMA
+
+
 def direct(
     x: jax.Array, group: Group, *, perm: Pairs, everyone: bool, vmem: bool, interpret: Any
 ) -> jax.Array:
@@ -41,14 +48,14 @@ def direct(
     """
     blanks = (jnp.zeros_like(x),) if len(perm) < group.size else ()
     return launch.call(
-        functools.partial(_kernel, everyone=everyone),
+        _kernel,
         group,
         x,
         *blanks,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scalars=(jnp.asarray(_partners(group.size, perm)),),
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
-        barrier=entry.WIDE if everyone else entry.shift_of(perm, group),
+        scratch=Scratch(),
+        barrier=entry.WIDE if everyone else entry.shift_of(perm, group) or entry.WIDE,
         name="ppermute_everyone" if everyone else "ppermute_partners",
         interpret=interpret,
         vmem=vmem,
@@ -68,22 +75,14 @@ def _partners(n: int, perm: Pairs) -> np.ndarray:
 
 def _kernel(
     ring: Ring,
-    partners_ref: Any,  # (2n,): SMEM: everyone's target, then everyone's source; -1 for none
+    partners_ref: Any,  # (2n,): SMEM: see sync.partners
     x_ref: Any,  # HBM or VMEM
-    *refs: Any,  # the buffer of o_ref full of zeros, if not all are targets; then as below
-    everyone: bool,
+    o_ref: Any,  # like x_ref; full of zeros, if not all are targets
+    scratch: Scratch,
 ) -> None:
-    o_ref, send_sem, recv_sem = refs[-3:]
-    # o_ref: like x_ref
-    # send_sem: own; x_ref has left, by wire or as a local copy: once, or never
-    # recv_sem: our source signals once, if we have one other than ourselves
-    target, source = partners_ref[ring.me], partners_ref[ring.size + ring.me]
-    stays = target == ring.me
-    sends = (target >= 0) & ~stays
-    receives = (source >= 0) & ~stays
-
-    if not everyone:
-        _barrier_with_partners(ring, sends, receives, source)
+    target, source = sync.partners(ring, partners_ref)
+    sends, receives, stays = target >= 0, source >= 0, partners_ref[ring.me] == ring.me
+    send_sem, recv_sem = scratch
     with jax.named_scope("copy"):
         pl.when(sends)(
             lambda: sync.remote_copy(x_ref, o_ref, send_sem, recv_sem, ring.device_id(target))
@@ -92,22 +91,3 @@ def _kernel(
     with jax.named_scope("drain"):
         pl.when(receives)(lambda: sync.wait(recv_sem, o_ref))
         pl.when(sends | stays)(lambda: sync.wait(send_sem, x_ref))
-
-
-def _barrier_with_partners(ring: Ring, sends: Any, receives: Any, source: Any) -> None:
-    """Returns when our target, if we have one, has entered this kernel.
-
-    Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to the
-    shifts of one axis in one direction, so a device is signalled by the same device, the next one
-    along, in every call that uses the id and in which it sends: once in each. Its k-th wait
-    therefore ends only after that device's k-th signal, from the same call, however many calls
-    either is ahead: no signal of another device or of another call can stand in for it. (Shared
-    between other permutations, the id could bring us a signal of the next call's target before that
-    of this one's.)
-    """
-    semaphore = pltpu.get_barrier_semaphore()
-    with jax.named_scope("ready"):
-        pl.when(receives)(
-            lambda: pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(source))
-        )
-        pl.when(sends)(lambda: pl.semaphore_wait(semaphore, 1))

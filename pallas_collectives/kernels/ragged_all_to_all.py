@@ -31,7 +31,7 @@ does the same, and goes by what the senders send.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels import launch, relay, sync
 from pallas_collectives.kernels.entry import WIDE
+from pallas_collectives.kernels.sync import PushSemaphores
 from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES = 512 << 10
 SLOT_BYTES = 16 << 20
 MAX_WIDTH = 16  # see all_to_all
 LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
+
+
+class Scratch(NamedTuple):
+    """What the ring's kernel takes beside its arrays and tables."""
+
+    slots: relay.Scratch
+    copy_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows that we send to ourselves
+    own_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows of x_ref that we send to others
+    # What comes to stay: nothing of it is read before all has come.
+    final_sem: Any = pltpu.SemaphoreType.DMA
 
 
 def direct(
@@ -76,7 +87,7 @@ def direct(
         output,
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
         scalars=(input_offsets, send_sizes, output_offsets, recv_sizes),
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 3,
+        scratch=PushSemaphores(),
         barrier="everyone",
         name="ragged_all_to_all_direct",
         interpret=interpret,
@@ -111,24 +122,20 @@ def ring(
     farthest = n - 1 if on_line else n // 2
     fitting = max(1, SLOT_BYTES // (4 * chunk * row_bytes))
     width = farthest if on_line else min(fitting, farthest, MAX_WIDTH)
-    train = relay.Train((RIGHT, LEFT), 1, farthest, width)
+    schedule = relay.Schedule((RIGHT, LEFT), 1, farthest, width)
     chunks = -(-jnp.clip(all_sizes.max(), 0, most) // chunk)
-    dma = pltpu.SemaphoreType.DMA
+    message = (chunk, *operand.shape[1:])
     return launch.call(
         functools.partial(
-            _ring_kernel, train=train, slices=len(all_sizes) // n**2, on_line=on_line
+            _ring_kernel, schedule=schedule, slices=len(all_sizes) // n**2, on_line=on_line
         ),
         group,
         operand,
         output,
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
         scalars=(chunks.reshape(1), input_offsets, all_sizes, all_places),
-        buffers=[jax.ShapeDtypeStruct((*train.slots, chunk, *operand.shape[1:]), operand.dtype)],
-        scratch_shapes=[
-            pltpu.SMEM(train.slots, jnp.int32),
-            *[dma] * 3,
-            *train.semaphores,
-        ],
+        scratch=Scratch(relay.Scratch.of(schedule, message, operand.dtype, ragged=True)),
+        # A device may neither send nor receive, and end at once.
         barrier=WIDE,
         name="ragged_all_to_all_line" if on_line else "ragged_all_to_all_ring",
         interpret=interpret,
@@ -176,17 +183,14 @@ def _direct_kernel(
     output_offsets_ref: Any,
     recv_sizes_ref: Any,
     x_ref: Any,  # (rows, ...): HBM or VMEM
-    _: Any,  # the buffer of o_ref, with the rows that stay where none are received
-    o_ref: Any,  # (rows', ...): HBM or VMEM
-    copy_sem: Any,  # own; the rows that we send to ourselves
-    send_sem: Any,  # own; the rows that we send to others
-    recv_sem: Any,  # the rows that others send us
+    o_ref: Any,  # (rows', ...): HBM or VMEM; rows that nobody sends to are as they were
+    scratch: PushSemaphores,  # of rows, from and to ourselves and others
     *,
     slices: int,
 ) -> None:
     # One receive semaphore serves all: nothing is read before every row has arrived. A device may
     # receive nothing and be done at once, so the barrier is among everyone: see sync.
-    n = ring.size
+    n, (copy_sem, send_sem, recv_sem) = ring.size, scratch
     most = min(x_ref.shape[0], o_ref.shape[0])
 
     def for_each_slice(position: Any, sizes_ref: Any, body: Callable[[Any, Any], None]) -> None:
@@ -211,7 +215,6 @@ def _direct_kernel(
         for_each_slice(peer, recv_sizes_ref, functools.partial(_wait, recv_sem, o_ref))
         for_each_slice(peer, send_sizes_ref, functools.partial(_wait, send_sem, x_ref))
 
-    sync.barrier_with_everyone(ring)
     with jax.named_scope("push"):
         sync.for_each(1, n, push)
         for_each_slice(ring.me, send_sizes_ref, copy_to_self)
@@ -231,22 +234,16 @@ def _ring_kernel(
     sizes_ref: Any,  # (n * n * slices,): rows of each sender's slices, by receiver
     places_ref: Any,  # (n * n * slices,): where they begin there
     x_ref: Any,  # (rows, ...): HBM or VMEM
-    _: Any,  # the buffer of o_ref, with the rows that stay where none are received
-    o_ref: Any,  # (rows', ...): HBM or VMEM
-    slots_ref: Any,  # (directions, slots, rows of a chunk, ...): HBM or VMEM
-    rows_ref: Any,  # (directions, slots): SMEM: rows of the message in each slot
-    copy_sem: Any,  # own; the rows that we send to ourselves
-    own_sem: Any,  # own; the rows of x_ref that we send to others
-    final_sem: Any,  # what comes to stay: nothing of it is read before all has come
-    *slot_sems: Any,
-    train: relay.Train,
+    o_ref: Any,  # (rows', ...): HBM or VMEM; rows that nobody sends to are as they were
+    scratch: Scratch,
+    *,
+    schedule: relay.Schedule,
     slices: int,
     on_line: bool,
 ) -> None:
-    # A device may neither send nor receive, and end at once: so the launcher's barrier is WIDE.
-    n, chunk = ring.size, np.int32(slots_ref.shape[2])
+    n, chunk = ring.size, np.int32(scratch.slots.slots_ref.shape[2])
     most = min(x_ref.shape[0], o_ref.shape[0])
-    slots = relay.Slots(ring, train, slots_ref, *slot_sems, rows_ref=rows_ref)
+    slots = relay.Slots(ring, schedule, scratch.slots)
 
     def move(
         _: Any, number: Any, hop: Any, distance: Any, counts: Any, first: bool, last: bool
@@ -256,7 +253,7 @@ def _ring_kernel(
         `counts` are, for each way, the messages relayed and forwarded.
         """
 
-        def one_way(lane: int, direction: int, relayed: Any, forwarded: Any) -> tuple[Any, Any]:
+        def one_way(way: int, direction: int, relayed: Any, forwarded: Any) -> tuple[Any, Any]:
             sender = ring.block(direction * (1 - hop))
             receiver = ring.block(direction * (distance - hop + 1))
             i = receiver * slices + lax.rem(number, np.int32(slices))
@@ -269,48 +266,47 @@ def _ring_kernel(
             else:
                 # Of an opposite device's rows half go each way, an odd one right from even senders.
                 half = lax.div(whole + lax.rem(sender + 1, np.int32(2)), np.int32(2))
-                skipped = lax.select(2 * distance == n, half if lane else whole - half, np.int32(0))
-                begin, count = begin + (skipped if lane else 0), whole - skipped
+                skipped = lax.select(2 * distance == n, half if way else whole - half, np.int32(0))
+                begin, count = begin + (skipped if way else 0), whole - skipped
 
             def send(_: Any) -> None:
                 if first:
                     start = _start(x_ref, input_offsets_ref[i], size) + begin
-                    source, send_sem = x_ref.at[pl.ds(start, count)], own_sem
+                    source, sent = x_ref.at[pl.ds(start, count)], scratch.own_sem
                 else:
-                    source, send_sem = slots.arrived(lane, forwarded, count)
+                    source, sent = slots.arrived(way, forwarded, count)
                 if last:
                     start = _start(o_ref, places_ref[sender * (n * slices) + i], size) + begin
-                    target, recv_sem = o_ref.at[pl.ds(start, count)], final_sem
+                    target, peer = o_ref.at[pl.ds(start, count)], ring.peer(direction)
+                    sync.remote_copy(source, target, sent, scratch.final_sem, peer)
                 else:
-                    slot, recv_sem = slots.free(lane, relayed)
-                    target = slot.at[pl.ds(0, count)]
-                sync.remote_copy(source, target, send_sem, recv_sem, ring.peer(direction))
+                    slots.send(way, relayed, source, sent, count)
 
-            sent = (count > 0).astype(np.int32)
-            sync.for_each(0, sent, send)
-            return relayed + (0 if last else sent), forwarded + (0 if first else sent)
+            goes = (count > 0).astype(np.int32)
+            sync.for_each(0, goes, send)
+            return relayed + (0 if last else goes), forwarded + (0 if first else goes)
 
-        return [one_way(i, train.directions[i], *counts[i]) for i in range(len(counts))]
+        return [one_way(i, schedule.directions[i], *counts[i]) for i in range(len(counts))]
 
     def for_each_slice(sender: Any, receiver: Any, body: Callable[[Any, Any], None]) -> None:
         _for_each_slice((sender * n + receiver) * slices, slices, sizes_ref, most, body)
 
     def copy_to_self(i: Any, count: Any) -> None:
         source = _rows(x_ref, input_offsets_ref[i - ring.me * (n * slices)], count)
-        pltpu.make_async_copy(source, _rows(o_ref, places_ref[i], count), copy_sem).start()
+        pltpu.make_async_copy(source, _rows(o_ref, places_ref[i], count), scratch.copy_sem).start()
 
     def drain(distance: Any) -> None:
         peer = wrap(ring.me + distance, n)
-        for_each_slice(peer, ring.me, functools.partial(_wait, final_sem, o_ref))
-        for_each_slice(ring.me, peer, functools.partial(_wait, own_sem, x_ref))
+        for_each_slice(peer, ring.me, functools.partial(_wait, scratch.final_sem, o_ref))
+        for_each_slice(ring.me, peer, functools.partial(_wait, scratch.own_sem, x_ref))
 
     for_each_slice(ring.me, ring.me, copy_to_self)
     with jax.named_scope("pass_on"):
-        counts: Any = [(np.int32(0), np.int32(0))] * len(train.directions)
+        counts: Any = [(np.int32(0), np.int32(0))] * len(schedule.directions)
         rounds = chunks_ref[0] * slices
-        (counts,) = relay.for_each_move([train], rounds, move, [counts])
+        (counts,) = relay.for_each_move([schedule], rounds, move, [counts])
     with jax.named_scope("drain"):
-        for lane, (relayed, forwarded) in enumerate(counts):
-            slots.drain(lane, relayed, forwarded)
+        for way, (relayed, forwarded) in enumerate(counts):
+            slots.drain(way, relayed, forwarded)
         sync.for_each(1, n, drain)
-        for_each_slice(ring.me, ring.me, functools.partial(_wait, copy_sem, x_ref))
+        for_each_slice(ring.me, ring.me, functools.partial(_wait, scratch.copy_sem, x_ref))

@@ -5,7 +5,7 @@ its way takes up one term at each device, which adds its own before it passes th
 round, the owner gets two sums, one from each side, and adds them to its own term:
 
     step  dev0  dev1  dev2  dev3      terms in the sums under way to a device, its own included,
-    0     [11]  [11]  [11]  [11]      for both parts of its block (bidirectional)
+    0     [11]  [11]  [11]  [11]      for both chunks of its block (bidirectional)
     1     [33]  [33]  [33]  [33]
     2     [44]  [44]  [44]  [44]
 
@@ -23,7 +23,7 @@ for small blocks.
 
 The scratch of a ring, three blocks for each direction however many devices there are, lies in HBM,
 with at most 2 MiB of VMEM for the tiles being added; or all in VMEM, where the operands are. A
-block goes in parts: while one is being added the others are on the wire.
+block goes in chunks: while one is being added the others are on the wire.
 
 Order and rounding. The sum is own + (from the left) + (from the right), each side's own sum ordered
 along the ring; `direct` adds in the order of the devices: the same on every run. Within a device
@@ -34,34 +34,57 @@ dtype once per hop.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.kernels import channel as channels
 from pallas_collectives.kernels import launch, sync, topology
 from pallas_collectives.kernels.blocks import Blocks
+from pallas_collectives.kernels.channel import Channel
 from pallas_collectives.kernels.combine import combine, combine_stack
-from pallas_collectives.kernels.topology import Group, Lane, Ring, wrap_step
+from pallas_collectives.kernels.sync import PushSemaphores
+from pallas_collectives.kernels.topology import Group, Ring, Stream
 
-# Slots per lane for sums that arrive. One is being added to and sent on from, one is being received
-# into; the third lets our upstream neighbour start before our send from the first has ended.
+# Slots per stream for sums that arrive. One is being added to and sent on from, one is being
+# received into; the third lets upstream start before our send from the first has ended.
 SLOTS = 3
 
-# Sends of a lane under way at a time. More would share the wire: all parts would come late and
+# Sends of a stream under way at a time. More would share the wire: all chunks would come late and
 # together, and be added when the last is there, instead of each while the next comes.
 IN_FLIGHT = 3
 
-# A block of k * k * UNIT_BYTES goes in k parts, up to eight: by the replay no other rule did better
-# on all of v5e, v5p, v6e and 7x at 192 KiB to 16 MiB. Where it is added in VMEM it goes in four, or
-# five where it cannot be quartered.
+# A block of k * k * UNIT_BYTES goes in k chunks, up to eight: by the replay no other rule did
+# better on all of v5e, v5p, v6e and 7x at 192 KiB to 16 MiB. Where it is added in VMEM it goes in
+# four, or five where it cannot be quartered.
 UNIT_BYTES = 64 << 10
-MOST_PARTS = 8
-MOST_PARTS_IN_VMEM = 5
+MOST_CHUNKS = 8
+MOST_CHUNKS_IN_VMEM = 5
+
+
+class Scratch(NamedTuple):
+    """What `add_on_the_way` takes beside its arrays."""
+
+    slots_ref: Any  # (streams, chunks, SLOTS, one chunk): HBM or VMEM; written by upstream
+    semaphores: channels.Semaphores  # (streams, chunks)
+
+    @classmethod
+    def of(cls, streams: tuple[Stream, ...], blocks: Blocks, dtype: Any) -> "Scratch":
+        """What to allocate."""
+        index = len(streams), blocks.chunks
+        slots = jax.ShapeDtypeStruct((*index, SLOTS, *blocks.chunk_shape), dtype)
+        return cls(slots, channels.Semaphores.of(*index, window=SLOTS))
+
+
+class DirectScratch(NamedTuple):
+    """What a kernel takes that adds what all have pushed to it."""
+
+    stack_ref: Any  # (n, one block): HBM or VMEM; layer p is written by device p
+    push: PushSemaphores
 
 
 def ring(
@@ -78,57 +101,33 @@ def ring(
 
     Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
     """
-    shape = _block_shape(x, group, axis)
-    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype, vmem))
-    lanes = topology.lanes(group.size, bidirectional=bidirectional, parts=blocks.parts)
-    return _launch(
-        functools.partial(_ring_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
-        group,
-        x,
-        jax.ShapeDtypeStruct(shape, x.dtype),
-        lane_slots(lanes, blocks, x.dtype),
-        lane_semaphores(lanes),
-        barrier="neighbours",
-        name=f"reduce_scatter_{'bidirectional' if bidirectional else 'unidirectional'}",
-        interpret=interpret,
-        vmem=vmem,
-    )
+    blocks = _blocks(x, group, axis, vmem)
+    streams = topology.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
+    name = f"reduce_scatter_{'bidirectional' if bidirectional else 'unidirectional'}"
+    return _by_hops(x, group, blocks, streams, op, name, vmem=vmem, interpret=interpret)
 
 
 def line(
     x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Any
 ) -> jax.Array:
     """Reduces x over a line, as `ring`."""
-    shape = _block_shape(x, group, axis)
-    blocks = Blocks.of(shape, axis, x.dtype, parts_of(shape, x.dtype, vmem))
-    lanes = topology.line_lanes(group.size, blocks.parts)
-    return _launch(
-        functools.partial(_line_kernel, blocks=blocks, lanes=lanes, op=op, vmem=vmem),
-        group,
-        x,
-        jax.ShapeDtypeStruct(shape, x.dtype),
-        lane_slots(lanes, blocks, x.dtype),
-        lane_semaphores(lanes),
-        barrier="line",
-        name="reduce_scatter_line",
-        interpret=interpret,
-        vmem=vmem,
-    )
+    blocks = _blocks(x, group, axis, vmem)
+    streams, name = topology.line_streams(group.size, blocks.chunks), "reduce_scatter_line"
+    return _by_hops(x, group, blocks, streams, op, name, vmem=vmem, interpret=interpret)
 
 
 def direct(
     x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Any
 ) -> jax.Array:
     """Reduces x with one hop a term, as `ring`."""
-    shape = _block_shape(x, group, axis)
-    blocks = Blocks.of(shape, axis, x.dtype)
+    blocks = Blocks.of(_block_shape(x, group, axis), axis, x.dtype)
+    stack = jax.ShapeDtypeStruct((group.size, *blocks.shape), x.dtype)
     return _launch(
         functools.partial(_direct_kernel, blocks=blocks, op=op, vmem=vmem),
-        group,
         x,
-        jax.ShapeDtypeStruct(shape, x.dtype),
-        jax.ShapeDtypeStruct((group.size, *shape), x.dtype),
-        [pltpu.SemaphoreType.DMA] * 3,
+        group,
+        blocks,
+        scratch=DirectScratch(stack, PushSemaphores()),
         barrier="everyone",
         name="reduce_scatter_direct",
         interpret=interpret,
@@ -140,341 +139,226 @@ def _block_shape(x: jax.Array, group: Group, axis: int) -> tuple[int, ...]:
     return (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
 
 
-def _launch(
-    kernel: Callable[..., None],
-    group: Group,
+def _blocks(x: jax.Array, group: Group, axis: int, vmem: bool) -> Blocks:
+    shape = _block_shape(x, group, axis)
+    return Blocks.of(shape, axis, x.dtype, chunks_of(shape, x.dtype, vmem))
+
+
+def _by_hops(
     x: jax.Array,
-    out: jax.ShapeDtypeStruct,
-    slots: jax.ShapeDtypeStruct,
-    semaphores: list[Any],
+    group: Group,
+    blocks: Blocks,
+    streams: tuple[Stream, ...],
+    op: str,
+    name: str,
     *,
     vmem: bool,
-    **options: Any,
+    interpret: Any,
 ) -> jax.Array:
-    """Runs a kernel of (ring, operand, result, slots, *semaphores), all arrays in HBM or VMEM."""
-    in_vmem = [pltpu.VMEM(a.shape, a.dtype) for a in (x, out, slots)] if vmem else []
+    return _launch(
+        functools.partial(add_on_the_way, blocks=blocks, streams=streams, op=op, vmem=vmem),
+        x,
+        group,
+        blocks,
+        scratch=Scratch.of(streams, blocks, x.dtype),
+        barrier=topology.barrier_of(streams),
+        name=name,
+        interpret=interpret,
+        vmem=vmem,
+    )
+
+
+def _launch(
+    kernel: Callable[..., None], x: jax.Array, group: Group, blocks: Blocks, **options: Any
+) -> jax.Array:
+    """Runs a kernel of (ring, operand, own block of the result, scratch)."""
     return launch.call(
-        functools.partial(_in_vmem_kernel, kernel) if vmem else kernel,
+        kernel,
         group,
         x,
-        out_shape=out,
-        buffers=[] if vmem else [slots],
-        scratch_shapes=[*in_vmem, *([pltpu.SemaphoreType.DMA] if vmem else ()), *semaphores],
+        out_shape=jax.ShapeDtypeStruct(blocks.shape, x.dtype),
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
         **options,
     )
 
 
-def _in_vmem_kernel(
-    kernel: Callable[..., None],
-    ring: Ring,
-    x_ref: Any,  # operand: HBM
-    o_ref: Any,  # result: HBM
-    x_vmem: Any,
-    o_vmem: Any,
-    slots_vmem: Any,
-    copy_sem: Any,  # own; started and waited for once
-    *semaphores: Any,
-) -> None:
-    """Runs a kernel in VMEM; the operand is on its way there while the barrier waits for others."""
-    copy = pltpu.make_async_copy(x_ref, x_vmem, copy_sem)
-    copy.start()
-    kernel(ring, x_vmem, o_vmem, slots_vmem, *semaphores, operand_is_here=copy.wait)
-    pltpu.sync_copy(o_vmem, o_ref)
+def chunks_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
+    """In how many chunks a block is to travel, so that adding one hides behind sending the others.
 
-
-def parts_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
-    """In how many parts a block is to travel, so that adding one hides behind sending the others.
-
-    What is left to add when the last part arrives is not hidden: more parts, less of that, until a
-    part is so small that starting its DMAs takes as long.
+    What is left to add when the last one arrives is not hidden: more chunks, less of that, until a
+    chunk is so small that starting its DMAs takes as long.
     """
     if vmem:
-        return MOST_PARTS_IN_VMEM
+        return MOST_CHUNKS_IN_VMEM
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
-    return max(1, min(MOST_PARTS, math.isqrt(nbytes // UNIT_BYTES)))
-
-
-def lane_slots(lanes: tuple[Lane, ...], blocks: Blocks, dtype: Any) -> jax.ShapeDtypeStruct:
-    """The slots that `add_on_the_way` takes."""
-    return jax.ShapeDtypeStruct((len(lanes), blocks.parts, SLOTS, *blocks.part_shape), dtype)
-
-
-def lane_semaphores(lanes: tuple[Lane, ...]) -> list[Any]:
-    """The send, receive and credit semaphores that `add_on_the_way` takes."""
-    streams = len(lanes), lanes[0].parts
-    dma, regular = pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.REGULAR
-    return [dma(streams), dma((*streams, SLOTS)), regular(streams)]
-
-
-def _ring_kernel(
-    ring: Ring,
-    x_ref: Any,  # n blocks: HBM or VMEM
-    o_ref: Any,  # one block: HBM or VMEM
-    *scratch: Any,  # see add_on_the_way
-    blocks: Blocks,
-    lanes: tuple[Lane, ...],
-    op: str,
-    vmem: bool,
-    operand_is_here: Callable[[], None] = lambda: None,
-) -> None:
-    sync.barrier_with_neighbours(ring)
-    operand_is_here()
-    add_on_the_way(ring, x_ref, o_ref, *scratch, blocks=blocks, lanes=lanes, op=op, vmem=vmem)
-
-
-def _line_kernel(
-    ring: Ring,
-    x_ref: Any,  # n blocks: HBM or VMEM
-    o_ref: Any,  # one block: HBM or VMEM
-    *scratch: Any,  # see add_on_the_way
-    blocks: Blocks,
-    lanes: tuple[Lane, ...],
-    op: str,
-    vmem: bool,
-    operand_is_here: Callable[[], None] = lambda: None,
-) -> None:
-    sync.barrier_along_line(ring)
-    operand_is_here()
-    add_along(ring, x_ref, o_ref, *scratch, blocks=blocks, lanes=lanes, op=op, vmem=vmem)
+    return max(1, min(MOST_CHUNKS, math.isqrt(nbytes // UNIT_BYTES)))
 
 
 def _direct_kernel(
     ring: Ring,
     x_ref: Any,  # n blocks: HBM or VMEM
     o_ref: Any,  # one block: HBM or VMEM
-    stack_ref: Any,  # (n, one block): HBM or VMEM; layer p is written by device p
-    copy_sem: Any,  # own; started and waited for once
-    send_sem: Any,  # own; n-1 sends of a block
-    recv_sem: Any,  # n-1 blocks, one from each other device
+    scratch: DirectScratch,
     *,
     blocks: Blocks,
     op: str,
     vmem: bool,
-    operand_is_here: Callable[[], None] = lambda: None,
 ) -> None:
-    sync.barrier_with_everyone(ring)
-    operand_is_here()
-    own_layer = stack_ref.at[ring.me]
+    own_layer = scratch.stack_ref.at[ring.me]
     sync.push_to_everyone(
-        ring, lambda owner: blocks.at(x_ref, owner), own_layer, copy_sem, send_sem, recv_sem
+        ring, lambda owner, _: blocks.at(x_ref, owner), lambda _: own_layer, scratch.push
     )
     with jax.named_scope("combine"):
-        combine_stack(op, o_ref, stack_ref, vmem=vmem)
+        combine_stack(op, o_ref, scratch.stack_ref, vmem=vmem)
 
 
 def add_on_the_way(
     ring: Ring,
     x_ref: Any,  # n blocks: HBM or VMEM
     o_ref: Any,  # the own block of the result: HBM or VMEM
-    slots_ref: Any,  # (lanes, parts, SLOTS, one part): HBM or VMEM; written by upstream neighbours
-    send_sems: Any,  # (lanes, parts): own; one send in flight at a time
-    recv_sems: Any,  # (lanes, parts, SLOTS): signalled by upstream, once per use of the slot
-    credit_sems: Any,  # (lanes, parts): signalled by downstream, once per slot that it frees
+    scratch: Scratch,
     *,
     blocks: Blocks,
-    lanes: tuple[Lane, ...],
+    streams: tuple[Stream, ...],
     op: str,
     vmem: bool,
 ) -> None:
-    """Sends each block's sum towards its owner, adding the own term, and finishes the own block."""
-    hops = _Hops(ring, slots_ref, send_sems, recv_sems, credit_sems, lanes)
+    """Sends each block's sum towards its owner, adding the own term, and finishes the own block.
 
-    def own_term(step: Any, i: int, part: Any) -> Any:
-        """Our term of the block whose sum we send at `step`: the furthest first."""
-        count = lanes[i].hops_of(part)
-        return blocks.at(x_ref, ring.block(lanes[i].direction * (count - step)), part)
+    On a ring we send, of each chunk, our own term of the furthest block as message 0, and as
+    message k our term added to what message k - 1 has brought.
 
-    def send_own(step: Any, i: int, part: Any) -> None:
-        hops.end_earlier(step, i, part)
-        hops.send(own_term(step, i, part), step, i, part)
+    On a line messages number the owners, the furthest first: a sum that comes as message k goes on
+    as message k, in the step that comes as many after as there are devices behind us. So what we do
+    in one step, for owners on either side, arrives together, and our own block's sums come from
+    both sides in the last.
 
-    def forward(step: Any, i: int, part: Any) -> None:
-        hops.receive(step - 1, i, part)
-        summed = hops.slot(step - 1, i, part)
-        combine(op, (summed, own_term(step, i, part), summed), vmem=vmem)
-        hops.end_earlier(step, i, part)  # that of step - 1 too, from the slot of step - 2
+    Upstream may be ahead of us, and its message k + SLOTS goes to the slot from which we send on
+    what message k brought. So a slot is released when that send has ended, and not before.
+    """
+    on_line = streams[0].line
+    behind, ahead = ([s.behind(ring) for s in streams], [s.ahead(ring) for s in streams])
 
-        @pl.when((step >= 2) & (step - 2 + SLOTS < lanes[i].hops_of(part)))
-        def _() -> None:
-            hops.give_credit(i, part)
+    def channel_of(i: int, chunk: Any) -> Channel:
+        stream, index = streams[i], (i, chunk)
+        comes = ahead[i] + 1 if on_line else stream.hops_of(chunk)
+        return Channel(
+            ring,
+            stream.direction,
+            scratch.semaphores,
+            index,
+            arrivals=comes,
+            longest=stream.hops,
+            slots=(scratch.slots_ref, index),
+        )
 
-        hops.send(summed, step, i, part)
+    def wait_sent(i: int, chunk: Any) -> None:
+        channel = channel_of(i, chunk)
+        channel.wait_sent(channel.slot(0))
+
+    turns = [_Turns(s, functools.partial(wait_sent, i)) for i, s in enumerate(streams)]
+
+    def own_term(number: Any, i: int, chunk: Any) -> Any:
+        """Our term of the sum that we send as this message."""
+        furthest = ahead[i] if on_line else streams[i].hops_of(chunk)
+        return blocks.at(x_ref, ring.block(streams[i].direction * (furthest - number)), chunk)
+
+    def set_out(number: Any, i: int, chunk: Any) -> None:
+        channel = channel_of(i, chunk)
+        turns[i].end_earlier(number, chunk)
+        channel.send(own_term(number, i, chunk), channel.slot(number), number)
+
+    def add(number: Any, i: int, chunk: Any) -> None:
+        channel, come = channel_of(i, chunk), number if on_line else number - 1
+        summed = channel.slot(come)
+        channel.receive(come, summed)
+        combine(op, (summed, own_term(number, i, chunk), summed), vmem=vmem)
+        turns[i].end_earlier(number, chunk)  # that of this chunk too, from the slot before
+        channel.release(come - 1)
+        channel.send(summed, channel.slot(number), number)
+
+    def begin(_: Any, i: int, chunk: Any) -> None:
+        sets_out = behind[i] == 0 if on_line else True
+        topology.only_if(sets_out, lambda: set_out(np.int32(0), i, chunk))
+
+    def forward(step: Any, i: int, chunk: Any) -> None:
+        if not on_line:
+            add(step, i, chunk)
+            return
+        number = step - behind[i]
+        topology.only_if(behind[i] == 0, lambda: set_out(number, i, chunk))
+        topology.only_if((behind[i] > 0) & (number >= 0), lambda: add(number, i, chunk))
+
+    def last_sum(i: int, chunk: Any, comes: Any) -> Any:
+        """Where the last sum of our own block's chunk is on a stream, once it has come."""
+        channel = channel_of(i, chunk)
+        number = channel.arrivals - 1
+        topology.only_if(comes, lambda: channel.receive(number, channel.slot(number)))
+        return channel.slot(number)
+
+    def with_own(chunk: Any, *sums: Any) -> tuple[Any, ...]:
+        """What `combine` makes our own block's chunk of: our term, and what has come."""
+        return blocks.at(o_ref, chunk=chunk), blocks.at(x_ref, ring.me, chunk), *sums
+
+    def finish_one(chunk: Any) -> None:
+        """At a line's end, and between two devices: what comes, in one message of one stream."""
+        here = [b > 0 if on_line else streams[i].hops_of(chunk) > 0 for i, b in enumerate(behind)]
+        sums = [last_sum(i, chunk, comes) for i, comes in enumerate(here)]
+        alone = with_own(chunk, scratch.slots_ref.at[here[1].astype(np.int32), chunk, 0])
+        add = functools.partial(combine, op, vmem=vmem)
+        if not on_line:
+            add(alone)
+            return
+        topology.only_if(here[0] & here[1], lambda: add(with_own(chunk, *sums)))
+        topology.only_if(~(here[0] & here[1]), lambda: add(alone))
 
     def finish(turn: Any, _: None) -> None:
-        """Our own block's part: our term, and the sum that has come on each lane.
+        """Our own block's chunk; with it that which comes last on the other stream, if any does."""
+        chosen = (turn, turn + rounds)[: blocks.chunks // rounds]
+        if on_line or (len(streams) > 1 and not streams[0].near):
+            for chunk in chosen:
+                finish_one(chunk)
+            return
+        each = range(len(streams))
+        sums = [with_own(chunk, *(last_sum(i, chunk, True) for i in each)) for chunk in chosen]
+        combine(op, *sums, vmem=vmem)
 
-        Together with the part that comes last on the other lane, where there is such a one.
-        """
-        sums = []
-        for part in (turn, turn + turns)[: blocks.parts // turns]:
-            target, own = blocks.at(o_ref, part=part), blocks.at(x_ref, ring.me, part)
-            ends = [lane.hops_of(part) for lane in lanes]
-            for i, count in enumerate(ends):
-                pl.when(count > 0)(functools.partial(hops.receive, count - 1, i, part))
-            come = [hops.slot(count - 1, i, part) for i, count in enumerate(ends)]
-            if all(lane.near for lane in lanes):
-                sums.append((target, own, *come))
-                continue
-            for count, summed in zip(ends, come, strict=True):  # two devices: each on one lane
-                add = functools.partial(combine, op, (target, own, summed), vmem=vmem)
-                pl.when(count > 0)(add)
-        if sums:
-            combine(op, *sums, vmem=vmem)
-
-    turns = lanes[0].far_parts if 2 * lanes[0].far_parts == blocks.parts else blocks.parts
+    paired = 2 * streams[0].far_chunks == blocks.chunks
+    rounds = streams[0].far_chunks if paired else blocks.chunks
 
     with jax.named_scope("own_terms"):
-        topology.for_each_part(lanes, send_own)
+        topology.for_each_chunk(streams, begin)
     with jax.named_scope("forward"):
-        topology.for_each_step(lanes, forward, start=1)
+        topology.for_each_step(streams, forward, start=1)
     with jax.named_scope("finish"):
-        lax.fori_loop(0, turns, finish, None)
-        for i in range(len(lanes)):
-            hops.end_last(i)
+        lax.fori_loop(0, rounds, finish, None)
+        for i in range(len(streams)):
+            topology.only_if(ahead[i] > 0 if on_line else True, turns[i].end_last)
 
 
-def add_along(
-    ring: Ring,
-    x_ref: Any,  # these six: see add_on_the_way
-    o_ref: Any,
-    slots_ref: Any,
-    send_sems: Any,
-    recv_sems: Any,
-    credit_sems: Any,
-    *,
-    blocks: Blocks,
-    lanes: tuple[Lane, ...],
-    op: str,
-    vmem: bool,
-) -> None:
-    """`add_on_the_way` along a line.
+class _Turns:
+    """The sends of a stream, of which at most IN_FLIGHT are under way at a time.
 
-    Steps of a lane number the owners, the furthest first. A device sees to step s in the tick that
-    comes as many after as there are devices behind it: so what it does in one tick, for the owners
-    on either side, arrives together, and its own block's sums come from both sides in the last.
-    """
-    hops = _Hops(ring, slots_ref, send_sems, recv_sems, credit_sems, lanes)
-    behind = [topology.behind(ring, lane) for lane in lanes]
-    ahead = [ring.size - 1 - b for b in behind]
-
-    def own_term(step: Any, i: int, part: Any) -> Any:
-        """Our term of the block whose sum we send at `step`."""
-        return blocks.at(x_ref, ring.block(lanes[i].direction * (ahead[i] - step)), part)
-
-    def send_own(step: Any, i: int, part: Any) -> None:
-        hops.end_earlier(step, i, part)
-        hops.send(own_term(step, i, part), step, i, part)
-
-    def forward(step: Any, i: int, part: Any) -> None:
-        hops.receive(step, i, part)
-        summed = hops.slot(step, i, part)
-        combine(op, (summed, own_term(step, i, part), summed), vmem=vmem)
-        hops.end_earlier(step, i, part)  # that of step - 1 too, from that step's slot
-
-        @pl.when((step >= 1) & (step - 1 + SLOTS <= ahead[i]))
-        def _() -> None:
-            hops.give_credit(i, part)
-
-        hops.send(summed, step, i, part)
-
-    def see_to(tick: Any, i: int, part: Any) -> None:
-        first, step = behind[i] == 0, tick - behind[i]
-        topology.only_if(first, lambda: send_own(step, i, part))
-        topology.only_if(~first & (step >= 0), lambda: forward(step, i, part))
-
-    def finish(part: Any, _: None) -> None:
-        """Our own block's part: our term, and the sum from either side; at an end from one."""
-        target, own = blocks.at(o_ref, part=part), blocks.at(x_ref, ring.me, part)
-        for i in range(len(lanes)):
-            topology.only_if(behind[i] > 0, functools.partial(hops.receive, ahead[i], i, part))
-        at_end = (ring.place == 0) | (ring.place == ring.size - 1)
-        sums = [hops.slot(ahead[i], i, part) for i in range(len(lanes))]
-        topology.only_if(~at_end, lambda: combine(op, (target, own, *sums), vmem=vmem))
-        arriving = (behind[0] == 0).astype(np.int32)  # the lane that ends here, with step 0
-        summed = hops.slot(0, arriving, part)
-        topology.only_if(at_end, lambda: combine(op, (target, own, summed), vmem=vmem))
-
-    def tick(number: Any, _: None) -> None:
-        topology.for_each_part(lanes, see_to, number)
-
-    with jax.named_scope("forward"):
-        lax.fori_loop(0, ring.size - 1, tick, None)
-    with jax.named_scope("finish"):
-        lax.fori_loop(0, blocks.parts, finish, None)
-        for i in range(len(lanes)):
-            topology.only_if(ahead[i] > 0, functools.partial(hops.end_last, i))
-
-
-class _Hops:
-    """Single hops of sums along lanes, and their slots and semaphores.
-
-    A lane's upstream neighbour may be ahead of us. Its sums of steps s and s+1 may be in flight
-    together, so neighbouring steps have slots and semaphores of their own; that of step s+SLOTS
-    would overwrite step s's, so it needs a credit, which we give once our send from that slot has
-    ended. Credits are given only for slots that will be written again: all are used, and the
-    semaphores end at 0.
-
-    A lane's sends take turns, part by part and step by step. Before one starts, that IN_FLIGHT
-    turns earlier has ended, and with it all before that: also the same part's of the step before,
-    as IN_FLIGHT counts at most for a step's parts.
+    They take turns, chunk by chunk and step by step. Before one starts, that IN_FLIGHT turns
+    earlier has ended, and with it all before that: also the same chunk's of the step before, as
+    IN_FLIGHT counts at most for a step's chunks.
     """
 
-    def __init__(
-        self,
-        ring: Ring,
-        slots_ref: Any,
-        send_sems: Any,
-        recv_sems: Any,
-        credit_sems: Any,
-        lanes: tuple[Lane, ...],
-    ) -> None:
-        self._ring, self._lanes, self._slots_ref = ring, lanes, slots_ref
-        self._send_sems, self._recv_sems, self._credit_sems = send_sems, recv_sems, credit_sems
-        self._in_flight = min(IN_FLIGHT, lanes[0].parts)
+    def __init__(self, stream: Stream, wait_sent: Callable[[Any], None]) -> None:
+        self._stream, self._wait_sent = stream, wait_sent  # a chunk's oldest send has ended
+        self._in_flight = min(IN_FLIGHT, stream.chunks)
 
-    def slot(self, step: Any, i: Any, part: Any) -> Any:
-        """Where the sum that is sent at `step` arrives."""
-        return self._slots_ref.at[i, part, wrap_step(step, SLOTS)]
+    def end_earlier(self, number: Any, chunk: Any) -> None:
+        """Waits, before a chunk's message is sent, for the send that must have ended by then."""
+        turn = self._stream.turn(chunk)
 
-    def send(self, source: Any, step: Any, i: int, part: Any) -> None:
-        """Sends a sum downstream, into a slot that is free there."""
+        @pl.when((turn >= self._in_flight) | (number >= 1))
+        def _() -> None:  # turns below 0 are those of the step before
+            self._wait_sent(self._stream.chunk(turn - self._in_flight))
 
-        @pl.when(step >= SLOTS)
-        def _() -> None:
-            pl.semaphore_wait(self._credit_sems.at[i, part], 1)
-
-        downstream = self._ring.peer(self._lanes[i].direction)
-        arrived = self._recv_sems.at[i, part, wrap_step(step, SLOTS)]
-        sent = self._send_sems.at[i, part]
-        sync.remote_copy(source, self.slot(step, i, part), sent, arrived, downstream)
-
-    def receive(self, step: Any, i: int, part: Any) -> None:
-        """Waits for the sum that upstream sends at `step`."""
-        slot = self.slot(step, i, part)
-        sync.wait(self._recv_sems.at[i, part, wrap_step(step, SLOTS)], slot)
-
-    def give_credit(self, i: int, part: Any) -> None:
-        """Tells upstream that a slot is free."""
-        upstream = self._ring.peer(-self._lanes[i].direction)
-        pl.semaphore_signal(self._credit_sems.at[i, part], 1, device_id=upstream)
-
-    def end_earlier(self, step: Any, i: int, part: Any) -> None:
-        """Waits, before a part's turn at `step`, for the send that may be in flight no longer."""
-        turn = self._lanes[i].turn(part)
-
-        @pl.when((turn >= self._in_flight) | (step >= 1))
-        def _() -> None:
-            self._end(i, turn - self._in_flight)
-
-    def end_last(self, i: int) -> None:
-        """Waits for the sends of a lane that no later one has waited for."""
-        lane = self._lanes[i]
-        count = lane.near * lane.parts + lane.far_parts
+    def end_last(self) -> None:
+        """Waits for the sends that no later one has waited for."""
+        stream = self._stream
+        count = stream.near * stream.chunks + stream.far_chunks
         for back in range(1, 1 + min(self._in_flight, count)):
-            self._end(i, lane.far_parts - back)
-
-    def _end(self, i: int, turn: Any) -> None:
-        """Waits for the send of a turn; turns below 0 are those of the step before."""
-        part = self._lanes[i].part(turn)
-        sync.wait(self._send_sems.at[i, part], self.slot(0, i, part))
+            self._wait_sent(stream.chunk(stream.far_chunks - back))

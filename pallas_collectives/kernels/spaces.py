@@ -54,9 +54,9 @@ def results(shapes: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
     return [pltpu.HBM(shape.shape, shape.dtype) for shape in shapes]
 
 
-def operands(arrays: Iterable[jax.Array]) -> list[jax.Array]:
-    """The arrays, which XLA is to put in HBM; give them to `pallas_call` at once."""
-    return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+def operand(x: jax.Array) -> jax.Array:
+    """An array that XLA is to put in HBM; give it to `pallas_call` at once."""
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def check_sizes(arrays: Iterable[Any], name: str) -> None:

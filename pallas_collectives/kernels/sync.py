@@ -2,14 +2,15 @@
 
 Two rules make every kernel here safe, whatever the devices' speeds:
 
-* Nobody writes to a device that has not entered the same kernel: each kernel begins with a barrier
-  among all pairs that write to each other.
+* Nobody writes to a device that has not entered the same kernel: before each kernel the launcher
+  runs a barrier among all pairs that write to each other.
 * A wait on a semaphore can be satisfied only by the signal it is meant for: two transfers that may
-  be in flight at once towards the same device have a semaphore each.
+  be in flight at once towards the same device have a semaphore each (see `channel`), or all that
+  come are waited for together.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +18,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Ring
+from pallas_collectives.kernels.topology import LEFT, RIGHT, Ring, wrap
+
+
+def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Any]) -> None:
+    """Runs the entry barrier of this name; for `entry.WIDE` see there."""
+    match barrier:
+        case "neighbours" | "neighbours on a torus":
+            barrier_with_neighbours(*rings)
+        case "line":
+            barrier_along_line(rings[0])
+        case "everyone":
+            barrier_with_everyone(rings[0])
+        case "shift right" | "shift left":
+            barrier_with_partners(rings[0], scalar_refs[0])
+        case name:
+            raise AssertionError(f"no barrier {name!r}")
 
 
 def barrier_with_neighbours(*rings: Ring) -> None:
@@ -29,8 +45,6 @@ def barrier_with_neighbours(*rings: Ring) -> None:
     which they send after their own wait; so its second signal cannot stand in for another's first.
     A kernel that can finish without hearing from everyone must be launched with `entry.WIDE`.
     """
-    if all(ring.entered for ring in rings):
-        return
     semaphore = pltpu.get_barrier_semaphore()
     with jax.named_scope("barrier"):
         for ring in rings:
@@ -45,8 +59,6 @@ def barrier_along_line(ring: Ring) -> None:
     As `barrier_with_neighbours`: each neighbour adds 1, the wait takes as many as there are, and
     none can finish this call, and signal for its next, before it has had a block of ours.
     """
-    if ring.entered:
-        return
     semaphore = pltpu.get_barrier_semaphore()
     has_right, has_left = ring.place < ring.size - 1, ring.place > 0
     with jax.named_scope("barrier"):
@@ -66,12 +78,30 @@ def barrier_with_everyone(ring: Ring) -> None:
     whatever the kernel does: while one device has not entered call k, nobody passes its barrier,
     so nobody has signalled more than k times, and k(n-1) signals cannot have come from n-2 devices.
     """
-    if ring.entered:
-        return
     semaphore = pltpu.get_barrier_semaphore()
     with jax.named_scope("barrier"):
         for_each(1, ring.size, lambda d: pl.semaphore_signal(semaphore, 1, device_id=ring.peer(d)))
         pl.semaphore_wait(semaphore, ring.size - 1)
+
+
+def barrier_with_partners(ring: Ring, partners_ref: Any) -> None:
+    """Returns when our target, if we have one, has entered this kernel.
+
+    Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to the
+    shifts of one axis in one direction, so a device is signalled by the same device, the next one
+    along, in every call that uses the id and in which it sends: once in each. Its k-th wait
+    therefore ends only after that device's k-th signal, from the same call, however many calls
+    either is ahead: no signal of another device or of another call can stand in for it. (Shared
+    between other permutations, the id could bring us a signal of the next call's target before that
+    of this one's.)
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    target, source = partners(ring, partners_ref)
+    with jax.named_scope("ready"):
+        pl.when(source >= 0)(
+            lambda: pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(source))
+        )
+        pl.when(target >= 0)(lambda: pl.semaphore_wait(semaphore, 1))
 
 
 def barrier_with(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
@@ -94,6 +124,16 @@ def signal_all(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
     for_each(0, peers_ref[0], signal)
 
 
+def partners(ring: Ring, partners_ref: Any) -> tuple[Any, Any]:
+    """The positions of our target and our source; negative if we have none but ourselves.
+
+    `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
+    """
+    found = partners_ref[ring.me], partners_ref[ring.size + ring.me]
+    target, source = (lax.select(p == ring.me, np.int32(-1), p) for p in found)
+    return target, source
+
+
 def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_id: Any) -> None:
     """Starts a copy into `target` on another device.
 
@@ -103,30 +143,59 @@ def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_i
     pltpu.make_async_remote_copy(source, target, send_sem, recv_sem, device_id=device_id).start()
 
 
+class PushSemaphores(NamedTuple):
+    """What `push_to_everyone` takes: `PushSemaphores()` to allocate, refs inside a kernel."""
+
+    copy: Any = pltpu.SemaphoreType.DMA  # own; the copy from ourselves, waited for once
+    sent: Any = pltpu.SemaphoreType.DMA  # own; the bytes of n-1 targets
+    arrived: Any = pltpu.SemaphoreType.DMA  # the bytes of n-1 targets, one from each other device
+
+
 def push_to_everyone(
-    ring: Ring, source: Any, target: Any, copy_sem: Any, send_sem: Any, recv_sem: Any
+    ring: Ring,
+    source: Callable[[Any, Any], Any],
+    target: Callable[[Any], Any],
+    semaphores: PushSemaphores,
+    chunks: int = 1,
+    in_positions: bool = False,
 ) -> None:
-    """Copies `source` into `target` on every device of the ring, and waits for what comes.
+    """Copies something to every device of the ring, and waits for what comes.
 
-    `source` is one ref, or a function from a device's position to the ref that it is to have, all
-    of one shape. `target` differs by sender. One receive semaphore serves all n-1 arrivals, as
-    nothing is read before the last. Each device begins with its right neighbour: no two begin with
-    the same.
+    `source(owner, chunk)` is what the device at a position is to have, all of one shape;
+    `target(chunk)`, a place that differs by sender, is where it is to have it. For the chunk None
+    they are all chunks. One semaphore serves all n-1 arrivals, as nothing is read before the last.
+    Each device begins with its right neighbour, or with the next position if `in_positions`: no two
+    begin with the same.
     """
-    source_for = source if callable(source) else lambda _: source
 
-    def push(distance: Any) -> None:
-        owner = ring.block(distance)
-        remote_copy(source_for(owner), target, send_sem, recv_sem, ring.device_id(owner))
+    def push(chunk: Any, distance: Any) -> None:
+        owner = wrap(ring.me + distance, ring.size) if in_positions else ring.block(distance)
+        here, there = source(owner, chunk), target(chunk)
+        remote_copy(here, there, semaphores.sent, semaphores.arrived, ring.device_id(owner))
 
     with jax.named_scope("push"):
-        for_each(1, ring.size, push)
-        own_copy = pltpu.make_async_copy(source_for(ring.me), target, copy_sem)
+        for_each(0, chunks, lambda chunk: for_each(1, ring.size, lambda d: push(chunk, d)))
+        own_copy = pltpu.make_async_copy(source(ring.me, None), target(None), semaphores.copy)
         own_copy.start()
     with jax.named_scope("drain"):
-        wait(recv_sem, target, times=ring.size - 1)
-        wait(send_sem, target, times=ring.size - 1)
+        wait(semaphores.arrived, target(None), times=ring.size - 1)
+        wait(semaphores.sent, target(None), times=ring.size - 1)
         own_copy.wait()
+
+
+def started(
+    sources: Sequence[Any], targets: Sequence[Any], semaphores: Sequence[Any]
+) -> Callable[[], None]:
+    """Starts copies on this device; what is returned waits for all of them."""
+    copies = list(map(pltpu.make_async_copy, sources, targets, semaphores))
+    for copy in copies:
+        copy.start()
+
+    def wait_for_all() -> None:
+        for copy in copies:
+            copy.wait()
+
+    return wait_for_all
 
 
 def wait(semaphore: Any, ref: Any, times: Any = 1) -> None:

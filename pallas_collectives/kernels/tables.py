@@ -1,6 +1,6 @@
 """Step tables of kernels' docstrings, made from the schedules that the kernels run.
 
-Those of all-gather and reduce-scatter are in `topology`, beside their lanes.
+Those of all-gather and reduce-scatter are in `topology`, beside their streams.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from pallas_collectives.kernels import relay, topology
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Lane
+from pallas_collectives.kernels.topology import LEFT, RIGHT, Stream
 
 
-def all_reduce(n: int, lanes: tuple[Lane, ...]) -> str:
+def all_reduce(n: int, streams: tuple[Stream, ...]) -> str:
     """The terms in the sums under way, then the blocks of the sum present; as in `all_reduce`."""
-    reduced = topology.reduce_table(n, lanes).splitlines()
-    gathered = topology.gather_table(n, lanes).splitlines()[1:]
+    reduced = topology.reduce_table(n, streams).splitlines()
+    gathered = topology.gather_table(n, streams).splitlines()[1:]
     steps = (line.split()[1:] for line in (*reduced, *gathered))
     return _lines(((str(step), cells) for step, cells in enumerate(steps)), first=6, width=n + 4)
 
@@ -48,8 +48,8 @@ def exchange_round_a_ring(n: int) -> str:
         return counts
 
     with jax.disable_jit():
-        train = relay.Train((RIGHT, LEFT), 1, farthest, width=farthest)
-        relay.for_each_move([train], np.int32(1), move, [np.int32(0)])
+        schedule = relay.Schedule((RIGHT, LEFT), 1, farthest, width=farthest)
+        relay.for_each_move([schedule], np.int32(1), move, [np.int32(0)])
     rows = ((str(hop), [" ".join(cell) for cell in row]) for hop, row in passed.items())
     return _lines(rows, first=5, width=3 + 4 * farthest)
 

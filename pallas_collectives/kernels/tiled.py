@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,36 +21,36 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import chips
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import launch, pipelines, spaces, topology
+from pallas_collectives.kernels import launch, pipelines, spaces, sync, topology
 from pallas_collectives.kernels.blocks import LANES, Blocks, sublanes
-from pallas_collectives.kernels.collective_matmul import MOST_PARTS, VMEM_SHARE
+from pallas_collectives.kernels.collective_matmul import MOST_CHUNKS, VMEM_SHARE
 from pallas_collectives.kernels.combine import wide
-from pallas_collectives.kernels.topology import Group, Lane, Ring
+from pallas_collectives.kernels.topology import Group, Ring, Stream
 
 MOST_ROWS = 1024  # of a tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a block of rows goes in parts, and a part in tiles.
+    """How a block of rows goes in chunks, and a chunk in tiles.
 
     Attributes:
       rows: of a block.
-      parts: of a block.
-      tile: rows of a tile; divides those of a part.
+      chunks: of a block.
+      tile: rows of a tile; divides those of a chunk.
     """
 
     rows: int
-    parts: int
+    chunks: int
     tile: int
 
     def blocks(self, columns: int) -> Blocks:
         """The blocks of an array with as many columns."""
-        return Blocks((self.rows, columns), axis=0, cut=0, parts=self.parts)
+        return Blocks((self.rows, columns), axis=0, cut=0, chunks=self.chunks)
 
 
 def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | None) -> Cut:
-    """The parts and tiles of a block: large tiles, and as many parts as leave one each.
+    """The chunks and tiles of a block: large tiles, and as many chunks as leave one each.
 
     Args:
       rows: of a block.
@@ -69,17 +69,17 @@ def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | 
         most = max(1, min(MOST_ROWS, room // row_bytes) // whole)
         tile = whole * max(d for d in range(1, most + 1) if units % d == 0)
         if rows == tile and units % 2 == 0:
-            tile //= 2  # a block in one part has nothing to hide behind
+            tile //= 2  # a block in one chunk has nothing to hide behind
     if tile * row_bytes > room:
         raise VmemError(
             f"tiles of {tile} rows and {resident_bytes >> 20} MiB of operands",
             f"{chip.name} has {chip.vmem_bytes >> 20} MiB of VMEM, of which tiles take two each",
             "use smaller tiles or operands",
         )
-    parts = 1
-    while parts < MOST_PARTS and rows % (2 * parts * tile) == 0:
-        parts *= 2
-    return Cut(rows, parts, tile)
+    chunks = 1
+    while chunks < MOST_CHUNKS and rows % (2 * chunks * tile) == 0:
+        chunks *= 2
+    return Cut(rows, chunks, tile)
 
 
 def gather_and_consume(
@@ -106,28 +106,21 @@ def gather_and_consume(
     Raises:
       VmemError: see `cut`.
     """
-    n, shapes_in = group.size, tuple(operand.shape for operand in operands)
+    n, given = group.size, tuple(operand.shape for operand in operands)
     operands = list(map(spaces.widened, operands))
     rows: list[Any] = [x, *outs]
     whole = max(sublanes(a.dtype) for a in rows)
     row_bytes = 2 * sum(map(_row_bytes, rows))
     how = cut(len(x), whole, row_bytes, _resident_bytes(operands), tile)
-    lanes = topology.lanes(n, bidirectional=True, parts=how.parts)
+    streams = topology.streams(n, bidirectional=True, chunks=how.chunks)
     shapes = [jax.ShapeDtypeStruct((n * a.shape[0], a.shape[1]), a.dtype) for a in rows]
     return launch.call_many(
-        functools.partial(
-            _consume_kernel,
-            how=how,
-            lanes=lanes,
-            consume=consume,
-            operand_shapes=shapes_in,
-            outs=len(outs),
-        ),
+        functools.partial(_consume_kernel, how=how, streams=streams, consume=consume, given=given),
         group,
         x,
         *operands,
         out_shapes=shapes,
-        scratch_shapes=[*pipelines.gather_semaphores(lanes), *_resident(operands)],
+        scratch=Scratch.of(pipelines.GatherScratch.of(streams), operands),
         barrier="neighbours",
         name="gather_and_consume",
         interpret=interpret,
@@ -162,34 +155,29 @@ def produce_and_scatter(
     Raises:
       VmemError: see `cut`.
     """
-    n, shapes_in = group.size, tuple(operand.shape for operand in operands)
+    n, given = group.size, tuple(operand.shape for operand in operands)
     operands = list(map(spaces.widened, operands))
     term = jax.ShapeDtypeStruct(out.shape, wide(out.dtype))
     whole = max(sublanes(x.dtype), sublanes(out.dtype))
     row_bytes = 2 * _row_bytes(x) + 6 * _row_bytes(out) + _row_bytes(term)
     how = cut(out.shape[0], whole, row_bytes, _resident_bytes(operands), tile)
-    lanes = topology.lanes(n, bidirectional=True, parts=how.parts)
+    streams = topology.streams(n, bidirectional=True, chunks=how.chunks)
     blocks = how.blocks(out.shape[1])
     return launch.call_many(
         functools.partial(
-            _produce_kernel,
-            how=how,
-            lanes=lanes,
-            produce=produce,
-            operand_shapes=shapes_in,
-            scale=scale,
+            _produce_kernel, how=how, streams=streams, produce=produce, given=given, scale=scale
         ),
         group,
         x,
         *operands,
         out_shapes=[out],
-        buffers=[pipelines.sum_slots(lanes, blocks, out.dtype)],
-        scratch_shapes=[
-            *pipelines.scatter_semaphores(lanes),
+        scratch=Scratch.of(
+            pipelines.scatter_scratch(streams, blocks, out.dtype),
+            operands,
             pltpu.VMEM((how.tile, out.shape[1]), term.dtype),
-            *_resident(operands),
-        ],
+        ),
         barrier="neighbours",
+        prepare=lambda ring, x_ref, *refs: refs[-1].bring(refs[: len(operands)]),
         name="produce_and_scatter",
         interpret=interpret,
         wire_bytes=(n - 1) * blocks.nbytes(out.dtype),
@@ -211,27 +199,29 @@ def _resident_bytes(operands: Sequence[Any]) -> int:
     return total
 
 
-def _resident(operands: Sequence[jax.Array]) -> list[Any]:
-    """A place in VMEM for each operand, then a semaphore for each copy."""
-    places = [pltpu.VMEM(x.shape, x.dtype) for x in operands]
-    return [*places, *(pltpu.SemaphoreType.DMA for _ in operands)]
+class Scratch(NamedTuple):
+    """What a kernel here takes beside its arrays."""
 
+    pipeline: Any  # see `pipelines`
+    operands: list[Any]  # where each operand stays: VMEM
+    copy_sems: list[Any]  # own; their copies
+    term: Any = None  # (tile, columns): VMEM: our term of a tile, if there are any
 
-def _bring(refs: Sequence[Any], scratch: Sequence[Any]) -> None:
-    """Copies operands to their places in VMEM."""
-    copies = [
-        pltpu.make_async_copy(ref, scratch[i], scratch[len(refs) + i]) for i, ref in enumerate(refs)
-    ]
-    for copy in copies:
-        copy.start()
-    for copy in copies:
-        copy.wait()
+    @classmethod
+    def of(cls, pipeline: Any, operands: Sequence[jax.Array], term: Any = None) -> "Scratch":
+        """What to allocate."""
+        places = [pltpu.VMEM(x.shape, x.dtype) for x in operands]
+        return cls(pipeline, places, [pltpu.SemaphoreType.DMA for _ in operands], term)
+
+    def bring(self, refs: Sequence[Any]) -> Callable[[], None]:
+        """Sets out to copy operands to their places in VMEM; what is returned waits for them."""
+        return sync.started(refs, self.operands, self.copy_sems)
 
 
 def _as(shapes: Sequence[tuple[int, ...]], refs: Sequence[Any]) -> list[Any]:
     """Refs of such shapes: those in VMEM, cut where an operand was widened."""
     cuts = [tuple(pl.ds(0, size) for size in shape) for shape in shapes]
-    pairs = zip(shapes, refs[: len(shapes)], cuts, strict=True)
+    pairs = zip(shapes, refs, cuts, strict=True)
     return [ref if ref.shape == shape else ref.at[cut] for shape, ref, cut in pairs]
 
 
@@ -242,30 +232,27 @@ def _tiles(how: Cut, ref: Any) -> pl.BlockSpec:
 def _consume_kernel(
     ring: Ring,
     x_ref: Any,  # (rows, columns): HBM
-    *refs: Any,  # operands, the gathered x, the results: HBM; then semaphores, see
-    # pipelines.gather_and_consume; then VMEM, see _resident
+    *refs: Any,  # operands, the gathered x, the results: HBM; then a Scratch
     how: Cut,
-    lanes: tuple[Lane, ...],
+    streams: tuple[Stream, ...],
     consume: Callable[..., None],
-    operand_shapes: tuple[tuple[int, ...], ...],
-    outs: int,
+    given: tuple[tuple[int, ...], ...],  # shapes of the operands, some of which are widened
 ) -> None:
-    count = len(operand_shapes)
-    operand_refs, gathered_ref = refs[:count], refs[count]
-    out_refs, scratch = refs[count + 1 : count + 1 + outs], refs[count + 1 + outs :]
-    semaphores, scratch = scratch[:4], scratch[4:]
+    *arrays, scratch = refs
+    count = len(scratch.operands)
+    operand_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
     blocks = how.blocks(x_ref.shape[1])
 
-    def of_part(block: Any, part: Any) -> None:
-        arrived = blocks.at(gathered_ref, block, part)
-        targets = [how.blocks(out.shape[1]).at(out, block, part) for out in out_refs]
+    def of_chunk(block: Any, chunk: Any) -> None:
+        arrived = blocks.at(gathered_ref, block, chunk)
+        targets = [how.blocks(out.shape[1]).at(out, block, chunk) for out in out_refs]
 
         def body(x: Any, *out_tiles: Any) -> None:
-            consume(x, *_as(operand_shapes, scratch), *out_tiles)
+            consume(x, *_as(given, scratch.operands), *out_tiles)
 
         pltpu.emit_pipeline(
             body,
-            grid=(how.rows // how.parts // how.tile,),
+            grid=(how.rows // how.chunks // how.tile,),
             in_specs=[_tiles(how, arrived)],
             out_specs=[_tiles(how, target) for target in targets],
         )(arrived, *targets)
@@ -274,39 +261,35 @@ def _consume_kernel(
         ring,
         x_ref,
         gathered_ref,
-        *semaphores,
-        consume=of_part,
+        scratch.pipeline,
+        consume=of_chunk,
         blocks=blocks,
-        lanes=lanes,
-        prepare=lambda: _bring(operand_refs, scratch),
+        streams=streams,
+        prepare=lambda: scratch.bring(operand_refs)(),
     )
 
 
 def _produce_kernel(
     ring: Ring,
     x_ref: Any,  # (n * rows, columns): HBM
-    *refs: Any,  # operands, the result, sum_slots: HBM; then semaphores, see
-    # pipelines.produce_and_scatter; then VMEM: a term, and see _resident
+    *refs: Any,  # operands, the result: HBM; then a Scratch
     how: Cut,
-    lanes: tuple[Lane, ...],
+    streams: tuple[Stream, ...],
     produce: Callable[..., None],
-    operand_shapes: tuple[tuple[int, ...], ...],
+    given: tuple[tuple[int, ...], ...],  # shapes of the operands, some of which are widened
     scale: float,
 ) -> None:
-    count = len(operand_shapes)
-    operand_refs, o_ref, slots_ref = refs[:count], refs[count], refs[count + 1]
-    semaphores, term_ref = refs[count + 2 : count + 5], refs[count + 5]
-    scratch = refs[count + 6 :]
+    *_, o_ref, scratch = refs  # operands are in VMEM already
 
     def over_tiles(
-        block: Any, part: Any, target: Any, sums: Sequence[Any], adds: Any, factor: float
+        block: Any, chunk: Any, target: Any, sums: Sequence[Any], adds: Any, factor: float
     ) -> None:
-        own = how.blocks(x_ref.shape[1]).at(x_ref, block, part)
+        own = how.blocks(x_ref.shape[1]).at(x_ref, block, chunk)
 
         def body(x: Any, *tiles: Any) -> None:
             *arrived, out = tiles
-            produce(x, *_as(operand_shapes, scratch), term_ref)
-            total = term_ref[...]
+            produce(x, *_as(given, scratch.operands), scratch.term)
+            total = scratch.term[...]
             for tile in arrived:
                 value = tile[...].astype(total.dtype)
                 total += value if adds is True else jnp.where(adds, value, 0)
@@ -314,25 +297,23 @@ def _produce_kernel(
 
         pltpu.emit_pipeline(
             body,
-            grid=(how.rows // how.parts // how.tile,),
+            grid=(how.rows // how.chunks // how.tile,),
             in_specs=[_tiles(how, own), *(_tiles(how, target) for _ in sums)],
             out_specs=[_tiles(how, target)],
         )(own, *sums, target)
 
-    def add(block: Any, part: Any, sum_ref: Any, adds: Any) -> None:
-        over_tiles(block, part, sum_ref, [sum_ref], adds, 1.0)
+    def add(block: Any, chunk: Any, sum_ref: Any, adds: Any) -> None:
+        over_tiles(block, chunk, sum_ref, [sum_ref], adds, 1.0)
 
-    def finish(part: Any, target: Any, *sums: Any) -> None:
-        over_tiles(ring.me, part, target, sums, True, scale)
+    def finish(chunk: Any, target: Any, *sums: Any) -> None:
+        over_tiles(ring.me, chunk, target, sums, True, scale)
 
     pipelines.produce_and_scatter(
         ring,
         o_ref,
-        slots_ref,
-        *semaphores,
+        scratch.pipeline,
         produce=add,
         finish=finish,
         blocks=how.blocks(o_ref.shape[1]),
-        lanes=lanes,
-        prepare=lambda: _bring(operand_refs, scratch),
+        streams=streams,
     )

@@ -75,12 +75,10 @@ class Ring:
       size: devices in the ring.
       me: own position, 0 <= me < size.
       place: own place along the ring, 0 <= place < size.
-      entered: whether a barrier among more than this ring was passed before (see `entry`).
     """
 
     def __init__(self, group: Group, members_ref: Any = None) -> None:
         self.size = group.size
-        self.entered = False
         self._group = group
         self._members_ref = members_ref
         self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[0]
@@ -120,126 +118,148 @@ def wrap_step(step: Any, slots: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lane:
-    """One direction of a ring, in which every block travels in equal parts, one after the other.
+class Stream:
+    """One way round a ring or along a line, which every block travels in equal chunks, in turn.
 
     Attributes:
       direction: `RIGHT` or `LEFT`.
-      parts: how many parts a block is cut into.
-      near: how many hops every part travels; a device sends as many of each.
-      far: the range of parts that travel one hop more, to the opposite device of an even ring.
+      chunks: how many chunks a block is cut into.
+      near: how many hops every chunk travels; a device sends as many of each. On a line, the hops
+        from its first device to its last.
+      far: the range of chunks that travel one hop more, to the opposite device of an even ring.
+      line: whether the stream ends at the last device, and does not go round.
     """
 
     direction: int
-    parts: int
+    chunks: int
     near: int
     far: tuple[int, int] = (0, 0)
+    line: bool = False
 
     @property
     def hops(self) -> int:
-        """The most hops of any part."""
+        """The most hops of any chunk."""
         return self.near + (self.far[0] < self.far[1])
 
     @property
-    def far_parts(self) -> int:
-        """How many parts travel one hop more."""
+    def far_chunks(self) -> int:
+        """How many chunks travel one hop more."""
         return self.far[1] - self.far[0]
 
-    def part(self, turn: Any) -> Any:
-        """The part whose turn it is, 0 <= turn < parts: first those that travel furthest."""
-        return wrap(self.far[0] + turn, self.parts)
+    def chunk(self, turn: Any) -> Any:
+        """The chunk whose turn it is, 0 <= turn < chunks: first those that travel furthest."""
+        return wrap(self.far[0] + turn, self.chunks)
 
-    def turn(self, part: Any) -> Any:
-        """When it is a part's turn: `part` backwards."""
-        return wrap(part - self.far[0], self.parts)
+    def turn(self, chunk: Any) -> Any:
+        """When it is a chunk's turn: `chunk` backwards."""
+        return wrap(chunk - self.far[0], self.chunks)
 
-    def hops_of(self, part: Any) -> Any:
-        """How many hops a part travels."""
+    def hops_of(self, chunk: Any) -> Any:
+        """How many hops a chunk travels."""
         start, stop = self.far
-        is_far = (start <= part) & (part < stop)
+        is_far = (start <= chunk) & (chunk < stop)
         return self.near + (is_far if isinstance(is_far, bool) else is_far.astype(np.int32))
 
+    def behind(self, ring: Ring) -> Any:
+        """How many devices of a line are upstream of this one."""
+        return ring.place if self.direction == RIGHT else ring.size - 1 - ring.place
 
-def lanes(n: int, *, bidirectional: bool, parts: int) -> tuple[Lane, ...]:
-    """The lanes on which every block reaches, or comes from, all other n-1 devices.
+    def ahead(self, ring: Ring) -> Any:
+        """How many devices of a line are downstream of this one."""
+        return ring.size - 1 - self.behind(ring)
+
+
+def streams(n: int, *, bidirectional: bool, chunks: int) -> tuple[Stream, ...]:
+    """The streams on which every block reaches, or comes from, all other n-1 devices.
 
     Both ways round, a block travels (n-1)/2 hops each way. The opposite device of an even ring gets
-    half of the parts from either side, so that every link carries (n-1)/2 blocks either way; of an
-    odd number of parts one more comes from the right, a single part from the left.
+    half of the chunks from either side, so that every link carries (n-1)/2 blocks either way; of an
+    odd number of chunks one more comes from the right, a single chunk from the left.
 
     Args:
       n: devices in the ring.
       bidirectional: use both directions of the links.
-      parts: of a block.
+      chunks: of a block.
     """
     if not bidirectional:
-        return (Lane(RIGHT, parts, n - 1),)
-    near, middle = (n - 1) // 2, max(1, parts // 2)
+        return (Stream(RIGHT, chunks, n - 1),)
+    near, middle = (n - 1) // 2, max(1, chunks // 2)
     if n % 2:
-        return Lane(RIGHT, parts, near), Lane(LEFT, parts, near)
-    found = Lane(RIGHT, parts, near, (0, middle)), Lane(LEFT, parts, near, (middle, parts))
-    return tuple(lane for lane in found if lane.hops)
+        return Stream(RIGHT, chunks, near), Stream(LEFT, chunks, near)
+    right = Stream(RIGHT, chunks, near, (0, middle))
+    left = Stream(LEFT, chunks, near, (middle, chunks))
+    return tuple(stream for stream in (right, left) if stream.hops)
 
 
-def line_lanes(n: int, parts: int) -> tuple[Lane, ...]:
-    """The lanes of a line of n devices; the hops are those from one end to the other."""
-    return Lane(RIGHT, parts, n - 1), Lane(LEFT, parts, n - 1)
+def line_streams(n: int, chunks: int) -> tuple[Stream, Stream]:
+    """The two streams of a line of n devices."""
+    return Stream(RIGHT, chunks, n - 1, line=True), Stream(LEFT, chunks, n - 1, line=True)
 
 
-def behind(ring: Ring, lane: Lane) -> Any:
-    """How many devices of a line are upstream of this one; the other n-1 less these are ahead."""
-    return ring.place if lane.direction == RIGHT else ring.size - 1 - ring.place
+def barrier_of(streams: tuple[Stream, ...]) -> str:
+    """The entry barrier (`sync.enter`) of a kernel that sends along streams alone."""
+    return "line" if streams[0].line else "neighbours"
 
 
-PartBody = Callable[[Any, int, Any], None]
+ChunkBody = Callable[[Any, int, Any], None]
 
 
-def for_each_part(
-    lanes: tuple[Lane, ...], body: PartBody, step: Any = 0, far: bool = False
+def for_each_chunk(
+    streams: tuple[Stream, ...], body: ChunkBody, step: Any = 0, far: bool = False
 ) -> None:
-    """body(step, lane number, part) for every part; with `far`, for those that travel furthest.
+    """body(step, stream number, chunk) for every chunk; with `far`, for those that go furthest.
 
-    Part by part, in both directions each: while one part is seen to, the others are on the wire.
-    Those that travel furthest come first in their lane (`Lane.part`).
+    Chunk by chunk, in both directions each: while one is seen to, the others are on the wire. Those
+    that travel furthest come first in their stream (`Stream.chunk`).
     Loops and no conditions: libtpu cannot compile a predicated DMA of so many operands for v4.
     """
-    counts = [lane.parts if lanes[0].near and not far else lane.far_parts for lane in lanes]
+    whole = streams[0].near and not far
+    counts = [stream.chunks if whole else stream.far_chunks for stream in streams]
 
-    def in_lanes(turn: Any, chosen: Sequence[int]) -> None:
+    def in_streams(turn: Any, chosen: Sequence[int]) -> None:
         for i in chosen:
-            body(step, i, lanes[i].part(turn))
+            body(step, i, streams[i].chunk(turn))
 
-    together = [range(len(lanes))] if len(set(counts)) == 1 else [[i] for i in range(len(lanes))]
-    for chosen in together:
-        lax.fori_loop(0, counts[chosen[0]], lambda turn, _, c=chosen: in_lanes(turn, c), None)
+    apart = [[i] for i in range(len(streams))]
+    for chosen in [range(len(streams))] if len(set(counts)) == 1 else apart:
+        if counts[chosen[0]]:
+            chunks = counts[chosen[0]]
+            lax.fori_loop(0, chunks, lambda turn, _, c=chosen: in_streams(turn, c), None)
+
+
+def for_each_step(streams: tuple[Stream, ...], body: ChunkBody, start: int) -> None:
+    """`for_each_chunk` for all steps from `start` on; the code does not grow with their number."""
+    near = streams[0].near
+    lax.fori_loop(start, near, lambda step, _: for_each_chunk(streams, body, step), None)
+    if near >= start:
+        for_each_chunk(streams, body, near, far=True)
 
 
 def only_if(condition: Any, body: Callable[[], None]) -> None:
-    """body() where a traced condition holds: a loop, for the reason that `for_each_part` has."""
+    """body() where a condition holds.
+
+    Where it is known only in the kernel that is a loop, for the reason that `for_each_chunk` has.
+    """
+    if isinstance(condition, bool):
+        if condition:
+            body()
+        return
     lax.fori_loop(0, condition.astype(np.int32), lambda _, __: body(), None)
 
 
-def for_each_step(lanes: tuple[Lane, ...], body: PartBody, start: int) -> None:
-    """`for_each_part` for every step from `start` on; the code does not grow with ring or parts."""
-    near = lanes[0].near
-    lax.fori_loop(start, near, lambda step, _: for_each_part(lanes, body, step), None)
-    if near >= start:
-        for_each_part(lanes, body, near, far=True)
-
-
-def gather_table(n: int, lanes: tuple[Lane, ...]) -> str:
+def gather_table(n: int, streams: tuple[Stream, ...]) -> str:
     """Which blocks each device of a ring holds after every step, as printed in `all_gather`."""
-    whole = frozenset(range(lanes[0].parts))
+    whole = frozenset(range(streams[0].chunks))
     held = [[whole if b == device else frozenset() for b in range(n)] for device in range(n)]
     lines = [_table_line(0, held, whole)]
-    for step in range(max(lane.hops for lane in lanes)):
+    for step in range(max(stream.hops for stream in streams)):
         before = [row.copy() for row in held]
-        for lane in lanes:
-            moving = {part for part in whole if step < lane.hops_of(part)}
+        for stream in streams:
+            moving = {chunk for chunk in whole if step < stream.hops_of(chunk)}
             for device in range(n):
-                block = wrap(device - lane.direction * step, n)
+                block = wrap(device - stream.direction * step, n)
                 assert moving <= before[device][block], "a device sends on what it does not hold"
-                held[wrap(device + lane.direction, n)][block] |= moving
+                held[wrap(device + stream.direction, n)][block] |= moving
         lines.append(_table_line(step + 1, held, whole))
     return "\n".join(lines)
 
@@ -253,18 +273,18 @@ def line_table(n: int) -> str:
     return "\n".join(lines)
 
 
-def reduce_table(n: int, lanes: tuple[Lane, ...]) -> str:
+def reduce_table(n: int, streams: tuple[Stream, ...]) -> str:
     """How many terms the sums under way to each device hold, as printed in `reduce_scatter`.
 
-    Columns are devices; a digit for each part of a device's own block: from 1, its own, to n.
+    Columns are devices; a digit for each chunk of a device's own block: from 1, its own, to n.
     """
-    terms = [1] * lanes[0].parts
+    terms = [1] * streams[0].chunks
     lines = []
-    for step in range(max(lane.hops for lane in lanes) + 1):
+    for step in range(max(stream.hops for stream in streams) + 1):
         lines.append(f"{step:<6}" + "  ".join([f"[{''.join(map(str, terms))}]"] * n))
-        for lane in lanes:
-            for part in range(lane.parts):
-                terms[part] += bool(step < lane.hops_of(part))  # one more term on its way
+        for stream in streams:
+            for chunk in range(stream.chunks):
+                terms[chunk] += bool(step < stream.hops_of(chunk))  # one more term on its way
     return "\n".join(lines)
 
 

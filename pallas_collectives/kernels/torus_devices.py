@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,23 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_collectives.kernels.topology import Group, Ring
+from pallas_collectives.kernels.topology import Group
 from pallas_collectives.kernels.torus import Bundle, Plan
 
 
 def axes_of(group: Group) -> tuple[Group, ...]:
     """The axes of the torus that a group lies on; one ring of all where it lies on none."""
     return group.torus or (group,)
-
-
-def launch_group(group: Group) -> Group:
-    """A group as `launch.call` is to know it: its kernels here ask `tables` for all else."""
-    return Group(group.axes, group.sizes)
-
-
-def barrier_key(group: Group) -> Hashable:
-    """Which devices' signals the barrier of a torus counts."""
-    return "neighbours on a torus", axes_of(group)
 
 
 def numbers(axes: Sequence[Group]) -> np.ndarray | None:
@@ -53,22 +43,9 @@ def field_sizes(axes: Sequence[Group]) -> tuple[int, ...]:
 
 
 def tables(axes: Sequence[Group]) -> list[jax.Array]:
-    """What a kernel must know of its axes beside arithmetic: scalars for `launch.call`."""
-    found = [table for table in (axis.members() for axis in axes) if table is not None]
+    """`numbers` as a scalar operand of `launch.call`, if a kernel must be told."""
     named = numbers(axes)
-    return found if named is None else [*found, jnp.asarray(named, jnp.int32)]
-
-
-def seen(axes: Sequence[Group], refs: Sequence[Any]) -> tuple[tuple[Ring, ...], Any, list[Any]]:
-    """Inside a kernel: this device's ring along each axis; `numbers`; the refs behind `tables`."""
-    left = list(refs)
-
-    def ring(axis: Group) -> Ring:
-        has_table = axis.index_groups is not None or axis.order is not None
-        return Ring(axis, left.pop(0) if has_table else None)
-
-    found = tuple(map(ring, axes))
-    return found, None if numbers(axes) is None else left.pop(0), left
+    return [] if named is None else [jnp.asarray(named, jnp.int32)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,23 +21,22 @@ float32 (integers in 32 bits); each hop rounds once to the operand's dtype.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.kernels import channel as channels
 from pallas_collectives.kernels import (
     launch,
-    sync,
     torus,
     torus_all_gather,
     torus_devices,
     torus_timetable,
 )
+from pallas_collectives.kernels.channel import Channel
 from pallas_collectives.kernels.combine import combine
-from pallas_collectives.kernels.topology import Group, Ring, wrap_step
+from pallas_collectives.kernels.topology import Group, Ring
 from pallas_collectives.kernels.torus import Plan
 from pallas_collectives.kernels.torus_devices import Field
 
@@ -48,6 +47,40 @@ SLOTS = 3
 # A stream that begins along an axis goes in halves, so that adding one hides behind sending the
 # other. By the replay of v5e and v5p smaller ones, and those in VMEM, take less time whole.
 HALVES_FROM_BYTES = 256 << 10
+
+
+class Scratch(NamedTuple):
+    """What `Scatter` takes beside its arrays."""
+
+    slots: list[Any]  # for each bundle, for each phase (streams, SLOTS or hops, piece): HBM or VMEM
+    semaphores: channels.Semaphores  # (bundles, phases, streams); `sent`: (bundles, streams)
+
+    @classmethod
+    def of(cls, plan: Plan, dtype: Any) -> "Scratch":
+        """What to allocate."""
+        bundles, phases = len(plan.bundles), len(plan.sizes)
+        slots = [
+            jax.ShapeDtypeStruct(
+                (
+                    bundle.streams,
+                    min(SLOTS, plan.hops(bundle, phase)),
+                    *plan.piece_shape(bundle, phase),
+                ),
+                dtype,
+            )
+            for bundle in plan.bundles
+            for phase in range(phases)
+        ]
+        streams = max(bundle.streams for bundle in plan.bundles)
+        every, sent = (bundles, phases, streams), (bundles, streams)
+        return cls(slots, channels.Semaphores.of(*every, window=SLOTS, sent=sent))
+
+
+class ReduceScratch(NamedTuple):
+    """What the all-reduce's kernel takes beside its arrays."""
+
+    scatter: Scratch
+    gather: channels.Semaphores  # see torus_all_gather.Gather
 
 
 def reduce_scatter(
@@ -63,14 +96,14 @@ def reduce_scatter(
     plan = _plan(axes, view.block, view.at, x.dtype, vmem)
     ones = (1,) * len(axes)
     y = launch.call(
-        functools.partial(_scatter_kernel, axes=axes, plan=plan, op=op, vmem=vmem),
-        torus_devices.launch_group(group),
+        functools.partial(_scatter_kernel, plan=plan, op=op, vmem=vmem),
+        group,
         view.into(x, torus_devices.field_sizes(axes)),
+        axes=axes,
         scalars=torus_devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), x.dtype),
-        buffers=slots(plan, x.dtype),
-        scratch_shapes=semaphores(plan),
-        barrier=torus_devices.barrier_key(group),
+        scratch=Scratch.of(plan, x.dtype),
+        barrier="neighbours on a torus",
         name="reduce_scatter_torus",
         interpret=interpret,
         vmem=vmem,
@@ -84,14 +117,14 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: An
     axes = torus_devices.axes_of(group)
     plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem)
     y = launch.call(
-        functools.partial(_reduce_kernel, axes=axes, plan=plan, op=op, vmem=vmem),
-        torus_devices.launch_group(group),
+        functools.partial(_reduce_kernel, plan=plan, op=op, vmem=vmem),
+        group,
         x.reshape(plan.shape(torus_devices.field_sizes(axes))),
+        axes=axes,
         scalars=torus_devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(torus_devices.field_sizes(axes)), x.dtype),
-        buffers=slots(plan, x.dtype),
-        scratch_shapes=[*semaphores(plan), *torus_all_gather.semaphores(plan)],
-        barrier=torus_devices.barrier_key(group),
+        scratch=ReduceScratch(Scratch.of(plan, x.dtype), torus_all_gather.semaphores(plan)),
+        barrier="neighbours on a torus",
         name="all_reduce_torus",
         interpret=interpret,
         vmem=vmem,
@@ -106,69 +139,41 @@ def _plan(axes: Sequence[Group], block: tuple[int, ...], at: int, dtype: Any, vm
     return Plan.of(axes, block, at, dtype, chunks=2 if halves else 1)
 
 
-def slots(plan: Plan, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-    """The slots that `Scatter` takes: for each bundle, for each phase."""
-    return [
-        jax.ShapeDtypeStruct(
-            (
-                bundle.streams,
-                min(SLOTS, plan.hops(bundle, phase)),
-                *plan.piece_shape(bundle, phase),
-            ),
-            dtype,
-        )
-        for bundle in plan.bundles
-        for phase in range(len(plan.sizes))
-    ]
-
-
-def semaphores(plan: Plan) -> list[Any]:
-    """The send, receive and credit semaphores that `Scatter` takes."""
-    bundles, phases = len(plan.bundles), len(plan.sizes)
-    streams = max(bundle.streams for bundle in plan.bundles)
-    dma, regular = pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.REGULAR
-    every = bundles, phases, streams
-    return [dma((bundles, streams)), dma((*every, SLOTS)), regular(every)]
-
-
 def _scatter_kernel(
-    _: Ring,
-    *refs: Any,  # `torus_devices.tables`, then
-    # x_ref: all blocks: HBM or VMEM
-    # o_ref: one block, with dimensions of 1 for the torus: HBM or VMEM
-    # scratch: see Scatter
-    axes: Sequence[Group],
+    rings: Sequence[Ring],  # along each axis
+    *refs: Any,  # see below
     plan: Plan,
     op: str,
     vmem: bool,
 ) -> None:
-    rings, numbers, (x_ref, o_ref, *scratch) = torus_devices.seen(axes, refs)
-    sync.barrier_with_neighbours(*rings)
-    operand, own_block = Field(plan, x_ref, numbers), Field(plan, o_ref)
-    own = [0] * len(rings)
-    scatter = Scatter(plan, rings, operand, own_block, own, *scratch, op=op, vmem=vmem)
+    *numbers, x_ref, o_ref, scratch = refs
+    # numbers: `torus_devices.tables`
+    # x_ref: all blocks: HBM or VMEM
+    # o_ref: one block, with dimensions of 1 for the torus: HBM or VMEM
+    # scratch: a Scratch
+    operand, own_block, own = Field(plan, x_ref, *numbers), Field(plan, o_ref), [0] * len(rings)
+    scatter = Scatter(plan, rings, operand, own_block, own, scratch, op=op, vmem=vmem)
     torus_timetable.run(plan, (scatter, range(len(rings))[::-1]))
 
 
 def _reduce_kernel(
-    _: Ring,
-    *refs: Any,  # `torus_devices.tables`, then
-    # x_ref: all blocks: HBM or VMEM
-    # o_ref: all blocks: HBM or VMEM
-    # scratch: see Scatter; then the semaphores of Gather
-    axes: Sequence[Group],
+    rings: Sequence[Ring],  # along each axis
+    *refs: Any,  # see below
     plan: Plan,
     op: str,
     vmem: bool,
 ) -> None:
+    *numbers, x_ref, o_ref, scratch = refs
+    # numbers: `torus_devices.tables`
+    # x_ref: all blocks: HBM or VMEM
+    # o_ref: all blocks: HBM or VMEM
+    # scratch: a ReduceScratch
     # A neighbour may be gathering while we still reduce: what it writes here, other blocks of o_ref
     # than our own, nobody reads or writes in the reduction.
-    rings, numbers, (x_ref, o_ref, *scratch) = torus_devices.seen(axes, refs)
-    sync.barrier_with_neighbours(*rings)
-    operand, result = Field(plan, x_ref, numbers), Field(plan, o_ref, numbers)
+    operand, result = Field(plan, x_ref, *numbers), Field(plan, o_ref, *numbers)
     own = [ring.me for ring in rings]
-    scatter = Scatter(plan, rings, operand, result, own, *scratch[:-3], op=op, vmem=vmem)
-    gather = torus_all_gather.Gather(plan, rings, result, *scratch[-3:])
+    scatter = Scatter(plan, rings, operand, result, own, scratch.scatter, op=op, vmem=vmem)
+    gather = torus_all_gather.Gather(plan, rings, result, scratch.gather)
     phases = range(len(rings))
     torus_timetable.run(plan, (scatter, phases[::-1]), (gather, phases))
 
@@ -176,13 +181,11 @@ def _reduce_kernel(
 class Scatter:
     """A `torus_timetable.Stage`: sends sums towards their owners, adding own terms; then the own.
 
-    Upstream may be ahead of us. Its sums of hops t and t+1 may be in flight together, so
-    neighbouring hops have slots and semaphores of their own; that of hop t+SLOTS would overwrite
-    hop t's, so it needs a credit, which we give once our send from that slot has ended. Credits are
-    given only for slots that will be written again: all are used, and the semaphores end at 0.
-    In the next phase upstream is another device, which may be there while we are in this one: so
-    each phase has slots, semaphores and credits of its own. What a phase leaves us stays in the
-    slot in which its last sum arrived; the next phase takes its own terms from there.
+    A stream has a channel for each phase, with slots of its own: upstream in the next phase is
+    another device, which may be there while we are in this one. What is sent at hop t is message t.
+    Upstream may be a hop ahead of us; a message's slot is released when our send from it has ended.
+    What a phase leaves us stays in the slot in which its last sum arrived, which no message follows
+    there; the next phase takes its own terms from it.
     """
 
     def __init__(
@@ -192,55 +195,44 @@ class Scatter:
         operand: Field,  # all blocks
         result: Field,
         own: Sequence[Any],  # the place of the own block in the result
-        *scratch: Any,  # slots; send, receive and credit semaphores, as in Gather
+        scratch: Scratch,
+        *,
         op: str,
         vmem: bool,
     ) -> None:
         self._plan, self._rings, self._operand, self._result = plan, rings, operand, result
-        *slots_refs, self._send_sems, self._recv_sems, self._credit_sems = scratch
-        d = len(rings)
-        self._slots_refs = [slots_refs[b * d : b * d + d] for b in range(len(plan.bundles))]
-        self._own = own
+        self._own, self._scratch = own, scratch
         self._combine = functools.partial(combine, op, vmem=vmem)
 
     def begin(self, b: int, phase: int, stream: Any) -> None:
         if phase + 1 < len(self._rings):
             self._finish(b, phase + 1, stream)
-        target = self._slot(b, phase, 0, stream)
-        push = functools.partial(self._send, b, phase, 0, stream)
+        channel = self._channel(b, phase, stream)
+        target = channel.slot(0)
+
+        def push(term: Any, part: Any) -> None:
+            channel.push(term, part, 0)
+
         self._with_term(b, phase, 0, stream, target, push)
 
     def go_on(self, b: int, phase: int, hop: Any, stream: Any) -> None:
-        self._receive(b, phase, hop - 1, stream)
-        # The send of hop - 1, for we have waited for those before it.
-        summed = self._slot(b, phase, hop - 1, stream)
-        sync.wait(self._send_sems.at[b, stream], summed)
-        hops = self._hops(b, phase)
-        if hops > SLOTS:
-
-            @pl.when((hop >= 2) & (hop - 2 + SLOTS < hops))
-            def _() -> None:
-                upstream = self._ring(b, phase).peer(-torus.direction_of(stream))
-                pl.semaphore_signal(self._credit_sems.at[b, phase, stream], 1, device_id=upstream)
-
+        channel = self._channel(b, phase, stream)
+        summed = channel.slot(hop - 1)
+        channel.receive(hop - 1, summed)
+        channel.wait_sent(summed)  # at hop - 1, for we have waited for those before it
+        channel.release(hop - 2)
         self._with_term(b, phase, hop, stream, summed, self._add)
-        if hops > SLOTS:
-
-            @pl.when(jnp.asarray(hop) >= SLOTS)
-            def _() -> None:
-                pl.semaphore_wait(self._credit_sems.at[b, phase, stream], 1)
-
-        self._send(b, phase, hop, stream, summed, self._slot(b, phase, hop, stream))
+        channel.send(summed, channel.slot(hop), hop)
 
     def end(self, b: int, stream: Any) -> None:
         self._finish(b, 0, stream)
 
     def _finish(self, b: int, phase: int, stream: Any) -> None:
         """What a phase leaves us: our term, and the last sum that has come."""
-        hops = self._hops(b, phase)
-        self._receive(b, phase, hops - 1, stream)
-        summed = self._slot(b, phase, hops - 1, stream)
-        sync.wait(self._send_sems.at[b, stream], summed)
+        channel, hops = self._channel(b, phase, stream), self._hops(b, phase)
+        summed = channel.slot(hops - 1)
+        channel.receive(hops - 1, summed)
+        channel.wait_sent(summed)
         if phase:
             self._with_term(b, phase, hops, stream, summed, self._add)
             return
@@ -281,7 +273,7 @@ class Scatter:
         axis = bundle.order[phase]
         place[axis] = self._ring(b, phase).block(ahead)
         if phase + 1 < len(self._rings):
-            before = self._slot(b, phase + 1, self._hops(b, phase + 1) - 1, stream)
+            before = self._channel(b, phase + 1, stream).slot(self._hops(b, phase + 1) - 1)
             body(self._plan.blocks(before, place), slot)
             return
 
@@ -291,15 +283,15 @@ class Scatter:
 
         self._operand.for_each_piece(place, bundle, stream, with_piece)
 
-    def _slot(self, b: int, phase: int, hop: Any, stream: Any) -> Any:
-        slots_ref = self._slots_refs[b][phase]
-        return slots_ref.at[stream, wrap_step(hop, slots_ref.shape[1])]
-
-    def _send(self, b: int, phase: int, hop: Any, stream: Any, source: Any, target: Any) -> None:
-        arrived = self._recv_sems.at[b, phase, stream, wrap_step(hop, SLOTS)]
-        downstream = self._ring(b, phase).peer(torus.direction_of(stream))
-        sync.remote_copy(source, target, self._send_sems.at[b, stream], arrived, downstream)
-
-    def _receive(self, b: int, phase: int, hop: Any, stream: Any) -> None:
-        arrived = self._recv_sems.at[b, phase, stream, wrap_step(hop, SLOTS)]
-        sync.wait(arrived, self._slot(b, phase, hop, stream))
+    def _channel(self, b: int, phase: int, stream: Any) -> Channel:
+        hops, (slots, semaphores) = self._hops(b, phase), self._scratch
+        return Channel(
+            self._ring(b, phase),
+            torus.direction_of(stream),
+            semaphores,
+            (b, phase, stream),
+            arrivals=hops,
+            longest=hops,
+            slots=(slots[b * len(self._rings) + phase], (stream,)),
+            sent=semaphores.sent.at[b, stream],
+        )
