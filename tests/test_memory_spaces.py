@@ -387,7 +387,7 @@ def test_a_kernel_of_one_element_is_refused() -> None:
             Group(("x",), (3,)),
             x,
             out_shape=jax.ShapeDtypeStruct((8, 128), x.dtype),
-            scratch_shapes=[],
+            scratch=(),
             barrier="everyone",
             name="nothing",
             interpret=pltpu.InterpretParams(),
