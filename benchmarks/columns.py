@@ -136,5 +136,6 @@ _REPLAYED = (
     *_RATES,
     _number("bound us", "bound_us", 1),
     _number("% of bound", "of_bound"),
+    _number("% of wire", "of_wire"),
     Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok"),
 )
