@@ -140,6 +140,7 @@ _REPLAYED = (
     *_RATES,
     _number("bound us", "bound_us", 1),
     _number("% of bound", "of_bound"),
+    _number("% of wire", "of_wire"),
     Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok"),
 )
 _UNITS = {"B/s": (1e-9, "GB/s"), "s": (1e6, "us"), "1/s": (1e-12, "T/s"), "B": (2**-10, "KiB")}

@@ -128,8 +128,9 @@ class Replayed(Row):
       time_us: modelled time of one call, by itself.
       algbw: size / time, in GB/s.
       busbw: see `cases`, in GB/s.
-      bound_us: the least on the busiest link plus the least in hops; None where that is not known.
+      bound_us: the least time that any schedule takes (see `replay.bound`).
       of_bound: bound_us / time_us, in percent.
+      of_wire: the least time on the busiest link alone / time_us, in percent.
       faults: deadlocks, semaphores left over and races, where looked for; "" if none.
     """
 
@@ -142,6 +143,7 @@ class Replayed(Row):
     busbw: float | None = None
     bound_us: float | None = None
     of_bound: float | None = None
+    of_wire: float | None = None
     faults: str = ""
 
     @property

@@ -101,12 +101,13 @@ _ALL_REDUCE = (
     ),
     Algorithm(
         name="line",
-        launcher=Kernel("all_reduce", "line"),
+        launcher=Kernel("all_reduce_line", "line"),
         reach=LINE,
         barrier="line",
-        sent="2(n−1)/n of the operand at the most",
-        steps="2(n−1)",
+        sent="the operand",
+        steps="2⌊n/2⌋, and one for each chunk",
         lies=(ON_LINE,),
+        takes_whole=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(

@@ -1,4 +1,4 @@
-"""The machine model: names, wrap rules, routes, bounds, and fair sharing of links."""
+"""The machine model: names, wrap rules, routes, and fair sharing of links."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_collectives.replay import GENERATIONS, Machine, MachineError, bound
+from pallas_collectives.replay import GENERATIONS, Machine, MachineError
 from pallas_collectives.replay.network import Network
 
 
@@ -126,85 +126,6 @@ def test_placement_follows_the_devices_coordinates() -> None:
     assert placement.tolist() == [4 * x + y for x, y in order]
     dies = [_Device([0, 0, 0], die) for die in (0, 1)] + [_Device([1, 0, 0], die) for die in (0, 1)]
     assert Machine.named("7x:2x2x1").placement_of(dies).tolist() == [0, 1, 4, 5]
-
-
-# Bounds -------------------------------------------------------------------------------------------
-
-
-def _rows(machine: Machine) -> np.ndarray:
-    """Groups along the first torus axis."""
-    return np.moveaxis(np.arange(machine.n_chips).reshape(machine.shape), 0, -1).reshape(
-        -1, machine.shape[0]
-    )
-
-
-def _link(machine: Machine) -> float:
-    return machine.generation.link_bandwidth * machine.generation.link_efficiency
-
-
-@pytest.mark.parametrize(
-    ("op", "shards"),
-    [("all_gather", 15 / 2), ("reduce_scatter", 15 / 2), ("all_reduce", 15), ("all_to_all", 32)],
-)
-def test_bounds_on_a_ring(op: str, shards: float) -> None:
-    machine = Machine.named("v5e:16x16")
-    least = bound(op, machine, _rows(machine), 1e6)
-    assert least.wire == pytest.approx(shards * 1e6 / _link(machine))
-
-
-@pytest.mark.parametrize(("op", "shards"), [("all_gather", 3), ("all_to_all", 4)])
-def test_bounds_on_a_line(op: str, shards: float) -> None:
-    machine = Machine.named("v5e:4x4")
-    assert bound(op, machine, _rows(machine), 1e6).wire == pytest.approx(
-        shards * 1e6 / _link(machine)
-    )
-
-
-@pytest.mark.parametrize(("name", "share"), [("v5e:16x16", 15 / 16), ("v5e:8x8", 1)])
-@pytest.mark.parametrize("direction", [1, -1])
-def test_bounds_on_permutations(name: str, share: float, direction: int) -> None:
-    """A shift by one: on a ring a part of it may go the long way round, the other way."""
-    machine = Machine.named(name)
-    n = machine.shape[0]
-    shift = 1e6 * np.roll(np.eye(n), direction, axis=1)
-    if not machine.wraps[0]:
-        shift[0, -1] = shift[-1, 0] = 0
-    least = bound("ppermute", machine, _rows(machine), shift)
-    assert least.wire == pytest.approx(share * 1e6 / _link(machine))
-    far = bound("ppermute", machine, _rows(machine), 1e6 * np.roll(np.eye(n), n // 2, axis=1))
-    assert far.latency > least.latency
-
-
-def test_bounds_on_ragged_exchanges() -> None:
-    machine = Machine.named("v5e:16x16")
-    n = 16
-    even = bound("ragged_all_to_all", machine, _rows(machine), np.full((n, n), 1e6))
-    assert even == bound("all_to_all", machine, _rows(machine), 1e6)
-    to_one = np.zeros((n, n))
-    to_one[:, 3] = 1e6
-    # Both links of each ring that lead to that device carry what the other fifteen send.
-    skewed = bound("ragged_all_to_all", machine, _rows(machine), to_one)
-    assert skewed.wire == pytest.approx(15 / 2 * 1e6 / _link(machine))
-    nothing = bound("ragged_all_to_all", machine, _rows(machine), np.zeros((n, n)))
-    assert nothing.wire == 0
-
-
-def test_bound_on_all_axes_of_a_torus_counts_all_links() -> None:
-    machine = Machine.named("v5p:4x4x4")
-    everyone = np.arange(64)[None]
-    assert bound("all_gather", machine, everyone, 1e6).wire == pytest.approx(
-        63e6 / (6 * _link(machine))
-    )
-    with pytest.raises(ValueError, match="gather_all"):
-        bound("gather_all", machine, everyone, 1e6)
-
-
-def test_latency_bound_counts_the_farthest_pair() -> None:
-    machine = Machine.named("v5p:8x8x8")
-    g = machine.generation
-    rest = g.launch_cost + g.dma_latency
-    least = bound("all_gather", machine, np.arange(512)[None], 0.0)
-    assert least.latency == pytest.approx(rest + 13 * g.hop_latency)
 
 
 # Sharing ------------------------------------------------------------------------------------------

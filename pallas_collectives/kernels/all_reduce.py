@@ -11,16 +11,14 @@ into places of its neighbours' results that their reduce-scatter does not touch:
     3     [01.3]  [012.]  [.123]  [0.23]     blocks of the sum present (see all_gather)
     4     [0123]  [0123]  [0123]  [0123]
 
-Line. The same on devices whose first and last share no link.
-
 One shot. Every device pushes its operand to every other, and each adds all n in the same order.
 
              steps         bytes sent per link and direction    scratch
     ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand, 2 MiB VMEM
-    line     2(n-1)        at most 2(n-1)/n of the operand      as the ring
     one_shot 1             as the wires lie                     n operands
 
-Blocks are n equal parts of the operand; see `reduce_scatter` for the order of additions.
+Blocks are n equal parts of the operand; see `reduce_scatter` for the order of additions, and
+`all_reduce_line` for devices whose first and last share no link.
 """
 
 import functools
@@ -48,33 +46,9 @@ def ring(
     x: jax.Array, group: Group, *, op: str, bidirectional: bool, vmem: bool, interpret: Any
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group."""
-    blocks = _blocks(x, vmem)
-    streams = topology.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
-    return _launch(x, group, blocks, streams, op, "all_reduce_ring", vmem, interpret)
-
-
-def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
-    """Reduces x over a line, as `ring`."""
-    blocks = _blocks(x, vmem)
-    streams = topology.line_streams(group.size, blocks.chunks)
-    return _launch(x, group, blocks, streams, op, "all_reduce_line", vmem, interpret)
-
-
-def _blocks(x: jax.Array, vmem: bool) -> Blocks:
     shape = (1, *x.shape[1:])
-    return Blocks.of(shape, 0, x.dtype, reduce_scatter.chunks_of(shape, x.dtype, vmem))
-
-
-def _launch(
-    x: jax.Array,
-    group: Group,
-    blocks: Blocks,
-    streams: tuple[Stream, ...],
-    op: str,
-    name: str,
-    vmem: bool,
-    interpret: Any,
-) -> jax.Array:
+    blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.chunks_of(shape, x.dtype, vmem))
+    streams = topology.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     return launch.call(
         functools.partial(_ring_kernel, blocks=blocks, streams=streams, op=op, vmem=vmem),
         group,
@@ -83,8 +57,8 @@ def _launch(
         scratch=Scratch(
             reduce_scatter.Scratch.of(streams, blocks, x.dtype), all_gather.semaphores(streams)
         ),
-        barrier=topology.barrier_of(streams),
-        name=name,
+        barrier="neighbours",
+        name="all_reduce_ring",
         interpret=interpret,
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
