@@ -164,7 +164,7 @@ QUICK: dict[str, Covers] = {
     "test_ragged_all_to_all::test_groups_exchange_by_themselves": once,
     "test_ragged_all_to_all::test_routings_of_one_program": only(algorithm=["direct"]),
     "test_ragged_all_to_all::test_tables_of_any_integer_type": once,
-    "test_ragged_all_to_all::test_the_ring_in_chunks_and_waves": once,
+    "test_ragged_all_to_all::test_chunks_and_waves": each("algorithm"),
     "test_reduce_scatter::test_bfloat16_sums_round_once_per_hop_and_precise_ones_once": once,
     "test_reduce_scatter::test_sharded_sums_of_whole_arrays": once,
     "test_replay_races::test_our_all_gathers_are_clean": each("algorithm"),
