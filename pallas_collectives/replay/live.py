@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_collectives.replay.equations import compile_equation
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import Kernel, Read, Semaphore
 from pallas_collectives.replay.stepper import Stepper
@@ -34,7 +35,7 @@ class LiveProgram:
 
     def __init__(self, mesh: Any, generation: Generation, body: Any, args: list[Any]) -> None:
         self._mesh, self._generation, self._body, self._args = mesh, generation, body, args
-        self._shared = Stepper(mesh, generation)
+        self._shared = Stepper(mesh, generation, compile_equation)
         self._steppers: list[Stepper] = []
         self._lock = threading.Lock()
         self.n_devices = self._shared.n_devices
@@ -82,7 +83,9 @@ class LiveProgram:
                 raise _Abandoned
             return answer
 
-        stepper = Stepper(self._mesh, self._generation, columns.put, read_semaphore)
+        stepper = Stepper(
+            self._mesh, self._generation, compile_equation, columns.put, read_semaphore
+        )
         stepper.share_memory(self._shared, self._lock)
         self._steppers.append(stepper)
         lanes = np.array([device])

@@ -60,6 +60,7 @@ class Stepper:
         self,
         mesh: Any,
         generation: Generation,
+        compile_equation: Callable[..., Step | None],
         emit: Callable[[Any], None] | None = None,
         read_semaphore: Callable[[Any], int] | None = None,
     ):
@@ -67,6 +68,7 @@ class Stepper:
         self.axes = axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
         self.n_devices = math.prod(axes.values())
         self.generation = generation
+        self.compile_equation = compile_equation
         self.columns: list[Any] = []
         self.emit = emit or self.columns.append
         self.read_semaphore = read_semaphore
@@ -128,8 +130,6 @@ class Stepper:
         return cached[1]
 
     def _compile(self, closed: Any) -> Block:
-        from pallas_collectives.replay import equations
-
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         template: list[Any] = []
         slots: dict[Any, int] = {}
@@ -154,7 +154,7 @@ class Stepper:
             for v in eqn.outvars:
                 slots[v] = new_slot(None)
                 outs.append(slots[v])
-            step = equations.compile_equation(self, eqn, ins, outs)
+            step = self.compile_equation(self, eqn, ins, outs)
             if step is not None:
                 steps.append(step)
         return Block(

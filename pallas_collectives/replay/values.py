@@ -172,5 +172,6 @@ IDENTITY = frozenset(
         "pvary",
         "reduce_precision",
         "optimization_barrier",
+        "with_memory_space_constraint",
     }
 )
