@@ -140,7 +140,8 @@ def test_replay_models_instead_of_measuring(bench: Bench, tmp_path: Path) -> Non
         ("psum", "v5e:4x4", 4),
     ]
     for row in results["replayed"]:
-        assert 0 < row["busbw"] < 45, "a link of a v5e carries no more GB/s"
+        both = 2 * 3 / 4 if row["op"] == "psum" else 1  # a sum goes both ways at once on a line
+        assert 0 < row["busbw"] < both * 45, "a link of a v5e carries no more GB/s"
         assert row["bound_us"] > 0
         assert math.isclose(row["of_bound"], 100 * row["bound_us"] / row["time_us"])
         assert math.isclose(row["algbw"], row["size"] / row["time_us"] / 1e3)
@@ -149,12 +150,12 @@ def test_replay_models_instead_of_measuring(bench: Bench, tmp_path: Path) -> Non
 
 def test_fused_says_what_is_hidden(bench: Bench) -> None:
     status, out, err = bench(
-        *("fused", "--pods=v5e:4x4", "--shapes=256x1024x1024", "--fused=all_gather_matmul")
+        *("fused", "--pods=v5e:16x1", "--shapes=256x1024x1024", "--fused=all_gather_matmul")
     )
     assert status == 0, err
     title, header, row = out.splitlines()
     assert "Modelled, not measured" in title and header.split()[-2:] == ["overlap", "%"]
-    assert row.split()[:3] == ["v5e:4x4", "all_gather_matmul", "256x1024x1024"]
+    assert row.split()[:3] == ["v5e:16x1", "all_gather_matmul", "256x1024x1024"]
 
 
 @pytest.mark.gpu

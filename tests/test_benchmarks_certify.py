@@ -151,7 +151,7 @@ def test_prediction_stands_beside_kernels_that_were_timed(monkeypatch: pytest.Mo
     monkeypatch.setattr(devices, "kind", lambda: "tpu")
     about: dict[str, Any] = {"op": "all_gather", "type": "float32", "devices": 4, "count": 1}
     rows = [
-        Measured(**about, backend="pallas", algorithm="bidirectional", size=1 << 20, time_us=30.0),
+        Measured(**about, backend="pallas", algorithm="line", size=1 << 20, time_us=30.0),
         Measured(**about, backend="xla", size=1 << 20, time_us=40.0),
         Measured(**about, backend="pallas", algorithm="direct", size=1 << 20, refused="too far"),
     ]
@@ -159,7 +159,7 @@ def test_prediction_stands_beside_kernels_that_were_timed(monkeypatch: pytest.Mo
     ours, by_lax, refused = certify.predicted(iter(rows), wanted, mesh)
     assert by_lax.model_us is refused.model_us is None
     (task,) = replay_rows.plan(["v5e:2x4"], [GATHER], [1 << 20], axes=("y",))
-    by_itself = replay_rows.run(dataclasses.replace(task, algorithm="bidirectional"))
+    by_itself = replay_rows.run(dataclasses.replace(task, algorithm="line"))
     assert ours.model_us == pytest.approx(by_itself.time * 1e6)
 
 

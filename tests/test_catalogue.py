@@ -126,7 +126,7 @@ def test_explain_and_tuning_find_both() -> None:
     gather = pc.explain("all_gather", 4096, devices=4, chip="v5p")
     (new,) = (c for c in gather.candidates if c.algorithm == "in_turn")
     assert new.us is None and new.source == "no table has it"
-    rotate = pc.explain("rotate", 4096, devices=4, chip="v5e")
+    rotate = pc.explain("rotate", 4096, devices=4, chip="v5p")
     assert rotate.algorithm == "neighbour" and "only one" in rotate.why
     for torus in (*tables.TORI, "2x2 grid"):
         assert "in_turn" in tune.candidates("all_gather", torus)

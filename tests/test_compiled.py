@@ -148,7 +148,8 @@ def test_odd_shapes_compile(shape: tuple[int, ...], dtype: str) -> None:
     def program(x: jax.Array) -> Any:
         x = x.astype(dtype)
         gathered = pallas_collectives.all_gather(x, "x", backend="pallas")
-        moved = pallas_collectives.ppermute(x, "x", _shift(), backend="pallas")
+        swap = [(0, 1), (1, 0), (2, 3), (3, 2)]
+        moved = pallas_collectives.ppermute(x, "x", swap, backend="pallas")
         summed = pallas_collectives.psum(x, "x", backend="pallas")
         return [out.astype(jnp.float32) for out in (gathered, moved, summed)]
 

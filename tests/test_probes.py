@@ -200,7 +200,8 @@ def test_all_meet_along_a_path_of_neighbours(name: str) -> None:
         report = replay(
             this.program, np.ones(1, np.int32), this.peers, x, machine=rig.machine, races=True
         )
-        assert report.ok
+        # What cannot be reached is asked for all the same: that is the question.
+        assert not [found for found in report.findings if getattr(found, "name", "") != "reach"]
 
 
 def test_questions_come_in_order_of_risk() -> None:

@@ -250,7 +250,7 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     "topology, sizes",
     [
         ("v4:2x2x1", (2, 2, 2)),
-        ("v5e:4x4", (4, 4)),
+        ("v5e:16x16", (16, 16)),
         ("v5p:4x4x4", (4, 4, 4)),
         ("v6e:4x4", (4, 4)),
         ("tpu7x:2x2x1", (2, 2, 2)),
@@ -278,7 +278,7 @@ def test_columns_are_gathered_in_place() -> None:
         lambda x: pallas_collectives.all_gather(
             x, ("x", "y"), axis=1, tiled=True, algorithm="torus", backend="pallas"
         ),
-        "v5e:4x4",
+        "v6e:4x4",
         (256, 512),
         sizes=(4, 4),
     )

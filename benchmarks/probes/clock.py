@@ -32,7 +32,7 @@ def by_replay(rig: Rig, this: Probe) -> float:
         report = replay(
             this.program, np.array([count], np.int32), this.peers, x, machine=rig.machine
         )
-        if not report.ok:
+        if report.findings:
             raise ProbeError(f"{this.name}, replayed on {rig.machine}: {report}")
         return report.time
 

@@ -110,9 +110,7 @@ def choose(
             "name 'everyone', or leave it to be chosen",
         )
     if not serves(algorithm, group, chip):
-        groups = "" if group.index_groups is None else f" in groups {group.index_groups}"
-        what = f"algorithm={algorithm.name!r} for {op} over {group.size} devices{groups}"
-        raise unreachable(what, chip)
+        raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
     plan = KernelPlan(
         op=op,
         backend="pallas",
@@ -148,7 +146,7 @@ def _fastest(
         shifts = {a.name for a in algorithms if a.barrier == "partners"}
         names = tuple(name for name in names if name not in shifts)
     if not names:
-        raise unreachable(f"{op} over {group.size} devices as they lie", chip)
+        raise unreachable(f"{op} over {_devices(group)} as they lie", chip)
     predicted = tuning.predict(op, block_bytes, group.size, chip, names, torus)
     order = tuning.fastest_first(op, predicted)
     timed = [
@@ -161,6 +159,12 @@ def _fastest(
         if a.name not in predicted
     ]
     return (order or list(names))[0], (*timed, *others)
+
+
+def _devices(group: Group) -> str:
+    """What errors call a group."""
+    groups = "" if group.index_groups is None else f" in groups {group.index_groups}"
+    return f"{group.size} devices{groups}"
 
 
 def _why(name: str, candidates: Sequence[Candidate]) -> str:

@@ -46,6 +46,8 @@ def direct(
     A source waits for `everyone` within its reach to have entered the kernel; or for its target
     alone, of a permutation that is an `entry.shift_of`.
     """
+    barrier = entry.WIDE if everyone else entry.shift_of(perm, group)
+    assert barrier is not None, "partners are for shifts (`algorithms.choose`)"
     blanks = (jnp.zeros_like(x),) if len(perm) < group.size else ()
     return launch.call(
         _kernel,
@@ -55,7 +57,7 @@ def direct(
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scalars=(jnp.asarray(_partners(group.size, perm)),),
         scratch=Scratch(),
-        barrier=entry.WIDE if everyone else entry.shift_of(perm, group) or entry.WIDE,
+        barrier=barrier,
         name="ppermute_everyone" if everyone else "ppermute_partners",
         interpret=interpret,
         vmem=vmem,
