@@ -14,7 +14,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
-from pallas_collectives.kernels import all_reduce, channel, reduce_scatter, sync, topology
+from pallas_collectives.kernels import (
+    all_reduce,
+    all_reduce_line,
+    channel,
+    reduce_scatter,
+    sync,
+    topology,
+)
 from pallas_collectives.kernels.topology import Group
 
 
@@ -49,8 +56,9 @@ def scatter_direct(x: jax.Array, n: int, params: Any) -> jax.Array:
 
 
 def reduce_line(x: jax.Array, n: int, params: Any) -> jax.Array:
-    tiles, group = x.reshape(n, -1, 128), Group(("x",), (n,))
-    return all_reduce.line(tiles, group, op="sum", vmem=True, interpret=params).reshape(x.shape)
+    tiles, group = x.reshape(1, -1, 128), Group(("x",), (n,))
+    y = all_reduce_line.line(tiles, group, op="sum", vmem=True, interpret=params)
+    return y.reshape(x.shape)
 
 
 def is_caught(

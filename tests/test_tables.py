@@ -4,7 +4,14 @@ import types
 
 import pytest
 
-from pallas_collectives.kernels import all_reduce, all_to_all, ppermute, tables, topology
+from pallas_collectives.kernels import (
+    all_reduce,
+    all_reduce_line,
+    all_to_all,
+    ppermute,
+    tables,
+    topology,
+)
 
 PAIRS = ((0, 2), (2, 1), (3, 3))
 BOTH_WAYS = topology.streams(4, bidirectional=True, chunks=2)
@@ -14,6 +21,7 @@ BOTH_WAYS = topology.streams(4, bidirectional=True, chunks=2)
     "module, table",
     [
         (all_reduce, tables.all_reduce(4, BOTH_WAYS)),
+        (all_reduce_line, tables.line(5)),
         (all_to_all, tables.exchange_directly(4)),
         (all_to_all, tables.exchange_round_a_ring(5)),
         (ppermute, tables.permute(4, PAIRS)),
@@ -34,3 +42,11 @@ def test_every_message_goes_round_the_ring_by_the_shorter_side(n: int) -> None:
             passed[message] = passed.get(message, 0) + 1
     want = {f"{s}>{(s + d) % n}": d for s in range(n) for d in range(1, (n - 1) // 2 + 1)}
     assert passed == want
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+def test_every_device_of_a_line_ends_with_all_terms(n: int) -> None:
+    *earlier, last = (line.split()[1:] for line in tables.line(n).splitlines())
+    whole = f"[{''.join(map(str, range(n)))}]"
+    assert last == [whole] * n
+    assert [row.count(whole) for row in earlier[: n // 2]] == [0] * (n // 2)

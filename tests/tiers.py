@@ -82,6 +82,10 @@ def _dtypes(p: Parameters) -> Iterable[Hashable]:
 
 # "module::test", without parameters, and without the folder that the module lies in.
 QUICK: dict[str, Covers] = {
+    "test_all_reduce_line::test_all_devices_have_the_documented_bits_however_late_one_is": each(
+        "dtype", "vmem"
+    ),
+    "test_all_reduce_line::test_compiles_to_the_kernel_alone": each("generation", "dtype"),
     "test_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
     "test_all_to_all::test_calls_in_one_program_do_not_disturb_each_other": never,
     "test_all_to_all::test_chunks_and_waves_with_a_late_device": each("mode"),

@@ -126,16 +126,25 @@ def chunks_of(shape: tuple[int, ...], dtype: Any, n: int) -> Blocks:
     return Blocks.of(shape, 0, dtype, max(1, nbytes // CHUNK_BYTES, fine))
 
 
+def steps(place: Any, n: int) -> tuple[Any, Any]:
+    """The step in which a place adds its term to a chunk, and that in which it holds the whole sum.
+
+    They lie as far before and behind the middle's own step, n // 2, as the place lies from it.
+    """
+    hops = abs(place - n // 2)
+    return n // 2 - hops, n // 2 + hops
+
+
 def _ticks_out_and_back(n: int) -> int:
     return SKEW * 2 * (n // 2)
 
 
 class _Device:
-    """A device of the line, `depth` hops from the middle.
+    """A device of the line.
 
-    With D hops from the middle to the farther end, it adds its term to chunk c in tick
-    c + SKEW (D - depth), and passes finished chunk c on in tick c + SKEW (D + depth). All that a
-    tick waits for was sent in an earlier one, credits too: so nobody waits for ever.
+    It adds its term to chunk c in tick c + SKEW `adds`, and passes finished chunk c on in tick
+    c + SKEW `ends`, by its `steps`. All that a tick waits for was sent in an earlier one, credits
+    too: so nobody waits for ever.
     """
 
     def __init__(
@@ -150,7 +159,7 @@ class _Device:
         vmem: bool,
     ) -> None:
         n, self._middle = ring.size, ring.size // 2
-        self._depth = lax.abs(ring.place - self._middle)
+        self._adds, self._ends = steps(ring.place, n)
         self._in_middle = ring.place == self._middle
         self._at_end = (ring.place == 0) | (ring.place == n - 1) & ~self._in_middle
         on_left = ring.place < self._middle
@@ -181,8 +190,8 @@ class _Device:
         """Behind it."""
 
         def tick(time: Any, _: None) -> None:
-            self._send_sum(time - SKEW * (self._middle - self._depth))
-            self._receive_finished(time - SKEW * (self._middle + self._depth))
+            self._send_sum(time - SKEW * self._adds)
+            self._receive_finished(time - SKEW * self._ends)
 
         ticks = self._count + _ticks_out_and_back(self._ring.size)
         with jax.named_scope("sum_and_return"):

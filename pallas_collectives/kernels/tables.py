@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.kernels import relay, topology
+from pallas_collectives.kernels import all_reduce_line, relay, topology
 from pallas_collectives.kernels.topology import LEFT, RIGHT, Stream
 
 
@@ -19,6 +19,25 @@ def all_reduce(n: int, streams: tuple[Stream, ...]) -> str:
     gathered = topology.gather_table(n, streams).splitlines()[1:]
     steps = (line.split()[1:] for line in (*reduced, *gathered))
     return _lines(((str(step), cells) for step, cells in enumerate(steps)), first=6, width=n + 4)
+
+
+def line(n: int) -> str:
+    """The terms in the sum of one chunk that each device holds; as in `all_reduce_line`."""
+    middle = n // 2
+    held = [{place} for place in range(n)]
+    rows = []
+    for step in range(2 * middle + 1):
+        before = [set(terms) for terms in held]
+        for place in range(n):
+            adds, ends = all_reduce_line.steps(place, n)
+            sides = [s for s in (LEFT, RIGHT) if s * (place - middle) >= 0 and 0 <= place + s < n]
+            if step == adds:
+                held[place].update(*(before[place + side] for side in sides))
+            if step == ends and place != middle:
+                held[place] = before[place + (RIGHT if place < middle else LEFT)]
+        cells = ("".join(str(d) if d in terms else "." for d in range(n)) for terms in held)
+        rows.append((str(step), [f"[{cell}]" for cell in cells]))
+    return _lines(rows, first=6, width=n + 4)
 
 
 def exchange_directly(n: int) -> str:
