@@ -162,8 +162,8 @@ def model(
         offered = candidates(case.op, torus)
         # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
         if torus not in tables.TORI and n > algorithms.FEW_DEVICES:
-            of_several = (a.name for a in record.algorithms if a.lies == (ON_SEVERAL,))
-            offered = tuple(name for name in offered if name.partition(":")[0] in {*of_several})
+            of_several = {a.name for a in record.algorithms if a.lies == (ON_SEVERAL,)}
+            offered = tuple(name for name in offered if name.partition(":")[0] in of_several)
         us = {name: times for name, times in us.items() if name in offered}
         for name in offered:
             if name not in us:

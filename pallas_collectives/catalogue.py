@@ -156,6 +156,7 @@ _ALL_TO_ALL = (
         barrier="line",
         sent="n²/4 blocks at the most",
         steps="n−1",
+        lies=(ON_LINE,),
         most_devices=LONGEST_LINE,
     ),
 )
