@@ -107,6 +107,7 @@ _ALL_REDUCE = (
         sent="the operand",
         steps="2⌊n/2⌋, and one for each chunk",
         lies=(ON_LINE,),
+        most_devices=64,  # some 55 + 4 n semaphores
         takes_whole=True,
         in_vmem=lambda block, n: block,
     ),

@@ -15,7 +15,7 @@ from pallas_collectives import backends, catalogue, chips, hierarchy, places
 from pallas_collectives.backends import How, Plan, algorithms, canonical
 from pallas_collectives.backends.algorithms import Candidate as Candidate
 from pallas_collectives.backends.algorithms import KernelPlan
-from pallas_collectives.errors import CollectiveError, UnboundAxisError
+from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels import launch
 from pallas_collectives.kernels.physical import Torus
 from pallas_collectives.kernels.topology import Group
@@ -111,13 +111,45 @@ def explain(
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     with _on(mesh, _places(devices or 0, torus) if torus else places.of_mesh(mesh)):
         group = canonical.group_of(axis_name)
+        collective = catalogue.functions()[op]
         if shape is None:
-            operand = _operand(catalogue.functions()[op], nbytes or 0, group.size)
+            operand = _operand(collective, nbytes or 0, group.size)
         else:
-            operand = jax.ShapeDtypeStruct(shape, dtype)
+            operand = jax.ShapeDtypeStruct(tuple(shape), _dtype(op, dtype))
+            _check_axis(op, collective, operand.shape, axis, group.size)
         size = nbytes if nbytes is not None else math.prod(operand.shape) * operand.dtype.itemsize
         plans = _planned(op, operand, group, axis)
         return _explained(op, size, places.arranged(group), plans)
+
+
+def _dtype(op: str, dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        rule = "it is a dtype, or the name of one"
+        raise CollectiveError(f"dtype={dtype!r}", rule, "write it like 'bfloat16'") from None
+    if op in ("pmax", "pmin") and jnp.issubdtype(found, jnp.complexfloating):
+        raise DtypeError(f"{op} of {found}", "complex numbers have no order", "take the modulus")
+    return found
+
+
+def _check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: Any, n: int) -> None:
+    """What a call would say of a dimension to gather, scatter or split along."""
+    if not (collective.phases or collective.of_blocks) or collective.is_cut:
+        return  # it has none
+    if not isinstance(axis, int | np.integer) or not -len(shape) <= axis < max(1, len(shape)):
+        rule = f"it is a dimension of an operand of shape {shape}"
+        raise CollectiveError(f"axis={axis!r} for {op}", rule, "number one of its dimensions")
+    if not shape and collective.of_blocks:
+        raise CollectiveError(f"shape=() for {op}", "a scalar has no blocks", "give it a dimension")
+    wanted = n if op == "pswapaxes" else None
+    if (
+        collective.of_blocks
+        and collective.timed
+        and (shape[axis] % n or shape[axis] != (wanted or shape[axis]))
+    ):
+        rule = f"dimension {axis} is {'' if wanted else 'a multiple of '}the {n} devices"
+        raise CollectiveError(f"shape={shape} for {op}", rule, "give another shape or axis")
 
 
 def _mesh_of(devices: int, chip: str | None) -> AbstractMesh:
@@ -224,10 +256,15 @@ def _check(
         if number is not None and (not isinstance(number, int | np.integer) or number < least):
             rule = f"it is a whole number, {least} or more"
             raise CollectiveError(f"{name}={number!r}", rule, "give another")
-    if shape is not None and not isinstance(shape, list | tuple):
-        raise CollectiveError(
-            f"shape={shape!r}", "it is a tuple of sizes", "write it like (8, 128)"
-        )
+    if shape is not None and not (
+        isinstance(shape, list | tuple)
+        and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
+    ):
+        rule = "it is a tuple of sizes: whole numbers, 0 or more"
+        raise CollectiveError(f"shape={shape!r}", rule, "write it like (8, 128)")
+    if mesh is not None and not hasattr(mesh, "axis_names"):
+        rule = "it is a jax.sharding.Mesh or AbstractMesh"
+        raise CollectiveError(f"mesh={mesh!r}", rule, "give one, or a number of devices")
     if mesh is not None:
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -325,3 +326,45 @@ def test_a_barrier_among_all_within_reach_has_no_fault_on_any_schedule(op: str) 
     x = jax.ShapeDtypeStruct((8, 8, 128), jnp.float32)
     report = replay.replay(mapped, x, machine=machine, races=True)
     assert report.ok, str(report)
+
+
+_PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "topology, groups", [("v5e:2x2", _PAIRS), ("v5p:2x2x1", _PAIRS), ("v5p:2x2x1", None)]
+)
+def test_no_barrier_reaches_another_slice(
+    monkeypatch: pytest.MonkeyPatch, topology: str, groups: list[list[int]] | None
+) -> None:
+    """Two slices on one mesh axis: kernels run inside each, and so do their barriers."""
+    devices = np.array(harness._topology(topology, 2).devices)
+    slices = [device.slice_index for device in devices]
+    mesh = jax.sharding.Mesh(devices, ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    made: list[entry.Entry] = []
+    of = entry.Entry.of
+
+    def recorded(*args: Any) -> entry.Entry:
+        made.append(of(*args))
+        return made[-1]
+
+    monkeypatch.setattr(entry.Entry, "of", recorded)
+    mapped = jax.shard_map(
+        lambda a: pc.psum(a[0], "x", axis_index_groups=groups)[None],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    where = jax.sharding.NamedSharding(mesh, spec)
+    x = jax.ShapeDtypeStruct((8, 16, 128), "float32", sharding=where)
+    jax.jit(mapped).lower(x).compile()
+    wide = [each for each in made if each.wide]
+    assert wide
+    # What was built last is what was lowered, where it is known how devices lie.
+    peers = wide[-1].peers
+    assert peers is not None
+    for device, (count, *others) in enumerate(peers.tolist()):
+        assert count > 0
+        assert {slices[other] for other in others[:count]} == {slices[device]}

@@ -205,3 +205,28 @@ MESH = AbstractMesh((2,), ("x",))
 def test_explain_refuses_too_little_to_go_on(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(CollectiveError, match=message):
         pc.explain(**arguments)
+
+
+@pytest.mark.parametrize(
+    "op, given, said",
+    [
+        ("psum_scatter", {"shape": (3,)}, "multiple of the 4 devices"),
+        ("psum", {"shape": (2.5,)}, "whole numbers"),
+        ("psum", {"shape": (-3, 4)}, "0 or more"),
+        ("psum", {"shape": (8, 128), "dtype": "nope"}, "dtype='nope'"),
+        ("all_gather", {"shape": (8, 128), "axis": 5}, "axis=5 for all_gather"),
+        ("all_gather", {"shape": (8, 128), "axis": "x"}, "axis='x'"),
+        ("all_to_all", {"shape": ()}, "shape=\\(\\)"),
+        ("ragged_all_to_all", {"shape": ()}, "shape=\\(\\)"),
+        ("pswapaxes", {"shape": (8, 128)}, "dimension 0 is the 4 devices"),
+        ("pmax", {"shape": (8, 128), "dtype": "complex64"}, "no order"),
+    ],
+)
+def test_bad_operands_are_refused(op: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(CollectiveError, match=said):
+        pc.explain(op, devices=4, **given)
+
+
+def test_a_mesh_is_a_mesh() -> None:
+    with pytest.raises(CollectiveError, match="mesh=5"):
+        pc.explain("psum", 1024, mesh=5, axis_name="x")

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib.util
 import os
 import threading
@@ -175,6 +176,7 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     """
     from pallas_collectives import hierarchy
     from pallas_collectives.backends import canonical, measured, untyped
+    from pallas_collectives.kernels import entry
 
     module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
     collective, _ = catalogue.primitives()[op]
@@ -184,11 +186,13 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
             "that backend has no function for it",
             "leave the backend to be chosen: lax, then, serves",
         )
+    operands = [untyped.untyped(x) for x in args]
     if how.backend == "pallas":
-        module = hierarchy.InSlices(module)
-    elif not how.strict:
+        with entry.in_slices(functools.partial(hierarchy.slices, axes=how.across)):
+            return canonical.run(hierarchy.InSlices(module), op, how, *operands, **params)
+    if not how.strict:
         module = measured.Measured(module, how.backend)
-    return canonical.run(module, op, how, *map(untyped.untyped, args), **params)
+    return canonical.run(module, op, how, *operands, **params)
 
 
 def _check_name(name: str) -> None:

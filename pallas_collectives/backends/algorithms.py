@@ -9,7 +9,7 @@ import jax
 from pallas_collectives import backends, catalogue, chips, places, reach, tables, tuning
 from pallas_collectives.backends import How, Plan
 from pallas_collectives.chips import Chip
-from pallas_collectives.errors import AlgorithmError, ReachError
+from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels import entry
 from pallas_collectives.kernels.topology import Group
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
@@ -109,6 +109,12 @@ def choose(
             "it is for shifts by one position: others would each take one of a TPU's few barriers",
             "name 'everyone', or leave it to be chosen",
         )
+    if algorithm.most_devices is not None and group.size > algorithm.most_devices:
+        raise AlgorithmError(
+            f"algorithm={name!r} for {op} over {_devices(group)}",
+            f"its semaphores suffice for {algorithm.most_devices} devices",
+            "leave it to be chosen",
+        )
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
     plan = KernelPlan(
@@ -144,6 +150,12 @@ def _fastest(
     one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
     if not one_axis or entry.shift_of(perm, group) is None:
         shifts = {a.name for a in algorithms if a.barrier == "partners"}
+        if shifts.issuperset(names) and names:
+            raise UnservedError(
+                f"{op} over {_devices(group)}",
+                "its algorithms are for shifts by one position along one axis",
+                "leave backend and algorithm to be chosen: lax then serves",
+            )
         names = tuple(name for name in names if name not in shifts)
     if not names:
         raise unreachable(f"{op} over {_devices(group)} as they lie", chip)

@@ -124,10 +124,13 @@ class Group:
             communicator = Communicator(
                 runtime.library, runtime.driver, handle, rank, size, ordinal, str(self)
             )
-            self.communicators[rank] = communicator
-            if self.reason is not None:  # the others gave up meanwhile
+            with self._lock:  # `abort` sees it here, or we see the reason; never both
+                reason = self.reason
+                if reason is None:
+                    self.communicators[rank] = communicator
+            if reason is not None:  # the others gave up meanwhile
                 communicator.abort()
-                raise self.reason
+                raise reason
             connection.connect(communicator)
             if watched:
                 communicator.board = runtime.board(ordinal)
@@ -159,7 +162,8 @@ class Group:
             if self.reason is not None:
                 return False
             self.reason = reason
-        for communicator in list(self.communicators.values()):  # some may be joining
+            joined = list(self.communicators.values())
+        for communicator in joined:
             communicator.disable(reason)
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -226,7 +230,7 @@ def create(
             f"{group}: every process came, but NCCL did not connect them within {timeout:g} s "
             "(NCCL_DEBUG=INFO tells what it waits for)"
         ) from None
-    except NcclError:
+    except BaseException:
         group.abort()
         raise
     return group
@@ -256,7 +260,10 @@ def get(devices: Sequence[jax.Device], *, name: str, **options: Any) -> Group:
     key = (name, tuple(devices))
     with _creating:
         group = _groups.get(key)
-        if group is None or not group.usable:
+        if group is not None and not group.usable:
+            group.abort()
+            group = None
+        if group is None:
             group = _groups[key] = create(devices, name=name, **(_options | options))
     return group
 
@@ -270,6 +277,7 @@ def check() -> None:
     """
     for key, group in list(_groups.items()):
         if not group.usable:
+            group.abort()  # of a call that NCCL left half done; else it is over already
             del _groups[key]
         if isinstance(group.reason, PeerError):
             raise group.reason
