@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import CASES, Case
-from pallas_collectives import backends
+from pallas_collectives.backends.plans import NAMES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 
@@ -128,7 +128,7 @@ def check_algorithms(names: Sequence[str], cases: Sequence[Case]) -> tuple[str, 
 
 def check_backends(names: Sequence[str]) -> tuple[str, ...]:
     """Backend names."""
-    _check_all(names, backends.NAMES, "--backend")
+    _check_all(names, NAMES, "--backend")
     return tuple(names)
 
 

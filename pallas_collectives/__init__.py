@@ -4,11 +4,11 @@ from importlib.metadata import version as _version
 
 from pallas_collectives import errors as errors
 from pallas_collectives import sharded as sharded
-from pallas_collectives.backends import counts as counts
-from pallas_collectives.backends import fallback_counts as fallback_counts
-from pallas_collectives.backends import fusion_counts as fusion_counts
-from pallas_collectives.backends import reset_counts as reset_counts
-from pallas_collectives.backends import use_backend as use_backend
+from pallas_collectives.backends.choice import use_backend as use_backend
+from pallas_collectives.backends.counters import counts as counts
+from pallas_collectives.backends.counters import fallback_counts as fallback_counts
+from pallas_collectives.backends.counters import fusion_counts as fusion_counts
+from pallas_collectives.backends.counters import reset_counts as reset_counts
 from pallas_collectives.collectives import all_gather as all_gather
 from pallas_collectives.collectives import all_reduce as all_reduce
 from pallas_collectives.collectives import all_to_all as all_to_all

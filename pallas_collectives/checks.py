@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_collectives.backends import How
+from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
 AxisName = Any

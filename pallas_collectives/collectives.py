@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_collectives import backends, catalogue, checks, primitives
-from pallas_collectives.backends import How
+from pallas_collectives import catalogue, checks, primitives
+from pallas_collectives.backends import choice
+from pallas_collectives.backends.plans import How
 from pallas_collectives.checks import AxisName, Groups
 
 # lax's functions as they were on import: `override_lax` may have put ours in their place since.
@@ -415,4 +416,4 @@ def _settle(
     if groups is not None:
         checks.check_groups(groups, size)
     checks.check_flag("precise", precise)
-    return backends.choose(axes, backend, algorithm, precise)
+    return choice.choose(axes, backend, algorithm, precise)

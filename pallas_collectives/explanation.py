@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from pallas_collectives import backends, catalogue, chips, hierarchy, places
-from pallas_collectives.backends import How, Plan, algorithms, canonical
+from pallas_collectives import catalogue, chips, hierarchy, places
+from pallas_collectives.backends import algorithms, canonical, counters, serving
 from pallas_collectives.backends.algorithms import Candidate as Candidate
 from pallas_collectives.backends.algorithms import KernelPlan
+from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels import launch
 from pallas_collectives.kernels.physical import Torus
@@ -175,7 +176,7 @@ def _on(mesh: Any, where: Places | None) -> Iterator[None]:
         places.scope(where),
         hierarchy.scope(mesh),
         launch.left_out(),
-        backends.uncounted(),
+        counters.uncounted(),
     ):
         yield
 
@@ -195,13 +196,13 @@ def _planned(op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int) ->
 
     def call(x: jax.Array) -> jax.Array:
         operands, params = plainly(x, group.axes, group.size, axis)
-        return backends.served(primitive, how, lambda *_, **__: x, *operands, **params)
+        return serving.served(primitive, how, lambda *_, **__: x, *operands, **params)
 
     nothing = PartitionSpec()
     run = jax.shard_map(call, in_specs=nothing, out_specs=nothing, check_vma=False)
     wide = jax.dtypes.canonicalize_dtype(operand.dtype) != operand.dtype  # such arrays are of x64
     x64 = jax.enable_x64(True) if wide else contextlib.nullcontext()
-    with backends.recorded() as plans, x64:
+    with counters.recorded() as plans, x64:
         jax.eval_shape(run, operand)
     return plans
 

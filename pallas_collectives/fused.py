@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_collectives import backends, checks, fused_primitives
+from pallas_collectives import checks, fused_primitives
+from pallas_collectives.backends import choice
 from pallas_collectives.backends.pallas_fused import Spec
 from pallas_collectives.checks import AxisName
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
@@ -194,7 +195,7 @@ def _spec(
     if algorithm not in (None, "fused", "unfused"):
         rule = "it is 'fused', 'unfused', 'auto' or None"
         raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
-    how = backends.choose(checks.named(axis_name), backend, None)
+    how = choice.choose(checks.named(axis_name), backend, None)
     try:
         out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
     except TypeError:

@@ -22,7 +22,6 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import (
     _compat,
-    backends,
     collectives,
     fusing,
     hierarchy,
@@ -30,7 +29,7 @@ from pallas_collectives import (
     places,
     remat,
 )
-from pallas_collectives.backends import canonical, pallas_fused
+from pallas_collectives.backends import canonical, counters, pallas_fused, serving
 from pallas_collectives.backends.pallas_fused import GATHER, SCATTER, Spec
 
 
@@ -136,12 +135,12 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     options = {"axis_name": spec.axis_name, "axis_size": spec.size, "tiled": True}
     if op == GATHER:
         x, *ws = operands
-        gathered = backends.run("all_gather", how, x, all_gather_dimension=spec.axis, **options)
+        gathered = serving.run("all_gather", how, x, all_gather_dimension=spec.axis, **options)
         return [gathered, *(product(gathered, w, spec) for w in ws)]
     xs, ws = pallas_fused.halves(operands)
     total: Any = sum(product(x, w, spec) for x, w in zip(xs, ws, strict=True))
     how = dataclasses.replace(how, precise=spec.precise)
-    total = backends.run("reduce_scatter", how, total, scatter_dimension=spec.axis, **options)
+    total = serving.run("reduce_scatter", how, total, scatter_dimension=spec.axis, **options)
     return [(total if spec.scale == 1.0 else total * spec.scale).astype(spec.out_dtype)]
 
 
@@ -313,7 +312,7 @@ def _batch(
         return outs, [0] * len(outs)
     fusing.refused(op, spec, "vmap maps over the weights").count()
     apart = dataclasses.replace(spec, wish="unfused")
-    with backends.uncounted():
+    with counters.uncounted():
         outs = jax.vmap(lambda *operands: call(operands, apart), in_axes=tuple(dims))(*args)
     return outs, [0] * len(outs)
 

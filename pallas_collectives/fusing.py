@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import backends, chips, hierarchy, places
-from pallas_collectives.backends import algorithms, canonical, pallas_fused
+from pallas_collectives import chips, hierarchy, places
+from pallas_collectives.backends import algorithms, canonical, counters, pallas_fused
 from pallas_collectives.backends.pallas_fused import GATHER, Spec
+from pallas_collectives.backends.plans import UNSERVABLE
 from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul, product
 from pallas_collectives.kernels.topology import Group
@@ -49,7 +50,7 @@ class Fusion:
 
     def count(self) -> None:
         """Notes that it is being built."""
-        backends.count_fusion(self.op, self.way, self.why)
+        counters.count_fusion(self.op, self.way, self.why)
 
 
 def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Fusion:
@@ -142,7 +143,7 @@ def _obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
         plan, wire = pallas_fused.plan(op, x_shape, xs[0].dtype, ws, spec)
         operands = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*xs, *ws))
         pallas_fused.effects(op, spec, operands)
-    except (SliceError, VmemError, *backends.UNSERVABLE) as error:
+    except (SliceError, VmemError, *UNSERVABLE) as error:
         return str(error)
     if spec.wish:
         return ""

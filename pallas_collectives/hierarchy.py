@@ -37,8 +37,8 @@ from jax.lax import psum as lax_psum
 from jax.lax import psum_scatter as lax_psum_scatter
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_collectives import backends
-from pallas_collectives.backends import How
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, SliceError, UnboundAxisError
 from pallas_collectives.kernels.topology import Group
 
@@ -289,7 +289,7 @@ def _by_lax(
     name: str, function: Callable[..., Any], parts: Split, **options: Any
 ) -> Callable[[jax.Array], jax.Array]:
     """lax's collective across slices, uninterpreted by shard_map's types, and counted."""
-    backends.note(backends.Plan(op=name, backend="xla", algorithm=ACROSS))
+    counters.note(Plan(op=name, backend="xla", algorithm=ACROSS))
     across = parts.across
     groups = across.index_groups and [list(row) for row in across.index_groups]
     run = functools.partial(function, axis_name=across.axes, axis_index_groups=groups, **options)

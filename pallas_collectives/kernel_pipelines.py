@@ -17,8 +17,8 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_collectives import backends, checks, places
-from pallas_collectives.backends import algorithms, canonical
+from pallas_collectives import checks, places
+from pallas_collectives.backends import algorithms, canonical, choice
 from pallas_collectives.checks import AxisName
 from pallas_collectives.errors import BackendError, CollectiveError, DtypeError
 from pallas_collectives.kernels import tiled
@@ -177,7 +177,7 @@ def _group(name: str, axis_name: AxisName) -> Group:
 def _interpret(axis_name: AxisName) -> Any:
     """How kernels run here; raises where they cannot."""
     checks.size_of(axis_name)
-    how = backends.choose(checks.named(axis_name), None, None)
+    how = choice.choose(checks.named(axis_name), None, None)
     if how.backend != "pallas":
         rule = how.fallback or "kernel bodies run on TPUs, and simulated ones"
         remedy = "use pipelined_all_gather_and_consume or pipelined_produce_and_all_to_all"

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
-from pallas_collectives import backends, collectives, primitives
+from pallas_collectives import collectives, primitives
+from pallas_collectives.backends import choice
 
 # JAX keeps this value per thread and in the key of its caches: what was traced without ours is
 # traced again with them.
@@ -88,4 +89,4 @@ def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:
     if not _overridden.value:
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
-    return primitives.with_twins(backends.choose(axes, None, None), rule, cotangent, *args)
+    return primitives.with_twins(choice.choose(axes, None, None), rule, cotangent, *args)

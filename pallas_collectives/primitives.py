@@ -19,7 +19,6 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import (
     _compat,
-    backends,
     catalogue,
     checks,
     hierarchy,
@@ -27,7 +26,8 @@ from pallas_collectives import (
     places,
     remat,
 )
-from pallas_collectives.backends import How, bundles
+from pallas_collectives.backends import bundles, counters, serving
+from pallas_collectives.backends.plans import UNSERVABLE, How
 
 
 def _is_collective(eqn: Any) -> bool:
@@ -130,7 +130,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     many = primitive.multiple_results = _is_reduction(lax_p)
 
     def implementation(*args: jax.Array, how: How, **params: Any) -> Any:
-        lower = functools.partial(backends.lower, lax_p, how, **params)
+        lower = functools.partial(serving.lower, lax_p, how, **params)
         return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
 
     def abstract_eval(*avals: Any, how: How, **params: Any) -> Any:
@@ -275,11 +275,11 @@ def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset
 @functools.lru_cache(maxsize=4096)
 def _traced_effects(op: str, how: How, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope, not in params
-    run = functools.partial(backends.run, op, how, **dict(params))
-    with backends.uncounted(), places.settled_later():
+    run = functools.partial(serving.run, op, how, **dict(params))
+    with counters.uncounted(), places.settled_later():
         try:
             return frozenset(jax.make_jaxpr(run)(*shapes).effects)
-        except backends.UNSERVABLE:
+        except UNSERVABLE:
             if how.strict:
                 raise
             return frozenset()  # lax will serve

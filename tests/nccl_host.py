@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from nccl_wire import SECONDS, SUCCESS, Wire, WireError
-from pallas_collectives import backends, nccl
+from pallas_collectives import nccl
+from pallas_collectives.backends import choice
 from pallas_collectives.nccl import group, progress, runtime
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.store import LocalStore
@@ -174,8 +175,8 @@ def runtimes(processes: int = 1) -> list[Runtime]:
 def serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the NCCL backend serve CPU devices over a wire of host memory, for one test."""
     (runtime,) = runtimes()
-    monkeypatch.setattr(backends, "_GPU", ("cpu",))
-    monkeypatch.setattr(backends, "_missing", lambda name, platform: "")
+    monkeypatch.setattr(choice, "_GPU", ("cpu",))
+    monkeypatch.setattr(choice, "_missing", lambda name, platform: "")
     monkeypatch.setattr(group, "_options", {"runtime": runtime})
     monkeypatch.setattr(group, "_groups", {})
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives
-from pallas_collectives.backends import ENVIRONMENT_VARIABLE
+from pallas_collectives.backends.choice import ENVIRONMENT_VARIABLE
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")

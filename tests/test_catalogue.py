@@ -23,8 +23,8 @@ from benchmarks import measure, readme, replay_rows, tune
 from benchmarks.cases import CASES, layouts
 from benchmarks.results import Saved
 from benchmarks.settings import Settings
-from pallas_collectives import backends, catalogue, tables
-from pallas_collectives.backends import canonical, nccl, pallas
+from pallas_collectives import catalogue, tables
+from pallas_collectives.backends import canonical, counters, nccl, pallas
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
 from pallas_collectives.errors import AlgorithmError, BackendError
 from pallas_collectives.kernels import launch
@@ -271,7 +271,7 @@ def test_a_plan_says_why_it_was_made() -> None:
     run = harness.per_device(
         lambda a: pc.all_gather(a, "x", algorithm="direct:vmem"), harness.mesh(2)
     )
-    with backends.recorded() as plans:
+    with counters.recorded() as plans:
         jax.jit(run).lower(np.zeros((2, 8, 128), np.float32))
     plan = plans[-1]
     assert (plan.algorithm, plan.record.name, plan.vmem) == ("direct:vmem", "direct", True)

@@ -15,8 +15,9 @@ from jax.sharding import AbstractMesh
 import harness
 import pallas_collectives as pc
 from pallas_collectives import chips, tables, tuning
-from pallas_collectives.backends import How, algorithms
+from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.measured import Measured as Measured_
+from pallas_collectives.backends.plans import How
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import SlowerError, TableError
 from pallas_collectives.kernels.topology import Group

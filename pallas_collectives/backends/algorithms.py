@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from pallas_collectives import backends, catalogue, chips, places, reach, tables, tuning
-from pallas_collectives.backends import How, Plan
+from pallas_collectives import catalogue, chips, places, reach, tables, tuning
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.chips import Chip
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels import entry
@@ -131,7 +132,7 @@ def choose(
         torus=torus,
         candidates=candidates,
     )
-    backends.note(plan)
+    counters.note(plan)
     return plan
 
 

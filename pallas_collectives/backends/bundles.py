@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_collectives import checks
-from pallas_collectives.backends import How
+from pallas_collectives.backends.plans import How
 
 # Larger ones gain less, and being laid together costs a copy on either side.
 SMALL_BYTES = 64 << 10

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_collectives import catalogue, checks
-from pallas_collectives.backends import How, packing
+from pallas_collectives.backends import packing
+from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.topology import Group
 
 

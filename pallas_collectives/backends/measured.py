@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from pallas_collectives import catalogue, tuning
-from pallas_collectives.backends import How
+from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import SlowerError
 from pallas_collectives.kernels.topology import Group
 

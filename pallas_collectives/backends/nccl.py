@@ -28,8 +28,9 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
-from pallas_collectives import _compat, backends, nccl
-from pallas_collectives.backends import How
+from pallas_collectives import _compat, nccl
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 from pallas_collectives.kernels.topology import Group
 from pallas_collectives.nccl import dtypes, ffi, tape
@@ -156,7 +157,7 @@ def _serves(op: str, dtype: Any, how: How) -> None:
             "leave algorithm=None; NCCL_ALGO and NCCL_PROTO in the environment restrict it",
         )
     _checked(dtype, lambda: dtypes.moved(dtype))
-    backends.note(backends.Plan(op=op, backend="nccl", why="NCCL chooses its algorithms itself"))
+    counters.note(Plan(op=op, backend="nccl", why="NCCL chooses its algorithms itself"))
 
 
 def _summed(op: str, dtype: Any, reduction: str, how: How) -> Any:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_collectives import places
-from pallas_collectives.backends import How, algorithms, packing
+from pallas_collectives.backends import algorithms, packing
 from pallas_collectives.backends.pallas_reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas_reductions import reduce_scatter as reduce_scatter
+from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
 from pallas_collectives.kernels import spaces, torus

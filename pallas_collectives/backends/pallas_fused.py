@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import backends, checks, places
-from pallas_collectives.backends import How, canonical
+from pallas_collectives import checks, places
+from pallas_collectives.backends import canonical, counters
+from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul
 from pallas_collectives.kernels.blocks import LANES, sublanes
 from pallas_collectives.kernels.topology import Group
@@ -209,7 +210,7 @@ def effects(op: str, spec: Spec, shapes: Any) -> frozenset[Any]:
 @functools.lru_cache(maxsize=1024)
 def _traced_effects(op: str, spec: Spec, shapes: Any, mesh: Any) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope
-    with backends.uncounted():
+    with counters.uncounted():
         run = functools.partial(kernel, op, spec=spec)
         return frozenset(jax.make_jaxpr(run)(*shapes).effects)
 

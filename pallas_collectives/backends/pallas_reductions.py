@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives import places
-from pallas_collectives.backends import How, algorithms
+from pallas_collectives.backends import algorithms
+from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError
 from pallas_collectives.kernels import torus
 from pallas_collectives.kernels.blocks import LANES, sliceable, sublanes

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives import backends
-from pallas_collectives.backends import bundles, canonical
+from pallas_collectives.backends import bundles, canonical, counters
+from pallas_collectives.backends.plans import How
 from pallas_collectives.replay import jaxprs
 from pallas_collectives.replay.values import Known
 
@@ -23,7 +23,7 @@ from pallas_collectives.replay.values import Known
 def is_twin(eqn: Any) -> bool:
     """Whether an equation is one of our collectives, served by a backend of ours."""
     how = eqn.params.get("how", getattr(eqn.params.get("spec"), "how", None))
-    return isinstance(how, backends.How) and how.backend != "xla"
+    return isinstance(how, How) and how.backend != "xla"
 
 
 def expand(eqn: Any, mesh: Any) -> Any:
@@ -57,7 +57,7 @@ def _local(run: Any, eqn: Any, mesh: Any) -> Any:
         run, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
     )
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    with backends.uncounted():
+    with counters.uncounted():
         return jax.make_jaxpr(local)(*shapes)
 
 

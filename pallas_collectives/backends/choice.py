@@ -1,0 +1,132 @@
+"""Which backend serves a call, decided once per call while tracing; and how often each served.
+
+* `pallas`: our kernels; compiled on TPUs, in TPU interpret mode on simulated ones (CPU devices);
+* `nccl`: NCCL on NVIDIA GPUs;
+* `xla`: lax's own collective.
+
+A backend asked for by name, in the call, by `use_backend` or by the environment, never falls back.
+Without a name the mesh in scope decides, and where its own backend cannot serve, `xla` does,
+with a warning the first time and a count for each (`fallback_counts`).
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives import _compat, hierarchy, simulation
+from pallas_collectives.backends.plans import NAMES, How
+from pallas_collectives.errors import (
+    AlgorithmError,
+    BackendError,
+)
+
+ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
+
+
+_GPU = ("gpu", "cuda", "rocm")
+
+
+_named_backend = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Within this context calls use the named backend; None gives the choice back to the mesh.
+
+    Raises:
+      BackendError: no such backend.
+    """
+    if name is not None:
+        _check_name(name)
+    with _named_backend(name):
+        yield
+
+
+def choose(
+    axes: tuple[Any, ...], backend: str | None, algorithm: str | None, precise: bool = False
+) -> How:
+    """Settles how a collective over `axes` is served under the mesh in scope.
+
+    An `algorithm` of None or "auto" is the backend's to choose.
+
+    Raises:
+      BackendError: the named backend does not exist, or it, or the algorithm or precision asked
+        for, cannot be had here.
+    """
+
+    algorithm = None if algorithm == "auto" else algorithm
+    name = backend or _named_backend.value or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if name is not None:
+        _check_name(name)
+    if name == "xla":
+        if algorithm is not None or precise:
+            raise AlgorithmError(
+                f"algorithm={algorithm!r}, precise={precise} with backend 'xla'",
+                "lax's own collectives offer no choice",
+                "leave them out, or name another backend",
+            )
+        return How("xla", named=True)
+    platform = _platform()
+    chosen = name or ("nccl" if platform in _GPU else "pallas")
+    if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
+        if name is not None or algorithm is not None or precise:
+            asked = {"backend": name, "algorithm": algorithm, "precise": precise or None}
+            value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
+            raise BackendError(value, obstacle, "leave backend=None and the like to use lax here")
+        return How("xla", fallback=obstacle)
+    how = How(chosen, name is not None, "", algorithm, precise)
+    if chosen != "pallas":
+        return how
+    return dataclasses.replace(how, interpret=_interpret(platform), across=hierarchy.marked())
+
+
+def _check_name(name: str) -> None:
+    if name not in NAMES:
+        environment = os.environ.get(ENVIRONMENT_VARIABLE) == name
+        where = f" (from {ENVIRONMENT_VARIABLE})" if environment else ""
+        raise BackendError(
+            f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one"
+        )
+
+
+def _platform() -> str:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _obstacle(axes: tuple[Any, ...], platform: str) -> str:
+    """Why no kernel can serve a collective over `axes` under the mesh in scope; "" if one can."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(axes) & set(mesh.axis_names):
+        return f"{axes} are axes of vmap, not of a mesh"  # lax's vmap rules take those away
+    automatic = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
+    if automatic:
+        return f"mesh axis {automatic[0]!r} is not manual, and XLA cannot partition a kernel"
+    if platform == "cpu" and jax.process_count() > 1:
+        return "TPU devices are simulated within one process only"
+    return simulation.obstacle() if platform == "cpu" else ""
+
+
+def _missing(name: str, platform: str) -> str:
+    """Why a backend is not there on a platform; "" if it is."""
+    match name:
+        case "nccl" if platform not in _GPU:
+            return f"NCCL needs NVIDIA GPUs, and the mesh in scope is of {platform} devices"
+        case "nccl" if not importlib.util.find_spec("nccl"):
+            return "nccl4py is not installed (pip install 'pallas-collectives[gpu]')"
+        case "pallas" if platform not in ("tpu", "cpu"):
+            return f"the kernels are for TPUs, and the mesh in scope is of {platform} devices"
+    return ""
+
+
+def _interpret(platform: str) -> Any:
+    forced = _compat.forced_interpret_params()
+    if forced is not None:
+        return forced
+    return pltpu.InterpretParams() if platform == "cpu" else False

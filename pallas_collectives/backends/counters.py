@@ -1,0 +1,101 @@
+"""How often each backend and algorithm has served, and lax in their place; which products fused."""
+
+import collections
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator
+
+from absl import logging
+
+from pallas_collectives.backends.plans import Plan
+
+_counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
+
+
+_fallbacks: collections.Counter[str] = collections.Counter()
+
+
+_fusions: collections.Counter[tuple[str, str, str]] = collections.Counter()
+
+
+_counts_lock = threading.Lock()
+
+
+_counting = contextvars.ContextVar("counting", default=True)
+
+
+_made: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("made", default=None)
+
+
+def counts() -> dict[tuple[str, str, str | None], int]:
+    """How often each (collective, backend, algorithm) was built into a program.
+
+    Since `reset_counts`. A program built once and run often counts once, as do small arrays of a
+    tree that are reduced together.
+    """
+    return dict(_counts)
+
+
+def fallback_counts() -> dict[str, int]:
+    """How often a call without a named backend went to lax, by reason, since `reset_counts`."""
+    return dict(_fallbacks)
+
+
+def fusion_counts() -> dict[tuple[str, str, str], int]:
+    """How often each (fused product, way, reason) was built into a program, since `reset_counts`.
+
+    The way is "fused" (one kernel), "pipelined" (permutes and products of XLA) or "unfused" (a
+    collective and a product), with the reason for the last. Backward passes count as well.
+    """
+    return dict(_fusions)
+
+
+def reset_counts() -> None:
+    """Sets all counters to zero."""
+    _counts.clear()
+    _fallbacks.clear()
+    _fusions.clear()
+
+
+def count_fusion(op: str, way: str, reason: str) -> None:
+    """Notes that a fused product is being built, this way."""
+    if _counting.get():
+        with _counts_lock:
+            _fusions[op, way, reason] += 1
+
+
+def note(plan: Plan) -> None:
+    """Notes that a plan is being followed: it is counted, and told to who records."""
+    if (plans := _made.get()) is not None:
+        plans.append(plan)
+    if not _counting.get():
+        return
+    fallback = plan.backend == "xla" and plan.why
+    with _counts_lock:
+        _counts[plan.op, plan.backend, plan.algorithm] += 1
+        _fallbacks.update([fallback] if fallback else [])
+        first = fallback and _fallbacks[fallback] == 1
+    if first:
+        logging.warning("pallas_collectives: lax serves this collective, because %s", fallback)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Plan]]:
+    """The plans that are followed within this context, in their order."""
+    plans: list[Plan] = []
+    token = _made.set(plans)
+    try:
+        yield plans
+    finally:
+        _made.reset(token)
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """For traces that only ask what a lowering would do."""
+    token = _counting.set(False)
+    try:
+        yield
+    finally:
+        _counting.reset(token)

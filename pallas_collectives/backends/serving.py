@@ -1,0 +1,65 @@
+"""A collective of lax's served by a backend: the calls that lowerings and `explain` make."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from pallas_collectives import catalogue, hierarchy
+from pallas_collectives.backends import canonical, measured, untyped
+from pallas_collectives.backends.counters import note
+from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
+from pallas_collectives.errors import (
+    UnservedError,
+)
+from pallas_collectives.kernels import entry
+
+
+def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
+    """Runs a lax collective as `how` says, or by lax where the backend cannot.
+
+    Raises:
+      DtypeError, ReachError, SliceError: as `run`, where the backend or its algorithm was named.
+    """
+    return served(lax_p.name, how, lax_p.bind, *args, **params)
+
+
+def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
+    """Runs the lax collective named `op` on the backend, or `by_lax` where that cannot."""
+    if how.backend != "xla":
+        try:
+            return run(op, how, *args, **params)
+        except UNSERVABLE as error:
+            if how.strict:
+                raise
+            how = How("xla", fallback=str(error))
+    note(Plan(op=op, backend="xla", why=how.fallback))
+    return by_lax(*args, **params)
+
+
+def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
+    """Runs the lax collective named `op` on the backend.
+
+    Raises:
+      DtypeError, ReachError, SliceError: the backend cannot take the dtype, or not write to the
+        devices.
+    """
+
+    module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+    collective, _ = catalogue.primitives()[op]
+    if not hasattr(module, collective.name):
+        raise UnservedError(
+            f"{collective.name} by backend {how.backend!r}",
+            "that backend has no function for it",
+            "leave the backend to be chosen: lax, then, serves",
+        )
+    operands = [untyped.untyped(x) for x in args]
+    if how.backend == "pallas":
+        with entry.in_slices(functools.partial(hierarchy.slices, axes=how.across)):
+            return canonical.run(hierarchy.InSlices(module), op, how, *operands, **params)
+    if not how.strict:
+        module = measured.Measured(module, how.backend)
+    return canonical.run(module, op, how, *operands, **params)
