@@ -29,7 +29,7 @@ import pallas_collectives
 from benchmarks import devices, timing
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
-from pallas_collectives.backends.pallas_fused import GATHER, SCATTER
+from pallas_collectives.backends.pallas.products import GATHER, SCATTER
 from pallas_collectives.replay import Machine, MachineError, replay
 
 flags.adopt_module_key_flags(timing)

@@ -1,7 +1,7 @@
 """Writes the table of times by which algorithms are chosen: `python -m benchmarks tune`.
 
 On a TPU VM or a host with GPUs it measures the candidates there, and writes a table for these chips
-and this JAX version (`pallas_collectives.tables`). The library takes it from the environment
+and this JAX version (`pallas_collectives.tuning.tables`). The library takes it from the environment
 variable PALLAS_COLLECTIVES_TUNING or from `pallas_collectives.tuning.use_table`.
 
 On a machine with neither nothing can be measured, and the library goes by the table that comes with
@@ -24,12 +24,14 @@ from benchmarks import devices, interrupt, measure, replay_rows
 from benchmarks.cases import CASES, Case
 from benchmarks.rows import Measured
 from benchmarks.settings import Settings
-from pallas_collectives import catalogue, chips, places, tables, tuning
+from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.errors import CollectiveError, ReachError, VmemError
 from pallas_collectives.records import ON_SEVERAL
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
-from pallas_collectives.tables import Entry, Table
+from pallas_collectives.topology import chips, placement
+from pallas_collectives.tuning import choice, tables
+from pallas_collectives.tuning.tables import Entry, Table
 
 # Groups that are modelled, over one axis and over several: how they lie, and of how many devices.
 _ON_ONE_AXIS = (("line", (2, 3, 4, 8)), ("ring", (4, 8, 16)))
@@ -174,7 +176,7 @@ def model(
 
 
 def candidates(op: str, torus: str) -> tuple[str, ...]:
-    """The algorithms of a collective, for sums also with operands in VMEM (see `tuning`).
+    """The algorithms of a collective, for sums also with operands in VMEM (see `choice`).
 
     A line's algorithms leave a ring's closing links idle; a torus' are for several axes, where one
     direction of a ring alone is never the fastest.
@@ -193,7 +195,7 @@ def _replayed(
 ) -> float | None:
     """Modelled microseconds, None where the algorithm cannot run or would not be chosen."""
     size = block if case.whole else block * n
-    if algorithm.endswith(":vmem") and size > 8 * tuning.VMEM_UP_TO_BYTES:
+    if algorithm.endswith(":vmem") and size > 8 * choice.VMEM_UP_TO_BYTES:
         return None
     task = replay_rows.Task(machine, case, DTYPE, size, algorithm, axes)
     try:
@@ -246,8 +248,11 @@ def chip_name(mesh: Mesh) -> str:
 
 def torus_of(mesh: Mesh) -> str:
     """How the library sees groups over axis "x" of a mesh."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), places.scope(places.of_mesh(mesh)):
-        group = places.arranged(canonical.group_of("x"))
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        placement.scope(placement.of_mesh(mesh)),
+    ):
+        group = placement.arranged(canonical.group_of("x"))
         return algorithms.torus_of(group, chips.current())
 
 

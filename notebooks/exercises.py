@@ -17,8 +17,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 import lesson
 import pallas_collectives as pc
-from pallas_collectives.kernels import all_gather, channel, launch, topology
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels import all_gather
+from pallas_collectives.kernels.machinery import channel, launch
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import Group
 
 
 class NotYet(Exception):
@@ -115,7 +117,7 @@ def block_sent(answer: Any) -> str:
 
 def steps(answer: Any) -> str:
     def right(n: int, bidirectional: bool) -> int:
-        streams = topology.streams(n, bidirectional=bidirectional, chunks=2)
+        streams = groups.streams(n, bidirectional=bidirectional, chunks=2)
         return max(stream.hops for stream in streams)
 
     return _differs(answer, right, [(n, both) for n in range(2, 10) for both in (False, True)])
@@ -123,7 +125,7 @@ def steps(answer: Any) -> str:
 
 def bytes_to_the_right(answer: Any) -> str:
     def right(n: int, nbytes: int) -> float:
-        to_right = topology.streams(n, bidirectional=True, chunks=2)[0]
+        to_right = groups.streams(n, bidirectional=True, chunks=2)[0]
         return sum(to_right.hops_of(chunk) for chunk in range(2)) * nbytes / 2
 
     return _differs(answer, right, [(n, nbytes) for n in (2, 4, 8) for nbytes in (1024, 1 << 20)])
@@ -202,7 +204,7 @@ _LINKS = [(n, nbytes, 1e-6, 90e9) for n in (2, 4, 8, 16) for nbytes in (0.0, 1e5
 
 def ring_seconds(answer: Any) -> str:
     def right(n: int, nbytes: float, hop: float, bandwidth: float) -> float:
-        streams = topology.streams(n, bidirectional=True, chunks=2)
+        streams = groups.streams(n, bidirectional=True, chunks=2)
         steps = max(stream.hops for stream in streams)
         return 2 * (steps * hop + (n - 1) / 2 * (nbytes / n) / bandwidth)
 

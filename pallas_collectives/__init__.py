@@ -9,6 +9,7 @@ from pallas_collectives.backends.counters import counts as counts
 from pallas_collectives.backends.counters import fallback_counts as fallback_counts
 from pallas_collectives.backends.counters import fusion_counts as fusion_counts
 from pallas_collectives.backends.counters import reset_counts as reset_counts
+from pallas_collectives.backends.slices import across_slices as across_slices
 from pallas_collectives.collectives import all_gather as all_gather
 from pallas_collectives.collectives import all_reduce as all_reduce
 from pallas_collectives.collectives import all_to_all as all_to_all
@@ -24,19 +25,18 @@ from pallas_collectives.collectives import pswapaxes as pswapaxes
 from pallas_collectives.collectives import ragged_all_to_all as ragged_all_to_all
 from pallas_collectives.collectives import reduce_scatter as reduce_scatter
 from pallas_collectives.explanation import explain as explain
-from pallas_collectives.fused import all_gather_matmul as all_gather_matmul
-from pallas_collectives.fused import matmul_reduce_scatter as matmul_reduce_scatter
-from pallas_collectives.hierarchy import across_slices as across_slices
-from pallas_collectives.kernel_pipelines import gather_and_consume as gather_and_consume
-from pallas_collectives.kernel_pipelines import produce_and_scatter as produce_and_scatter
-from pallas_collectives.override import override_lax as override_lax
-from pallas_collectives.pipelines import (
+from pallas_collectives.overlap.array_pipelines import (
     pipelined_all_gather_and_consume as pipelined_all_gather_and_consume,
 )
-from pallas_collectives.pipelines import (
+from pallas_collectives.overlap.array_pipelines import (
     pipelined_produce_and_all_to_all as pipelined_produce_and_all_to_all,
 )
-from pallas_collectives.places import torus as torus
+from pallas_collectives.overlap.kernel_bodies import gather_and_consume as gather_and_consume
+from pallas_collectives.overlap.kernel_bodies import produce_and_scatter as produce_and_scatter
+from pallas_collectives.overlap.products import all_gather_matmul as all_gather_matmul
+from pallas_collectives.overlap.products import matmul_reduce_scatter as matmul_reduce_scatter
+from pallas_collectives.override import override_lax as override_lax
 from pallas_collectives.simulation import simulate as simulate
+from pallas_collectives.topology.placement import torus as torus
 
 __version__ = _version("pallas-collectives")

@@ -1,6 +1,6 @@
 """Every collective with its algorithms, a record each: whoever lists them reads them here.
 
-Dispatch and tuning (`backends`, `tuning`), `explain`, the README's table, the conformance rows, the
+Dispatch and tuning (`backends`, `choice`), `explain`, the README's table, the conformance rows, the
 compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel file and a
 record here; a collective is these, one public function, and one canonical function in each backend
 (see `backends.canonical`). A record takes effect wherever it stands: below, or within `added`.
@@ -31,7 +31,7 @@ from pallas_collectives.records import (
 )
 
 # Devices on a line over which messages are relayed: each of the n-1 distances takes four semaphores
-# per direction (`kernels.relay`), and a core has some 430.
+# per direction (`kernels.machinery.relay`), and a core has some 430.
 LONGEST_LINE = 32
 
 
@@ -69,7 +69,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
     )
     yield Algorithm(
         name="torus",
-        launcher=Kernel(f"torus_{module}", torus),
+        launcher=Kernel(f"torus.{module}", torus),
         reach=TORUS,
         barrier="neighbours on a torus",
         sent="(n−1)/2d blocks, on d axes at once",
@@ -113,7 +113,7 @@ _ALL_REDUCE = (
     ),
     Algorithm(
         name="torus",
-        launcher=Kernel("torus_reduce_scatter", "all_reduce"),
+        launcher=Kernel("torus.reduce_scatter", "all_reduce"),
         reach=TORUS,
         barrier="neighbours on a torus",
         sent="(n−1)/dn of the operand, on d axes at once",

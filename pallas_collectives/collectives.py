@@ -4,7 +4,7 @@ Each takes two keyword arguments more than lax's:
 
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
 * `algorithm`: the backend's algorithm by name; "auto", as None, has it chosen for the size and the
-  chip (see `tuning` and `explain`).
+  chip (see `choice` and `explain`).
 
 Semantics are lax's own: its function is run, with our primitives in place of its collectives (see
 `primitives`). What is checked here is what lax leaves to fail later, or with less to go on.
@@ -18,10 +18,11 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_collectives import catalogue, checks, primitives
+from pallas_collectives import catalogue, validation
 from pallas_collectives.backends import choice
 from pallas_collectives.backends.plans import How
-from pallas_collectives.checks import AxisName, Groups
+from pallas_collectives.lowering import primitives
+from pallas_collectives.validation import AxisName, Groups
 
 # lax's functions as they were on import: `override_lax` may have put ours in their place since.
 LAX = types.SimpleNamespace(
@@ -73,8 +74,8 @@ def all_gather(
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
     how = _settle(axis_name, axis_index_groups, backend, algorithm)
-    for leaf, where in checks.leaves(x):
-        checks.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
+    for leaf, where in validation.leaves(x):
+        validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
     return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), x)
 
@@ -116,10 +117,10 @@ def psum_scatter(
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
     """
     how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
-    checks.check_blocks(
+    validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
-    checks.check_added("psum_scatter", x)
+    validation.check_added("psum_scatter", x)
     options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
 
     def scatter(leaf: Any) -> Any:
@@ -217,7 +218,7 @@ def _reduce(
 ) -> Any:
     how = _settle(axis_name, groups, backend, algorithm, precise)
     if name in ("pmax", "pmin"):
-        checks.check_ordered(name, x, how)
+        validation.check_ordered(name, x, how)
     reduce = getattr(LAX, name)
     return primitives.with_twins(how, lambda x: reduce(x, axis_name, axis_index_groups=groups), x)
 
@@ -254,9 +255,9 @@ def all_to_all(
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
     how = _settle(axis_name, axis_index_groups, backend, algorithm)
-    checks.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
-    for leaf, where in checks.leaves(x):
-        checks.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
+    validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
+    for leaf, where in validation.leaves(x):
+        validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
     options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
 
     def exchange(leaf: Any) -> Any:
@@ -315,8 +316,8 @@ def ragged_all_to_all(
         "output_offsets": output_offsets,
         "recv_sizes": recv_sizes,
     }
-    checks.check_ragged(
-        operand, output, slices, checks.size_of(axis_name) // len(axis_index_groups or [0])
+    validation.check_ragged(
+        operand, output, slices, validation.size_of(axis_name) // len(axis_index_groups or [0])
     )
     options = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
     exchange = functools.partial(LAX.ragged_all_to_all, **options)
@@ -351,8 +352,8 @@ def ppermute(
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
     """
     how = _settle(axis_name, None, backend, algorithm)
-    checks.check_order(axis_name)
-    pairs = checks.checked_perm(perm, checks.size_of(axis_name))
+    validation.check_order(axis_name)
+    pairs = validation.checked_perm(perm, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), x)
 
 
@@ -366,9 +367,9 @@ def pshuffle(
 ) -> Any:
     """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
     how = _settle(axis_name, None, backend, algorithm)
-    checks.check_order(axis_name)
-    checks.checked_perm(
-        [(source, target) for target, source in enumerate(perm)], checks.size_of(axis_name)
+    validation.check_order(axis_name)
+    validation.checked_perm(
+        [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
     )
     return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), x)
 
@@ -384,7 +385,7 @@ def pswapaxes(
 ) -> Any:
     """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
     how = _settle(axis_name, axis_index_groups, backend, algorithm)
-    checks.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
+    validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
     return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), x)
 
@@ -399,7 +400,7 @@ def pbroadcast(
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
     how = _settle(axis_name, None, backend, algorithm)
-    checks.check_source(source, checks.size_of(axis_name))
+    validation.check_source(source, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
 
 
@@ -411,9 +412,9 @@ def _settle(
     precise: bool = False,
 ) -> How:
     """Checks axis names and groups against the mesh in scope, and settles who serves."""
-    size = checks.size_of(axis_name)
-    axes = checks.named(axis_name)
+    size = validation.size_of(axis_name)
+    axes = validation.named(axis_name)
     if groups is not None:
-        checks.check_groups(groups, size)
-    checks.check_flag("precise", precise)
+        validation.check_groups(groups, size)
+    validation.check_flag("precise", precise)
     return choice.choose(axes, backend, algorithm, precise)

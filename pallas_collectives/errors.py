@@ -37,12 +37,12 @@ class VmemError(CollectiveError):
 
 
 class TableError(CollectiveError):
-    """A table of times that cannot be read (see `tuning`)."""
+    """A table of times that cannot be read (see `choice`)."""
 
 
 class SliceError(CollectiveError):
-    """A collective whose devices lie in several slices (see `hierarchy`)."""
+    """A collective whose devices lie in several slices (see `slices`)."""
 
 
 class SlowerError(CollectiveError):
-    """A collective that lax does faster, by a measured table (see `tuning`)."""
+    """A collective that lax does faster, by a measured table (see `choice`)."""

@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from pallas_collectives import catalogue, chips, hierarchy, places
+from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical, counters, serving
+from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.algorithms import Candidate as Candidate
 from pallas_collectives.backends.algorithms import KernelPlan
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
-from pallas_collectives.kernels import launch
-from pallas_collectives.kernels.physical import Torus
-from pallas_collectives.kernels.topology import Group
-from pallas_collectives.places import Places
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.records import Collective
+from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology.placement import Places
+from pallas_collectives.topology.ring_orders import Torus
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
 LAX, NOTHING = "lax's own", "nothing"
@@ -86,7 +88,7 @@ def explain(
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
     The call's own decision, made as the call makes it, but for the kernel, which is neither run nor
-    compiled. Times are the tables' (see `tuning`), and say whether they are modelled or measured.
+    compiled. Times are the tables' (see `choice`), and say whether they are modelled or measured.
 
     Args:
       op: the collective, by lax's name or this library's: "psum", "all_gather", ...
@@ -110,7 +112,7 @@ def explain(
     _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
-    with _on(mesh, _places(devices or 0, torus) if torus else places.of_mesh(mesh)):
+    with _on(mesh, _places(devices or 0, torus) if torus else placement.of_mesh(mesh)):
         group = canonical.group_of(axis_name)
         collective = catalogue.functions()[op]
         if shape is None:
@@ -120,7 +122,7 @@ def explain(
             _check_axis(op, collective, operand.shape, axis, group.size)
         size = nbytes if nbytes is not None else math.prod(operand.shape) * operand.dtype.itemsize
         plans = _planned(op, operand, group, axis)
-        return _explained(op, size, places.arranged(group), plans)
+        return _explained(op, size, placement.arranged(group), plans)
 
 
 def _dtype(op: str, dtype: Any) -> Any:
@@ -173,7 +175,7 @@ def _on(mesh: Any, where: Places | None) -> Iterator[None]:
     abstract = getattr(mesh, "abstract_mesh", mesh)
     with (
         jax.sharding.use_abstract_mesh(abstract),
-        places.scope(where),
+        placement.scope(where),
         hierarchy.scope(mesh),
         launch.left_out(),
         counters.uncounted(),

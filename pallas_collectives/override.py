@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
-from pallas_collectives import collectives, primitives
+from pallas_collectives import collectives
 from pallas_collectives.backends import choice
+from pallas_collectives.lowering import primitives
 
 # JAX keeps this value per thread and in the key of its caches: what was traced without ours is
 # traced again with them.

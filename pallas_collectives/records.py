@@ -1,6 +1,6 @@
 """What the catalogue's records hold: of a collective, of an algorithm, of a primitive of lax's.
 
-Bytes and blocks are those of `tuning`; `n` is the number of devices in the group.
+Bytes and blocks are those of `choice`; `n` is the number of devices in the group.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_collectives.examples import Example
-from pallas_collectives.reach import Pattern, alone, everyone, line, ring, torus
+from pallas_collectives.topology.reach import Pattern, alone, everyone, line, ring, torus
 
 # Who writes to whom or signals whom: what a chip must reach.
 RING = ring  # neighbours, the first and the last too
@@ -51,8 +51,8 @@ class Algorithm:
       launcher: (*operands, group, **options, vmem, interpret) -> result, with the operands and
         options that the collective's canonical function lays out for all of its algorithms.
       reach: who writes to whom or signals whom.
-      barrier: its entry barrier, as `kernels.launch` has it; on a line of devices "line" may take
-        the place of "neighbours".
+      barrier: its entry barrier, as `kernels.machinery.launch` has it; on a line of devices "line"
+        may take the place of "neighbours".
       sent: bytes that a link carries in one direction, in words.
       steps: how many there are, in words.
       lies: the ways in which a group may lie where a time of this algorithm is worth having.

@@ -60,10 +60,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(params=["written out", "looped"])
 def hops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether every hop of a pipeline is an instruction of its own, or they are a loop."""
-    from pallas_collectives import pipelines
+    from pallas_collectives.overlap import array_pipelines
 
     if request.param == "looped":
-        monkeypatch.setattr(pipelines, "UNROLLED_UP_TO", 1)
+        monkeypatch.setattr(array_pipelines, "UNROLLED_UP_TO", 1)
     return request.param
 
 
@@ -86,6 +86,6 @@ def fresh_counts() -> None:
 @pytest.fixture
 def modelled_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment names no table that would take the modelled one's place."""
-    from pallas_collectives import tuning
+    from pallas_collectives.tuning import choice
 
-    monkeypatch.delenv(tuning.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(choice.ENVIRONMENT_VARIABLE, raising=False)

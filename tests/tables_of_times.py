@@ -12,12 +12,12 @@ import numpy as np
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives import chips, places, tables, tori, tuning
 from pallas_collectives.backends import algorithms
-from pallas_collectives.kernels import physical
-from pallas_collectives.kernels.physical import Torus
-from pallas_collectives.kernels.topology import Group
-from pallas_collectives.places import Places
+from pallas_collectives.topology import chips, placement, ring_orders, torus_axes
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology.placement import Places
+from pallas_collectives.topology.ring_orders import Torus
+from pallas_collectives.tuning import choice, tables
 
 V5P = chips.BY_NAME["v5p"]
 
@@ -54,13 +54,13 @@ def served(**how: Any) -> set[str | None]:
 
 def chosen(op: str, block: int, n: int, chip: Any = V5P, **on: str) -> str:
     reach = reachable(op, n, chip)
-    return tuning.choose(op, block, n, chip, reach, **on)
+    return choice.choose(op, block, n, chip, reach, **on)
 
 
 def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str, ...]:
     """The algorithms that a group of all n devices can choose from, of one axis or of several."""
     if torus is None or " " not in torus:
-        closes = (torus or tuning.torus_of(n, chip)) == "ring"
+        closes = (torus or choice.torus_of(n, chip)) == "ring"
         there, group = Torus((n,), (closes,)), Group(("x",), (n,))
     else:
         sizes, word = tables.sizes_and_word(torus)
@@ -69,8 +69,8 @@ def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str
         names = tuple("abcd"[: len(sizes)])
         group = Group(names, sizes)
         row = [there.place(number) for number in range(group.size)]
-        order = physical.ring_order(there, [row])
-        group = dataclasses.replace(group, order=order, torus=tori.of_mesh(group))
+        order = ring_orders.ring_order(there, [row])
+        group = dataclasses.replace(group, order=order, torus=torus_axes.of_mesh(group))
     row = [there.place(number) for number in range(group.size)]
     with on_torus(Places(there, tuple(row)), dict(zip(group.axes, group.sizes, strict=True))):
         return algorithms.reachable(op, group, chip, cuts=512)
@@ -80,5 +80,5 @@ def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str
 def on_torus(where: Places, sizes: dict[str, int]) -> Iterator[None]:
     """Within this context a mesh of such axes is in scope, and its devices lie there."""
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    with jax.sharding.use_abstract_mesh(mesh), places.scope(where):
+    with jax.sharding.use_abstract_mesh(mesh), placement.scope(where):
         yield

@@ -13,8 +13,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
-from pallas_collectives.kernels import all_gather, sync, topology
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels import all_gather
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import Group
 
 Kernel = Callable[..., None]
 
@@ -102,13 +104,13 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_step_table_in_the_docstring_is_the_schedule(bidirectional: bool) -> None:
-    streams = topology.streams(4, bidirectional=bidirectional, chunks=2)
-    table = topology.gather_table(4, streams)
+    streams = groups.streams(4, bidirectional=bidirectional, chunks=2)
+    table = groups.gather_table(4, streams)
     assert all(line in all_gather.__doc__ for line in table.splitlines()), f"\n{table}"
 
 
 def test_line_table_in_the_docstring_is_the_schedule() -> None:
-    table = topology.line_table(4)
+    table = groups.line_table(4)
     assert all(line in (all_gather.__doc__ or "") for line in table.splitlines()), f"\n{table}"
 
 

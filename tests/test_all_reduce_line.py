@@ -13,12 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 import harness
 import pallas_collectives
 import replay_kernels
-from pallas_collectives.kernels import all_reduce_line, sync
+from pallas_collectives.kernels import all_reduce_line
 from pallas_collectives.kernels.all_reduce_line import IN_FLIGHT, SLOTS, Scratch
-from pallas_collectives.kernels.channel import Channel
-from pallas_collectives.kernels.combine import wide
-from pallas_collectives.kernels.topology import Group, only_if, wrap_step
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.combine import wide
 from pallas_collectives.replay import Machine, Report, bound, replay
+from pallas_collectives.topology.groups import Group, only_if, wrap_step
 
 TILE = 4 << 10  # bytes
 OPS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}

@@ -17,8 +17,9 @@ import harness
 import pallas_collectives
 from pallas_collectives import replay
 from pallas_collectives.errors import AlgorithmError, CollectiveError
-from pallas_collectives.kernels import all_to_all, channel, relay, sync
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels import all_to_all
+from pallas_collectives.kernels.machinery import channel, relay, sync
+from pallas_collectives.topology.groups import Group
 
 MIB = 1 << 20
 

@@ -11,10 +11,11 @@ import pytest
 import pallas_collectives as pc
 from benchmarks import devices, measure, tune
 from benchmarks.rows import Measured
-from pallas_collectives import chips, tables, tuning
 from pallas_collectives.errors import TableError
 from pallas_collectives.replay import Machine
-from pallas_collectives.tables import Table
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import choice, tables
+from pallas_collectives.tuning.tables import Table
 from tables_of_times import chosen, content, served
 
 pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
@@ -62,7 +63,7 @@ def test_measured_rows_become_the_table_that_is_used(tmp_path: Path) -> None:
     assert found.bytes == (4 * KIB, 64 * KIB)
     assert found.us == {"direct": (50.0, 60.0), "unidirectional": (40.0, 70.0)}
     tune._write(table, tmp_path / "table.json")
-    with tuning.use_table(tmp_path / "table.json"):
+    with choice.use_table(tmp_path / "table.json"):
         assert served() == {"unidirectional"}
         assert chosen("all_gather", 64 * KIB, 2, chips.SIMULATED, torus="line") == "direct"
 
@@ -83,9 +84,9 @@ def test_candidates_are_measured_for_every_group_size(
     monkeypatch.setattr(measure, "rows", rows)
     out = tmp_path / "table.json"
     assert tune.main(["--out", str(out)]) == 0
-    table = tuning.load(out)
+    table = choice.load(out)
     assert table.measured and table.jax == jax.__version__
-    assert f"{tuning.ENVIRONMENT_VARIABLE}={out}" in capsys.readouterr().out
+    assert f"{choice.ENVIRONMENT_VARIABLE}={out}" in capsys.readouterr().out
     assert {e.devices for e in table.entries.values()} == {2, 4, 8}
     for e in table.entries.values():
         assert set(e.us) == set(tune.candidates(e.op, e.torus))
@@ -110,7 +111,7 @@ def test_a_machines_measured_figures_make_a_table_for_the_choice(tmp_path: Path)
     (entry,) = tune.model("v5e", "line", 4, ["all_gather"], measured_on=measured_on)
     assert all(b > a + 45 for a, b in zip(fast.us["line"], entry.us["line"], strict=True))
     table = Table("", "modelled", jax.__version__, "", {entry.key: entry})
-    with tuning.use_table(table):
+    with choice.use_table(table):
         told = pc.explain("all_gather", nbytes=4 << 10, devices=4, chip="v5e", torus="line")
     line = next(c for c in told.candidates if c.algorithm == "line")
     assert line.us == pytest.approx(entry.us["line"][0], rel=0.01)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import harness
-from pallas_collectives.backends import packing
-from pallas_collectives.kernels import combine
-from pallas_collectives.kernels.blocks import Blocks, sliceable, sublanes
+from pallas_collectives.backends.pallas import packing
+from pallas_collectives.kernels.machinery import combine
+from pallas_collectives.kernels.machinery.blocks import Blocks, sliceable, sublanes
 
 
 @pytest.mark.parametrize(

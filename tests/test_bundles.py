@@ -14,7 +14,7 @@ import harness
 import pallas_collectives as pc
 from against_lax import With, check
 from pallas_collectives import replay
-from pallas_collectives.backends import bundles
+from pallas_collectives.lowering import bundles
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")
 SMALL = bundles.SMALL_BYTES // 4

@@ -23,12 +23,13 @@ from benchmarks import measure, readme, replay_rows, tune
 from benchmarks.cases import CASES, layouts
 from benchmarks.results import Saved
 from benchmarks.settings import Settings
-from pallas_collectives import catalogue, tables
+from pallas_collectives import catalogue
 from pallas_collectives.backends import canonical, counters, nccl, pallas
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
 from pallas_collectives.errors import AlgorithmError, BackendError
-from pallas_collectives.kernels import launch
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.replay import Machine, bound
+from pallas_collectives.tuning import tables
 
 README = Path(__file__).parent.parent / "README.md"
 NEW = {("all_gather", "in_turn"), ("rotate", "neighbour")}
@@ -83,7 +84,7 @@ def test_the_recipe_names_few_places() -> None:
     places = [path.removeprefix("pallas_collectives/") for path, _ in recipe()]
     assert places == [
         *("kernels/all_gather_in_turn.py", "catalogue.py"),
-        *("catalogue.py", "collectives.py", "backends/pallas.py", "backends/nccl.py"),
+        *("catalogue.py", "collectives.py", "backends/pallas/__init__.py", "backends/nccl.py"),
         "__init__.py",
     ]
     for _, code in recipe():

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import pytest
 
-from pallas_collectives.kernels import channel, sync
-from pallas_collectives.kernels.channel import Channel, Semaphores
-from pallas_collectives.kernels.topology import RIGHT, wrap_step
+from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
+from pallas_collectives.topology.groups import RIGHT, wrap_step
 
 Step = tuple[str, int]
 MESSAGES, WINDOWS = 7, [1, 2, 3, 7, 9]

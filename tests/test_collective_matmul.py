@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from benchmarks.replay_rows import mesh_axes
-from pallas_collectives import chips
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import channel, collective_matmul, pipelines, product, sync
-from pallas_collectives.kernels.product import Problem, Tiles
-from pallas_collectives.kernels.topology import Group, wrap_step
+from pallas_collectives.kernels import collective_matmul
+from pallas_collectives.kernels.machinery import channel, pipelines, product, sync
+from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.replay import Machine, bound, replay
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group, wrap_step
 
 F32 = jnp.dtype(jnp.float32)
 BF16 = jnp.dtype(jnp.bfloat16)

@@ -19,8 +19,8 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import replay
 from pallas_collectives.catalogue import ALGORITHMS
-from pallas_collectives.kernels import entry
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.topology.groups import Group
 
 # Sharing, in every interleaving -------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives import tuning
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.tuning import choice
 from tables_of_times import slow_direct, written
 
 pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
@@ -106,7 +106,7 @@ def test_explain_says_what_cannot_serve_and_what_was_measured(tmp_path: Path) ->
     far = pc.explain("all_gather", 4 * KIB, devices=8, chip="v5e")
     direct = next(c for c in far.candidates if c.algorithm == "direct")
     assert direct.us is None and "cannot write" in direct.source
-    with tuning.use_table(written(tmp_path / "table.json", slow_direct())):
+    with choice.use_table(written(tmp_path / "table.json", slow_direct())):
         measured = pc.explain("all_gather", 4 * KIB, devices=2)
     assert measured.algorithm == "unidirectional" and measured.why.startswith("measured 1.0 us")
     assert f"measured with JAX {jax.__version__}" in str(measured)

@@ -11,7 +11,7 @@ import pytest
 import harness
 import pallas_collectives as pc
 from pallas_collectives import errors
-from pallas_collectives.backends.pallas_fused import GATHER, SCATTER
+from pallas_collectives.backends.pallas.products import GATHER, SCATTER
 
 N = 2  # devices, where their number is of no matter
 

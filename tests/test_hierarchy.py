@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, Mesh
 import harness
 import pallas_collectives as pc
 from against_lax import check, loss
-from pallas_collectives import hierarchy
+from pallas_collectives.backends import slices
+from pallas_collectives.backends.slices import ACROSS
 from pallas_collectives.errors import AlgorithmError, SliceError, UnboundAxisError
-from pallas_collectives.hierarchy import ACROSS
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.topology.groups import Group
 
 ALL = ("x", "y", "z")
 # (mesh, axes of the collective, axes that lead to other slices)
@@ -221,7 +221,7 @@ class Device:
 
 
 def slices_of(mesh_shape: tuple[int, ...], slice_indices: list[int]) -> Any:
-    """What `hierarchy` is told while lowering: axis names and devices."""
+    """What `slices` is told while lowering: axis names and devices."""
     devices = np.array([Device(i) for i in slice_indices], object).reshape(mesh_shape)
     names = ("x", "y", "z")[: len(mesh_shape)]
     return type("Known", (), {"axis_names": names, "devices": devices})()
@@ -230,14 +230,14 @@ def slices_of(mesh_shape: tuple[int, ...], slice_indices: list[int]) -> Any:
 def test_devices_say_themselves_in_which_slice_they_are() -> None:
     known = slices_of((2, 4), [5] * 4 + [7] * 4)
     both, one = Group(("x", "y"), (2, 4)), Group(("y",), (4,))
-    assert hierarchy._of_devices(both, known).tolist() == [[0] * 4, [1] * 4]
-    assert hierarchy.split(one, hierarchy._of_devices(one, known)) is None
+    assert slices._of_devices(both, known).tolist() == [[0] * 4, [1] * 4]
+    assert slices.split(one, slices._of_devices(one, known)) is None
 
 
 def test_an_axis_over_two_slices_is_split_by_groups() -> None:
     group = Group(("x",), (8,))
     known = slices_of((8,), [0, 0, 1, 1, 0, 0, 1, 1])
-    parts = hierarchy.split(group, hierarchy._of_devices(group, known))
+    parts = slices.split(group, slices._of_devices(group, known))
     assert parts is not None
     assert parts.inside.index_groups == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert parts.across.index_groups == ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -256,7 +256,7 @@ def test_slices_that_cannot_be_split_into_steps(
 ) -> None:
     group = Group(("x",), shape[:1])
     with pytest.raises(SliceError, match=rule):
-        hierarchy.split(group, hierarchy._of_devices(group, slices_of(shape, slice_indices)))
+        slices.split(group, slices._of_devices(group, slices_of(shape, slice_indices)))
 
 
 @pytest.mark.parametrize("call", ["psum", "all_gather", "psum_scatter"])
@@ -265,7 +265,7 @@ def test_an_axis_over_two_slices_as_its_devices_lie(
     monkeypatch: pytest.MonkeyPatch, call: str, places: list[int]
 ) -> None:
     on, x = harness.mesh(8), harness.random((8, 64, 128), "float32")
-    monkeypatch.setattr(hierarchy, "_of_devices", lambda group, mesh: np.array(places))
+    monkeypatch.setattr(slices, "_of_devices", lambda group, mesh: np.array(places))
     jax.clear_caches()
     got = run(lambda a: CALLS[call](pc, a, ("x",)), on, x)
     kernels, others = served()
@@ -276,7 +276,7 @@ def test_an_axis_over_two_slices_as_its_devices_lie(
 
 def test_a_wrong_order_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     on, x = harness.mesh(2, 2, 2), harness.random((8, 8, 128), "float32")
-    monkeypatch.setattr(hierarchy, "_reordered", lambda x, axis, order: x)
+    monkeypatch.setattr(slices, "_reordered", lambda x, axis, order: x)
 
     def gather(m: Any, x: jax.Array) -> jax.Array:
         return m.all_gather(x, ALL)
@@ -302,6 +302,6 @@ def test_two_slices_of_a_tpu_are_found_and_compiled_for(call: str) -> None:
 
 
 def test_an_abstract_mesh_says_nothing_of_slices() -> None:
-    with hierarchy.scope(AbstractMesh((2, 4), ("x", "y"))):
+    with slices.scope(AbstractMesh((2, 4), ("x", "y"))):
         group = Group(("x", "y"), (2, 4))
-        assert hierarchy.split(group, hierarchy.slices(group, None)) is None
+        assert slices.split(group, slices.slices(group, None)) is None

@@ -13,10 +13,11 @@ from benchmarks import replay_rows
 from benchmarks.cases import CASES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import ppermute, sync
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels import ppermute
+from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.replay.program import Enter, Signal, Start, Wait
+from pallas_collectives.topology.groups import Group
 
 
 def test_more_vmem_than_the_chip_has_is_refused_while_tracing() -> None:

@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 import harness
 import jaxprs
 import pallas_collectives
-from pallas_collectives import primitives
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
-from pallas_collectives.kernels import launch, spaces
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels.machinery import launch, spaces
+from pallas_collectives.lowering import primitives
+from pallas_collectives.topology.groups import Group
 from test_compiled import call_of
 
 SHAPE = (256, 256)

@@ -119,7 +119,8 @@ def check(case, report):
     op, situation, _ = case
     print({k: v for k, v in report.items() if k != "log"})
     assert report["error"] is None, report.get("trace")
-    assert report["worst"] < 1e-5
+    # Of two terms all orders give one sum; of more, NCCL's order for us and for lax may differ.
+    assert report["worst"] < (1e-5 if jax.device_count() == 2 else 1e-4)
     for calls in filter(None, (report["calls"], report.get("first"))):
         assert calls[0] > 0
         if op != "ragged_all_to_all":  # replays of a graph make no calls

@@ -136,21 +136,21 @@ def checks() -> Any:
 
 
 def _never_waits(ring: Any, x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any) -> None:
-    from pallas_collectives.kernels import sync
+    from pallas_collectives.kernels.machinery import sync
 
     sync.remote_copy(x_ref, o_ref, send_sem, recv_sem, ring.peer(2))
     sync.wait(send_sem, x_ref)
 
 
 def _waits_for_ever(ring: Any, x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any) -> None:
-    from pallas_collectives.kernels import sync
+    from pallas_collectives.kernels.machinery import sync
 
     _never_waits(ring, x_ref, o_ref, send_sem, recv_sem)
     sync.wait(recv_sem, o_ref, times=2)
 
 
 def _nothing_broken() -> Any:
-    from pallas_collectives.kernels import sync
+    from pallas_collectives.kernels.machinery import sync
 
     return sync, "wait", sync.wait
 

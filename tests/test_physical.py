@@ -8,9 +8,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from pallas_collectives import chips
-from pallas_collectives.kernels import physical
-from pallas_collectives.kernels.physical import Place, Torus
+from pallas_collectives.topology import chips, ring_orders
+from pallas_collectives.topology.ring_orders import Place, Torus
 
 
 def all_places(shape: tuple[int, ...], cores: int = 1) -> list[Place]:
@@ -31,13 +30,13 @@ def has_cycle(shape: tuple[int, ...], wraps: tuple[bool, ...], cores: int) -> bo
 
 
 def check(torus: Torus, places: list[Place], closes: bool) -> tuple[int, ...]:
-    order = physical.ring_order(torus, [places])
+    order = ring_orders.ring_order(torus, [places])
     assert sorted(order) == list(range(len(places)))
     hops = [torus.hops(places[a], places[b]) for a, b in itertools.pairwise(order)]
     assert set(hops) <= {1}
     closing = torus.hops(places[order[-1]], places[order[0]])
     assert closing <= 1 if closes else closing > 1
-    assert physical.cost(torus, places, order).closing == closing
+    assert ring_orders.cost(torus, places, order).closing == closing
     return order
 
 
@@ -91,10 +90,10 @@ def test_any_box_within_a_torus_in_any_lax_order(
     if closes or sum(size > 1 for size in box) == 1:
         check(torus, places, closes)
     else:  # all sides odd: a snake's ends are far apart, and any other order may do as well
-        order = physical.ring_order(torus, [places])
+        order = ring_orders.ring_order(torus, [places])
         assert sorted(order) == list(range(len(places)))
         lax_order = range(len(places))
-        assert physical.cost(torus, places, order) <= physical.cost(torus, places, lax_order)
+        assert ring_orders.cost(torus, places, order) <= ring_orders.cost(torus, places, lax_order)
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 4), (2, 2, 1), (2, 1, 1), (8, 8, 8)])
@@ -119,19 +118,19 @@ def test_lax_order_is_kept_where_none_is_better() -> None:
         ((2, 1), (False,) * 2),
     ):
         n = math.prod(shape)
-        assert physical.ring_order(Torus(shape, wraps), [all_places(shape)]) == tuple(range(n))
+        assert ring_orders.ring_order(Torus(shape, wraps), [all_places(shape)]) == tuple(range(n))
     torus = Torus((4, 4), (False, False))
     snake = [(0, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0)]
-    assert physical.ring_order(torus, [snake]) == (0, 1, 2, 3)
+    assert ring_orders.ring_order(torus, [snake]) == (0, 1, 2, 3)
     scattered = [(0, 0, 0), (2, 3, 0), (1, 1, 0), (3, 3, 0)]  # no box
-    assert physical.ring_order(torus, [scattered]) == (0, 1, 2, 3)
+    assert ring_orders.ring_order(torus, [scattered]) == (0, 1, 2, 3)
 
 
 def test_a_line_is_told_from_a_ring_by_its_closing_hop() -> None:
     def is_line(shape: tuple[int, ...], wraps: tuple[bool, ...]) -> bool:
         torus, places = Torus(shape, wraps), all_places(shape)
-        order = physical.ring_order(torus, [places])
-        return physical.cost(torus, places, order).line
+        order = ring_orders.ring_order(torus, [places])
+        return ring_orders.cost(torus, places, order).line
 
     assert is_line((4, 1), (False, False))
     assert is_line((1, 8), (False, False))
@@ -144,38 +143,38 @@ def test_a_line_is_told_from_a_ring_by_its_closing_hop() -> None:
 def test_strides_close_where_the_axis_does() -> None:
     torus = Torus((16, 1), (True, False))
     fourth = [(x, 0, 0) for x in (8, 0, 12, 4)]
-    order = physical.ring_order(torus, [fourth])
-    cost = physical.cost(torus, fourth, order)
+    order = ring_orders.ring_order(torus, [fourth])
+    cost = ring_orders.cost(torus, fourth, order)
     assert (cost.longest, cost.closing, cost.total) == (4, 4, 16)
     assert not cost.line
     third = [(x, 0, 0) for x in (0, 2, 4, 6)]
-    assert physical.cost(torus, third, physical.ring_order(torus, [third])).line
+    assert ring_orders.cost(torus, third, ring_orders.ring_order(torus, [third])).line
 
 
 def test_groups_share_the_order_that_is_best_for_the_worst() -> None:
     torus = Torus((4, 4), (False, False))
     left = [(x, y, 0) for x in range(4) for y in (0, 1)]
     right = [(x, y, 0) for x in range(4) for y in (2, 3)]
-    order = physical.ring_order(torus, [left, right])
-    assert {physical.cost(torus, group, order).longest for group in (left, right)} == {1}
+    order = ring_orders.ring_order(torus, [left, right])
+    assert {ring_orders.cost(torus, group, order).longest for group in (left, right)} == {1}
     turned = [right[i] for i in (1, 0, 2, 3, 4, 5, 6, 7)]
-    shared = physical.ring_order(torus, [left, turned])
-    worst = max(physical.cost(torus, group, shared) for group in (left, turned))
-    for other in (order, physical.ring_order(torus, [turned]), tuple(range(8))):
-        assert worst <= max(physical.cost(torus, group, other) for group in (left, turned))
+    shared = ring_orders.ring_order(torus, [left, turned])
+    worst = max(ring_orders.cost(torus, group, shared) for group in (left, turned))
+    for other in (order, ring_orders.ring_order(torus, [turned]), tuple(range(8))):
+        assert worst <= max(ring_orders.cost(torus, group, other) for group in (left, turned))
 
 
 def test_the_pictures_in_the_docstring_are_the_orders() -> None:
     torus = Torus((4, 4), (False, False))
-    order = physical.ring_order(torus, [all_places((4, 4))])
+    order = ring_orders.ring_order(torus, [all_places((4, 4))])
     rows = ["".join(f"{order.index(4 * x + y):4}" for y in range(4)).rstrip() for x in range(4)]
-    assert all(row in (physical.__doc__ or "") for row in rows), "\n".join(rows)
+    assert all(row in (ring_orders.__doc__ or "") for row in rows), "\n".join(rows)
     torus = Torus((2, 2), (False, False))
-    order = physical.ring_order(torus, [all_places((2, 2), 2)])
+    order = ring_orders.ring_order(torus, [all_places((2, 2), 2)])
     rows = [
         "   ".join(
             f"{order.index(4 * x + 2 * y)},{order.index(4 * x + 2 * y + 1)}" for y in range(2)
         )
         for x in range(2)
     ]
-    assert all(row in (physical.__doc__ or "") for row in rows), "\n".join(rows)
+    assert all(row in (ring_orders.__doc__ or "") for row in rows), "\n".join(rows)

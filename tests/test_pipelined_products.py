@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import harness
-from pallas_collectives import pipelined_products
 from pallas_collectives.errors import CollectiveError, DtypeError
+from pallas_collectives.overlap import array_products
 
 XLA = {"backend": "xla"}
 
@@ -51,7 +51,7 @@ def test_all_gather_matmul(
     ws = {"up": normal(dtype, n, 7, 4, seed=1), "down": normal(dtype, n, 7, 2, seed=2)}
 
     def program(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
-        return pipelined_products.pipelined_all_gather_matmul(
+        return array_products.pipelined_all_gather_matmul(
             x, {"up": up, "down": down}, "x", gather_axis=axis, return_gathered=True,
             preferred_element_type=preferred, **XLA,
         )  # fmt: skip
@@ -74,7 +74,7 @@ def test_matmul_reduce_scatter(
     x, w = normal(dtype, n, n, 2 * n, 5, seed=0), normal(dtype, n, 5, 3 * n, seed=1)
 
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
-        return pipelined_products.pipelined_matmul_reduce_scatter(
+        return array_products.pipelined_matmul_reduce_scatter(
             x, w, "x", scatter_axis=axis, preferred_element_type=preferred, **XLA
         )
 
@@ -89,9 +89,7 @@ def test_means_and_precise_sums_of_products() -> None:
     x, w = normal("bfloat16", n, n, 8, seed=0), normal("bfloat16", n, 8, 64, seed=1)
 
     def program(x: jax.Array, w: jax.Array) -> Any:
-        run = functools.partial(
-            pipelined_products.pipelined_matmul_reduce_scatter, x, w, "x", **XLA
-        )
+        run = functools.partial(array_products.pipelined_matmul_reduce_scatter, x, w, "x", **XLA)
         return run(), run(precise=True), run(reduce="mean", precise=True)
 
     plain, precise, mean = harness.per_device(program, harness.mesh(n))(x, w)
@@ -106,8 +104,8 @@ def test_gradients_of_products_are_laxs() -> None:
     x, w = normal("float32", n, n, 6, seed=0), normal("float32", n, 6, n, seed=1)
 
     def ours(x: jax.Array, w: jax.Array) -> jax.Array:
-        y = jnp.sin(pipelined_products.pipelined_all_gather_matmul(x, w, "x", **XLA))
-        return pipelined_products.pipelined_matmul_reduce_scatter(y, w.T, "x", **XLA)
+        y = jnp.sin(array_products.pipelined_all_gather_matmul(x, w, "x", **XLA))
+        return array_products.pipelined_matmul_reduce_scatter(y, w.T, "x", **XLA)
 
     def of_lax(x: jax.Array, w: jax.Array) -> jax.Array:
         y = jnp.sin(lax.all_gather(x, "x", tiled=True) @ w)
@@ -128,10 +126,10 @@ def test_gradients_of_narrow_weights_are_added_in_float32() -> None:
 
     def ours(x: jax.Array, w: jax.Array) -> Any:
         _, of_gather = jax.vjp(
-            lambda w: pipelined_products.pipelined_all_gather_matmul(x[:1], w, "x", **XLA), w
+            lambda w: array_products.pipelined_all_gather_matmul(x[:1], w, "x", **XLA), w
         )
         _, of_scatter = jax.vjp(
-            lambda w: pipelined_products.pipelined_matmul_reduce_scatter(x, w, "x", **XLA), w
+            lambda w: array_products.pipelined_matmul_reduce_scatter(x, w, "x", **XLA), w
         )
         return of_gather(cotangent), of_scatter(cotangent[:1])
 
@@ -185,9 +183,9 @@ def overlapped(ops: list[str]) -> int:
 
 
 PRODUCTS_ON_TPU = {
-    "all_gather": (pipelined_products.pipelined_all_gather_matmul, (256, 1024), (1024, 512)),
+    "all_gather": (array_products.pipelined_all_gather_matmul, (256, 1024), (1024, 512)),
     "reduce_scatter": (
-        pipelined_products.pipelined_matmul_reduce_scatter,
+        array_products.pipelined_matmul_reduce_scatter,
         (4096, 256),
         (256, 1024),
     ),
@@ -212,8 +210,8 @@ def test_laxs_permutes_fly_while_a_tpu_multiplies(name: str) -> None:
 
 def test_products_that_cannot_be_are_refused_while_tracing() -> None:
     multiply, scatter = (
-        pipelined_products.pipelined_all_gather_matmul,
-        pipelined_products.pipelined_matmul_reduce_scatter,
+        array_products.pipelined_all_gather_matmul,
+        array_products.pipelined_matmul_reduce_scatter,
     )
     w = jnp.ones((4, 5))
     for wrong in (jnp.ones((5, 4)), jnp.ones(4), jnp.ones((2, 4, 5))):

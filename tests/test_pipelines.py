@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec
 import harness
 import jaxprs
 import pallas_collectives as pc
-from pallas_collectives import checks, collectives, pipelines
+from pallas_collectives import collectives, validation
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
+from pallas_collectives.overlap import array_pipelines
 
 XLA = {"backend": "xla"}
 gather = pc.pipelined_all_gather_and_consume
@@ -65,7 +66,7 @@ def test_values(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 6, 7])
 def test_values_of_looped_hops(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "UNROLLED_UP_TO", 1)
+    monkeypatch.setattr(array_pipelines, "UNROLLED_UP_TO", 1)
     check_values(n)
 
 
@@ -127,7 +128,7 @@ def test_tables_in_the_docstring_are_what_device_0_of_5_does(
         rows[-1][1].append(str(destination))
         return jnp.asarray(destination)
 
-    monkeypatch.setattr(checks, "size_of", lambda axis_name: n)
+    monkeypatch.setattr(validation, "size_of", lambda axis_name: n)
     monkeypatch.setattr(lax, "axis_index", lambda axis_name: 0)
     monkeypatch.setattr(collectives, "ppermute", ppermute)
     if function is gather:
@@ -135,7 +136,7 @@ def test_tables_in_the_docstring_are_what_device_0_of_5_does(
     else:
         function(produce, "x")
     lines = [HEADINGS[function], *(f"{' '.join(a):<12}{' '.join(b)}" for a, b in rows)]
-    assert "".join(f"    {line}\n" for line in lines) in pipelines.__doc__
+    assert "".join(f"    {line}\n" for line in lines) in array_pipelines.__doc__
 
 
 @settings(
@@ -168,7 +169,7 @@ def test_any_shape_and_place_as_lax(data: st.DataObject) -> None:
 
     on = harness.mesh(n)
     with pytest.MonkeyPatch.context() as patch, pc.use_backend("xla"):
-        patch.setattr(pipelines, "UNROLLED_UP_TO", 1 if looped else 8)
+        patch.setattr(array_pipelines, "UNROLLED_UP_TO", 1 if looped else 8)
         results = harness.per_device(ours, on, check_vma=False)(x)
     for got, want in zip(results, harness.per_device(of_lax, on, check_vma=False)(x), strict=True):
         assert got.dtype == want.dtype

@@ -13,10 +13,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 import harness
 import pallas_collectives
-from pallas_collectives import places
 from pallas_collectives.errors import BackendError
-from pallas_collectives.kernels import all_gather, entry, physical
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels import all_gather
+from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.topology import placement, ring_orders
+from pallas_collectives.topology.groups import Group
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_results_are_in_laxs_order_whatever_the_torus(
         program = harness.per_device(functools.partial(everything, m), on, check_vma=False)
         return jax.tree.map(np.asarray, program(x))
 
-    with places.torus(torus), pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
+    with placement.torus(torus), pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
         got = run(pallas_collectives)
     assert not harness.race_reported()
     jax.tree.map(np.testing.assert_array_equal, got, run(jax.lax))
@@ -111,7 +112,7 @@ def test_an_order_is_of_the_devices_of_the_mesh(
     def program(block: jax.Array) -> jax.Array:
         return pallas_collectives.all_gather(block, name, algorithm="bidirectional")
 
-    with places.torus("v5e:2x4"):
+    with placement.torus("v5e:2x4"):
         got = harness.per_device(program, on)(x)
     np.testing.assert_array_equal(np.asarray(got)[3], x)
     assert {g.order for g in groups} == {None}  # lax's order is the ring
@@ -125,7 +126,7 @@ def test_a_torus_is_part_of_what_jit_remembers(groups: list[Group]) -> None:
     orders = []
     for name in (None, "v5e:2x4", "v6e:4x2"):
         groups.clear()
-        with places.torus(name) if name else places.scope(None):
+        with placement.torus(name) if name else placement.scope(None):
             np.testing.assert_array_equal(np.asarray(run(x))[0], x)
         orders.append([g.order for g in groups if g.order])
     plain, wide, tall = orders
@@ -145,7 +146,7 @@ def test_gradients_without_jit(groups: list[Group]) -> None:
         program = functools.partial(loss, m)
         return np.asarray(harness.per_device(program, harness.mesh(8), check_vma=False, **how)(x))
 
-    with places.torus("v5e:2x4"):
+    with placement.torus("v5e:2x4"):
         got = run(pallas_collectives, jit=False)
     np.testing.assert_allclose(got, run(jax.lax))
     assert {g.order for g in groups} >= {(0, 1, 2, 3, 7, 6, 5, 4)}
@@ -153,11 +154,11 @@ def test_gradients_without_jit(groups: list[Group]) -> None:
 
 def test_what_torus_refuses() -> None:
     for name in ("v9:2x4", "v5e:2x2x2", "v5e:", "2x4", "v5e:0x4", None):
-        with pytest.raises(BackendError, match="GENERATION:AxBxC"), places.torus(name):
+        with pytest.raises(BackendError, match="GENERATION:AxBxC"), placement.torus(name):
             pass
     x = harness.random((8, 8, 128), "float32")
     run = harness.per_device(lambda a: pallas_collectives.psum(a, "x"), harness.mesh(8))
-    with places.torus("v5e:2x2"), pytest.raises(BackendError, match="has 4 devices"):
+    with placement.torus("v5e:2x2"), pytest.raises(BackendError, match="has 4 devices"):
         run(x)
 
 
@@ -165,11 +166,11 @@ def test_what_torus_refuses() -> None:
 def test_real_coordinates_make_a_ring_of_single_links(topology: str) -> None:
     pytest.importorskip("libtpu")
     devices = harness._topology(topology).devices
-    found = places.of_mesh(Mesh(np.array(devices), ("x",)))
+    found = placement.of_mesh(Mesh(np.array(devices), ("x",)))
     assert found is not None
     assert math.prod(found.torus.shape) * (2 if topology[:2] in ("v4", "tp") else 1) == 8
-    order = physical.ring_order(found.torus, [found.at])
-    assert physical.cost(found.torus, found.at, order).longest == 1
+    order = ring_orders.ring_order(found.torus, [found.at])
+    assert ring_orders.cost(found.torus, found.at, order).longest == 1
 
 
 def test_each_slice_has_its_own_torus() -> None:
@@ -179,12 +180,12 @@ def test_each_slice_has_its_own_torus() -> None:
     both, inside = Group(("dcn", "x"), (2, 8)), Group(("x",), (8,))
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-        places.scope(places.of_mesh(mesh)),
+        placement.scope(placement.of_mesh(mesh)),
     ):
-        found, there = places.arranged(inside), places.in_scope()
-        assert places.arranged(both) == both
+        found, there = placement.arranged(inside), placement.in_scope()
+        assert placement.arranged(both) == both
     assert there is not None and there.torus.shape == (2, 4) and found.order is not None
-    assert physical.cost(there.torus, there.at[:8], found.order).longest == 1
+    assert ring_orders.cost(there.torus, there.at[:8], found.order).longest == 1
     assert [(axis.size, axis.line) for axis in found.torus] == [(4, True), (2, False)]
 
 
@@ -203,14 +204,14 @@ def test_compiled_kernels_get_the_order(
 
 
 def test_an_abstract_mesh_keeps_laxs_order() -> None:
-    assert places.of_mesh(harness.mesh(8).abstract_mesh) is None
-    assert places.of_mesh(harness.mesh(8)) is None  # simulated, and no torus in scope
-    assert places.in_scope() is None
+    assert placement.of_mesh(harness.mesh(8).abstract_mesh) is None
+    assert placement.of_mesh(harness.mesh(8)) is None  # simulated, and no torus in scope
+    assert placement.in_scope() is None
     group = Group(("x",), (8,))
     seen = []
 
     def look(x: jax.Array) -> jax.Array:
-        seen.append(places.arranged(group))
+        seen.append(placement.arranged(group))
         return x
 
     spec = PartitionSpec("x")

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from pallas_collectives.errors import AlgorithmError, CollectiveError, ReachError
-from pallas_collectives.kernels import ppermute, sync
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels import ppermute
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.topology.groups import Group
 
 GIB = 1 << 30
 PAIRS = ((0, 2), (2, 1), (3, 3))  # of the docstring

@@ -18,8 +18,9 @@ import pallas_collectives
 from conformance import routed
 from pallas_collectives import replay
 from pallas_collectives.errors import CollectiveError, ReachError
-from pallas_collectives.kernels import channel, ragged_all_to_all, sync
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels import ragged_all_to_all
+from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.topology.groups import Group
 
 GIB = 1 << 30
 TILE_BYTES = 8 * 128 * 4

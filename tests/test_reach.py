@@ -13,13 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import pallas_collectives as pc
-from pallas_collectives import chips, reach
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import AlgorithmError
-from pallas_collectives.kernels.physical import Torus
 from pallas_collectives.replay import trace_program
 from pallas_collectives.replay.machine import Machine
 from pallas_collectives.replay.program import Program, Signal, Start
+from pallas_collectives.topology import chips, reach
+from pallas_collectives.topology.ring_orders import Torus
 
 V5E, V5P = chips.BY_NAME["v5e"], chips.BY_NAME["v5p"]
 

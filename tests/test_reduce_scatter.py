@@ -14,15 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
-from pallas_collectives.kernels import (
-    all_reduce,
-    all_reduce_line,
-    channel,
-    reduce_scatter,
-    sync,
-    topology,
-)
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels import all_reduce, all_reduce_line, reduce_scatter
+from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import Group
 
 
 def scatter(x: jax.Array, n: int, params: Any) -> jax.Array:
@@ -104,7 +99,7 @@ def test_dropped_credit_is_caught(
 
 def test_too_few_slots_for_the_credits_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps share a slot and its semaphore, and the credits do not know it."""
-    wrap_step = topology.wrap_step
+    wrap_step = groups.wrap_step
     monkeypatch.setattr(channel, "wrap_step", lambda step, slots: wrap_step(step, 1))
     assert is_caught(scatter, 8, "on_wait")
 
@@ -147,8 +142,8 @@ def test_dropped_barrier_is_caught(
 
 
 def test_step_table_in_the_docstring_is_the_schedule() -> None:
-    streams = topology.streams(4, bidirectional=True, chunks=2)
-    table = topology.reduce_table(4, streams)
+    streams = groups.streams(4, bidirectional=True, chunks=2)
+    table = groups.reduce_table(4, streams)
     assert all(line in (reduce_scatter.__doc__ or "") for line in table.splitlines()), f"\n{table}"
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import replay_kernels as kernels
 from pallas_collectives.kernels import all_gather
-from pallas_collectives.kernels.topology import Group
 from pallas_collectives.replay import Machine, Report, replay
+from pallas_collectives.topology.groups import Group
 
 
 def check(body: Any, n: int, machine: str | None = None) -> Report:

@@ -13,9 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import replay_kernels as kernels
-from pallas_collectives import chips
 from pallas_collectives.replay import Machine, Report, replay
 from pallas_collectives.replay.rules import Fault
+from pallas_collectives.topology import chips
 
 DMA, REGULAR = kernels.DMA, kernels.REGULAR
 

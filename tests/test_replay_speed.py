@@ -16,7 +16,7 @@ _PROGRAM = """
 import json, resource, sys, time
 import jax, jax.numpy as jnp
 from pallas_collectives.kernels import all_gather
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.topology.groups import Group
 from pallas_collectives.replay import Machine, replay
 name, n, symmetric, races = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4] == "1"
 rows = int(sys.argv[5])

@@ -4,17 +4,11 @@ import types
 
 import pytest
 
-from pallas_collectives.kernels import (
-    all_reduce,
-    all_reduce_line,
-    all_to_all,
-    ppermute,
-    tables,
-    topology,
-)
+from pallas_collectives.kernels import all_reduce, all_reduce_line, all_to_all, ppermute, tables
+from pallas_collectives.topology import groups
 
 PAIRS = ((0, 2), (2, 1), (3, 3))
-BOTH_WAYS = topology.streams(4, bidirectional=True, chunks=2)
+BOTH_WAYS = groups.streams(4, bidirectional=True, chunks=2)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import harness
-from pallas_collectives.kernels import topology
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Group
+from pallas_collectives.topology import groups as topology
+from pallas_collectives.topology.groups import LEFT, RIGHT, Group
 
 RINGS = st.tuples(st.integers(2, 64), st.booleans(), st.sampled_from([1, 2, 3, 4, 5, 16]))
 

@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_collectives import chips, places, tori, tuning
 from pallas_collectives.backends import algorithms
-from pallas_collectives.kernels.topology import Group
 from pallas_collectives.replay import Machine
+from pallas_collectives.topology import chips, placement, torus_axes
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.tuning import choice
 
 NAMES = ("x", "y", "z")
 
@@ -32,18 +33,21 @@ def test_the_axes_of_a_torus_are_found(
     machine = Machine.named(name)
     mesh = machine.mesh(dict(zip(NAMES, sizes, strict=False)))
     on = dict(zip(NAMES, sizes, strict=False))
-    with jax.sharding.use_abstract_mesh(mesh), places.scope(machine.places(np.arange(mesh.size))):
-        group = places.arranged(Group(axes, tuple(on[a] for a in axes)))
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        placement.scope(machine.places(np.arange(mesh.size))),
+    ):
+        group = placement.arranged(Group(axes, tuple(on[a] for a in axes)))
     assert [(axis.size, axis.line) for axis in group.torus] == found
 
 
 def test_without_places_mesh_axes_are_the_torus() -> None:
-    assert [axis.axes for axis in tori.of_mesh(Group(("x", "y", "z"), (4, 1, 2)))] == [
+    assert [axis.axes for axis in torus_axes.of_mesh(Group(("x", "y", "z"), (4, 1, 2)))] == [
         ("x",),
         ("z",),
     ]
-    assert tori.of_mesh(Group(("x",), (8,))) == ()
-    assert tori.of_mesh(Group(("x", "y"), (2, 2), ((0, 1), (2, 3)))) == ()
+    assert torus_axes.of_mesh(Group(("x",), (8,))) == ()
+    assert torus_axes.of_mesh(Group(("x", "y"), (2, 2), ((0, 1), (2, 3)))) == ()
 
 
 @pytest.mark.parametrize(
@@ -60,9 +64,15 @@ def test_when_all_axes_are_chosen(name: str, op: str, nbytes: int, chosen: bool)
     machine = Machine.named(name)
     sizes = {name: n for name, n in zip(NAMES, machine.shape, strict=False) if n > 1}
     mesh = machine.mesh(sizes)
-    with jax.sharding.use_abstract_mesh(mesh), places.scope(machine.places(np.arange(mesh.size))):
-        group, chip = places.arranged(Group(tuple(sizes), tuple(sizes.values()))), chips.current()
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        placement.scope(machine.places(np.arange(mesh.size))),
+    ):
+        group, chip = (
+            placement.arranged(Group(tuple(sizes), tuple(sizes.values()))),
+            chips.current(),
+        )
         reach = algorithms.reachable(op, group, chip, cuts=512)
         on = algorithms.torus_of(group, chip)
-        best = tuning.choose(op, nbytes, group.size, chip, reach, on)
+        best = choice.choose(op, nbytes, group.size, chip, reach, on)
     assert (best.partition(":")[0] == "torus") == chosen

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_collectives.kernels import torus, torus_devices, torus_timetable
-from pallas_collectives.kernels.topology import RIGHT, Group
-from pallas_collectives.kernels.torus import Plan
+from pallas_collectives.kernels.torus import devices, timetable
+from pallas_collectives.kernels.torus import shares as torus
+from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.topology.groups import RIGHT, Group
 
 NAMES = ("x", "y", "z")
 SIZES = st.lists(st.sampled_from([2, 3, 4, 5, 8, 16]), min_size=1, max_size=3).map(tuple)
@@ -140,7 +141,7 @@ def test_the_timetable_has_every_hop_once_and_in_order(
     plan = plan_of(sizes, lines, rows, 1 + both, both)
     phases = range(len(sizes))
     course = [*phases[::-1], *phases] if back else list(phases)
-    segments = torus_timetable.timetable(plan, course)
+    segments = timetable.timetable(plan, course)
     for b, bundle in enumerate(plan.bundles):
         spans = [segment[b] for segment in segments if segment[b] is not None]
         hops = [(s.number, hop) for s in spans for hop in range(s.start, s.stop)]
@@ -168,8 +169,8 @@ def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
             begun[b, -1, int(stream)] = []
 
     with jax.disable_jit(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torus_timetable.lax, "fori_loop", _python_loop)
-        torus_timetable.run(plan, (Record(), range(len(sizes))))
+        patch.setattr(timetable.lax, "fori_loop", _python_loop)
+        timetable.run(plan, (Record(), range(len(sizes))))
     assert begun == {
         (b, phase, stream): list(range(plan.hops(bundle, phase))) if phase >= 0 else []
         for b, bundle in enumerate(plan.bundles)
@@ -189,9 +190,9 @@ def _python_loop(start: Any, stop: Any, body: Callable[..., Any], _: None) -> No
 def test_numbers_are_those_of_the_places() -> None:
     rows = (((4, 1), (2, 3), (0, 5)), ((4, 2, 0), (1, 3, 5)))
     axes = tuple(Group(("x",), (6,), along) for along in rows)
-    found = torus_devices.numbers(axes)
+    found = devices.numbers(axes)
     assert found is not None and found.tolist() == [4, 2, 0, 1, 3, 5]
-    assert torus_devices.field_sizes(axes) == (6, 1)
+    assert devices.field_sizes(axes) == (6, 1)
     straight = tuple(Group(("x",), (4,), along) for along in (((0, 2), (1, 3)), ((0, 1), (2, 3))))
-    assert torus_devices.numbers(straight) is None
-    assert torus_devices.field_sizes(straight) == (2, 2)
+    assert devices.numbers(straight) is None
+    assert devices.field_sizes(straight) == (2, 2)

@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives
-from pallas_collectives import places, tori
-from pallas_collectives.kernels import channel, sync, torus_all_gather, torus_reduce_scatter
-from pallas_collectives.kernels.topology import Group
-from pallas_collectives.kernels.torus import Plan
+from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.kernels.torus import all_gather, reduce_scatter
+from pallas_collectives.kernels.torus.shares import Plan
 from pallas_collectives.replay import Machine, Report, bound, replay
+from pallas_collectives.topology import placement, torus_axes
+from pallas_collectives.topology.groups import Group
 
 SLOW = pytest.mark.slow
 NAMES = ("x", "y", "z")
@@ -28,7 +29,7 @@ NAMES = ("x", "y", "z")
 
 def group_of(*sizes: int) -> Group:
     plain = Group(NAMES[: len(sizes)], sizes)
-    return Group(plain.axes, sizes, torus=tori.of_mesh(plain))
+    return Group(plain.axes, sizes, torus=torus_axes.of_mesh(plain))
 
 
 # Values and races.
@@ -120,7 +121,7 @@ def test_one_mesh_axis_laid_over_a_torus_in_any_order(op: str, space: str, name:
     call, reference = CASES[op]
     x = harness.random((8, 48 * (1 if op == "all_gather" else 8), 128), "float32")
     params = harness.ADVERSARIES["on_wait"]
-    with places.torus(name), pltpu.force_tpu_interpret_mode(params):
+    with placement.torus(name), pltpu.force_tpu_interpret_mode(params):
         program = harness.per_device(
             lambda a: call(pallas_collectives, a, "x", algorithm=f"torus{space}"),
             jax.sharding.Mesh(devices, ("x",)),
@@ -140,9 +141,7 @@ def gather_is_caught(mode: str, sizes: tuple[int, ...] = (2, 4), hold: int | Non
     def program(block: jax.Array) -> jax.Array:
         block = block if hold is None else harness.delayed(block, hold)
         params = harness.ADVERSARIES[mode]
-        return torus_all_gather.all_axes(
-            block, group_of(*sizes), axis=0, vmem=False, interpret=params
-        )
+        return all_gather.all_axes(block, group_of(*sizes), axis=0, vmem=False, interpret=params)
 
     run = harness.per_device(program, on, check_vma=False)
     return harness.caught(lambda: run(x), np.broadcast_to(x.reshape(-1, 128), (n, 32 * n, 128)))
@@ -153,7 +152,7 @@ def sum_is_caught(mode: str, sizes: tuple[int, ...] = (4, 2)) -> bool:
     x = harness.random((n, n * 32, 128), "float32")
 
     def program(block: jax.Array) -> jax.Array:
-        return torus_reduce_scatter.reduce_scatter(
+        return reduce_scatter.reduce_scatter(
             block,
             group_of(*sizes),
             axis=0,
@@ -189,9 +188,9 @@ def test_sound_gather_is_not_caught() -> None:
 
 
 def test_few_semaphores_do_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torus_all_gather, "WINDOW", 2)
+    monkeypatch.setattr(all_gather, "WINDOW", 2)
     assert not gather_is_caught("on_wait")
-    monkeypatch.setattr(torus_reduce_scatter, "SLOTS", 2)
+    monkeypatch.setattr(reduce_scatter, "SLOTS", 2)
     assert not sum_is_caught("on_wait")
 
 
@@ -201,13 +200,13 @@ def test_hops_that_share_a_semaphore_are_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_phases_that_share_semaphores_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = torus_all_gather.Gather
+    sound = all_gather.Gather
 
     def faulty(plan: Plan, rings: Any, o: Any, semaphores: channel.Semaphores, **own: Any) -> Any:
         shared = semaphores._replace(arrived=OnePhase(semaphores.arrived))
         return sound(plan, rings, o, shared, **own)
 
-    monkeypatch.setattr(torus_all_gather, "Gather", faulty)
+    monkeypatch.setattr(all_gather, "Gather", faulty)
     assert gather_is_caught("on_wait")
 
 
@@ -231,7 +230,7 @@ def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
             wait(semaphore, *args, **kwargs)
 
     monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
-    monkeypatch.setattr(torus_reduce_scatter, "SLOTS", 1)
+    monkeypatch.setattr(reduce_scatter, "SLOTS", 1)
     assert sum_is_caught("on_wait")
 
 

@@ -14,13 +14,14 @@ from jax.sharding import AbstractMesh
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives import chips, tables, tuning
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.measured import Measured as Measured_
 from pallas_collectives.backends.plans import How
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import SlowerError, TableError
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.tuning import choice, tables
 from tables_of_times import chosen, content, entry, reachable, served, slow_direct, written
 
 pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
@@ -51,8 +52,10 @@ def test_the_fastest_that_is_allowed_is_chosen_everywhere(
     op: str, block: int, n: int, chip: Any, torus: str | None
 ) -> None:
     reach = reachable(op, n, chip, torus)
-    predicted = tuning.predict(op, block, n, chip, reach, torus)
-    best = tuning.choose(op, block, n, chip, reach, torus)
+    if op == "all_reduce" and n > 64 and not chip.far_dma and not reach:
+        return  # no kernel sums on so long a line: lax serves
+    predicted = choice.predict(op, block, n, chip, reach, torus)
+    best = choice.choose(op, block, n, chip, reach, torus)
     assert best.partition(":")[0] in reach
     assert predicted[best].us == min(p.us for p in predicted.values())
     assert all(p.us >= 0 for p in predicted.values())
@@ -61,7 +64,7 @@ def test_the_fastest_that_is_allowed_is_chosen_everywhere(
 
 
 def test_a_table_that_prefers_the_slowest_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tuning.load(tables.MODELLED)
+    table = choice.load(tables.MODELLED)
     swapped = copy.deepcopy(table.entries)
     for e in swapped.values():
         if e.op == "all_reduce" and {"ring:vmem", "one_shot:vmem"} <= e.us.keys():
@@ -72,7 +75,7 @@ def test_a_table_that_prefers_the_slowest_would_be_noticed(monkeypatch: pytest.M
 
 
 def test_a_group_between_those_of_the_table_lies_between_their_times() -> None:
-    times = [tuning.predict("all_gather", MIB, n, V5P, ("direct",), "line") for n in (4, 6, 8)]
+    times = [choice.predict("all_gather", MIB, n, V5P, ("direct",), "line") for n in (4, 6, 8)]
     four, six, eight = (t["direct"] for t in times)
     assert six.us == pytest.approx((four.us + eight.us) / 2) and six.devices == (4, 8)
 
@@ -80,7 +83,7 @@ def test_a_group_between_those_of_the_table_lies_between_their_times() -> None:
 def test_a_torus_between_those_of_the_table_lies_between_their_times() -> None:
     """3x4 devices between 2x4 and 4x4; a small cylinder, of which there is none, as a grid."""
     on = {"2x4 grid": 8, "3x4 grid": 12, "4x4 grid": 16, "3x4 cylinder": 12}
-    found = {t: tuning.predict("all_gather", MIB, n, V6E, ("torus",), t) for t, n in on.items()}
+    found = {t: choice.predict("all_gather", MIB, n, V6E, ("torus",), t) for t, n in on.items()}
     less, between, more, cylinder = (times["torus"] for times in found.values())
     assert between.us == pytest.approx((less.us + more.us) / 2)
     assert between.devices == (8, 16) and cylinder.us == between.us
@@ -92,7 +95,7 @@ def test_blocks_that_cannot_be_cut_go_from_axis_to_axis_on_large_tori(op: str) -
     for n, lies, over_all in ((64, "4x4x4 torus", True), (8, "2x2x2 grid", False)):
         on = Group(("x",), (n,), torus=(Group(("x",), (2,)),) * 3)
         reach = algorithms.reachable(op, on, V5P, cuts=1)
-        name = tuning.choose(op, 4 * KIB, n, V5P, reach, lies)
+        name = choice.choose(op, 4 * KIB, n, V5P, reach, lies)
         assert name.startswith("torus") == over_all, name
 
 
@@ -104,11 +107,11 @@ def test_a_measured_table_takes_the_place_of_the_modelled_one(
 ) -> None:
     path = written(tmp_path / "table.json", slow_direct())
     assert served() == served(algorithm="auto") == served(algorithm=None) == {"direct"}
-    with tuning.use_table(path):
+    with choice.use_table(path):
         assert served() == {"unidirectional"}
-        with tuning.use_table(None):
+        with choice.use_table(None):
             assert served() == {"direct"}
-    monkeypatch.setenv(tuning.ENVIRONMENT_VARIABLE, str(path))
+    monkeypatch.setenv(choice.ENVIRONMENT_VARIABLE, str(path))
     assert served() == {"unidirectional"}
     assert served(algorithm="direct") == {"direct"}
 
@@ -117,7 +120,7 @@ def test_a_jitted_function_is_traced_again_under_a_table(tmp_path: Path) -> None
     x = np.zeros((2, 8, 128), np.float32)
     run = harness.per_device(lambda a: pc.all_gather(a, "x"), harness.mesh(2))
     run(x)
-    with tuning.use_table(written(tmp_path / "table.json", slow_direct())):
+    with choice.use_table(written(tmp_path / "table.json", slow_direct())):
         run(x)
     run(x)
     assert pc.counts() == {
@@ -131,19 +134,19 @@ def test_a_jitted_function_is_traced_again_under_a_table(tmp_path: Path) -> None
 )
 def test_what_was_not_measured_is_modelled(tmp_path: Path, changes: dict[str, Any]) -> None:
     us = {"partners": [1.0, 2.0]} if "op" in changes else slow_direct()["us"]
-    with tuning.use_table(written(tmp_path / "table.json", {**slow_direct(), "us": us, **changes})):
+    with choice.use_table(written(tmp_path / "table.json", {**slow_direct(), "us": us, **changes})):
         assert served() == {"direct"}
 
 
 def test_a_table_of_another_jax_is_not_used(tmp_path: Path) -> None:
-    with tuning.use_table(written(tmp_path / "table.json", slow_direct(), jax="0.0.1")):
+    with choice.use_table(written(tmp_path / "table.json", slow_direct(), jax="0.0.1")):
         assert served() == {"direct"}
 
 
 def test_a_bad_table_in_the_environment_is_refused_while_tracing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(tuning.ENVIRONMENT_VARIABLE, str(tmp_path / "none.json"))
+    monkeypatch.setenv(choice.ENVIRONMENT_VARIABLE, str(tmp_path / "none.json"))
     with pytest.raises(TableError, match=r"none\.json.*no such file"):
         served()
 
@@ -172,7 +175,7 @@ def test_lax_serves_on_gpus_where_it_was_measured_faster(
     mesh = AbstractMesh((2,), ("x",), axis_types=auto, abstract_device=device)
     row = {**entry(op="all_reduce", chip="NVIDIA H200", us=us), **changes}
     backend, found = Measured_(Sums(), "nccl"), []
-    with jax.sharding.use_abstract_mesh(mesh), tuning.use_table(tables.parse(content(row), "x")):
+    with jax.sharding.use_abstract_mesh(mesh), choice.use_table(tables.parse(content(row), "x")):
         for rows in (1, 16 * KIB):
             x = np.zeros((rows, 1), np.float32)
             try:

@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks import replay_rows, tune
 from benchmarks.cases import CASES
-from pallas_collectives import chips, tables, tuning
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import TableError
 from pallas_collectives.replay import Machine
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import choice, tables
 from tables_of_times import content, entry, reachable, written
 
 pytestmark = pytest.mark.usefixtures("modelled_table_alone")
@@ -52,7 +53,7 @@ def test_a_bad_table_is_refused_with_file_key_rule_and_remedy(
     path = tmp_path / "table.json"
     path.write_text(json.dumps(bad))
     with pytest.raises(TableError) as caught:
-        tuning.load(path)
+        choice.load(path)
     message = str(caught.value)
     assert message.startswith(f"{key} of the table") or message.startswith(key)
     assert str(path) in message and rule in message and "python -m benchmarks tune" in message
@@ -60,18 +61,18 @@ def test_a_bad_table_is_refused_with_file_key_rule_and_remedy(
 
 def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TableError, match="no such file"):
-        tuning.load(tmp_path / "none.json")
+        choice.load(tmp_path / "none.json")
     with pytest.raises(TableError, match="named by a path"):
-        tuning.load({})  # type: ignore[arg-type]
+        choice.load({})  # type: ignore[arg-type]
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(TableError, match="read as JSON"):
-        tuning.load(tmp_path / "text.json")
+        choice.load(tmp_path / "text.json")
 
 
 def test_tables_survive_being_written_and_read(tmp_path: Path) -> None:
     for table in (
         tables.parse(content(entry(), entry(devices=4)), "x"),
-        tuning.load(tables.MODELLED),
+        choice.load(tables.MODELLED),
     ):
         read = tables.parse(json.loads(tables.dump(table)), table.path)
         assert dataclasses.asdict(read) == dataclasses.asdict(table)
@@ -79,10 +80,10 @@ def test_tables_survive_being_written_and_read(tmp_path: Path) -> None:
 
 def test_a_file_written_anew_is_read_anew(tmp_path: Path) -> None:
     path = written(tmp_path / "table.json")
-    before = tuning.load(path)
-    assert tuning.load(path) is before
+    before = choice.load(path)
+    assert choice.load(path) is before
     written(path, entry(devices=4))
-    assert [entry.devices for entry in tuning.load(path).entries.values()] == [4]
+    assert [entry.devices for entry in choice.load(path).entries.values()] == [4]
 
 
 def test_a_torus_is_named_by_its_axes_and_by_which_of_them_close() -> None:
@@ -95,7 +96,7 @@ def test_a_torus_is_named_by_its_axes_and_by_which_of_them_close() -> None:
 
 
 def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
-    table = tuning.load(tables.MODELLED)
+    table = choice.load(tables.MODELLED)
     assert table.kind == "modelled" and "not measured" in table.about
     for chip, op in itertools.product(chips.BY_NAME.values(), ALGORITHMS):
         entries = [e for e in table.entries.values() if (e.op, e.chip) == (op, chip.name)]
@@ -136,7 +137,7 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
 )
 def test_times_made_again_agree(chip: str, torus: str, n: int, op: str, algorithm: str) -> None:
     """If not: the kernels have changed since `python -m benchmarks tune --model`."""
-    table = tuning.load(tables.MODELLED)
+    table = choice.load(tables.MODELLED)
     shipped = table.entries[op, chip, torus, n]
     others = {name: times for name, times in shipped.us.items() if name != algorithm}
     known = dataclasses.replace(
@@ -165,5 +166,5 @@ def test_predictions_between_entries_are_near_the_replay(
     size = block if case.whole else block * n
     machine = Machine.named(f"v5p:{n}", (True, False, False))
     task = replay_rows.Task(machine, case, "float32", size, algorithm, ("x",))
-    predicted = tuning.predict(op, block, n, V5P, (algorithm,), "ring")[algorithm]
+    predicted = choice.predict(op, block, n, V5P, (algorithm,), "ring")[algorithm]
     assert predicted.us == pytest.approx(replay_rows.run(task).time * 1e6, rel=0.15)

@@ -6,14 +6,16 @@ from typing import Any
 
 import jax
 
-from pallas_collectives import catalogue, chips, places, reach, tables, tuning
+from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import How, Plan
-from pallas_collectives.chips import Chip
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
-from pallas_collectives.kernels import entry
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.kernels.machinery import entry
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
+from pallas_collectives.topology import chips, placement, reach
+from pallas_collectives.topology.chips import Chip
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.tuning import choice, tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +162,8 @@ def _fastest(
         names = tuple(name for name in names if name not in shifts)
     if not names:
         raise unreachable(f"{op} over {_devices(group)} as they lie", chip)
-    predicted = tuning.predict(op, block_bytes, group.size, chip, names, torus)
-    order = tuning.fastest_first(op, predicted)
+    predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
+    order = choice.fastest_first(op, predicted)
     timed = [
         Candidate(name, p.us, p.latency_us, _source(p))
         for name, p in ((name, predicted[name]) for name in order)
@@ -198,7 +200,7 @@ def _why(name: str, candidates: Sequence[Candidate]) -> str:
     return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
 
 
-def _source(prediction: tuning.Prediction) -> str:
+def _source(prediction: choice.Prediction) -> str:
     of = " and ".join(map(str, prediction.devices))
     table = prediction.table
     if table.measured:
@@ -245,8 +247,8 @@ def torus_of(group: Group, chip: Chip) -> str:
     """
     if group.torus:
         return tables.torus_of_axes((axis.size, axis.line) for axis in group.torus)
-    if places.in_scope() is None or group.index_groups is not None:
-        return tuning.torus_of(group.size, chip)
+    if placement.in_scope() is None or group.index_groups is not None:
+        return choice.torus_of(group.size, chip)
     return "line" if group.line else "ring"
 
 
@@ -266,9 +268,9 @@ def check_ring(what: str, group: Group) -> None:
 
 def reaches(pairs: reach.Pairs, group: Group, chip: Chip) -> bool:
     """Whether devices of a group, by their numbers, reach each other, as far as is known here."""
-    if reach.everywhere(chip) or places.are_settled_later():
+    if reach.everywhere(chip) or placement.are_settled_later():
         return True
-    return reach.all_reach(chip, *places.lying(group, chip), pairs)
+    return reach.all_reach(chip, *placement.lying(group, chip), pairs)
 
 
 def unreachable(what: str, chip: Chip) -> ReachError:

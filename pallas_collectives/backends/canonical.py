@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import catalogue, checks
-from pallas_collectives.backends import packing
+from pallas_collectives import catalogue, validation
+from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.topology.groups import Group
 
 
 def run(module: Any, primitive: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
@@ -121,7 +121,7 @@ def _all_reduce(
     module: Any, how: How, op: str, x: jax.Array, *, axes: Any, axis_index_groups: Any = None
 ) -> jax.Array:
     # vmap turns a named axis into a number: a dimension of x, which is reduced here.
-    named = checks.named(axes)
+    named = validation.named(axes)
     if numbered := tuple(axis for axis in axes if axis not in named):
         reduce: Any = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op]
         x = reduce(x, axis=numbered).astype(x.dtype)

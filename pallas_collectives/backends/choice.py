@@ -19,7 +19,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import _compat, hierarchy, simulation
+from pallas_collectives import _compat, simulation
+from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
@@ -83,7 +84,7 @@ def choose(
     how = How(chosen, name is not None, "", algorithm, precise)
     if chosen != "pallas":
         return how
-    return dataclasses.replace(how, interpret=_interpret(platform), across=hierarchy.marked())
+    return dataclasses.replace(how, interpret=_interpret(platform), across=slices.marked())
 
 
 def _check_name(name: str) -> None:

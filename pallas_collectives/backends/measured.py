@@ -1,7 +1,7 @@
 """A backend that has no algorithms to choose from, where a measured table has it beside lax.
 
 NCCL chooses its algorithms itself. What remains to be chosen is whether NCCL serves at all: where
-the table in scope (see `tuning`) has lax faster on these devices, lax serves, and is counted.
+the table in scope (see `choice`) has lax faster on these devices, lax serves, and is counted.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from pallas_collectives import catalogue, tuning
+from pallas_collectives import catalogue
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import SlowerError
-from pallas_collectives.kernels.topology import Group
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.tuning import choice
 
 
 class Measured:
@@ -36,7 +37,7 @@ class Measured:
         device = jax.sharding.get_abstract_mesh().abstract_device
         if device is None:
             return
-        times = tuning.measured_times(op, block_bytes, devices, device.device_kind)
+        times = choice.measured_times(op, block_bytes, devices, device.device_kind)
         ours, of_lax = times.get(self._name), times.get("xla")
         if ours is not None and of_lax is not None and of_lax < ours:
             raise SlowerError(

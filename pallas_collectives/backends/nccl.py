@@ -32,8 +32,8 @@ from pallas_collectives import _compat, nccl
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
-from pallas_collectives.kernels.topology import Group
 from pallas_collectives.nccl import dtypes, ffi, tape
+from pallas_collectives.topology.groups import Group
 
 # NCCL adds no 16-bit integers; modulo 2**16 the wider sums are the same.
 _WIDER = {"int16": "int32", "uint16": "uint32"}

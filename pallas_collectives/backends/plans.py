@@ -31,7 +31,7 @@ class How:
       algorithm: the caller's choice, or None for the backend's own.
       precise: sums travel in float32 where the operand is a narrower float.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
-      across: the mesh axes that lead to other slices; None to ask the devices (see `hierarchy`).
+      across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
     """
 
     backend: str

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from pallas_collectives import catalogue, hierarchy
-from pallas_collectives.backends import canonical, measured, untyped
+from pallas_collectives import catalogue
+from pallas_collectives.backends import canonical, measured, slices, untyped
 from pallas_collectives.backends.counters import note
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import (
     UnservedError,
 )
-from pallas_collectives.kernels import entry
+from pallas_collectives.kernels.machinery import entry
 
 
 def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
@@ -58,8 +58,8 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
         )
     operands = [untyped.untyped(x) for x in args]
     if how.backend == "pallas":
-        with entry.in_slices(functools.partial(hierarchy.slices, axes=how.across)):
-            return canonical.run(hierarchy.InSlices(module), op, how, *operands, **params)
+        with entry.in_slices(functools.partial(slices.slices, axes=how.across)):
+            return canonical.run(slices.InSlices(module), op, how, *operands, **params)
     if not how.strict:
         module = measured.Measured(module, how.backend)
     return canonical.run(module, op, how, *operands, **params)

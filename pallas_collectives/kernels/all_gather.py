@@ -44,12 +44,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import channel as channels
-from pallas_collectives.kernels import launch, sync, topology
-from pallas_collectives.kernels.blocks import Blocks
-from pallas_collectives.kernels.channel import Channel
-from pallas_collectives.kernels.sync import PushSemaphores
-from pallas_collectives.kernels.topology import Group, Ring, Stream
+from pallas_collectives.kernels.machinery import channel as channels
+from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.sync import PushSemaphores
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import Group, Ring, Stream
 
 # Receive semaphores per stream, of the 500 or so that a TPU has for a kernel. A fast neighbour may
 # be so many steps ahead without waiting for us.
@@ -79,7 +80,7 @@ def ring(
 ) -> jax.Array:
     """Gathers x along `axis` over a ring; `axis` must be `sliceable` for x's shape."""
     blocks = Blocks.of(x.shape, axis, x.dtype, most_parts)
-    streams = topology.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
+    streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     name = f"all_gather_{'bidirectional' if bidirectional else 'unidirectional'}"
     return _by_hops(x, group, axis, blocks, streams, name=name, vmem=vmem, interpret=interpret)
 
@@ -87,7 +88,7 @@ def ring(
 def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
     """Gathers x along `axis` over a line, as `ring`."""
     blocks = Blocks.of(x.shape, axis, x.dtype, MOST_CHUNKS)
-    streams, name = topology.line_streams(group.size, blocks.chunks), "all_gather_line"
+    streams, name = groups.line_streams(group.size, blocks.chunks), "all_gather_line"
     return _by_hops(x, group, axis, blocks, streams, name=name, vmem=vmem, interpret=interpret)
 
 
@@ -120,7 +121,7 @@ def _by_hops(
         group,
         axis,
         scratch=Scratch(pltpu.SemaphoreType.DMA, semaphores(streams)),
-        barrier=topology.barrier_of(streams),
+        barrier=groups.barrier_of(streams),
         **options,
     )
 
@@ -204,7 +205,7 @@ def pass_on(
 
     def send_own(_: Any, i: int, chunk: Any) -> None:
         own, target = blocks.at(x_ref, chunk=chunk), place(0, i, chunk)
-        topology.only_if(sends[i], lambda: channel_of(i, chunk).send(own, target, 0))
+        groups.only_if(sends[i], lambda: channel_of(i, chunk).send(own, target, 0))
 
     def receive(number: Any, i: int, chunk: Any) -> None:
         arriving = channel_of(i, chunk)
@@ -218,23 +219,23 @@ def pass_on(
 
     def forward(step: Any, i: int, chunk: Any) -> None:
         comes = step <= behind[i] if on_line else True
-        topology.only_if(comes & sends[i], lambda: send_on(step, i, chunk))
+        groups.only_if(comes & sends[i], lambda: send_on(step, i, chunk))
         if on_line:
-            topology.only_if(comes & keeps[i], lambda: receive(step - 1, i, chunk))
+            groups.only_if(comes & keeps[i], lambda: receive(step - 1, i, chunk))
 
     def drain(_: Any, i: int, chunk: Any) -> None:
         count = arrivals(i, chunk)
-        topology.only_if(keeps[i], lambda: receive(count - 1, i, chunk))
+        groups.only_if(keeps[i], lambda: receive(count - 1, i, chunk))
         sent = jnp.where(sends[i], count + 1, 0) if on_line else count
         channel_of(i, chunk).wait_sent(blocks.at(x_ref, chunk=chunk), times=sent)
 
     with jax.named_scope("own_block"):
-        topology.for_each_chunk(streams, send_own)
+        groups.for_each_chunk(streams, send_own)
         meanwhile()
     with jax.named_scope("forward"):
-        topology.for_each_step(streams, forward, start=1)
+        groups.for_each_step(streams, forward, start=1)
     with jax.named_scope("drain"):
-        topology.for_each_chunk(streams, drain)
+        groups.for_each_chunk(streams, drain)
 
 
 def _direct_kernel(

@@ -26,13 +26,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_collectives.kernels import all_gather, launch, reduce_scatter, sync, topology
-from pallas_collectives.kernels import channel as channels
-from pallas_collectives.kernels.blocks import Blocks
-from pallas_collectives.kernels.combine import combine_stack
+from pallas_collectives.kernels import all_gather, reduce_scatter
+from pallas_collectives.kernels.machinery import channel as channels
+from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.combine import combine_stack
+from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.kernels.reduce_scatter import DirectScratch
-from pallas_collectives.kernels.sync import PushSemaphores
-from pallas_collectives.kernels.topology import Group, Ring, Stream
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import Group, Ring, Stream
 
 
 class Scratch(NamedTuple):
@@ -48,7 +50,7 @@ def ring(
     """Reduces x, of shape (n, whole tiles), over the group."""
     shape = (1, *x.shape[1:])
     blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.chunks_of(shape, x.dtype, vmem))
-    streams = topology.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
+    streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     return launch.call(
         functools.partial(_ring_kernel, blocks=blocks, streams=streams, op=op, vmem=vmem),
         group,

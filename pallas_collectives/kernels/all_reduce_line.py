@@ -38,11 +38,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import launch, sync
-from pallas_collectives.kernels.blocks import LANES, Blocks
-from pallas_collectives.kernels.channel import Channel, Semaphores
-from pallas_collectives.kernels.combine import combine
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, only_if, wrap_step
+from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
+from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
+from pallas_collectives.kernels.machinery.combine import combine
+from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if, wrap_step
 
 # Ticks between a device's turn with a chunk and the next device's: as long as a chunk's time on the
 # wire and the latency of a hop together, so that nobody waits for what is only just arriving.

@@ -44,10 +44,11 @@ import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import launch, relay, sync, topology
-from pallas_collectives.kernels.blocks import Blocks
-from pallas_collectives.kernels.sync import PushSemaphores
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring
+from pallas_collectives.kernels.machinery import launch, relay, sync
+from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.sync import PushSemaphores
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring
 
 CHUNK_BYTES = 1 << 20
 SLOT_BYTES = 16 << 20
@@ -270,7 +271,7 @@ def _ring_kernel(
             go = functools.partial(pass_on, way, direction, relayed, forwarded)
             if on_line:  # its sender, and its receiver, are there
                 there = relay.on_line(ring, direction, hop, distance)
-                topology.only_if(there, go)
+                groups.only_if(there, go)
                 one = there.astype(np.int32)
             else:
                 go()

@@ -23,12 +23,12 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import chips
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import launch, pipelines, product, sync, topology
-from pallas_collectives.kernels.blocks import Blocks, sublanes
-from pallas_collectives.kernels.product import Problem, Tiles
-from pallas_collectives.kernels.topology import Group, Ring, Stream
+from pallas_collectives.kernels.machinery import launch, pipelines, product, sync
+from pallas_collectives.kernels.machinery.blocks import Blocks, sublanes
+from pallas_collectives.kernels.machinery.product import Problem, Tiles
+from pallas_collectives.topology import chips, groups
+from pallas_collectives.topology.groups import Group, Ring, Stream
 
 # Of a chip's VMEM, what the tiles of all products together may take; the rest is the compiler's.
 VMEM_SHARE = 0.7
@@ -145,7 +145,7 @@ def all_gather_matmul(
     columns = [w.shape[0 if transposed else 1] for w in ws]
     weights = [(size, w.dtype) for size, w in zip(columns, ws, strict=True)]
     how = plan((batch, rows, depth), weights, x.dtype, out_dtype, transposed=transposed)
-    streams = topology.streams(n, bidirectional=True, chunks=how.blocks.chunks)
+    streams = groups.streams(n, bidirectional=True, chunks=how.blocks.chunks)
     shapes = [jax.ShapeDtypeStruct((batch, n * rows, depth), x.dtype)]
     shapes += [jax.ShapeDtypeStruct((batch, n * rows, size), out_dtype) for size in columns]
     kernel = functools.partial(_gather_kernel, how=how, streams=streams, precision=precision)
@@ -202,7 +202,7 @@ def matmul_reduce_scatter(
         terms=2,
         transposed=transposed,
     )
-    streams = topology.streams(n, bidirectional=True, chunks=how.blocks.chunks)
+    streams = groups.streams(n, bidirectional=True, chunks=how.blocks.chunks)
     out = how.blocks_of(columns)
     kernel = functools.partial(
         _scatter_kernel, how=how, streams=streams, scale=scale, precision=precision

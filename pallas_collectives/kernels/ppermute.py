@@ -24,8 +24,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import entry, launch, sync
-from pallas_collectives.kernels.topology import Group, Ring
+from pallas_collectives.kernels.machinery import entry, launch, sync
+from pallas_collectives.topology.groups import Group, Ring
 
 Pairs = tuple[tuple[int, int], ...]
 

@@ -40,10 +40,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.kernels import launch, relay, sync
-from pallas_collectives.kernels.entry import WIDE
-from pallas_collectives.kernels.sync import PushSemaphores
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Group, Ring, wrap
+from pallas_collectives.kernels.machinery import launch, relay, sync
+from pallas_collectives.kernels.machinery.entry import WIDE
+from pallas_collectives.kernels.machinery.sync import PushSemaphores
+from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES = 512 << 10
 SLOT_BYTES = 16 << 20

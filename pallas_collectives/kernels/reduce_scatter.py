@@ -42,13 +42,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_collectives.kernels import channel as channels
-from pallas_collectives.kernels import launch, sync, topology
-from pallas_collectives.kernels.blocks import Blocks
-from pallas_collectives.kernels.channel import Channel
-from pallas_collectives.kernels.combine import combine, combine_stack
-from pallas_collectives.kernels.sync import PushSemaphores
-from pallas_collectives.kernels.topology import Group, Ring, Stream
+from pallas_collectives.kernels.machinery import channel as channels
+from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.combine import combine, combine_stack
+from pallas_collectives.kernels.machinery.sync import PushSemaphores
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import Group, Ring, Stream
 
 # Slots per stream for sums that arrive. One is being added to and sent on from, one is being
 # received into; the third lets upstream start before our send from the first has ended.
@@ -102,7 +103,7 @@ def ring(
     Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
     """
     blocks = _blocks(x, group, axis, vmem)
-    streams = topology.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
+    streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     name = f"reduce_scatter_{'bidirectional' if bidirectional else 'unidirectional'}"
     return _by_hops(x, group, blocks, streams, op, name, vmem=vmem, interpret=interpret)
 
@@ -112,7 +113,7 @@ def line(
 ) -> jax.Array:
     """Reduces x over a line, as `ring`."""
     blocks = _blocks(x, group, axis, vmem)
-    streams, name = topology.line_streams(group.size, blocks.chunks), "reduce_scatter_line"
+    streams, name = groups.line_streams(group.size, blocks.chunks), "reduce_scatter_line"
     return _by_hops(x, group, blocks, streams, op, name, vmem=vmem, interpret=interpret)
 
 
@@ -161,7 +162,7 @@ def _by_hops(
         group,
         blocks,
         scratch=Scratch.of(streams, blocks, x.dtype),
-        barrier=topology.barrier_of(streams),
+        barrier=groups.barrier_of(streams),
         name=name,
         interpret=interpret,
         vmem=vmem,
@@ -279,21 +280,21 @@ def add_on_the_way(
 
     def begin(_: Any, i: int, chunk: Any) -> None:
         sets_out = behind[i] == 0 if on_line else True
-        topology.only_if(sets_out, lambda: set_out(np.int32(0), i, chunk))
+        groups.only_if(sets_out, lambda: set_out(np.int32(0), i, chunk))
 
     def forward(step: Any, i: int, chunk: Any) -> None:
         if not on_line:
             add(step, i, chunk)
             return
         number = step - behind[i]
-        topology.only_if(behind[i] == 0, lambda: set_out(number, i, chunk))
-        topology.only_if((behind[i] > 0) & (number >= 0), lambda: add(number, i, chunk))
+        groups.only_if(behind[i] == 0, lambda: set_out(number, i, chunk))
+        groups.only_if((behind[i] > 0) & (number >= 0), lambda: add(number, i, chunk))
 
     def last_sum(i: int, chunk: Any, comes: Any) -> Any:
         """Where the last sum of our own block's chunk is on a stream, once it has come."""
         channel = channel_of(i, chunk)
         number = channel.arrivals - 1
-        topology.only_if(comes, lambda: channel.receive(number, channel.slot(number)))
+        groups.only_if(comes, lambda: channel.receive(number, channel.slot(number)))
         return channel.slot(number)
 
     def with_own(chunk: Any, *sums: Any) -> tuple[Any, ...]:
@@ -309,8 +310,8 @@ def add_on_the_way(
         if not on_line:
             add(alone)
             return
-        topology.only_if(here[0] & here[1], lambda: add(with_own(chunk, *sums)))
-        topology.only_if(~(here[0] & here[1]), lambda: add(alone))
+        groups.only_if(here[0] & here[1], lambda: add(with_own(chunk, *sums)))
+        groups.only_if(~(here[0] & here[1]), lambda: add(alone))
 
     def finish(turn: Any, _: None) -> None:
         """Our own block's chunk; with it that which comes last on the other stream, if any does."""
@@ -327,13 +328,13 @@ def add_on_the_way(
     rounds = streams[0].far_chunks if paired else blocks.chunks
 
     with jax.named_scope("own_terms"):
-        topology.for_each_chunk(streams, begin)
+        groups.for_each_chunk(streams, begin)
     with jax.named_scope("forward"):
-        topology.for_each_step(streams, forward, start=1)
+        groups.for_each_step(streams, forward, start=1)
     with jax.named_scope("finish"):
         lax.fori_loop(0, rounds, finish, None)
         for i in range(len(streams)):
-            topology.only_if(ahead[i] > 0 if on_line else True, turns[i].end_last)
+            groups.only_if(ahead[i] > 0 if on_line else True, turns[i].end_last)
 
 
 class _Turns:

@@ -1,6 +1,6 @@
 """Step tables of kernels' docstrings, made from the schedules that the kernels run.
 
-Those of all-gather and reduce-scatter are in `topology`, beside their streams.
+Those of all-gather and reduce-scatter are in `groups`, beside their streams.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,14 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.kernels import all_reduce_line, relay, topology
-from pallas_collectives.kernels.topology import LEFT, RIGHT, Stream
+from pallas_collectives.kernels import all_reduce_line
+from pallas_collectives.kernels.machinery import relay
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import LEFT, RIGHT, Stream
 
 
 def all_reduce(n: int, streams: tuple[Stream, ...]) -> str:
     """The terms in the sums under way, then the blocks of the sum present; as in `all_reduce`."""
-    reduced = topology.reduce_table(n, streams).splitlines()
-    gathered = topology.gather_table(n, streams).splitlines()[1:]
+    reduced = groups.reduce_table(n, streams).splitlines()
+    gathered = groups.gather_table(n, streams).splitlines()[1:]
     steps = (line.split()[1:] for line in (*reduced, *gathered))
     return _lines(((str(step), cells) for step, cells in enumerate(steps)), first=6, width=n + 4)
 
@@ -44,7 +46,7 @@ def exchange_directly(n: int) -> str:
     """Whom each device sends to, in the order in which it does; as in `all_to_all`."""
     return _lines(
         (
-            (str(k), [f"{device}>{topology.wrap(device + k, n)}" for device in range(n)])
+            (str(k), [f"{device}>{groups.wrap(device + k, n)}" for device in range(n)])
             for k in range(1, n)
         ),
         first=5,
@@ -62,8 +64,8 @@ def exchange_round_a_ring(n: int) -> str:
     ) -> Any:
         row = passed.setdefault(int(hop), [[] for _ in range(n)])
         for device in range(n):
-            sender = topology.wrap(device - (int(hop) - 1), n)
-            row[device].append(f"{sender}>{topology.wrap(sender + int(distance), n)}")
+            sender = groups.wrap(device - (int(hop) - 1), n)
+            row[device].append(f"{sender}>{groups.wrap(sender + int(distance), n)}")
         return counts
 
     with jax.disable_jit():

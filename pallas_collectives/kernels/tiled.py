@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import chips
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import launch, pipelines, spaces, sync, topology
-from pallas_collectives.kernels.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.collective_matmul import MOST_CHUNKS, VMEM_SHARE
-from pallas_collectives.kernels.combine import wide
-from pallas_collectives.kernels.topology import Group, Ring, Stream
+from pallas_collectives.kernels.machinery import launch, pipelines, spaces, sync
+from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
+from pallas_collectives.kernels.machinery.combine import wide
+from pallas_collectives.topology import chips, groups
+from pallas_collectives.topology.groups import Group, Ring, Stream
 
 MOST_ROWS = 1024  # of a tile
 
@@ -112,7 +112,7 @@ def gather_and_consume(
     whole = max(sublanes(a.dtype) for a in rows)
     row_bytes = 2 * sum(map(_row_bytes, rows))
     how = cut(len(x), whole, row_bytes, _resident_bytes(operands), tile)
-    streams = topology.streams(n, bidirectional=True, chunks=how.chunks)
+    streams = groups.streams(n, bidirectional=True, chunks=how.chunks)
     shapes = [jax.ShapeDtypeStruct((n * a.shape[0], a.shape[1]), a.dtype) for a in rows]
     return launch.call_many(
         functools.partial(_consume_kernel, how=how, streams=streams, consume=consume, given=given),
@@ -161,7 +161,7 @@ def produce_and_scatter(
     whole = max(sublanes(x.dtype), sublanes(out.dtype))
     row_bytes = 2 * _row_bytes(x) + 6 * _row_bytes(out) + _row_bytes(term)
     how = cut(out.shape[0], whole, row_bytes, _resident_bytes(operands), tile)
-    streams = topology.streams(n, bidirectional=True, chunks=how.chunks)
+    streams = groups.streams(n, bidirectional=True, chunks=how.chunks)
     blocks = how.blocks(out.shape[1])
     return launch.call_many(
         functools.partial(

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_collectives.kernels import all_gather
-from pallas_collectives.kernels.topology import Group
 from pallas_collectives.replay.api import replay
 from pallas_collectives.replay.machine import Machine
+from pallas_collectives.topology.groups import Group
 
 _BOOK = "JAX scaling book"
 

@@ -22,9 +22,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives import chips
-from pallas_collectives.kernels.physical import Torus
-from pallas_collectives.places import Places
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.placement import Places
+from pallas_collectives.topology.ring_orders import Torus
 
 US = 1e-6
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives import chips
-from pallas_collectives.places import Places
-from pallas_collectives.reach import reaches
 from pallas_collectives.replay import reasons
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.order import Event, Order
 from pallas_collectives.replay.program import Enter, Program, Signal, Start, Wait, at
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.placement import Places
+from pallas_collectives.topology.reach import reaches
 
 
 @dataclasses.dataclass(frozen=True)

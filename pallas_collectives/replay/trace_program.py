@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives import places
-from pallas_collectives.places import Places
 from pallas_collectives.replay import jaxprs, live
 from pallas_collectives.replay.equations import compile_equation
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import Program
 from pallas_collectives.replay.stepper import Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known
+from pallas_collectives.topology import placement
+from pallas_collectives.topology.placement import Places
 
 
 class NoShardMap(ValueError):
@@ -58,7 +58,7 @@ def trace(
     if _reads_semaphores(body):
         return live.LiveProgram(mesh, generation, body, per_device), mesh  # type: ignore[return-value]
     stepper = Stepper(mesh, generation, compile_equation)
-    with places.scope(where(mesh)):
+    with placement.scope(where(mesh)):
         stepper.run(body, per_device, np.arange(stepper.n_devices))
     return stepper.program(), mesh
 

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.backends import bundles, canonical, counters
+from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
+from pallas_collectives.lowering import bundles
 from pallas_collectives.replay import jaxprs
 from pallas_collectives.replay.values import Known
 
@@ -46,9 +47,11 @@ def expand(eqn: Any, mesh: Any) -> Any:
 
 
 def _fused_kernel(*args: Any, **params: Any) -> Any:
-    from pallas_collectives import fused_primitives  # which asks this package for the chips' rates
+    from pallas_collectives.overlap import (
+        primitives,  # which asks this package for the chips' rates
+    )
 
-    return fused_primitives.lowered(*args, **params)
+    return primitives.lowered(*args, **params)
 
 
 def _local(run: Any, eqn: Any, mesh: Any) -> Any:

@@ -1,0 +1,177 @@
+"""Canonical collectives on Pallas kernels: the layout, the algorithm, the launch."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_collectives.backends import algorithms
+from pallas_collectives.backends.pallas import packing
+from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
+from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
+from pallas_collectives.backends.plans import How
+from pallas_collectives.errors import ReachError
+from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
+from pallas_collectives.kernels.machinery import spaces
+from pallas_collectives.kernels.machinery.blocks import LANES, sliceable
+from pallas_collectives.kernels.torus import shares
+from pallas_collectives.topology import placement
+from pallas_collectives.topology.groups import Group
+
+
+def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
+    """The group's blocks side by side along `axis`.
+
+    Blocks whose size along `axis` is a whole number of tiles are written to their place; others
+    are gathered along a new leading dimension, and moved to their place by XLA: one more pass.
+    """
+    group = placement.arranged(group)
+    packed, added = packing.pack(x)
+    axis += added
+    aligned = sliceable(packed.shape[axis], axis, packed.ndim, packed.dtype)
+    aligned = aligned and packed.size > 1
+    block = packed if aligned else packed.reshape(1, *_at_least_2d(packed.shape))
+    block, along = spaces.widened(block), axis if aligned else 0
+    cuts = shares.cuts(block.shape, along, block.dtype)
+    plan = algorithms.choose("all_gather", how, block, group, cuts)
+    gathered = plan.launch(block, group, axis=along, interpret=how.interpret)
+    if not aligned:
+        shape = packed.shape
+        gathered = _of_widened(gathered, packed).reshape(group.size, *shape)
+        gathered = jnp.moveaxis(gathered, 0, axis)
+        gathered = gathered.reshape(*shape[:axis], group.size * shape[axis], *shape[axis + 1 :])
+    return packing.unpack(gathered, x.dtype)
+
+
+def all_to_all(
+    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, how: How
+) -> jax.Array:
+    """Block p along `split_axis` goes to device p; what comes lies side by side on `concat_axis`.
+
+    Blocks that are whole tiles along both axes are read and written in place. Along an axis where
+    they are not, they go through a new leading dimension instead, at one more pass by XLA.
+    """
+    group = placement.arranged(group)
+    packed, added = packing.pack(x)
+    split, concat = split_axis + added, concat_axis + added
+    block = list(packed.shape)
+    block[split] //= group.size
+    splits, joins = (
+        sliceable(block[axis], axis, packed.ndim, packed.dtype) for axis in (split, concat)
+    )
+    if splits and joins:
+        operand, split_at, concat_at = packed, split, concat
+    elif splits:
+        operand, split_at, concat_at = packed[None], split + 1, 0
+    else:
+        operand = _blocks_first(packed, split, group.size)
+        split_at, concat_at = 0, concat + 1 if joins else 0
+    plan = algorithms.choose("all_to_all", how, operand, group)
+    at = {"split_axis": split_at, "concat_axis": concat_at}
+    y = plan.launch(operand, group, **at, interpret=how.interpret)
+    if not joins:
+        y = _blocks_along(y.reshape(group.size, *block), concat)
+    elif not splits:
+        y = y[0]
+    return packing.unpack(y, x.dtype)
+
+
+def ragged_all_to_all(
+    operand: jax.Array, output: jax.Array, tables: Sequence[jax.Array], group: Group, *, how: How
+) -> jax.Array:
+    """The slices of rows that everyone sends, in their places in `output`.
+
+    Arrays of three or more dimensions whose last is whole lanes of 128 are read and written in
+    place. For others, whose rows DMAs cannot address one by one, rows are padded to whole lanes,
+    and all are moved: one more pass over either operand and the result. For ring and line the
+    tables of sizes and offsets are gathered first.
+    """
+    group = placement.arranged(group)
+    plan = algorithms.choose("ragged_all_to_all", how, operand, group)
+    (x, added), (init, _) = packing.pack(operand), packing.pack(output)
+    if added:
+        x, init = jnp.moveaxis(x, 0, 1), jnp.moveaxis(init, 0, 1)
+    rows, rows_init = _whole_lanes(x), _whole_lanes(init)
+    begin, sizes, targets, received = map(_as_int32, tables)
+    given = [sizes, targets, received]
+    if plan.record.takes_everyones:
+        given = [*_tables_of_all(jnp.stack([sizes, targets]), group, how)]
+    y = plan.launch(rows, rows_init, begin, *given, group, interpret=how.interpret)
+    row_size = math.prod(init.shape[1:])
+    y = y.reshape(len(y), -1)[:, :row_size].reshape(init.shape)
+    return packing.unpack(jnp.moveaxis(y, 1, 0) if added else y, output.dtype)
+
+
+def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
+    """Tables (k, entries) of all devices, side by side: (k, n * entries).
+
+    Raises:
+      ReachError: so many are more than a kernel can hold in scalar memory.
+    """
+    largest = ragged_all_to_all_kernels.LARGEST_TABLES
+    if group.size * tables.nbytes > largest:
+        raise ReachError(
+            f"algorithms 'ring' and 'line' for ragged_all_to_all over {group.size} devices with "
+            f"{tables.shape[1] // group.size} slices each",
+            f"everyone's sizes and offsets take more than {largest >> 10} KiB of scalar memory",
+            "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
+            "algorithm, or else lax, then serves",
+        )
+    from pallas_collectives.lowering import primitives
+
+    options: Any = {"axis": 1, "tiled": True, "axis_index_groups": group.index_groups}
+    gather = functools.partial(lax.all_gather, axis_name=group.axes, **options)
+    return primitives.with_twins(dataclasses.replace(how, algorithm=None), gather, tables)
+
+
+def ppermute(
+    x: jax.Array, group: Group, *, perm: tuple[tuple[int, int], ...], how: How
+) -> jax.Array:
+    """Each source's x at its target, zeros elsewhere."""
+    packed, _ = packing.pack(x)
+    plan = algorithms.choose("ppermute", how, packed, group, perm=perm)
+    rows = spaces.widened(packed.reshape(_at_least_2d(packed.shape)))
+    y = plan.launch(rows, group, perm=perm, interpret=how.interpret)
+    return packing.unpack(_of_widened(y, packed).reshape(packed.shape), x.dtype)
+
+
+def _blocks_first(x: jax.Array, axis: int, n: int) -> jax.Array:
+    """The n blocks along `axis`, one after the other in a new first dimension, at least 3-D."""
+    block = (*x.shape[:axis], x.shape[axis] // n, *x.shape[axis + 1 :])
+    stacked = jnp.moveaxis(x.reshape(*x.shape[:axis], n, *block[axis:]), axis, 0)
+    return stacked.reshape(n, *_at_least_2d(block))
+
+
+def _blocks_along(stacked: jax.Array, axis: int) -> jax.Array:
+    """Blocks of a first dimension, side by side along `axis` of one block."""
+    n, *block = stacked.shape
+    block[axis] *= n
+    return jnp.moveaxis(stacked, 0, axis).reshape(block)
+
+
+def _whole_lanes(rows: jax.Array) -> jax.Array:
+    """Rows with whole lanes as their last dimension, and one dimension more at least."""
+    if rows.ndim > 2 and rows.shape[-1] % LANES == 0:
+        return rows
+    flat = rows.reshape(len(rows), -1)
+    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % LANES))).reshape(len(flat), -1, LANES)
+
+
+def _as_int32(x: jax.Array) -> jax.Array:
+    """Integers of any type as int32; those beyond it become its largest or smallest."""
+    of, to = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    return jnp.clip(x, max(of.min, to.min), min(of.max, to.max)).astype(jnp.int32)
+
+
+def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (2 - len(shape)) + shape
+
+
+def _of_widened(y: jax.Array, x: jax.Array) -> jax.Array:
+    """What a kernel made of `spaces.widened(x)`, with x's own last dimension again."""
+    return y[..., :1] if x.size == 1 else y

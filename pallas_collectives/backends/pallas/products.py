@@ -1,0 +1,284 @@
+"""Products fused with their collective on Pallas kernels: the layout, and the launch.
+
+Kernels take (A, rows, K) with blocks along rows. Dimensions before the axis of the collective are
+merged into A, it and those between it and the last into rows: no pass where those are whole tiles.
+Rows, K and N that are not (8 rows of 4-byte, 16 of 2-byte, 32 of 1-byte elements; 128 of K and N)
+are padded with zeros, one pass over the operand, and results are cut.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_collectives import validation
+from pallas_collectives.backends import canonical, counters
+from pallas_collectives.backends.plans import How
+from pallas_collectives.kernels import collective_matmul
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.topology import placement
+from pallas_collectives.topology.groups import Group
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What both primitives have for parameters.
+
+    Attributes:
+      axis_name: mesh axis or axes.
+      axis: the dimension of x that is gathered or scattered, counted from 0.
+      out_dtype: of products.
+      transposed: weights are (N, K).
+      precision: as `jax.lax.dot_general`'s.
+      how: the backend.
+      wish: "fused" (or an error), "preferred" (wherever a kernel can serve), "" (where it pays), or
+        "unfused".
+      precise: sums travel in float32.
+      scale: of the scattered sum.
+    """
+
+    axis_name: Any
+    axis: int
+    out_dtype: Any
+    transposed: bool
+    precision: Any
+    how: How
+    wish: str = ""
+    precise: bool = False
+    scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return validation.size_of(self.axis_name)
+
+    def transpose(self, out_dtype: Any) -> "Spec":
+        """Of the transposed product, which nobody asked for by name."""
+        return dataclasses.replace(
+            self,
+            transposed=not self.transposed,
+            out_dtype=jnp.dtype(out_dtype),
+            wish=self.wish and "preferred",
+            scale=1.0,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """An operand of `n` blocks along `axis` as (A, n * rows, K), and back.
+
+    Attributes:
+      shape: of the operand.
+      axis: of the collective, not the last.
+      n: blocks along it.
+      whole: rows of a block are padded to a multiple of this.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    n: int
+    whole: int
+
+    @property
+    def batch(self) -> int:
+        """A: everything before the axis."""
+        return math.prod(self.shape[: self.axis])
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block, as they are."""
+        return math.prod(self.shape[self.axis : -1]) // self.n
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """The shape of a block as the kernel has it."""
+        return self.batch, up(self.rows, self.whole), up(self.shape[-1], LANES)
+
+    def rows_first(self, x: jax.Array) -> jax.Array:
+        """The operand as the kernel has it."""
+        batch, rows, depth = self.block
+        blocks = x.reshape(self.batch, self.n, self.rows, x.shape[-1])
+        padding = ((0, 0), (0, 0), (0, rows - self.rows), (0, depth - x.shape[-1]))
+        return jnp.pad(blocks, padding).reshape(batch, self.n * rows, depth)
+
+    def back(self, y: jax.Array, n: int, last: int) -> jax.Array:
+        """A result of n such blocks, with `last` columns, in the operand's dimensions."""
+        blocks = y.reshape(self.batch, n, self.block[1], y.shape[-1])
+        size = self.shape[self.axis] // self.n * n
+        kept = blocks[:, :, : self.rows, :last]
+        return kept.reshape(*self.shape[: self.axis], size, *self.shape[self.axis + 1 : -1], last)
+
+
+def up(size: int, step: int) -> int:
+    """`size`, rounded up to a multiple of `step`."""
+    return -(-size // step) * step
+
+
+def kernel_dtype(out_dtype: Any) -> Any:
+    """In which a kernel writes results that are to be of a dtype: 8-bit ones are written wide."""
+    if jnp.dtype(out_dtype).itemsize > 1 and out_dtype not in (jnp.float16, jnp.int16):
+        return jnp.dtype(out_dtype)
+    integer = jnp.issubdtype(out_dtype, jnp.integer)
+    return jnp.dtype(jnp.int32 if integer else jnp.float32)
+
+
+def wire_dtype(out_dtype: Any, precise: bool) -> Any:
+    """In which sums of products travel: as the results, or wide if that is asked for."""
+    dtype = kernel_dtype(out_dtype)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.dtype(jnp.float32) if precise and is_float else dtype
+
+
+def settled_precision(precision: Any) -> Any:
+    """The precision that a kernel is to multiply with, JAX's default included."""
+    chosen = one_precision(precision)
+    default = jax.config.values["jax_default_matmul_precision"]
+    return one_precision(default) if chosen is None else chosen
+
+
+def one_precision(precision: Any) -> Any:
+    """One precision for both operands; as given if it is none that is known here."""
+    if isinstance(precision, tuple) and len(set(precision)) == 1:
+        return one_precision(precision[0])
+    names = {"default": lax.Precision.DEFAULT, "highest": lax.Precision.HIGHEST}
+    return names.get(precision, precision) if isinstance(precision, str) else precision
+
+
+def gather_layout(shape: tuple[int, ...], axis: int, x_dtype: Any, out_dtype: Any) -> Layout:
+    """The layout of `all_gather_matmul`'s x."""
+    return Layout(shape, axis, 1, max(sublanes(x_dtype), sublanes(kernel_dtype(out_dtype))))
+
+
+def scatter_layout(shape: tuple[int, ...], axis: int, n: int, x_dtype: Any, wire: Any) -> Layout:
+    """The layout of `matmul_reduce_scatter`'s x."""
+    return Layout(shape, axis, n, max(sublanes(x_dtype), sublanes(wire)))
+
+
+def plan(
+    op: str, x_shape: tuple[int, ...], x_dtype: Any, ws: Sequence[Any], spec: Spec
+) -> tuple[collective_matmul.Plan, Any]:
+    """How the products of one block go, and the dtype of what travels."""
+    columns = [up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
+    if op == GATHER:
+        layout = gather_layout(x_shape, spec.axis, x_dtype, spec.out_dtype)
+        weights = list(zip(columns, (w.dtype for w in ws), strict=True))
+        out, terms, wire = kernel_dtype(spec.out_dtype), 0, x_dtype
+    else:
+        wire = wire_dtype(spec.out_dtype, spec.precise)
+        layout = scatter_layout(x_shape, spec.axis, spec.size, x_dtype, wire)
+        weights, out, terms = [(columns[0], ws[0].dtype)], wire, 2
+    found = collective_matmul.plan(
+        layout.block, weights, x_dtype, out, terms=terms, transposed=spec.transposed
+    )
+    return found, wire
+
+
+def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
+    """The kernel's results."""
+    group = placement.arranged(canonical.group_of(spec.axis_name))
+    options: dict[str, Any] = {
+        "axis": spec.axis,
+        "out_dtype": spec.out_dtype,
+        "transposed": spec.transposed,
+        "precision": settled_precision(spec.precision),
+        "interpret": spec.how.interpret,
+    }
+    if op == GATHER:
+        x, *ws = operands
+        return all_gather_matmul(x, ws, group, **options)
+    xs, ws = halves(operands)
+    options |= {"precise": spec.precise, "scale": spec.scale}
+    return [matmul_reduce_scatter(xs, ws, group, **options)]
+
+
+def halves(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The xs and the ws of `matmul_reduce_scatter`'s operands."""
+    return list(operands[: len(operands) // 2]), list(operands[len(operands) // 2 :])
+
+
+def effects(op: str, spec: Spec, shapes: Any) -> frozenset[Any]:
+    """The effects of a kernel, TPU interpret mode's or none; raises what its tracing raises."""
+    return _traced_effects(op, spec, shapes, jax.sharding.get_abstract_mesh())
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_effects(op: str, spec: Spec, shapes: Any, mesh: Any) -> frozenset[Any]:
+    del mesh  # part of the key: axis sizes and chip are in scope
+    with counters.uncounted():
+        run = functools.partial(kernel, op, spec=spec)
+        return frozenset(jax.make_jaxpr(run)(*shapes).effects)
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    group: Group,
+    *,
+    axis: int,
+    out_dtype: Any,
+    transposed: bool,
+    precision: Any,
+    interpret: Any,
+) -> list[jax.Array]:
+    """The gathered x, and its product with each w."""
+    layout = gather_layout(x.shape, axis, x.dtype, out_dtype)
+    gathered, *products = collective_matmul.all_gather_matmul(
+        layout.rows_first(x),
+        [_whole_lanes(w) for w in ws],
+        group,
+        out_dtype=kernel_dtype(out_dtype),
+        transposed=transposed,
+        precision=precision,
+        interpret=interpret,
+    )
+    sizes = [w.shape[0 if transposed else 1] for w in ws]
+    results = [
+        layout.back(y, group.size, size).astype(out_dtype)
+        for y, size in zip(products, sizes, strict=True)
+    ]
+    return [layout.back(gathered, group.size, x.shape[-1]), *results]
+
+
+def matmul_reduce_scatter(
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    group: Group,
+    *,
+    axis: int,
+    out_dtype: Any,
+    precise: bool,
+    scale: float,
+    transposed: bool,
+    precision: Any,
+    interpret: Any,
+) -> jax.Array:
+    """Block `me` along `axis` of `scale` times everyone's sum of x @ w, of one pair or several.
+
+    Several pairs are multiplied side by side, as one product with a longer K: one more pass.
+    """
+    x = xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=-1)
+    w = ws[0] if len(ws) == 1 else jnp.concatenate(ws, axis=1 if transposed else 0)
+    wire = wire_dtype(out_dtype, precise)
+    layout = scatter_layout(x.shape, axis, group.size, x.dtype, wire)
+    y = collective_matmul.matmul_reduce_scatter(
+        layout.rows_first(x),
+        _whole_lanes(w),
+        group,
+        wire_dtype=wire,
+        scale=scale,
+        transposed=transposed,
+        precision=precision,
+        interpret=interpret,
+    )
+    return layout.back(y, 1, w.shape[0 if transposed else 1]).astype(out_dtype)
+
+
+def _whole_lanes(w: jax.Array) -> jax.Array:
+    return jnp.pad(w, [(0, -size % LANES) for size in w.shape])

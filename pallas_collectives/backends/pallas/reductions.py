@@ -1,0 +1,125 @@
+"""Canonical reductions on Pallas kernels: dtypes, layout, algorithm, launch."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_collectives.backends import algorithms
+from pallas_collectives.backends.plans import How
+from pallas_collectives.errors import DtypeError
+from pallas_collectives.kernels.machinery.blocks import LANES, sliceable, sublanes
+from pallas_collectives.kernels.torus import shares
+from pallas_collectives.topology import placement
+from pallas_collectives.topology.groups import Group
+
+
+def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
+    """The sum over the group of block `me` along `axis`.
+
+    Blocks of whole tiles are read in place; others are flattened and padded first, one pass over
+    the operand.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = reduce_scatter(jnp.stack([x.real, x.imag]), group, axis=axis + 1, how=how)
+        return lax.complex(parts[0], parts[1])
+    group = placement.arranged(group)
+    wire = x.astype(wire_dtype(x.dtype, "sum", how.precise))
+    shape = list(x.shape)
+    shape[axis] //= group.size
+    aligned = _whole_tiles(tuple(shape), axis, wire.dtype)
+    if not aligned:
+        split = wire.reshape(*x.shape[:axis], group.size, shape[axis], *x.shape[axis + 1 :])
+        wire = _rows(jnp.moveaxis(split, axis, 0).reshape(group.size, -1))
+    block = tuple(shape) if aligned else wire.shape[1:]
+    along = axis if aligned else 0
+    cuts = shares.cuts(block, along, wire.dtype)
+    plan = algorithms.choose("reduce_scatter", how, wire, group, cuts)
+    y = plan.launch(wire, group, axis=along, op="sum", interpret=how.interpret)
+    y = y if aligned else _unrows(y, tuple(shape))
+    return y.astype(x.dtype)
+
+
+def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
+    """The sum, max or min over the group.
+
+    Operands of whole tiles, n times over for the ring, are read in place; others are flattened and
+    padded first and cut back after, two passes.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = all_reduce(jnp.stack([x.real, x.imag]), group, op=op, how=how)
+        return lax.complex(parts[0], parts[1])
+    if x.dtype == jnp.uint32 and op != "sum":
+        # TPUs compare signed integers: with the sign bit flipped, the order is that of unsigned.
+        flip = jnp.uint32(1 << 31)
+        signed = lax.bitcast_convert_type(x ^ flip, jnp.int32)
+        reduced = all_reduce(signed, group, op=op, how=how)
+        return lax.bitcast_convert_type(reduced, jnp.uint32) ^ flip
+    group = placement.arranged(group)
+    wire = x.astype(wire_dtype(x.dtype, op, how.precise))
+    blocks = _in_blocks(wire, group.size)
+    cuts = shares.cuts(blocks.shape[1:], 0, blocks.dtype)
+    plan = algorithms.choose("all_reduce", how, wire, group, cuts)
+    blocks = _in_blocks(wire, 1) if plan.record.takes_whole else blocks
+    y = plan.launch(blocks, group, op=op, interpret=how.interpret)
+    return _unrows(y, x.shape).astype(x.dtype)
+
+
+def wire_dtype(dtype: Any, op: str, precise: bool) -> Any:
+    """The dtype in which sums travel.
+
+    float32 for floats that DMAs or the vector unit do not take, or on request; int32 where the
+    compiler takes no narrower operands.
+
+    Raises:
+      DtypeError: 64-bit numbers.
+    """
+    if dtype.itemsize == 8:
+        raise DtypeError(f"{op} of {dtype}", "a TPU kernel adds at most 32 bits", "use 32 bits")
+    if jnp.issubdtype(dtype, jnp.floating):
+        narrow = dtype.itemsize == 1 or dtype == jnp.float16
+        return jnp.dtype(jnp.float32) if narrow or (precise and dtype.itemsize < 4) else dtype
+    if dtype == jnp.bool_ or (op != "sum" and dtype.itemsize < 4):
+        return jnp.dtype(jnp.int32)
+    return dtype
+
+
+def _whole_tiles(shape: tuple[int, ...], axis: int, dtype: Any) -> bool:
+    """Whether blocks of a shape can be addressed along `axis` and added tile by tile."""
+    return (
+        len(shape) >= 2
+        and sliceable(shape[axis], axis, len(shape), dtype)
+        and shape[-2] % sublanes(dtype) == 0
+        and shape[-1] % LANES == 0
+    )
+
+
+def _in_blocks(x: jax.Array, n: int) -> jax.Array:
+    """x as (n, rows, columns) of whole tiles: as it lies where possible, else padded with zeros."""
+    if x.ndim >= 2:
+        rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+        whole = sublanes(x.dtype)
+        if x.shape[-2] % whole == 0 and rows % (n * whole) == 0 and columns % LANES == 0:
+            return x.reshape(n, rows // n, columns)
+    return _rows(x.reshape(1, -1), pieces=n).reshape(n, -1, LANES)
+
+
+def _rows(x: jax.Array, pieces: int = 1) -> jax.Array:
+    """(k, elements) as (k, rows, 128), padded with zeros to `pieces` times whole tiles.
+
+    To a number of tiles that a power of two divides, if that adds a 32nd at most: a kernel cuts
+    pieces evenly, into parts and into what it adds at a time, and a prime number leaves it no cut.
+    """
+    tile = LANES * sublanes(x.dtype) * pieces
+    quantum = tile * max(1, pl.next_power_of_2(x.shape[1] // (32 * tile) + 1) // 2)
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % quantum)))
+    return padded.reshape(x.shape[0], -1, LANES)
+
+
+def _unrows(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_in_blocks` and, for k = 1, of `_rows`."""
+    size = math.prod(shape)
+    return y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)

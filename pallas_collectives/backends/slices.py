@@ -1,0 +1,331 @@
+"""Collectives over devices of several slices: kernels inside each slice, lax between slices.
+
+A slice is what one network of links joins: a pod or a part of one. Kernels write to devices of
+their own slice; between slices lies the data-centre network, which is XLA's job. So a collective
+over a group that spans slices goes in steps, of which those "inside" are kernels and those "across"
+are lax's own:
+
+    all_reduce        scatter inside, reduce across, gather inside
+    all_gather        gather across, gather inside: each block crosses to a slice once
+    reduce_scatter    scatter inside, scatter across: each sum crosses to a slice once
+
+Every device exchanges across with those at its own position in the other slices. Other collectives
+over such a group, groups (`axis_index_groups`) that reach into several slices, and groups that have
+one device in each, are left to lax and counted (`fallback_counts`).
+
+Which devices share a slice the devices say themselves (`slice_index`), once they are known, which
+is while a collective is lowered; or `across_slices` says it. All of this stands above a backend's
+canonical collectives (see `backends.canonical`), so types and gradients are lax's as everywhere.
+"""
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.lax import all_gather as lax_all_gather  # as it is, whatever `override_lax` puts there
+from jax.lax import pmax as lax_pmax
+from jax.lax import pmin as lax_pmin
+from jax.lax import psum as lax_psum
+from jax.lax import psum_scatter as lax_psum_scatter
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.errors import AlgorithmError, SliceError, UnboundAxisError
+from pallas_collectives.topology.groups import Group
+
+ACROSS = "across slices"  # how `counts` names lax's part
+_marked = jax.make_user_context(None)
+_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
+
+
+@contextlib.contextmanager
+def across_slices(*axes: str) -> Iterator[None]:
+    """Within this context steps along these mesh axes lead to other slices.
+
+    For simulated devices, and wherever the devices do not say so themselves. A collective over the
+    other axes alone is what it is without. Contexts do not add up: the innermost says all, and
+    `across_slices()`, whatever the devices say, that there is one slice.
+
+    Example, on two slices of 4:
+      mesh = jax.make_mesh((2, 4), ("dcn", "x"))
+      with pallas_collectives.across_slices("dcn"):
+          ...  # psum(x, ("dcn", "x")): scatter and gather over "x" by kernels, lax over "dcn"
+    """
+    with _marked(axes):
+        yield
+
+
+def marked() -> tuple[str, ...] | None:
+    """The axes that `across_slices` names; None outside of it.
+
+    Raises:
+      UnboundAxisError: the mesh in scope lacks one of them.
+    """
+    names = jax.sharding.get_abstract_mesh().axis_names
+    for axis in _marked.value or ():
+        if axis not in names:
+            raise UnboundAxisError(
+                f"across_slices({axis!r})",
+                f"the mesh in scope has the axes {names}",
+                "name axes of the mesh, or use across_slices() around what runs on another mesh",
+            )
+    return _marked.value
+
+
+@contextlib.contextmanager
+def scope(mesh: Any) -> Iterator[None]:
+    """Within this context, a lowering, these are the mesh's devices; None, nobody knows them."""
+    token = _mesh.set(mesh if isinstance(mesh, Mesh) else None)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
+class Split(NamedTuple):
+    """A group that spans slices.
+
+    Attributes:
+      inside: the devices of each slice, a ring of its own each.
+      across: the devices at one position of every slice.
+      order: row `s * inside.size + j` is where lax has the device at position j of slice s.
+    """
+
+    inside: Group
+    across: Group
+    order: tuple[int, ...]
+
+    @property
+    def slices(self) -> int:
+        """Slices that the group has devices in."""
+        return self.across.size
+
+    @property
+    def minor(self) -> bool:
+        """Whether neighbours in lax's order are at one position of different slices."""
+        return self.order == tuple(
+            np.arange(len(self.order)).reshape(-1, self.slices).T.reshape(-1).tolist()
+        )
+
+
+def split(group: Group, slice_of: np.ndarray) -> Split | None:
+    """The parts of a group whose devices lie in slices; None where it lies within one.
+
+    Args:
+      group: the devices.
+      slice_of: the slice of each device, an array over the group's axes.
+
+    Raises:
+      SliceError: the group cannot be served in two steps: see the module.
+    """
+    numbers = slice_of.reshape(-1)
+    rows = group.index_groups or (tuple(range(numbers.size)),)
+    if all(len(set(numbers[list(row)])) == 1 for row in rows):
+        return None
+    if group.index_groups is not None:
+        raise _not_in_steps(group, "its axis_index_groups reach into several slices")
+    members = [np.flatnonzero(numbers == s).tolist() for s in dict.fromkeys(numbers.tolist())]
+    count = len(members[0])
+    if len({len(row) for row in members}) > 1:
+        raise _not_in_steps(group, "it has more devices in one slice than in another")
+    if count == 1:
+        raise _not_in_steps(group, "no two of its devices are in the same slice")
+    order = tuple(itertools.chain(*members))
+    within = [bool(np.all(np.diff(slice_of, axis=a) == 0)) for a in range(slice_of.ndim)]
+    if math.prod(n for n, same in zip(group.sizes, within, strict=True) if same) == count:
+        inside, across = _along(group, within), _along(group, [not same for same in within])
+    else:
+        inside = Group(group.axes, group.sizes, tuple(map(tuple, members)))
+        across = Group(group.axes, group.sizes, tuple(zip(*members, strict=True)))
+    return Split(inside, across, order)
+
+
+def _along(group: Group, wanted: list[bool]) -> Group:
+    """The group over some of its axes."""
+    kept = [i for i, w in enumerate(wanted) if w]
+    return Group(tuple(group.axes[i] for i in kept), tuple(group.sizes[i] for i in kept))
+
+
+def _not_in_steps(group: Group, rule: str) -> SliceError:
+    return SliceError(
+        f"a group over {group.axes}, across slices",
+        f"{rule}, and the network between slices is XLA's",
+        "leave backend and algorithm to be chosen: lax serves",
+    )
+
+
+class InSlices:
+    """A backend module of kernels, for groups that may span slices; the same functions.
+
+    Those that go in steps across slices are methods; the others serve groups within one slice only.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, op: str) -> Callable[..., jax.Array]:
+        function = getattr(self._kernels, op)
+
+        def serve(*args: Any, how: How, **params: Any) -> jax.Array:
+            group = next(a for a in args if isinstance(a, Group))
+            if _parts(group, how) is not None:
+                raise _not_in_steps(group, "this collective has no steps inside and across")
+            return function(*args, how=how, **params)
+
+        return serve
+
+    def all_gather(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
+        """Each device's block to its like in the other slices, then all of them inside."""
+        parts = _parts(group, how)
+        if parts is None:
+            return self._kernels.all_gather(x, group, axis=axis, how=how)
+        blocks = _by_lax("all_gather", lax_all_gather, parts, axis=axis)(x)  # a new axis of slices
+        if parts.minor:
+            blocks = _merged(blocks, axis)
+            return self._kernels.all_gather(blocks, parts.inside, axis=axis, how=how)
+        blocks = self._kernels.all_gather(blocks, parts.inside, axis=axis + 1, how=how)
+        return _merged(_reordered(blocks, axis, np.argsort(parts.order)), axis)
+
+    def reduce_scatter(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
+        """A slice's sums of all blocks that its like in any slice wants, then the slices' sum."""
+        parts = _parts(group, how)
+        if parts is None:
+            return self._kernels.reduce_scatter(x, group, axis=axis, how=how)
+        wire = _wide(x, how)
+        if parts.minor:
+            sums = self._kernels.reduce_scatter(wire, parts.inside, axis=axis, how=how)
+            sums = _split(sums, axis, parts.slices)
+        else:
+            blocks = _split(wire, axis, parts.slices)
+            blocks = _reordered(blocks, axis, np.array(parts.order))
+            sums = self._kernels.reduce_scatter(blocks, parts.inside, axis=axis + 1, how=how)
+        scatter = _by_lax("psum_scatter", lax_psum_scatter, parts, scatter_dimension=axis)
+        return scatter(sums).astype(x.dtype)
+
+    def all_reduce(self, x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
+        """A slice's result in blocks, one a device, each reduced across and gathered inside.
+
+        Of a maximum or minimum each device has the slice's whole result, and takes its block of it.
+        """
+        parts = _parts(group, how)
+        if parts is None:
+            return self._kernels.all_reduce(x, group, op=op, how=how)
+        if how.algorithm is not None:
+            raise AlgorithmError(
+                f"algorithm={how.algorithm!r} for all_reduce across slices",
+                "inside a slice it is a reduce_scatter and an all_gather, with names of their own",
+                "leave it to be chosen",
+            )
+        n = parts.inside.size
+        wire = _wide(x, how)
+        axis = next((a for a, size in enumerate(x.shape) if size % n == 0), None)
+        if axis is None:  # no dimension can be cut into blocks
+            axis, wire = 0, wire.reshape(-1)
+            wire = jnp.pad(wire, (0, -wire.size % n))
+        if op == "sum":
+            block = self._kernels.reduce_scatter(wire, parts.inside, axis=axis, how=how)
+            block = _by_lax("psum", lax_psum, parts)(block)
+        else:
+            whole = self._kernels.all_reduce(wire, parts.inside, op=op, how=how)
+            block = _own_block(whole, parts.inside, axis)
+            block = _by_lax(f"p{op}", {"max": lax_pmax, "min": lax_pmin}[op], parts)(block)
+        whole = self._kernels.all_gather(block, parts.inside, axis=axis, how=how)
+        if whole.shape != x.shape:
+            whole = whole[: x.size].reshape(x.shape)
+        return whole.astype(x.dtype)
+
+
+def _parts(group: Group, how: How) -> Split | None:
+    return split(group, slices(group, how.across))
+
+
+def slices(group: Group, axes: tuple[str, ...] | None) -> np.ndarray:
+    """The slice of each device, an array over the group's axes.
+
+    Args:
+      group: the devices.
+      axes: the mesh axes that lead to other slices; None to ask the devices, where they are known.
+
+    Raises:
+      SliceError: groups side by side on the mesh lie in slices in different ways.
+    """
+    if axes is None and _mesh.get() is not None:
+        return _of_devices(group, _mesh.get())
+    return _numbered(group, axes or ())
+
+
+def _numbered(group: Group, axes: tuple[str, ...]) -> np.ndarray:
+    number = np.zeros(group.sizes, int)
+    for axis, size, coordinate in zip(
+        group.axes, group.sizes, np.indices(group.sizes), strict=True
+    ):
+        number = number * size + coordinate if axis in axes else number
+    return number
+
+
+def _of_devices(group: Group, mesh: Mesh) -> np.ndarray:
+    order = [mesh.axis_names.index(axis) for axis in group.axes]
+    order += [i for i, axis in enumerate(mesh.axis_names) if axis not in group.axes]
+    devices = np.transpose(mesh.devices, order).reshape(math.prod(group.sizes), -1)
+    ways = set()
+    for beside in devices.T:
+        slices = [getattr(device, "slice_index", 0) for device in beside]
+        ways.add(tuple(list(dict.fromkeys(slices)).index(s) for s in slices))
+    if len(ways) > 1:
+        raise _not_in_steps(group, "groups beside each other lie in slices in different ways")
+    return np.array(ways.pop()).reshape(group.sizes)
+
+
+def _by_lax(
+    name: str, function: Callable[..., Any], parts: Split, **options: Any
+) -> Callable[[jax.Array], jax.Array]:
+    """lax's collective across slices, uninterpreted by shard_map's types, and counted."""
+    counters.note(Plan(op=name, backend="xla", algorithm=ACROSS))
+    across = parts.across
+    groups = across.index_groups and [list(row) for row in across.index_groups]
+    run = functools.partial(function, axis_name=across.axes, axis_index_groups=groups, **options)
+    nothing = PartitionSpec()
+    return jax.shard_map(
+        run, in_specs=nothing, out_specs=nothing, axis_names=frozenset(), check_vma=False
+    )
+
+
+def _wide(x: jax.Array, how: How) -> jax.Array:
+    """x as its sums travel, inside and across: in float32 where that was asked for."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow and how.precise else x
+
+
+def _own_block(x: jax.Array, group: Group, axis: int) -> jax.Array:
+    """The block of this device, of those that a group cuts x into along `axis`."""
+    members = group.members()
+    me = lax.axis_index(group.axes) if members is None else members[0]
+    size = x.shape[axis] // group.size
+    return lax.dynamic_slice_in_dim(x, me * size, size, axis)
+
+
+def _merged(x: jax.Array, axis: int) -> jax.Array:
+    """Dimensions `axis` and the next as one."""
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Dimension `axis` as two, the first of `size`."""
+    return x.reshape(*x.shape[:axis], size, -1, *x.shape[axis + 1 :])
+
+
+def _reordered(x: jax.Array, axis: int, order: np.ndarray) -> jax.Array:
+    """Blocks along dimensions `axis` and the next, taken in another order; as it is if in that."""
+    if np.array_equal(order, np.arange(order.size)):
+        return x
+    blocks = _split(_merged(x, axis), axis, order.size)
+    return _merged(jnp.take(blocks, order, axis=axis), axis).reshape(x.shape)

@@ -1,0 +1,1 @@
+"""What all kernels are built of: launch, synchronisation, channels, blocks and tiles."""

@@ -1,0 +1,137 @@
+"""Elementwise reduction of arrays of any size, tile by tile through VMEM."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+
+TILE_BYTES = 256 << 10  # of each operand; the pipeline holds two tiles of each and of the result
+
+OPS: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": jnp.add,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+}
+
+
+def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
+    """For each (out, *in) of `sums`: out = in[0] op in[1] op ..., in this order, rounded once.
+
+    Refs have one shape, whose last two dimensions are whole tiles, and lie all in HBM (read and
+    written through a double-buffered pipeline) or all in VMEM. `out` may be one of `in`; there are
+    as many of them in all sums. Floats narrower than 32 bits are combined in float32, integers in
+    32 bits.
+    """
+    outs = [out for out, *_ in sums]
+    ins = [ref for _, *terms in sums for ref in terms]
+    dtype, each = outs[0].dtype, len(ins) // len(outs)
+
+    def body(*refs: Any) -> None:
+        for i, out in enumerate(refs[len(ins) :]):
+            terms = [ref[...].astype(wide(dtype)) for ref in refs[i * each : (i + 1) * each]]
+            out[...] = functools.reduce(OPS[op], terms).astype(dtype)
+
+    _over_tiles(body, outs, ins, vmem=vmem)
+
+
+def combine_stack(op: str, out_ref: Any, stack_ref: Any, *, vmem: bool) -> None:
+    """out = stack[0] op stack[1] op ..., as `combine`; the code does not grow with the stack."""
+    dtype = out_ref.dtype
+
+    def body(stack: Any, out: Any) -> None:
+        def add(i: Any, so_far: Any) -> Any:
+            return OPS[op](so_far, stack[i].astype(wide(dtype)))
+
+        first = stack[0].astype(wide(dtype))
+        out[...] = lax.fori_loop(1, stack.shape[0], add, first).astype(dtype)
+
+    _over_tiles(body, [out_ref], [stack_ref], vmem=vmem)
+
+
+def _over_tiles(
+    body: Callable[..., None], out_refs: Sequence[Any], in_refs: Sequence[Any], *, vmem: bool
+) -> None:
+    """body(*input tiles, *output tiles) for each; stacked inputs come with all their layers."""
+    shape, dtype = out_refs[0].shape, out_refs[0].dtype
+    layers = math.prod(size for ref in in_refs for size in ref.shape[: -len(shape)])
+    tile = tile_shape(shape, dtype, TILE_BYTES // (layers * len(out_refs)))
+    grid = tuple(size // t for size, t in zip(shape, tile, strict=True))
+    if vmem:
+        _for_each_tile(grid, tile, body, *in_refs, *out_refs)
+        return
+
+    def spec(ref: Any) -> pl.BlockSpec:
+        stacked = ref.shape[: -len(shape)]
+        return pl.BlockSpec((*stacked, *tile), lambda *index: (*(0 for _ in stacked), *index))
+
+    in_specs, out_specs = [spec(ref) for ref in in_refs], [spec(ref) for ref in out_refs]
+    pltpu.emit_pipeline(body, grid=grid, in_specs=in_specs, out_specs=out_specs)(
+        *in_refs, *out_refs
+    )
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which values of a dtype are combined."""
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize >= 4:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+
+
+def tile_shape(shape: tuple[int, ...], dtype: Any, limit: int) -> tuple[int, ...]:
+    """The largest tile of whole hardware tiles, or of all rows where they are fewer, that cuts a
+    shape evenly, of `limit` bytes.
+
+    Of those that are as large, the widest. It spans several of a leading dimension only where it
+    spans all of those behind it.
+    """
+    *leading, rows, columns = shape
+    high = min(rows, sublanes(dtype))
+    units = max(1, limit // (jnp.dtype(dtype).itemsize * high * LANES))
+    fitting = [
+        (width * height, width, height)
+        for width in _divisors(columns // LANES)
+        for height in _divisors(rows // high)
+        if width * height <= units
+    ]
+    size, width, height = max(fitting)
+    tile = [height * high, width * LANES]
+    for i, extent in reversed(list(enumerate(leading))):
+        spans = tuple(tile) == tuple(shape[i + 1 :])
+        tile.insert(0, max(n for n in _divisors(extent) if n * size <= units) if spans else 1)
+        size *= tile[0]
+    return tuple(tile)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _for_each_tile(
+    grid: tuple[int, ...], tile: tuple[int, ...], body: Callable[..., None], *refs: Any
+) -> None:
+    strides = tuple(itertools.accumulate(reversed(grid[1:]), int.__mul__, initial=1))[::-1]
+
+    def at(number: Any) -> tuple[Any, ...]:
+        index = [lax.rem(lax.div(number, s), g) for s, g in zip(strides, grid, strict=True)]
+        return tuple(pl.ds(pl.multiple_of(i * t, t), t) for i, t in zip(index, tile, strict=True))
+
+    def step(number: Any, _: None) -> None:
+        index = at(number)
+        body(*(ref.at[(*map(_all, ref.shape[: -len(index)]), *index)] for ref in refs))
+
+    lax.fori_loop(0, math.prod(grid), step, None)
+
+
+def _all(size: int) -> Any:
+    return pl.ds(0, size)

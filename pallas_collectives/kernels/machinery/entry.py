@@ -1,0 +1,222 @@
+"""Barrier ids, as a function of a call alone, and the barrier for calls that nothing else fits.
+
+A kernel's `collective_id` names the barrier semaphore on which devices learn that others have
+entered it. XLA gives each name of a program a semaphore of its own: libtpu 0.0.42 and 0.0.50 take
+any int32, and have 36 semaphores for a program, less one for each kind of group of XLA's own
+collectives (for v4, v5e, v5p, v6e and 7x; what is beyond shares one, `"barrier_type":"GLOBAL"`).
+JAX's documentation speaks of 20 to 30.
+
+There is one id for each set of mesh axes, whatever the collective, the algorithm, the dtype or the
+order of the axes: a mesh of four axes has 15, one of three 7. Eight more, on four axes, are for
+shifts along one axis (`partners`, below; over several axes, by that name only). So no program on a
+mesh of up to four axes needs more than 23, however many collectives, groups and permutations it
+has, and no history enters: processes agree on every id, whatever else each has traced. Nor do
+programs add up: a sweep, a soak and `certify` need what one of their programs does, on meshes of at
+most three axes: 13, and 8 more for named shifts over several.
+
+Why calls over the same axes may share an id. Let S be the devices that the axes join. They all make
+the same calls over S in the same order; in call j device d is signalled once by each of its c_j
+peers, and waits for c_j. Every call is of one of two kinds:
+
+    N   no device leaves it before all of S have entered it: it needs a block of each, or waits for
+        a signal of each.
+    L   no device leaves it before all that it can signal in S have passed its barrier (`WIDE` on
+        chips that reach only some, and in slices; they tell each other on a semaphore of the
+        kernel's own).
+
+Claim: a device that passes the barrier of call j has peers that have entered call j. To pass it, it
+has taken c_1 + ... + c_j signals in all. If a peer has not entered call j, calls up to j have sent
+it at most one less, so one is from call j+1 or later; let q be its sender. If j is of kind N, q
+left j after all of S had entered it: the peer too, a contradiction. If j is of kind L, q can reach
+d, as it signals d, so it left j after d had passed j's barrier: again a contradiction.
+
+Devices of another slice take no part in any of this: where the axes join several, S is those of one
+slice. A barrier among all of S costs a signal from each to each: by the replay groups of 4 on a v6e
+axis of 256 take 28 us for 4 KiB, where a barrier of their own would make that 12.
+
+What must not share one, then, are calls over different sets of devices: other axes, and also
+`axis_index_groups` or the pairs of a permutation, whose devices need nothing of the rest of S.
+These take part by `WIDE`: a barrier among all of S, whatever devices exchange data after it.
+
+    pattern                            waits for                          id
+    ring, line, torus, fused, direct   its own peers                      of the set of axes
+    index groups, ragged rings,        all of S, or all of it in the      of the set of axes
+      permutations but shifts            same slice and within reach
+    shifts (`partners`)                its target                         of the axis and the shift
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.topology import chips, placement, reach
+from pallas_collectives.topology.groups import Group, Ring
+
+# A barrier among all devices that a group's axes join, before the kernel, which has none.
+WIDE = "wide"
+# Interpret mode's kernels count their own ids from 2000 on.
+_FIRST_SIMULATED = 1 << 14
+# Int32 holds a bit for so many divisors, beside the kinds of barrier.
+_MOST_DIVISORS = 26
+
+
+def barrier_id(barrier: str, group: Group, interpret: Any) -> int:
+    """The collective id of a call.
+
+    Args:
+      barrier: "shift right" or "shift left" for the barriers of `partners`; all others share one.
+      group: its axes count, in any order, and how they cut the mesh in scope into sets of devices.
+      interpret: not False for simulated devices, whose interpreter has ids of its own.
+    """
+    kind = {"shift right": 1, "shift left": 2}.get(barrier, 0)
+    mesh = jax.sharding.get_abstract_mesh().shape or dict(zip(group.axes, group.sizes, strict=True))
+    return 4 * _set_of_axes(group.axes, mesh) + kind + (_FIRST_SIMULATED if interpret else 0)
+
+
+def _set_of_axes(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    """A number for how axes cut a mesh's devices into sets: the same in whatever mesh of them.
+
+    Written as a bit for each divisor of their number, in ascending order: 1 where the axes begin or
+    end to be among `axes`, going from the minor axis to the major. On 8 devices, whose divisors are
+    1, 2, 4 (8 tells nothing): both axes of 2 x 4 are 001, as the one axis of 8; the inner 101, the
+    outer 100.
+    """
+    devices, stride, among, ends = math.prod(mesh.values()), 1, False, []
+    for axis, size in reversed(tuple(mesh.items())):
+        if size > 1:
+            if (axis in axes) != among:
+                ends.append(stride)
+                among = not among
+            stride *= size
+    divisors = [d for d in range(1, devices) if devices % d == 0]
+    if len(divisors) > _MOST_DIVISORS:  # as good as never two sets of a program have one hash
+        return zlib.crc32(repr(ends).encode()) >> 32 - _MOST_DIVISORS
+    return sum(1 << divisors.index(end) for end in ends)
+
+
+def shift_of(perm: Sequence[tuple[int, int]], group: Group) -> str | None:
+    """The barrier of `partners`: "shift right" or "shift left"; None for another permutation.
+
+    Also where some devices send nothing, or keep what they have.
+    """
+    if group.index_groups is not None:
+        return None
+    shifts = {(target - source) % group.size for source, target in perm} - {0}
+    if shifts <= {1}:
+        return "shift right"
+    return "shift left" if shifts == {group.size - 1} else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The entry barrier of a call, as the launcher runs it.
+
+    Attributes:
+      barrier: the call's own, for `sync.enter`.
+      group: its devices.
+      wide: whether all devices of the axes take part, whatever the call's own barrier is.
+      peers: where `wide`, and not all devices can signal all others: for each those that it can,
+        as `_reached` has them; else None.
+    """
+
+    barrier: str
+    group: Group
+    wide: bool
+    peers: np.ndarray | None
+
+    @classmethod
+    def of(cls, barrier: str, group: Group) -> "Entry":
+        """That of a call which names a barrier."""
+        wide = barrier == WIDE or group.index_groups is not None
+        return cls(barrier, group, wide, _reached(_whole(group)) if wide else None)
+
+    @property
+    def table(self) -> list[jax.Array]:
+        """What goes to scalar memory: the own row of `peers`, if there are any."""
+        if self.peers is None:
+            return []
+        me = lax.axis_index(self.group.axes)
+        return [lax.dynamic_index_in_dim(jnp.asarray(self.peers), me, keepdims=False)]
+
+    @property
+    def semaphores(self) -> list[Any]:
+        """What to allocate: the count of peers that have passed the barrier."""
+        return [] if self.peers is None else [pltpu.SemaphoreType.REGULAR]
+
+    def enter(
+        self,
+        rings: Sequence[Ring],
+        scalar_refs: Sequence[Any],
+        table_refs: Sequence[Any],
+        semaphore_refs: Sequence[Any],
+    ) -> None:
+        """Returns when all devices that matter have entered the kernel."""
+        if not self.wide:
+            sync.enter(self.barrier, rings, scalar_refs)
+        elif self.peers is None:
+            sync.barrier_with_everyone(Ring(_whole(self.group)))
+        else:
+            among = Ring(_whole(self.group))
+            sync.barrier_with(among, table_refs[0], pltpu.get_barrier_semaphore())
+            sync.signal_all(among, table_refs[0], semaphore_refs[0])
+
+    def leave(self, table_refs: Sequence[Any], semaphore_refs: Sequence[Any]) -> None:
+        """Returns when the kernel may end: all within reach have passed its barrier."""
+        if self.peers is not None:
+            pl.semaphore_wait(semaphore_refs[0], table_refs[0][0])
+
+
+def _whole(group: Group) -> Group:
+    """All devices that a group's axes join, as one."""
+    return Group(group.axes, group.sizes)
+
+
+# The slice of each device of a group, as numbers over its axes; see `in_slices`.
+SliceOf = Callable[[Group], np.ndarray]
+_slice_of: contextvars.ContextVar[SliceOf | None] = contextvars.ContextVar("slices", default=None)
+
+
+@contextlib.contextmanager
+def in_slices(slice_of: SliceOf) -> Iterator[None]:
+    """Within this context devices lie in several slices. Kernels stay within one each, and so do
+    their barriers: no signal reaches another slice.
+    """
+    token = _slice_of.set(slice_of)
+    try:
+        yield
+    finally:
+        _slice_of.reset(token)
+
+
+def _reached(group: Group) -> np.ndarray | None:
+    """For each device the number of those that it can signal, then theirs; None where that is all.
+
+    Those of its slice within its reach; of groups side by side, those that are so in all.
+    """
+    chip, slice_of = chips.current(), _slice_of.get()
+    slices = np.zeros(group.size, int) if slice_of is None else slice_of(group).reshape(-1)
+    if reach.everywhere(chip) and len(set(slices.tolist())) == 1:
+        return None
+    torus, rows = placement.lying(group, chip)
+
+    def reaches(a: int, b: int) -> bool:
+        return slices[a] == slices[b] and reach.all_reach(chip, torus, rows, [(a, b)])
+
+    everyone = range(group.size)
+    found = [[b for b in everyone if b != a and reaches(a, b)] for a in everyone]
+    table = np.zeros((group.size, 1 + max(map(len, found))), np.int32)
+    for device, peers in enumerate(found):
+        table[device, : 1 + len(peers)] = (len(peers), *peers)
+    return table

@@ -1,0 +1,264 @@
+"""The one place that calls `pl.pallas_call`.
+
+Kernels have no grid, nor anything else that could be divided between cores: on a device with two
+(v4, v5p: megacore) the compiler has the second core skip the whole kernel, so that every DMA and
+every signal starts once, from the first (`tests/test_megacore.py` looks at the compiled program).
+
+Two cores that shared the DMAs could at the best halve the time to start them. By the replay of v4
+and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to
+4 MiB, that gains at most 4% on an axis of 4, from 1 MiB on 1%; on 64 devices 6%, but 10% of
+all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores would have to agree at
+every wait, at a signal each, of which that says nothing. So one core starts all.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+from pallas_collectives.errors import VmemError
+from pallas_collectives.kernels.machinery import entry, spaces, sync
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group, Ring
+
+
+def call(
+    kernel: Callable[..., None],
+    group: Group,
+    *operands: jax.Array,
+    out_shape: jax.ShapeDtypeStruct,
+    **options: Any,
+) -> jax.Array:
+    """Runs a kernel of one result on every device of a group: `call_many`, whose options it has."""
+    return call_many(kernel, group, *operands, out_shapes=(out_shape,), **options)[0]
+
+
+def call_many(
+    kernel: Callable[..., None],
+    group: Group,
+    *operands: jax.Array,
+    out_shapes: Sequence[jax.ShapeDtypeStruct],
+    scratch: Any,
+    scalars: Sequence[jax.Array] = (),
+    axes: Sequence[Group] = (),
+    barrier: str,
+    prepare: Callable[..., Callable[[], None]] | None = None,
+    name: str,
+    interpret: Any,
+    vmem: bool = False,
+    wire_bytes: int = 0,
+    flops: int = 0,
+    pipeline_bytes: int = 0,
+    input_output_aliases: dict[int, int] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel on every device of a group.
+
+    The kernel is called with its `Ring`, refs to the scalars (SMEM), the operands and the results,
+    and `scratch` with refs in the places of shapes. Its entry barrier is behind it by then.
+
+    Args:
+      kernel: as above.
+      group: the devices.
+      *operands: arrays.
+      out_shapes: shape and dtype of each result.
+      scratch: a pytree, best a `NamedTuple`, of semaphores, of memory that only this device uses
+        (`pltpu.VMEM`, `pltpu.SMEM`), and of memory that other devices write to: for each such
+        buffer a `jax.ShapeDtypeStruct`. Buffers lie where the operands do.
+      scalars: int32 arrays of rank 1 that the kernel reads element by element.
+      axes: the rings along the axes of a torus; the kernel has a tuple of these `Ring`s in the
+        place of the group's own.
+      barrier: the entry barrier that is run, see `sync.enter`; or `entry.WIDE`.
+      prepare: called with the kernel's arguments before the barrier, to start copies of its own
+        operands; what it returns waits for them, and is called behind the barrier.
+      name: what profilers show.
+      interpret: False to compile, or `pltpu.InterpretParams`.
+      vmem: operands, results and buffers are in VMEM for the duration of the call, not in HBM.
+        Operands are on their way there while the barrier waits for others.
+      wire_bytes: bytes each device sends, for XLA's scheduler.
+      flops: what each device computes, likewise.
+      pipeline_bytes: VMEM of the pipelines within the kernel, beside `scratch`.
+      input_output_aliases: operand number -> result number: the operand with whose contents the
+        result begins; it is the operand's own buffer, and the kernel gets the result's ref alone.
+
+    Raises:
+      CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
+      VmemError: what is to be in VMEM does not fit the chip's.
+    """
+    if _left_out.get():
+        return tuple(jnp.zeros(result.shape, result.dtype) for result in out_shapes)
+    along, entered = axes or (group,), entry.Entry.of(barrier, group)
+    members = [ring.members() for ring in along]
+    peers = entered.table
+    tables = [*peers, *(table for table in members if table is not None)]
+    aliases = input_output_aliases or {}
+    leaves, record = jax.tree.flatten(scratch)
+    spaces.check_sizes((*operands, *out_shapes, *filter(_is_buffer, leaves)), name)
+    if vmem:
+        leaves = [pltpu.VMEM(x.shape, x.dtype) if _is_buffer(x) else x for x in leaves]
+    # A buffer in HBM is a result that nobody wants: so it has one address on every device.
+    buffers = [x for x in leaves if _is_buffer(x)]
+    copies = _Vmem.of(operands, out_shapes, aliases) if vmem else None
+    allocated = copies, entered.semaphores, [x for x in leaves if not _is_buffer(x)]
+
+    def body(
+        table_refs: Any,
+        scalar_refs: Any,
+        operand_refs: Any,
+        result_refs: Any,
+        buffer_refs: Any,
+        here: _Vmem | None,
+        entry_refs: Any,
+        own_refs: Any,
+    ) -> None:
+        left_buffers, left = iter(buffer_refs), iter(own_refs)
+        left_tables = iter(table_refs[len(peers) :])
+        with jax.enable_x64(False):  # a TPU counts in 32 bits, whatever the program around it does
+            rings = tuple(
+                Ring(ring, None if table is None else next(left_tables))
+                for ring, table in zip(along, members, strict=True)
+            )
+            seen = here.operands if here else operand_refs
+            refs = [next(left_buffers if _is_buffer(x) else left) for x in leaves]
+            given = (
+                rings if axes else rings[0],
+                *scalar_refs,
+                *(ref for k, ref in enumerate(seen) if k not in aliases),
+                *(here.results if here else result_refs),
+                jax.tree.unflatten(record, refs),
+            )
+            arrived = here.bring(operand_refs, aliases) if here else lambda: None
+            prepared = prepare(*given) if prepare else lambda: None
+            entered.enter(rings, scalar_refs, table_refs, entry_refs)
+            arrived()
+            prepared()
+            kernel(*given)
+            if here:
+                here.take_back(result_refs)
+            entered.leave(table_refs, entry_refs)
+
+    # The compiler keeps operands of the matrix unit besides: a quarter more than the tiles.
+    in_vmem = filter(_is_vmem, jax.tree.leaves(allocated))
+    vmem_bytes = sum(map(_padded_bytes, in_vmem)) + pipeline_bytes * 5 // 4
+    smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
+    first = len(tables) + len(scalars)  # operand
+    compiled = pl.pallas_call(
+        body,
+        out_shape=(spaces.results(out_shapes), spaces.results(buffers)),
+        in_specs=([smem] * len(tables), [smem] * len(scalars), [hbm] * len(operands)),
+        out_specs=([hbm] * len(out_shapes), [hbm] * len(buffers)),
+        scratch_shapes=allocated,
+        input_output_aliases={first + k: result for k, result in aliases.items()},
+        interpret=interpret,
+        name=name,
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=wire_bytes),
+        compiler_params=pltpu.CompilerParams(
+            collective_id=entry.barrier_id(barrier, group, interpret),
+            vmem_limit_bytes=_vmem_limit(vmem_bytes, name),
+        ),
+    )
+
+    def run(*arrays: Any) -> Any:
+        return compiled(*jax.tree.map(spaces.operand, arrays))
+
+    # pallas_call knows no varying types; a shard_map over no axes hides it from the checker.
+    unchecked = jax.shard_map(
+        run,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        axis_names=frozenset(),
+        check_vma=False,
+    )
+    results, _ = unchecked(tables, list(scalars), list(operands))
+    return tuple(results)
+
+
+class _Vmem(NamedTuple):
+    """Where a kernel's operands and results are in VMEM while it runs."""
+
+    operands: list[Any]  # None for one that begins a result: it is copied to that result's place
+    results: list[Any]
+    begin_sem: Any  # own; copies to where results are
+    copy_sem: Any  # own; the other copies in, then copies out
+
+    @classmethod
+    def of(cls, operands: Any, results: Any, aliases: dict[int, int]) -> "_Vmem":
+        """What to allocate."""
+        places, of_results = (
+            [pltpu.VMEM(x.shape, x.dtype) for x in arrays] for arrays in (operands, results)
+        )
+        own = [None if k in aliases else place for k, place in enumerate(places)]
+        return cls(own, of_results, *[pltpu.SemaphoreType.DMA] * 2)
+
+    def bring(self, refs: Sequence[Any], aliases: dict[int, int]) -> Callable[[], None]:
+        """Sets out to copy operands here; what is returned waits until they are.
+
+        With what results begin waited for: others may write over it as soon as we have told them,
+        by the barrier's signal, that we are here; a copy still under way would undo that.
+        """
+        begun = sync.started(
+            [refs[k] for k in aliases],
+            [self.results[result] for result in aliases.values()],
+            [self.begin_sem] * len(aliases),
+        )
+        own = [k for k in range(len(refs)) if k not in aliases]
+        arrived = sync.started(
+            [refs[k] for k in own], [self.operands[k] for k in own], [self.copy_sem] * len(own)
+        )
+        begun()
+        return arrived
+
+    def take_back(self, refs: Sequence[Any]) -> None:
+        """Copies results to where the program has them."""
+        sync.started(self.results, refs, [self.copy_sem] * len(refs))()
+
+
+def _is_buffer(shape: Any) -> bool:
+    return isinstance(shape, jax.ShapeDtypeStruct)
+
+
+_left_out = contextvars.ContextVar("left_out", default=False)
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Within this context no kernel is built: zeros stand for results, for who asks what would."""
+    token = _left_out.set(True)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
+def _is_vmem(scratch: Any) -> bool:
+    return getattr(scratch, "memory_space", None) == pltpu.VMEM
+
+
+def _padded_bytes(x: Any) -> int:
+    """Bytes of an array in VMEM, its last two dimensions rounded up to whole tiles."""
+    shape = (1, 1, *x.shape)
+    rows = -(-shape[-2] // sublanes(x.dtype)) * sublanes(x.dtype)
+    lanes = -(-shape[-1] // LANES) * LANES
+    return math.prod(shape[:-2]) * rows * lanes * jnp.dtype(x.dtype).itemsize
+
+
+def _vmem_limit(needed: int, name: str) -> int | None:
+    """The limit to ask the compiler for; None for its default where nothing large is kept."""
+    if not needed:
+        return None
+    chip = chips.current()
+    mib = 1 << 20
+    if needed > chip.vmem_bytes:
+        raise VmemError(
+            f"{name} needs {needed / mib:.1f} MiB of VMEM",
+            f"{chip.name} has {chip.vmem_bytes / mib:.0f} MiB",
+            "leave the operands in HBM: algorithm without ':vmem'",
+        )
+    return min(chip.vmem_bytes, needed + 2 * mib)

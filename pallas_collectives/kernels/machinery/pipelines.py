@@ -1,0 +1,299 @@
+"""Two pipelines of hops and work inside a kernel: each hides the wire behind what the core does.
+
+`gather_and_consume`: an all-gather in which every chunk of a block is consumed as it arrives,
+while the chunks behind it are on the wire. On a ring of 4, with two chunks a block (' a half):
+
+    step  receives and sends on            consumes meanwhile
+    0     own > <                          own
+    1     from the left, from the right    those two
+    2     opposite ' from either side      the opposite
+
+`produce_and_scatter`: the same backwards. A device produces its term of a block just before the
+hop that carries the block's sum, adds what has come, and sends it; the wire moves one sum while the
+term of the next is being produced. The own block's term comes last:
+
+    step  produces                         sends
+    0     opposite ' for either side       those
+    1     right's, left's                  with what came
+    2     own                              -, adds what came from both sides
+
+Both go both ways round (`groups.streams`): bytes and hops are those of `all_gather` and
+`reduce_scatter`. The wire is hidden wherever a chunk takes longer to consume or produce than to
+send; the other way round the work is hidden, but for one chunk's.
+
+There is one call of `consume`, and one or two of `produce`, in the kernel's code: steps, chunks
+and streams are loops, and whether a stream has anything to do is the trip count of a loop within.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.kernels import all_gather, reduce_scatter
+from pallas_collectives.kernels.machinery import channel as channels
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.reduce_scatter import SLOTS
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import Ring, Stream, wrap_step
+
+
+class Streams:
+    """The streams of a ring, by a number known only in the kernel."""
+
+    def __init__(self, ring: Ring, streams: tuple[Stream, ...]) -> None:
+        self.ring = ring
+        self.count = len(streams)
+        self.chunks = streams[0].chunks
+        self.hops = max(stream.hops for stream in streams)
+        self._streams = streams
+
+    def of(self, stream: Any, value: Callable[[Stream], int]) -> Any:
+        """A stream's value."""
+        values = [value(each) for each in self._streams]
+        return values[0] if len(set(values)) == 1 else jnp.where(stream == 0, *values)
+
+    def hops_of(self, stream: Any, chunk: Any) -> Any:
+        """How many hops a chunk travels on a stream."""
+        start, stop = self.of(stream, lambda s: s.far[0]), self.of(stream, lambda s: s.far[1])
+        is_far = (start <= chunk) & (chunk < stop)
+        return self.of(stream, lambda each: each.near) + _as_int(is_far)
+
+    def downstream(self, stream: Any, distance: Any) -> Any:
+        """The position `distance` hops downstream; negative: upstream, from where blocks come."""
+        return self.ring.block(self._direction(stream) * distance)
+
+    def channel(
+        self, semaphores: channels.Semaphores, stream: Any, chunk: Any, slots_ref: Any = None
+    ) -> Channel:
+        """That of a chunk on a stream."""
+        index = stream, chunk
+        return Channel(
+            self.ring,
+            self._direction(stream),
+            semaphores,
+            index,
+            arrivals=self.hops_of(stream, chunk),
+            longest=self.hops,
+            slots=None if slots_ref is None else (slots_ref, index),
+        )
+
+    def for_each(self, active: Callable[[Any], Any], body: Callable[[Any], None]) -> None:
+        """body(stream) for every stream that is active; where any is, the last or the first is."""
+        first, last = (_as_int(active(i)) for i in (0, self.count - 1))
+        stop = first if self.count == 1 else self.count - 1 + last
+        lax.fori_loop(1 - first, stop, lambda stream, _: body(stream), None)
+
+    def in_turn(self, index: Any) -> Any:
+        """The chunk at an index in the order in which chunks are seen to.
+
+        The opposite device's chunks come from either side: one from here, one from there.
+        """
+        half = self.chunks // 2
+        if self.chunks < 2 or self._streams[0].far[1] in (0, self.chunks):
+            return index
+        return lax.div(index, np.int32(2)) + lax.rem(index, np.int32(2)) * half
+
+    def _direction(self, stream: Any) -> Any:
+        return self.of(stream, lambda each: each.direction)
+
+
+def _as_int(flag: Any) -> Any:
+    return int(flag) if isinstance(flag, bool) else flag.astype(np.int32)
+
+
+class GatherScratch(NamedTuple):
+    """What `gather_and_consume` takes beside its arrays."""
+
+    copy_sems: Any  # (chunks,): own; one copy each, waited for when the chunk is consumed
+    semaphores: channels.Semaphores  # (streams, chunks); all sends of a chunk drain at the end
+
+    @classmethod
+    def of(cls, streams: tuple[Stream, ...]) -> "GatherScratch":
+        """What to allocate."""
+        copies = pltpu.SemaphoreType.DMA((streams[0].chunks,))
+        return cls(copies, all_gather.semaphores(streams))
+
+
+def gather_and_consume(
+    ring: Ring,
+    x_ref: Any,  # own block: HBM
+    gathered_ref: Any,  # n blocks: HBM; all are filled
+    scratch: GatherScratch,
+    *,
+    consume: Callable[[Any, Any], None],
+    blocks: Blocks,
+    streams: tuple[Stream, ...],
+    prepare: Callable[[], None] = lambda: None,  # runs when the first sends are under way
+) -> None:
+    """Gathers all blocks, and calls consume(block, chunk) for each chunk that is in its place.
+
+    Messages are those of `all_gather.pass_on`. Upstream may be steps ahead while we still consume;
+    nothing in `gathered_ref` is written twice, so it cannot write over what is being consumed.
+    """
+    moving = Streams(ring, streams)
+
+    def channel(stream: Any, chunk: Any) -> Channel:
+        return moving.channel(scratch.semaphores, stream, chunk)
+
+    def place(number: Any, stream: Any, chunk: Any) -> Any:
+        """Where we keep message `number` of those that we send."""
+        return blocks.at(gathered_ref, moving.downstream(stream, -number), chunk)
+
+    def own_copy(chunk: Any) -> Any:
+        source, target = blocks.at(x_ref, chunk=chunk), blocks.at(gathered_ref, ring.me, chunk)
+        return pltpu.make_async_copy(source, target, scratch.copy_sems.at[chunk])
+
+    def set_out(index: Any) -> None:
+        chunk = moving.in_turn(index)
+        own, first = blocks.at(x_ref, chunk=chunk), np.int32(0)
+        moving.for_each(
+            lambda stream: moving.hops_of(stream, chunk) > 0,
+            lambda stream: channel(stream, chunk).send(own, place(first, stream, chunk), first),
+        )
+
+    # Of the own chunks half set out at once, and one more with each that is consumed: chunks that
+    # are on a wire together share it, and all would arrive late.
+    ahead = max(1, moving.chunks // 2)
+
+    def see_to_own(index: Any) -> None:
+        groups.only_if(index + ahead < moving.chunks, lambda: set_out(index + ahead))
+        own_copy(moving.in_turn(index)).wait()
+        following = jnp.minimum(index + 1, moving.chunks - 1)
+        copies_on = index + 1 < moving.chunks
+        groups.only_if(copies_on, lambda: own_copy(moving.in_turn(following)).start())
+
+    def see_to(step: Any, index: Any) -> None:
+        chunk = moving.in_turn(index)
+
+        def arrives(stream: Any) -> Any:
+            return (step > 0) & (step <= moving.hops_of(stream, chunk))
+
+        def relay(stream: Any) -> None:
+            passing, block = channel(stream, chunk), place(step, stream, chunk)
+            passing.receive(step - 1, block)
+            passing.release(step - 1)
+            onward = step < moving.hops_of(stream, chunk)
+            groups.only_if(onward, lambda: passing.send(block, block, step))
+
+        groups.only_if(step == 0, lambda: see_to_own(index))
+        moving.for_each(arrives, relay)
+        moving.for_each(
+            lambda stream: arrives(stream) | ((step == 0) & (stream == 0)),
+            lambda stream: consume(moving.downstream(stream, -step), chunk),
+        )
+
+    def drain(chunk: Any) -> None:
+        own = blocks.at(x_ref, chunk=chunk)
+        sync.for_each(
+            0,
+            moving.count,
+            lambda stream: channel(stream, chunk).wait_sent(own, moving.hops_of(stream, chunk)),
+        )
+
+    with jax.named_scope("own_block"):
+        sync.for_each(0, ahead, set_out)
+        own_copy(moving.in_turn(np.int32(0))).start()
+        prepare()
+    with jax.named_scope("consume"):
+        _for_each_chunk(moving, moving.hops + 1, see_to)
+    with jax.named_scope("drain"):
+        sync.for_each(0, moving.chunks, drain)
+
+
+def scatter_scratch(
+    streams: tuple[Stream, ...], blocks: Blocks, dtype: Any
+) -> reduce_scatter.Scratch:
+    """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out."""
+    scratch = reduce_scatter.Scratch.of(streams, blocks, dtype)
+    slots = len(streams), blocks.chunks, SLOTS + 1, *blocks.chunk_shape
+    return scratch._replace(slots_ref=jax.ShapeDtypeStruct(slots, dtype))
+
+
+def produce_and_scatter(
+    ring: Ring,
+    o_ref: Any,  # own block of the result: HBM
+    scratch: reduce_scatter.Scratch,  # see scatter_scratch: HBM
+    *,
+    produce: Callable[..., None],
+    finish: Callable[..., None],
+    blocks: Blocks,
+    streams: tuple[Stream, ...],
+) -> None:
+    """Sends each block's sum towards its owner, producing our terms on the way.
+
+    produce(block, chunk, sum_ref, adds) adds our term to the sum in `sum_ref` if `adds`, and else
+    puts it there. finish(chunk, target_ref, *sum_refs) writes the sum of our own term and of what
+    has come.
+
+    Messages are those of `reduce_scatter.add_on_the_way` round a ring. Terms of step 0 set out from
+    a slot that nobody else writes to. A chunk has one send under way at a time.
+    """
+    moving = Streams(ring, streams)
+
+    def channel_of(stream: Any, chunk: Any) -> Channel:
+        return moving.channel(scratch.semaphores, stream, chunk, scratch.slots_ref)
+
+    def forward(step: Any, stream: Any, chunk: Any) -> None:
+        channel, hops = channel_of(stream, chunk), moving.hops_of(stream, chunk)
+
+        def take_over() -> None:
+            summed = channel.slot(step - 1)
+            channel.receive(step - 1, summed)
+            channel.wait_sent(summed)  # at step - 1, for we have waited for those before it
+            channel.release(step - 2)
+
+        groups.only_if(step > 0, take_over)
+        where = jnp.where(step == 0, SLOTS, wrap_step(jnp.maximum(step - 1, 0), SLOTS))
+        held = scratch.slots_ref.at[stream, chunk, where]
+        produce(moving.downstream(stream, hops - step), chunk, held, step > 0)
+        channel.send(held, channel.slot(step), step)
+
+    def see_to(step: Any, index: Any) -> None:
+        chunk = moving.in_turn(index)
+        moving.for_each(
+            lambda stream: step < moving.hops_of(stream, chunk),
+            lambda stream: forward(step, stream, chunk),
+        )
+
+    def finish_chunk(index: Any) -> None:
+        chunk = moving.in_turn(index)
+        target = blocks.at(o_ref, chunk=chunk)
+
+        def last(stream: Any) -> Any:
+            channel = channel_of(stream, chunk)
+            arrived = channel.slot(channel.arrivals - 1)
+            channel.receive(channel.arrivals - 1, arrived)
+            return arrived
+
+        if all(stream.near for stream in streams):
+            finish(chunk, target, *(last(stream) for stream in range(moving.count)))
+        else:  # two devices: each chunk comes on one stream
+            moving.for_each(
+                lambda stream: moving.hops_of(stream, chunk) > 0,
+                lambda stream: finish(chunk, target, last(stream)),
+            )
+
+    def drain(chunk: Any) -> None:
+        def sent(stream: Any) -> None:
+            channel = channel_of(stream, chunk)
+            channel.wait_sent(channel.slot(0))
+
+        moving.for_each(lambda stream: moving.hops_of(stream, chunk) > 0, sent)
+
+    with jax.named_scope("produce"):
+        _for_each_chunk(moving, moving.hops, see_to)
+    with jax.named_scope("finish"):
+        sync.for_each(0, moving.chunks, finish_chunk)
+        sync.for_each(0, moving.chunks, drain)
+
+
+def _for_each_chunk(moving: Streams, steps: int, body: Callable[[Any, Any], None]) -> None:
+    """body(step, index of a chunk), step by step."""
+    sync.for_each(0, steps, lambda step: sync.for_each(0, moving.chunks, lambda i: body(step, i)))

@@ -1,0 +1,269 @@
+"""A matrix product of any size, tile by tile through VMEM, with terms added to it on the way out.
+
+    out[a] = scale * (x[a] @ w + terms[0][a] + ...)        x: (A, rows, K), w: (K, N) or (N, K)
+
+The grid runs over columns of w, then A, then rows, then K: a panel of w, all of K by `columns`, is
+fetched once and serves all rows. Where all of w fits VMEM it is `resident`: brought in once, for
+any number of products. Where not even a panel fits, tiles of w are fetched with those of x. All
+tiles are double-buffered by the pipeline.
+
+The matrix unit accumulates in float32 (int32 for integers); the sum over K and the terms stay in
+that until they are rounded to the result's dtype, once.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.replay.machine import GENERATIONS, Generation
+
+# The compiler unrolls a product of tiles: 2^30 multiplications take it about two seconds. Deeper
+# tiles are multiplied in a loop.
+_MOST_VOLUME = 1 << 30
+_STEP_SECONDS = 0.2e-6  # of the grid: DMAs started and waited for
+_HBM_SHARE = 0.6  # of HBM's bandwidth: the rest is for what comes and goes on the wire
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How one product goes through VMEM.
+
+    Attributes:
+      rows, depth, columns: one tile's share of rows, K and N. `depth` divides K; the last tile of
+        rows and of columns may stick out.
+      inner: of the depth, what is multiplied at once; divides it.
+      keep: "all" of w stays in VMEM, a "panel" (K by columns), or a "tile" (depth by columns).
+    """
+
+    rows: int
+    depth: int
+    columns: int
+    inner: int
+    keep: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One product, repeated with the same w.
+
+    Attributes:
+      batch, rows, depth, columns: A, rows, K and N; K and N are whole lanes of 128.
+      x_dtype, w_dtype, out_dtype: dtypes.
+      terms: how many terms are added.
+      transposed: w is (N, K).
+    """
+
+    batch: int
+    rows: int
+    depth: int
+    columns: int
+    x_dtype: Any
+    w_dtype: Any
+    out_dtype: Any
+    terms: int = 0
+    transposed: bool = False
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """The shape of w."""
+        shape = self.depth, self.columns
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.rows * self.depth * self.columns
+
+
+def generation(name: str) -> Generation:
+    """Rates of a chip; of v5e for a simulated one."""
+    return GENERATIONS.get(name, GENERATIONS["v5e"])
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """In what products of a dtype are added up."""
+    return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tiles(problem: Problem, vmem_bytes: int, chip: str) -> Tiles | None:
+    """The tiles with which a product takes least time, or None if none fits `vmem_bytes`."""
+    found = [
+        (seconds(problem, tiles, chip), vmem(problem, tiles), tiles)
+        for tiles in _candidates(problem)
+        if vmem(problem, tiles) <= vmem_bytes
+    ]
+    return min(found, key=lambda entry: entry[:2])[2] if found else None
+
+
+def _candidates(problem: Problem) -> list[Tiles]:
+    whole = sublanes(problem.x_dtype)
+    rows = {-(-problem.rows // whole) * whole} if problem.rows <= 1024 else set()
+    rows |= {size for size in (128, 256, 512, 1024) if size < problem.rows}
+    columns = {problem.columns} if problem.columns <= 2048 else set()
+    columns |= {size for size in range(256, 2049, 128) if size < problem.columns}
+    depth = _divisors(problem.depth)
+    found = []
+    for tile in itertools.product(sorted(rows), depth, sorted(columns)):
+        area = tile[0] * tile[2]
+        inner = [d for d in _divisors(tile[1]) if d * area <= _MOST_VOLUME]
+        found += [Tiles(*tile, inner[-1], keep) for keep in ("all", "panel", "tile") if inner]
+    return found
+
+
+def _divisors(size: int) -> list[int]:
+    """The divisors of a size that are whole lanes."""
+    lanes = size // LANES
+    return [LANES * d for d in range(1, lanes + 1) if lanes % d == 0]
+
+
+def vmem(problem: Problem, tiles: Tiles) -> int:
+    """Bytes of VMEM that a product takes: two of each tile, and two sums under way."""
+    p, t = problem, tiles
+    weight = {
+        "all": p.depth * _up(p.columns, t.columns),
+        "panel": 2 * p.depth * t.columns,
+        "tile": 2 * t.depth * t.columns,
+    }[t.keep]
+    out = t.rows * t.columns
+    mixed = (t.rows + t.columns) * t.inner if p.x_dtype != p.w_dtype else 0  # in float32
+    return (
+        2 * t.rows * t.depth * p.x_dtype.itemsize
+        + weight * p.w_dtype.itemsize
+        + (2 + 2 * p.terms) * out * p.out_dtype.itemsize
+        + (2 * out + mixed) * 4
+    )
+
+
+def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
+    """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM."""
+    p, t, rates = problem, tiles, generation(chip)
+    down, across = -(-p.rows // t.rows), -(-p.columns // t.columns)
+    steps = p.batch * down * across * (p.depth // t.depth)
+    flops = 2 * steps * t.rows * t.depth * t.columns
+    weights = {"all": 0, "panel": 1, "tile": p.batch * down}[t.keep] * p.depth * p.columns
+    traffic = (
+        p.batch * p.rows * p.depth * across * p.x_dtype.itemsize
+        + weights * p.w_dtype.itemsize
+        + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
+    )
+    core = flops / (rates.matrix_rate / rates.cores)
+    hbm = rates.hbm_bandwidth * _HBM_SHARE
+    tile_of_x = t.rows * t.depth * p.x_dtype.itemsize
+    tile_of_w = 0 if t.keep == "all" else t.columns * p.w_dtype.itemsize
+    tile_of_w *= p.depth if t.keep == "panel" else t.depth
+    tile_out = t.rows * t.columns * p.out_dtype.itemsize
+    # A result is waited for after the step behind it; the first tiles and the last result always.
+    late = max(0.0, tile_out / hbm - core / steps) * p.batch * down * across
+    ends = (tile_of_x + tile_of_w + tile_out) / hbm
+    return max(core + late, traffic / hbm) + ends + steps * _STEP_SECONDS
+
+
+def resident_shape(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """The shape of the VMEM that holds all of w: columns up to a whole tile."""
+    shape = problem.depth, _up(problem.columns, tiles.columns)
+    return shape[::-1] if problem.transposed else shape
+
+
+def resident(problem: Problem, w_vmem_ref: Any) -> Any:
+    """The part of that VMEM that w fills; the rest never reaches a result."""
+    return w_vmem_ref.at[tuple(pl.ds(0, size) for size in problem.weight_shape)]
+
+
+def multiply(
+    x_ref: Any,  # (A, rows, K): HBM
+    w_ref: Any,  # (K, N) or (N, K): HBM; VMEM of `resident_shape` if tiles.keep is "all"
+    out_ref: Any,  # (A, rows, N): HBM
+    *term_refs: Any,  # each as out_ref, which may be one of them
+    sum_ref: Any,  # (tiles.rows, tiles.columns), of `accumulator_dtype`: VMEM
+    problem: Problem,
+    tiles: Tiles,
+    adds: Any = True,
+    scale: float = 1.0,
+    precision: Any = None,
+) -> None:
+    """out = scale * (x @ w + terms), as the module says; `adds` says whether terms count."""
+    t, keep = tiles, tiles.keep
+    deep, slabs = problem.depth // t.depth, t.depth // t.inner
+
+    def weights(w: Any, column: Any, k: Any, slab: Any) -> Any:
+        """A slab of the tile at (k, column), of what the pipeline or the kernel holds of w."""
+        start = slab * t.inner if keep == "tile" else k * t.depth + slab * t.inner
+        depths = pl.ds(_aligned(start, t.inner), t.inner)
+        columns = pl.ds(_aligned(column * t.columns, t.columns) if keep == "all" else 0, t.columns)
+        return w[(columns, depths) if problem.transposed else (depths, columns)]
+
+    def body(x: Any, *refs: Any) -> None:
+        w, *terms, out = (w_ref, *refs) if keep == "all" else refs
+        column, k = pl.program_id(0), pl.program_id(3)
+        contract = ((1,), (1 if problem.transposed else 0,)), ((), ())
+
+        def multiplied(slab: Any) -> jax.Array:
+            left = x[:, pl.ds(_aligned(slab * t.inner, t.inner), t.inner)]
+            right = weights(w, column, k, slab)
+            if left.dtype != right.dtype:
+                left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+            return lax.dot_general(
+                left, right, contract, precision=precision, preferred_element_type=sum_ref.dtype
+            )
+
+        def add(slab: Any, _: None) -> None:
+            sum_ref[...] += multiplied(slab)
+
+        def finish(total: Any) -> None:
+            for term in terms:
+                value = term[...].astype(total.dtype)
+                total += value if adds is True else jnp.where(adds, value, 0)
+            out[...] = (total if scale == 1.0 else total * scale).astype(out.dtype)
+
+        if deep == slabs == 1:
+            finish(multiplied(0))
+            return
+
+        @pl.when(k == 0)
+        def _() -> None:
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+
+        lax.fori_loop(0, slabs, add, None)
+
+        @pl.when(k == deep - 1)
+        def _() -> None:
+            finish(sum_ref[...])
+
+    shape = (problem.depth, t.columns) if keep == "panel" else (t.depth, t.columns)
+
+    def place(j: Any, a: Any, i: Any, k: Any) -> tuple[Any, Any]:
+        index = 0 if keep == "panel" else k, j
+        return index[::-1] if problem.transposed else index
+
+    w_spec = pl.BlockSpec(shape[::-1] if problem.transposed else shape, place)
+    x_spec = pl.BlockSpec((None, t.rows, t.depth), lambda j, a, i, k: (a, i, k))
+    out_spec = pl.BlockSpec((None, t.rows, t.columns), lambda j, a, i, k: (a, i, j))
+    batch, rows, _ = x_ref.shape
+    pltpu.emit_pipeline(
+        body,
+        grid=(pl.cdiv(problem.columns, t.columns), batch, pl.cdiv(rows, t.rows), deep),
+        in_specs=[x_spec, *([] if keep == "all" else [w_spec]), *[out_spec] * len(term_refs)],
+        out_specs=[out_spec],
+    )(x_ref, *([] if keep == "all" else [w_ref]), *term_refs, out_ref)
+
+
+def sum_shape(tiles: Tiles) -> tuple[int, int]:
+    """The shape of the VMEM in which a product is summed up."""
+    return tiles.rows, tiles.columns
+
+
+def _aligned(start: Any, size: int) -> Any:
+    return start if isinstance(start, int) else pl.multiple_of(start, size)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step

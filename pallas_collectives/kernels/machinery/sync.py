@@ -1,0 +1,208 @@
+"""Waiting for other devices: entry barriers and remote copies.
+
+Two rules make every kernel here safe, whatever the devices' speeds:
+
+* Nobody writes to a device that has not entered the same kernel: before each kernel the launcher
+  runs a barrier among all pairs that write to each other.
+* A wait on a semaphore can be satisfied only by the signal it is meant for: two transfers that may
+  be in flight at once towards the same device have a semaphore each (see `channel`), or all that
+  come are waited for together.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, wrap
+
+
+def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Any]) -> None:
+    """Runs the entry barrier of this name; for `entry.WIDE` see there."""
+    match barrier:
+        case "neighbours" | "neighbours on a torus":
+            barrier_with_neighbours(*rings)
+        case "line":
+            barrier_along_line(rings[0])
+        case "everyone":
+            barrier_with_everyone(rings[0])
+        case "shift right" | "shift left":
+            barrier_with_partners(rings[0], scalar_refs[0])
+        case name:
+            raise AssertionError(f"no barrier {name!r}")
+
+
+def barrier_with_neighbours(*rings: Ring) -> None:
+    """Returns when both neighbours on each ring have entered this kernel.
+
+    The barrier semaphore outlives the kernel: both neighbours on each of r rings add 1, the wait
+    takes 2r. A neighbour may already be in its next call of this id. It got there only by finishing
+    this one, for which it needed a block of every device, also of those that we still wait for,
+    which they send after their own wait; so its second signal cannot stand in for another's first.
+    A kernel that can finish without hearing from everyone must be launched with `entry.WIDE`.
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    with jax.named_scope("barrier"):
+        for ring in rings:
+            for direction in (RIGHT, LEFT):
+                pl.semaphore_signal(semaphore, 1, device_id=ring.peer(direction))
+        pl.semaphore_wait(semaphore, 2 * len(rings))
+
+
+def barrier_along_line(ring: Ring) -> None:
+    """Returns when the neighbours on a line have entered this kernel; those at its ends have one.
+
+    As `barrier_with_neighbours`: each neighbour adds 1, the wait takes as many as there are, and
+    none can finish this call, and signal for its next, before it has had a block of ours.
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    has_right, has_left = ring.place < ring.size - 1, ring.place > 0
+    with jax.named_scope("barrier"):
+        for direction, there in ((RIGHT, has_right), (LEFT, has_left)):
+
+            @pl.when(there)
+            def _(direction: int = direction) -> None:
+                pl.semaphore_signal(semaphore, 1, device_id=ring.peer(direction))
+
+        pl.semaphore_wait(semaphore, has_right.astype(np.int32) + has_left.astype(np.int32))
+
+
+def barrier_with_everyone(ring: Ring) -> None:
+    """Returns when every device of the ring has entered this kernel.
+
+    Each of the other n-1 devices adds 1, the wait takes n-1, it ends at 0. Safe between calls
+    whatever the kernel does: while one device has not entered call k, nobody passes its barrier,
+    so nobody has signalled more than k times, and k(n-1) signals cannot have come from n-2 devices.
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    with jax.named_scope("barrier"):
+        for_each(1, ring.size, lambda d: pl.semaphore_signal(semaphore, 1, device_id=ring.peer(d)))
+        pl.semaphore_wait(semaphore, ring.size - 1)
+
+
+def barrier_with_partners(ring: Ring, partners_ref: Any) -> None:
+    """Returns when our target, if we have one, has entered this kernel.
+
+    Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to the
+    shifts of one axis in one direction, so a device is signalled by the same device, the next one
+    along, in every call that uses the id and in which it sends: once in each. Its k-th wait
+    therefore ends only after that device's k-th signal, from the same call, however many calls
+    either is ahead: no signal of another device or of another call can stand in for it. (Shared
+    between other permutations, the id could bring us a signal of the next call's target before that
+    of this one's.)
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    target, source = partners(ring, partners_ref)
+    with jax.named_scope("ready"):
+        pl.when(source >= 0)(
+            lambda: pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(source))
+        )
+        pl.when(target >= 0)(lambda: pl.semaphore_wait(semaphore, 1))
+
+
+def barrier_with(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
+    """Returns when all peers, so many and then their positions in SMEM, have entered this kernel.
+
+    Each adds 1. It is safe where none leaves the kernel before all of its own peers have passed
+    this barrier: else a second signal of one could stand in for another's first.
+    """
+    with jax.named_scope("barrier"):
+        signal_all(ring, peers_ref, semaphore)
+        pl.semaphore_wait(semaphore, peers_ref[0])
+
+
+def signal_all(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
+    """Adds 1 to a semaphore of each of the peers, as `barrier_with` has them."""
+
+    def signal(i: Any) -> None:
+        pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(peers_ref[1 + i]))
+
+    for_each(0, peers_ref[0], signal)
+
+
+def partners(ring: Ring, partners_ref: Any) -> tuple[Any, Any]:
+    """The positions of our target and our source; negative if we have none but ourselves.
+
+    `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
+    """
+    found = partners_ref[ring.me], partners_ref[ring.size + ring.me]
+    target, source = (lax.select(p == ring.me, np.int32(-1), p) for p in found)
+    return target, source
+
+
+def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_id: Any) -> None:
+    """Starts a copy into `target` on another device.
+
+    `send_sem` here counts the bytes that have left `source`, which may then be overwritten;
+    `recv_sem` there counts the bytes that have arrived in `target`.
+    """
+    pltpu.make_async_remote_copy(source, target, send_sem, recv_sem, device_id=device_id).start()
+
+
+class PushSemaphores(NamedTuple):
+    """What `push_to_everyone` takes: `PushSemaphores()` to allocate, refs inside a kernel."""
+
+    copy: Any = pltpu.SemaphoreType.DMA  # own; the copy from ourselves, waited for once
+    sent: Any = pltpu.SemaphoreType.DMA  # own; the bytes of n-1 targets
+    arrived: Any = pltpu.SemaphoreType.DMA  # the bytes of n-1 targets, one from each other device
+
+
+def push_to_everyone(
+    ring: Ring,
+    source: Callable[[Any, Any], Any],
+    target: Callable[[Any], Any],
+    semaphores: PushSemaphores,
+    chunks: int = 1,
+    in_positions: bool = False,
+) -> None:
+    """Copies something to every device of the ring, and waits for what comes.
+
+    `source(owner, chunk)` is what the device at a position is to have, all of one shape;
+    `target(chunk)`, a place that differs by sender, is where it is to have it. For the chunk None
+    they are all chunks. One semaphore serves all n-1 arrivals, as nothing is read before the last.
+    Each device begins with its right neighbour, or with the next position if `in_positions`: no two
+    begin with the same.
+    """
+
+    def push(chunk: Any, distance: Any) -> None:
+        owner = wrap(ring.me + distance, ring.size) if in_positions else ring.block(distance)
+        here, there = source(owner, chunk), target(chunk)
+        remote_copy(here, there, semaphores.sent, semaphores.arrived, ring.device_id(owner))
+
+    with jax.named_scope("push"):
+        for_each(0, chunks, lambda chunk: for_each(1, ring.size, lambda d: push(chunk, d)))
+        own_copy = pltpu.make_async_copy(source(ring.me, None), target(None), semaphores.copy)
+        own_copy.start()
+    with jax.named_scope("drain"):
+        wait(semaphores.arrived, target(None), times=ring.size - 1)
+        wait(semaphores.sent, target(None), times=ring.size - 1)
+        own_copy.wait()
+
+
+def started(
+    sources: Sequence[Any], targets: Sequence[Any], semaphores: Sequence[Any]
+) -> Callable[[], None]:
+    """Starts copies on this device; what is returned waits for all of them."""
+    copies = list(map(pltpu.make_async_copy, sources, targets, semaphores))
+    for copy in copies:
+        copy.start()
+
+    def wait_for_all() -> None:
+        for copy in copies:
+            copy.wait()
+
+    return wait_for_all
+
+
+def wait(semaphore: Any, ref: Any, times: Any = 1) -> None:
+    """Waits on a DMA semaphore for as many bytes as `ref` holds, `times` times over."""
+    for_each(0, times, lambda _: pltpu.make_async_copy(ref, ref, semaphore).wait())
+
+
+def for_each(start: int, stop: Any, body: Callable[[Any], None]) -> None:
+    """body(start) ... body(stop - 1), as a loop: the code does not grow with the ring."""
+    lax.fori_loop(start, stop, lambda i, _: body(i), None)

@@ -1,0 +1,1 @@
+"""Kernels over all axes of a torus at once."""

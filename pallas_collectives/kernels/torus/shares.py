@@ -1,0 +1,330 @@
+"""All axes of a torus at once: how data is split, and in which order each part goes.
+
+A block is cut in parts, each of them a stream. A stream goes through all axes, one after the other,
+as a ring along each; what it has met on one axis goes along the next as one piece. Streams differ
+in the axis that they begin with and in their direction, so that every link of the torus carries the
+same load at all times. Gathering on 4 x 4 devices, hops x blocks of which a hop moves the part:
+
+    stream  part  phase 0   phase 1
+    0       1/4   x+ 3 x 1  y+ 3 x 4
+    1       1/4   x- 3 x 1  y- 3 x 4
+    2       1/4   y+ 3 x 1  x+ 3 x 4
+    3       1/4   y- 3 x 1  x- 3 x 4
+
+Each link carries (n-1)/(2d) blocks for n devices and d axes, the least there is: n-1 blocks come in
+over 2d links. On axes of different lengths, parts of one size would load the longer axis more; so
+parts that begin with different axes differ in size (`ways`). The devices of one chip share its
+links and are an axis of their own, through which all parts go last. A reduction goes the same ways
+backwards. When each hop has its turn is `timetable`'s matter.
+
+The algorithm: N. Jain and Y. Sabharwal, Optimal bucket algorithms for large MPI collectives on
+torus interconnects, ICS 2010; XLA's own all-reduce goes round its tori alike.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.topology.groups import LEFT, RIGHT, Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Streams of one size that go through the axes in one order, each in its own direction.
+
+    Attributes:
+      order: the axes, in the order in which a gather goes through them.
+      start: where along the cut the first stream begins.
+      size: the extent of one stream along the cut.
+      streams: how many; even ones go RIGHT, odd ones LEFT.
+    """
+
+    order: tuple[int, ...]
+    start: int
+    size: int
+    streams: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Blocks of one shape on a torus, and how they are cut.
+
+    Arrays of blocks have a dimension for each axis of the torus (`Plan.shape`), so that all blocks
+    along some axes are one piece that one DMA moves.
+
+    Attributes:
+      sizes: devices along each axis of the torus.
+      sharing: how many directions share a link along each axis (`links_shared`).
+      block: the shape of one block.
+      at: before which dimension of a block those of the torus stand.
+      cut: the dimension along which a block is cut.
+      grain: every cut falls on a multiple of it.
+      bundles: what a block is cut into.
+    """
+
+    sizes: tuple[int, ...]
+    sharing: tuple[int | Fraction, ...]
+    block: tuple[int, ...]
+    at: int
+    cut: int
+    grain: int
+    bundles: tuple[Bundle, ...]
+
+    @classmethod
+    def of(
+        cls,
+        axes: Sequence[Group],
+        block: tuple[int, ...],
+        at: int,
+        dtype: Any,
+        chunks: int,
+        both: bool = False,
+    ) -> "Plan":
+        """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
+
+        With `both`, half of several chunks go on from there in the other order (see `ways`).
+        """
+        sizes, sharing = tuple(axis.size for axis in axes), tuple(map(links_shared, axes))
+        cut, grain = _finest_cut(block, dtype, 2 * len(sizes) * chunks)
+        units = block[cut] // grain
+        while chunks > 1 and units % (2 * chunks) != 0:
+            chunks //= 2
+        within = next((a for a, axis in enumerate(axes) if axis.chip), None)
+        orders, exact, load = ways(sizes, sharing, within, both=both and chunks > 1)
+        streams = 2 * chunks * len(load) // len(orders)  # as many in all
+        bundles, start = [], 0
+        for order, share in zip(orders, shares(exact, load, units // streams), strict=True):
+            if share:
+                bundles.append(Bundle(order, start, share * grain, streams))
+                start += share * grain * streams
+        if start < block[cut]:  # an odd one left over
+            bundles.append(Bundle(tuple(range(len(sizes))), start, block[cut] - start, 1))
+        return cls(sizes, sharing, block, at, cut, grain, tuple(bundles))
+
+    def hops(self, bundle: Bundle, phase: int) -> int:
+        """Hops of a bundle in a phase: along axis `bundle.order[phase]`, to all others on it."""
+        return self.sizes[bundle.order[phase]] - 1
+
+    def shape(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The shape of an array of as many blocks as `sizes` says along each axis; of all."""
+        return (*self.block[: self.at], *(sizes or self.sizes), *self.block[self.at :])
+
+    def piece_shape(self, bundle: Bundle, phase: int) -> tuple[int, ...]:
+        """The shape of what one hop of one stream moves in a phase."""
+        met = bundle.order[:phase]
+        sizes = [n if axis in met else 1 for axis, n in enumerate(self.sizes)]
+        shape = list(self.shape(sizes))
+        shape[self._cut_dimension] = bundle.size
+        return tuple(shape)
+
+    def piece(self, ref: Any, numbers: Sequence[Any], bundle: Bundle, stream: Any) -> Any:
+        """A stream's part of some of `ref`'s blocks: on each axis all (None), or one."""
+        start = bundle.start + stream * bundle.size
+        if not isinstance(start, int):
+            start = pl.multiple_of(start, self.grain)
+        index = self._index(ref, numbers)
+        index[self._cut_dimension] = pl.ds(start, bundle.size)
+        return ref.at[tuple(index)]
+
+    def blocks(self, ref: Any, numbers: Sequence[Any]) -> Any:
+        """Some of `ref`'s blocks, or the part of them that `ref` has: on each axis all, or one."""
+        return ref.at[tuple(self._index(ref, numbers))]
+
+    def _index(self, ref: Any, numbers: Sequence[Any]) -> list[Any]:
+        index = [pl.ds(0, size) for size in ref.shape]
+        for axis, number in enumerate(numbers):
+            if number is not None:
+                index[self.at + axis] = pl.ds(number, 1)
+        return index
+
+    @property
+    def _cut_dimension(self) -> int:
+        return self.cut if self.cut < self.at else self.cut + len(self.sizes)
+
+
+def cuts(shape: tuple[int, ...], axis: int, dtype: Any) -> int:
+    """Into how many parts blocks of a shape, along an axis, can be cut."""
+    block = View.of(shape, axis, dtype).block
+    cut, grain = _finest_cut(block, dtype, 1)
+    return block[cut] // grain
+
+
+def _finest_cut(block: tuple[int, ...], dtype: Any, wanted: int) -> tuple[int, int]:
+    """The dimension to cut, and in multiples of what: the first that is fine enough, or the finest.
+
+    Fine enough: shares may be off by one unit; with 32 units each that is 3% of one in four.
+    """
+    grains = (*(1,) * (len(block) - 2), sublanes(dtype), LANES)[-len(block) :]
+    units = [n // grain if n % grain == 0 else 1 for n, grain in zip(block, grains, strict=True)]
+    found = next((i for i, count in enumerate(units) if count >= 32 * wanted), None)
+    cut = units.index(max(units)) if found is None else found
+    return cut, block[cut] // units[cut] if units[cut] == 1 else grains[cut]
+
+
+_MOST_UNITS = 64  # in a tile to add (`combine.TILE_BYTES`), where a unit is one of the hardware's
+
+
+def ways(
+    sizes: Sequence[int], sharing: Sequence[Any], within: int | None = None, both: bool = False
+) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:
+    """Orders of the axes to go through, and how much goes in each so that all links carry the same.
+
+    What begins with axis a moves n_a - 1 times its size along it, then n_a (n_b - 1) times along
+    the next axis b, and so on: one linear equation for each axis. The axis `within` chips comes
+    last: so what goes to both devices of a chip comes in once. With `both`, parts go on from an
+    axis to the one before it as well as to the one behind it, if so much can be had by that.
+
+    Returns:
+      The orders, what share of all goes in each, and the load of each axis of links by each share.
+    """
+    links = [axis for axis in range(len(sizes)) if axis != within]
+    orders = [(*links[first:], *links[:first]) for first in range(len(links))]
+    if both:
+        orders += [(first, *reversed(rest)) for first, *rest in orders]
+    load = np.zeros((len(sizes), len(orders)))  # of axis (row) by what goes in an order (column)
+    for column, order in enumerate(orders):
+        for phase, axis in enumerate(order):
+            met = math.prod(sizes[before] for before in order[:phase])
+            load[axis, column] = met * (sizes[axis] - 1) * sharing[axis]
+    exact = np.linalg.lstsq(load[links], np.ones(len(links)))[0]  # of many solutions the evenest
+    if both and (exact < 0).any():  # a long axis beside short ones
+        return ways(sizes, sharing, within)
+    assert (exact >= 0).all(), (sizes, exact)
+    last = () if within is None else (within,)
+    return [(*order, *last) for order in orders], exact / exact.sum(), load[links]
+
+
+def differ(axes: Sequence[Group]) -> bool:
+    """Whether parts had better go through axes in more orders than one from each.
+
+    On axes that differ parts do too, and the largest is the last to be through: so it is made two.
+    By the replay that takes 3% to 17% off a gather, of 64 KiB to 2 MiB on 4 x 4 x 8 and 4 x 8 x 8;
+    sums of 64 and 512 KiB take longer so.
+    """
+    links = [axis for axis in axes if not axis.chip]
+    return len(links) > 2 and len({(axis.size, links_shared(axis)) for axis in links}) > 1
+
+
+def shares(exact: np.ndarray, load: np.ndarray, units: int) -> tuple[int, ...]:
+    """So many `units`, in whole ones, shared out about as `exact` says.
+
+    Of the ways that leave all links about the same load, to those shares that tiles divide best:
+    213 units are added in 71 tiles of 3, which takes ten times as long as 212 in 4 of 53.
+    """
+    wholes = _roundings(exact * units)
+    loads = [load @ whole for whole in wholes]
+    fair = [
+        w for w, carried in zip(wholes, loads, strict=True) if carried.max() <= 1.01 * carried.min()
+    ]
+    best = max(fair, key=_worst_tile) if fair else min(wholes, key=lambda w: (load @ w).max())
+    return tuple(best.tolist())
+
+
+def _roundings(exact: np.ndarray) -> list[np.ndarray]:
+    """Whole numbers near to `exact` with the same sum: the largest takes what is left over."""
+    units, largest = round(exact.sum()), int(np.argmax(exact))
+    # More than three are those of a gather, which adds nothing.
+    reach = [min(4, int(e / 32)) if len(exact) <= 3 else 0 for e in exact]
+    near = [range(int(e) - r, int(e) + 2 + r) for e, r in zip(exact + 1e-6, reach, strict=True)]
+    near[largest] = range(1)
+    found = [np.array(whole) for whole in itertools.product(*near)]
+    for whole in found:
+        whole[largest] = units - whole.sum()
+    return [whole for whole in found if whole[largest] >= 0]
+
+
+def _worst_tile(whole: np.ndarray) -> float:
+    """What the share that tiles divide worst has in one of them, of what it could have."""
+    tiles = (
+        max(n for n in range(1, _MOST_UNITS + 1) if share % n == 0) / min(share, _MOST_UNITS)
+        for share in whole.tolist()
+        if share
+    )
+    return min(tiles, default=1.0)
+
+
+def links_shared(axis: Group) -> int | Fraction:
+    """How many directions share a link: both between two devices, and on a line.
+
+    On a line the hop from the last device to the first goes back over all links. Between devices of
+    a chip both ways go over one link as well, six times as fast as those that the two have.
+    """
+    if axis.chip:
+        return Fraction(1, 6)
+    return 2 if axis.size == 2 or axis.line else 1
+
+
+def direction_of(stream: Any) -> Any:
+    """Which way round a stream of a bundle goes."""
+    return RIGHT - (RIGHT - LEFT) * (stream & 1)
+
+
+def course_table(plan: Plan) -> str:
+    """Which way each stream of a gather goes, as printed above."""
+    phases = range(len(plan.sizes))
+    lines = ["stream  part  " + "  ".join(f"phase {phase} " for phase in phases)]
+    for bundle in plan.bundles:
+        for stream in range(bundle.streams):
+            sign = "+" if direction_of(stream) == RIGHT else "-"
+            hops = (
+                f"{'xyz'[bundle.order[p]]}{sign} {plan.hops(bundle, p)} x "
+                f"{math.prod(plan.sizes[axis] for axis in bundle.order[:p])}"
+                for p in phases
+            )
+            part = Fraction(bundle.size, plan.block[plan.cut])
+            lines.append(f"{len(lines) - 1:<8}{part!s:<6}" + "  ".join(hops))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Arrays of blocks side by side along `axis`, seen as arrays with dimensions for the torus.
+
+    A reshape that moves nothing. Blocks of columns become blocks of tiles first, as they lie in
+    memory; nothing moves there either if their rows are whole tiles.
+
+    Attributes:
+      shape: one block as it is.
+      axis: the dimension along which blocks lie; they are `sliceable` along it.
+      block: one block as it is seen.
+      at: the dimension of that before which those of the torus stand.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    block: tuple[int, ...]
+    at: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], axis: int, dtype: Any) -> "View":
+        """The view of blocks of a shape along an axis."""
+        if axis < len(shape) - 1:
+            return cls(shape, axis, shape, axis)
+        *before, rows, columns = shape
+        high = 8 if rows % 8 == 0 else rows
+        return cls(shape, axis, (*before, rows // high, columns // LANES, high, LANES), axis)
+
+    def into(self, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+        """An array of as many blocks as `sizes` says, as it is seen."""
+        if self.block != self.shape:
+            *before, rows, _, high, lanes = self.block
+            x = jnp.swapaxes(x.reshape(*before, rows, high, -1, lanes), -3, -2)
+        return x.reshape(*self.block[: self.at], *sizes, *self.block[self.at :])
+
+    def out_of(self, y: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+        """The inverse of `into`."""
+        if self.block != self.shape:
+            *before, rows, _, high, lanes = self.block
+            y = jnp.swapaxes(y.reshape(*before, rows, -1, high, lanes), -3, -2)
+        shape = list(self.shape)
+        shape[self.axis] *= math.prod(sizes)
+        return y.reshape(shape)

@@ -1,0 +1,61 @@
+"""Small arrays of one reduction, reduced as one.
+
+A kernel, as a call of NCCL, costs some microseconds however little it adds, and a model's gradients
+may have hundreds of small leaves. XLA merges lax's small reductions for that reason, but cannot
+look into ours. So where a reduction of many arrays is lowered, small ones of a type are laid behind
+one another: bundled here, and not while tracing, each keeps its own batching and derivative.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_collectives import validation
+from pallas_collectives.backends.plans import How
+
+# Larger ones gain less, and being laid together costs a copy on either side.
+SMALL_BYTES = 64 << 10
+BUNDLE_BYTES = 1 << 20
+
+
+def reduced(
+    reduce: Callable[[jax.Array], jax.Array], xs: Sequence[jax.Array], how: How, axes: Any
+) -> list[jax.Array]:
+    """`reduce` of each array, elementwise; small ones together, one call a bundle.
+
+    Not where lax serves, for XLA merges those; nor where arrays lose dimensions (numbers among
+    `axes`); nor where the caller wants each in VMEM, which may not hold a bundle.
+    """
+    apart = how.backend == "xla" or str(how.algorithm).endswith(":vmem")
+    apart = apart or len(validation.named(axes)) < len(axes)
+    results: dict[int, jax.Array] = {}
+    for members in [[i] for i in range(len(xs))] if apart else _bundles(xs):
+        if len(members) == 1:
+            results[members[0]] = reduce(xs[members[0]])
+            continue
+        joined = reduce(jnp.concatenate([xs[i].reshape(-1) for i in members]))
+        ends = np.cumsum([xs[i].size for i in members])
+        for i, part in zip(members, jnp.split(joined, ends[:-1]), strict=True):
+            results[i] = part.reshape(xs[i].shape)
+    return [results[i] for i in range(len(xs))]
+
+
+def _bundles(xs: Sequence[jax.Array]) -> list[list[int]]:
+    """The arrays' numbers; those of small ones of a type together, as many as a bundle holds."""
+    bundles: list[list[int]] = []
+    filling: dict[Any, tuple[list[int], int]] = {}
+    for i, x in enumerate(xs):
+        kind = x.dtype, jax.typeof(x).mat
+        bundle, size = filling.get(kind, ([], 0))
+        if x.nbytes > SMALL_BYTES:
+            bundles.append([i])
+            continue
+        if not bundle or size + x.nbytes > BUNDLE_BYTES:
+            bundle, size = [], 0
+            bundles.append(bundle)
+        bundle.append(i)
+        filling[kind] = bundle, size + x.nbytes
+    return bundles

@@ -1,0 +1,91 @@
+"""A primitive of many operands and as many results, by the rules of one of its operands.
+
+Each is batched, differentiated, known or left out on its own, as if it had an equation to itself:
+what is mapped, varies or has a tangent in one is of no concern to another.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import ad, batching
+from jax.interpreters import partial_eval as pe
+
+from pallas_collectives import _compat
+from pallas_collectives.lowering import remat
+
+Rule = Callable[..., Any]
+
+
+def register(primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rule], Rule]) -> None:
+    """Gives `primitive`, for each operand, the rules that `one` has, as `ours` changes them."""
+    batchers, transposes = batching.fancy_primitive_batchers, ad.primitive_transposes
+    batchers[primitive] = ours(functools.partial(_batch, batchers[one]))
+    if one in ad.primitive_jvps:
+        ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+        transposes[primitive] = ours(functools.partial(_transpose, transposes[one]))
+    pe.custom_partial_eval_rules[primitive] = functools.partial(_partial_eval, primitive)
+    pe.partial_eval_jaxpr_custom_rules[primitive] = _checkpoint
+    pe.dce_rules[primitive] = _dce
+
+
+def abstract_eval(rule: Rule, *avals: Any, **params: Any) -> tuple[Sequence[Any], frozenset[Any]]:
+    """Types of the results, and everyone's effects."""
+    types, effects = zip(*(rule(aval, **params) for aval in avals), strict=True)
+    return types, frozenset().union(*effects)
+
+
+def _batch(rule: Rule, axis: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, ...]:
+    pairs = zip(operands, dims, strict=True)
+    return tuple(zip(*(rule(axis, [x], [dim], **params) for x, dim in pairs), strict=True))
+
+
+def _transpose(rule: Rule, cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+    pairs = zip(cotangents, operands, strict=True)
+    return [rule(cotangent, x, **params)[0] for cotangent, x in pairs]
+
+
+def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+    """Linear: the same of those tangents that there are, apart, since primals are known first."""
+    results = primitive.bind(*primals, **params)
+    moving = [not isinstance(tangent, ad.Zero) for tangent in tangents]
+    operands = list(itertools.compress(tangents, moving))
+    moved = iter(primitive.bind(*operands, **params) if operands else ())
+    return results, [
+        next(moved) if moves else ad.Zero(jax.typeof(y).to_tangent_aval())
+        for y, moves in zip(results, moving, strict=True)
+    ]
+
+
+def _partial_eval(primitive: core.Primitive, trace: Any, *operands: Any, **params: Any) -> Any:
+    """What is known now, and the others later."""
+    known = [x.is_known() for x in operands]
+    results = {}
+    for now in set(known):
+        part = [x for x, is_known in zip(operands, known, strict=True) if is_known == now]
+        results[now] = iter(trace.default_process_primitive(primitive, part, params))
+    return [next(results[is_known]) for is_known in known]
+
+
+def _checkpoint(policy: Rule, unknown: Sequence[bool], at_hand: Sequence[bool], eqn: Any) -> Any:
+    """What is known now, and the others later: with them all, unless the policy saves them."""
+    saved = _compat.saved(policy, eqn)
+    now = _part(eqn, [not later for later in unknown])
+    again = [not saved or later for later in unknown]
+    later = _part(eqn, again)
+    kept = remat.residuals(later, list(itertools.compress(at_hand, again))) if later else []
+    return now, later, unknown, again, kept
+
+
+def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Drops operands of results that nobody reads. JAX 0.12 gives one more argument."""
+    return used, _part(rest[-1], used)
+
+
+def _part(eqn: Any, wanted: list[bool]) -> Any:
+    """The equation of the wanted operands alone; None if there are none."""
+    invars, outvars = (list(itertools.compress(v, wanted)) for v in (eqn.invars, eqn.outvars))
+    return eqn.replace(invars=invars, outvars=outvars) if invars else None

@@ -1,0 +1,279 @@
+"""JAX primitives for our collectives, with the rules of `jax.lax`'s own.
+
+Every lax collective primitive has a twin here. The twin's shapes and varying types, its transpose,
+its jvp and its vmap are lax's: each rule is lax's rule, run and recorded, with every lax
+collective in the recording replaced by its twin (`with_twins`). What differs is the lowering, which
+asks a backend. So whatever lax means by a collective, in this JAX version, ours means too.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_collectives import _compat, catalogue, validation
+from pallas_collectives.backends import counters, serving, slices
+from pallas_collectives.backends.plans import UNSERVABLE, How
+from pallas_collectives.lowering import bundles, many_operands, remat
+from pallas_collectives.topology import placement
+
+
+def _is_collective(eqn: Any) -> bool:
+    return eqn.primitive.name in catalogue.primitives()
+
+
+def _is_reduction(primitive: core.Primitive) -> bool:
+    """Whether it is elementwise, of one operand: its twin takes many, a tree's leaves."""
+    return bool(catalogue.primitives()[primitive.name][1].reduction)
+
+
+def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> Any:
+    """fn(*args), with the twin in place of each lax collective that fn binds.
+
+    Arguments and results are pytrees; leaves that are not being traced are passed to fn as they
+    are, so that constants stay constants. Where `op` is given, only the twin of the collective of
+    that name is held to `how.algorithm`.
+    """
+    leaves, tree = jax.tree.flatten(args, is_leaf=_is_symbolic)
+    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    results: Any = None
+
+    def recorded(*tracers: Any) -> list[Any]:
+        nonlocal results
+        merged = list(leaves)
+        for i, tracer in zip(traced, tracers, strict=True):
+            merged[i] = tracer
+        out = fn(*jax.tree.unflatten(tree, merged))
+        flat, out_tree = jax.tree.flatten(out, is_leaf=_is_symbolic)
+        arrays = [isinstance(leaf, jax.Array) for leaf in flat]
+        others = [None if a else leaf for a, leaf in zip(arrays, flat, strict=True)]
+        results = others, out_tree, arrays  # no array, which would leave this trace
+        return [leaf for leaf, is_array in zip(flat, arrays, strict=True) if is_array]
+
+    closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
+    if not any(map(_is_collective, closed.jaxpr.eqns)):
+        return fn(*args)  # nothing to replace: psum(1, "x") is a number
+    replayed = iter(_replay(closed, [leaves[i] for i in traced], how, op))
+    others, out_tree, arrays = results
+    merged = [next(replayed) if a else leaf for leaf, a in zip(others, arrays, strict=True)]
+    return jax.tree.unflatten(out_tree, merged)
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, ad.Zero | ad.UndefinedPrimal)
+
+
+def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> list[Any]:
+    """Evaluates a jaxpr, binding twins; one for all reductions that are alike and wait for none."""
+    env: dict[Any, Any] = {}
+    jaxpr = closed.jaxpr
+    env.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    waiting: dict[Any, dict[Any, Any]] = {}  # results to operands, of each reduction
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, core.Literal):
+            return atom.val
+        if atom not in env:
+            for (lax_p, how_here, params), operands in waiting.items():
+                outs = twin(lax_p).bind(*operands.values(), how=how_here, **dict(params))
+                env.update(zip(operands, outs, strict=True))
+            waiting.clear()
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if _is_collective(eqn) and not _within_device(eqn.params):
+            same = not op or eqn.primitive.name == op
+            how_here = how if same else dataclasses.replace(how, algorithm=None)
+            params = dict(eqn.params)
+            if _is_reduction(eqn.primitive):
+                alike = eqn.primitive, how_here, tuple(params.items())
+                waiting.setdefault(alike, {})[eqn.outvars[0]] = operands[0]
+                continue
+            if eqn.primitive.name == "all_to_all":
+                # The dimension that untiled means is there already; lax's transpose adds another.
+                params["tiled"] = True
+            outs = twin(eqn.primitive).bind(*operands, how=how_here, **params)
+        else:
+            outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        outs = outs if eqn.primitive.multiple_results else [outs]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _within_device(params: dict[str, Any]) -> bool:
+    """Whether all axes of a reduction are numbers: those that vmap has made dimensions."""
+    return "axes" in params and not validation.named(params["axes"])
+
+
+@functools.cache
+def twin(lax_p: core.Primitive) -> core.Primitive:
+    """Our primitive for a lax collective primitive; it takes the same params and `how`.
+
+    A reduction's takes any number of operands, each by lax's rules for one (see `many_operands`);
+    only the lowering takes them together.
+    """
+    primitive = core.Primitive(f"pallas_{lax_p.name}")
+    many = primitive.multiple_results = _is_reduction(lax_p)
+
+    def implementation(*args: jax.Array, how: How, **params: Any) -> Any:
+        lower = functools.partial(serving.lower, lax_p, how, **params)
+        return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
+
+    def abstract_eval(*avals: Any, how: How, **params: Any) -> Any:
+        out, effects = lax_p.abstract_eval(*avals, **params)
+        return out, effects | _effects(lax_p.name, how, avals, params)
+
+    each = functools.partial(many_operands.abstract_eval, abstract_eval)
+    primitive.def_effectful_abstract_eval(each if many else abstract_eval)
+    lowered = mlir.lower_fun(implementation, multiple_results=many)
+
+    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+        mesh = _compat.mesh_of(ctx)
+        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
+            return lowered(ctx, *args, **params)
+
+    mlir.register_lowering(primitive, lowering)
+
+    def with_twins_of(rule: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(_rule, rule, lax_p.name)
+
+    if many:
+        many_operands.register(primitive, lax_p, with_twins_of)
+        return primitive
+    remat.register(primitive)
+    for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
+        if lax_p in rules:
+            rules[primitive] = with_twins_of(rules[lax_p])
+    if lax_p.name in _TRANSPOSES:
+        ad.primitive_transposes[primitive] = with_twins_of(_TRANSPOSES[lax_p.name])
+    return primitive
+
+
+def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
+    """A primitive for a collective that lax has not: it means what `by_lax` computes with lax's.
+
+    `by_lax(*operands, **params)` gives the types, the derivative and the batching, and what XLA
+    runs. `catalogue` says which collective serves the primitive; `with_twins` puts it to work.
+    """
+    primitive = core.Primitive(name)
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        closed = jax.make_jaxpr(functools.partial(by_lax, **params))(*avals)
+        return closed.out_avals[0], frozenset(closed.effects)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        moving = tuple(map(ad.instantiate_zeros, tangents))
+        _, moved = jax.jvp(functools.partial(by_lax, **params), tuple(primals), moving)
+        return primitive.bind(*primals, **params), moved
+
+    def batch(axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        each = functools.partial(by_lax, **params)
+        names: Any = {"axis_name": axis.name, "axis_size": axis.size}
+        return jax.vmap(each, in_axes=tuple(dims), **names)(*operands), 0
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(by_lax, multiple_results=False))
+    ad.primitive_jvps[primitive] = jvp
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _pbroadcast_transpose(
+    cotangent: Any, x: Any, *dynamic: Any, axis_name: Any, source: Any = None
+) -> list[Any]:
+    """The source's cotangent is everyone's sum. lax's own rule works for scalars only."""
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval.to_ct_aval()), *(None for _ in dynamic)]
+    is_source = lax.axis_index(axis_name) == (dynamic[0] if dynamic else source)
+    total = lax.psum(cotangent, axis_name)
+    return [jnp.where(is_source, total, jnp.zeros_like(total)), *(None for _ in dynamic)]
+
+
+def _ragged_transpose(
+    cotangent: Any,
+    operand: Any,
+    output: Any,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: Any,
+    axis_index_groups: Any,
+) -> list[Any]:
+    """Rows' cotangents go back to where the rows came from; `output` keeps those of other rows.
+
+    lax's own rule takes rows for received, or not, that lie beside an empty slice, and knows no
+    axis_index_groups.
+    """
+    wanted = [isinstance(x, ad.UndefinedPrimal) for x in (operand, output)]
+
+    def answer(*cotangents: Any) -> list[Any]:
+        pairs = zip(cotangents, wanted, strict=True)
+        return [*(c if want else None for c, want in pairs), *[None] * 4]
+
+    types = [
+        x.aval if want else jax.typeof(x) for x, want in zip((operand, output), wanted, strict=True)
+    ]
+    if isinstance(cotangent, ad.Zero):
+        return answer(*(ad.Zero(aval.to_ct_aval()) for aval in types))
+    axis: Any = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
+    came_from, went_to = (
+        lax.all_to_all(x, split_axis=0, concat_axis=0, tiled=True, **axis)
+        for x in (input_offsets, output_offsets)
+    )
+    nothing = ad.zeros_like_aval(types[0])
+    back = lax.ragged_all_to_all(
+        cotangent, nothing, went_to, recv_sizes, came_from, send_sizes, **axis
+    )
+    rows = len(cotangent)
+    sizes = jnp.clip(recv_sizes, 0, min(rows, len(nothing)))  # as the kernels do
+    first = jnp.clip(went_to, 0, rows - sizes)
+    steps = jnp.zeros(rows + 1, jnp.int32).at[first].add(1).at[first + sizes].add(-1)
+    received = lax.expand_dims(jnp.cumsum(steps)[:-1] > 0, range(1, cotangent.ndim))
+    return answer(back, jnp.where(received, jnp.zeros_like(cotangent), cotangent))
+
+
+# Where lax's own rule does not hold.
+_TRANSPOSES: dict[str, Callable[..., Any]] = {
+    "pbroadcast": _pbroadcast_transpose,
+    "pbroadcast_dynamic": _pbroadcast_transpose,
+    "ragged_all_to_all": _ragged_transpose,
+}
+
+
+def _rule(lax_rule: Callable[..., Any], op: str, *args: Any, how: How, **params: Any) -> Any:
+    """A rule of lax's for `op`, with twins: a gather's transpose is our scatter."""
+    return with_twins(how, functools.partial(lax_rule, **params), *args, op=op)
+
+
+def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset[Any]:
+    """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = validation.named(params.get("axes", params.get("axis_name", ())))
+    vmapped = [name for name in names if name not in mesh.axis_names]
+    if how.backend == "xla" or vmapped:  # vmap's rule will bind anew, without its axis
+        return frozenset()
+    shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    return _traced_effects(op, how, shapes, tuple(params.items()), mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced_effects(op: str, how: How, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
+    del mesh  # part of the key: axis sizes and chip are in scope, not in params
+    run = functools.partial(serving.run, op, how, **dict(params))
+    with counters.uncounted(), placement.settled_later():
+        try:
+            return frozenset(jax.make_jaxpr(run)(*shapes).effects)
+        except UNSERVABLE:
+            if how.strict:
+                raise
+            return frozenset()  # lax will serve

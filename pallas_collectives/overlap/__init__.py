@@ -1,0 +1,1 @@
+"""Products and pipelines that hide the wire behind computation."""

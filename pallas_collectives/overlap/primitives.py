@@ -1,0 +1,318 @@
+"""The fused products as JAX primitives, so that differentiation keeps to fused kernels.
+
+    all_gather_matmul(x, w1, w2, ...)            linear in x: its transpose is the other
+    matmul_reduce_scatter(x1, w1, x2, w2, ...)   linear in each: the sum of the pairs' products
+
+A primitive is bound only where its kernel can serve and is wanted (`fusion.decide`); elsewhere the
+pair of collective and product runs in its place, whose derivatives are that pair's.
+
+Weights' cotangents are plain products of gathered arrays: what `all_gather_matmul` has gathered on
+the way, and what the transpose of `matmul_reduce_scatter` gathers for its other half.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_collectives import _compat, collectives
+from pallas_collectives.backends import canonical, counters, serving, slices
+from pallas_collectives.backends.pallas import products as pallas_fused
+from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
+from pallas_collectives.lowering import remat
+from pallas_collectives.overlap import array_products
+from pallas_collectives.overlap import fusion as fusing
+from pallas_collectives.topology import placement
+
+
+def all_gather_matmul(x: jax.Array, ws: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
+    """[gathered x, x @ w, ...], fused or not."""
+    fusion = fusing.decide(GATHER, [x], ws, spec)
+    if fusion.way == "fused":
+        return _gather_p.bind(*_alike([x, *ws], spec), spec=spec)
+    fusion.count()
+    if fusion.way == "pipelined":
+        products, gathered = array_products.pipelined_all_gather_matmul(
+            x,
+            list(ws),
+            spec.axis_name,
+            gather_axis=spec.axis,
+            return_gathered=True,
+            preferred_element_type=spec.out_dtype,
+            backend=_permutes(spec),
+        )
+        return [gathered, *products]
+    gathered = collectives.all_gather(
+        x, spec.axis_name, axis=spec.axis, tiled=True, backend=_named(spec)
+    )
+    return [gathered, *(product(gathered, w, spec) for w in ws)]
+
+
+def matmul_reduce_scatter(
+    xs: Sequence[jax.Array], ws: Sequence[jax.Array], spec: Spec
+) -> jax.Array:
+    """The scattered sum of all x @ w, fused or not."""
+    fusion = fusing.decide(SCATTER, xs, ws, spec)
+    if fusion.way == "fused":
+        return _scatter_p.bind(*_alike([*xs, *ws], spec), spec=spec)[0]
+    fusion.count()
+    if fusion.way == "pipelined":
+        return array_products.pipelined_matmul_reduce_scatter(
+            xs[0],
+            ws[0],
+            spec.axis_name,
+            scatter_axis=spec.axis,
+            reduce="sum" if spec.scale == 1.0 else "mean",
+            precise=spec.precise,
+            preferred_element_type=spec.out_dtype,
+            backend=_permutes(spec),
+        )
+    wide = spec.precise and jnp.issubdtype(spec.out_dtype, jnp.floating)
+    wire = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float32) if wide else spec.out_dtype)
+    total = sum(product(x, w, wire) for x, w in zip(xs[1:], ws[1:], strict=True))
+    total = product(xs[0], ws[0], wire) + total
+    scattered = collectives.psum_scatter(
+        total, spec.axis_name, scatter_dimension=spec.axis, tiled=True, backend=_named(spec)
+    )
+    scattered = scattered if spec.scale == 1.0 else scattered * spec.scale
+    return scattered.astype(spec.out_dtype)
+
+
+def product(x: jax.Array, w: jax.Array, spec: Spec) -> jax.Array:
+    """x @ w, by XLA."""
+    left, right = _promoted(x, w)
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((x.ndim - 1,), (1 if spec.transposed else 0,)), ((), ())),
+        precision=spec.precision,
+        preferred_element_type=spec.out_dtype,
+    )
+
+
+def _promoted(*operands: jax.Array) -> Sequence[jax.Array]:
+    if len({x.dtype for x in operands}) == 1:
+        return operands
+    dtype = jnp.result_type(*operands)
+    return [x.astype(dtype) for x in operands]
+
+
+def _named(spec: Spec) -> str | None:
+    return spec.how.backend if spec.how.named else None
+
+
+def _permutes(spec: Spec) -> str:
+    """The backend of a pipeline's permutes: XLA's are asynchronous, NCCL's calls are not."""
+    return spec.how.backend if spec.how.named else "xla"
+
+
+def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
+    """Operands typed as varying over the same axes, the collective's among them."""
+    axes = frozenset(canonical.group_of(spec.axis_name).axes)
+    axes = axes.union(*(jax.typeof(x).mat.varying for x in operands))
+
+    def typed(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - set(jax.typeof(x).mat.varying)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return [typed(x) for x in operands]
+
+
+# Primitives ---------------------------------------------------------------------------------------
+
+
+def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
+    """The same where devices turn out, while lowering, to lie so that no kernel can serve."""
+    how = dataclasses.replace(spec.how, algorithm=None)
+    options = {"axis_name": spec.axis_name, "axis_size": spec.size, "tiled": True}
+    if op == GATHER:
+        x, *ws = operands
+        gathered = serving.run("all_gather", how, x, all_gather_dimension=spec.axis, **options)
+        return [gathered, *(product(gathered, w, spec) for w in ws)]
+    xs, ws = pallas_fused.halves(operands)
+    total: Any = sum(product(x, w, spec) for x, w in zip(xs, ws, strict=True))
+    how = dataclasses.replace(how, precise=spec.precise)
+    total = serving.run("reduce_scatter", how, total, scatter_dimension=spec.axis, **options)
+    return [(total if spec.scale == 1.0 else total * spec.scale).astype(spec.out_dtype)]
+
+
+def lowered(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
+    """What a program computes in place of a primitive, once it is known where the devices are."""
+    fusion = fusing.as_devices_lie(op, spec)
+    fusion.count()
+    if fusion.way == "unfused":
+        return _apart(op, *operands, spec=spec)
+    return pallas_fused.kernel(op, *operands, spec=spec)
+
+
+def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
+    """A primitive whose results are like its first operand, but for shape and dtype."""
+    primitive = core.Primitive(f"pallas_{op}")
+    primitive.multiple_results = True
+
+    def abstract_eval(*avals: Any, spec: Spec) -> Any:
+        operands = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+        outs = [
+            avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
+            for shape, dtype in shapes(*avals, spec=spec)
+        ]
+        return outs, pallas_fused.effects(op, spec, operands)
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    lower = mlir.lower_fun(functools.partial(lowered, op), multiple_results=True)
+
+    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+        mesh = _compat.mesh_of(ctx)
+        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
+            return lower(ctx, *args, **params)
+
+    mlir.register_lowering(primitive, lowering)
+    remat.register(primitive)
+    return primitive
+
+
+def _gather_shapes(x: Any, *ws: Any, spec: Spec) -> list[Any]:
+    gathered = canonical.resized(x.shape, spec.axis, spec.size * x.shape[spec.axis])
+    columns = [w.shape[0 if spec.transposed else 1] for w in ws]
+    return [(gathered, x.dtype), *(((*gathered[:-1], size), spec.out_dtype) for size in columns)]
+
+
+def _scatter_shapes(*operands: Any, spec: Spec) -> list[Any]:
+    xs, ws = pallas_fused.halves(operands)
+    block = canonical.resized(xs[0].shape, spec.axis, xs[0].shape[spec.axis] // spec.size)
+    return [((*block[:-1], ws[0].shape[0 if spec.transposed else 1]), spec.out_dtype)]
+
+
+_gather_p = _primitive(GATHER, _gather_shapes)
+_scatter_p = _primitive(SCATTER, _scatter_shapes)
+
+
+# Differentiation ----------------------------------------------------------------------------------
+
+
+def _zero(primal: Any) -> ad.Zero:
+    """No tangent of a primal."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def _gather_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
+    """d(gather(x) @ w) = gather(dx) @ w + gather(x) @ dw."""
+    (x, *ws), (dx, *dws) = primals, tangents
+    outs = _gather_p.bind(x, *ws, spec=spec)
+    d_outs: list[Any] = [_zero(out) for out in outs]
+    if not isinstance(dx, ad.Zero):
+        d_outs = all_gather_matmul(dx, ws, spec)
+    for i, dw in enumerate(dws, start=1):
+        if not isinstance(dw, ad.Zero):
+            d_out = product(outs[0], dw, spec)
+            d_outs[i] = d_out if isinstance(d_outs[i], ad.Zero) else d_outs[i] + d_out
+    return outs, d_outs
+
+
+def _gather_transpose(cts: Sequence[Any], x: Any, *ws: Any, spec: Spec) -> list[Any]:
+    """The scattered sum of the products' cotangents, each times its own w, and x's own."""
+    dx = None
+    pairs = [(ct, w) for ct, w in zip(cts[1:], ws, strict=True) if not isinstance(ct, ad.Zero)]
+    if pairs:
+        ys, kept = zip(*pairs, strict=True)
+        dx = matmul_reduce_scatter(ys, kept, spec.transpose(x.aval.dtype))
+    if not isinstance(cts[0], ad.Zero):
+        own = collectives.psum_scatter(
+            cts[0],
+            spec.axis_name,
+            scatter_dimension=spec.axis,
+            tiled=True,
+            precise=False,
+            backend=_named(spec),
+        )
+        dx = own if dx is None else dx + own
+    return [ad.Zero(x.aval.to_ct_aval()) if dx is None else dx, *(None for _ in ws)]
+
+
+def _scatter_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
+    """d(x @ w) = dx @ w + x @ dw, in one kernel, so that the transpose gathers once for both."""
+    (xs, ws), (dxs, dws) = pallas_fused.halves(primals), pallas_fused.halves(tangents)
+    (out,) = _scatter_p.bind(*primals, spec=spec)
+    pairs = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if not isinstance(dx, ad.Zero)]
+    pairs += [(x, dw) for x, dw in zip(xs, dws, strict=True) if not isinstance(dw, ad.Zero)]
+    if not pairs:
+        return [out], [_zero(out)]
+    lefts, rights = zip(*pairs, strict=True)
+    return [out], [matmul_reduce_scatter(lefts, rights, spec)]
+
+
+def _scatter_transpose(cts: Sequence[Any], *operands: Any, spec: Spec) -> list[Any]:
+    """x's cotangent is gather(ct) @ w transposed; w's is x transposed @ gather(ct)."""
+    xs, ws = pallas_fused.halves(operands)
+    (ct,) = cts
+    if isinstance(ct, ad.Zero):
+        return [
+            ad.Zero(o.aval.to_ct_aval()) if ad.is_undefined_primal(o) else None for o in operands
+        ]
+    ct = ct if spec.scale == 1.0 else ct * jnp.asarray(spec.scale, ct.dtype)
+    wanted = [ad.is_undefined_primal(x) for x in xs]
+    kept = [w for w, want in zip(ws, wanted, strict=True) if want]
+    dtype = next((x.aval.dtype for x in xs if ad.is_undefined_primal(x)), ct.dtype)
+    gathered, *products = all_gather_matmul(ct, kept, spec.transpose(dtype))
+    found = iter(products)
+    dxs = [next(found) if want else None for want in wanted]
+    dws = [
+        _weight_cotangent(x, gathered, w.aval, spec) if ad.is_undefined_primal(w) else None
+        for x, w in zip(xs, ws, strict=True)
+    ]
+    return [*dxs, *dws]
+
+
+def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Any, spec: Spec) -> jax.Array:
+    """x transposed @ ct, summed over all dimensions but the last."""
+    lead = tuple(range(x.ndim - 1))
+    left, right = _promoted(*((ct, x) if spec.transposed else (x, ct)))
+    return jax.lax.dot_general(
+        left,
+        right,
+        ((lead, lead), ((), ())),
+        precision=spec.precision,
+        preferred_element_type=w.dtype,
+    )
+
+
+ad.primitive_jvps[_gather_p] = _gather_jvp
+ad.primitive_transposes[_gather_p] = _gather_transpose
+ad.primitive_jvps[_scatter_p] = _scatter_jvp
+ad.primitive_transposes[_scatter_p] = _scatter_transpose
+
+
+# vmap ---------------------------------------------------------------------------------------------
+
+
+def _batch(
+    op: str, args: Sequence[Any], dims: Sequence[Any], *, spec: Spec
+) -> tuple[Any, Sequence[int]]:
+    """A mapped x is an x of one dimension more; mapped weights are products apart."""
+    count = 1 if op == GATHER else len(args) // 2
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    run: Any = all_gather_matmul if op == GATHER else matmul_reduce_scatter
+
+    def call(operands: Sequence[Any], how: Spec) -> list[Any]:
+        first = operands[0] if op == GATHER else operands[:count]
+        out = run(first, operands[count:], how)
+        return list(out) if op == GATHER else [out]
+
+    if all(dim is None for dim in dims[count:]):
+        xs = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims[:count], strict=False)]
+        outs = call([*xs, *args[count:]], dataclasses.replace(spec, axis=spec.axis + 1))
+        return outs, [0] * len(outs)
+    fusing.refused(op, spec, "vmap maps over the weights").count()
+    apart = dataclasses.replace(spec, wish="unfused")
+    with counters.uncounted():
+        outs = jax.vmap(lambda *operands: call(operands, apart), in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+for _op, _p in ((GATHER, _gather_p), (SCATTER, _scatter_p)):
+    batching.primitive_batchers[_p] = functools.partial(_batch, _op)

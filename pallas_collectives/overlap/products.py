@@ -1,0 +1,208 @@
+"""Products fused with the collective before or after them, and the pipelines that they run on.
+
+    all_gather_matmul        all_gather(x) @ w: blocks are multiplied while others are on the wire
+    matmul_reduce_scatter    psum_scatter(x @ w): blocks are computed while others are on the wire
+    gather_and_consume       the first with a kernel body of one's own in place of the product
+    produce_and_scatter      the second likewise
+
+On TPUs (and simulated ones) each is one kernel. On GPUs, and by backend "xla", "fused" makes the
+first two pipelines of permutes and XLA's products (`array_pipelines`); by themselves they run
+unfused there, which on four H200 took 0.6 to 0.75 of the time. `fusion_counts()` says what ran,
+and why.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_collectives import validation
+from pallas_collectives.backends import choice
+from pallas_collectives.backends.pallas.products import Spec
+from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
+from pallas_collectives.overlap import primitives
+from pallas_collectives.validation import AxisName
+
+
+def all_gather_matmul(
+    x_shard: Any,
+    ws: Any,
+    axis_name: AxisName,
+    *,
+    gather_axis: int = 0,
+    return_gathered: bool = False,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Multiplies the x of all devices with weights, each block as it arrives.
+
+    Equals `jnp.matmul(jax.lax.all_gather(x_shard, axis_name, axis=gather_axis, tiled=True), w)`.
+
+    Args:
+      x_shard: (..., s, ..., K) per device, of rank 2 or more.
+      ws: the right-hand side, (K, N); or a list or tuple of them, for all of which x is gathered
+        once.
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      gather_axis: the dimension along which blocks are concatenated. The last, over which products
+        are summed, is served unfused.
+      return_gathered: return the gathered x as well.
+      preferred_element_type: as `jnp.matmul`'s: the dtype of the products.
+      precision: as `jnp.matmul`'s.
+      backend: see `collectives`.
+      algorithm: "fused", "unfused", or None for what a model of the chip says is faster, unfused
+        where it is no TPU. "fused" is one kernel on TPUs, and `pipelined_all_gather_and_consume`
+        elsewhere.
+
+    Returns:
+      The product (..., n * s, ..., N), or a list or tuple of them as `ws` is one; with
+      `return_gathered` a pair of that and the gathered x.
+
+    Gradients: the backward pass is `matmul_reduce_scatter`, and a product for each weight.
+    float32, bfloat16, int8 (int32 products) and float8 (float32 products; not on v4) are fused.
+    Rows are blocks' in place if those behind `gather_axis`, together, are whole tiles (see
+    `all_gather`), and K and N multiples of 128; other sizes are padded, one pass more.
+
+    Raises:
+      UnboundAxisError, CollectiveError: axes, dimensions or shapes that do not fit.
+      AlgorithmError: "fused" was asked for and cannot be, for the reason that it gives.
+      BackendError: see `errors`.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      x: bf16[1024, 8192], w: bf16[8192, 3584] -> all_gather_matmul(x, w, "x"): bf16[8192, 3584]
+    """
+    several = isinstance(ws, list | tuple)
+    x, weights = jnp.asarray(x_shard), [jnp.asarray(w) for w in (ws if several else [ws])]
+    contracted = validation.size_of(axis_name) * x.shape[-1] if _is_last(gather_axis, x) else None
+    axis = _check_operands("gather_axis", gather_axis, x, weights, axis_name, contracted)
+    spec = _spec(axis_name, axis, x, weights, preferred_element_type, precision, backend, algorithm)
+    gathered, *products = primitives.all_gather_matmul(x, weights, spec)
+    result = jax.tree.unflatten(jax.tree.structure(ws), products) if several else products[0]
+    return (result, gathered) if return_gathered else result
+
+
+def matmul_reduce_scatter(
+    x: Any,
+    w: Any,
+    axis_name: AxisName,
+    *,
+    scatter_axis: int = 0,
+    reduce: str = "sum",
+    precise: bool = False,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> jax.Array:
+    """Sums x @ w over devices and leaves each one block, computed just before it is sent.
+
+    Equals `jax.lax.psum_scatter(jnp.matmul(x, w), axis_name, scatter_dimension=scatter_axis,
+    tiled=True)`.
+
+    Args:
+      x: (..., n * s, ..., K) per device, of rank 2 or more.
+      w: (K, N).
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      scatter_axis: the dimension that is cut into n blocks. The last is served unfused.
+      reduce: "sum" or "mean".
+      precise: sums travel in float32, whatever the result's dtype.
+      preferred_element_type: as `jnp.matmul`'s: the dtype of the result, in which sums travel.
+      precision: as `jnp.matmul`'s.
+      backend: see `collectives`.
+      algorithm: "fused", "unfused" or None, as `all_gather_matmul`'s; elsewhere than on TPUs
+        "fused" is `pipelined_produce_and_all_to_all`.
+
+    Returns:
+      (..., s, ..., N): device p's is block p of the sum, or mean.
+
+    Products and sums are added up in float32 (int32 for integers) on each device, and rounded once
+    per hop; with `precise` once. The order of additions is fixed.
+    Gradients: the backward pass is `all_gather_matmul`, and a product for the weight.
+
+    Raises:
+      UnboundAxisError, CollectiveError: axes, dimensions or shapes that do not fit.
+      DtypeError: a mean of integers.
+      AlgorithmError: "fused" was asked for and cannot be, for the reason that it gives.
+      BackendError: see `errors`.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      x: bf16[8192, 3584], w: bf16[3584, 8192] -> matmul_reduce_scatter(x, w, "x"): bf16[1024, 8192]
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    axis = _check_operands("scatter_axis", scatter_axis, x, [w], axis_name)
+    n = validation.size_of(axis_name)
+    size = w.shape[1] if axis == x.ndim - 1 else x.shape[axis]
+    if size % n:
+        rule = f"it must be a multiple of the {n} devices"
+        raise CollectiveError(f"dimension scatter_axis={axis} of size {size}", rule, "pad it")
+    if reduce not in ("sum", "mean"):
+        raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
+    validation.check_flag("precise", precise)
+    spec = _spec(
+        axis_name, axis, x, [w], preferred_element_type, precision, backend, algorithm,
+        precise=precise, scale=1.0 if reduce == "sum" else 1 / n,
+    )  # fmt: skip
+    if reduce == "mean" and not jnp.issubdtype(spec.out_dtype, jnp.inexact):
+        rule = "a mean of integers is none"
+        raise DtypeError(f"reduce='mean' of {spec.out_dtype}", rule, "pass a floating dtype")
+    return primitives.matmul_reduce_scatter([x], [w], spec)
+
+
+def _is_last(axis: int, x: jax.Array) -> bool:
+    """Whether an axis is x's last, which products are summed over."""
+    return x.ndim > 1 and axis in (-1, x.ndim - 1)
+
+
+def _check_operands(
+    name: str,
+    axis: int,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    axis_name: AxisName,
+    contracted: int | None = None,
+) -> int:
+    """The axis, counted from 0; raises where operands do not fit each other or the mesh.
+
+    `contracted` is the K of weights where it is not that of x.
+    """
+    validation.size_of(axis_name)
+    if not ws:
+        raise CollectiveError("no weights", "there is at least one right-hand side", "pass (K, N)")
+    depth = contracted or (x.shape[-1] if x.ndim else 0)
+    if x.ndim < 2 or any(w.ndim != 2 or w.shape[0] != depth for w in ws):
+        shapes = ", ".join(str(operand.shape) for operand in (x, *ws))
+        raise CollectiveError(
+            f"operands of shapes {shapes}",
+            "x has two dimensions or more, and weights are (K, N) for the K of its last",
+            "reshape or transpose them",
+        )
+    validation.check_axis(name, axis, x.ndim)
+    return axis % x.ndim
+
+
+def _spec(
+    axis_name: AxisName,
+    axis: int,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    dtype: Any,
+    precision: Any,
+    backend: str | None,
+    algorithm: str | None,
+    **more: Any,
+) -> Spec:
+    algorithm = None if algorithm == "auto" else algorithm
+    if algorithm not in (None, "fused", "unfused"):
+        rule = "it is 'fused', 'unfused', 'auto' or None"
+        raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
+    how = choice.choose(validation.named(axis_name), backend, None)
+    try:
+        out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        what = f"preferred_element_type={dtype!r}"
+        raise DtypeError(what, "it names no dtype", "pass one, as jnp.float32, or None") from None
+    wish = algorithm or ""
+    validation.check_precision(precision)
+    return Spec(axis_name, axis, jnp.dtype(out), False, precision, how, wish, **more)

@@ -1,0 +1,105 @@
+"""The devices along an axis as a pipeline sees them: hops of blocks, and places for results."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_collectives import collectives, validation
+from pallas_collectives.topology import groups
+from pallas_collectives.validation import AxisName
+
+Ways = tuple[int, ...]
+
+
+class Ring:
+    """The devices along an axis, seen by one of them, and how blocks pass between them.
+
+    Attributes:
+      size: how many there are.
+      me: own number.
+    """
+
+    def __init__(self, axis_name: AxisName, backend: str | None, algorithm: str | None) -> None:
+        self.size = validation.size_of(axis_name)
+        self.me = lax.axis_index(axis_name)
+        self._axis_name = axis_name
+        self._how = {"backend": backend, "algorithm": algorithm}
+
+    def rounds(self, bidirectional: bool) -> tuple[Ways, int, Ways]:
+        """The ways that blocks go, for how many hops, and those on which one goes a hop further.
+
+        Both ways round an even ring the opposite device's block comes from the left alone.
+        """
+        if self.size == 1:
+            return (), 0, ()
+        if not bidirectional or self.size == 2:
+            return (groups.RIGHT,), self.size - 1, ()
+        far = () if self.size % 2 else (groups.RIGHT,)
+        return (groups.RIGHT, groups.LEFT), (self.size - 1) // 2, far
+
+    def at(self, offset: Any) -> Any:
+        """The number of the device `offset` positions to the right."""
+        return groups.wrap(self.me + offset, self.size)
+
+    def send(self, block: Any, offset: int) -> Any:
+        """Sends a block `offset` positions to the right; what comes from as far to the left."""
+        perm = [(source, (source + offset) % self.size) for source in range(self.size)]
+        return collectives.ppermute(block, self._axis_name, perm, **self._how)
+
+    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> Any:
+        """`send` over a distance of up to `furthest`, which may be known at run time alone.
+
+        A permutation is part of the program. So such a distance is gone by powers of two, one for
+        each of its bits. It is the same on all devices, and so is who takes part in each.
+        """
+        if isinstance(distance, int):
+            return self.send(block, way * distance)
+        for power in (1 << bit for bit in range(furthest.bit_length())):
+            by_power = functools.partial(self.send, offset=way * power)
+            block = lax.cond(distance & power != 0, by_power, lambda block: block, block)
+        return block
+
+    def varying(self, tree: Any) -> Any:
+        """Arrays typed as different on every device, as those are that come from others."""
+        axes = set(validation.named(self._axis_name))
+        axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
+
+        def typed(leaf: Any) -> jax.Array:
+            x = jnp.asarray(leaf)
+            missing = axes - set(jax.typeof(x).mat.varying)
+            return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+        return jax.tree.map(typed, tree)
+
+
+class Places:
+    """Where each device's results lie in the whole."""
+
+    def __init__(self, ring: Ring, axis: int, tiled: bool) -> None:
+        self._ring, self._axis, self._tiled = ring, axis, tiled
+
+    def room(self, results: Any) -> Any:
+        """Memory for everyone's results, full of these."""
+        for leaf, where in validation.leaves(results):
+            validation.check_axis("axis", self._axis, leaf.ndim + (not self._tiled), where)
+        return jax.tree.map(self._room, results)
+
+    def lay(self, results: Any, source: Any, whole: Any) -> Any:
+        """Lays the results for device `source` into its place."""
+        return jax.tree.map(lambda leaf, to: self._lay(leaf, source, to), results, whole)
+
+    def _room(self, leaf: jax.Array) -> jax.Array:
+        block, axis = self._block(leaf)
+        copies = [self._ring.size if d == axis else 1 for d in range(block.ndim)]
+        return jnp.tile(lax.stop_gradient(block), copies)
+
+    def _lay(self, leaf: jax.Array, source: Any, whole: jax.Array) -> jax.Array:
+        block, axis = self._block(leaf)
+        return lax.dynamic_update_slice_in_dim(whole, block, source * block.shape[axis], axis)
+
+    def _block(self, leaf: jax.Array) -> tuple[jax.Array, int]:
+        axis = self._axis % (leaf.ndim + (not self._tiled))
+        return (leaf if self._tiled else lax.expand_dims(leaf, (axis,))), axis

@@ -1,0 +1,198 @@
+"""Where on its torus each device of the mesh in scope is, and the ring order that follows.
+
+The devices are known while a collective is lowered, and not before. Simulated ones have no
+coordinates; they lie as `torus(...)` says.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from pallas_collectives.errors import BackendError
+from pallas_collectives.topology import chips, reach, ring_orders, torus_axes
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology.ring_orders import Place, Torus
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """The devices of a mesh, row-major over its axes, on their torus."""
+
+    torus: Torus
+    at: tuple[Place, ...]
+
+
+_in_scope: contextvars.ContextVar[Places | None] = contextvars.ContextVar("places", default=None)
+_simulated = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def torus(name: str) -> Iterator[None]:
+    """Within this context simulated devices lie as a TPU slice's do; values are the same as ever.
+
+    Only that: what the generation cannot do, and the times by which algorithms are chosen, are
+    still those of simulated devices. For a chip's own ask `explain`, with a mesh of it.
+
+    Device k is the k-th of the slice, row-major over its chips, a chip's devices side by side.
+
+    Args:
+      name: generation and chips along each axis of the torus: "v5e:2x4", "7x:2x2x1".
+
+    Raises:
+      BackendError: there is no such slice.
+
+    Example:
+      `with torus("v5e:2x4"): gathered = jax.jit(gather)(x)` goes round the 2 x 4 chips.
+    """
+    if not isinstance(name, str) or chips.slice_of(name) is None:
+        known = ", ".join(chips.BY_NAME)
+        raise BackendError(
+            f"torus {name!r}",
+            f"it is GENERATION:AxBxC with a generation of {known} and at most its number of axes",
+            "name a slice, as 'v5e:2x4'",
+        )
+    with _simulated(name):
+        yield
+
+
+@contextlib.contextmanager
+def scope(places: Places | None) -> Iterator[None]:
+    """Within this context the mesh's devices are at these places; None: nobody knows where."""
+    token = _in_scope.set(places)
+    try:
+        yield
+    finally:
+        _in_scope.reset(token)
+
+
+_settled_later: contextvars.ContextVar[bool] = contextvars.ContextVar("later", default=False)
+
+
+@contextlib.contextmanager
+def settled_later() -> Iterator[None]:
+    """Within this context a collective is only traced: who reaches whom is asked when its lowering
+    knows the devices.
+    """
+    token = _settled_later.set(True)
+    try:
+        yield
+    finally:
+        _settled_later.reset(token)
+
+
+def are_settled_later() -> bool:
+    """Whether what reaches what is not to be asked here."""
+    return _settled_later.get()
+
+
+def in_scope() -> Places | None:
+    """Where the devices of the mesh in scope are; None where that is not known."""
+    return _in_scope.get()
+
+
+def of_mesh(mesh: Any) -> Places | None:
+    """Where a mesh's devices are, each on the torus of its slice; slices of a job are alike.
+
+    None for an abstract mesh, and for devices without coordinates.
+
+    Raises:
+      BackendError: more simulated devices than the slice that `torus` names has.
+    """
+    return _of_mesh(mesh, _simulated.value) if isinstance(mesh, Mesh) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _of_mesh(mesh: Mesh, simulated: str | None) -> Places | None:
+    devices = mesh.devices.reshape(-1).tolist()
+    if devices[0].platform == "cpu" and simulated is not None:
+        return _on_slice(simulated, [d.id for d in devices])
+    if devices[0].platform != "tpu":
+        return None
+    chip = chips.of_kind(devices[0].device_kind)
+    coordinates = [d.coords[: chip.dims] for d in devices[0].client.devices()]
+    shape = tuple(1 + max(along) for along in zip(*coordinates, strict=True))
+    there = Torus(shape, chip.wraps(shape))
+    return Places(there, tuple((*d.coords[: chip.dims], d.core_on_chip) for d in devices))
+
+
+def _on_slice(name: str, numbers: Sequence[int]) -> Places:
+    found = chips.slice_of(name)
+    assert found is not None, name
+    chip, shape = found
+    there = Torus(shape, chip.wraps(shape))
+    if max(numbers) >= math.prod(shape) * chip.devices:
+        raise BackendError(
+            f"a mesh with simulated device {max(numbers)}",
+            f"torus {name!r} has {math.prod(shape) * chip.devices} devices",
+            "use fewer devices or a larger torus",
+        )
+    return Places(there, tuple(there.place(number, chip.devices) for number in numbers))
+
+
+def arranged(group: Group) -> Group:
+    """A group with the order in which its rings go round on the wires of the mesh in scope.
+
+    And with the axes of the torus that it lies on (see `torus_axes`). As it is where the caller
+    gave `axis_index_groups`, whose order is the ring's, and where it spans slices; in lax's order
+    where that goes over single links already. Where places are not known, also in that; but on
+    chips that reach only some devices in that of the torus which `lying` takes for theirs.
+    """
+    places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
+    if group.index_groups is not None:
+        return group
+    if places is not None and len(places.at) == mesh.size:
+        return _arranged(group, places, tuple(mesh.shape.items()))
+    if reach.everywhere(chip := chips.current()):
+        return dataclasses.replace(group, torus=torus_axes.of_mesh(group))
+    return _on(group, *lying(group, chip))
+
+
+def lying(group: Group, chip: chips.Chip) -> tuple[Torus, Sequence[Sequence[Place]]]:
+    """The torus of the whole slice, and the places of the devices that a group's axes join.
+
+    By number, a row for each group of the mesh in scope. Where nobody knows them, the mesh axes are
+    taken for axes of a torus, each a ring or a line as an axis of so many devices is on the chip.
+    """
+    places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
+    if places is not None and len(places.at) == mesh.size:
+        return places.torus, _rows(group.axes, places, tuple(mesh.shape.items()))
+    there = Torus(group.sizes, chip.wraps(group.sizes))
+    return there, [[there.place(number) for number in range(math.prod(group.sizes))]]
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(
+    joined: tuple[str, ...], places: Places, axes: tuple[tuple[str, int], ...]
+) -> list[list[Place]]:
+    names, sizes = zip(*axes, strict=True)
+    others = [i for i, name in enumerate(names) if name not in joined]
+    inner = [names.index(name) for name in joined]
+    positions = np.arange(len(places.at)).reshape(sizes).transpose(*others, *inner)
+    size = math.prod(sizes[i] for i in inner)
+    return [[places.at[p] for p in row] for row in positions.reshape(-1, size).tolist()]
+
+
+@functools.lru_cache(maxsize=256)
+def _arranged(group: Group, places: Places, axes: tuple[tuple[str, int], ...]) -> Group:
+    return _on(group, places.torus, _rows(group.axes, places, axes))
+
+
+def _on(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> Group:
+    if any(len(set(row)) < len(row) for row in rows):  # two slices have a place each of that name
+        return group
+    order = ring_orders.ring_order(torus, rows)
+    cost = max(ring_orders.cost(torus, row, order) for row in rows)
+    return dataclasses.replace(
+        group,
+        order=None if order == tuple(range(group.size)) else order,
+        line=cost.line,
+        torus=torus_axes.on_wires(group, torus, rows),
+    )

@@ -1,0 +1,100 @@
+"""Which devices a TPU can write to, or signal: a rule about two places on a torus.
+
+JAX's documentation ("Distributed Computing in Pallas for TPUs", Routing): a device sends to any
+other of its pod, but on v5e it can route to a power-of-two offset from itself only. It does not say
+along what an offset is counted. The rule here is the strictest reading: two devices that differ in
+one coordinate, by a power of two, the shorter way round where that axis of the whole slice closes.
+Such pairs are at a power-of-two offset in device numbers as well, wherever the sides of the slice
+are powers of two; diagonal ones are not.
+
+Signals to another device's semaphore travel as DMAs do: the rule holds for both.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from pallas_collectives.topology.chips import Chip
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology.ring_orders import Place, Torus
+
+Pairs = Iterable[tuple[int, int]]
+# Who writes to whom, or signals whom, either way: device numbers of a group.
+Pattern = Callable[[Group], Pairs]
+
+
+def reaches(chip: Chip, torus: Torus, a: Place, b: Place) -> bool:
+    """Whether the device at place `a` can write to, or signal, the one at `b`; the rule is
+    symmetric.
+
+    Args:
+      chip: the TPU generation.
+      torus: the whole slice's, of which the devices in question may be a part.
+      a, b: coordinates of the chip, then the device's number on the chip.
+    """
+    if chip.far_dma or a == b:
+        return True
+    apart = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    if len(apart) > 1:
+        return False
+    (axis,) = apart
+    distance = abs(a[axis] - b[axis])
+    if axis < len(torus.shape) and torus.wraps[axis]:
+        distance = min(distance, torus.shape[axis] - distance)
+    return distance & (distance - 1) == 0
+
+
+def everywhere(chip: Chip) -> bool:
+    """Whether a chip's devices reach all others, wherever they are."""
+    return chip.far_dma
+
+
+def all_reach(chip: Chip, torus: Torus, rows: Sequence[Sequence[Place]], pairs: Pairs) -> bool:
+    """Whether the devices of all pairs reach each other, in every row of places by number."""
+    return everywhere(chip) or all(
+        reaches(chip, torus, row[a], row[b]) for a, b in pairs for row in rows
+    )
+
+
+def ring(group: Group) -> Pairs:
+    """Neighbours on a ring, the last and the first among them."""
+    for members in _rings(group):
+        yield from zip(members, (*members[1:], members[0]), strict=True)
+
+
+def line(group: Group) -> Pairs:
+    """Neighbours on a line."""
+    for members in _rings(group):
+        yield from itertools.pairwise(members)
+
+
+def everyone(group: Group) -> Pairs:
+    """Every device and every other."""
+    for members in _rings(group):
+        yield from itertools.combinations(members, 2)
+
+
+def torus(group: Group) -> Pairs:
+    """Neighbours on the rings along every axis of a torus; on one ring of all where it has none."""
+    for axis in group.torus or (group,):
+        if axis.index_groups is not None or axis.axes == group.axes:
+            yield from ring(axis)
+            continue
+        numbers = np.arange(group.size).reshape(group.sizes)
+        of_axis = np.moveaxis(numbers, group.axes.index(axis.axes[0]), -1)
+        for members in of_axis.reshape(-1, axis.size).tolist():
+            yield from zip(members, (*members[1:], members[0]), strict=True)
+
+
+def alone(group: Group) -> Pairs:
+    """Nobody but those that a call names itself, or who are found to be within reach."""
+    del group
+    return ()
+
+
+def _rings(group: Group) -> Sequence[Sequence[int]]:
+    """The numbers of the devices of each ring of a group, in its order."""
+    if group.index_groups is not None:
+        return group.index_groups
+    return (group.order or tuple(range(group.size)),)

@@ -1,0 +1,233 @@
+"""Which algorithm serves a call whose caller names none: the one with the least predicted time.
+
+`choose` is the one lookup. The times are data (`tables`): those modelled by `replay`, which come
+with the package, or measured ones, of these devices and this JAX version, which
+`python -m benchmarks tune` writes and `use_table`, or the environment, puts in their place.
+
+A group that lies on several axes of a torus has times of its own, among them those of all axes at
+once; a ring's there are of one that follows the wires.
+
+Small messages so go the way of the fewest hops, large ones the way that puts the fewest bytes on
+the busiest link: the one is what remains of a time at few bytes, the other is its slope.
+
+In how many chunks a block travels is no part of the table, for one rule a kernel serves all chips:
+gathers go in up to eight chunks of whole tiles (`all_gather.MOST_CHUNKS`), sums by size and memory
+(`reduce_scatter.chunks_of`). By the replay no other number of them gains 3% for gathers with blocks
+of 32 KiB to 2 MiB on v5e and v5p; for sums in HBM one may gain 10% on a chip and lose on others.
+
+Bytes are those of one block, as the canonical collectives number them (see `backends.canonical`):
+what a device gives to all_gather or gets of reduce_scatter, one of the n parts of all_to_all's
+operand; of all_reduce and ppermute the operand.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from pallas_collectives import catalogue
+from pallas_collectives.topology.chips import SIMULATED, Chip
+from pallas_collectives.tuning import tables
+from pallas_collectives.tuning.tables import Entry, Table
+from pallas_collectives.tuning.tables import load as load
+
+ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
+
+# Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
+# larger ones would take from VMEM what XLA keeps there between operations.
+VMEM_UP_TO_BYTES = 1 << 20
+# Whose times stand for a chip that has none: simulated devices reach each other as v5p's do.
+_STAND_IN = "v5p"
+
+_table_in_scope = jax.make_user_context(None)
+
+
+class Prediction(NamedTuple):
+    """How long an algorithm takes.
+
+    Attributes:
+      us: microseconds of one collective.
+      latency_us: of these, what remains at the fewest bytes that the table has.
+      table: where it is from.
+      devices: the group sizes in the table that it lies between, or the one that it is of.
+    """
+
+    us: float
+    latency_us: float
+    table: Table
+    devices: tuple[int, ...]
+
+
+def choose(
+    op: str,
+    block_bytes: int,
+    devices: int,
+    chip: Chip,
+    allowed: Sequence[str],
+    torus: str | None = None,
+) -> str:
+    """The algorithm for a collective.
+
+    Args:
+      op: the canonical collective.
+      block_bytes: bytes of one device's block; see the module.
+      devices: devices in the group.
+      chip: the TPU generation.
+      allowed: the algorithms that can serve the group, the one preferred among equals first.
+      torus: how the group lies on the links (see `tables.Entry`); by default as an axis of so many
+        devices does on this chip.
+
+    Raises:
+      TableError: the table in scope cannot be read.
+    """
+    predicted = predict(op, block_bytes, devices, chip, allowed, torus)
+    return fastest_first(op, predicted)[0] if predicted else allowed[0]
+
+
+def fastest_first(op: str, predicted: dict[str, Prediction]) -> list[str]:
+    """Algorithms by their predicted times; of equal ones first those that go in one hop."""
+
+    def key(name: str) -> tuple[float, bool]:
+        algorithm = catalogue.COLLECTIVES[op].algorithm(name)
+        return predicted[name].us, not (algorithm and algorithm.one_hop)
+
+    return sorted(predicted, key=key)
+
+
+def predict(
+    op: str,
+    block_bytes: int,
+    devices: int,
+    chip: Chip,
+    allowed: Sequence[str],
+    torus: str | None = None,
+) -> dict[str, Prediction]:
+    """The predicted time of each algorithm that `choose`, of the same arguments, chooses from.
+
+    A measured table serves the very groups that were measured. What it does not have is the
+    modelled table's, between whose group sizes times are interpolated: of tori of as many axes.
+    """
+    torus = torus or torus_of(devices, chip)
+    names = [v for name in allowed for v in _variants(op, name, block_bytes, devices)]
+    for table in (measured_table(), tables.load(tables.MODELLED)):
+        if table is None or not table.current:
+            continue
+        for entries in _entries(table, op, devices, chip, torus):
+            found = {v: _predict(table, entries, v, block_bytes, devices) for v in names}
+            if any(found.values()):
+                return {name: p for name, p in found.items() if p is not None}
+    return {}
+
+
+def measured_table() -> Table | None:
+    """The table in scope: of `use_table`, or of the environment; None for the modelled one alone.
+
+    Raises:
+      TableError: the environment names a file that is no table.
+    """
+    path = os.environ.get(ENVIRONMENT_VARIABLE)
+    return _table_in_scope.value or (load(path) if path else None)
+
+
+def measured_times(op: str, block_bytes: int, devices: int, device_kind: str) -> dict[str, float]:
+    """The table in scope's microseconds of each backend on devices that are no TPUs.
+
+    Empty where they were not measured, or under another JAX.
+    """
+    table = measured_table()
+    if table is None or not table.measured or not table.current:
+        return {}
+    entry = table.entries.get((op, device_kind, torus_of(devices, SIMULATED), devices))
+    times = {name: _at(entry, name, block_bytes) for name in entry.us} if entry else {}
+    return {name: us for name, us in times.items() if us is not None}
+
+
+@contextlib.contextmanager
+def use_table(table: Table | str | os.PathLike[str] | None) -> Iterator[Table | None]:
+    """Within this context algorithms are chosen by a table, or by that of a file.
+
+    A function that is jitted already is traced again, as under another backend. None gives the
+    choice back to the environment.
+
+    Raises:
+      TableError: the file is not there, or no table.
+    """
+    chosen = table if table is None or isinstance(table, Table) else load(table)
+    with _table_in_scope(chosen):
+        yield chosen
+
+
+def torus_of(devices: int, chip: Chip) -> str:
+    """Whether an axis of so many devices closes to a ring, as far as its size alone tells."""
+    return "ring" if devices % chip.wrap_at == 0 else "line"
+
+
+def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, ...]:
+    """An algorithm, and where its operands are few bytes, first the one that has them in VMEM.
+
+    Only sums gain by that: their pipeline through HBM costs three DMAs a step.
+    """
+    algorithm = catalogue.COLLECTIVES[op].algorithm(name)
+    if algorithm is None or algorithm.in_vmem is None:
+        return (name,)
+    kept = algorithm.in_vmem(block_bytes, devices)
+    return (f"{name}:vmem", name) if kept <= VMEM_UP_TO_BYTES else (name,)
+
+
+def _predict(
+    table: Table, entries: Sequence[Entry], name: str, block_bytes: int, devices: int
+) -> Prediction | None:
+    around = tuple(entry.devices for entry in entries)
+    times = [_at(entry, name, block_bytes) for entry in entries]
+    least = [_at(entry, name, entry.bytes[0]) for entry in entries]
+    us, latency = _line(around, times, devices), _line(around, least, devices)
+    return None if us is None or latency is None else Prediction(us, latency, table, around)
+
+
+def _entries(
+    table: Table, op: str, devices: int, chip: Chip, torus: str
+) -> Iterator[tuple[Entry, ...]]:
+    """What a group's times can be read from: its own entry, then those of like groups.
+
+    Of each family the entry of as many devices, else the two that they lie between, or the last
+    two. Few devices lie alike on any torus: the families like the group's own follow it.
+    """
+    name = chip.name
+    if not table.measured and not any(key[1] == name for key in table.families):
+        name = _STAND_IN
+    if (own := table.entries.get((op, name, torus, devices))) is not None:
+        yield (own,)
+    for family in () if table.measured else tables.families_like(torus):
+        there = table.families.get((op, name, family), {})
+        sizes = sorted(there)
+        if devices in there:
+            yield (there[devices],)
+        elif sizes and sizes[0] < devices:
+            above = next((i for i, n in enumerate(sizes) if n > devices), len(sizes) - 1)
+            yield tuple(there[n] for n in sizes[max(0, above - 1) : above + 1])
+
+
+def _at(entry: Entry, name: str, nbytes: int) -> float | None:
+    """An algorithm's time at `nbytes`, on straight lines through those of an entry.
+
+    Up to the fewest bytes it stays the same, from the most on it goes on as before. None where the
+    algorithm cannot run with as many bytes, or with the next larger number in the entry.
+    """
+    sizes, times = entry.bytes, entry.us.get(name, ())
+    if not times or nbytes <= sizes[0]:
+        return times[0] if times else None
+    above = next((i for i, size in enumerate(sizes) if size >= nbytes), len(sizes) - 1)
+    lower, upper = times[max(0, above - 1)], times[above]
+    if above == 0 or lower is None:
+        return upper
+    return _line((sizes[above - 1], sizes[above]), (lower, upper), nbytes)
+
+
+def _line(xs: Sequence[int], ys: Sequence[float | None], x: int) -> float | None:
+    """The value at x of the line through one or two points, at least 0; None if one lacks y."""
+    (x0, y0), (x1, y1) = (xs[0], ys[0]), (xs[-1], ys[-1])
+    if y0 is None or y1 is None or x0 == x1:
+        return y0 if x0 == x1 else None
+    return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
