@@ -386,10 +386,18 @@ def test_bodies_of_ones_own_compile(generation: str) -> None:
             whole, widen, "x", out=jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
         )
 
-    found = harness.compile_for_tpu(
-        run, harness.GENERATIONS[generation], (2048, 1024), dtype=jnp.bfloat16
+    compiled = functools.partial(
+        harness.compile_for_tpu,
+        run,
+        harness.GENERATIONS[generation],
+        (2048, 1024),
+        dtype=jnp.bfloat16,
     )
-    assert found.ops.count("custom-call") == 2
+    if generation == "v5e":  # it is not known while tracing how the ring could go within its reach
+        with pytest.raises(errors.ReachError, match="gather_and_consume over 8 devices"):
+            compiled()
+        return
+    assert compiled().ops.count("custom-call") == 2
 
 
 @pytest.mark.parametrize(

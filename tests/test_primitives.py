@@ -90,7 +90,9 @@ pytestmark = pytest.mark.usefixtures("fresh_counts")
 @pytest.mark.parametrize("op", CANONICAL)
 def test_transformation(op: str, transformation: str) -> None:
     transform = TRANSFORMATIONS[transformation]
-    check(lambda m, x: transform(functools.partial(CANONICAL[op], m))(x))
+    # Nobody reads the sums in the gradient of a sum in a scan: ours are left out, as lax's are.
+    unread = (op, transformation) == ("psum", "grad_of_scan")
+    check(lambda m, x: transform(functools.partial(CANONICAL[op], m))(x), kernels=not unread)
 
 
 @pytest.mark.parametrize("transformation", ["grad_of_grad", "vmap_of_grad"])
