@@ -21,7 +21,7 @@ What they are made of:
     replay_rows.py  replays it on the model of a pod
     baseline.py     the options that XLA compiles lax's with; peaks.py: what the wires carry
     rows.py         the records of all these, columns.py their tables
-    results.py      rows as they come, in files; tuning/tables.py, plots.py: as they are shown
+    results.py      rows as they come, in files; tables.py, plots.py: as they are shown
 
 A part of a run (measured, compiled, replayed) is a plan of tasks and a generator of rows.
 """

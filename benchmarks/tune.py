@@ -176,7 +176,7 @@ def model(
 
 
 def candidates(op: str, torus: str) -> tuple[str, ...]:
-    """The algorithms of a collective, for sums also with operands in VMEM (see `choice`).
+    """The algorithms of a collective, for sums also with operands in VMEM (see `tuning.choice`).
 
     A line's algorithms leave a ring's closing links idle; a torus' are for several axes, where one
     direction of a ring alone is never the fastest.

@@ -1,9 +1,10 @@
 """Every collective with its algorithms, a record each: whoever lists them reads them here.
 
-Dispatch and tuning (`backends`, `choice`), `explain`, the README's table, the conformance rows, the
-compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel file and a
-record here; a collective is these, one public function, and one canonical function in each backend
-(see `backends.canonical`). A record takes effect wherever it stands: below, or within `added`.
+Dispatch and tuning (`backends`, `tuning.choice`), `explain`, the README's table, the conformance
+rows, the compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel
+file and a record here; a collective is these, one public function, and one canonical function in
+each backend (see `backends.canonical`). A record takes effect wherever it stands: below, or within
+`added`.
 
 What records hold is said in `records`.
 """

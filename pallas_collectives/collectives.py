@@ -4,7 +4,7 @@ Each takes two keyword arguments more than lax's:
 
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
 * `algorithm`: the backend's algorithm by name; "auto", as None, has it chosen for the size and the
-  chip (see `choice` and `explain`).
+  chip (see `tuning.choice` and `explain`).
 
 Semantics are lax's own: its function is run, with our primitives in place of its collectives (see
 `primitives`). What is checked here is what lax leaves to fail later, or with less to go on.

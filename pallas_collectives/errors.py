@@ -37,7 +37,7 @@ class VmemError(CollectiveError):
 
 
 class TableError(CollectiveError):
-    """A table of times that cannot be read (see `choice`)."""
+    """A table of times that cannot be read (see `tuning.choice`)."""
 
 
 class SliceError(CollectiveError):
@@ -45,4 +45,4 @@ class SliceError(CollectiveError):
 
 
 class SlowerError(CollectiveError):
-    """A collective that lax does faster, by a measured table (see `choice`)."""
+    """A collective that lax does faster, by a measured table (see `tuning.choice`)."""

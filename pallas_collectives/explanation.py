@@ -88,7 +88,8 @@ def explain(
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
     The call's own decision, made as the call makes it, but for the kernel, which is neither run nor
-    compiled. Times are the tables' (see `choice`), and say whether they are modelled or measured.
+    compiled. Times are the tables' (see `tuning.choice`), and say whether they are modelled or
+    measured.
 
     Args:
       op: the collective, by lax's name or this library's: "psum", "all_gather", ...

@@ -1,6 +1,6 @@
 """What the catalogue's records hold: of a collective, of an algorithm, of a primitive of lax's.
 
-Bytes and blocks are those of `choice`; `n` is the number of devices in the group.
+Bytes and blocks are those of `tuning.choice`; `n` is the number of devices in the group.
 """
 
 import dataclasses

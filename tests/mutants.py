@@ -2,13 +2,13 @@
 
     python tests/mutants.py --list              every place that can be broken
     python tests/mutants.py --sample 24         breaks 24 of them, spread over faults and files
-    python tests/mutants.py drop-wait:sync      breaks those whose name holds this
+    python tests/mutants.py machinery.sync      breaks those whose name holds this
 
-Each mutant is one change to the source of one file under `pallas_collectives/kernels`, in a copy of
-the working tree. The tests of that file, of the kernels that import it, and their rows of the
-conformance tests run on it until one fails: first those of the quick tier, then, if none did, those
-of the full one. A process that hangs is stopped, and counts as a failure. The exit status is 1 if a
-mutant survives both.
+Each mutant is one change to the source of one file of `pallas_collectives/kernels`, or of
+`topology/groups.py`, in a copy of the working tree. The tests of that file, of the kernels that
+import it, and their rows of the conformance tests run on it until one fails: first those of the
+quick tier, then, if none did, those of the full one. A process that hangs is stopped, and counts as
+a failure. The exit status is 1 if a mutant survives both.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = Path("pallas_collectives/kernels")
+PACKAGE = Path("pallas_collectives")
 TIERS = ("quick", "full")
 SECONDS_A_TEST, SECONDS_A_TIER = 90, 900
 
@@ -49,7 +49,7 @@ class Mutant:
     edits: tuple[tuple[int, int, str], ...]
 
     def __str__(self) -> str:
-        return f"{self.fault}:{self.path.stem}:{self.where}:{self.line}"
+        return f"{self.fault}:{module_of(self.path)}:{self.where}:{self.line}"
 
     def applied(self, source: str) -> str:
         """The file's text with the fault in it."""
@@ -155,10 +155,13 @@ FAULTS: dict[str, Callable[[ast.AST], Iterator[Edits]]] = {
 
 
 # Mutants that are the same program by another name, and why.
+_EITHER_ORDER = "each side gets a signal, in either order"
 EQUIVALENT = {
-    "wrong-neighbour:ragged_all_to_all:_ring_kernel": "each side gets a signal, in either order",
-    "wrong-neighbour:sync:barrier_with_neighbours": "each side gets a signal, in either order",
-    "swap-semaphores:sync:push_to_everyone.push": "as many leave as come; both are waited for last",
+    "wrong-neighbour:ragged_all_to_all:_ring_kernel": _EITHER_ORDER,
+    "wrong-neighbour:machinery.sync:barrier_with_neighbours": _EITHER_ORDER,
+    "swap-semaphores:machinery.sync:push_to_everyone.push": (
+        "as many leave as come; both are waited for last"
+    ),
 }
 
 
@@ -190,10 +193,21 @@ def mutants_of(path: Path, source: str) -> Iterator[Mutant]:
     yield from visit(ast.parse(source), ())
 
 
+def _sources(root: Path) -> list[Path]:
+    """The files that are broken, from the root of the tree."""
+    kernels = (path for path in (root / PACKAGE / "kernels").rglob("*.py") if path.stem[0] != "_")
+    found = [*kernels, root / PACKAGE / "topology" / "groups.py"]
+    return sorted(path.relative_to(root) for path in found)
+
+
+def module_of(path: Path) -> str:
+    """A file's module, within `kernels` where it is of that: "torus.all_gather"."""
+    return ".".join(path.with_suffix("").parts).removeprefix("pallas_collectives.kernels.")
+
+
 def every_mutant(root: Path = ROOT) -> list[Mutant]:
     """Every mutant of every kernel, in the order of the files, but for what is `EQUIVALENT`."""
-    paths = sorted((root / KERNELS).rglob("*.py"))
-    found = (m for path in paths for m in mutants_of(path.relative_to(root), path.read_text()))
+    found = (m for path in _sources(root) for m in mutants_of(path, (root / path).read_text()))
     return [m for m in found if str(m).rpartition(":")[0] not in EQUIVALENT]
 
 
@@ -214,37 +228,38 @@ def sample(mutants: list[Mutant], count: int) -> list[Mutant]:
 
 @functools.cache
 def _importers(root: Path) -> dict[str, frozenset[str]]:
-    """For each kernel file, by its stem: itself and all that import it, at any distance."""
-    paths = {path.stem: path for path in (root / KERNELS).rglob("*.py")}
-    named = {stem: set(re.findall(r"\w+", _imports(path))) for stem, path in paths.items()}
-    reached = {stem: {stem} for stem in paths}
-    for _ in paths:
-        for stem in paths:
-            for other in paths:
-                if named[other] & reached[stem]:
-                    reached[stem] = reached[stem] | {other}
-    return {stem: frozenset(found) for stem, found in reached.items()}
+    """For each file, by its module: itself and all that import it, at any distance."""
+    named = {module_of(path): _imports(root / path) for path in _sources(root)}
+    reached = {module: {module} for module in named}
+    for _ in named:
+        for found in reached.values():
+            found |= {other for other, imported in named.items() if imported & found}
+    return {module: frozenset(found) for module, found in reached.items()}
 
 
-def _imports(path: Path) -> str:
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return "\n".join(ast.unparse(n) for n in nodes if isinstance(n, ast.Import | ast.ImportFrom))
+def _imports(path: Path) -> set[str]:
+    """The modules, as `module_of` has them, that a file may import: also names within modules."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return {name.removeprefix("pallas_collectives.kernels.") for name in found}
 
 
 def arguments_of(mutant: Mutant, root: Path, tier: str) -> list[str]:
     """What pytest is to run: rows of conformance, then the tests that import the file, or a
     kernel that does; if there are no such tests, all.
     """
-    stem = mutant.path.stem
-    importers = sorted(_importers(root)[stem] - {stem})
-    tests = {
-        path: set(re.findall(r"\w+", _imports(path))) for path in root.glob("tests/**/test_*.py")
-    }
-    near = sorted(path for path, names in tests.items() if stem in names)
-    far = sorted(path for path, names in tests.items() if {*importers} & names)
+    module = module_of(mutant.path)
+    importers = _importers(root)[module] - {module}
+    tests = {path: _imports(path) for path in root.glob("tests/**/test_*.py")}
+    near = sorted(path for path, names in tests.items() if module in names)
+    far = sorted(path for path, names in tests.items() if importers & names)
     conformance = [path for path in tests if path.stem == "test_conformance"]
     files = dict.fromkeys(map(str, (*conformance, *near, *far) if near or far else tests))
-    rows = " or ".join(sorted({stem.removeprefix("torus_"), *importers}))
+    rows = " or ".join(sorted({name.rpartition(".")[2] for name in (module, *importers)}))
     return [
         *("-x", "-q", "-p", "no:cacheprovider", "-m", tier),
         *(f"--timeout={SECONDS_A_TEST}", "--timeout-method=thread"),

@@ -1,1 +1,1 @@
-"""The three backends, and which of them serves a call (see `choice`)."""
+"""The three backends, and which of them serves a call (see `backends.choice`)."""

@@ -1,7 +1,7 @@
 """A backend that has no algorithms to choose from, where a measured table has it beside lax.
 
 NCCL chooses its algorithms itself. What remains to be chosen is whether NCCL serves at all: where
-the table in scope (see `choice`) has lax faster on these devices, lax serves, and is counted.
+the table in scope (see `tuning.choice`) has lax faster on these devices, lax serves, counted.
 """
 
 from collections.abc import Callable

@@ -75,7 +75,7 @@ class Scratch(NamedTuple):
     #   middle to either side
     inwards: Semaphores
     # The channel outwards; `sent`: own; finished chunks have left, all drained at the end. Nobody
-    #   gives credits: see `_Device.receive_finished`.
+    #   gives credits: see `_Device._receive_finished`.
     outwards: Semaphores
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Matrix products fused with the collective before or after them, on the pipelines of `pipelines`.
+"""Matrix products fused with the collective before or after them, on `machinery.pipelines`.
 
     all_gather_matmul        multiplies each chunk of a block as it arrives
     matmul_reduce_scatter    computes each partial product just before the hop that carries it
@@ -259,7 +259,7 @@ class TileScratch(NamedTuple):
 class Scratch(NamedTuple):
     """What a fused kernel takes beside its arrays."""
 
-    pipeline: Any  # see `pipelines`
+    pipeline: Any  # see `machinery.pipelines`
     tiles: TileScratch
 
 

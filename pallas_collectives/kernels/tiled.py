@@ -202,7 +202,7 @@ def _resident_bytes(operands: Sequence[Any]) -> int:
 class Scratch(NamedTuple):
     """What a kernel here takes beside its arrays."""
 
-    pipeline: Any  # see `pipelines`
+    pipeline: Any  # see `machinery.pipelines`
     operands: list[Any]  # where each operand stays: VMEM
     copy_sems: list[Any]  # own; their copies
     term: Any = None  # (tile, columns): VMEM: our term of a tile, if there are any

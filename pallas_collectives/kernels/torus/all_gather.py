@@ -1,4 +1,4 @@
-"""All-gather over all axes of a torus at once; see `torus` for who sends what when.
+"""All-gather over all axes of a torus at once; see `shares` for who sends what when.
 
              steps           bytes sent per link and direction   scratch
     torus    sum of n_a - 1  (n-1)/(2d) blocks                   none

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-reduce over all axes of a torus at once; see `torus` for when who sends.
+"""Reduce-scatter and all-reduce over all axes of a torus at once; see `shares` for when who sends.
 
 The all-gather backwards: a stream goes through the axes in the opposite order. In each phase it
 reduces, as a ring along that axis, the pieces that the gather's phase moves: first all blocks of

@@ -1,4 +1,4 @@
-"""When each part goes through the axes of a torus (see `torus`): the order of a device's hops."""
+"""When each part goes through the axes of a torus (see `shares`): the order of a device's hops."""
 
 import dataclasses
 import itertools
