@@ -54,7 +54,11 @@ def served(**how: Any) -> set[str | None]:
 
 def chosen(op: str, block: int, n: int, chip: Any = V5P, **on: str) -> str:
     reach = reachable(op, n, chip)
-    return choice.choose(op, block, n, chip, reach, **on)
+    return fastest(op, block, n, chip, reach, **on)
+
+
+def fastest(op: str, block: int, n: int, chip: Any, *among: Any, **on: Any) -> str:
+    return choice.fastest_first(op, choice.predict(op, block, n, chip, *among, **on))[0]
 
 
 def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pallas_collectives.backends import algorithms
 from pallas_collectives.replay import Machine
 from pallas_collectives.topology import chips, placement, torus_axes
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.tuning import choice
+from tables_of_times import fastest
 
 NAMES = ("x", "y", "z")
 
@@ -74,5 +74,5 @@ def test_when_all_axes_are_chosen(name: str, op: str, nbytes: int, chosen: bool)
         )
         reach = algorithms.reachable(op, group, chip, cuts=512)
         on = algorithms.torus_of(group, chip)
-        best = choice.choose(op, nbytes, group.size, chip, reach, on)
+        best = fastest(op, nbytes, group.size, chip, reach, on)
     assert (best.partition(":")[0] == "torus") == chosen

@@ -22,7 +22,7 @@ from pallas_collectives.errors import SlowerError, TableError
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import choice, tables
-from tables_of_times import chosen, content, entry, reachable, served, slow_direct, written
+from tables_of_times import chosen, content, entry, fastest, reachable, served, slow_direct, written
 
 pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
 
@@ -56,7 +56,7 @@ def test_the_fastest_that_is_allowed_is_chosen_everywhere(
     if n > longest and not chip.far_dma and not reach:
         return  # no kernel sums or exchanges on so long a line: lax serves
     predicted = choice.predict(op, block, n, chip, reach, torus)
-    best = choice.choose(op, block, n, chip, reach, torus)
+    best = fastest(op, block, n, chip, reach, torus)
     assert best.partition(":")[0] in reach
     assert predicted[best].us == min(p.us for p in predicted.values())
     assert all(p.us >= 0 for p in predicted.values())
@@ -96,7 +96,7 @@ def test_blocks_that_cannot_be_cut_go_from_axis_to_axis_on_large_tori(op: str) -
     for n, lies, over_all in ((64, "4x4x4 torus", True), (8, "2x2x2 grid", False)):
         on = Group(("x",), (n,), torus=(Group(("x",), (2,)),) * 3)
         reach = algorithms.reachable(op, on, V5P, cuts=1)
-        name = choice.choose(op, 4 * KIB, n, V5P, reach, lies)
+        name = fastest(op, 4 * KIB, n, V5P, reach, lies)
         assert name.startswith("torus") == over_all, name
 
 

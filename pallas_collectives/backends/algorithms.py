@@ -164,10 +164,7 @@ def _fastest(
         raise unreachable(f"{op} over {_devices(group)} as they lie", chip)
     predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
     order = choice.fastest_first(op, predicted)
-    timed = [
-        Candidate(name, p.us, p.latency_us, _source(p))
-        for name, p in ((name, predicted[name]) for name in order)
-    ]
+    timed = [Candidate(name, (p := predicted[name]).us, p.latency_us, _source(p)) for name in order]
     others = [
         Candidate(a.name, None, None, _no_time(a, a.name in names, group, chip))
         for a in algorithms

@@ -1,6 +1,6 @@
 """Which algorithm serves a call whose caller names none: the one with the least predicted time.
 
-`choose` is the one lookup. The times are data (`tables`): those modelled by `replay`, which come
+`predict` is the one lookup. The times are data (`tables`): those modelled by `replay`, which come
 with the package, or measured ones, of these devices and this JAX version, which
 `python -m benchmarks tune` writes and `use_table`, or the environment, puts in their place.
 
@@ -60,32 +60,6 @@ class Prediction(NamedTuple):
     devices: tuple[int, ...]
 
 
-def choose(
-    op: str,
-    block_bytes: int,
-    devices: int,
-    chip: Chip,
-    allowed: Sequence[str],
-    torus: str | None = None,
-) -> str:
-    """The algorithm for a collective.
-
-    Args:
-      op: the canonical collective.
-      block_bytes: bytes of one device's block; see the module.
-      devices: devices in the group.
-      chip: the TPU generation.
-      allowed: the algorithms that can serve the group, the one preferred among equals first.
-      torus: how the group lies on the links (see `tables.Entry`); by default as an axis of so many
-        devices does on this chip.
-
-    Raises:
-      TableError: the table in scope cannot be read.
-    """
-    predicted = predict(op, block_bytes, devices, chip, allowed, torus)
-    return fastest_first(op, predicted)[0] if predicted else allowed[0]
-
-
 def fastest_first(op: str, predicted: dict[str, Prediction]) -> list[str]:
     """Algorithms by their predicted times; of equal ones first those that go in one hop."""
 
@@ -104,10 +78,22 @@ def predict(
     allowed: Sequence[str],
     torus: str | None = None,
 ) -> dict[str, Prediction]:
-    """The predicted time of each algorithm that `choose`, of the same arguments, chooses from.
+    """The predicted time of each algorithm for a collective, of those in some table.
 
     A measured table serves the very groups that were measured. What it does not have is the
     modelled table's, between whose group sizes times are interpolated: of tori of as many axes.
+
+    Args:
+      op: the canonical collective.
+      block_bytes: bytes of one device's block; see the module.
+      devices: devices in the group.
+      chip: the TPU generation.
+      allowed: the algorithms that can serve the group.
+      torus: how the group lies on the links (see `tables.Entry`); by default as an axis of so many
+        devices does on this chip.
+
+    Raises:
+      TableError: the table in scope cannot be read.
     """
     torus = torus or torus_of(devices, chip)
     names = [v for name in allowed for v in _variants(op, name, block_bytes, devices)]
