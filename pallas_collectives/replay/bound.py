@@ -40,7 +40,8 @@ last byte lands a hop after it was sent. So the time is at least
     launch + hop + DMA + wire + hop        and        launch + latency
 
 whichever is more. The two are not added: hops may pass while other bytes are on the wire.
-`tests/test_replay_bound.py` searches schedules on machines of 2 to 6 chips and finds none quicker.
+`tests/replay/test_replay_bound.py` searches schedules on machines of 2 to 6 chips and finds none
+quicker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fresh processes whose first NCCL call is captured in a CUDA graph: every collective, in every
 place of a program, with one process for all GPUs and with one for each. Results against lax.
 
-python -m pytest -m gpu tests/test_nccl_fresh.py
+python -m pytest -m gpu tests/nccl/test_nccl_fresh.py
 """
 
 import concurrent.futures
@@ -16,7 +16,7 @@ import jax
 import pytest
 
 pytestmark = pytest.mark.gpu
-SCRIPT = str(pathlib.Path(__file__).with_name("nccl_fresh.py"))
+SCRIPT = str(pathlib.Path(__file__).parents[1] / "helpers" / "nccl_fresh.py")
 AT_A_TIME = 12  # processes start slowly, and the programs are small
 OPS = ["all_gather", "psum", "pmax", "psum_scatter", "all_to_all", "ppermute", "ragged_all_to_all"]
 SITUATIONS = [

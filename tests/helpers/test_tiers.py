@@ -9,7 +9,7 @@ import pytest
 
 import tiers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Item:

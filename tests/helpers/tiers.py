@@ -207,7 +207,8 @@ def _covered(item: pytest.Item, covers: Covers) -> set[Hashable]:
         return set(covers(parameters))
     except KeyError as error:
         raise pytest.UsageError(
-            f"tests/tiers.py: {name_of(item)}: has no parameter {error}; it has {[*parameters]}"
+            f"tests/helpers/tiers.py: {name_of(item)}: has no parameter {error};"
+            f" it has {[*parameters]}"
         ) from None
 
 
@@ -231,5 +232,5 @@ def check(items: list[pytest.Item]) -> None:
     for name in sorted(set(QUICK) - names):
         if name.partition("::")[0] in modules:
             raise pytest.UsageError(
-                f"tests/tiers.py: {name}: no test has this name; rename or remove it there"
+                f"tests/helpers/tiers.py: {name}: no test has this name; rename or remove it there"
             )

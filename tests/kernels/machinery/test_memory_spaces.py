@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_compiled import call_of
 
 import harness
 import jaxprs
@@ -24,7 +25,6 @@ from pallas_collectives.errors import CollectiveError
 from pallas_collectives.kernels.machinery import launch, spaces
 from pallas_collectives.lowering import primitives
 from pallas_collectives.topology.groups import Group
-from test_compiled import call_of
 
 SHAPE = (256, 256)
 

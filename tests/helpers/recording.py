@@ -1,6 +1,7 @@
 """What the TPU kernels give in interpret mode, recorded for machines where they do not run.
 
-python tests/recording.py     runs every conformance row on the Pallas backend and rewrites the file
+`python tests/helpers/recording.py` runs every conformance row on the Pallas backend and rewrites
+the file.
 """
 
 import hashlib

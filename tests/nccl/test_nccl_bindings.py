@@ -6,6 +6,7 @@ They need no GPU. Every call that the package makes through them is made to fail
 import importlib.util
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ int ncclGroupStart(void) { return 0; }
 )
 PROGRAM = textwrap.dedent("""
     import ctypes, json, sys
-    sys.path.insert(0, "tests")
+    sys.path.insert(0, "tests/helpers")
     import nccl_host
     from pallas_collectives import nccl
     from pallas_collectives.nccl import runtime
@@ -105,7 +106,7 @@ def told(tmp_path, result, warning=""):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, path, str(result), warning],
         env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=120,
-        cwd=os.path.dirname(os.path.dirname(__file__)),
+        cwd=pathlib.Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,6 @@
 """NCCL on real GPUs: one process with all of them, and one process for each.
 
-python -m pytest -m gpu tests/test_nccl_gpu.py
+python -m pytest -m gpu tests/nccl/test_nccl_gpu.py
 """
 
 import collections
@@ -24,7 +24,7 @@ from pallas_collectives.nccl import ffi, library, progress
 
 pytestmark = pytest.mark.gpu
 P = jax.sharding.PartitionSpec
-HERE = pathlib.Path(__file__).parent
+HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
 DTYPES = [
     "bool", "int8", "uint8", "int16", "int32", "uint32", "float16", "bfloat16", "float32",
     "float8_e4m3fn", "float8_e5m2", "complex64",
@@ -248,7 +248,7 @@ def lines(devices):
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"}
     workers = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "nccl_gpu_worker.py"), str(p), str(n), str(port)],
+            [sys.executable, str(HELPERS / "nccl_gpu_worker.py"), str(p), str(n), str(port)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for p in range(n)

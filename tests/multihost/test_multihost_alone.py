@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils as theirs
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_multihost import assert_same_trees
 
 import pallas_collectives
 from multihost_inside import SPECS, TREES
@@ -23,7 +24,6 @@ from pallas_collectives import multihost as ours
 from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.multihost import wire
 from pallas_collectives.multihost.leaves import Bytes
-from test_multihost import assert_same_trees
 
 
 @pytest.fixture(scope="module")

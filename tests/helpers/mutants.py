@@ -1,8 +1,8 @@
 """Breaks the kernels, one small fault at a time, and tells which tier of tests notices each.
 
-    python tests/mutants.py --list              every place that can be broken
-    python tests/mutants.py --sample 24         breaks 24 of them, spread over faults and files
-    python tests/mutants.py machinery.sync      breaks those whose name holds this
+    python tests/helpers/mutants.py --list           every place that can be broken
+    python tests/helpers/mutants.py --sample 24      breaks 24, spread over faults and files
+    python tests/helpers/mutants.py machinery.sync   breaks those whose name holds this
 
 Each mutant is one change to the source of one file of `pallas_collectives/kernels`, or of
 `topology/groups.py`, in a copy of the working tree. The tests of that file, of the kernels that
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path("pallas_collectives")
 TIERS = ("quick", "full")
 SECONDS_A_TEST, SECONDS_A_TIER = 90, 900

@@ -150,7 +150,7 @@ def test_conformance_rows_give_what_lax_and_the_tpu_kernels_give(key):
 
 
 def test_every_conformance_row_is_recorded():
-    assert set(recording.KEYS) == set(RECORDED), "run python tests/recording.py"
+    assert set(recording.KEYS) == set(RECORDED), "run python tests/helpers/recording.py"
 
 
 GROUPS = [[0, 3], [2, 1]] if N == 4 else [[1, 0]]

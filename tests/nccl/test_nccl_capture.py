@@ -1,6 +1,6 @@
 """Groups made while a CUDA graph is captured, and what a call that fails says.
 
-python -m pytest -m gpu tests/test_nccl_capture.py
+python -m pytest -m gpu tests/nccl/test_nccl_capture.py
 """
 
 import concurrent.futures

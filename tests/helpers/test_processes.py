@@ -1,4 +1,4 @@
-"""The launcher of tests/processes.py."""
+"""The launcher of tests/helpers/processes.py."""
 
 import os
 import signal

@@ -18,7 +18,7 @@ from benchmarks.cases import CASES
 
 for command in __main__.COMMANDS:  # absl forgets flags that are defined while others are saved
     importlib.import_module(f"benchmarks.{command}")
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 NOTHING_ELSE = ("--compile_for=", "--replay=")
 ONE_ROW = ("--mesh=2", "--sizes=8K", "--algorithm=direct", *NOTHING_ELSE)
 

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import importlib.util
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -242,7 +243,7 @@ def test_without_a_compiler_python_answers_and_a_warning_says_so():
     program = textwrap.dedent("""
         import os, sys
         import numpy as np
-        sys.path.insert(0, "tests")
+        sys.path.insert(0, "tests/helpers")
         import pytest
         with pytest.MonkeyPatch.context() as patch:
             import harness, nccl_host, test_nccl_tape
@@ -258,7 +259,7 @@ def test_without_a_compiler_python_answers_and_a_warning_says_so():
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment, capture_output=True, text=True, timeout=120, check=True,
-        cwd=os.path.dirname(os.path.dirname(__file__)),
+        cwd=pathlib.Path(__file__).parents[2],
     )  # fmt: skip
     assert done.stdout.split() == ["8", "0", "8"], done.stdout
     assert "no-such-compiler -m64 failed" in done.stderr

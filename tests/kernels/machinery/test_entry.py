@@ -222,7 +222,7 @@ def test_shifts_by_one_are_told_from_other_permutations(
 
 _PROGRAM = """
 import json, re, sys
-sys.path[:0] = ["tests", "."]
+sys.path[:0] = ["tests/helpers", "."]
 import harness, jax
 import pallas_collectives as pc
 SIZES = {"x": 2, "y": 4}
