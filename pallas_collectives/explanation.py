@@ -14,9 +14,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical, counters, serving
 from pallas_collectives.backends import slices as hierarchy
-from pallas_collectives.backends.algorithms import Candidate as Candidate
-from pallas_collectives.backends.algorithms import KernelPlan
-from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.backends.plans import Candidate as Candidate
+from pallas_collectives.backends.plans import How, KernelPlan, Plan
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.records import Collective

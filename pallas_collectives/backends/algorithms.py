@@ -1,14 +1,12 @@
 """Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
-from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
@@ -16,52 +14,6 @@ from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import choice, tables
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """An algorithm that could serve.
-
-    Attributes:
-      algorithm: its name.
-      us: predicted microseconds; None where there is no prediction.
-      latency_us: of these, what remains for the smallest operands.
-      source: whose prediction it is, "modelled ..." or "measured ..."; or why there is none.
-    """
-
-    algorithm: str
-    us: float | None
-    latency_us: float | None
-    source: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelPlan(Plan):
-    """A plan by which a kernel serves.
-
-    Attributes:
-      record: of its algorithm.
-      vmem: whether operands and result are kept in VMEM while it runs.
-      nbytes: of one device's operand, as it is laid out for the kernel.
-      cuts: into how many parts a block can be cut.
-      devices: devices in the group.
-      chip: the TPU generation.
-      torus: how the group lies on the links (see `tables.Entry`).
-      candidates: all algorithms, the fastest first; none where the caller named this one.
-    """
-
-    record: Algorithm
-    vmem: bool
-    nbytes: int
-    cuts: int
-    devices: int
-    chip: str
-    torus: str
-    candidates: tuple[Candidate, ...]
-
-    def launch(self, *operands: Any, **options: Any) -> Any:
-        """Runs the algorithm's kernel."""
-        return self.record.launcher(*operands, vmem=self.vmem, **options)
 
 
 def choose(

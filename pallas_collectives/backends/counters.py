@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
-from pallas_collectives.backends.plans import Plan
+from pallas_collectives.backends.plans import FUSED, Plan, ProductPlan
 
 _counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
 
@@ -58,18 +58,16 @@ def reset_counts() -> None:
     _fusions.clear()
 
 
-def count_fusion(op: str, way: str, reason: str) -> None:
-    """Notes that a fused product is being built, this way."""
-    if _counting.get():
-        with _counts_lock:
-            _fusions[op, way, reason] += 1
-
-
 def note(plan: Plan) -> None:
     """Notes that a plan is being followed: it is counted, and told to who records."""
     if (plans := _made.get()) is not None:
         plans.append(plan)
     if not _counting.get():
+        return
+    if isinstance(plan, ProductPlan):
+        reason = "" if plan.algorithm == FUSED else plan.why
+        with _counts_lock:
+            _fusions[plan.op, str(plan.algorithm), reason] += 1
         return
     fallback = plan.backend == "xla" and plan.why
     with _counts_lock:
