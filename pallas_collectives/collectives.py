@@ -218,7 +218,7 @@ def _reduce(
 ) -> Any:
     how = _settle(axis_name, groups, backend, algorithm, precise)
     if name in ("pmax", "pmin"):
-        validation.check_ordered(name, x, how)
+        validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)
     return primitives.with_twins(how, lambda x: reduce(x, axis_name, axis_index_groups=groups), x)
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
 AxisName = Any
@@ -133,10 +132,10 @@ def leaves(x: Any) -> list[tuple[Any, str]]:
     return [(leaf, f" in leaf {jax.tree_util.keystr(path)}") for path, leaf in found]
 
 
-def check_ordered(name: str, x: Any, how: How) -> None:
+def check_ordered(name: str, x: Any, backend: str) -> None:
     """No leaf is complex, of which lax leaves the refusal to XLA."""
     for leaf, where in leaves(x):
-        if how.backend != "xla" and np.iscomplexobj(leaf):
+        if backend != "xla" and np.iscomplexobj(leaf):
             rule = "complex numbers have no order"
             raise DtypeError(f"{name} of {jax.typeof(leaf).dtype}{where}", rule, "reduce a real")
 

@@ -1,7 +1,6 @@
 """A collective of lax's served by a backend: the calls that lowerings and `explain` make."""
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,7 @@ from pallas_collectives import catalogue
 from pallas_collectives.backends import canonical, measured, slices, untyped
 from pallas_collectives.backends.counters import note
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
-from pallas_collectives.errors import (
-    UnservedError,
-)
+from pallas_collectives.errors import UnservedError
 from pallas_collectives.kernels.machinery import entry
 
 
@@ -40,6 +37,17 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
     return by_lax(*args, **params)
 
 
+def backend_module(name: str) -> Any:
+    """The canonical functions of "pallas" or "nccl"; imported when one is needed first."""
+    if name == "nccl":
+        from pallas_collectives.backends import nccl
+
+        return nccl
+    from pallas_collectives.backends import pallas
+
+    return pallas
+
+
 def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     """Runs the lax collective named `op` on the backend.
 
@@ -47,8 +55,7 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
       DtypeError, ReachError, SliceError: the backend cannot take the dtype, or not write to the
         devices.
     """
-
-    module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+    module = backend_module(how.backend)
     collective, _ = catalogue.primitives()[op]
     if not hasattr(module, collective.name):
         raise UnservedError(

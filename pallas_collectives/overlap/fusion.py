@@ -12,7 +12,7 @@ Model, per device, of blocks passed both ways round a ring of n, each with its s
     fused     the longer of the wire and the products, by the one core that a kernel runs on; the
               shorter for the one part of a block that nothing hides; and two DMAs' latency a part
 
-Rates are those of `replay.machine`. So fusing loses where blocks are small, and on chips of two
+Rates are those of `topology.rates`. So fusing loses where blocks are small, and on chips of two
 cores a device (v4, v5p) where the products take much longer than the wire.
 """
 
@@ -36,8 +36,8 @@ from pallas_collectives.backends.plans import (
 )
 from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul
-from pallas_collectives.kernels.machinery import product
 from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology import rates as generations
 from pallas_collectives.topology.groups import Group
 
 
@@ -207,7 +207,7 @@ def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -
       group: the devices.
       wire_dtype: of what travels.
     """
-    rates, n = product.generation(chips.current().name), group.size
+    rates, n = generations.of_chip(chips.current().name), group.size
     batch, rows, depth = plan.blocks.shape
     gathers = op == GATHER
     columns = depth if gathers else plan.problems[0].columns

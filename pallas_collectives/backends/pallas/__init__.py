@@ -1,14 +1,11 @@
 """Canonical collectives on Pallas kernels: the layout, the algorithm, the launch."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.pallas import packing
@@ -122,11 +119,7 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
             "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
             "algorithm, or else lax, then serves",
         )
-    from pallas_collectives.lowering import primitives
-
-    options: Any = {"axis": 1, "tiled": True, "axis_index_groups": group.index_groups}
-    gather = functools.partial(lax.all_gather, axis_name=group.axes, **options)
-    return primitives.with_twins(dataclasses.replace(how, algorithm=None), gather, tables)
+    return all_gather(tables, group, axis=1, how=dataclasses.replace(how, algorithm=None))
 
 
 def ppermute(

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
-from pallas_collectives.replay.machine import GENERATIONS, Generation
+from pallas_collectives.topology import rates
 
 # The compiler unrolls a product of tiles: 2^30 multiplications take it about two seconds. Deeper
 # tiles are multiplied in a loop.
@@ -83,11 +83,6 @@ class Problem:
         return 2 * self.batch * self.rows * self.depth * self.columns
 
 
-def generation(name: str) -> Generation:
-    """Rates of a chip; of v5e for a simulated one."""
-    return GENERATIONS.get(name, GENERATIONS["v5e"])
-
-
 def accumulator_dtype(dtype: Any) -> Any:
     """In what products of a dtype are added up."""
     return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
@@ -145,7 +140,7 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
 
 def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
     """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM."""
-    p, t, rates = problem, tiles, generation(chip)
+    p, t, chip_rates = problem, tiles, rates.of_chip(chip)
     down, across = -(-p.rows // t.rows), -(-p.columns // t.columns)
     steps = p.batch * down * across * (p.depth // t.depth)
     flops = 2 * steps * t.rows * t.depth * t.columns
@@ -155,8 +150,8 @@ def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
         + weights * p.w_dtype.itemsize
         + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
     )
-    core = flops / (rates.matrix_rate / rates.cores)
-    hbm = rates.hbm_bandwidth * _HBM_SHARE
+    core = flops / (chip_rates.matrix_rate / chip_rates.cores)
+    hbm = chip_rates.hbm_bandwidth * _HBM_SHARE
     tile_of_x = t.rows * t.depth * p.x_dtype.itemsize
     tile_of_w = 0 if t.keep == "all" else t.columns * p.w_dtype.itemsize
     tile_of_w *= p.depth if t.keep == "panel" else t.depth
