@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.interpreters import ad
 
-from pallas_collectives import collectives
+from pallas_collectives import _compat, collectives
 from pallas_collectives.backends import choice
 from pallas_collectives.lowering import primitives
 
@@ -56,7 +55,8 @@ def _installed() -> Iterator[None]:
         if _entered == 1:
             for name, function in _CHOOSING.items():
                 setattr(jax.lax, name, function)
-            ad.primitive_transposes[_PVARY] = _pvary_transpose
+            _compat.prepare()
+            _compat.register(_PVARY, transpose=_pvary_transpose)
     try:
         yield
     finally:
@@ -65,7 +65,7 @@ def _installed() -> Iterator[None]:
             if not _entered:
                 for name, function in vars(collectives.LAX).items():
                     setattr(jax.lax, name, function)
-                ad.primitive_transposes[_PVARY] = _LAX_PVARY_TRANSPOSE
+                _compat.register(_PVARY, transpose=_LAX_PVARY_TRANSPOSE)
 
 
 def _choosing(name: str) -> Callable[..., Any]:
@@ -82,8 +82,8 @@ def _choosing(name: str) -> Callable[..., Any]:
 _CHOOSING = {name: _choosing(name) for name in vars(collectives.LAX)}
 
 # What types an equal operand as different on every device; JAX inserts it, and its transpose sums.
-_PVARY = next(p for p in ad.primitive_transposes if p.name == "pvary")
-_LAX_PVARY_TRANSPOSE = ad.primitive_transposes[_PVARY]
+_PVARY = _compat.transposed("pvary")
+_LAX_PVARY_TRANSPOSE = _compat.rule(_PVARY, "transpose")
 
 
 def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:

@@ -5,6 +5,7 @@ import re
 
 import jax
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import BackendError
 
 _DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -19,6 +20,7 @@ def simulate(devices: int = 8) -> None:
     Raises:
       BackendError: JAX has been used already and has fewer devices.
     """
+    _compat.prepare()
     asked = _DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     split_cpu(int(asked[-1]) if asked else devices)
     os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
@@ -48,7 +50,7 @@ def obstacle() -> str:
     another, and copies into the simulator take a thread too: with none to spare, all wait.
     """
     devices = jax.device_count()
-    if jax.__version_info__ >= (0, 11) or max(_threads(), devices) > devices:
+    if not _compat.callbacks_hold_threads() or max(_threads(), devices) > devices:
         return ""
     return (
         f"JAX {jax.__version__} runs {devices} simulated devices on {_threads()} threads, "

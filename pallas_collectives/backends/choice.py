@@ -61,6 +61,7 @@ def choose(
         for, cannot be had here.
     """
 
+    _compat.prepare()
     algorithm = None if algorithm == "auto" else algorithm
     name = backend or _named_backend.value or os.environ.get(ENVIRONMENT_VARIABLE) or None
     if name is not None:

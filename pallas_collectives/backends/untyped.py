@@ -6,18 +6,16 @@ nothing may be added to; a kernel that sums it adds to it all the same.
 
 from typing import Any
 
-import jax
 from jax.extend import core
-from jax.interpreters import mlir
+
+from pallas_collectives import _compat
 
 _untyped_p = core.Primitive("pallas_untyped")
-_untyped_p.def_abstract_eval(
-    lambda aval: aval.update(manual_axis_type=type(aval.mat)(varying=aval.mat.varying))
-)
-mlir.register_lowering(_untyped_p, lambda ctx, x: [x])
+_untyped_p.def_abstract_eval(_compat.only_varying)
+_compat.register(_untyped_p, lowering=lambda ctx, x: [x])
 
 
 def untyped(x: Any) -> Any:
     """x, neither reduced nor unreduced."""
-    kind = jax.typeof(x).mat
+    kind = _compat.manual_type(x)
     return _untyped_p.bind(x) if kind.reduced or kind.unreduced else x

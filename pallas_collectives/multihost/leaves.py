@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError, DtypeError
 
 
@@ -61,7 +62,7 @@ def flatten(tree: Any, operation: str) -> tuple[list[Leaf], Any]:
 
 
 def _leaf(name: str, value: Any, operation: str) -> Leaf:
-    if isinstance(value, jax.core.Tracer):
+    if _compat.is_traced(value):
         raise CollectiveError(
             f"{operation} of leaf {name}: {value.aval}",
             "data moves between processes outside of jit, grad and vmap",

@@ -13,11 +13,9 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.backends import algorithms, canonical, choice
 from pallas_collectives.errors import BackendError, CollectiveError, DtypeError
 from pallas_collectives.kernels import tiled
@@ -190,7 +188,6 @@ def _interpret(axis_name: AxisName) -> Any:
 # Pallas' own rules.
 _operand_p = core.Primitive("pallas_pipeline_operand")
 _operand_p.def_abstract_eval(lambda aval, *, name: aval)
-mlir.register_lowering(_operand_p, lambda ctx, x, *, name: [x])
 
 
 def _operand(x: Any, name: str) -> jax.Array:
@@ -209,8 +206,12 @@ def _refuse_vmap(*_: Any, name: str) -> NoReturn:
     raise CollectiveError(f"vmap of {name}", rule, remedy)
 
 
-ad.primitive_jvps[_operand_p] = _refuse_jvp
-batching.primitive_batchers[_operand_p] = _refuse_vmap
+_compat.register(
+    _operand_p,
+    lowering=lambda ctx, x, *, name: [x],
+    jvp=_refuse_jvp,
+    batch_alone=_refuse_vmap,
+)
 
 
 def _checked(body: Callable[..., Any], name: str) -> Callable[..., None]:
@@ -269,9 +270,5 @@ def _check_tiles(
 
 def _varying(tree: Any, axis_name: AxisName) -> Any:
     """Results typed as different on every device."""
-
-    def typed(x: jax.Array) -> jax.Array:
-        missing = set(validation.named(axis_name)) - set(jax.typeof(x).mat.varying)
-        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(typed, tree)
+    axes = validation.named(axis_name)
+    return jax.tree.map(lambda x: _compat.as_varying(x, axes), tree)

@@ -114,13 +114,8 @@ def _permutes(spec: Spec) -> str:
 def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     """Operands typed as varying over the same axes, the collective's among them."""
     axes = frozenset(canonical.group_of(spec.axis_name).axes)
-    axes = axes.union(*(jax.typeof(x).mat.varying for x in operands))
-
-    def typed(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - set(jax.typeof(x).mat.varying)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return [typed(x) for x in operands]
+    axes = axes.union(*map(_compat.varying, operands))
+    return [_compat.as_varying(x, axes) for x in operands]
 
 
 # Primitives ---------------------------------------------------------------------------------------
@@ -172,7 +167,7 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)
 
-    mlir.register_lowering(primitive, lowering)
+    _compat.register(primitive, lowering=lowering)
     remat.register(primitive)
     return primitive
 
@@ -290,10 +285,8 @@ def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Any, spec: Spec) -> jax.Ar
     )
 
 
-ad.primitive_jvps[_gather_p] = _gather_jvp
-ad.primitive_transposes[_gather_p] = _gather_transpose
-ad.primitive_jvps[_scatter_p] = _scatter_jvp
-ad.primitive_transposes[_scatter_p] = _scatter_transpose
+_compat.register(_gather_p, jvp=_gather_jvp, transpose=_gather_transpose)
+_compat.register(_scatter_p, jvp=_scatter_jvp, transpose=_scatter_transpose)
 
 
 # vmap ---------------------------------------------------------------------------------------------
@@ -324,4 +317,4 @@ def _batch(
 
 
 for _op, _p in ((GATHER, _gather_p), (SCATTER, _scatter_p)):
-    batching.primitive_batchers[_p] = functools.partial(_batch, _op)
+    _compat.register(_p, batch_alone=functools.partial(_batch, _op))

@@ -1,13 +1,16 @@
 """Canonical collectives on Pallas kernels: the layout, the algorithm, the launch."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_collectives.backends import algorithms
+from pallas_collectives.backends import algorithms, nested
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
@@ -119,7 +122,9 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
             "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
             "algorithm, or else lax, then serves",
         )
-    return all_gather(tables, group, axis=1, how=dataclasses.replace(how, algorithm=None))
+    options: Any = {"axis": 1, "tiled": True, "axis_index_groups": group.index_groups}
+    gather = functools.partial(lax.all_gather, axis_name=group.axes, **options)
+    return nested.run(dataclasses.replace(how, algorithm=None), gather, tables)
 
 
 def ppermute(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul
@@ -139,8 +139,7 @@ def wire_dtype(out_dtype: Any, precise: bool) -> Any:
 def settled_precision(precision: Any) -> Any:
     """The precision that a kernel is to multiply with, JAX's default included."""
     chosen = one_precision(precision)
-    default = jax.config.values["jax_default_matmul_precision"]
-    return one_precision(default) if chosen is None else chosen
+    return one_precision(_compat.default_matmul_precision()) if chosen is None else chosen
 
 
 def one_precision(precision: Any) -> Any:
