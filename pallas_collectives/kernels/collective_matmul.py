@@ -1,4 +1,4 @@
-"""Matrix products fused with the collective before or after them, on `machinery.pipelines`.
+"""Matrix products fused with the collective before or after them, on `pipelines`.
 
     all_gather_matmul        multiplies each chunk of a block as it arrives
     matmul_reduce_scatter    computes each partial product just before the hop that carries it
@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels.machinery import launch, pipelines, product, sync
+from pallas_collectives.kernels import pipelines
+from pallas_collectives.kernels.machinery import launch, product, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks, sublanes
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.topology import chips, groups
@@ -259,7 +260,7 @@ class TileScratch(NamedTuple):
 class Scratch(NamedTuple):
     """What a fused kernel takes beside its arrays."""
 
-    pipeline: Any  # see `machinery.pipelines`
+    pipeline: Any  # see `pipelines`
     tiles: TileScratch
 
 

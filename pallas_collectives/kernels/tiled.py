@@ -20,8 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.errors import VmemError
+from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.collective_matmul import MOST_CHUNKS, VMEM_SHARE
-from pallas_collectives.kernels.machinery import launch, pipelines, spaces, sync
+from pallas_collectives.kernels.machinery import launch, spaces, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.machinery.combine import wide
 from pallas_collectives.topology import chips, groups
@@ -202,7 +203,7 @@ def _resident_bytes(operands: Sequence[Any]) -> int:
 class Scratch(NamedTuple):
     """What a kernel here takes beside its arrays."""
 
-    pipeline: Any  # see `machinery.pipelines`
+    pipeline: Any  # see `pipelines`
     operands: list[Any]  # where each operand stays: VMEM
     copy_sems: list[Any]  # own; their copies
     term: Any = None  # (tile, columns): VMEM: our term of a tile, if there are any

@@ -1,7 +1,7 @@
 """Pipelines of hops and kernel bodies, for fused kernels that nobody has thought of yet.
 
 A body is a Pallas TPU kernel's: it reads and writes refs to tiles of rows in VMEM. Around it stands
-what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.machinery.pipelines`):
+what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.pipelines`):
 the ring, its semaphores and its double-buffering. TPUs and simulated ones only; `array_pipelines`
 has the same for whole arrays on any backend. They cannot be vmapped, nor differentiated, and say
 so: give the pair of them a `jax.custom_vjp`.

@@ -16,8 +16,8 @@ import harness
 import pallas_collectives
 from benchmarks.replay_rows import mesh_axes
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import collective_matmul
-from pallas_collectives.kernels.machinery import channel, pipelines, product, sync
+from pallas_collectives.kernels import collective_matmul, pipelines
+from pallas_collectives.kernels.machinery import channel, product, sync
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.replay import Machine, bound, replay
 from pallas_collectives.topology import chips
