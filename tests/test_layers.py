@@ -26,7 +26,7 @@ LAYERS = (
     ("catalogue", "records"),
     ("kernels", "kernels.torus"),
     ("kernels.machinery", "topology"),
-    ("_compat", "errors", "examples", "simulation", "validation"),
+    ("_compat", "annotations", "errors", "examples", "simulation", "validation"),
 )
 
 Graph = dict[str, set[str]]
