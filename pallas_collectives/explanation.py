@@ -154,8 +154,8 @@ def _check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: A
     if not (collective.phases or collective.of_blocks) or collective.is_cut:
         return  # it has none
     if not isinstance(axis, int | np.integer) or not -len(shape) <= axis < max(1, len(shape)):
-        rule = f"it is a dimension of an operand of shape {shape}"
-        raise CollectiveError(f"axis={axis!r} for {op}", rule, "number one of its dimensions")
+        rule = f"it must be a dimension of an operand of shape {shape}"
+        raise CollectiveError(f"axis={axis!r} for {op}", rule, "count dimensions from 0")
     if not shape and collective.of_blocks:
         raise CollectiveError(f"shape=() for {op}", "a scalar has no blocks", "give it a dimension")
     wanted = n if op == "pswapaxes" else None
@@ -362,7 +362,7 @@ def _check(
     for name, number, least in (("devices", devices, 2), ("nbytes", nbytes, 0)):
         if number is not None and (not isinstance(number, int | np.integer) or number < least):
             rule = f"it is a whole number, {least} or more"
-            raise CollectiveError(f"{name}={number!r}", rule, "give another")
+            raise CollectiveError(f"{name}={number!r}", rule, f"pass an int of {least} or more")
     if shape is not None and not (
         isinstance(shape, list | tuple)
         and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
@@ -376,10 +376,10 @@ def _check(
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
             rule = f"it is one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
-            raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name those")
+            raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name axes of this mesh")
     if chip is not None and (chip not in chips.BY_NAME or mesh is not None):
         rule = f"it is one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
-        raise CollectiveError(f"chip={chip!r}", rule, "name one")
+        raise CollectiveError(f"chip={chip!r}", rule, "name one of them")
     if torus not in (None, "ring", "line") or (torus is not None and mesh is not None):
         rule = "it is 'ring' or 'line', and goes with a number of devices"
-        raise CollectiveError(f"torus={torus!r}", rule, "name one, or leave it out")
+        raise CollectiveError(f"torus={torus!r}", rule, "name one of the two, or leave torus out")

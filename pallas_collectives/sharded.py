@@ -167,7 +167,7 @@ def all_to_all(
         raise CollectiveError(
             f"split_axis={split_axis} with spec={before}",
             "the dimension must be whole on each device",
-            "split another dimension, or gather this one before",
+            "split another dimension, or gather this one first",
         )
     laid = {split_axis: axis_name, concat_axis: None}
     after = PartitionSpec(*(laid.get(d, s) for d, s in enumerate(before)))
@@ -299,7 +299,7 @@ def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: Any, axis: int, **how: Any
     if axis == 0 or x.shape[0] != devices:
         raise CollectiveError(
             f"axis={axis} of x of shape {x.shape}",
-            f"its rows are swapped with another dimension, and must be {devices}, one a device",
+            f"its rows are swapped with another dimension: there must be {devices}, one a device",
             "reshape x, or name another dimension",
         )
 

@@ -70,7 +70,7 @@ def choose(
         if algorithm is not None or precise:
             raise AlgorithmError(
                 f"algorithm={algorithm!r}, precise={precise} with backend 'xla'",
-                "lax's own collectives offer no choice",
+                "lax's own collectives have no algorithms to choose from",
                 "leave them out, or name another backend",
             )
         return How("xla", named=True)
@@ -80,7 +80,8 @@ def choose(
         if name is not None or algorithm is not None or precise:
             asked = {"backend": name, "algorithm": algorithm, "precise": precise or None}
             value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
-            raise BackendError(value, obstacle, "leave backend=None and the like to use lax here")
+            remedy = "leave backend=None, algorithm=None and precise=False: lax then serves"
+            raise BackendError(value, obstacle, remedy)
         return How("xla", fallback=obstacle)
     how = How(chosen, name is not None, "", algorithm, precise)
     if chosen != "pallas":
@@ -93,7 +94,7 @@ def _check_name(name: str) -> None:
         environment = os.environ.get(ENVIRONMENT_VARIABLE) == name
         where = f" (from {ENVIRONMENT_VARIABLE})" if environment else ""
         raise BackendError(
-            f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one"
+            f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one of them"
         )
 
 

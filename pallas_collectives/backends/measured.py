@@ -42,6 +42,6 @@ class Measured:
         if ours is not None and of_lax is not None and of_lax < ours:
             raise SlowerError(
                 f"{op} over {devices} x {device.device_kind} by {self._name}",
-                "the measured table has lax faster",
-                f"name the backend to have {self._name} all the same",
+                "lax is faster here by the measured table",
+                f"name backend={self._name!r} to use it all the same",
             )

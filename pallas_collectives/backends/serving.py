@@ -61,7 +61,7 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
         raise UnservedError(
             f"{collective.name} by backend {how.backend!r}",
             "that backend has no function for it",
-            "leave the backend to be chosen: lax, then, serves",
+            "leave backend=None: lax then serves",
         )
     operands = [untyped.untyped(x) for x in args]
     if how.backend == "pallas":

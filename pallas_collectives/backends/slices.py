@@ -158,8 +158,8 @@ def _along(group: Group, wanted: list[bool]) -> Group:
 def _not_in_steps(group: Group, rule: str) -> SliceError:
     return SliceError(
         f"a group over {group.axes}, across slices",
-        f"{rule}, and the network between slices is XLA's",
-        "leave backend and algorithm to be chosen: lax serves",
+        f"{rule}; only XLA's own collectives go between slices",
+        "leave backend and algorithm unset: lax then serves",
     )
 
 
@@ -178,7 +178,10 @@ class InSlices:
         def serve(*args: Any, how: How, **params: Any) -> jax.Array:
             group = next(a for a in args if isinstance(a, Group))
             if _parts(group, how) is not None:
-                raise _not_in_steps(group, "this collective has no steps inside and across")
+                raise _not_in_steps(
+                    group,
+                    "this collective cannot be split into steps inside slices and across them",
+                )
             return function(*args, how=how, **params)
 
         return serve
@@ -222,8 +225,8 @@ class InSlices:
         if how.algorithm is not None:
             raise AlgorithmError(
                 f"algorithm={how.algorithm!r} for all_reduce across slices",
-                "inside a slice it is a reduce_scatter and an all_gather, with names of their own",
-                "leave it to be chosen",
+                "inside a slice reduce_scatter and all_gather serve, with their own algorithms",
+                "leave algorithm=None",
             )
         n = parts.inside.size
         wire = _wide(x, how)
@@ -281,7 +284,7 @@ def _of_devices(group: Group, mesh: Mesh) -> np.ndarray:
         slices = [getattr(device, "slice_index", 0) for device in beside]
         ways.add(tuple(list(dict.fromkeys(slices)).index(s) for s in slices))
     if len(ways) > 1:
-        raise _not_in_steps(group, "groups beside each other lie in slices in different ways")
+        raise _not_in_steps(group, "groups along the same axes lie in slices in different ways")
     return np.array(ways.pop()).reshape(group.sizes)
 
 

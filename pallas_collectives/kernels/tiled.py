@@ -75,7 +75,7 @@ def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | 
     if tile * row_bytes > room:
         raise VmemError(
             f"tiles of {tile} rows and {resident_bytes >> 20} MiB of operands",
-            f"{chip.name} has {chip.vmem_bytes >> 20} MiB of VMEM, of which tiles take two each",
+            f"{chip.name} has {chip.vmem_bytes >> 20} MiB of VMEM, and tiles take twice their size",
             "use smaller tiles or operands",
         )
     chunks = 1

@@ -103,7 +103,7 @@ def _map(operation: str, convert: Any, tree: Any, pspecs: Any) -> Any:
             raise CollectiveError(
                 f"{operation} with None among the pspecs",
                 "every leaf needs a PartitionSpec",
-                "jax.sharding.PartitionSpec() replicates",
+                "pass jax.sharding.PartitionSpec() for a leaf that is replicated",
             )
         if _compat.is_traced(value):
             raise CollectiveError(

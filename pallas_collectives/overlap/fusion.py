@@ -146,7 +146,7 @@ def _pipelined(op: str, ndim: int, spec: Spec, why: str) -> ProductPlan:
     elif spec.axis == ndim - 1:
         obstacle = "the axis is the last, along which products are not cut into blocks"
     elif spec.precision is not None:
-        obstacle = f"pipelined products know no precision={spec.precision!r}"
+        obstacle = f"pipelined products do not support precision={spec.precision!r}"
     return refused(op, spec, obstacle) if obstacle else _plan(op, spec, PIPELINED, why)
 
 
@@ -184,7 +184,7 @@ def obstacle(
     if len(names) > 1 and not names <= set(_MIXED):
         return f"operands are of different dtypes, {' and '.join(sorted(names))}"
     if chip in _WIDE_ONLY and not names <= set(_MIXED):
-        return f"{chip}'s matrix unit takes no {min(names)}"
+        return f"{chip}'s matrix unit does not take {min(names)}"
     if jnp.issubdtype(out_dtype, jnp.integer) != integers or jnp.dtype(out_dtype).itemsize > 4:
         return f"products of {x_dtype} are not added up in {out_dtype}"
     if products.one_precision(precision) not in (
@@ -192,7 +192,7 @@ def obstacle(
         lax.Precision.DEFAULT,
         lax.Precision.HIGHEST,
     ):
-        return f"the kernels know no precision={precision!r}"
+        return f"the kernels do not support precision={precision!r}"
     if 0 in sizes:
         return "an operand is empty"
     return ""

@@ -78,7 +78,7 @@ def gather_and_consume(
     _check_tiles(x, kept, outs, tile)
     if any(len(o.shape) != 2 or o.shape[0] != x.shape[0] for o in outs):
         shapes = ", ".join(str(o.shape) for o in outs)
-        rule = f"each is what {x.shape[0]} rows become: as many rows"
+        rule = f"each result has as many rows as x: {x.shape[0]}"
         raise CollectiveError(f"out of shapes {shapes}", rule, "give (rows, columns)")
     if validation.size_of(axis_name) == 1:
         raise _alone(axis_name)
@@ -142,7 +142,7 @@ def produce_and_scatter(
     n = validation.size_of(axis_name)
     _check_tiles(x, kept, [out], tile)
     if len(out.shape) != 2 or n * out.shape[0] != x.shape[0]:
-        rule = f"{x.shape[0]} rows are {n} devices' blocks of {x.shape[0] / n:g}"
+        rule = f"x has {x.shape[0]} rows, which give each of {n} devices {x.shape[0] / n:g}"
         raise CollectiveError(f"out of shape {out.shape}", rule, "give (rows, columns)")
     if jnp.dtype(out.dtype).name not in ("float32", "bfloat16", "int32"):
         rule = "sums travel as float32, bfloat16 or int32"
@@ -178,7 +178,7 @@ def _interpret(axis_name: AxisName) -> Any:
     validation.size_of(axis_name)
     how = choice.choose(validation.named(axis_name), None, None)
     if how.backend != "pallas":
-        rule = how.fallback or "kernel bodies run on TPUs, and simulated ones"
+        rule = how.fallback or "kernel bodies run on TPUs and simulated TPUs only"
         remedy = "use pipelined_all_gather_and_consume or pipelined_produce_and_all_to_all"
         raise BackendError(f"a kernel body on backend {how.backend!r}", rule, remedy)
     return how.interpret
@@ -195,14 +195,14 @@ def _operand(x: Any, name: str) -> jax.Array:
 
 
 def _refuse_jvp(*_: Any, name: str) -> NoReturn:
-    rule = "what a body of one's own computes has no derivative that is known"
-    remedy = "put it in a jax.custom_vjp, whose backward pass has a body of its own"
+    rule = "nobody knows the derivative of what a kernel body computes"
+    remedy = "put the call in a jax.custom_vjp, with another body for the backward pass"
     raise CollectiveError(f"a derivative of {name}", rule, remedy)
 
 
 def _refuse_vmap(*_: Any, name: str) -> NoReturn:
-    rule = "a body takes tiles of rows, and none of a mapped axis"
-    remedy = "lay what is mapped side by side in rows or columns, or use jax.lax.map"
+    rule = "a body takes tiles of rows, and cannot take a mapped axis"
+    remedy = "put the mapped arrays side by side in rows or columns, or use jax.lax.map"
     raise CollectiveError(f"vmap of {name}", rule, remedy)
 
 
@@ -227,15 +227,15 @@ def _checked(body: Callable[..., Any], name: str) -> Callable[..., None]:
         except (TypeError, ValueError) as error:
             raise CollectiveError(value, str(error).strip(" ."), remedy) from error
         if result is not None:
-            rule = "it returns something, and is to write its results to its last refs"
+            rule = "it returns something, but must write its results to its last refs"
             raise CollectiveError(value, rule, remedy)
 
     return run
 
 
 def _alone(axis_name: AxisName) -> CollectiveError:
-    rule = "a pipeline has hops, and here is one device"
-    return CollectiveError(f"axis_name={axis_name!r}", rule, "call the body in a kernel of its own")
+    rule = "a pipeline needs two devices or more, and this group has one"
+    return CollectiveError(f"axis_name={axis_name!r}", rule, "call the body in a pallas_call")
 
 
 def _check_tiles(
@@ -248,7 +248,7 @@ def _check_tiles(
     for a in (x, *outs):
         rows = sublanes(a.dtype)
         if len(a.shape) != 2 or 0 in a.shape or a.shape[0] % rows or a.shape[1] % LANES:
-            rule = f"it is rows of whole tiles: a multiple of {rows} by one of {LANES}"
+            rule = f"it must be whole tiles: a multiple of {rows} rows and of {LANES} columns"
             raise CollectiveError(f"an array of shape {a.shape}, {a.dtype}", rule, "pad it")
     for a in (x, *operands, *outs):
         if jnp.dtype(a.dtype).itemsize > 4 or a.dtype in (jnp.float16, jnp.bool_):
@@ -262,9 +262,9 @@ def _check_tiles(
     fits = tile is None or (isinstance(tile, int) and tile > 0 and tile % whole == 0)
     if not fits or (tile and outs[0].shape[0] % tile):
         rule = f"it is a multiple of {whole} that divides a block's {outs[0].shape[0]} rows"
-        raise CollectiveError(f"tile={tile}", rule, "name another, or None")
+        raise CollectiveError(f"tile={tile}", rule, "pass such a number of rows, or None")
     if outs[0].shape[0] % whole:
-        rule = f"with these dtypes they are a multiple of {whole}"
+        rule = f"with these dtypes they must be a multiple of {whole}"
         raise CollectiveError(f"{outs[0].shape[0]} rows of a block", rule, "pad them")
 
 

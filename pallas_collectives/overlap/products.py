@@ -145,7 +145,7 @@ def matmul_reduce_scatter(
         precise=precise, scale=1.0 if reduce == "sum" else 1 / n,
     )  # fmt: skip
     if reduce == "mean" and not jnp.issubdtype(spec.out_dtype, jnp.inexact):
-        rule = "a mean of integers is none"
+        rule = "a mean of integers is not an integer"
         raise DtypeError(f"reduce='mean' of {spec.out_dtype}", rule, "pass a floating dtype")
     return primitives.matmul_reduce_scatter([x], [w], spec)
 
@@ -169,13 +169,15 @@ def _check_operands(
     """
     validation.size_of(axis_name)
     if not ws:
-        raise CollectiveError("no weights", "there is at least one right-hand side", "pass (K, N)")
+        raise CollectiveError(
+            "no weights", "a product needs a right-hand side", "pass one of shape (K, N)"
+        )
     depth = contracted or (x.shape[-1] if x.ndim else 0)
     if x.ndim < 2 or any(w.ndim != 2 or w.shape[0] != depth for w in ws):
         shapes = ", ".join(str(operand.shape) for operand in (x, *ws))
         raise CollectiveError(
             f"operands of shapes {shapes}",
-            "x has two dimensions or more, and weights are (K, N) for the K of its last",
+            "x is (..., K) of two dimensions or more, and weights are (K, N)",
             "reshape or transpose them",
         )
     validation.check_axis(name, axis, x.ndim)
@@ -202,7 +204,9 @@ def _spec(
         out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
     except TypeError:
         what = f"preferred_element_type={dtype!r}"
-        raise DtypeError(what, "it names no dtype", "pass one, as jnp.float32, or None") from None
+        raise DtypeError(
+            what, "it is not a dtype", "pass one, such as jnp.float32, or None"
+        ) from None
     wish = algorithm or ""
     validation.check_precision(precision)
     return Spec(axis_name, axis, jnp.dtype(out), False, precision, how, wish, **more)

@@ -57,7 +57,7 @@ def torus(name: str) -> Iterator[None]:
         raise BackendError(
             f"torus {name!r}",
             f"it is GENERATION:AxBxC with a generation of {known} and at most its number of axes",
-            "name a slice, as 'v5e:2x4'",
+            "name a slice, such as 'v5e:2x4'",
         )
     with _simulated(name):
         yield

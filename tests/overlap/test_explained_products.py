@@ -46,7 +46,7 @@ def lowered(op: str, on: Mesh, shape: tuple[int, ...], columns: int, dtype: str,
         (GATHER, "v6e:2x2", (512, 128), 128, "bfloat16", 1, "unfused", "contracted"),
         (SCATTER, "v6e:2x2", (512, 128), 128, "bfloat16", 1, "unfused", "weights' own"),
         # Tracing finds that it pays; only a lowering knows that these devices reach no ring.
-        (GATHER, "v5e:2x4", (4096, 4096), 4096, "bfloat16", 0, "unfused", "as they lie"),
+        (GATHER, "v5e:2x4", (4096, 4096), 4096, "bfloat16", 0, "unfused", "as they are placed"),
     ],
 )
 def test_explain_is_what_a_call_of_a_product_gets(
