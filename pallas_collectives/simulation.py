@@ -1,4 +1,4 @@
-"""TPU devices on a machine that has none: CPU devices on which kernels run in interpret mode."""
+"""Simulated TPU devices: CPU devices on which kernels run in interpret mode."""
 
 import os
 import re
@@ -12,7 +12,7 @@ _DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def simulate(devices: int = 8) -> None:
-    """Makes JAX see this many simulated TPU devices, before it looks for any.
+    """Makes JAX see this many simulated TPU devices; call it before anything else uses JAX.
 
     Sets `JAX_PLATFORMS=cpu` and the flag of `XLA_FLAGS` that splits the CPU into devices, unless
     that is set already.
@@ -36,7 +36,7 @@ def simulate(devices: int = 8) -> None:
 def split_cpu(devices: int) -> None:
     """Asks for this many CPU devices in the environment, which XLA reads when JAX looks for any.
 
-    Of several such flags in `XLA_FLAGS` the last counts. Leaves JAX the choice of the platform.
+    XLA takes the last of several such flags in `XLA_FLAGS`. JAX still chooses the platform.
     """
     flag = f"--xla_force_host_platform_device_count={devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()

@@ -1,4 +1,4 @@
-"""A collective of lax's served by a backend: the calls that lowerings and `explain` make."""
+"""Serves a collective of lax's from a backend; lowerings and `explain` call this."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from pallas_collectives.kernels.machinery import entry
 
 
 def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
-    """Runs a lax collective as `how` says, or by lax where the backend cannot.
+    """Runs a lax collective as `how` says, or lax's own if the backend cannot serve it.
 
     Raises:
       DtypeError, ReachError, SliceError: as `run`, where the backend or its algorithm was named.
@@ -25,7 +25,7 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
-    """Runs the lax collective named `op` on the backend, or `by_lax` where that cannot."""
+    """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it."""
     if how.backend != "xla":
         try:
             return run(op, how, *args, **params)
@@ -52,7 +52,7 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     """Runs the lax collective named `op` on the backend.
 
     Raises:
-      DtypeError, ReachError, SliceError: the backend cannot take the dtype, or not write to the
+      DtypeError, ReachError, SliceError: the backend cannot take the dtype, or cannot write to the
         devices.
     """
     module = backend_module(how.backend)

@@ -1,7 +1,7 @@
-"""Arrays without what only check_vma knows of them, and no kernel's arithmetic may see.
+"""Arrays without the types "reduced" and "unreduced", which a kernel's arithmetic must not see.
 
-Under `check_vma=True` an array may be typed as a term of a sum over devices ("unreduced"), which
-nothing may be added to; a kernel that sums it adds to it all the same.
+Under `check_vma=True` an array may be typed as a term of a sum over devices ("unreduced"). JAX lets
+nothing be added to such an array, but a kernel that sums it must.
 """
 
 from typing import Any
@@ -16,6 +16,6 @@ _compat.register(_untyped_p, lowering=lambda ctx, x: [x])
 
 
 def untyped(x: Any) -> Any:
-    """x, neither reduced nor unreduced."""
+    """x, typed as neither reduced nor unreduced."""
     kind = _compat.manual_type(x)
     return _untyped_p.bind(x) if kind.reduced or kind.unreduced else x

@@ -2,9 +2,9 @@
 
 A body is a Pallas TPU kernel's: it reads and writes refs to tiles of rows in VMEM. Around it stands
 what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.pipelines`):
-the ring, its semaphores and its double-buffering. TPUs and simulated ones only; `array_pipelines`
-has the same for whole arrays on any backend. They cannot be vmapped, nor differentiated, and say
-so: give the pair of them a `jax.custom_vjp`.
+the ring, its semaphores and its double-buffering. Bodies run on TPUs, real or simulated;
+`array_pipelines` has the same for whole arrays on any backend. vmap and differentiation raise an
+error: put the pair in a `jax.custom_vjp`.
 """
 
 import functools
@@ -46,9 +46,9 @@ def gather_and_consume(
         rows and to the operands, and writes every element of each (tile, out columns). Tiles come
         in any order.
       axis_name: mesh axis, or tuple of axes, of n devices together.
-      out: `jax.ShapeDtypeStruct` of what one device's rows become, (rows, any columns), or a list
-        or tuple of several; whole tiles as x's.
-      operands: arrays of two dimensions or more that stay in VMEM whole, as scales or weights.
+      out: `jax.ShapeDtypeStruct` of the result for one device's rows, (rows, any columns), or a
+        list or tuple of several; whole tiles like x's.
+      operands: arrays of two dimensions or more that stay whole in VMEM, such as scales or weights.
       tile: rows of a tile, a divisor of rows and whole tiles; None for as many as fit.
       return_gathered: return the gathered x as well.
 
@@ -106,7 +106,7 @@ def produce_and_scatter(
     tile: int | None = None,
     reduce: str = "sum",
 ) -> jax.Array:
-    """Has `produce` make every tile's term just before the hop that carries its sum, and adds up.
+    """Sums terms over devices; `produce` makes each tile's term just before its sum's hop.
 
     Equals `jax.lax.psum_scatter(terms, axis_name, tiled=True)` of all terms.
 
@@ -167,7 +167,7 @@ def produce_and_scatter(
 
 
 def _group(name: str, axis_name: AxisName) -> Group:
-    """The devices, whose ring the chip can go round."""
+    """The devices; raises where the chip cannot go round a ring of them."""
     group = placement.arranged(canonical.group_of(axis_name))
     algorithms.check_ring(name, group)
     return group
@@ -184,7 +184,7 @@ def _interpret(axis_name: AxisName) -> Any:
     return how.interpret
 
 
-# What a body reads has gone through this, so that grad and vmap meet an error of ours and none of
+# What a body reads has gone through this, so that grad and vmap raise our error and not one of
 # Pallas' own rules.
 _operand_p = core.Primitive("pallas_pipeline_operand")
 _operand_p.def_abstract_eval(lambda aval, *, name: aval)
@@ -215,7 +215,7 @@ _compat.register(
 
 
 def _checked(body: Callable[..., Any], name: str) -> Callable[..., None]:
-    """The body, whose failures name its tiles; what it returns nobody would read."""
+    """The body, with errors that name its tiles; one that returns something is refused."""
 
     @functools.wraps(body)
     def run(*refs: Any) -> None:
