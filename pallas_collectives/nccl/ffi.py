@@ -243,8 +243,8 @@ def _register(platform: str, graph: bool) -> str:
     name = f"pallas_collectives_{'graph' if graph else 'plain'}"
     has_stream = platform != "cpu"
     python = functools.partial(_handle, _GRAPH_COMPATIBLE * graph)
-    if graph and tape.available():
-        handler = tape.handler(has_stream, python)
+    if tape.available():
+        handler = tape.handler(has_stream, graph, python)
     else:
         handler = _Handler(lambda frame: python(frame, has_stream))
     _keep.append(handler)
