@@ -8,6 +8,7 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -194,3 +195,16 @@ def check_axis(name: str, axis: int, ndim: int, where: str = "") -> None:
             f"it must be a whole number in [{-ndim}, {ndim}) for this operand",
             "count dimensions from 0, or from -1 backwards; a new dimension counts too",
         )
+
+
+def varying(tree: Any, axis_name: AxisName) -> Any:
+    """Arrays typed as different on every device along the axes."""
+    axes = set(named(axis_name))
+    axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
+
+    def typed(leaf: Any) -> jax.Array:
+        x = jnp.asarray(leaf)
+        missing = axes - set(jax.typeof(x).mat.varying)
+        return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(typed, tree)

@@ -8,7 +8,7 @@ That is checked on each call (`nccl.copies`): bytes that lie elsewhere are an er
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from pallas_collectives import _compat, nccl
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.nccl import Addresses, device_groups
-from pallas_collectives.backends.plans import Plan
+from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.nccl import copies, ffi, tape
 from pallas_collectives.topology.groups import Group
 
@@ -35,19 +35,26 @@ class Flight:
     """What one exchange is.
 
     Attributes:
-      op: "gather", operand (...) to (n, ...); or "exchange", (n, ...) to (n, ...).
+      op: "gather", operand (...) to (n, ...); "exchange", (n, ...) to (n, ...); or "permute".
       group: the devices.
       number: which of those that may be under way.
+      perm: (source, target) pairs, of a permutation.
     """
 
     op: str
     group: Group
     number: int
+    perm: tuple[tuple[int, int], ...] = ()
 
     def plan(self, rank: int, nbytes: int) -> copies.Plan:
-        """What a rank does; nbytes: of its operand. It comes last: multiprocessors copy that."""
+        """What a rank does; nbytes: of its operand."""
+        if self.op == "permute":
+            readers = tuple(t for s, t in self.perm if s == rank != t)
+            pulls = tuple(copies.Pull(s, 0, 0, nbytes) for s, t in self.perm if t == rank)
+            return copies.Plan(readers, (pulls,), 0 if pulls else nbytes)
         n = self.group.size
         block = nbytes if self.op == "gather" else nbytes // n
+        # The own block comes last: multiprocessors copy it, and it waits for them.
         ranks = [(rank + distance) % n for distance in range(1, n + 1)]
         pulls = tuple(
             copies.Pull(p, 0 if self.op == "gather" else rank * block, p * block, block)
@@ -59,6 +66,8 @@ class Flight:
         """What comes of it."""
         groups = self.group.index_groups
         options: Any = {"axis_index_groups": None if groups is None else [*map(list, groups)]}
+        if self.op == "permute":
+            return lax.ppermute(x, self.group.axes, self.perm)
         if self.op == "gather":
             return lax.all_gather(x, self.group.axes, **options)
         return lax.all_to_all(x, self.group.axes, 0, 0, tiled=True, **options)
@@ -66,12 +75,19 @@ class Flight:
     @property
     def transposed(self) -> "Flight":
         """The exchange of cotangents; those of a gather are added up when they are there."""
+        if self.op == "permute":
+            return dataclasses.replace(self, perm=tuple((t, s) for s, t in self.perm))
         return dataclasses.replace(self, op="exchange")
 
 
-def new(op: str, group: Group) -> Flight:
+def serve(how: How) -> bool:
+    """Whether a collective that is served so can be under way beside other work."""
+    return how.backend == "nccl" and how.algorithm is None and jax.process_count() == 1
+
+
+def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = ()) -> Flight:
     """An exchange that may be under way beside the others begun lately."""
-    return Flight(op, group, next(_numbers) % _AT_A_TIME)
+    return Flight(op, group, next(_numbers) % _AT_A_TIME, tuple((s, t) for s, t in perm))
 
 
 def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -79,7 +95,10 @@ def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Arr
 
     What takes the token comes after the start.
     """
-    counters.note(Plan(op=f"{flight.op}_start", backend="nccl", why="copy engines serve it"))
+    op = {"gather": "all_gather", "exchange": "all_to_all", "permute": "ppermute"}[flight.op]
+    counters.note(
+        Plan(op=op, backend="nccl", algorithm="copies", why="it was started, to be done later")
+    )
     *started, token = _start_p.bind(x, *after, flight=flight)
     return started, token
 
@@ -150,7 +169,7 @@ def _lowering(
             for rank, (copier, slot) in copies.slots(group, flight.number, 1).items():
                 at[copier.ordinal] = copier, slot, flight.plan(rank, nbytes)
     ids = [[d.id for d in devices] for devices in members]
-    text = f"{flight.op} {half} {nbytes} {flight.number} over {ids}"
+    text = f"{flight.op} {half} {nbytes} {flight.number} {flight.perm} over {ids}"
 
     def enqueue(
         copier: copies.Copier, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses
@@ -216,14 +235,14 @@ def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
     if isinstance(cotangent, ad.Zero):
         return [*(ad.Zero(o.aval.to_ct_aval()) for o in operands[:parts]), *nothing]
     (under_way, x), _ = start(flight.transposed, cotangent)
-    if flight.op == "exchange":
+    if flight.op != "gather":
         return [under_way, x, *nothing]
     return [under_way, ad.Zero(operands[1].aval.to_ct_aval()), x, *nothing]
 
 
 def _batch(primitive: core.Primitive, operands: Any, dims: Any, *, flight: Flight) -> Any:
     """A mapped dimension lies behind that of the devices; an operand that is gathered has none."""
-    first, behind = (0, 1) if flight.op == "gather" else (1, 1)
+    first, behind = {"gather": (0, 1), "exchange": (1, 1), "permute": (0, 0)}[flight.op]
     if primitive is _start_p:
         x = jnp.moveaxis(operands[0], dims[0], first)
         outs = _start_p.bind(x, *operands[1:], flight=flight)

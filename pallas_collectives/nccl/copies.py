@@ -66,10 +66,12 @@ class Plan:
     Attributes:
       readers: the other ranks that pull from its operand.
       pulls: what comes, for each result; the last pull from a rank is the last of all results.
+      clear: bytes to set to zero in each result first.
     """
 
     readers: tuple[int, ...]
     pulls: tuple[tuple[Pull, ...], ...]
+    clear: int = 0
 
 
 class Slot:
@@ -146,6 +148,8 @@ class Copier:
             last = {pull.rank: pull for pulls in plan.pulls for pull in pulls if pull.rank != me}
             waiting = set(last)
             for result, pulls in zip(results, plan.pulls, strict=True):
+                if plan.clear:
+                    driver.clear(self.ordinal, result, plan.clear, beside)
                 for pull in pulls:
                     if pull.rank in waiting:
                         waiting.remove(pull.rank)
