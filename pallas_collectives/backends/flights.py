@@ -91,9 +91,9 @@ def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = ()) -> Flight:
 
 
 def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Starts it once x and `after` are there: what `done` takes, and a token.
+    """Starts it once x and `after` are there: what `done` takes, and a token, int32[1].
 
-    What takes the token comes after the start.
+    The token is 0, which XLA does not know: what takes it comes after the start.
     """
     op = {"gather": "all_gather", "exchange": "all_to_all", "permute": "ppermute"}[flight.op]
     counters.note(
@@ -176,7 +176,7 @@ def _lowering(
     ) -> None:
         _, slot, plan = at[ordinal]
         if half == "start":
-            copier.start(slot, plan, text, inputs[0], outputs[:1], stream)
+            copier.start(slot, plan, text, inputs[0], outputs[:1], outputs[1], stream)
         else:
             copier.finish(slot, 0, inputs[1], inputs[0], stream)
 
@@ -184,7 +184,7 @@ def _lowering(
         enqueue(at[ordinal][0], ordinal, stream, inputs, outputs)
 
     def recorded(ordinal: int) -> tape.Tape:
-        gaps = tape.inputs(2), tape.outputs(1)
+        gaps = tape.inputs(2), tape.outputs(2)
         return tape.record(at[ordinal][0], lambda c: enqueue(c, ordinal, tape.STREAM, *gaps))
 
     def lower(takes: Sequence[Any], gives: Sequence[Any], *operands: Any) -> Any:

@@ -129,15 +129,26 @@ class Copier:
         communicator.before_abort.append(self._release)
 
     def start(
-        self, slot: Slot, plan: Plan, text: str, operand: Any, results: Sequence[Any], stream: Any
+        self,
+        slot: Slot,
+        plan: Plan,
+        text: str,
+        operand: Any,
+        results: Sequence[Any],
+        token: Any,
+        stream: Any,
     ) -> None:
-        """Puts an exchange beside `stream`, once what is on that so far is done."""
+        """Puts an exchange beside `stream`, once what is on that so far is done.
+
+        token: the address of 32 bits, which will be 0.
+        """
         driver, me, beside, calls = self.communicator.driver, self.rank, self.stream, self._calls
         for i, address in enumerate((operand, *results)):
             calls.pc_note(ctypes.byref(slot.flight, 8 * i), address)
         with driver.device(self.ordinal):
             driver.record_again(slot.began, stream)
             driver.wait_event(beside, slot.began)
+            driver.clear(self.ordinal, token, _WORD, stream)
         self.communicator.begin(("exchange", text), beside)
         with driver.device(self.ordinal):
             for peer in plan.readers:

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import jax
 from jax.interpreters import mlir
 
+from pallas_collectives import _compat
 from pallas_collectives.nccl import tape
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata
@@ -221,13 +222,19 @@ def lower(
     _functions[name.encode()] = function
     if tapes and tape.available():
         tape.publish(name, tapes)
-    platform = ctx.module_context.platforms[0]
+    on_gpu = ctx.module_context.platforms[0] != "cpu"
     rule = jax.ffi.ffi_lowering(
-        _register("cpu" if platform == "cpu" else "CUDA", graph),
+        _register("CUDA" if on_gpu else "cpu", graph),
         has_side_effect=True,
         operand_output_aliases=dict(aliases or {}),
     )
-    return rule(ctx, *operands, text=name)
+    if graph or not on_gpu:
+        return rule(ctx, *operands, text=name)
+    # XLA fuses a call with slices before and after it (DynamicSliceFusionRewriter), and keeps the
+    # call beside the fusion, since it has effects: it would be made twice. It lets calls be that
+    # give a token.
+    avals = [*ctx.avals_out, _compat.TOKEN]
+    return rule(ctx.replace(avals_out=avals), *operands, text=name)[:-1]
 
 
 def _name(text: str) -> str:

@@ -16,6 +16,7 @@ Who serves:
   runs beside it what it can: permutes, v5e's gathers, the SparseCores' collectives.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,10 +56,20 @@ class Started:
         return jax.tree.unflatten(self._tree, [*self._here, *came])
 
     def before(self, arrays: Any) -> Any:
-        """These arrays, for use once the collective is under way: on GPUs XLA keeps that order."""
-        if not self._under_way:
-            return arrays
-        return lax.optimization_barrier((arrays, [leaf.token for leaf in self._under_way]))[0]
+        """These arrays, for use once the collective is under way: on GPUs XLA keeps that order.
+
+        It does so for whole numbers without dimensions, and as a rule for other arrays.
+        """
+        for leaf in self._under_way:
+            arrays = jax.tree.map(functools.partial(_behind, leaf.token), arrays)
+        return arrays
+
+
+def _behind(token: jax.Array, x: jax.Array) -> jax.Array:
+    """x, which is there only after the token, a 0, is."""
+    if jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer):
+        return x + token[0].astype(jnp.result_type(x))
+    return lax.optimization_barrier((x, token))[0]  # taken away before XLA merges products
 
 
 class _UnderWay:
