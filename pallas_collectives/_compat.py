@@ -7,7 +7,6 @@ import jax
 from jax._src import callback as _callback
 from jax._src import clusters as _clusters
 from jax._src import config as _config
-from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import shard_map as _shard_map
@@ -53,9 +52,6 @@ def _lower_shard_map(ctx: Any, *args: Any, **params: Any) -> Any:
 
 if jax.__version_info__ < (0, 11):
     mlir.register_lowering(_shard_map.shard_map_p, _lower_shard_map)
-
-
-TOKEN = _core.abstract_token  # the type of a result that only orders
 
 
 def forced_interpret_params() -> Any:

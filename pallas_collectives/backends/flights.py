@@ -190,7 +190,7 @@ def _lowering(
     def lower(takes: Sequence[Any], gives: Sequence[Any], *operands: Any) -> Any:
         return ffi.lower(
             ctx.replace(avals_in=takes, avals_out=gives), text, function, *operands,
-            graph=False, aliases={0: 0} if in_place else {},
+            graph=False, has_effect=False, aliases={0: 0} if in_place else {},
             tapes={ordinal: recorded(ordinal) for ordinal in at},
         )  # fmt: skip
 

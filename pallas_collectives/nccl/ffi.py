@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 import jax
 from jax.interpreters import mlir
 
-from pallas_collectives import _compat
 from pallas_collectives.nccl import tape
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata
@@ -210,11 +209,15 @@ def lower(
     function: Function,
     *operands: Any,
     graph: bool = True,
+    has_effect: bool = True,
     aliases: Mapping[int, int] | None = None,
     tapes: Mapping[int, tape.Tape] | None = None,
 ) -> Any:
     """`call`, for the lowering rule of a primitive.
 
+    has_effect: whether it must be made even if its results are not used. If XLA fuses such a call
+      with slices before or after it (DynamicSliceFusionRewriter, JAX 0.11) it is made twice: XLA
+      keeps it beside the fusion.
     aliases: operand -> result that is the operand's memory, which `function` overwrites in part.
     tapes: what `function` calls on each device, by ordinal, if that can be known now.
     """
@@ -222,19 +225,13 @@ def lower(
     _functions[name.encode()] = function
     if tapes and tape.available():
         tape.publish(name, tapes)
-    on_gpu = ctx.module_context.platforms[0] != "cpu"
+    platform = ctx.module_context.platforms[0]
     rule = jax.ffi.ffi_lowering(
-        _register("CUDA" if on_gpu else "cpu", graph),
-        has_side_effect=True,
+        _register("cpu" if platform == "cpu" else "CUDA", graph),
+        has_side_effect=has_effect,
         operand_output_aliases=dict(aliases or {}),
     )
-    if graph or not on_gpu:
-        return rule(ctx, *operands, text=name)
-    # XLA fuses a call with slices before and after it (DynamicSliceFusionRewriter), and keeps the
-    # call beside the fusion, since it has effects: it would be made twice. It lets calls be that
-    # give a token.
-    avals = [*ctx.avals_out, _compat.TOKEN]
-    return rule(ctx.replace(avals_out=avals), *operands, text=name)[:-1]
+    return rule(ctx, *operands, text=name)
 
 
 def _name(text: str) -> str:
