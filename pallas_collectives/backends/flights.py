@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, nccl
 from pallas_collectives.backends import counters
@@ -126,7 +126,7 @@ def _start_types(x: Any, *after: Any, flight: Flight) -> list[Any]:
     del after
     result = jax.make_jaxpr(flight.by_lax)(x).out_avals[0]
     spare = [result] if flight.op == "gather" else []
-    return [result, x, *spare, jax.core.ShapedArray((1,), np.int32)]
+    return [result, x, *spare, _compat.array_type((1,), np.int32)]
 
 
 @_done_p.def_abstract_eval
@@ -197,10 +197,6 @@ def _lowering(
     return lower
 
 
-mlir.register_lowering(_start_p, _start_lowered)
-mlir.register_lowering(_done_p, _done_lowered)
-
-
 # Rules: both halves are linear in what they move, and `after` moves nothing.
 
 
@@ -251,10 +247,7 @@ def _batch(primitive: core.Primitive, operands: Any, dims: Any, *, flight: Fligh
     return _done_p.bind(*operands, flight=flight), dims[0]
 
 
-for _p, _jvp, _transpose in (
-    (_start_p, _start_jvp, _start_transpose),
-    (_done_p, _done_jvp, _done_transpose),
-):
-    ad.primitive_jvps[_p] = _jvp
-    ad.primitive_transposes[_p] = _transpose
-    batching.primitive_batchers[_p] = functools.partial(_batch, _p)
+_compat.register(_start_p, lowering=_start_lowered, jvp=_start_jvp, transpose=_start_transpose)
+_compat.register(_done_p, lowering=_done_lowered, jvp=_done_jvp, transpose=_done_transpose)
+for _p in (_start_p, _done_p):
+    _compat.register(_p, batch_alone=functools.partial(_batch, _p))
