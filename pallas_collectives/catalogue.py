@@ -1,12 +1,12 @@
-"""Every collective with its algorithms, a record each: whoever lists them reads them here.
+"""Every collective and algorithm has a record here; whatever lists them reads these.
 
 Dispatch and tuning (`backends`, `tuning.choice`), `explain`, the README's table, the conformance
 rows, the compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel
 file and a record here; a collective is these, one public function, and one canonical function in
-each backend (see `backends.canonical`). A record takes effect wherever it stands: below, or within
+each backend (see `backends.canonical`). Records take effect below, and within
 `added`.
 
-What records hold is said in `records`.
+`records` says what they hold.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ LONGEST_LINE = 32
 
 
 def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
-    """Algorithms that gathers and scatters have alike."""
+    """Algorithms that gathers and scatters share."""
     anywhere_but_several = (ON_RING, ON_LINE)
     yield Algorithm(
         name="bidirectional",
