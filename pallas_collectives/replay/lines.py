@@ -89,7 +89,7 @@ def _lines(eqn: Any) -> Iterator[Line]:
     traceback = getattr(eqn.source_info, "traceback", None)
     for frame in getattr(traceback, "frames", ()) if traceback is not None else ():
         path, function = frame.file_name, frame.function_name.rsplit(".", 1)[-1]
-        number = getattr(frame, "line_num", None) or getattr(frame, "start_line", 0)
+        number = int(getattr(frame, "line_num", 0) or getattr(frame, "start_line", 0))
         yield Line(path, number, function, _rank(path))
 
 

@@ -128,7 +128,7 @@ class Order:
         """Raises ValueError for a program of too many events."""
         self.program = program
         self.events: list[Event] = []
-        self.finished = _execute(program, self.events)
+        self.finished = execute(program, self.events)
         self._without: dict[tuple[int, int, bool], dict[int, int]] = {}  # how far devices come
         clocked = 0
         for event in self.events:
@@ -160,7 +160,7 @@ class Order:
         key = (first.device, first.count, reads)
         if key not in self._without:
             events: list[Event] = []
-            _execute(self.program, events, key)
+            execute(self.program, events, key)
             self._without[key] = {event.device: event.count for event in events}
         return self._without[key].get(later.device, 0) >= later.count
 
@@ -211,7 +211,7 @@ class Order:
                 return
 
 
-def _execute(
+def execute(
     program: Program, events: list[Event], held_back: tuple[int, int, bool] | None = None
 ) -> bool:
     """Appends the events in some order in which they can happen: each device runs until it must
@@ -256,9 +256,9 @@ def _execute(
                 if not event.column.keeps:
                     semaphores[key] -= need
             elif (device, event.count) == last[:2]:
-                yield from _all_but_the_last_byte(event, last[2])
+                yield from all_but_the_last_byte(event, last[2])
             else:
-                yield from _additions(event)
+                yield from additions(event)
             events.append(event)
 
     while ready:
@@ -271,7 +271,7 @@ def _execute(
     return not held
 
 
-def _additions(event: Event) -> Iterator[tuple[Key, int, list[Mark] | None]]:
+def additions(event: Event) -> Iterator[tuple[Key, int, list[Mark] | None]]:
     """(semaphore, how much, where it is known to be over) of what an event adds to semaphores."""
     column, position = event.column, event.position
     if isinstance(column, Signal):
@@ -283,10 +283,8 @@ def _additions(event: Event) -> Iterator[tuple[Key, int, list[Mark] | None]]:
         yield (event.target, at(column.dst_sem, position)), nbytes, event.write_known
 
 
-def _all_but_the_last_byte(
-    copy: Event, reads: bool
-) -> Iterator[tuple[Key, int, list[Mark] | None]]:
-    for key, nbytes, known_at in _additions(copy):
+def all_but_the_last_byte(copy: Event, reads: bool) -> Iterator[tuple[Key, int, list[Mark] | None]]:
+    for key, nbytes, known_at in additions(copy):
         yield key, nbytes - (reads or known_at is copy.write_known), known_at
 
 
@@ -294,7 +292,7 @@ def _arrivals(events: list[Event]) -> dict[Key, Arrivals]:
     """All additions to each semaphore."""
     out: dict[Key, Arrivals] = defaultdict(Arrivals)
     for event in events:
-        for key, value, known_at in _additions(event):
+        for key, value, known_at in additions(event):
             out[key].add(event, value, known_at)
     for arrivals in out.values():
         arrivals.close()
