@@ -71,6 +71,13 @@ class Leftover:
     added: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
     line: str = ""
+    counts: str = "signals"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What semaphores that are left over alike have in common."""
+        name = self.semaphore.partition("[")[0]
+        return name, self.value, self.counts, self.line
 
     def __str__(self) -> str:
         out = f"device {self.device}: {self.semaphore} is {self.value} at the end, not 0"
@@ -82,7 +89,7 @@ class Leftover:
 
 def find_stuck(engine: Engine) -> list[Stuck]:
     """The devices that a finished engine holds up, each with why nobody will release it."""
-    out = []
+    out: list[Stuck] = []
     for core in engine.cores:
         block = core.waiting
         if block is None:
@@ -156,9 +163,10 @@ def find_leftovers(engine: Engine) -> list[Leftover]:
             if len(out) >= _EXPLAINED:
                 out.append(Leftover(core.device, name, value))
                 continue
-            added, taken = _traffic(engine, core.device, sem)
+            added, taken, copies = _traffic(engine, core.device, sem)
             line = next(iter(added), next(iter(taken), ""))
-            out.append(Leftover(core.device, name, value, _said(added), _said(taken), line))
+            counts = "bytes" if copies else "signals"
+            out.append(Leftover(core.device, name, value, _said(added), _said(taken), line, counts))
     return out
 
 
@@ -166,11 +174,13 @@ def _said(amounts: Counter[str]) -> tuple[str, ...]:
     return tuple(f"{amount:,} at {line}" for line, amount in amounts.items())
 
 
-def _traffic(engine: Engine, device: int, sem: int) -> tuple[Counter[str], Counter[str]]:
-    """How much is added to a semaphore, and taken from it, by line."""
+def _traffic(engine: Engine, device: int, sem: int) -> tuple[Counter[str], Counter[str], bool]:
+    """How much is added to a semaphore, and taken from it, by line; whether copies do."""
+    copies = False
     added: Counter[str] = Counter()
     taken: Counter[str] = Counter()
     for _, column, lanes in _additions(engine, device, sem):
+        copies |= isinstance(column, Start)
         amount = column.nbytes if isinstance(column, Start) else column.value
         amounts = np.broadcast_to(amount, column.lanes.shape)
         added[column.source.line] += int(amounts[np.isin(column.lanes, lanes)].sum())
@@ -180,4 +190,4 @@ def _traffic(engine: Engine, device: int, sem: int) -> tuple[Counter[str], Count
         hits = (column.lanes == device) & (np.broadcast_to(column.sem, column.lanes.shape) == sem)
         if hits.any():
             taken[column.source.line] += int(np.broadcast_to(column.value, hits.shape)[hits].sum())
-    return added, taken
+    return added, taken, copies
