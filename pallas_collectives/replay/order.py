@@ -96,8 +96,35 @@ class Arrivals:
         self.rows, self.values = np.array(self.rows), np.array(self.values)
         self.sums = np.cumsum(self.values)  # of the first so many: one sender's are in its order
         self.marked = np.zeros(len(self.rows), bool)  # completions known in this pass
+        equal = len(self.values) > 0 and bool((self.values == self.values[0]).all())
+        self.each = int(self.values[0]) if equal else 0  # of all alike
         senders = {event.device for event in self.events}
         self.sender = senders.pop() if len(senders) == 1 else None
+        self.forget()
+
+    def forget(self) -> None:
+        """What was known at the additions has changed."""
+        self._sorted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def least(self, could: np.ndarray, need: int, clocks: np.ndarray) -> np.ndarray:
+        """Per device, the least that is known after any choice of the additions `could` that reaches
+        `need`.
+
+        Many waits ask for more and more of the same additions: they are sorted once.
+        """
+        if self._sorted is None or not np.array_equal(self._sorted[0], could):
+            table = clocks[self.rows[could]]
+            if self.each:
+                self._sorted = could, np.sort(table, axis=0), table[:0]
+            else:
+                choice = np.argsort(table, axis=0, kind="stable")
+                sums = np.cumsum(self.values[could][choice], axis=0)
+                self._sorted = could, np.take_along_axis(table, choice, axis=0), sums
+        _, table, sums = self._sorted
+        if self.each:
+            return table[-(-need // self.each) - 1]
+        last = np.argmax(sums >= need, axis=0)
+        return table[last, np.arange(table.shape[1])]
 
     def possible(self, wait: Event, clocks: np.ndarray) -> np.ndarray:
         """The numbers of the additions that are not ordered after `wait`."""
@@ -207,6 +234,8 @@ class Order:
                     if not np.array_equal(row, mine):
                         row[:] = mine
                         changed = True
+                        for key, _, _ in additions(event):
+                            self.arrivals[key].forget()
             if not changed:
                 return
 
@@ -305,9 +334,7 @@ def _learn(arrivals: Arrivals, wait: Event, mine: np.ndarray, clocks: np.ndarray
     values = arrivals.values[could]
     total, need = int(values.sum()), wait.taken
     if arrivals.sender is None:
-        table = clocks[arrivals.rows[could]]
-        learned = table.max(axis=0) if total == need else _least_over_choices(table, values, need)
-        np.maximum(mine, learned, out=mine)
+        np.maximum(mine, arrivals.least(could, need, clocks), out=mine)
     elif arrivals.sender != wait.device:
         # One device's additions, in its order: any choice that suffices holds one as late as this.
         last = int(np.searchsorted(arrivals.sums, need))
@@ -323,10 +350,3 @@ def _learn(arrivals: Arrivals, wait: Event, mine: np.ndarray, clocks: np.ndarray
             known_at.append(mark)
             changed = True
     return changed
-
-
-def _least_over_choices(table: np.ndarray, values: np.ndarray, need: int) -> np.ndarray:
-    """Per column, the least maximum over all choices of rows whose values reach `need`."""
-    choice = np.argsort(table, axis=0, kind="stable")
-    last = np.argmax(np.cumsum(values[choice], axis=0) >= need, axis=0)
-    return np.take_along_axis(table, choice, axis=0)[last, np.arange(table.shape[1])]

@@ -83,6 +83,11 @@ class Report:
         return None if self.races is None else True
 
     @property
+    def least(self) -> bool:
+        """Whether the time is the least that it can be: copies were not held up by one another."""
+        return not self.engine.shared
+
+    @property
     def vmem_bytes(self) -> int:
         """Peak VMEM of any kernel, per device: block and scratch buffers."""
         return max((k.vmem_bytes for k in self.kernels), default=0)
@@ -116,7 +121,7 @@ class Report:
         name, carried, busy = self.busiest_link
         us = 1e6
         lines = [
-            f"{self.machine}, modelled: {self.time * us:.1f} µs"
+            f"{self.machine}, modelled: {'at least ' * self.least}{self.time * us:.1f} µs"
             + ("  NOT SOUND" if self.findings else "")
             + ("" if self.kernels else "  NO KERNEL in it, so nothing to model,")
             + f" ({self.devices_modelled} of {len(self.engine.classes.of_device)} devices stepped)",
