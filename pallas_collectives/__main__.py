@@ -28,11 +28,12 @@ def main(argv: Sequence[str]) -> int:
 def _map() -> str:
     """The public names, a line each, and the commands."""
     package = importlib.import_module("pallas_collectives")
-    lines = [f"pallas_collectives {package.__version__}: {package.__doc__}", ""]
+    about = (package.__doc__ or "").partition("\n")[0]
+    lines = [f"pallas_collectives {package.__version__}: {about}", ""]
     for name in package.PUBLIC:
         said = (inspect.getdoc(getattr(package, name)) or "").partition("\n\n")[0]
         first = " ".join(said.split()).partition(". ")[0].rstrip(".")
-        lines.append(f"  {name:<32}{first if len(first) <= 90 else first[:89] + '…'}")
+        lines.append(f"  {name:<34}{first if len(first) <= 86 else first[:85] + '…'}")
     return "\n".join(lines) + f"\n\n{_COMMANDS}"
 
 

@@ -32,6 +32,7 @@ class Stuck:
     signalled_by: tuple[str, ...]
     waits_for: tuple[int, ...] = ()
     counts: str = "signals"
+    devices: int = 1  # that do the same, this one included
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -72,6 +73,7 @@ class Leftover:
     taken: tuple[str, ...] = ()
     line: str = ""
     counts: str = "signals"
+    devices: int = 1  # on which it is so, this one included
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -108,6 +110,7 @@ def find_stuck(engine: Engine) -> list[Stuck]:
                 who,
                 waits_for,
                 "bytes" if block.column.is_dma else "signals",
+                _alike(engine, core.device),
             )
         )
     return out
@@ -156,18 +159,25 @@ def find_leftovers(engine: Engine) -> list[Leftover]:
     """Semaphores that are not 0 although all devices have come to their ends."""
     out: list[Leftover] = []
     for core in engine.cores:
+        alike = _alike(engine, core.device)
         for sem, value in sorted(core.semaphores.items()):
             if not value:
                 continue
             name = engine.program.semaphores[sem].name
             if len(out) >= _EXPLAINED:
-                out.append(Leftover(core.device, name, value))
+                out.append(Leftover(core.device, name, value, devices=alike))
                 continue
             added, taken, copies = _traffic(engine, core.device, sem)
             line = next(iter(added), next(iter(taken), ""))
             counts = "bytes" if copies else "signals"
-            out.append(Leftover(core.device, name, value, _said(added), _said(taken), line, counts))
+            out.append(
+                Leftover(core.device, name, value, _said(added), _said(taken), line, counts, alike)
+            )
     return out
+
+
+def _alike(engine: Engine, device: int) -> int:
+    return int(engine.classes.device_count[engine.classes.of_device[device]])
 
 
 def _said(amounts: Counter[str]) -> tuple[str, ...]:

@@ -107,8 +107,7 @@ class Arrivals:
         self._sorted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def least(self, could: np.ndarray, need: int, clocks: np.ndarray) -> np.ndarray:
-        """Per device, the least that is known after any choice of the additions `could` that reaches
-        `need`.
+        """Per device, the least that is known after any choice of `could` that reaches `need`.
 
         Many waits ask for more and more of the same additions: they are sorted once.
         """

@@ -110,7 +110,7 @@ def of_deadlock(program: Program, stuck: Sequence[int]) -> Schedule:
     ]
     for device in shown:
         waiting = _event(program, (device, last.get(device, 0) + 1))
-        steps.append(_step(program, waiting, "X", "for ever: "))
+        steps.append(_step(program, waiting, "X", after=" for ever"))
     return _shortened(steps, shown, len(set(stuck)) - len(shown))
 
 
@@ -172,8 +172,10 @@ def _causes(
     return came
 
 
-def _step(program: Program, event: Event, mark: str = "", before: str = "") -> Step:
-    text = before + describe(program, event)
+def _step(
+    program: Program, event: Event, mark: str = "", before: str = "", after: str = ""
+) -> Step:
+    text = before + describe(program, event) + after
     return Step(event.device, text, event.column.source.line, mark)
 
 

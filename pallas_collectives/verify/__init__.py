@@ -47,8 +47,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pallas_collectives.verify.asked import AskError as AskError
-    from pallas_collectives.verify.explore import Exploration as Exploration
-    from pallas_collectives.verify.explore import explore as explore
+    from pallas_collectives.verify.exploring import Exploration as Exploration
+    from pallas_collectives.verify.exploring import explore as explore
     from pallas_collectives.verify.findings import Finding as Finding
     from pallas_collectives.verify.judge import Case as Case
     from pallas_collectives.verify.judge import Verdict as Verdict
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
 _MODULES = {
     "AskError": "asked",
     "Case": "judge",
-    "Exploration": "explore",
+    "Exploration": "exploring",
     "Finding": "findings",
     "Verdict": "judge",
     "assert_sound": "testing",
     "check": "judge",
-    "explore": "explore",
+    "explore": "exploring",
 }
 
 
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found  # a submodule of the same name (explore) gives way
+    globals()[name] = found
     return found
 
 

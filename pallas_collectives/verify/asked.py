@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import math
@@ -63,7 +64,11 @@ def named(target: str) -> Callable[..., Any]:
     try:
         found = operator.attrgetter(attribute)(module)
     except AttributeError:
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        functions = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         raise AskError(
             f"{target!r}",
             f"{module_name} has no {attribute!r}",
@@ -354,14 +359,15 @@ def over_mesh(
     whole = _with_mesh(function, mesh)
     replicated = jax.sharding.PartitionSpec()
     within = jax.shard_map(
-        whole, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
+        function, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
     )
+    ways = [(False, whole), (False, _in_scope_of(mesh, whole)), (True, within)]
     errors: list[Exception] = []
-    for is_inside, candidate in ((False, whole), (True, within)):
+    for is_inside, candidate in ways:
         if inside is not None and is_inside != inside:
             continue
         try:
-            return Asked(candidate, args, _own_mesh(candidate, args, mesh), is_inside)
+            return Asked(candidate, args, _own_mesh(candidate, args), is_inside)
         except Exception as error:
             errors.append(error)
     missing = isinstance(errors[0], (NoShardMap, NameError)) and len(errors) > 1
@@ -381,16 +387,22 @@ def _with_mesh(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     with contextlib.suppress(TypeError, ValueError):  # what has no signature has no such parameter
         takes_mesh = "mesh" in inspect.signature(function).parameters
 
-    def whole(*args: Any) -> Any:
-        abstract = getattr(mesh, "abstract_mesh", mesh)
-        with jax.sharding.use_abstract_mesh(abstract):
-            return function(*args, mesh=mesh) if takes_mesh else function(*args)
-
-    whole.__name__ = _name(function)
-    return whole
+    if not takes_mesh:
+        return function
+    return functools.partial(function, mesh=mesh)
 
 
-def _own_mesh(candidate: Callable[..., Any], args: tuple[Any, ...], mesh: Any) -> Axes:
+def _in_scope_of(mesh: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """For programs whose shard_map takes the mesh in scope."""
+
+    def within(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+            return function(*args)
+
+    return within
+
+
+def _own_mesh(candidate: Callable[..., Any], args: tuple[Any, ...]) -> Axes:
     """The axes of the shard_map that a program calls."""
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(np.shape(a), jax.dtypes.result_type(a)), args

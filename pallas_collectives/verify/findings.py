@@ -128,7 +128,7 @@ def _of_stuck(report: Report, where: dict[str, Line]) -> Iterator[Finding]:
     groups = _grouped(report.stuck)
     if not groups:
         return
-    chain = _chain(report.stuck)
+    chain = _chain(report)
     live = not hasattr(report.engine.program, "of_device") or report.unsought.startswith("the kern")
     drawing = "" if live else str(schedule.of_deadlock(report.engine.program, chain))
     for number, group in enumerate(groups):
@@ -143,21 +143,24 @@ def _of_stuck(report: Report, where: dict[str, Line]) -> Iterator[Finding]:
             "; ".join(first.signalled_by) or "nobody ever signals it",
             first.remedy,
             drawing if number == 0 else "",
-            len(group) - 1,
+            sum(one.devices for one in group) - 1,
         )
 
 
-def _chain(stuck: list[Stuck]) -> list[int]:
-    """Devices that are stuck, each before those that it waits for."""
-    by_device = {one.device: one for one in stuck}
+def _chain(report: Report) -> list[int]:
+    """All devices that are stuck, each before those that it waits for, those alike behind."""
+    by_device = {one.device: one for one in report.stuck}
+    of_device = report.engine.classes.of_device
+    stuck = {int(of_device[device]) for device in by_device}
+    everyone = [device for device, kind in enumerate(of_device) if int(kind) in stuck]
     order: list[int] = []
-    open_ = [stuck[0].device]
+    open_ = [report.stuck[0].device]
     while open_:
         device = open_.pop(0)
-        if device in by_device and device not in order:
+        if device in everyone and device not in order:
             order.append(device)
-            open_ += by_device[device].waits_for
-    return [*order, *(d for d in by_device if d not in order)]
+            open_ += by_device[device].waits_for if device in by_device else ()
+    return [*order, *(device for device in everyone if device not in order)]
 
 
 def _of_leftovers(report: Report, where: dict[str, Line]) -> Iterator[Finding]:
@@ -175,7 +178,7 @@ def _of_leftovers(report: Report, where: dict[str, Line]) -> Iterator[Finding]:
             why,
             f"wait for {first.value:,} {first.counts} more, or let as much less come",
             "",
-            len(group) - 1,
+            sum(one.devices for one in group) - 1,
         )
 
 
