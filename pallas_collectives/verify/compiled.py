@@ -96,15 +96,24 @@ def _devices(generation: str, n: int) -> np.ndarray | None:
     """The devices of the generation's smallest slice that has exactly n; None if there is none."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu compiles only: it need not look for
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a TPU, nor have the machine alone
+    refusals: list[Exception] = []
+    asked_for = 0
     for name in asked.slices(generation):
         kind, _, shape = name.partition(":")
         size = int(np.prod([int(k) for k in shape.split("x")]))
         if size * 2 < n or size > n:
             continue
         libtpus = f"{'tpu7x' if kind == '7x' else kind}:{shape}"
-        found = topologies.get_topology_desc(platform="tpu", topology_name=libtpus)
+        try:
+            found = topologies.get_topology_desc(platform="tpu", topology_name=libtpus)
+        except Exception as error:  # some know whole hosts of 2x2 chips only
+            refusals.append(error)
+            continue
+        asked_for += 1
         if len(found.devices) == n:
             return np.array(found.devices)
+    if refusals and not asked_for:
+        raise refusals[-1]
     return None
 
 
