@@ -42,6 +42,8 @@ class Stuck:
     @property
     def remedy(self) -> str:
         """What would let the device go on."""
+        if self.waits_for == (self.device,):
+            return "leave this wait out, or start what signals it before: the device itself would"
         if self.waits_for:
             others = ", ".join(map(str, self.waits_for[:_NAMED]))
             return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from typing import Any
@@ -35,11 +36,25 @@ class Line:
     function: str
     rank: int = READERS
 
+    @property
+    def file(self) -> str:
+        """Its file; of a notebook the cell, as `In[3]`."""
+        return _cell(self.path) or self.path
+
     def __str__(self) -> str:
         if self.rank == NOBODYS:
             return "unknown line"
         whose = "JAX's " if self.rank in (JAXS, JAXS_INSIDES) else ""
-        return f"{whose}{os.path.basename(self.path)}:{self.number} ({self.function})"
+        return f"{whose}{os.path.basename(self.file)}:{self.number} ({self.function})"
+
+
+def _cell(path: str) -> str:
+    """The notebook's cell that a file stands for; "" of any other."""
+    shell = sys.modules.get("IPython")
+    shell = shell and shell.get_ipython()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = named(path) if named else None
+    return str(found[1]) if found else ""
 
 
 _UNKNOWN = Line("", 0, "", NOBODYS)

@@ -200,7 +200,9 @@ class Order:
 
     def could_take(self, wait: Event) -> tuple[list[Event], int]:
         """The signals and copies that a wait, or one before it, may take; what they amount to."""
-        arrivals = self.arrivals[wait.device, at(wait.column.sem, wait.position)]
+        arrivals = self.arrivals.get((wait.device, at(wait.column.sem, wait.position)))
+        if arrivals is None:  # a wait for nothing
+            return [], 0
         could = arrivals.possible(wait, self.clocks)
         return [arrivals.events[i] for i in could], int(arrivals.values[could].sum())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pallas_collectives.replay.order import Event, Order
-from pallas_collectives.replay.program import Access, Start, Wait, at
+from pallas_collectives.replay.program import Access, Leave, Start, Wait, at
 from pallas_collectives.replay.views import Buffer
 
 ENTRY_REMEDY = (
@@ -100,12 +100,13 @@ def never_waited(
         if any(wait.count < other.count for wait in waits):
             continue
         name, line = order.program.semaphores[key[1]].name, other.column.source.line
+        before = "the kernel ends" if isinstance(other.column, Leave) else line
         what = "is in its place" if key == keys[-1] else "has left its place"
         if not waits:
             return (
                 f"the copy signals {name} when it {what}, and device {other.device} never waits "
                 "for that",
-                f"wait for {name} before {line}",
+                f"wait for {name} before {before}",
             )
         later = waits[0].column.source.line
         if later == line or _filled_before(order, other, copy):

@@ -20,7 +20,7 @@ from pallas_collectives.replay.program import Access, Enter, Leave, Program, Sig
 from pallas_collectives.replay.regions import Box, box_of
 from pallas_collectives.replay.views import View
 
-_LANES, _ROWS, _WIDTH = 4, 22, 96  # of a drawing: devices, steps, characters of all lanes together
+_LANES, _ROWS, _WIDTH = 4, 20, 96  # of a drawing: devices, steps, characters of all lanes together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Schedule:
             cells[lanes[step.device]] = _cut(step.text, width - 2).ljust(width)
             rows.append(f"{step.mark:>3}  {''.join(cells)}{step.line.split(' (')[0]}".rstrip())
         if self.left_out[1]:
-            rows.append(f"     (and {self.left_out[1]} more devices)")
+            more = self.left_out[1]
+            rows.append(f"     (and {more} more device{'s' * (more > 1)})")
         return "\n".join(rows)
 
 

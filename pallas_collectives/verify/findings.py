@@ -73,7 +73,7 @@ class Finding:
     @property
     def key(self) -> tuple[Any, ...]:
         """What it has in common with the same finding on another mesh."""
-        return self.rule, tuple(place.where for place in self.places)
+        return self.rule, tuple(sorted(place.where for place in self.places))
 
     def __str__(self) -> str:
         return "\n".join(self.text())
@@ -84,7 +84,7 @@ class Finding:
         yield f"{self.rule.upper()}: {self.what}{more}"
         for number, place in enumerate(self.places):
             yield f"  {'AB'[number] if len(self.places) == 2 else '-'} {place.text}"
-            path = place.line.path + f":{place.line.number}" if place.line else place.label
+            path = f"{place.line.file}:{place.line.number}" if place.line else place.label
             yield f"      {path}" + (f"    {place.source}" if place.source else "")
         if self.why:
             yield f"  why   {self.why}"
@@ -95,14 +95,15 @@ class Finding:
 
 
 def of_report(report: Report) -> list[Finding]:
-    """All that a replay found wrong, each kind once."""
+    """All that a replay found wrong, each kind once, what is drawn as a schedule first."""
     where = _paths(report)
-    return [
+    found = [
         *_of_stuck(report, where),
-        *_of_leftovers(report, where),
-        *(_of_fault(fault, where) for fault in report.faults),
         *(_of_race(race, report, where) for race in report.races or ()),
+        *(_of_fault(fault, where) for fault in report.faults),
+        *_of_leftovers(report, where),
     ]
+    return list({finding.key: finding for finding in reversed(found)}.values())[::-1]
 
 
 def of_index_error(error: IndexError, line: Line | None) -> Finding:

@@ -12,14 +12,15 @@ from jax.sharding import PartitionSpec as P
 DMA = pltpu.SemaphoreType.DMA
 
 
-def launched(kernel: Any, x: Any, out: Any, scratch: Any, collective_id: int = 0) -> Any:
+def launched(kernel: Any, x: Any, out: Any, scratch: Any, interpret: Any = False) -> Any:
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(out, x.dtype),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id, has_side_effects=True),
+        compiler_params=pltpu.CompilerParams(collective_id=0, has_side_effects=True),
+        interpret=interpret,
     )(x)
 
 
@@ -86,7 +87,7 @@ class Semaphores(NamedTuple):
     arrived: Any
 
 
-def gather(x: Any, *, shared: bool = True) -> Any:
+def gather(x: Any, *, shared: bool = True, interpret: Any = False) -> Any:
     """A ring gather whose steps share a receive semaphore, or do not. Its refs are `*refs`."""
     n = lax.axis_size("x")
 
@@ -104,11 +105,11 @@ def gather(x: Any, *, shared: bool = True) -> Any:
             hop.start()
             hop.wait()
 
-    return launched(kernel, x, (n, *x.shape), [Semaphores(DMA, DMA((n,))), DMA])
+    return launched(kernel, x, (n, *x.shape), [Semaphores(DMA, DMA((n,))), DMA], interpret)
 
 
-def sound_gather(x: Any) -> Any:
-    return gather(x, shared=False)
+def sound_gather(x: Any, interpret: Any = False) -> Any:
+    return gather(x, shared=False, interpret=interpret)
 
 
 def whole(x: Any, mesh: Any) -> Any:
