@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from pallas_collectives.verify.exploring import Exploration as Exploration
     from pallas_collectives.verify.exploring import explore as explore
     from pallas_collectives.verify.findings import Finding as Finding
-    from pallas_collectives.verify.judge import Case as Case
-    from pallas_collectives.verify.judge import Verdict as Verdict
     from pallas_collectives.verify.judge import check as check
     from pallas_collectives.verify.testing import assert_sound as assert_sound
+    from pallas_collectives.verify.verdict import Case as Case
+    from pallas_collectives.verify.verdict import Verdict as Verdict
 
 # Where each name is; the plugin for pytest is here too, and must not import JAX by itself.
 _MODULES = {
     "AskError": "asked",
-    "Case": "judge",
+    "Case": "verdict",
     "Exploration": "exploring",
     "Finding": "findings",
-    "Verdict": "judge",
+    "Verdict": "verdict",
     "assert_sound": "testing",
     "check": "judge",
     "explore": "exploring",

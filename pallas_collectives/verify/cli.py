@@ -104,7 +104,7 @@ def _run(given: Any) -> int:
     _write(verdict, given)
     if given.json != "-":
         print(verdict)
-    from pallas_collectives.verify.judge import EXIT
+    from pallas_collectives.verify.verdict import EXIT
 
     return EXIT[verdict.status]
 
@@ -130,7 +130,8 @@ def _see_devices(meshes: Sequence[dict[str, int]]) -> None:
 
 
 def _write(verdict: Any, given: Any) -> None:
-    from pallas_collectives import __version__
+    from importlib.metadata import version
+
     from pallas_collectives.verify import page, written
 
     if given.json:
@@ -140,7 +141,7 @@ def _write(verdict: Any, given: Any) -> None:
         else:
             Path(given.json).write_text(text + "\n", encoding="utf-8")
     if given.sarif:
-        log = written.as_sarif(verdict, __version__)
+        log = written.as_sarif(verdict, version("pallas-collectives"))
         Path(given.sarif).write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
     if given.html:
         Path(given.html).write_text(page.of(verdict), encoding="utf-8")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,10 +17,7 @@ from jax.experimental import topologies
 
 from pallas_collectives.replay.machine import GENERATIONS
 from pallas_collectives.verify import asked
-from pallas_collectives.verify.asked import AskError
-
-if TYPE_CHECKING:
-    from pallas_collectives.verify.judge import Case
+from pallas_collectives.verify.asked import AskError, Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,58 +29,41 @@ class Compilation:
     said: str
 
 
-def with_verdicts(
-    cases: Sequence[Case],
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    inside: bool | None,
-    generations: Sequence[str],
-) -> list[Case]:
-    """The cases, each with what the compilers of the generations say of it.
-
-    Raises:
-      AskError: there is no such generation.
-    """
+def require_known(generations: Sequence[str]) -> None:
+    """Raises AskError if one of them is no generation."""
     for generation in generations:
         if generation not in GENERATIONS:
             raise AskError(
                 f"generation {generation!r}", "is none", f"name some of {', '.join(GENERATIONS)}"
             )
-    return [
-        dataclasses.replace(
-            case,
-            compilations=tuple(
-                _compiled(generation, case, function, args, inside) for generation in generations
-            ),
-        )
-        for case in cases
-    ]
 
 
-def _compiled(
+def ask(
     generation: str,
-    case: Case,
+    axes: Axes,
     function: Callable[..., Any],
     given: Sequence[Any],
     inside: bool | None,
 ) -> Compilation:
+    """What a generation's compiler says of the function on a slice of so many devices."""
     if importlib.util.find_spec("libtpu") is None:
         return Compilation(
             generation, None, "not asked: libtpu is not installed (pip install 'jax[tpu]')"
         )
+    n = math.prod(axes.values())
     try:
-        devices = _devices(generation, case.devices)
+        devices = _devices(generation, n)
     except Exception as error:
         return Compilation(generation, None, f"not asked: {_sentence(error)}")
     if devices is None:
         return Compilation(
-            generation, None, f"not asked: no slice of {case.devices} devices that libtpu knows"
+            generation, None, f"not asked: no slice of {n} devices that libtpu knows"
         )
-    mesh = jax.sharding.Mesh(devices.reshape(tuple(case.axes.values())), tuple(case.axes))
+    mesh = jax.sharding.Mesh(devices.reshape(tuple(axes.values())), tuple(axes))
     try:
-        args = asked.arguments(given, case.devices)
-        program = asked.over_mesh(function, args, mesh, case.axes, inside)
-        if program.mesh != case.axes:
+        args = asked.arguments(given, n)
+        program = asked.over_mesh(function, args, mesh, axes, inside)
+        if program.mesh != axes:
             return Compilation(generation, None, "not asked: the function has a mesh of its own")
         shapes = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(np.shape(a), jax.dtypes.result_type(a)), program.args

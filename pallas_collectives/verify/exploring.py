@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives import _compat, simulation
 from pallas_collectives.verify import asked, judge
 from pallas_collectives.verify.asked import AskError, Axes
+from pallas_collectives.verify.verdict import FAULTY, Verdict
 
 MODES = ("on_wait", "eager")
 
@@ -57,13 +58,13 @@ class Run:
 class Exploration:
     """What the judge said, and every run."""
 
-    verdict: judge.Verdict
+    verdict: Verdict
     runs: tuple[Run, ...]
 
     @property
     def ok(self) -> bool:
         """No fault in any run, and none that the judge has found."""
-        return self.verdict.status != judge.FAULTY and not any(run.wrong for run in self.runs)
+        return self.verdict.status != FAULTY and not any(run.wrong for run in self.runs)
 
     def __str__(self) -> str:
         bad = [run for run in self.runs if run.wrong]

@@ -11,84 +11,10 @@ from pallas_collectives.replay import api, lines
 from pallas_collectives.replay.jaxprs import UnsupportedEquation
 from pallas_collectives.replay.lines import Line
 from pallas_collectives.replay.machine import Machine, MachineError
-from pallas_collectives.replay.report import Report
 from pallas_collectives.replay.trace_program import NoShardMap
 from pallas_collectives.replay.views import DataDependent
 from pallas_collectives.verify import asked, compiled, findings
-from pallas_collectives.verify.compiled import Compilation
-from pallas_collectives.verify.findings import Finding
-
-SOUND, FAULTY, UNJUDGED = "sound", "faulty", "cannot be judged"
-EXIT = {SOUND: 0, FAULTY: 1, UNJUDGED: 2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """The verdict on one mesh.
-
-    Attributes:
-      axes: of the mesh, name to size.
-      machine: that it was replayed on.
-      findings: what is wrong.
-      unjudged: why there is no verdict, with the primitive and the line; "" if there is one.
-      line: that one.
-      report: of the replay; None where there was none.
-      compilations: what the TPU compiler said, by generation.
-    """
-
-    axes: dict[str, int]
-    machine: Machine
-    findings: tuple[Finding, ...] = ()
-    unjudged: str = ""
-    line: Line | None = None
-    report: Report | None = None
-    compilations: tuple[Compilation, ...] = ()
-
-    @property
-    def devices(self) -> int:
-        return math.prod(self.axes.values())
-
-    @property
-    def status(self) -> str:
-        """`SOUND`, `FAULTY` or `UNJUDGED`; a program that the compiler refuses is faulty."""
-        if self.findings or any(c.ok is False for c in self.compilations):
-            return FAULTY
-        return UNJUDGED if self.unjudged else SOUND
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The verdict on a function, by mesh. `taken_as`: how its operands were understood."""
-
-    name: str
-    taken_as: str
-    operands: str
-    cases: tuple[Case, ...]
-
-    @property
-    def status(self) -> str:
-        """`FAULTY` if any mesh is, else `UNJUDGED` if any is, else `SOUND`."""
-        states = {case.status for case in self.cases}
-        return next((s for s in (FAULTY, UNJUDGED) if s in states), SOUND)
-
-    @property
-    def ok(self) -> bool:
-        """Whether all that was asked for was judged, and is sound."""
-        return self.status == SOUND
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Every finding, once, from the smallest mesh that shows it."""
-        first: dict[Any, Finding] = {}
-        for case in self.cases:
-            for finding in case.findings:
-                first.setdefault(finding.key, finding)
-        return list(first.values())
-
-    def __str__(self) -> str:
-        from pallas_collectives.verify import text
-
-        return text.of(self)
+from pallas_collectives.verify.verdict import Case, Verdict
 
 
 def check(
@@ -122,6 +48,7 @@ def check(
       AskError: what is asked for makes no sense, with what to ask instead.
     """
     target = asked.named(function) if isinstance(function, str) else function
+    compiled.require_known(compile)
     cases: list[Case] = []
     taken_as, operands = "", ""
     for axes in asked.meshes(mesh, devices, axis_names):
@@ -134,8 +61,9 @@ def check(
         cases.append(_judged(program, pod))
         taken_as = "the function of one device" if program.inside else "a program of whole arrays"
         operands = operands or asked.described(program.args)
-    if compile:
-        cases = compiled.with_verdicts(cases, target, args, inside, compile)
+    for number, case in enumerate(cases if compile else ()):
+        asked_of = (compiled.ask(g, case.axes, target, args, inside) for g in compile)
+        cases[number] = dataclasses.replace(case, compilations=tuple(asked_of))
     name = function if isinstance(function, str) else getattr(target, "__name__", "function")
     return Verdict(name, taken_as, operands, tuple(cases))
 

@@ -9,8 +9,7 @@ from html import escape
 from pallas_collectives.replay import timeline
 from pallas_collectives.replay.report import Report
 from pallas_collectives.replay.timeline import Interval
-from pallas_collectives.verify.judge import Case, Verdict
-from pallas_collectives.verify.text import _HEADS, _mesh, _status
+from pallas_collectives.verify.verdict import HEADS, Case, Verdict, mesh_said, status_said
 
 _COLOURS = {"core": "#b8b8b8", "remote copies": "#1f77b4", "local copies": "#2ca02c"}
 _LINK, _FOR_EVER = "#ff7f0e", "#d62728"
@@ -29,7 +28,7 @@ svg text{font:12px system-ui,sans-serif;fill:#333}
 
 def of(verdict: Verdict) -> str:
     """The page; it needs nothing besides itself."""
-    title = f"{verdict.name}: {_HEADS[verdict.status].lower()}"
+    title = f"{verdict.name}: {HEADS[verdict.status].lower()}"
     body = "\n".join(_body(verdict))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -38,14 +37,16 @@ def of(verdict: Verdict) -> str:
 
 
 def _body(verdict: Verdict) -> Iterator[str]:
-    yield f"<h1>{escape(verdict.name)}: {_HEADS[verdict.status].lower()}</h1>"
+    yield f"<h1>{escape(verdict.name)}: {HEADS[verdict.status].lower()}</h1>"
     yield f"<p>{escape(verdict.taken_as)}; operands {escape(verdict.operands or 'none')}</p>"
     yield "<table><tr><th>mesh</th><th>machine</th><th>verdict</th></tr>"
     for case in verdict.cases:
         kind = case.status.split()[-1] if case.status in ("sound", "faulty") else "unjudged"
-        said = "; ".join([_status(case), *(f"{c.generation}: {c.said}" for c in case.compilations)])
+        said = "; ".join(
+            [status_said(case), *(f"{c.generation}: {c.said}" for c in case.compilations)]
+        )
         yield (
-            f"<tr><td>{escape(_mesh(case))}</td><td>{escape(str(case.machine))}</td>"
+            f"<tr><td>{escape(mesh_said(case))}</td><td>{escape(str(case.machine))}</td>"
             f'<td class="{kind}">{escape(said)}</td></tr>'
         )
     yield "</table>"
@@ -55,7 +56,7 @@ def _body(verdict: Verdict) -> Iterator[str]:
         yield f"<pre>{escape(chr(10).join(rest))}</pre>"
     for case in verdict.cases:
         if case.report is not None and case.report.kernels:
-            where = f"{_mesh(case)} on {case.machine}"
+            where = f"{mesh_said(case)} on {case.machine}"
             yield f"<h2>Time line, {escape(where)} (modelled)</h2>"
             yield _lanes(case, case.report)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_collectives.verify import judge
+from pallas_collectives.verify.verdict import Verdict
 
 
-def assert_sound(function: Callable[..., Any] | str, *args: Any, **how: Any) -> judge.Verdict:
+def assert_sound(function: Callable[..., Any] | str, *args: Any, **how: Any) -> Verdict:
     """Fails the test unless `function(*args)` is judged and sound on every mesh asked for.
 
     Arguments are those of `check`: `mesh=`, `devices=(2, 4, 8)`, `machine=`, `inside=`, `compile=`.

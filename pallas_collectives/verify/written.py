@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from pallas_collectives.replay.lines import Line
 from pallas_collectives.verify.findings import RULES, Finding, Place
-from pallas_collectives.verify.judge import EXIT, UNJUDGED, Case, Verdict
+from pallas_collectives.verify.verdict import EXIT, UNJUDGED, Case, Verdict
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _UNJUDGED_RULE = "unjudged"

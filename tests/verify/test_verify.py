@@ -9,14 +9,15 @@ import pytest
 import verify_kernels as kernels
 from pallas_collectives import verify
 from pallas_collectives.replay import lines
-from pallas_collectives.verify import asked, judge, written
+from pallas_collectives.verify import asked, written
+from pallas_collectives.verify.verdict import FAULTY, SOUND, UNJUDGED
 
 X = "f32[64,128]"
 
 
 def test_a_sound_kernel_is_sound_on_every_mesh_and_schedule() -> None:
     verdict = verify.check(kernels.sound_gather, X, devices=(2, 3, 4, 8))
-    assert verdict.ok and verdict.status == judge.SOUND
+    assert verdict.ok and verdict.status == SOUND
     assert [case.devices for case in verdict.cases] == [2, 3, 4, 8]
     assert all(case.report is not None and case.report.time > 0 for case in verdict.cases)
     assert verdict.taken_as == "the function of one device"
@@ -51,7 +52,7 @@ def test_each_fault_is_named_at_the_readers_line(
     function: Any, rule: str, says: str, remedy: str
 ) -> None:
     verdict = verify.check(function, X, devices=(4,))
-    assert verdict.status == judge.FAULTY
+    assert verdict.status == FAULTY
     found = [finding for finding in verdict.findings if finding.rule == rule]
     assert found, verdict
     text = "\n".join(map(str, found))
@@ -155,7 +156,7 @@ def test_meshes_of_several_axes() -> None:
 def test_operands_that_the_kernel_reads_are_followed() -> None:
     assert verify.check(kernels.depends_on_data, np.array([8], np.int32), X, devices=(2,)).ok
     unknown = verify.check(kernels.depends_on_data, "s32[1]", X, devices=(2,))
-    assert unknown.status == judge.UNJUDGED
+    assert unknown.status == UNJUDGED
     (case,) = unknown.cases
     assert case.line and case.line.path == kernels.__file__
     assert "verify_kernels.py" in case.unjudged and "array data" in case.unjudged
@@ -165,7 +166,7 @@ def test_operands_that_the_kernel_reads_are_followed() -> None:
 
 def test_what_holds_no_kernel_is_not_judged() -> None:
     verdict = verify.check(kernels.no_kernel, X, devices=(2,))
-    assert verdict.status == judge.UNJUDGED and "no Pallas TPU kernel" in str(verdict)
+    assert verdict.status == UNJUDGED and "no Pallas TPU kernel" in str(verdict)
 
 
 def test_what_the_replay_does_not_know_is_named_with_its_line(
