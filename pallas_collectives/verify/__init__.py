@@ -31,9 +31,9 @@ The model assumes of the hardware no more than this:
 
 Stricter hardware hides faults. If copies between two chips arrived in the order in which they were
 started, a semaphore shared by successive steps would never be caught; if a write were seen whole or
-not at all, a wait for part of the bytes would do. No TPU's manual promises either. So a kernel can
-have run for years and be found faulty here; it is then safe by luck, or by a property of the
-chips that it was run on which nobody has promised.
+not at all, a wait for part of the bytes would do. We know of no manual that promises either. So a
+kernel can have run for years and be found faulty here; it is then safe by luck, or by a property
+of the chips that it was run on.
 
 What it does not see: values (whether the right blocks are added), the order of a core's own vector
 loads and stores, other programs on the chip, and faults in code that depends on the contents of

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
+import os
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +15,8 @@ from pallas_collectives.replay.lines import Line
 from pallas_collectives.replay.races import Race
 from pallas_collectives.replay.report import Report
 from pallas_collectives.replay.rules import Fault
+
+_WIDTH = 116
 
 # What is looked for: the rule's name, and what breaks it.
 RULES = {
@@ -40,6 +44,15 @@ class Place:
     @property
     def where(self) -> str:
         return str(self.line) if self.line else self.label
+
+    @property
+    def path(self) -> str:
+        """`path:line`, from the folder that one is in where it lies below that."""
+        if self.line is None:
+            return self.label
+        file = self.line.file
+        below = file.startswith(os.getcwd() + os.sep)
+        return f"{os.path.relpath(file) if below else file}:{self.line.number}"
 
     @property
     def source(self) -> str:
@@ -83,15 +96,27 @@ class Finding:
         more = f" (and {self.alike} more like it)" if self.alike else ""
         yield f"{self.rule.upper()}: {self.what}{more}"
         for number, place in enumerate(self.places):
-            yield f"  {'AB'[number] if len(self.places) == 2 else '-'} {place.text}"
-            path = f"{place.line.file}:{place.line.number}" if place.line else place.label
-            yield f"      {path}" + (f"    {place.source}" if place.source else "")
+            letter = "AB"[number] if len(self.places) == 2 else "-"
+            yield from _wrapped(f"  {letter} ", place.text)
+            yield f"      {place.path}" + (f"    {place.source}" if place.source else "")
         if self.why:
-            yield f"  why   {self.why}"
-        yield f"  mend  {self.remedy}"
+            yield from _wrapped("  why   ", self.why)
+        yield from _wrapped("  mend  ", self.remedy)
         if self.drawing:
             yield "  a schedule that shows it:"
             yield from (f"    {row}" for row in self.drawing.splitlines())
+
+
+def _wrapped(before: str, text: str) -> list[str]:
+    """Text behind a label, in lines of a terminal's or a page's width."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=before,
+        subsequent_indent=" " * len(before),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def of_report(report: Report) -> list[Finding]:
