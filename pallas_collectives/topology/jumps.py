@@ -64,6 +64,5 @@ def _opposite(distance: int, way: int, parity: int) -> Route:
 
 def _powers(distance: int) -> tuple[int, ...]:
     """The powers of two that make up a distance, the largest first, with its sign."""
-    way = 1 if distance > 0 else -1
-    bits = range(abs(distance).bit_length())
-    return tuple(way << bit if way > 0 else -(1 << bit) for bit in reversed(bits) if abs(distance) >> bit & 1)
+    way, far = (1, distance) if distance > 0 else (-1, -distance)
+    return tuple(way << bit for bit in reversed(range(far.bit_length())) if far >> bit & 1)
