@@ -40,7 +40,6 @@ SCRATCH_BYTES = 16 << 20
 # take longer for than for the way. By the replay of v5e.
 CHUNKS_PER_ORDER = 8
 BUNDLE_BYTES = 64 << 10
-MOST_CHUNKS = 256
 
 
 class Scratch(NamedTuple):
@@ -149,7 +148,7 @@ class Plan:
         least = math.ceil(total * course.scratch / SCRATCH_BYTES)
         bundles = total // (max(course.sizes) * BUNDLE_BYTES)
         wanted = max(1, least, min(bundles, CHUNKS_PER_ORDER * len(axes)))
-        blocks = Blocks.of(view.block, 0, dtype, min(wanted, MOST_CHUNKS))
+        blocks = Blocks.of(view.block, 0, dtype, wanted)
         return cls(view, blocks, course.cut(blocks.chunks))
 
     def scratch(self, dtype: Any) -> Scratch:
