@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.torus import devices, exchange
@@ -55,7 +56,13 @@ class Scratch(NamedTuple):
 
 
 def all_axes(
-    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, vmem: bool, interpret: Any
+    x: jax.Array,
+    group: Group,
+    *,
+    split_axis: int,
+    concat_axis: int,
+    vmem: bool,
+    interpret: Interpret,
 ) -> jax.Array:
     """Exchanges blocks over all axes; a block must be `sliceable` along either axis."""
     axes = devices.axes_of(group)
@@ -140,7 +147,7 @@ class Plan:
     course: Course
 
     @classmethod
-    def of(cls, axes: Sequence[Group], view: View, dtype: Any) -> "Plan":
+    def of(cls, axes: Sequence[Group], view: View, dtype: DType) -> "Plan":
         """That for blocks on the axes of a torus."""
         course = Course.of(axes)
         n = math.prod(course.sizes)
@@ -151,7 +158,7 @@ class Plan:
         blocks = Blocks.of(view.block, 0, dtype, wanted)
         return cls(view, blocks, course.cut(blocks.chunks))
 
-    def scratch(self, dtype: Any) -> Scratch:
+    def scratch(self, dtype: DType) -> Scratch:
         """What to allocate."""
         sizes, window = self.course.sizes, self.course.window
         chunk = dataclasses.replace(self.view, block=self.blocks.chunk_shape)
@@ -171,7 +178,7 @@ class Plan:
 
 def _kernel(
     rings: Sequence[Ring],  # along each axis
-    table_ref: Any,  # Course.table: SMEM
+    table_ref: Ref,  # Course.table: SMEM
     *refs: Any,  # see below
     plan: Plan,
 ) -> None:
@@ -203,11 +210,11 @@ class Part:
       numbers_ref: the blocks' numbers, where they lie in that order (see `devices.Field`).
     """
 
-    ref: Any
+    ref: Ref
     at: int
-    number: Any
-    chunk: Any = None
-    numbers_ref: Any = None
+    number: Number
+    chunk: Number | None = None
+    numbers_ref: Ref | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,12 +222,12 @@ class Bundles:
     """An `exchange.Cargo`: some blocks' chunks."""
 
     plan: Plan
-    x_ref: Any
-    o_ref: Any
+    x_ref: Ref
+    o_ref: Ref
     scratch: Scratch
-    numbers_ref: Any = None
+    numbers_ref: Ref | None = None
 
-    def pairs(self, move: Move, body: Callable[[Any, Any], None]) -> None:
+    def pairs(self, move: Move, body: Callable[[Ref, Ref], None]) -> None:
         source, target = self._source(move), self._target(move)
         numbered = source.numbers_ref is not None or target.numbers_ref is not None
         if source.at == target.at and not numbered:
@@ -229,7 +236,7 @@ class Bundles:
         sizes = self.plan.course.sizes
         others = [axis for axis in range(len(sizes)) if axis != move.axis]
 
-        def one(j: Any) -> None:
+        def one(j: Number) -> None:
             place: list[Any] = [0] * len(sizes)
             for axis in reversed(others):
                 place[axis] = lax.rem(j, np.int32(sizes[axis]))
@@ -238,10 +245,10 @@ class Bundles:
 
         sync.for_each(0, math.prod(sizes[axis] for axis in others), one)
 
-    def wait(self, semaphore: Any, move: Move) -> None:
+    def wait(self, semaphore: Semaphore, move: Move) -> None:
         self.wait_for(semaphore, move.axis)
 
-    def wait_for(self, semaphore: Any, axis: int, times: int = 1) -> None:
+    def wait_for(self, semaphore: Semaphore, axis: int, times: int = 1) -> None:
         """Waits for so many bundles along an axis."""
         some = Part(self.x_ref, self.plan.view.split, 0, 0, self.numbers_ref)
         if self.numbers_ref is None:
@@ -267,21 +274,22 @@ class Bundles:
             return Part(self.o_ref, concat, move.origin, move.chunk, self.numbers_ref)
         return self._held(move, move.phase, move.origin)
 
-    def _on_way(self, move: Move, slot: Any) -> Part:
+    def _on_way(self, move: Move, slot: Number) -> Part:
         slots_ref = self.scratch.on_way[move.order][move.phase]
         return Part(slots_ref.at[move.slot, slot], self.plan.view.split, 0)
 
-    def _held(self, move: Move, phase: int, number: Any) -> Part:
+    def _held(self, move: Move, phase: int, number: Number) -> Part:
         held_ref = self.scratch.held[move.order][phase]
         return Part(held_ref.at[move.slot], self.plan.view.split, number)
 
-    def _bundle(self, part: Part, axis: int) -> Any:
+    def _bundle(self, part: Part, axis: int) -> Ref:
         """All blocks of a bundle, as one piece."""
         index: list[Any] = [pl.ds(0, n) for n in self.plan.course.sizes]
-        index[axis] = pl.ds(part.number, 1)
+        number: Any = part.number
+        index[axis] = pl.ds(number, 1)
         return self._at(part, index)
 
-    def _block(self, part: Part, axis: int, place: Sequence[Any]) -> Any:
+    def _block(self, part: Part, axis: int, place: Sequence[Any]) -> Ref:
         """One block of a bundle, without dimensions for the torus."""
         index = [*place[:axis], part.number, *place[axis + 1 :]]
         if part.numbers_ref is not None:
@@ -291,11 +299,11 @@ class Bundles:
             index = [part.numbers_ref[flat], *(0 for _ in index[1:])]
         return self._at(part, index)
 
-    def _at(self, part: Part, index: Sequence[Any]) -> Any:
+    def _at(self, part: Part, index: Sequence[Any]) -> Ref:
         cut, shape = self.plan.blocks.cut, self.plan.blocks.chunk_shape
         dims: list[Any] = [pl.ds(0, size) for size in shape]
         if part.chunk is not None and self.plan.blocks.chunks > 1:
-            start = part.chunk * shape[cut]
+            start: Any = part.chunk * shape[cut]
             aligned = start if isinstance(start, int) else pl.multiple_of(start, shape[cut])
             dims[cut] = pl.ds(aligned, shape[cut])
         return part.ref.at[(*dims[: part.at], *index, *dims[part.at :])]

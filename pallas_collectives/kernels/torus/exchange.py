@@ -42,6 +42,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import (
+    Number,
+    Ref,
+    Semaphore,
+    dma_semaphores,
+    regular_semaphores,
+)
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology import groups, jumps
 from pallas_collectives.topology.groups import Group, Ring, wrap, wrap_step
@@ -81,10 +88,10 @@ class Semaphores(NamedTuple):
     """What an `Exchange` takes."""
 
     # (orders, steps, window): from peers: what a step needs; of a chunk's first step not used
-    arrived: Any
-    final: Any  # from peers: what ends the last phase; the kernel waits for it
-    left: Any  # (orders, steps): own; what a step has sent, and what stays here in a phase
-    credits: Any  # (orders, phases, peers): from each peer one for a chunk that it has let go
+    arrived: Semaphore
+    final: Semaphore  # from peers: what ends the last phase; the kernel waits for it
+    left: Semaphore  # (orders, steps): own; what a step has sent, and what stays here in a phase
+    credits: Semaphore  # (orders, phases, peers): from each peer one for a chunk that it has let go
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,13 +146,12 @@ class Course:
     @property
     def semaphores(self) -> Semaphores:
         """What to allocate."""
-        dma, regular = pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.REGULAR
         orders, phases = len(self.orders), len(self.axes)
         return Semaphores(
-            dma((orders, self.steps, self.window)),
-            dma,
-            dma((orders, self.steps)),
-            regular((orders, phases, max(axis.peers[1] for axis in self.axes))),
+            dma_semaphores(orders, self.steps, self.window),
+            dma_semaphores(),
+            dma_semaphores(orders, self.steps),
+            regular_semaphores(orders, phases, max(axis.peers[1] for axis in self.axes)),
         )
 
 
@@ -167,21 +173,21 @@ class Move:
     order: int
     phase: int
     axis: int
-    chunk: Any
-    slot: Any
-    origin: Any
-    goal: Any
-    at: Any = None
-    to: Any = None
+    chunk: Number
+    slot: Number
+    origin: Number
+    goal: Number
+    at: Number | None = None
+    to: Number | None = None
 
 
 class Cargo(Protocol):
     """What bundles hold."""
 
-    def pairs(self, move: Move, body: Callable[[Any, Any], None]) -> None:
+    def pairs(self, move: Move, body: Callable[[Ref, Ref], None]) -> None:
         """body(source here, target there) for all parts of a bundle, which it copies."""
 
-    def wait(self, semaphore: Any, move: Move) -> None:
+    def wait(self, semaphore: Semaphore, move: Move) -> None:
         """Waits for all parts of a bundle."""
 
 
@@ -199,22 +205,22 @@ class Exchange:
 
     course: Course
     rings: Sequence[Ring]
-    table_ref: Any
+    table_ref: Ref
     semaphores: Semaphores
     cargo: Cargo
 
-    def run(self, chunks: Any) -> None:
+    def run(self, chunks: Number) -> None:
         """Takes so many chunks through all their steps; what comes to stay is not waited for."""
         course, n = self.course, len(self.course.orders)
         counts = [lax.div(np.int32(chunks) - o + n - 1, np.int32(n)) for o in range(n)]
 
-        def go_on(o: int, step: int, c: Any) -> None:
+        def go_on(o: int, step: int, c: Number) -> None:
             if step:
                 self._settle(o, step - 1, c, counts[o])
             if step < course.steps:
                 self._advance(o, step, c)
 
-        def round_of_all(t: Any) -> None:
+        def round_of_all(t: Number) -> None:
             for step in reversed(range(course.steps + 1)):
                 c = t - step
                 for o in range(n):
@@ -223,7 +229,7 @@ class Exchange:
 
         sync.for_each(0, counts[0] + course.steps, round_of_all)
 
-    def _advance(self, o: int, step: int, c: Any) -> None:
+    def _advance(self, o: int, step: int, c: Number) -> None:
         """Waits for what a step of a chunk needs, and sends it on."""
         phase, hop = self._phase(o, step)
         axis, ring = self._axis(o, phase), self._ring(o, phase)
@@ -235,7 +241,7 @@ class Exchange:
         if hop == 0:
             self._take_credits(o, phase, c)
 
-        def send(move: Move, jump: Any) -> None:
+        def send(move: Move, jump: Number) -> None:
             there = self._arrived(o, step + 1, c) if move.to is not None else end
             self.cargo.pairs(
                 move, lambda a, b: sync.remote_copy(a, b, left, there, ring.peer(jump))
@@ -249,7 +255,7 @@ class Exchange:
                 self._own(o, phase, c), lambda a, b: pltpu.make_async_copy(a, b, left).start()
             )
 
-    def _settle(self, o: int, step: int, c: Any, count: Any) -> None:
+    def _settle(self, o: int, step: int, c: Number, count: Number) -> None:
         """Waits until what a step has sent has left; slots that are free then serve again."""
         phase, hop = self._phase(o, step)
         wait = functools.partial(self.cargo.wait, self.semaphores.left.at[o, step])
@@ -261,33 +267,35 @@ class Exchange:
         if step == self.course.steps - 1:
             self._release(o, phase, c, count)
 
-    def _own(self, o: int, phase: int, c: Any) -> Move:
+    def _own(self, o: int, phase: int, c: Number) -> Move:
         """What stays here in a phase."""
         me = self._ring(o, phase).block(0)
         return self._move(o, phase, c, me, me)
 
-    def _move(self, o: int, phase: int, c: Any, origin: Any, goal: Any, *slots: Any) -> Move:
+    def _move(
+        self, o: int, phase: int, c: Number, origin: Number, goal: Number, *slots: Any
+    ) -> Move:
         axis, chunk = self.course.orders[o][phase], c * len(self.course.orders) + o
         return Move(o, phase, axis, chunk, self._slot(c), origin, goal, *slots)
 
-    def _take_credits(self, o: int, phase: int, c: Any) -> None:
+    def _take_credits(self, o: int, phase: int, c: Number) -> None:
         if not self._serve_again(o, phase):
             return
 
-        def take(peer: Any, _: Any) -> None:
+        def take(peer: Number, _: Any) -> None:
             pl.semaphore_wait(self.semaphores.credits.at[o, phase, peer], 1)
 
         again = c >= self.course.window
         pl.when(again)(functools.partial(self._for_each_peer, o, phase, take))
 
-    def _release(self, o: int, phase: int, c: Any, count: Any) -> None:
+    def _release(self, o: int, phase: int, c: Number, count: Number) -> None:
         """Tells peers that a chunk's slots of a phase are free, if another chunk needs them."""
         if not self._serve_again(o, phase):
             return
 
         ring, peers = self._ring(o, phase), self._axis(o, phase).peers[1]
 
-        def give(peer: Any, jump: Any) -> None:
+        def give(peer: Number, jump: Number) -> None:
             # We are as far from it the other way: lengths are in ascending order.
             credit = self.semaphores.credits.at[o, phase, peers - 1 - peer]
             pl.semaphore_signal(credit, 1, device_id=ring.peer(jump))
@@ -313,40 +321,40 @@ class Exchange:
     def _ring(self, o: int, phase: int) -> Ring:
         return self.rings[self.course.orders[o][phase]]
 
-    def _slot(self, c: Any) -> Any:
+    def _slot(self, c: Number) -> Any:
         return wrap_step(c, self.course.window)
 
-    def _arrived(self, o: int, step: int, c: Any) -> Any:
+    def _arrived(self, o: int, step: int, c: Number) -> Any:
         return self.semaphores.arrived.at[o, step, self._slot(c)]
 
-    def _for_each_peer(self, o: int, phase: int, body: Callable[[Any, Any], None]) -> None:
+    def _for_each_peer(self, o: int, phase: int, body: Callable[[Number, Number], None]) -> None:
         """body(number, jump) for each device that is a jump away."""
         axis, ring = self._axis(o, phase), self._ring(o, phase)
         start, count = axis.peers
 
-        def one(i: Any) -> None:
+        def one(i: Number) -> None:
             jump = self.table_ref[start + i]
             inside = _within(axis, ring.place + jump) if axis.line else True
             groups.only_if(inside, functools.partial(body, i, jump))
 
         sync.for_each(0, count, one)
 
-    def _for_each_other(self, o: int, phase: int, c: Any, body: Callable[[Move], None]) -> None:
+    def _for_each_other(self, o: int, phase: int, c: Number, body: Callable[[Move], None]) -> None:
         """body(move) for what each other device along a phase's axis has for us."""
         ring = self._ring(o, phase)
 
-        def one(distance: Any) -> None:
+        def one(distance: Number) -> None:
             body(self._move(o, phase, c, ring.block(distance), ring.block(0)))
 
         sync.for_each(1, ring.size, one)
 
     def _for_each_jump(
-        self, o: int, phase: int, hop: int, c: Any, body: Callable[[Move, Any], None]
+        self, o: int, phase: int, hop: int, c: Number, body: Callable[[Move, Number], None]
     ) -> None:
         """body(move, jump) for the bundles that we send in a step, those to slots first."""
         axis, ring = self._axis(o, phase), self._ring(o, phase)
 
-        def one(start: int, relays: bool, i: Any) -> None:
+        def one(start: int, relays: bool, i: Number) -> None:
             at = [self.table_ref[start + _FIELDS * i + k] for k in range(_FIELDS)]
             distance, behind, parity, jump, slot, next_slot = at
             origin = ring.place - behind
@@ -368,7 +376,7 @@ class Exchange:
                 sync.for_each(0, count, functools.partial(one, start, relays))
 
 
-def _within(axis: Axis, place: Any) -> Any:
+def _within(axis: Axis, place: Number) -> Any:
     return (place >= 0) & (place < axis.n)
 
 
