@@ -1,5 +1,6 @@
 """Every difference between JAX versions, and every private JAX name, in one place."""
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -28,9 +29,14 @@ _effects.remat_allowed_effects.add_type(_callback.OrderedIOEffect)
 _effects.custom_derivatives_allowed_effects.add_type(_callback.IOEffect)
 _effects.custom_derivatives_allowed_effects.add_type(_callback.OrderedIOEffect)
 
-# The pipeline emitter asks which TPU it tiles for, in interpret mode too; CPU devices simulate one.
+# The pipeline emitter asks which TPU it tiles for, in interpret mode too; CPU devices simulate one,
+# with the SparseCores of another beside it.
 _tpu_info.registry.setdefault(
-    "cpu", lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
+    "cpu",
+    lambda: dataclasses.replace(
+        pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1),
+        sparse_core=pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1).sparse_core,
+    ),
 )
 
 

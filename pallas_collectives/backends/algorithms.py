@@ -10,7 +10,7 @@ from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
-from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
@@ -42,6 +42,7 @@ class KernelPlan(Plan):
     Attributes:
       record: of its algorithm.
       vmem: whether operands and result are kept in VMEM while it runs.
+      on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       nbytes: of one device's operand, as it is laid out for the kernel.
       cuts: into how many parts a block can be cut.
       devices: devices in the group.
@@ -52,6 +53,7 @@ class KernelPlan(Plan):
 
     record: Algorithm
     vmem: bool
+    on_sparsecore: bool
     nbytes: int
     cuts: int
     devices: int
@@ -60,8 +62,9 @@ class KernelPlan(Plan):
     candidates: tuple[Candidate, ...]
 
     def launch(self, *operands: Any, **options: Any) -> Any:
-        """Runs the algorithm's kernel."""
-        return self.record.launcher(*operands, vmem=self.vmem, **options)
+        """Runs the algorithm's kernel, on the engine."""
+        with sparsecore.wanted(self.on_sparsecore):
+            return self.record.launcher(*operands, vmem=self.vmem, **options)
 
 
 def choose(
@@ -72,7 +75,9 @@ def choose(
     cuts: int = 1,
     perm: Sequence[tuple[int, int]] = (),
 ) -> KernelPlan:
-    """The plan for the algorithm asked for ("name", "name:vmem", "name:hbm"), or for the fastest.
+    """The plan for the algorithm asked for ("name", "name:vmem", ...), or for the fastest.
+
+    "auto:sc" is the fastest with ":sc" behind it; so with the other suffixes.
 
     Args:
       op: the canonical collective.
@@ -93,17 +98,20 @@ def choose(
         raise AlgorithmError(f"algorithm={how.algorithm!r}", "it is a name", "see its docstring")
     if not reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
-    torus, name = torus_of(group, chip), how.algorithm
+    torus, name = torus_of(group, chip), how.algorithm or "auto"
     candidates: tuple[Candidate, ...] = ()
-    if name is None:
+    base, _, suffix = name.partition(":")
+    if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        name, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
-    algorithm, space = record.algorithm(name), name.partition(":")[2]
-    if algorithm is None or space not in ("", "vmem", "hbm"):
+        base, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
+        name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
+        suffix = name.partition(":")[2]
+    algorithm = record.algorithm(name)
+    if algorithm is None or suffix not in ("", "vmem", "hbm", "sc"):
         names = ", ".join(catalogue.ALGORITHMS[op])
         raise AlgorithmError(
             f"algorithm={name!r} for {op}",
-            f"it is one of {names}, alone or with ':vmem' or ':hbm' behind it",
+            f"it is one of {names}, alone or with ':vmem', ':hbm' or ':sc' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
@@ -120,13 +128,16 @@ def choose(
         )
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
+    if suffix == "sc":
+        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=record.adds)
     plan = KernelPlan(
         op=op,
         backend="pallas",
         algorithm=name,
         why=_why(name, candidates) if candidates else "it was asked for by name",
         record=algorithm,
-        vmem=space == "vmem",
+        vmem=suffix == "vmem",
+        on_sparsecore=suffix == "sc",
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,
