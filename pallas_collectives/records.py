@@ -131,11 +131,6 @@ class Collective:
     phases: tuple[str, ...] = ()
     timed: bool = True
 
-    @property
-    def adds(self) -> bool:
-        """Whether its kernels compute, and do not only move data."""
-        return "scatter" in self.phases
-
     def block_bytes(self, nbytes: int, n: int) -> int:
         """Bytes of one block of an operand, by which times go."""
         return nbytes // n if self.of_blocks else nbytes

@@ -129,7 +129,7 @@ def choose(
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
     if suffix == "sc":
-        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=record.adds)
+        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=record.example.adds)
     plan = KernelPlan(
         op=op,
         backend="pallas",
