@@ -3,26 +3,29 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 from jax.interpreters import ad
 
 from pallas_collectives import collectives
-from pallas_collectives.backends import choice
+from pallas_collectives.backends import choice, overrides
+from pallas_collectives.errors import CollectiveError
 from pallas_collectives.lowering import primitives
 
-# JAX keeps this value per thread and in the key of its caches: what was traced without ours is
-# traced again with them.
-_overridden = jax.make_user_context(False)
+# The names of lax's functions that are ours. JAX keeps this value per thread and in the key of its
+# caches: what was traced without ours is traced again with them.
+_overridden = jax.make_user_context(frozenset())
 
 _lock = threading.Lock()
 _entered = 0  # contexts open, in all threads together; `jax.lax` is as it was while there are none
 
 
 @contextlib.contextmanager
-def override_lax() -> Iterator[None]:
+def override_lax(
+    *, everything: bool = False, only: Iterable[str] | None = None, keep: Iterable[str] = ()
+) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
 
     `jax.lax.psum` and the others of `pallas_collectives.collectives` are ours whenever they are
@@ -33,18 +36,47 @@ def override_lax() -> Iterator[None]:
 
     A function under `jax.jit` is traced again inside, also where it has been traced outside.
 
+    No step becomes longer for it: lax keeps the collectives that XLA runs beside compute on the
+    chip (`tuning.overlaps`), as it does all-gathers on v5e and all of them on 7x, where ours would
+    stop the core. On v5p and v6e, where XLA would stop it, a SparseCore runs our kernels that move
+    much data and add nothing. `override_report()` says what was replaced, and why the rest was not.
+
+    Args:
+      everything: replace also what XLA would run beside compute; and run all on the TensorCore.
+      only: the functions to replace, by lax's names ("all_gather", ...); all by default.
+      keep: functions to leave to lax.
+
+    Raises:
+      CollectiveError: a name that is none of the collectives'.
+
     Out of reach are:
 
-    * names bound to lax's functions before, as by `from jax.lax import psum`;
+    * names bound to lax's functions before, as by `from jax.lax import psum`: see `overridden`;
     * halves of a collective, which only XLA joins: `psum_scatter_start`, whose result is a future
       (JAX 0.12), and `psend` and `precv` between GPUs (JAX 0.10);
     * code that runs or is traced outside: a vjp function made inside but first called outside runs
       our collectives for the ones that the forward pass called, but lax's for what it adds;
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
-      its `in_specs` replicate: JAX makes them without asking `jax.lax`.
+      its `in_specs` replicate: JAX makes them without asking `jax.lax`;
+    * collectives that nobody calls: those that XLA adds under `jax.jit` with shardings.
     """
-    with _installed(), _overridden(True):
+    names = _checked(only, _CHOOSING) - _checked(keep, ())
+    with (
+        _installed(),
+        _overridden(names),
+        choice.beside_compute(not everything),
+        overrides.told(),
+    ):
         yield
+
+
+def _checked(names: Iterable[str] | None, default: Iterable[str]) -> frozenset[str]:
+    """These names of lax's functions, or by default those."""
+    found = frozenset(default if names is None else [names] if isinstance(names, str) else names)
+    if unknown := sorted(found - set(_CHOOSING)):
+        rule = f"lax's collectives are {', '.join(sorted(_CHOOSING))}"
+        raise CollectiveError(f"the name {unknown[0]!r}", rule, "name some of them")
+    return found
 
 
 @contextlib.contextmanager
@@ -74,7 +106,7 @@ def _choosing(name: str) -> Callable[..., Any]:
 
     @functools.wraps(of_lax)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _overridden.value else of_lax)(*args, **kwargs)
+        return (ours if name in _overridden.value else of_lax)(*args, **kwargs)
 
     return function
 
@@ -87,7 +119,7 @@ _LAX_PVARY_TRANSPOSE = ad.primitive_transposes[_PVARY]
 
 
 def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:
-    if not _overridden.value:
+    if "psum" not in _overridden.value:
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
     return primitives.with_twins(choice.choose(axes, None, None), rule, cotangent, *args)

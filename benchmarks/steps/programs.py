@@ -103,7 +103,7 @@ def _stepping(form: Form, layer: Callable[..., jax.Array], summed: Any = None) -
         if form.unrolled:
             leaves, tree = jax.tree.flatten(weights)
             for of_layer in zip(*leaves, strict=True):
-                x = body(x, tree.unflatten(of_layer))
+                x = body(x, jax.tree.unflatten(tree, of_layer))
             return x
         return lax.scan(lambda x, w: (body(x, w), None), x, weights)[0]
 
@@ -164,7 +164,8 @@ def ring_attention(devices: int, form: Form) -> Program:
     shift = [(d, (d + 1) % devices) for d in range(devices)]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        total, share, highest = 0.0, 0.0, -jnp.inf
+        total = share = jnp.float32(0)
+        highest = jnp.float32(-jnp.inf)
         for step in range(devices):
             following = lax.ppermute((k, v), "x", shift) if step < devices - 1 else (k, v)
             scores = jnp.einsum("bqhe,bkhe->bqhk", q, k, preferred_element_type=jnp.float32)

@@ -15,7 +15,7 @@ from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.tuning import choice, tables
+from pallas_collectives.tuning import choice, overlaps, tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,8 @@ def choose(
     if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
         base, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
+        if how.beside and not record.example.adds:
+            suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]
     algorithm = record.algorithm(name)
@@ -134,7 +136,7 @@ def choose(
         op=op,
         backend="pallas",
         algorithm=name,
-        why=_why(name, candidates) if candidates else "it was asked for by name",
+        why=_why(base, candidates) if candidates else "it was asked for by name",
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",

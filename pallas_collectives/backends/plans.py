@@ -32,6 +32,8 @@ class How:
       precise: sums travel in float32 where the operand is a narrower float.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
+      beside: whether the step around the call matters: lax then serves what XLA runs beside
+        compute, and a SparseCore what is worth it (see `tuning.overlaps`).
     """
 
     backend: str
@@ -41,6 +43,7 @@ class How:
     precise: bool = False
     interpret: Any = False
     across: tuple[str, ...] | None = None
+    beside: bool = False
 
     @property
     def strict(self) -> bool:

@@ -16,6 +16,8 @@ from pallas_collectives.errors import (
     UnservedError,
 )
 from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import overlaps
 
 
 def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
@@ -29,6 +31,8 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
     """Runs the lax collective named `op` on the backend, or `by_lax` where that cannot."""
+    if how.beside and (why := _kept(op)):
+        how = How("xla", fallback=why)
     if how.backend != "xla":
         try:
             return run(op, how, *args, **params)
@@ -38,6 +42,12 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
             how = How("xla", fallback=str(error))
     note(Plan(op=op, backend="xla", why=how.fallback))
     return by_lax(*args, **params)
+
+
+def _kept(op: str) -> str:
+    """Why lax keeps a collective whose step matters; "" where it does not."""
+    collective, _ = catalogue.primitives()[op]
+    return overlaps.by_xla(collective.name, chips.current())
 
 
 def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
