@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-from jax.interpreters import ad
+from jax.interpreters import ad, batching
 
-from pallas_collectives import collectives
+from pallas_collectives import catalogue, collectives, validation
 from pallas_collectives.backends import choice, overrides
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.lowering import primitives
@@ -79,15 +79,50 @@ def _checked(names: Iterable[str] | None, default: Iterable[str]) -> frozenset[s
     return found
 
 
+def overridden(
+    fn: Callable[..., Any],
+    *,
+    everything: bool = False,
+    only: Iterable[str] | None = None,
+    keep: Iterable[str] = (),
+) -> Callable[..., Any]:
+    """fn with our collectives in place of lax's, however it comes by them.
+
+    Where `override_lax` replaces functions of `jax.lax`, this replaces what they bind: also names
+    bound before, as by `from jax.lax import psum`, also what JAX itself adds in derivatives, in
+    scans, loops, branches, checkpoints, nested shard_maps and custom derivatives. Transform inside,
+    `overridden(jax.grad(loss))`: what is traced later, outside of fn, is not reached, such as the
+    backward rule of a `jax.custom_vjp`. The result may be jitted, and called from any thread.
+
+    Args:
+      fn: any function.
+      everything, only, keep: as `override_lax`'s; what binds psum's primitive, such as pmean, goes
+        by "psum".
+
+    Raises:
+      CollectiveError: a name that is none of the collectives'.
+    """
+    names = _checked(only, _CHOOSING) - _checked(keep, ())
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _installed(), choice.rebound(names), choice.beside_compute(not everything):
+            return fn(*args, **kwargs)
+
+    return run
+
+
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    """Keeps the functions that choose by thread in `jax.lax` while any thread needs them."""
+    """Keeps what chooses by thread in JAX while any thread needs it."""
     global _entered
     with _lock:
         _entered += 1
         if _entered == 1:
             for name, function in _CHOOSING.items():
                 setattr(jax.lax, name, function)
+            for primitive in _bindable().values():
+                primitive.bind = functools.partial(_bind, primitive)  # hides the class's own
             ad.primitive_transposes[_PVARY] = _pvary_transpose
     try:
         yield
@@ -97,7 +132,43 @@ def _installed() -> Iterator[None]:
             if not _entered:
                 for name, function in vars(collectives.LAX).items():
                     setattr(jax.lax, name, function)
+                for primitive in _bindable().values():
+                    del primitive.bind
                 ad.primitive_transposes[_PVARY] = _LAX_PVARY_TRANSPOSE
+
+
+@functools.cache
+def _bindable() -> dict[str, Any]:
+    """lax's primitives that ours serve, by name."""
+    rules: tuple[Any, ...] = (
+        ad.primitive_transposes,
+        ad.primitive_jvps,
+        batching.fancy_primitive_batchers,
+    )
+    known = catalogue.primitives()
+    return {p.name: p for of in rules for p in of if p.name in known}
+
+
+@functools.cache
+def _function_of(primitive: str) -> str:
+    """The first function of lax's that binds a primitive, or its like under `check_vma`."""
+    record, wanted = catalogue.primitives()[primitive]
+    alike = [p for p in record.primitives if (p.by, p.reduction) == (wanted.by, wanted.reduction)]
+    names = {p.name for p in alike}
+    return next(name for name, (bound, _) in record.functions.items() if bound in names)
+
+
+def _bind(primitive: Any, *args: Any, **params: Any) -> Any:
+    """lax's bind, or the twin's within `overridden`."""
+    by_lax = functools.partial(type(primitive).bind, primitive)
+    names = choice.rebound.value
+    if not names or _function_of(primitive.name) not in names:
+        return by_lax(*args, **params)
+    axes = params.get("axes", params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    with choice.rebound(frozenset()):  # what the twin's rules bind is meant
+        how = choice.choose(validation.named(axes), None, None)
+        return primitives.with_twins(how, functools.partial(by_lax, **params), *args)
 
 
 def _choosing(name: str) -> Callable[..., Any]:
@@ -119,7 +190,7 @@ _LAX_PVARY_TRANSPOSE = ad.primitive_transposes[_PVARY]
 
 
 def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:
-    if "psum" not in _overridden.value:
+    if "psum" not in _overridden.value | choice.rebound.value:
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
     return primitives.with_twins(choice.choose(axes, None, None), rule, cotangent, *args)

@@ -38,6 +38,10 @@ _named_backend = jax.make_user_context(None)
 # Whether the step around a call matters (`How.beside`); set by `override_lax`.
 beside_compute = jax.make_user_context(False)
 
+# The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
+# are where our own code means lax's.
+rebound = jax.make_user_context(frozenset())
+
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:

@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import catalogue
-from pallas_collectives.backends import canonical, measured, slices, untyped
+from pallas_collectives.backends import canonical, choice, measured, slices, untyped
 from pallas_collectives.backends.counters import note
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import (
@@ -41,7 +41,8 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
                 raise
             how = How("xla", fallback=str(error))
     note(Plan(op=op, backend="xla", why=how.fallback))
-    return by_lax(*args, **params)
+    with choice.rebound(frozenset()):
+        return by_lax(*args, **params)
 
 
 def _kept(op: str) -> str:
@@ -57,7 +58,11 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
       DtypeError, ReachError, SliceError: the backend cannot take the dtype, or not write to the
         devices.
     """
+    with choice.rebound(frozenset()):
+        return _run(op, how, *args, **params)
 
+
+def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
     collective, _ = catalogue.primitives()[op]
     if not hasattr(module, collective.name):
