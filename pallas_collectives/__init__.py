@@ -9,6 +9,7 @@ from pallas_collectives.backends.counters import counts as counts
 from pallas_collectives.backends.counters import fallback_counts as fallback_counts
 from pallas_collectives.backends.counters import fusion_counts as fusion_counts
 from pallas_collectives.backends.counters import reset_counts as reset_counts
+from pallas_collectives.backends.overrides import OverrideReport as OverrideReport
 from pallas_collectives.backends.overrides import override_report as override_report
 from pallas_collectives.backends.slices import across_slices as across_slices
 from pallas_collectives.collectives import all_gather as all_gather

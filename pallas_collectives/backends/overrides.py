@@ -22,7 +22,7 @@ class Line:
       op: the canonical collective; lax's name of it where lax served.
       by: "pallas" or "nccl", with the algorithm behind it; "lax".
       why: in a sentence.
-      times: how often such a call was built into a program.
+      times: how often it was built; equal calls in one program are built once.
       nbytes: of a device's operands, in all; 0 where that is not known.
     """
 
