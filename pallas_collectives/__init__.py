@@ -37,6 +37,11 @@ from pallas_collectives.overlap.kernel_bodies import gather_and_consume as gathe
 from pallas_collectives.overlap.kernel_bodies import produce_and_scatter as produce_and_scatter
 from pallas_collectives.overlap.products import all_gather_matmul as all_gather_matmul
 from pallas_collectives.overlap.products import matmul_reduce_scatter as matmul_reduce_scatter
+from pallas_collectives.overlap.split import Started as Started
+from pallas_collectives.overlap.split import all_gather_start as all_gather_start
+from pallas_collectives.overlap.split import all_to_all_start as all_to_all_start
+from pallas_collectives.overlap.split import ppermute_start as ppermute_start
+from pallas_collectives.overlap.split import psum_scatter_start as psum_scatter_start
 from pallas_collectives.override import overridden as overridden
 from pallas_collectives.override import override_lax as override_lax
 from pallas_collectives.simulation import simulate as simulate

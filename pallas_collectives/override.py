@@ -1,4 +1,4 @@
-"""`jax.lax`'s collectives replaced by ours, for code that is not to be edited."""
+"""`jax.lax`'s collectives replaced by ours, for code that you do not want to edit."""
 
 import contextlib
 import functools
@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-from jax.interpreters import ad, batching
 
-from pallas_collectives import catalogue, collectives, validation
+from pallas_collectives import _compat, catalogue, collectives, validation
 from pallas_collectives.backends import choice, overrides
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.lowering import primitives
@@ -30,11 +29,11 @@ def override_lax(
 
     `jax.lax.psum` and the others of `pallas_collectives.collectives` are ours whenever they are
     called in this thread, by the model or by a library it uses. So are the sums over devices that
-    differentiation adds where, under `check_vma=True`, an operand equal on all devices met one that
-    is not. Combine it with `use_backend` to name the backend. Contexts nest, end on an exception
-    as they do without one, and may be open in several threads; a thread without one keeps lax's.
+    differentiation adds under `check_vma=True`, for an operand that is equal on all devices and was
+    combined with one that is not. Use `use_backend` with it to name the backend. Contexts nest, end
+    on exceptions too, and may be open in several threads; a thread without one keeps lax's.
 
-    A function under `jax.jit` is traced again inside, also where it has been traced outside.
+    A function under `jax.jit` is traced again inside, even if it has been traced outside.
 
     No step becomes longer for it: lax keeps the collectives that XLA runs beside compute on the
     chip (`tuning.overlaps`), as it does all-gathers on v5e and all of them on 7x, where ours would
@@ -49,15 +48,15 @@ def override_lax(
     Raises:
       CollectiveError: a name that is none of the collectives'.
 
-    Out of reach are:
+    It does not reach:
 
-    * names bound to lax's functions before, as by `from jax.lax import psum`: see `overridden`;
+    * names bound to lax's functions earlier, as by `from jax.lax import psum`: see `overridden`;
     * halves of a collective, which only XLA joins: `psum_scatter_start`, whose result is a future
       (JAX 0.12), and `psend` and `precv` between GPUs (JAX 0.10);
     * code that runs or is traced outside: a vjp function made inside but first called outside runs
-      our collectives for the ones that the forward pass called, but lax's for what it adds;
+      our collectives where the forward pass did, and lax's for the sums that it adds;
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
-      its `in_specs` replicate: JAX makes them without asking `jax.lax`;
+      its `in_specs` replicate, because JAX makes them without `jax.lax`: see `overridden`;
     * collectives that nobody calls: those that XLA adds under `jax.jit` with shardings.
     """
     names = _checked(only, _CHOOSING) - _checked(keep, ())
@@ -121,9 +120,10 @@ def _installed() -> Iterator[None]:
         if _entered == 1:
             for name, function in _CHOOSING.items():
                 setattr(jax.lax, name, function)
+            _compat.prepare()
             for primitive in _bindable().values():
                 primitive.bind = functools.partial(_bind, primitive)  # hides the class's own
-            ad.primitive_transposes[_PVARY] = _pvary_transpose
+            _compat.register(_PVARY, transpose=_pvary_transpose)
     try:
         yield
     finally:
@@ -134,19 +134,13 @@ def _installed() -> Iterator[None]:
                     setattr(jax.lax, name, function)
                 for primitive in _bindable().values():
                     del primitive.bind
-                ad.primitive_transposes[_PVARY] = _LAX_PVARY_TRANSPOSE
+                _compat.register(_PVARY, transpose=_LAX_PVARY_TRANSPOSE)
 
 
 @functools.cache
 def _bindable() -> dict[str, Any]:
     """lax's primitives that ours serve, by name."""
-    rules: tuple[Any, ...] = (
-        ad.primitive_transposes,
-        ad.primitive_jvps,
-        batching.fancy_primitive_batchers,
-    )
-    known = catalogue.primitives()
-    return {p.name: p for of in rules for p in of if p.name in known}
+    return _compat.ruled(catalogue.primitives())
 
 
 @functools.cache
@@ -185,8 +179,8 @@ def _choosing(name: str) -> Callable[..., Any]:
 _CHOOSING = {name: _choosing(name) for name in vars(collectives.LAX)}
 
 # What types an equal operand as different on every device; JAX inserts it, and its transpose sums.
-_PVARY = next(p for p in ad.primitive_transposes if p.name == "pvary")
-_LAX_PVARY_TRANSPOSE = ad.primitive_transposes[_PVARY]
+_PVARY = _compat.transposed("pvary")
+_LAX_PVARY_TRANSPOSE = _compat.rule(_PVARY, "transpose")
 
 
 def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:

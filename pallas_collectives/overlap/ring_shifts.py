@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import collectives, validation
+from pallas_collectives import validation
+from pallas_collectives.overlap import split
 from pallas_collectives.topology import groups
 from pallas_collectives.validation import AxisName
 
@@ -44,35 +45,31 @@ class Ring:
         """The number of the device `offset` positions to the right."""
         return groups.wrap(self.me + offset, self.size)
 
+    def start(self, block: Any, offset: int) -> split.Started:
+        """Starts to send a block `offset` positions to the right."""
+        perm = [(source, (source + offset) % self.size) for source in range(self.size)]
+        return split.ppermute_start(block, self._axis_name, perm, **self._how)
+
     def send(self, block: Any, offset: int) -> Any:
         """Sends a block `offset` positions to the right; what comes from as far to the left."""
-        perm = [(source, (source + offset) % self.size) for source in range(self.size)]
-        return collectives.ppermute(block, self._axis_name, perm, **self._how)
+        return self.start(block, offset).done()
 
-    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> Any:
-        """`send` over a distance of up to `furthest`, which may be known at run time alone.
+    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> split.Started:
+        """`start` over a distance of up to `furthest`, which may be known at run time alone.
 
         A permutation is part of the program. So such a distance is gone by powers of two, one for
         each of its bits. It is the same on all devices, and so is who takes part in each.
         """
         if isinstance(distance, int):
-            return self.send(block, way * distance)
+            return self.start(block, way * distance)
         for power in (1 << bit for bit in range(furthest.bit_length())):
             by_power = functools.partial(self.send, offset=way * power)
             block = lax.cond(distance & power != 0, by_power, lambda block: block, block)
-        return block
+        return split.Started.of(block)
 
     def varying(self, tree: Any) -> Any:
         """Arrays typed as different on every device, as those are that come from others."""
-        axes = set(validation.named(self._axis_name))
-        axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
-
-        def typed(leaf: Any) -> jax.Array:
-            x = jnp.asarray(leaf)
-            missing = axes - set(jax.typeof(x).mat.varying)
-            return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-        return jax.tree.map(typed, tree)
+        return validation.varying(tree, self._axis_name)
 
 
 class Places:
