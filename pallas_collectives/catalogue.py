@@ -18,6 +18,7 @@ from typing import Any
 from pallas_collectives import examples
 from pallas_collectives.records import (
     EVERYONE,
+    JUMPS,
     LINE,
     ON_LINE,
     ON_RING,
@@ -160,6 +161,14 @@ _ALL_TO_ALL = (
         steps="n−1",
         lies=(ON_LINE,),
         most_devices=LONGEST_LINE,
+    ),
+    Algorithm(
+        name="torus",
+        launcher=Kernel("torus.all_to_all", "all_axes"),
+        reach=JUMPS,
+        barrier="jumps on a torus",
+        sent="n·nₐ/8 blocks along an axis of nₐ, on all at once",
+        steps="log₂ of each axis, added up",
     ),
 )
 _RAGGED_ALL_TO_ALL = (

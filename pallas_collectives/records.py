@@ -9,12 +9,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_collectives.examples import Example
-from pallas_collectives.topology.reach import Pattern, alone, everyone, line, ring, torus
+from pallas_collectives.topology.reach import (
+    Pattern,
+    alone,
+    everyone,
+    jumps,
+    line,
+    ring,
+    torus,
+)
 
 # Who writes to whom or signals whom: what a chip must reach.
 RING = ring  # neighbours, the first and the last too
 LINE = line  # neighbours, but for the first and the last
 TORUS = torus  # neighbours along each axis of the torus
+JUMPS = jumps  # devices at distances of 1, 2, 4, ... along each axis of the torus
 EVERYONE = everyone
 PARTNERS = alone  # the pairs of a permutation, which a call names
 

@@ -8,9 +8,11 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
 AxisName = Any
@@ -202,3 +204,11 @@ def check_axis(name: str, axis: int, ndim: int, where: str = "") -> None:
             f"it must be a whole number in [{-ndim}, {ndim}) for this operand",
             "count dimensions from 0, or from -1 backwards; a new dimension counts too",
         )
+
+
+def varying(tree: Any, axis_name: AxisName) -> Any:
+    """Arrays typed as different on every device along the axes."""
+    axes = set(named(axis_name))
+    axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
+
+    return jax.tree.map(lambda leaf: _compat.as_varying(jnp.asarray(leaf), axes), tree)

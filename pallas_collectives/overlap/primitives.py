@@ -21,7 +21,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import _compat, collectives
-from pallas_collectives.backends import canonical, counters, serving, slices
+from pallas_collectives.backends import canonical, counters, flights, serving, slices
 from pallas_collectives.backends.pallas import products as pallas_fused
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import FUSED, PIPELINED, UNFUSED, ProductPlan
@@ -107,8 +107,8 @@ def _named(spec: Spec) -> str | None:
 
 
 def _permutes(spec: Spec) -> str:
-    """The backend of a pipeline's permutes: XLA's are asynchronous, NCCL's calls are not."""
-    return spec.how.backend if spec.how.named else "xla"
+    """The backend of a pipeline's permutes: NCCL's calls are not asynchronous, XLA's are."""
+    return spec.how.backend if spec.how.named or flights.serve(spec.how) else "xla"
 
 
 def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import _compat, collectives, validation
+from pallas_collectives import validation
+from pallas_collectives.overlap import split
 from pallas_collectives.topology import groups
 from pallas_collectives.validation import AxisName
 
@@ -44,33 +45,31 @@ class Ring:
         """The number of the device `offset` positions to the right."""
         return groups.wrap(self.me + offset, self.size)
 
+    def start(self, block: Any, offset: int) -> split.Started:
+        """Starts to send a block `offset` positions to the right."""
+        perm = [(source, (source + offset) % self.size) for source in range(self.size)]
+        return split.ppermute_start(block, self._axis_name, perm, **self._how)
+
     def send(self, block: Any, offset: int) -> Any:
         """Sends a block `offset` positions to the right; returns what comes from the left."""
-        perm = [(source, (source + offset) % self.size) for source in range(self.size)]
-        return collectives.ppermute(block, self._axis_name, perm, **self._how)
+        return self.start(block, offset).done()
 
-    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> Any:
-        """`send` over a distance of up to `furthest`, which may be known only at run time.
+    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> split.Started:
+        """`start` over a distance of up to `furthest`, which may be known only at run time.
 
         A permutation is part of the program, so a block goes such a distance by powers of two, one
         for each of its bits. The distance is the same on all devices.
         """
         if isinstance(distance, int):
-            return self.send(block, way * distance)
+            return self.start(block, way * distance)
         for power in (1 << bit for bit in range(furthest.bit_length())):
             by_power = functools.partial(self.send, offset=way * power)
             block = lax.cond(distance & power != 0, by_power, lambda block: block, block)
-        return block
+        return split.Started.of(block)
 
     def varying(self, tree: Any) -> Any:
         """Arrays typed as different on every device, as received arrays are."""
-        axes = set(validation.named(self._axis_name))
-        axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
-
-        def typed(leaf: Any) -> jax.Array:
-            return _compat.as_varying(jnp.asarray(leaf), axes)
-
-        return jax.tree.map(typed, tree)
+        return validation.varying(tree, self._axis_name)
 
 
 class Places:

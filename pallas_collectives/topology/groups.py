@@ -77,10 +77,12 @@ class Ring:
       size: devices in the ring.
       me: own position, 0 <= me < size.
       place: own place along the ring, 0 <= place < size.
+      line: whether nothing goes from the last place to the first; of two devices it is one.
     """
 
     def __init__(self, group: Group, members_ref: Ref | None = None) -> None:
         self.size = group.size
+        self.line = group.line or group.size == 2
         self._group = group
         self._members_ref: Any = members_ref
         self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[0]
