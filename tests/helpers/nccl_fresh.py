@@ -258,7 +258,7 @@ def allowed(mesh, of_lax, exact):
     """How far our float32 result may be from float64's.
 
     It is as far as lax's own, and then as far from lax's as two orders of addition can be: sums in
-    either are within the bound of `Rough` around the exact ones. The worst of some such ways counts.
+    either are within the bound of `Rough` around exact ones. The worst of some such ways counts.
     """
     x = sharded(mesh, np.float64)
     rough = [apart(program(Rough(seed), mesh)(x), exact) for seed in range(3)]
