@@ -33,9 +33,9 @@ def choose(
       how: the caller's wishes.
       operand: as it is laid out for the kernel.
       group: the devices. Of those on several axes of a torus all axes at once take part in the
-        choice, where a block can be cut in so many parts that each link gets one, or devices are
+        choice, where a block can be cut into so many chunks that each link gets one, or devices are
         many.
-      cuts: in how many parts a block can be cut.
+      cuts: into how many chunks a block can be cut.
       perm: a permutation's pairs.
 
     Raises:
@@ -163,7 +163,7 @@ def _why(name: str, candidates: Sequence[Candidate]) -> str:
     best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
     share = 100 * min(1.0, latency / us)
     rules = (
-        f"latency, so hops, is {share:.0f}% of it"
+        f"latency (hops) is {share:.0f}% of it"
         if share > 50
         else f"bytes on the busiest link are {100 - share:.0f}% of it"
     )
@@ -210,7 +210,7 @@ FEW_DEVICES = 16
 
 def reachable(op: str, group: Group, chip: Chip, cuts: float) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
-    reach, and of blocks that can be cut in so many parts (`cuts`).
+    reach, and of blocks that can be cut into so many chunks (`cuts`).
 
     Of a group on several axes of a torus without a ring of single links, no ring.
     """

@@ -6,10 +6,10 @@ every signal starts once, from the first. `tests/kernels/machinery/test_megacore
 compiled program.
 
 Two cores that shared the DMAs could at the best halve the time to start them. By the replay of v4
-and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to
-4 MiB, that gains at most 4% on an axis of 4, from 1 MiB on 1%; on 64 devices 6%, but 10% of
-all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores would have to agree at
-every wait, at a signal each, of which that says nothing. So one core starts all.
+and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to 4
+MiB, that gains at most 4% on an axis of 4, from 1 MiB on 1%; on 64 devices 6%, but 10% of
+all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores would also have to
+agree at every wait, with a signal each, which this does not count. So one core starts all.
 """
 
 import contextlib
