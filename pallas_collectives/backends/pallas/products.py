@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
 
 from pallas_collectives import _compat, validation
 from pallas_collectives.annotations import DType, DTypeLike, Interpret
@@ -49,7 +50,7 @@ class Spec:
     axis: int
     out_dtype: DTypeLike
     transposed: bool
-    precision: Any
+    precision: PrecisionLike
     how: How
     wish: str = ""
     precise: bool = False
@@ -137,7 +138,7 @@ def wire_dtype(out_dtype: DTypeLike, precise: bool) -> DType:
     return jnp.dtype(jnp.float32) if precise and is_float else dtype
 
 
-def settled_precision(precision: Any) -> Any:
+def settled_precision(precision: PrecisionLike) -> Any:
     """The precision that a kernel multiplies with: the caller's, or JAX's default."""
     chosen = one_precision(precision)
     return one_precision(_compat.default_matmul_precision()) if chosen is None else chosen
@@ -228,7 +229,7 @@ def all_gather_matmul(
     axis: int,
     out_dtype: DTypeLike,
     transposed: bool,
-    precision: Any,
+    precision: PrecisionLike,
     interpret: Interpret,
 ) -> list[jax.Array]:
     """The gathered x, and its product with each w."""
@@ -260,7 +261,7 @@ def matmul_reduce_scatter(
     precise: bool,
     scale: float,
     transposed: bool,
-    precision: Any,
+    precision: PrecisionLike,
     interpret: Interpret,
 ) -> jax.Array:
     """Block `me` along `axis` of `scale` times everyone's sum of x @ w, of one pair or several.
