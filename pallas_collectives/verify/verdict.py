@@ -147,7 +147,10 @@ def _figures(case: Case) -> list[str]:
     report = case.report
     assert report is not None
     name, carried, busy = report.busiest_link
-    out = [f"modelled {report.time * 1e6:.1f} µs" + (" to the deadlock" * bool(report.stuck))]
+    least = "at least " * report.least
+    out = [
+        f"modelled {least}{report.time * 1e6:.1f} µs" + (" to the deadlock" * bool(report.stuck))
+    ]
     if carried:
         out.append(f"busiest link {name} {carried / 1e6:.3g} MB, {busy:.0%} of the time")
     return out
