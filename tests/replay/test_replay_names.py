@@ -1,4 +1,4 @@
-"""What refs are called in findings, by how the kernel's author takes them; and whose lines count."""
+"""What refs are called, by how the kernel's author takes them; whose lines count."""
 
 import functools
 from typing import Any, NamedTuple
@@ -25,12 +25,14 @@ def plain(x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any) -> None:
 def unpacks(*refs: Any) -> None:
     x_ref, o_ref, send_sem, recv_sem = refs
     pltpu.async_copy(x_ref, o_ref, send_sem).wait()
+    pltpu.async_copy(x_ref, o_ref, recv_sem).wait()
 
 
 def unpacks_the_rest(x_ref: Any, *rest: Any) -> None:
     o_ref = rest[0]
     send_sem, recv_sem = rest[1:]
     pltpu.async_copy(x_ref, o_ref, send_sem).wait()
+    pltpu.async_copy(x_ref, o_ref, recv_sem).wait()
 
 
 def takes_a_record(x_ref: Any, o_ref: Any, sems: Any) -> None:
