@@ -10,7 +10,8 @@ from pallas_collectives import validation
 from pallas_collectives.backends import choice
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
 from pallas_collectives.moe import linear, plans
-from pallas_collectives.moe.plans import Plan, Sizes, Wire
+from pallas_collectives.moe.plans import Plan
+from pallas_collectives.moe.wire import Sizes, Wire
 from pallas_collectives.validation import AxisName, Groups
 
 MOST_CHOICES = 8
@@ -43,12 +44,12 @@ def dispatch(
       rows: R, the most rows that a device has room for; by default for all that could come, that is
         n * T * min(k, E/n). Where more want to come than fit, those of later devices, and of these
         the later tokens, are turned away, and counted in `plan.overflow` at home.
-      exchange: "ragged" (only what is sent travels), "dense" (blocks padded to what each could be:
-        static, so that CUDA graphs take it); "auto" is dense with NCCL and lax, else ragged.
+      exchange: "ragged" (tokens travel to the devices that want them), "dense" (to all: static, so
+        that CUDA graphs take it); "auto" is dense with NCCL and lax, else ragged.
       axis_index_groups: lists of device numbers that partition the axis; each is n devices, with
         E experts, by itself.
       backend: see `collectives`.
-      algorithm: of `ragged_all_to_all`, or of `all_to_all` if dense, for what travels.
+      algorithm: of `ragged_all_to_all`, or if dense of `all_gather`, for what travels.
 
     Returns:
       rows: (R, D): the tokens that chose this device's experts: by expert, then by the device they
@@ -71,8 +72,7 @@ def dispatch(
     wire = _wire(axis_name, axis_index_groups, backend, algorithm)
     sizes = _sizes(x, experts, num_experts, rows, _dense(exchange, wire), wire.size)
     found = plans.plan(experts, sizes, wire)
-    leaving = linear.gather_sum(x, found.tokens[:, None], found.slots)
-    visitors = wire.there(leaving, found.visits, sizes.away_visitors)
+    visitors = wire.there(x, found.ragged, sizes.away_visitors)
     return linear.gather_sum(visitors, found.visitors[:, None], found.rows), found
 
 
@@ -111,15 +111,13 @@ def combine(
     """
     _check_answers(y, weights, plan, overflow)
     wire = _wire(axis_name, axis_index_groups, backend, algorithm)
-    words = Sizes.of(plan, wire.size).away_list
-    weighty = _weights_of_leaders(weights.astype(linear.wide(weights.dtype)), plan, overflow)
-    listed = weighty.reshape(-1).at[plan.choices].get(mode="fill", fill_value=0)
-    of_rows = wire.words_there(listed, plan.lists, words)
-    of_rows = of_rows.at[plan.arrivals].get(mode="fill", fill_value=0)
+    words = plan.sizes(wire.size).away_words
+    led = _weights_of_leaders(weights.astype(linear.wide(weights.dtype)), plan, overflow)
+    of_words = wire.weights_there(led, plan.ragged, words)
+    of_rows = of_words.at[plan.words].get(mode="fill", fill_value=0)
     weighed = y.astype(linear.wide(y.dtype)) * of_rows[:, None]
-    answers = linear.gather_sum(weighed, plan.rows, plan.visitors[:, None]).astype(y.dtype)
-    home = wire.back(answers, plan.visits, len(plan.tokens))
-    return linear.gather_sum(home, plan.slots, plan.tokens[:, None])
+    answers = linear.gather_sum(weighed, plan.rows, plan.visitors[:, None])
+    return wire.back(answers.astype(y.dtype), plan.ragged)
 
 
 def _weights_of_leaders(weights: jax.Array, plan: Plan, overflow: str) -> jax.Array:
@@ -148,7 +146,7 @@ def _wire(axis_name: AxisName, groups: Groups, backend: str | None, algorithm: s
 
 
 def _dense(exchange: str, wire: Wire) -> bool:
-    """Whether blocks are padded."""
+    """Whether everyone gets all tokens."""
     if exchange not in ("auto", *EXCHANGES):
         rule = f"it is 'auto' or one of {', '.join(EXCHANGES)}"
         raise AlgorithmError(f"exchange={exchange!r}", rule, "name one")

@@ -1,14 +1,17 @@
-"""The two linear maps that dispatch and combine are made of; each is its own transpose.
+"""The linear maps that dispatch and combine are made of, each with its transpose.
 
     gather_sum(x, index, inverse)     on a device: row i of the result is the sum of x's rows
                                       index[i]; backwards the same, with `inverse` as the index
     route(x, here, there)             between devices: blocks of rows lie in x as `here` says, and
                                       arrive as `there` says; backwards the same, the other way
+    to_everyone(x), from_everyone(x)  x of all devices, to each; and of what each has made for all,
+                                      the sum for each: one is the other backwards
 
-Both hold the tables of either direction from the start. So differentiating them, however often,
+They hold the tables of either direction from the start. So differentiating them, however often,
 asks no device for a count, and adds nothing in an order that could change: no scatter, no atomics.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,9 +22,9 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_collectives import _compat, collectives
+from pallas_collectives import _compat, collectives, validation
 from pallas_collectives.backends import counters, serving, slices
-from pallas_collectives.backends.plans import UNSERVABLE, How
+from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import remat
 from pallas_collectives.topology import placement
 
@@ -79,15 +82,31 @@ def route(
     )
 
 
+def to_everyone(x: jax.Array, axis_name: Any, groups: Any, how: How) -> jax.Array:
+    """(rows, ...) of each of n devices -> (n * rows, ...) on all of them."""
+    return _of_everyone(x, False, axis_name, groups, how)
+
+
+def from_everyone(x: jax.Array, axis_name: Any, groups: Any, how: How) -> jax.Array:
+    """(n * rows, ...) on each of n devices -> (rows, ...): what all have for this one, added up."""
+    return _of_everyone(x, True, axis_name, groups, how)
+
+
+def _of_everyone(x: jax.Array, back: bool, axis_name: Any, groups: Any, how: How) -> jax.Array:
+    x = _varying(x, frozenset(validation.named(axis_name)))
+    return _everyone_p.bind(x, back=back, axis_name=axis_name, groups=groups, how=how)
+
+
 def _alike(*operands: jax.Array) -> list[jax.Array]:
     """Operands typed as varying over the same axes."""
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
+    return [_varying(x, axes) for x in operands]
 
-    def typed(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - set(jax.typeof(x).mat.varying)))
-        return lax.pcast(x, missing, to="varying") if missing else x
 
-    return [typed(x) for x in operands]
+def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """x, typed as varying over these axes at least."""
+    missing = tuple(sorted(axes - set(jax.typeof(x).mat.varying)))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 # Lowering -----------------------------------------------------------------------------------------
@@ -131,8 +150,7 @@ def _by_all_to_all(
     row, place = jnp.arange(len(x)), jnp.arange(len(blank))[:, None]
     index = jnp.where(row < here.sizes[:, None], here.starts[:, None] + row, len(x))
     blocks = x.at[index].get(mode="fill", fill_value=0)
-    n = axis["axis_index_groups"]
-    n = lax.axis_size(axis["axis_name"]) if n is None else len(n[0])
+    n = _devices(**axis)
     come = collectives.LAX.all_to_all(
         blocks.reshape(n, -1, *x.shape), axis["axis_name"], 0, 0,
         axis_index_groups=axis["axis_index_groups"], tiled=True,
@@ -145,27 +163,45 @@ def _by_all_to_all(
     return come.at[found].get(mode="fill", fill_value=0)
 
 
+def _everyones(x: jax.Array, *, back: bool, axis_name: Any, groups: Any, how: How) -> jax.Array:
+    n = _devices(axis_name, groups)
+    tiled: Any = {"axis_index_groups": groups, "tiled": True}
+    axis: Any = {"axis_name": axis_name, **tiled}
+    if not back:
+        by_lax: Any = lambda x, **_: collectives.LAX.all_gather(x, axis_name, **tiled)  # noqa: E731
+        along = {"all_gather_dimension": 0, "axis_size": n}
+        return serving.served("all_gather", how, by_lax, x, **along, **axis)
+    by_lax = lambda x, **_: collectives.LAX.all_to_all(x, axis_name, 0, 0, **tiled)  # noqa: E731
+    along = {"split_axis": 0, "concat_axis": 0}
+    come = serving.served("all_to_all", how, by_lax, x, **along, **axis)
+    terms = come.reshape(n, -1, *x.shape[1:]).astype(wide(x.dtype))
+    return functools.reduce(jnp.add, terms).astype(x.dtype)  # in the order of devices
+
+
+def _devices(axis_name: Any, axis_index_groups: Any) -> int:
+    """How many exchange."""
+    groups = axis_index_groups
+    return int(lax.axis_size(axis_name)) if groups is None else len(groups[0])
+
+
 @functools.lru_cache(maxsize=1024)
-def _effects(shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
+def _effects(run: Any, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
     """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
     del mesh  # part of the key: axis sizes and chip are in scope
-    options = dict(params)
-    axis = {"axis_name": options["axis_name"], "axis_index_groups": options["groups"]}
-    rows = options["rows"]
-
-    def run(x: jax.Array, *tables: jax.Array) -> jax.Array:
-        blank = jnp.zeros((rows, *x.shape[1:]), x.dtype)
-        starts, landings, sizes, _, _, received = tables
-        ragged = starts, sizes, landings, received
-        return serving.run("ragged_all_to_all", options["how"], x, blank, *ragged, **axis)
-
     with counters.uncounted(), placement.settled_later():
-        try:
-            return frozenset(jax.make_jaxpr(run)(*shapes).effects)
-        except UNSERVABLE:
-            if options["how"].strict:
-                raise
-            return frozenset()  # lax will serve
+        call = functools.partial(run, **dict(params))
+        return frozenset(jax.make_jaxpr(call)(*shapes).effects)
+
+
+def _type(run: Any, rows: int, avals: Any, params: Any) -> Any:
+    """Of a result with so many rows, and the effects of what makes it."""
+    x = avals[0]
+    aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
+    if params["how"].backend == "xla":
+        return aval, frozenset()
+    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
+    mesh = jax.sharding.get_abstract_mesh()
+    return aval, _effects(run, shapes, tuple(params.items()), mesh)
 
 
 def _primitive(name: str) -> core.Primitive:
@@ -186,6 +222,7 @@ def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) 
 
 _gather_sum_p = _primitive("moe_gather_sum")
 _route_p = _primitive("moe_route")
+_everyone_p = _primitive("moe_everyone")
 
 
 @_gather_sum_p.def_abstract_eval
@@ -193,16 +230,15 @@ def _gather_sum_type(x: Any, index: Any, inverse: Any) -> Any:
     return x.update(shape=(index.shape[0], *x.shape[1:]), weak_type=False)
 
 
-def _route_type(x: Any, *tables: Any, rows: int, how: How, **params: Any) -> Any:
-    aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
-    if how.backend == "xla":
-        return aval, frozenset()
-    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, *tables))
-    options = tuple({**params, "rows": rows, "how": how}.items())
-    return aval, _effects(shapes, options, jax.sharding.get_abstract_mesh())
+@_route_p.def_effectful_abstract_eval
+def _route_type(*avals: Any, **params: Any) -> Any:
+    return _type(_routed, params["rows"], avals, params)
 
 
-_route_p.def_effectful_abstract_eval(_route_type)
+@_everyone_p.def_effectful_abstract_eval
+def _everyone_type(x: Any, **params: Any) -> Any:
+    n, rows = _devices(params["axis_name"], params["groups"]), x.shape[0]
+    return _type(_everyones, rows // n if params["back"] else rows * n, (x,), params)
 
 
 def _lowering(rule: Any) -> Any:
@@ -216,6 +252,7 @@ def _lowering(rule: Any) -> Any:
 
 mlir.register_lowering(_gather_sum_p, mlir.lower_fun(_sums, multiple_results=False))
 mlir.register_lowering(_route_p, _lowering(mlir.lower_fun(_routed, multiple_results=False)))
+mlir.register_lowering(_everyone_p, _lowering(mlir.lower_fun(_everyones, multiple_results=False)))
 _on_cpus = functools.partial(_routed, emulated=True)
 mlir.register_lowering(
     _route_p, _lowering(mlir.lower_fun(_on_cpus, multiple_results=False)), platform="cpu"
@@ -241,6 +278,14 @@ def _route_transpose(
     return [_route_p.bind(*_alike(ct, *back), rows=rows_back, rows_back=rows, **params), *nothing]
 
 
+def _everyone_transpose(ct: Any, x: Any, *, back: bool, how: How, **params: Any) -> list[Any]:
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval.to_ct_aval())]
+    how = dataclasses.replace(how, algorithm=None)  # the name is of the other one's
+    return [_everyone_p.bind(ct, back=not back, how=how, **params)]
+
+
+ad.primitive_transposes[_everyone_p] = _everyone_transpose
 ad.primitive_transposes[_gather_sum_p] = _gather_sum_transpose
 ad.primitive_transposes[_route_p] = _route_transpose
 
@@ -278,8 +323,7 @@ def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: A
     if all(dim is None for dim in dims[1:]):
         return _batch_of_rows(_route_p, args, dims[0], **sizes, **params)
     size, (x, *tables) = _in_front(args, dims)
-    groups, n = params["groups"], lax.axis_size(params["axis_name"])
-    peers = n if groups is None else len(groups[0])
+    peers = _devices(params["axis_name"], params["groups"])
 
     def slices_of(table: jax.Array, each: int) -> jax.Array:
         """(size, n * slices) starts in arrays of so many rows, as (n * size * slices) in one."""
@@ -295,5 +339,10 @@ def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: A
     return flat.reshape(size, rows, *x.shape[2:]), 0
 
 
+def _everyone_batch(args: Any, dims: Any, **params: Any) -> Any:
+    return _batch_of_rows(_everyone_p, args, dims[0], **params)
+
+
+batching.primitive_batchers[_everyone_p] = _everyone_batch
 batching.primitive_batchers[_gather_sum_p] = _gather_sum_batch
 batching.primitive_batchers[_route_p] = _route_batch

@@ -13,7 +13,7 @@ import pytest
 import harness
 import routings
 from jaxprs import primitives_in
-from pallas_collectives import moe
+from pallas_collectives import catalogue, moe
 
 E, N, T, D, K = routings.EXPERTS, 4, 4, 8, 2
 HOW: dict[str, dict[str, Any]] = {
@@ -22,7 +22,6 @@ HOW: dict[str, dict[str, Any]] = {
     "kernels": {"backend": "pallas"},
 }
 every = pytest.mark.parametrize("how", HOW)
-WIRES = ("moe_route", "pallas_all_to_all", "pallas_all_gather", "pallas_ragged_all_to_all")
 
 
 def values(batch: int = 0, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -151,18 +150,21 @@ def test_the_plan_goes_through_functions_of_its_own() -> None:
 
 def wires(program: Callable[..., Any], *args: Any) -> collections.Counter[str]:
     traced = jax.make_jaxpr(harness.per_device(program, harness.mesh(N), jit=False))(*args)
-    return collections.Counter({k: v for k, v in primitives_in(traced).items() if k in WIRES})
+    sends = {f"pallas_{name}" for name in catalogue.primitives()} | {"moe_route", "moe_everyone"}
+    return collections.Counter({k: v for k, v in primitives_in(traced).items() if k in sends})
 
 
 @every
 def test_going_back_exchanges_no_counts(how: str) -> None:
-    """There: counts, words, rows. Back: weights, answers. Each way again, backwards: what has a
-    gradient, that is rows, weights and answers.
+    """There: counts and words, or everyone's choices, then rows. Back: weights, then answers. All
+    that backwards again: what has a gradient, which is rows, weights and answers.
     """
     x, routing, weights, w = values()
     given = x, routing, weights, everywhere(w)
-    wire = "pallas_all_to_all" if how == "dense" else "moe_route"
-    counts = {} if how == "dense" else {"pallas_all_gather": 1}
+    there, back = {"pallas_all_gather": 1, "moe_route": 4}, {"moe_route": 3}
+    if how == "dense":
+        there = {"pallas_all_gather": 2, "moe_everyone": 2}
+        back = {"pallas_reduce_scatter": 1, "moe_everyone": 2}
 
     def forward(x: Any, e: Any, c: Any, w: Any) -> Any:
         return layer(how, x, e, c, own(w))
@@ -170,8 +172,8 @@ def test_going_back_exchanges_no_counts(how: str) -> None:
     def backward(x: Any, e: Any, c: Any, w: Any) -> Any:
         return jax.grad(lambda x, c, w: jnp.sum(layer(how, x, e, c, w)), (0, 1, 2))(x, c, own(w))
 
-    assert wires(forward, *given) == counts | {wire: 4}
-    assert wires(backward, *given) == counts | {wire: 4 + 3}
+    assert wires(forward, *given) == collections.Counter(there)
+    assert wires(backward, *given) == collections.Counter(there) + collections.Counter(back)
 
 
 def test_no_expert_is_asked_twice_and_no_device_sent_to_twice() -> None:
@@ -181,7 +183,7 @@ def test_no_expert_is_asked_twice_and_no_device_sent_to_twice() -> None:
 
     def program(x: Any, e: Any) -> Any:
         _, plan = moe.dispatch(x, e, "x", num_experts=E, **HOW["ragged"])
-        return plan.visits.home.sizes, plan.group_sizes
+        return plan.ragged.visits.home.sizes, plan.group_sizes
 
     sent, group_sizes = run(program, x, routing)
     assert [*sent[0]] == [3, 1, 0, 1]  # tokens 0, 1 and 3 to device 0
