@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from pallas_collectives import errors as errors
+from pallas_collectives import moe as moe
 from pallas_collectives import sharded as sharded
 from pallas_collectives.backends.choice import use_backend as use_backend
 from pallas_collectives.backends.counters import counts as counts
