@@ -24,7 +24,10 @@ def blocks(language: str) -> list[str]:
 def test_examples_run_as_they_stand() -> None:
     first, _, beside, experts, *_ = blocks("python")
     done = subprocess.run(
-        [sys.executable, "-c", first + beside + experts], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", first + beside + experts],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "True {('all_gather', 'pallas', " in done.stdout

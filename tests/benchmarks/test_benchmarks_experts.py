@@ -35,8 +35,10 @@ def test_the_bound_is_that_of_the_very_routing() -> None:
     assert np.isclose(least.wire, 15 * tokens * nbytes / (2 * link))
 
 
-@pytest.mark.parametrize("pod", ["v6e:4x4", "v5p:4x4"])
-@pytest.mark.parametrize("name", experts.ROUTINGS)
+@pytest.mark.parametrize(
+    "name, pod",
+    [("balanced", "v6e:4x4"), ("balanced", "v5p:4x4"), ("zipf", "v6e:16"), ("worst", "v6e:16")],
+)
 def test_rows_of_a_prefill_are_near_the_wires_bound(name: str, pod: str) -> None:
     machine = Machine.named(pod)
     sent = experts.visits(name, 16, 1024, 256, 8)
