@@ -16,7 +16,7 @@ Parts go in chunks, so that what is passed on is on the wire together with what 
     drain     what came to stay, and what left
 
              hops   bytes sent per device             buffers                        semaphores
-    spread   1 or 2 the rows sent, and what it        rows / axes, for each axis     12
+    spread   1 or 2 the rows sent, and what it        see `room`, for each axis      12
                     passes on: by the shortest ways   but the last
 
 Who knows what. Each device has everyone's sizes and places, and works out its own tables from them:
@@ -98,9 +98,11 @@ def spread(
     interpret: Any,
 ) -> jax.Array:
     """As `ragged_all_to_all.ring`, by all axes of the torus that the group lies on."""
-    ways = [_Way.of(rings) for rings in _rings(group)[:-1]]
-    parts = len(ways) + 1
-    room = -(-len(operand) // parts)
+    rings = _rings(group)
+    ways = [_Way.of(of_axis) for of_axis in rings[:-1]]
+    # A part of what each sends on average, or of what one receives that all send to.
+    of_one = len(output) // min(of_axis.shape[1] for of_axis in rings)
+    room = -(-max(len(operand), of_one) // len(rings))
     tables = _tables(operand, output, input_offsets, all_sizes, all_places, group, ways, room=room)
     buffer = jax.ShapeDtypeStruct((room * len(ways), *operand.shape[1:]), operand.dtype)
     return launch.call(
@@ -177,7 +179,8 @@ def _tables(
     places = jnp.clip(all_places.reshape(sizes.shape), 0, len(output) - sizes)
     starts = jnp.clip(input_offsets.reshape(n, -1), 0, len(operand) - sizes[me])
     slices, parts = sizes.shape[2], len(ways) + 1
-    rows, spots = [], []
+    rows: list[jax.Array] = []
+    spots: list[jax.Array] = []
     for number, way in enumerate(ways):
         wanted = sizes * (number + 1) // parts - sizes * number // parts
         wanted = jnp.where((way.hosts >= 0)[:, :, None], wanted, 0)
@@ -248,13 +251,14 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
     def copy(chunk: Any, rows: Any, ends: tuple[Any, ...], sems: Any, peer: Any) -> None:
         """Sends a chunk of so many rows, if it has any."""
         source_ref, start, target_ref, place = ends
+        sent, come = sems
         first, size = _chunk(rows, chunk)
 
         @pl.when(size > 0)
         def _() -> None:
             source = source_ref.at[pl.ds(start + first, size)]
             target = target_ref.at[pl.ds(place + first, size)]
-            sync.remote_copy(source, target, *sems, ring.device_id(peer))
+            sync.remote_copy(source, target, sent, come, ring.device_id(peer))
 
     def push(chunk: Any) -> None:
         def send(peer: Any, i: Any) -> None:
