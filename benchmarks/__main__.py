@@ -4,6 +4,7 @@ python -m benchmarks [flags]                  all of that, on the devices there 
 python -m benchmarks certify [flags]          what to run first on new TPUs or GPUs: one report file
 python -m benchmarks tune [flags]             which algorithm is fastest, for the library's choice
 python -m benchmarks fused [flags]            products with their collective: what is hidden
+python -m benchmarks experts [flags]          tokens to their experts and back
 python -m benchmarks step [flags]             a model's step: which collectives the core waits for
 python -m benchmarks host [flags]             what a small call costs the host, on GPUs
 python -m benchmarks layers [flags]           weights gathered one layer ahead, on GPUs
@@ -25,16 +26,8 @@ from benchmarks.settings import FlagError
 
 # A command is a module with a function `main(argv) -> exit status`.
 COMMANDS = (
-    "sweep",
-    "certify",
-    "tune",
-    "fused",
-    "step",
-    "host",
-    "layers",
-    "report",
-    "compare",
-    "readme",
+    *("sweep", "certify", "tune", "fused", "experts", "step", "host", "layers"),
+    *("report", "compare", "readme"),
 )
 
 
