@@ -376,7 +376,7 @@ def over_mesh(
     if isinstance(told, AskError):
         raise told
     raise AskError(
-        f"{_name(function)} of {', '.join(map(_said, jax.tree.leaves(args))) or 'no operands'}",
+        f"{name_of(function)} of {', '.join(map(_said, jax.tree.leaves(args))) or 'no operands'}",
         f"tracing it on {_mesh_said(axes)} raises {type(told).__name__}: {_first_line(told)}"
         f"{_place(told)}",
         "give operands that it takes (a function inside shard_map: those of one device)",
@@ -388,7 +388,8 @@ def _with_mesh(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     with contextlib.suppress(TypeError, ValueError):  # what has no signature has no such parameter
         takes_mesh = "mesh" in inspect.signature(function).parameters
 
-    if not takes_mesh:
+    given = isinstance(function, functools.partial) and "mesh" in function.keywords
+    if given or not takes_mesh:
         return function
     return functools.partial(function, mesh=mesh)
 
@@ -414,7 +415,10 @@ def _own_mesh(candidate: Callable[..., Any], args: tuple[Any, ...]) -> Axes:
     return dict(zip(own.axis_names, own.axis_sizes, strict=True))
 
 
-def _name(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called; a `functools.partial` as what it is of."""
+    while isinstance(function, functools.partial):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 

@@ -65,7 +65,7 @@ def check(
     for number, case in enumerate(cases if compile else ()):
         asked_of = (compiled.ask(g, case.axes, target, args, inside) for g in compile)
         cases[number] = dataclasses.replace(case, compilations=tuple(asked_of))
-    name = function if isinstance(function, str) else getattr(target, "__name__", "function")
+    name = function if isinstance(function, str) else asked.name_of(target)
     return Verdict(name, taken_as, operands, tuple(cases))
 
 
