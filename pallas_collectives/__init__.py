@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives import errors as errors
+    from pallas_collectives import moe as moe
     from pallas_collectives import multihost as multihost
     from pallas_collectives import nccl as nccl
     from pallas_collectives import replay as replay
@@ -118,7 +119,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "simulation": ("simulate",),
     "topology.placement": ("torus",),
 }
-_SUBMODULES = ("errors", "multihost", "nccl", "replay", "sharded", "verify")
+_SUBMODULES = ("errors", "moe", "multihost", "nccl", "replay", "sharded", "verify")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 PUBLIC = (*_PLACES, *_SUBMODULES)
 

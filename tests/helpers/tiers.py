@@ -132,6 +132,14 @@ QUICK: dict[str, Covers] = {
     "test_kernel_bodies::test_kernel_bodies_compile": once,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
+    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": each("mode"),
+    "test_moe::test_values_and_gradients_are_those_of_a_dense_layer": each("how"),
+    "test_moe::test_what_fits_and_what_does_not": only(how=("ragged",), rows=(7,)),
+    "test_moe_transforms::test_checkpoint_in_a_scan_keeps_nothing_and_differentiates": only(
+        how=("kernels",)
+    ),
+    "test_moe_transforms::test_second_order_and_forward": only(how=("ragged",)),
+    "test_moe_transforms::test_vmap": each("mapped"),
     "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_a_process_that_never_enters_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),
