@@ -290,8 +290,9 @@ def ragged_all_to_all(
       axis_name: mesh axis, or tuple of axes, of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
       backend: see the module.
-      algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours) or
-        "line".
+      algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours),
+        "line" (the same on devices whose first and last share no link), or "spread" (over all axes
+        of a torus, for large and unequal slices); with ":vmem" behind it in VMEM.
 
     Returns:
       `output` with the rows received in place.

@@ -136,7 +136,12 @@ def _fastest(
         for a in algorithms
         if a.name not in predicted
     ]
-    return (order or list(names))[0], (*timed, *others)
+    large = [
+        a.name
+        for a in algorithms
+        if a.name in names and group.torus and a.first_from and block_bytes >= a.first_from
+    ]
+    return (order or large or list(names))[0], (*timed, *others)
 
 
 def _devices(group: Group) -> str:
@@ -159,7 +164,7 @@ def _why(name: str, candidates: Sequence[Candidate]) -> str:
         able = [c for c in candidates if c.us is not None or c.source == _UNTIMED]
         if len(able) == 1:
             return "it is the only one that can serve"
-        return "it is the first of those that can serve, and no table has a time for it"
+        return "it is preferred of those that can serve, and no table has a time for it"
     best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
     share = 100 * min(1.0, latency / us)
     rules = (
