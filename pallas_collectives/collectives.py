@@ -4,7 +4,9 @@ Each takes two more keyword arguments:
 
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
 * `algorithm`: the backend's algorithm by name; "auto" or None lets it choose by size and chip (see
-  `tuning.choice` and `explain`). A name with ":vmem" appended keeps operand and result in VMEM.
+  `tuning.choice` and `explain`). A name with ":vmem" appended keeps operand and result in VMEM;
+  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one and nothing is
+  added. "auto:sc" and the like choose the algorithm.
 
 Semantics are lax's own: its function runs, with our primitives in place of its collectives (see
 `lowering.primitives`). The checks here are for mistakes that lax reports later, or less clearly.
