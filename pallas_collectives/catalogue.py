@@ -19,6 +19,7 @@ from pallas_collectives import examples
 from pallas_collectives.records import (
     EVERYONE,
     LINE,
+    NEIGHBOURS,
     ON_LINE,
     ON_RING,
     ON_SEVERAL,
@@ -121,6 +122,17 @@ _ALL_REDUCE = (
         steps="the axes' together",
         lies=(ON_SEVERAL,),
         in_vmem=lambda block, n: block,
+    ),
+    Algorithm(
+        name="gather",
+        launcher=Kernel("all_reduce_gather", "gather"),
+        reach=NEIGHBOURS,
+        barrier="neighbours",
+        sent="as all_gather, of whole operands",
+        steps="as all_gather",
+        takes_whole=True,
+        # Everyone's operand is kept, beside the own and the result.
+        in_vmem=lambda block, n: block * (n + 2),
     ),
     Algorithm(
         name="one_shot",

@@ -9,12 +9,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_collectives.examples import Example
-from pallas_collectives.topology.reach import Pattern, alone, everyone, line, ring, torus
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology.placement import nearest
+from pallas_collectives.topology.reach import (
+    Pairs,
+    Pattern,
+    alone,
+    everyone,
+    line,
+    ring,
+    torus,
+)
+
+
+def _neighbours(group: Group) -> Pairs:
+    return nearest(group)(group)
+
 
 # Who writes to whom or signals whom: what a chip must reach.
 RING = ring  # neighbours, the first and the last too
 LINE = line  # neighbours, but for the first and the last
 TORUS = torus  # neighbours along each axis of the torus
+NEIGHBOURS = _neighbours  # on the torus, the line or the ring, as the group lies
 EVERYONE = everyone
 PARTNERS = alone  # the pairs of a permutation, which a call names
 

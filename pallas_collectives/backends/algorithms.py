@@ -91,7 +91,7 @@ def choose(
     chip, record = chips.current(), catalogue.COLLECTIVES[op]
     if how.algorithm is not None and not isinstance(how.algorithm, str):
         raise AlgorithmError(f"algorithm={how.algorithm!r}", "it is a name", "see its docstring")
-    if not reaches(perm, group, chip):
+    if not placement.reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
     torus, name = torus_of(group, chip), how.algorithm
     candidates: tuple[Candidate, ...] = ()
@@ -253,21 +253,14 @@ def serves(algorithm: Algorithm, group: Group, chip: Chip) -> bool:
     """Whether an algorithm can serve a group: every device reaches those that it writes to."""
     if algorithm.most_devices is not None and group.size > algorithm.most_devices:
         return False
-    return reaches(algorithm.reach(group), group, chip)
+    return placement.reaches(algorithm.reach(group), group, chip)
 
 
 def check_ring(what: str, group: Group) -> None:
     """Raises ReachError for a kernel round a ring that the chip's devices cannot go round."""
     chip = chips.current()
-    if not reaches(reach.ring(group), group, chip):
+    if not placement.reaches(reach.ring(group), group, chip):
         raise unreachable(f"{what} over {group.size} devices as they lie", chip)
-
-
-def reaches(pairs: reach.Pairs, group: Group, chip: Chip) -> bool:
-    """Whether devices of a group, by their numbers, reach each other, as far as is known here."""
-    if reach.everywhere(chip) or placement.are_settled_later():
-        return True
-    return reach.all_reach(chip, *placement.lying(group, chip), pairs)
 
 
 def unreachable(what: str, chip: Chip) -> ReachError:
