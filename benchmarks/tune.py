@@ -27,7 +27,7 @@ from benchmarks.settings import Settings
 from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.errors import CollectiveError, ReachError, VmemError
-from pallas_collectives.records import ON_SEVERAL
+from pallas_collectives.records import NEIGHBOURS, ON_SEVERAL, TORUS
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.tuning import choice, tables
@@ -164,7 +164,7 @@ def model(
         offered = candidates(case.op, torus)
         # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
         if torus not in tables.TORI and n > algorithms.FEW_DEVICES:
-            of_several = {a.name for a in record.algorithms if a.lies == (ON_SEVERAL,)}
+            of_several = {a.name for a in record.algorithms if a.reach in (TORUS, NEIGHBOURS)}
             offered = tuple(name for name in offered if name.partition(":")[0] in of_several)
         us = {name: times for name, times in us.items() if name in offered}
         for name in offered:

@@ -35,6 +35,7 @@ from pallas_collectives.overlap.kernel_bodies import gather_and_consume as gathe
 from pallas_collectives.overlap.kernel_bodies import produce_and_scatter as produce_and_scatter
 from pallas_collectives.overlap.products import all_gather_matmul as all_gather_matmul
 from pallas_collectives.overlap.products import matmul_reduce_scatter as matmul_reduce_scatter
+from pallas_collectives.overlap.residual_norm import psum_residual_rmsnorm as psum_residual_rmsnorm
 from pallas_collectives.override import override_lax as override_lax
 from pallas_collectives.simulation import simulate as simulate
 from pallas_collectives.topology.placement import torus as torus

@@ -86,6 +86,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         barrier="everyone",
         sent="as the wires lie",
         steps="1",
+        in_order=True,
         # Everyone's term is kept, beside operand and result.
         in_vmem=whole and (lambda block, n: block * (2 * n + 1)),
     )
@@ -130,6 +131,7 @@ _ALL_REDUCE = (
         barrier="neighbours",
         sent="as all_gather, of whole operands",
         steps="as all_gather",
+        in_order=True,
         takes_whole=True,
         # Everyone's operand is kept, beside the own and the result.
         in_vmem=lambda block, n: block * (n + 2),
@@ -141,6 +143,7 @@ _ALL_REDUCE = (
         barrier="everyone",
         sent="as the wires lie",
         steps="1",
+        in_order=True,
         takes_whole=True,
         # Everyone's operand is kept, beside the own and the result.
         in_vmem=lambda block, n: block * (n + 2),

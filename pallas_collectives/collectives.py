@@ -88,6 +88,7 @@ def psum_scatter(
     axis_index_groups: Groups = None,
     tiled: bool = False,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -100,6 +101,7 @@ def psum_scatter(
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       tiled: keep the scattered dimension, of size s, instead of dropping it.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
+      order: "rank" to have every element added in the order of the ranks, see `psum`.
       backend: see the module.
       algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`;
         with ":vmem" behind it the operand is kept in VMEM.
@@ -116,7 +118,7 @@ def psum_scatter(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
+    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise, order)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -139,6 +141,7 @@ def psum(
     *,
     axis_index_groups: Groups = None,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -152,19 +155,28 @@ def psum(
       axis_name: mesh axis, or tuple of axes.
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
+      order: "rank" to have every element added in the order of the ranks, that of device 0 first;
+        None for the order of the fastest algorithm.
       backend: see the module.
       algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (that on
         devices whose first and last share no link), "torus" (that along all axes of the torus at
-        once; over several axes) or "one_shot" (everyone to everyone in one hop; small
-        arrays); with ":vmem" behind it operand and result are kept in VMEM.
+        once; over several axes), "gather" (whole operands to everyone, as `all_gather` does; small
+        arrays) or "one_shot" (everyone to everyone in one hop; small arrays); with ":vmem" behind
+        it operand and result are kept in VMEM. With `order`, "gather", "one_shot" or "exchange"
+        (each device adds one block of everyone's; large arrays).
 
     Returns:
       Arrays of x's shape and dtype (int32 for bool), with the same bits on every device.
 
+    With order="rank" an element's bits follow from the devices' terms of it and their ranks alone:
+    not from its place, the array's size, the algorithm or the backend. Ranks are positions in the
+    group. Floats narrower than 32 bits are added in float32, and rounded once. So a row's sum is
+    the same bits in a large batch and alone. `explain(..., order="rank")` says what that costs.
+
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise)
+    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
 
 
 all_reduce = psum
@@ -176,11 +188,12 @@ def pmean(
     *,
     axis_index_groups: Groups = None,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
-    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise)
+    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
 
 
 def pmax(
@@ -215,8 +228,9 @@ def _reduce(
     backend: str | None,
     algorithm: str | None,
     precise: bool = False,
+    order: str | None = None,
 ) -> Any:
-    how = _settle(axis_name, groups, backend, algorithm, precise)
+    how = _settle(axis_name, groups, backend, algorithm, precise, order)
     if name in ("pmax", "pmin"):
         validation.check_ordered(name, x, how)
     reduce = getattr(LAX, name)
@@ -410,6 +424,7 @@ def _settle(
     backend: str | None,
     algorithm: str | None,
     precise: bool = False,
+    order: str | None = None,
 ) -> How:
     """Checks axis names and groups against the mesh in scope, and settles who serves."""
     size = validation.size_of(axis_name)
@@ -417,4 +432,5 @@ def _settle(
     if groups is not None:
         validation.check_groups(groups, size)
     validation.check_flag("precise", precise)
-    return choice.choose(axes, backend, algorithm, precise)
+    validation.check_order_of_sum(order, axes)
+    return choice.choose(axes, backend, algorithm, precise, order)

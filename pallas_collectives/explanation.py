@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from pallas_collectives import catalogue
+from pallas_collectives import catalogue, validation
 from pallas_collectives.backends import algorithms, canonical, counters, serving
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.algorithms import Candidate as Candidate
@@ -45,7 +45,7 @@ class Explanation:
         sent, "" across slices.
       why: in a sentence.
       candidates: all algorithms, the fastest first.
-      inside: across slices, what serves inside each of them.
+      inside: the steps of what is served in several, as across slices, one after the other.
     """
 
     op: str
@@ -84,6 +84,7 @@ def explain(
     chip: str | None = None,
     torus: str | None = None,
     axis: int = 0,
+    order: str | None = None,
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
@@ -101,6 +102,7 @@ def explain(
       torus: "ring" or "line", where devices are given by number; by default what an axis of so
         many devices is on that chip.
       axis: the dimension of the operand that is gathered, scattered or split.
+      order: "rank" for a sum in the order of the ranks, as `psum` takes it.
 
     Raises:
       CollectiveError: a collective, chip or torus that is not known, too little to go on, or a
@@ -122,7 +124,8 @@ def explain(
             operand = jax.ShapeDtypeStruct(tuple(shape), _dtype(op, dtype))
             _check_axis(op, collective, operand.shape, axis, group.size)
         size = nbytes if nbytes is not None else math.prod(operand.shape) * operand.dtype.itemsize
-        plans = _planned(op, operand, group, axis)
+        validation.check_order_of_sum(order, group.axes)
+        plans = _planned(op, operand, group, axis, order)
         return _explained(op, size, placement.arranged(group), plans)
 
 
@@ -192,10 +195,12 @@ def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, np.float32)
 
 
-def _planned(op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int) -> list[Plan]:
+def _planned(
+    op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int, order: str | None
+) -> list[Plan]:
     """The plans that a call makes: its own code runs, with nothing to launch at its end."""
     primitive, plainly = catalogue.functions()[op].functions[op]
-    how = How("pallas", across=hierarchy.marked())
+    how = How("pallas", across=hierarchy.marked(), order=order)
 
     def call(x: jax.Array) -> jax.Array:
         operands, params = plainly(x, group.axes, group.size, axis)
@@ -227,7 +232,7 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         return Explanation(*about, torus, NOTHING, why, ())
     first = steps[0]
     if first.devices == group.size:
-        return dataclasses.replace(first, op=op, nbytes=nbytes)
+        return dataclasses.replace(first, op=op, nbytes=nbytes, inside=steps[1:])
     slices = group.size // first.devices
     why = f"kernels inside each of {slices} slices, lax between them"
     return Explanation(*about, first.torus, "", why, (), steps)

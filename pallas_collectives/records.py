@@ -74,6 +74,7 @@ class Algorithm:
       lies: the ways in which a group may lie where a time of this algorithm is worth having.
       in_vmem: (bytes of a block, n) -> bytes that are kept in VMEM with ":vmem". None where that
         gains nothing, and is done on request alone.
+      in_order: it adds every element in the order of the ranks, and rounds once.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not this device's.
       most_devices: the largest group that it serves; None for any.
@@ -87,6 +88,7 @@ class Algorithm:
     steps: str
     lies: tuple[str, ...] = _ANYWHERE
     in_vmem: Callable[[int, int], int] | None = None
+    in_order: bool = False
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None

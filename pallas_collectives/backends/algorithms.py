@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from pallas_collectives import catalogue
-from pallas_collectives.backends import counters
+from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
-from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.kernels.machinery import entry, product
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
@@ -97,15 +97,21 @@ def choose(
     candidates: tuple[Candidate, ...] = ()
     if name is None:
         block = record.block_bytes(operand.nbytes, group.size)
-        name, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
-    algorithm, space = record.algorithm(name), name.partition(":")[2]
-    if algorithm is None or space not in ("", "vmem", "hbm"):
-        names = ", ".join(catalogue.ALGORITHMS[op])
+        name, candidates = _fastest(op, block, group, chip, cuts, torus, perm, how.order)
+    able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
+    base, _, space = name.partition(":")
+    if (
+        base not in able
+        or space not in ("", "vmem", "hbm")
+        or (base == _EXCHANGE and space == "vmem")
+    ):
+        so = "" if how.order is None else f" in order={how.order!r}"
         raise AlgorithmError(
-            f"algorithm={name!r} for {op}",
-            f"it is one of {names}, alone or with ':vmem' or ':hbm' behind it",
+            f"algorithm={name!r} for {op}{so}",
+            f"it is one of {', '.join(able)}, alone or with ':vmem' or ':hbm' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
+    algorithm = able[base]
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
             f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",
@@ -138,6 +144,36 @@ def choose(
     return plan
 
 
+def in_order(op: str, order: str | None) -> tuple[Algorithm, ...]:
+    """The algorithms of a collective; of a sum in the order of the ranks those that add so."""
+    algorithms = catalogue.COLLECTIVES[op].algorithms
+    if order is None or op not in ordered.STEPS:
+        return algorithms
+    return (*(algorithm for algorithm in algorithms if algorithm.in_order), ordered.EXCHANGE)
+
+
+_EXCHANGE = ordered.EXCHANGE.name
+
+
+def _exchange(
+    op: str, block_bytes: int, group: Group, chip: Chip, cuts: int, torus: str
+) -> Candidate:
+    """The prediction for `ordered.EXCHANGE`: of its steps, one after the other."""
+    part = block_bytes if op == "reduce_scatter" else -(-block_bytes // group.size)
+    rates = product.generation(chip.name)
+    us = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, rates.hbm_bandwidth)
+    latency, sources = 0.0, []
+    for step in ordered.STEPS[op]:
+        able = reachable(step, group, chip, cuts)
+        predicted = choice.predict(step, part, group.size, chip, able, torus)
+        if not predicted:
+            return Candidate(_EXCHANGE, None, None, f"no table has {step} here")
+        fastest = predicted[choice.fastest_first(step, predicted)[0]]
+        us, latency = us + fastest.us, latency + fastest.latency_us
+        sources.append(_source(fastest))
+    return Candidate(_EXCHANGE, us, latency, "; ".join(dict.fromkeys(sources)))
+
+
 def _fastest(
     op: str,
     block_bytes: int,
@@ -146,10 +182,12 @@ def _fastest(
     cuts: int,
     torus: str,
     perm: Sequence[tuple[int, int]],
+    order: str | None,
 ) -> tuple[str, tuple[Candidate, ...]]:
     """The algorithm with the least predicted time, of those that can serve; and all of them."""
-    algorithms = catalogue.COLLECTIVES[op].algorithms
-    names = reachable(op, group, chip, cuts)
+    algorithms = in_order(op, order)
+    fit = {algorithm.name for algorithm in algorithms}
+    names = tuple(name for name in reachable(op, group, chip, cuts) if name in fit)
     one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
     if not one_axis or entry.shift_of(perm, group) is None:
         shifts = {a.name for a in algorithms if a.barrier == "partners"}
@@ -160,17 +198,33 @@ def _fastest(
                 "leave backend and algorithm to be chosen: lax then serves",
             )
         names = tuple(name for name in names if name not in shifts)
-    if not names:
+    exchanges = ordered.EXCHANGE in algorithms
+    if not names and not exchanges:
         raise unreachable(f"{op} over {_devices(group)} as they lie", chip)
     predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
-    order = choice.fastest_first(op, predicted)
-    timed = [Candidate(name, (p := predicted[name]).us, p.latency_us, _source(p)) for name in order]
+    timed = [
+        Candidate(name, (p := predicted[name]).us, p.latency_us, _source(p))
+        for name in choice.fastest_first(op, predicted)
+    ]
     others = [
         Candidate(a.name, None, None, _no_time(a, a.name in names, group, chip))
         for a in algorithms
-        if a.name not in predicted
+        if a.name not in predicted and a is not ordered.EXCHANGE
     ]
-    return (order or list(names))[0], (*timed, *others)
+    if exchanges:
+        composed = _exchange(op, block_bytes, group, chip, cuts, torus)
+        (others if composed.us is None else timed).append(composed)
+        timed.sort(key=lambda candidate: candidate.us or 0.0)
+        names = (*names, composed.algorithm)
+    return timed[0].algorithm if timed else names[0], (*timed, *others)
+
+
+def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:
+    """Microseconds of the algorithms that can serve a group, of those that have a time."""
+    chip = chips.current()
+    names = reachable(op, group, chip, cuts)
+    found = choice.predict(op, block_bytes, group.size, chip, names, torus_of(group, chip))
+    return {name: prediction.us for name, prediction in found.items()}
 
 
 def _devices(group: Group) -> str:

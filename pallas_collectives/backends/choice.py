@@ -50,7 +50,11 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def choose(
-    axes: tuple[Any, ...], backend: str | None, algorithm: str | None, precise: bool = False
+    axes: tuple[Any, ...],
+    backend: str | None,
+    algorithm: str | None,
+    precise: bool = False,
+    order: str | None = None,
 ) -> How:
     """Settles how a collective over `axes` is served under the mesh in scope.
 
@@ -72,7 +76,7 @@ def choose(
                 "lax's own collectives offer no choice",
                 "leave them out, or name another backend",
             )
-        return How("xla", named=True)
+        return How("xla", named=True, order=order)
     platform = _platform()
     chosen = name or ("nccl" if platform in _GPU else "pallas")
     if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
@@ -80,8 +84,8 @@ def choose(
             asked = {"backend": name, "algorithm": algorithm, "precise": precise or None}
             value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
             raise BackendError(value, obstacle, "leave backend=None and the like to use lax here")
-        return How("xla", fallback=obstacle)
-    how = How(chosen, name is not None, "", algorithm, precise)
+        return How("xla", fallback=obstacle, order=order)
+    how = How(chosen, name is not None, "", algorithm, precise, order)
     if chosen != "pallas":
         return how
     return dataclasses.replace(how, interpret=_interpret(platform), across=slices.marked())

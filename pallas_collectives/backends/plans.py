@@ -30,6 +30,7 @@ class How:
       fallback: why lax serves a call whose backend was not named; "" where it does not.
       algorithm: the caller's choice, or None for the backend's own.
       precise: sums travel in float32 where the operand is a narrower float.
+      order: "rank" where every element is to be added in the order of the ranks; else None.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
     """
@@ -39,6 +40,7 @@ class How:
     fallback: str = ""
     algorithm: str | None = None
     precise: bool = False
+    order: str | None = None
     interpret: Any = False
     across: tuple[str, ...] | None = None
 

@@ -35,9 +35,16 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
         except UNSERVABLE as error:
             if how.strict:
                 raise
-            how = How("xla", fallback=str(error))
+            how = How("xla", fallback=str(error), order=how.order)
     note(Plan(op=op, backend="xla", why=how.fallback))
+    if how.order is not None and _adds(op):
+        return run(op, how, *args, **params)
     return by_lax(*args, **params)
+
+
+def _adds(op: str) -> bool:
+    collective, primitive = catalogue.primitives()[op]
+    return "scatter" in collective.phases and primitive.reduction in ("", "sum")
 
 
 def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
