@@ -26,7 +26,7 @@ from jax import lax
 
 from pallas_collectives.backends import algorithms, canonical, counters, slices
 from pallas_collectives.backends.pallas import products
-from pallas_collectives.backends.pallas.products import GATHER, Spec
+from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import UNSERVABLE
 from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul
@@ -70,6 +70,8 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Fusion:
     how = spec.how
     if spec.wish == "unfused":
         return Fusion(op, "unfused", "it was asked for")
+    if op == SCATTER and how.order is not None:
+        return refused(op, spec, f"on its way round the ring it adds in no order={how.order!r}")
     if how.backend != "pallas":
         why = how.fallback or f"backend {how.backend!r} has no kernels"
         if spec.wish == "fused":

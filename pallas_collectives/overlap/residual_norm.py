@@ -314,9 +314,9 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> Any:
     """Mapped rows are more rows; with mapped weights sum and norm run apart."""
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if dims[2] is None:
-        x, residual, weight = args
-        rows = (batching.bdim_at_front(*pair, size) for pair in ((x, dims[0]), (residual, dims[1])))
-        return _run(*rows, weight, spec), (0, 0)
+        first = functools.partial(batching.bdim_at_front, size=size)
+        x, residual = first(args[0], dims[0]), first(args[1], dims[1])
+        return _run(x, residual, args[2], spec), (0, 0)
     _refused(spec, "vmap maps over the weight").count()
     with counters.uncounted():
         apart = functools.partial(_run, spec=dataclasses.replace(spec, wish="unfused"))
