@@ -22,7 +22,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives.kernels import all_reduce_gather
-from pallas_collectives.kernels.machinery.blocks import sublanes
 from pallas_collectives.kernels.machinery.combine import combined
 from pallas_collectives.topology.groups import Group
 
@@ -33,6 +32,7 @@ def psum_residual_rmsnorm(
     weight: jax.Array,
     group: Group,
     *,
+    high: int,
     eps: float,
     columns: int,
     interpret: Any,
@@ -40,17 +40,19 @@ def psum_residual_rmsnorm(
     """(normed, new), in VMEM.
 
     Args:
-      x: (rows, D), whole tiles of both dtypes.
-      residual: (rows, D).
-      weight: float32 (1, D).
+      x: (steps * high, wide), whole tiles: `high` rows at a time; or, if a row is longer than
+        `wide`, one row at a time, as so many tiles.
+      residual: as x.
+      weight: float32 (1, wide) or, of a row in tiles, (high, wide).
       group: the devices.
+      high: see x.
       eps: added to a row's mean square.
-      columns: the true D, of whose padding all is 0.
+      columns: of a row; what is padded to whole tiles is 0.
       interpret: see `launch.call`.
     """
 
     def after(stack_ref: Any, *refs: Any) -> None:
-        for_each_row_tile(x.dtype, residual.dtype, stack_ref, *refs, eps=eps, columns=columns)
+        for_each_step(stack_ref, *refs, high=high, eps=eps, columns=columns)
 
     normed, new = all_reduce_gather.gathered(
         after,
@@ -69,31 +71,30 @@ def psum_residual_rmsnorm(
     return normed, new
 
 
-def for_each_row_tile(
-    x_dtype: Any,
-    residual_dtype: Any,
-    stack_ref: Any,  # (n, rows, D): VMEM; or several dimensions for n
-    residual_ref: Any,  # (rows, D): VMEM
-    weight_ref: Any,  # (1, D): VMEM
-    normed_ref: Any,  # (rows, D): VMEM
-    new_ref: Any,  # (rows, D): VMEM
+def for_each_step(
+    stack_ref: Any,  # (n, steps * high, wide): VMEM; or several dimensions for n
+    residual_ref: Any,  # (steps * high, wide): VMEM
+    weight_ref: Any,  # (1, wide) or (high, wide): VMEM
+    normed_ref: Any,  # (steps * high, wide): VMEM
+    new_ref: Any,  # (steps * high, wide): VMEM
     *,
+    high: int,
     eps: float,
     columns: int,
 ) -> None:
-    """Adds and normalises so many rows at a time as make one row of tiles of either dtype."""
-    rows, depth = residual_ref.shape
-    high = max(sublanes(x_dtype), sublanes(residual_dtype))
+    """Adds and normalises the rows of one step after the other."""
+    lines, wide = residual_ref.shape
+    ranks = tuple(pl.ds(0, n) for n in stack_ref.shape[:-2])
 
-    def one(number: Any, _: None) -> None:
-        at = pl.ds(pl.multiple_of(number * high, high), high)
-        layers = stack_ref.at[(*(pl.ds(0, n) for n in stack_ref.shape[:-2]), at)]
-        total = combined("sum", layers, (high, depth)).astype(x_dtype)
-        new = added(residual_ref[at, :], total)
-        new_ref[at, :] = new
-        normed_ref[at, :] = normalised(new, weight_ref[...], eps, columns).astype(x_dtype)
+    def one(step: Any, _: None) -> None:
+        at = pl.ds(pl.multiple_of(step * high, high), high)
+        total = combined("sum", stack_ref.at[(*ranks, at)], (high, wide))
+        new = added(residual_ref[at], total.astype(normed_ref.dtype))
+        new_ref[at] = new
+        normed = normalised(new, weight_ref[...], eps, columns)
+        normed_ref[at] = normed.astype(normed_ref.dtype)
 
-    lax.fori_loop(0, rows // high, one, None)
+    lax.fori_loop(0, lines // high, one, None)
 
 
 def added(residual: jax.Array, total: jax.Array) -> jax.Array:
@@ -102,7 +103,11 @@ def added(residual: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def normalised(new: jax.Array, weight: jax.Array, eps: float, columns: int) -> jax.Array:
-    """Rows by their root mean square over so many columns, times a weight; in float32."""
+    """Rows of so many columns by their root mean square, times a weight; in float32.
+
+    They lie along the last dimension, or along the last two as one row does that is as long.
+    """
     wide = new.astype(jnp.float32)
-    mean = jnp.sum(wide * wide, axis=-1, keepdims=True) * (1 / columns)
+    along = -1 if columns <= new.shape[-1] else (-2, -1)
+    mean = jnp.sum(wide * wide, axis=along, keepdims=True) * (1 / columns)
     return wide * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)

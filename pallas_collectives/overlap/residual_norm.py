@@ -204,7 +204,8 @@ def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> Fusion:
     gather = catalogue.COLLECTIVES["all_reduce"].algorithm(_GATHER)
     if gather is None or not algorithms.serves(gather, group, chip):
         return _refused(spec, f"{chip.name} cannot write to all the devices that it would have to")
-    kept = (group.size + 2) * _nbytes(x) + 2 * _nbytes(residual)
+    tiles = _Tiles.of(x, residual)
+    kept = (group.size + 2) * tiles.nbytes(x.dtype) + 2 * tiles.nbytes(residual.dtype)
     if kept > chip.vmem_bytes * 3 // 4:
         return _refused(spec, f"it needs {kept / (1 << 20):.1f} MiB of {chip.name}'s VMEM")
     if spec.wish == "fused" or _pays(x, residual, group):
@@ -214,42 +215,80 @@ def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> Fusion:
 
 def _pays(x: Any, residual: Any, group: Group) -> bool:
     """Whether the gather takes no longer than the quickest sum and the passes that it saves."""
-    nbytes = _nbytes(x)
+    tiles = _Tiles.of(x, residual)
+    nbytes = tiles.nbytes(x.dtype)
     sums = algorithms.predicted("all_reduce", nbytes, group, cuts=nbytes // (group.size << 12))
     gathered = [us for name, us in sums.items() if name.partition(":")[0] == _GATHER]
     if not gathered:
         return False
-    passes = 2 * (nbytes + _nbytes(residual))
+    passes = 2 * (nbytes + tiles.nbytes(residual.dtype))
     bandwidth = product.generation(chips.current().name).hbm_bandwidth
     return min(gathered) <= min(sums.values()) + 1e6 * passes / bandwidth
 
 
-def _nbytes(x: Any) -> int:
-    """Bytes of an operand, its rows padded to whole tiles."""
-    rows = math.prod(x.shape[:-1])
-    high = sublanes(x.dtype)
-    return -(-rows // high) * high * -(-x.shape[-1] // LANES) * LANES * x.dtype.itemsize
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """Rows as the kernel takes them: (steps, high, wide), whole tiles of both dtypes.
+
+    Attributes:
+      rows: how many there are.
+      columns: of a row.
+      shape: several rows at a time, or one as several tiles: whichever takes less padding.
+    """
+
+    rows: int
+    columns: int
+    shape: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, x: Any, residual: Any) -> "_Tiles":
+        """Those of two operands of one shape."""
+        rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+        high, lines = max(sublanes(x.dtype), sublanes(residual.dtype)), -(-columns // LANES)
+        together = (-(-rows // high), high, lines * LANES)
+        alone = (rows, -(-lines // high) * high, LANES)
+        least = min(together, alone, key=math.prod) if columns > LANES else together
+        return cls(rows, columns, least)
+
+    def nbytes(self, dtype: Any) -> int:
+        """Of an operand so laid out."""
+        return math.prod(self.shape) * jnp.dtype(dtype).itemsize
+
+    def weight(self, weight: jax.Array) -> jax.Array:
+        """For one row, or for each of those at a time."""
+        long = self.shape[1] * LANES if self.shape[2] < self.columns else self.shape[2]
+        return jnp.pad(weight, (0, long - self.columns)).reshape(-1, self.shape[2])
+
+    def into(self, x: jax.Array) -> jax.Array:
+        """An operand so laid out."""
+        steps, high, wide = self.shape
+        one_row = wide < self.columns
+        rows, columns = (steps, high * wide) if one_row else (steps * high, wide)
+        flat = x.reshape(self.rows, self.columns)
+        padding = ((0, rows - self.rows), (0, columns - self.columns))
+        return jnp.pad(flat, padding).reshape(steps * high, wide)
+
+    def out_of(self, y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `into`."""
+        steps, high, wide = self.shape
+        flat = y.reshape(*((steps, high * wide) if wide < self.columns else (steps * high, wide)))
+        return flat[: self.rows, : self.columns].reshape(shape)
 
 
 def _kernel(x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec) -> list[jax.Array]:
-    """By the kernel: rows first, padded to whole tiles."""
-    columns, high = x.shape[-1], max(sublanes(x.dtype), sublanes(residual.dtype))
-    rows = x.size // columns
-
-    def tiles(array: jax.Array, whole: int) -> jax.Array:
-        flat = array.reshape(-1, columns)
-        return jnp.pad(flat, ((0, -len(flat) % whole), (0, -columns % LANES)))
-
+    """By the kernel."""
+    tiles = _Tiles.of(x, residual)
     results = residual_norm.psum_residual_rmsnorm(
-        tiles(x, high),
-        tiles(residual, high),
-        tiles(weight.astype(jnp.float32), 1),
+        tiles.into(x),
+        tiles.into(residual),
+        tiles.weight(weight.astype(jnp.float32)),
         placement.arranged(spec.group),
+        high=tiles.shape[1],
         eps=spec.eps,
-        columns=columns,
+        columns=tiles.columns,
         interpret=spec.how.interpret,
     )
-    return [y[:rows, :columns].reshape(x.shape) for y in results]
+    return [tiles.out_of(y, x.shape) for y in results]
 
 
 # The primitive ------------------------------------------------------------------------------------
@@ -289,7 +328,7 @@ def _sum(x: jax.Array, spec: Spec) -> jax.Array:
     return serving.served("psum", spec.how, by_lax, x, **params)
 
 
-def _lowered(x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec) -> Any:
+def lowered(x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec) -> Any:
     """What a program computes in its place, once it is known where the devices are."""
     fusion = _as_devices_lie(x, residual, spec)
     fusion.count()
@@ -327,7 +366,7 @@ def _primitive() -> core.Primitive:
     primitive = core.Primitive(f"pallas_{NAME}")
     primitive.multiple_results = True
     primitive.def_effectful_abstract_eval(_abstract_eval)
-    lower = mlir.lower_fun(_lowered, multiple_results=True)
+    lower = mlir.lower_fun(lowered, multiple_results=True)
 
     def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
