@@ -38,6 +38,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -51,6 +52,7 @@ def all_gather(
         dimension along which they are concatenated, to size n * s.
       tiled: concatenate instead of stacking.
       to: "varying", or "invarying" for a result typed as equal on all devices.
+      order: "rank" to have its gradient, a `psum_scatter`, add in the order of the ranks.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
         "line" (the same on devices whose first and last share no link), "torus" (both ways along
@@ -73,7 +75,7 @@ def all_gather(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = _settle(axis_name, axis_index_groups, backend, algorithm, order=order)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}

@@ -116,6 +116,8 @@ def _pipelined(op: str, ndim: int, spec: Spec, why: str) -> Fusion:
         obstacle = "there is one device"
     elif spec.axis == ndim - 1:
         obstacle = "the axis is the last, along which products are not cut into blocks"
+    elif spec.how.order is not None:
+        obstacle = f"a pipeline, backward too, adds in no order={spec.how.order!r}"
     elif spec.precision is not None:
         obstacle = f"pipelined products know no precision={spec.precision!r}"
     return refused(op, spec, obstacle) if obstacle else Fusion(op, "pipelined", why)

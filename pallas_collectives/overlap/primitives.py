@@ -48,7 +48,12 @@ def all_gather_matmul(x: jax.Array, ws: Sequence[jax.Array], spec: Spec) -> list
         )
         return [gathered, *products]
     gathered = collectives.all_gather(
-        x, spec.axis_name, axis=spec.axis, tiled=True, backend=_named(spec)
+        x,
+        spec.axis_name,
+        axis=spec.axis,
+        tiled=True,
+        order=spec.how.order,
+        backend=_named(spec),
     )
     return [gathered, *(product(gathered, w, spec) for w in ws)]
 
