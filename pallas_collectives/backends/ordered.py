@@ -14,7 +14,6 @@ On TPUs a kernel is the gather, and `algorithms` chooses between it and the exch
 """
 
 import dataclasses
-import importlib
 import math
 from typing import Any
 
@@ -83,7 +82,9 @@ def _rounded(total: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _module(how: How) -> Any:
-    return importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+    from pallas_collectives.backends import serving  # which serves by what is here
+
+    return serving.backend_module(how.backend)
 
 
 def _plain(how: How) -> How:

@@ -18,15 +18,13 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import _compat, catalogue, collectives, validation
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, slices
-from pallas_collectives.backends.plans import UNSERVABLE, How
+from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
 from pallas_collectives.collectives import LAX
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError, VmemError
 from pallas_collectives.kernels import residual_norm
-from pallas_collectives.kernels.machinery import product
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.lowering import remat
-from pallas_collectives.overlap.fusion import Fusion
-from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology import chips, placement, rates
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
 
@@ -90,7 +88,7 @@ def psum_residual_rmsnorm(
         validation.check_groups(axis_index_groups, size)
     validation.check_order_of_sum(order, axes)
     algorithm = None if algorithm == "auto" else algorithm
-    if algorithm not in (None, "fused", "unfused"):
+    if algorithm not in (None, FUSED, UNFUSED):
         rule = "it is 'fused', 'unfused', 'auto' or None"
         raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
     groups = None if axis_index_groups is None else tuple(map(tuple, axis_index_groups))
@@ -138,10 +136,10 @@ class Spec:
 
 def _run(x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec) -> Any:
     """(normed, new), bound as one primitive wherever a kernel might serve."""
-    fusion = _as_they_are(x, residual, spec)
-    if fusion is None:
+    plan = _as_they_are(x, residual, spec)
+    if plan is None:
         return tuple(_norm_p.bind(x, residual, weight, spec=spec))
-    fusion.count()
+    counters.note(plan)
     return _apart(x, residual, weight, spec, _psum(x, spec))
 
 
@@ -164,15 +162,15 @@ def _normed(new: jax.Array, weight: jax.Array, spec: Spec) -> jax.Array:
 # Fused or apart -----------------------------------------------------------------------------------
 
 
-def _as_they_are(x: Any, residual: Any, spec: Spec) -> Fusion | None:
+def _as_they_are(x: Any, residual: Any, spec: Spec) -> ProductPlan | None:
     """What runs apart on any devices; None where a kernel might serve, by `_as_devices_lie`.
 
     Raises:
       AlgorithmError: "fused" was asked for by name, and cannot be.
     """
     how = spec.how
-    if spec.wish == "unfused":
-        return Fusion(NAME, "unfused", "it was asked for")
+    if spec.wish == UNFUSED:
+        return _plan(spec, UNFUSED, "it was asked for")
     if how.backend != "pallas":
         return _refused(spec, how.fallback or f"backend {how.backend!r} has no kernels")
     if unknown := sorted({x.dtype.name, residual.dtype.name} - set(_FUSED_DTYPES)):
@@ -183,14 +181,18 @@ def _as_they_are(x: Any, residual: Any, spec: Spec) -> Fusion | None:
     return _refused(spec, "an operand is empty") if x.size == 0 else None
 
 
-def _refused(spec: Spec, why: str) -> Fusion:
-    if spec.wish == "fused":
+def _refused(spec: Spec, why: str) -> ProductPlan:
+    if spec.wish == FUSED:
         remedy = "leave algorithm=None to have sum and norm run apart"
         raise AlgorithmError(f"algorithm='fused' for {NAME}", why, remedy)
-    return Fusion(NAME, "unfused", why)
+    return _plan(spec, UNFUSED, why)
 
 
-def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> Fusion:
+def _plan(spec: Spec, way: str, why: str) -> ProductPlan:
+    return ProductPlan(op=NAME, backend=spec.how.backend, algorithm=way, why=why)
+
+
+def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> ProductPlan:
     """How operands that a kernel takes run on these devices.
 
     Raises:
@@ -208,8 +210,8 @@ def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> Fusion:
     kept = (group.size + 2) * tiles.nbytes(x.dtype) + 2 * tiles.nbytes(residual.dtype)
     if kept > chip.vmem_bytes * 3 // 4:
         return _refused(spec, f"it needs {kept / (1 << 20):.1f} MiB of {chip.name}'s VMEM")
-    if spec.wish == "fused" or _pays(x, residual, group):
-        return Fusion(NAME, "fused")
+    if spec.wish == FUSED or _pays(x, residual, group):
+        return _plan(spec, FUSED, "")
     return _refused(spec, "by the table of times, and what XLA's passes take, it is slower fused")
 
 
@@ -228,7 +230,7 @@ def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: str) -> float:
 
     What it takes to start the pass is left out, in favour of the form apart.
     """
-    return 2 * (x_bytes + residual_bytes) / product.generation(chip).hbm_bandwidth
+    return 2 * (x_bytes + residual_bytes) / rates.of_chip(chip).hbm_bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,9 +337,9 @@ def _sum(x: jax.Array, spec: Spec) -> jax.Array:
 
 def lowered(x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec) -> Any:
     """What a program computes in its place, once it is known where the devices are."""
-    fusion = _as_devices_lie(x, residual, spec)
-    fusion.count()
-    if fusion.way == "fused":
+    plan = _as_devices_lie(x, residual, spec)
+    counters.note(plan)
+    if plan.algorithm == FUSED:
         return _kernel(x, residual, weight, spec)
     return list(_apart(x, residual, weight, spec, _sum(x, spec)))
 
@@ -361,9 +363,9 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> Any:
         first = functools.partial(batching.bdim_at_front, size=size)
         x, residual = first(args[0], dims[0]), first(args[1], dims[1])
         return _run(x, residual, args[2], spec), (0, 0)
-    _refused(spec, "vmap maps over the weight").count()
+    counters.note(_refused(spec, "vmap maps over the weight"))
     with counters.uncounted():
-        apart = functools.partial(_run, spec=dataclasses.replace(spec, wish="unfused"))
+        apart = functools.partial(_run, spec=dataclasses.replace(spec, wish=UNFUSED))
         return jax.vmap(apart, in_axes=tuple(dims))(*args), (0, 0)
 
 
