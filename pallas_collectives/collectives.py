@@ -74,7 +74,7 @@ def all_gather(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm, order=order)
+    how = settle(axis_name, axis_index_groups, backend, algorithm, order=order)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
@@ -118,7 +118,7 @@ def psum_scatter(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise, order)
+    how = settle(axis_name, axis_index_groups, backend, algorithm, precise, order)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -229,7 +229,7 @@ def _reduce(
     precise: bool = False,
     order: str | None = None,
 ) -> Any:
-    how = _settle(axis_name, groups, backend, algorithm, precise, order)
+    how = settle(axis_name, groups, backend, algorithm, precise, order)
     if name in ("pmax", "pmin"):
         validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)
@@ -266,7 +266,7 @@ def all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = settle(axis_name, axis_index_groups, backend, algorithm)
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
@@ -321,7 +321,7 @@ def ragged_all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = settle(axis_name, axis_index_groups, backend, algorithm)
     slices = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -363,7 +363,7 @@ def ppermute(
         not in the mesh's order.
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
     """
-    how = _settle(axis_name, None, backend, algorithm)
+    how = settle(axis_name, None, backend, algorithm)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), x)
@@ -378,7 +378,7 @@ def pshuffle(
     algorithm: str | None = "auto",
 ) -> Any:
     """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
-    how = _settle(axis_name, None, backend, algorithm)
+    how = settle(axis_name, None, backend, algorithm)
     validation.check_order(axis_name)
     validation.checked_perm(
         [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
@@ -396,7 +396,7 @@ def pswapaxes(
     algorithm: str | None = "auto",
 ) -> Any:
     """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = settle(axis_name, axis_index_groups, backend, algorithm)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
     return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), x)
@@ -411,12 +411,12 @@ def pbroadcast(
     algorithm: str | None = "auto",
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
-    how = _settle(axis_name, None, backend, algorithm)
+    how = settle(axis_name, None, backend, algorithm)
     validation.check_source(source, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
 
 
-def _settle(
+def settle(
     axis_name: AxisName,
     groups: Groups,
     backend: str | None,

@@ -27,7 +27,7 @@ KIB, MIB = 1 << 10, 1 << 20
 def test_explain_names_all_candidates_their_times_and_the_reason() -> None:
     small = pc.explain("psum", 4 * KIB, devices=8, chip="v5p")
     large = pc.explain("psum", shape=(4096, 4096), dtype=jnp.bfloat16, devices=8, chip="v5p")
-    assert (small.algorithm, large.algorithm) == ("one_shot:vmem", "ring")
+    assert (small.algorithm, large.algorithm) == ("gather:vmem", "ring")
     assert large.nbytes == 32 * MIB
     assert "latency, so hops" in small.why and "busiest link" in large.why
     names = {c.algorithm.partition(":")[0] for c in small.candidates}
@@ -35,7 +35,7 @@ def test_explain_names_all_candidates_their_times_and_the_reason() -> None:
     times = [c.us for c in small.candidates if c.us is not None]
     assert times == sorted(times) and small.candidates[0].algorithm == small.algorithm
     assert all(c.source.startswith("modelled") for c in small.candidates if c.us is not None)
-    assert "one_shot:vmem" in str(small) and "modelled" in str(small)
+    assert "gather:vmem" in str(small) and "modelled" in str(small)
 
 
 def test_explain_is_what_a_call_gets() -> None:

@@ -113,21 +113,26 @@ _EXCHANGE = ordered.EXCHANGE.name
 
 def _exchange(
     op: str, block_bytes: int, group: Group, chip: Chip, cuts: int, torus: str
-) -> Candidate:
-    """The prediction for `ordered.EXCHANGE`: of its steps, one after the other."""
+) -> tuple[float, Candidate] | None:
+    """The time of `ordered.EXCHANGE`, of its steps one after the other; None if no table has one.
+
+    With what there is to say of it: a figure where each step's is one.
+    """
     part = block_bytes if op == "reduce_scatter" else -(-block_bytes // group.size)
-    bandwidth = rates.of_chip(chip.name).hbm_bandwidth
-    us = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, bandwidth)
-    latency, sources = 0.0, []
+    steps = []
     for step in ordered.STEPS[op]:
         able = reachable(step, group, chip, cuts)
-        predicted = choice.predict(step, part, group.size, chip, able, torus)
-        if not predicted:
-            return Candidate(_EXCHANGE, None, None, f"no table has {step} here")
-        fastest = predicted[choice.fastest_first(step, predicted)[0]]
-        us, latency = us + fastest.us, latency + fastest.latency_us
-        sources.append(_source(fastest))
-    return Candidate(_EXCHANGE, us, latency, "; ".join(dict.fromkeys(sources)))
+        found = choice.predict(step, part, group.size, chip, able, torus)
+        if not found:
+            return None
+        steps.append(found[choice.fastest_first(step, found)[0]])
+    bandwidth = rates.of_chip(chip.name).hbm_bandwidth
+    adding = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, bandwidth)
+    us, latency = (sum(getattr(step, name) for step in steps) for name in ("us", "latency_us"))
+    source = "; ".join(dict.fromkeys(map(_source, steps)))
+    if not all(step.close for step in steps):
+        return us + adding, Candidate(_EXCHANGE, None, None, f"{_NO_FIGURE}; order: {source}")
+    return us + adding, Candidate(_EXCHANGE, us + adding, latency, source)
 
 
 def _fastest(
@@ -159,7 +164,7 @@ def _fastest(
         raise unreachable(f"{op} over {_devices(group)} as they are placed", chip)
     predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
     timed = [
-        Candidate(name, (p := predicted[name]).us, p.latency_us, _source(p))
+        (predicted[name].us, _candidate(name, predicted[name]))
         for name in choice.fastest_first(op, predicted)
     ]
     others = [
@@ -168,11 +173,14 @@ def _fastest(
         if a.name not in predicted and a is not ordered.EXCHANGE
     ]
     if exchanges:
-        composed = _exchange(op, block_bytes, group, chip, cuts, torus)
-        (others if composed.us is None else timed).append(composed)
-        timed.sort(key=lambda candidate: candidate.us or 0.0)
-        names = (*names, composed.algorithm)
-    return timed[0].algorithm if timed else names[0], (*timed, *others)
+        names = (*names, _EXCHANGE)
+        if composed := _exchange(op, block_bytes, group, chip, cuts, torus):
+            timed = sorted([*timed, composed], key=lambda entry: entry[0])
+        else:
+            others.append(Candidate(_EXCHANGE, None, None, _UNTIMED))
+    candidates = [candidate for _, candidate in timed]
+    best = candidates[0].algorithm if candidates else names[0]
+    return best, (*candidates, *others)
 
 
 def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:
@@ -194,6 +202,10 @@ _UNTIMED = "no table has it"
 
 def _why(name: str, candidates: Sequence[Candidate]) -> str:
     """Why an algorithm serves, of all that could."""
+    if candidates[0].source.startswith(_NO_FIGURE):
+        return (
+            "the first in the order of groups that the table has; there is no figure for this one"
+        )
     timed = [c for c in candidates if c.us is not None and c.latency_us is not None]
     if not timed or name != timed[0].algorithm:
         able = [c for c in candidates if c.us is not None or c.source == _UNTIMED]
@@ -211,6 +223,12 @@ def _why(name: str, candidates: Sequence[Candidate]) -> str:
     if len(timed) == 1:
         return f"{kind} {us:.1f} us, {rules}; no other has a time"
     return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
+
+
+def _candidate(name: str, prediction: choice.Prediction) -> Candidate:
+    if not prediction.close:
+        return Candidate(name, None, None, f"{_NO_FIGURE}; order: {_source(prediction)}")
+    return Candidate(name, prediction.us, prediction.latency_us, _source(prediction))
 
 
 def _source(prediction: choice.Prediction) -> str:
@@ -234,6 +252,8 @@ def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) ->
         return "it serves shifts by one position"
     return "the devices have no ring of single links"
 
+
+_NO_FIGURE = "no figure"
 
 # On a torus of more devices nothing is as fast as all axes at once, also for blocks that cannot be
 # cut for all links: on v5p 4x4x4 a ring takes 1.3 to 5 times as long.

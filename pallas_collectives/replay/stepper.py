@@ -21,6 +21,7 @@ import numpy as np
 
 from pallas_collectives import _compat
 from pallas_collectives.replay import jaxprs, values
+from pallas_collectives.replay.lines import Lines
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import (
     Access,
@@ -87,6 +88,7 @@ class Stepper:
         self._lock: Any = contextlib.nullcontext()
         self._blocks: dict[int, tuple[Any, Block]] = {}
         self._sources: dict[int, tuple[Any, Source]] = {}
+        self._lines = Lines()
         self._targets: dict[bytes, np.ndarray] = {}
         self._busy = 0.0
         self._multiplying = 0.0  # work of the matrix unit since the last DMA or semaphore
@@ -131,6 +133,7 @@ class Stepper:
 
     def _compile(self, closed: Any) -> Block:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
+        self._lines.enter(jaxpr)
         template: list[Any] = []
         slots: dict[Any, int] = {}
 
@@ -197,7 +200,8 @@ class Stepper:
         cached = self._sources.get(id(eqn))
         if cached is None:
             name = self.kernel.name if self.kernel else ""
-            cached = (eqn, Source(jaxprs.where(eqn), jaxprs.scope(eqn), name))
+            place = self._lines.of(eqn)
+            cached = (eqn, Source(str(place), jaxprs.scope(eqn), name, place))
             self._sources[id(eqn)] = cached
         return cached[1]
 

@@ -119,7 +119,6 @@ QUICK: dict[str, Covers] = {
     "test_conformance::test_row_with_every_algorithm": _rows,
     "test_conformance::test_row_with_the_algorithm_chosen": _dtypes,
     "test_fused::test_all_gather_matmul_of_any_layout": once,
-    "test_fused::test_bodies_of_ones_own_compile": once,
     "test_fused::test_dtypes_are_those_of_matmul": each("op"),
     "test_fused::test_matmul_reduce_scatter_of_any_layout": once,
     "test_hierarchy::test_an_axis_over_two_slices_as_its_devices_lie": once,
@@ -130,6 +129,7 @@ QUICK: dict[str, Covers] = {
     "test_hierarchy::test_values_are_laxs_by_kernels_inside_and_lax_across": only(
         layout=("two-slices-of-four", "named-in-another-order", "two-outer-axes")
     ),
+    "test_kernel_bodies::test_kernel_bodies_compile": once,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
     "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
