@@ -5,10 +5,9 @@ holds, in µs:
 
     fused      `psum_residual_rmsnorm` in one kernel
     sum        `psum` alone, by the algorithm that is chosen
-    unfused    that, and one pass over both operands and both results at HBM's full rate: the least
-               that residual and norm take apart; to start it is left out
+    unfused    that, and one pass: a DMA for both operands, one for both results, at HBM's full
+               rate. It is the least that residual and norm take apart; to start it is left out
     runs       which of them runs by itself
-
 """
 
 import dataclasses

@@ -262,7 +262,7 @@ def published(_: Saved) -> str:
         f"{said(copied, lambda p: f', {errors[p]:+.0%}')}. **Small messages are good to ±45%**: "
         "latencies of hops and DMAs are assumed, and launches but one. With all three half as "
         f"long an all-gather of 8 KiB on 16 v5e takes {1 - nearer:.0%} less, half as long again "
-        f"{further - 1:.0%} more. One point more would settle it: the same all-gather of 8 KiB on 4 "
+        f"{further - 1:.0%} more. One point more would settle it: that all-gather of 8 KiB on 4 "
         "and on 16 devices of one ring. Their difference is six hops, each with its DMA; what is "
         "left is the launch. `certify` measures them on a TPU."
     )

@@ -228,9 +228,11 @@ def _pays(x: Any, residual: Any, group: Group) -> bool:
 def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: str) -> float:
     """What XLA's one pass over the sum takes at least: it reads both operands, writes both results.
 
-    What it takes to start the pass is left out, in favour of the form apart.
+    That is two DMAs, one after the other, at HBM's rate. What it takes to start the pass is left
+    out, in favour of the form apart.
     """
-    return 2 * (x_bytes + residual_bytes) / rates.of_chip(chip).hbm_bandwidth
+    g = rates.of_chip(chip)
+    return 2 * g.dma_latency + 2 * (x_bytes + residual_bytes) / g.hbm_bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
