@@ -8,12 +8,12 @@ from pallas_collectives import catalogue
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
-from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, rates, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.tuning import choice, tables
+from pallas_collectives.tuning import choice, overlaps, tables
 
 
 def choose(
@@ -24,7 +24,9 @@ def choose(
     cuts: int = 1,
     perm: Sequence[tuple[int, int]] = (),
 ) -> KernelPlan:
-    """The plan for the algorithm asked for ("name", "name:vmem", "name:hbm"), or for the fastest.
+    """The plan for the algorithm asked for ("name", "name:vmem", ...), or for the fastest.
+
+    "auto:sc" is the fastest with ":sc" behind it; so with the other suffixes.
 
     Args:
       op: the canonical collective.
@@ -49,22 +51,24 @@ def choose(
         )
     if not placement.reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
-    torus, name = torus_of(group, chip), how.algorithm
+    torus, name = torus_of(group, chip), how.algorithm or "auto"
     candidates: tuple[Candidate, ...] = ()
-    if name is None:
+    base, _, suffix = name.partition(":")
+    if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        name, candidates = _fastest(op, block, group, chip, cuts, torus, perm, how.order)
+        base, candidates = _fastest(op, block, group, chip, cuts, torus, perm, how.order)
+        if how.beside and not record.example.adds:
+            suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
+        name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
+        suffix = name.partition(":")[2]
+    base = name.partition(":")[0]
     able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
-    base, _, space = name.partition(":")
-    if (
-        base not in able
-        or space not in ("", "vmem", "hbm")
-        or (base == _EXCHANGE and space == "vmem")
-    ):
+    suffixes = ("", "hbm") if base == _EXCHANGE else ("", "vmem", "hbm", "sc")
+    if base not in able or suffix not in suffixes:
         so = "" if how.order is None else f" in order={how.order!r}"
         raise AlgorithmError(
             f"algorithm={name!r} for {op}{so}",
-            f"it is one of {', '.join(able)}, alone or with ':vmem' or ':hbm' behind it",
+            f"it is one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
     algorithm = able[base]
@@ -82,13 +86,16 @@ def choose(
         )
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
+    if suffix == "sc":
+        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=record.example.adds)
     plan = KernelPlan(
         op=op,
         backend="pallas",
         algorithm=name,
-        why=_why(name, candidates) if candidates else "it was asked for by name",
+        why=_why(base, candidates) if candidates else "it was asked for by name",
         record=algorithm,
-        vmem=space == "vmem",
+        vmem=suffix == "vmem",
+        on_sparsecore=suffix == "sc",
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,

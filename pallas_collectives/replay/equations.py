@@ -404,6 +404,7 @@ _SPECIAL: dict[str, Any] = {
     "num_programs": _program_id,
     "get_barrier_semaphore": _barrier_semaphore,
     "pallas_call": kernels.compile_kernel,
+    "mpmd_map": kernels.compile_kernel,
     "delay": _delay,
 }
 _NO_WORK = frozenset({"debug_callback", "debug_print", "trace_value", "touch"})

@@ -126,11 +126,12 @@ class Semaphore:
 
 @dataclasses.dataclass
 class Kernel:
-    """One `pallas_call` of the program. Bytes are per device; `line`: where it is called."""
+    """One kernel of the program. Bytes are per device; `line`: where it is called."""
 
     name: str
     line: str = ""
     hbm_scratch_bytes: int = 0
+    on_sparsecore: bool = False
     held: Held = dataclasses.field(default_factory=Held)
 
     @property
