@@ -81,7 +81,8 @@ class Engine:
     """
 
     def __init__(self, program: Any, machine: Machine, placement: np.ndarray, classes: Classes):
-        self.program, self.machine, self.placement = program, machine, placement
+        self.program, self.machine = program, machine
+        self.placement = np.tile(placement, program.cores)
         self.classes = classes
         n_classes, n_links = len(classes.representatives), len(classes.link_count)
         self._memories = {"hbm": n_links, "vmem": n_links + n_classes}
