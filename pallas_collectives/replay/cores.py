@@ -72,6 +72,7 @@ class _Call:
             at = self.every[mesh.holds(self.every // stepper.n_devices)]
             self._run(mesh, jaxpr, at, [*operands, *results])
         stepper.devices.cores = ()
+        self.kernel.results = tuple(ref.buffer.id for ref in results)
         if len(self.others):
             stepper.emit(Leave(self.others, 0.0, source, number))
             gather(stepper, eqn, self.first, self.others)

@@ -223,6 +223,9 @@ class _Call:
             self._run(lanes, grid, indices)
         inputs = n_index + self.mapping.num_inputs
         results = self.refs[inputs : inputs + self.mapping.num_outputs]
+        self.kernel.results = tuple(
+            (ref.array if isinstance(ref, _Blocked) else ref).buffer.id for ref in results
+        )
         goes_on = leave(stepper, self.eqn, self.lanes, self.refs[:inputs], results)
         return [r if goes_on and isinstance(r, View) else UNKNOWN for r in results]
 

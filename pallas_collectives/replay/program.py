@@ -125,10 +125,13 @@ class Semaphore:
 
 @dataclasses.dataclass
 class Kernel:
-    """One `pallas_call` of the program. Bytes are per device; `line`: where it is called."""
+    """One `pallas_call` of the program. Bytes are per device; `line`: where it is called;
+    `results`: the numbers of the buffers that hold what it returns.
+    """
 
     name: str
     line: str = ""
+    results: tuple[int, ...] = ()
     hbm_scratch_bytes: int = 0
     held: Held = dataclasses.field(default_factory=Held)
 
