@@ -449,7 +449,7 @@ case(
     "race",
     "left over",
 )
-case("sum by tiles", lambda x, n, **how: kernels.summed(x, n, **how))
+case("sum by tiles", lambda x, n: kernels.summed(x, n))
 case("uneven", lambda x, n, **how: kernels.uneven(x, n, **how))
 case("doubled", lambda x, n, **how: kernels.doubled(x, **how), devices=(2,))
 

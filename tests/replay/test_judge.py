@@ -105,13 +105,15 @@ def test_what_a_program_leaves_tells_a_wrong_slice() -> None:
 _INTERPRETED = [
     pytest.param(case, id=case.name)
     for case in CASES
-    if "how" in inspect.signature(case.body).parameters and "deadlock" not in case.finds
+    if "how" in inspect.signature(case.body).parameters and case.finds <= {"race"}
 ]
 
 
 @pytest.mark.parametrize("case", _INTERPRETED)
 def test_the_interpreter_agrees(case: Case) -> None:
-    """It runs one schedule at a time: copies as late as they may be, or at once."""
+    """It runs one schedule at a time: copies as late as they may be, or at once. Deadlocks, what is
+    left over, and devices that are not there yet it does not show.
+    """
     n = max(case.devices)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]), ("x",))
     x = np.arange(n * 8 * n * 128, dtype=np.float32).reshape(-1, 128)
@@ -123,5 +125,5 @@ def test_the_interpreter_agrees(case: Case) -> None:
     late, at_once = (
         harness.EITHER.under(mode, lambda: np.asarray(run(x))) for mode in ("on_wait", "eager")
     )
-    assert np.array_equal(late, at_once)
+    assert np.array_equal(late, at_once, equal_nan=True)
     assert not harness.race_reported()
