@@ -295,7 +295,8 @@ def on_cores(body: Any, x: Any, mesh: Any, *scratch: Any, shape: Any = None) -> 
 
 
 def _tensor_cores(count: int) -> Any:
-    return pltpu.TensorCoreMesh(axis_name="core", num_cores=count)
+    make = getattr(pltpu, "TensorCoreMesh", None) or pltpu.create_tensorcore_mesh  # old JAX
+    return make(axis_name="core", num_cores=count)
 
 
 def _halves(x: Any, n: int, *, overlap: int = 0, met: bool = True) -> Any:
