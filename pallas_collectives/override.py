@@ -1,4 +1,4 @@
-"""`jax.lax`'s collectives replaced by ours, for code that is not to be edited."""
+"""`jax.lax`'s collectives replaced by ours, for code that you do not want to edit."""
 
 import contextlib
 import functools
@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.interpreters import ad
 
-from pallas_collectives import collectives
+from pallas_collectives import _compat, collectives
 from pallas_collectives.backends import choice
 from pallas_collectives.lowering import primitives
 
@@ -27,21 +26,21 @@ def override_lax() -> Iterator[None]:
 
     `jax.lax.psum` and the others of `pallas_collectives.collectives` are ours whenever they are
     called in this thread, by the model or by a library it uses. So are the sums over devices that
-    differentiation adds where, under `check_vma=True`, an operand equal on all devices met one that
-    is not. Combine it with `use_backend` to name the backend. Contexts nest, end on an exception
-    as they do without one, and may be open in several threads; a thread without one keeps lax's.
+    differentiation adds under `check_vma=True`, for an operand that is equal on all devices and was
+    combined with one that is not. Use `use_backend` with it to name the backend. Contexts nest, end
+    on exceptions too, and may be open in several threads; a thread without one keeps lax's.
 
-    A function under `jax.jit` is traced again inside, also where it has been traced outside.
+    A function under `jax.jit` is traced again inside, even if it has been traced outside.
 
-    Out of reach are:
+    It does not reach:
 
-    * names bound to lax's functions before, as by `from jax.lax import psum`;
+    * names bound to lax's functions earlier, as by `from jax.lax import psum`;
     * halves of a collective, which only XLA joins: `psum_scatter_start`, whose result is a future
       (JAX 0.12), and `psend` and `precv` between GPUs (JAX 0.10);
     * code that runs or is traced outside: a vjp function made inside but first called outside runs
-      our collectives for the ones that the forward pass called, but lax's for what it adds;
+      our collectives where the forward pass did, and lax's for the sums that it adds;
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
-      its `in_specs` replicate: JAX makes them without asking `jax.lax`.
+      its `in_specs` replicate, because JAX makes them without `jax.lax`.
     """
     with _installed(), _overridden(True):
         yield
@@ -56,7 +55,8 @@ def _installed() -> Iterator[None]:
         if _entered == 1:
             for name, function in _CHOOSING.items():
                 setattr(jax.lax, name, function)
-            ad.primitive_transposes[_PVARY] = _pvary_transpose
+            _compat.prepare()
+            _compat.register(_PVARY, transpose=_pvary_transpose)
     try:
         yield
     finally:
@@ -65,7 +65,7 @@ def _installed() -> Iterator[None]:
             if not _entered:
                 for name, function in vars(collectives.LAX).items():
                     setattr(jax.lax, name, function)
-                ad.primitive_transposes[_PVARY] = _LAX_PVARY_TRANSPOSE
+                _compat.register(_PVARY, transpose=_LAX_PVARY_TRANSPOSE)
 
 
 def _choosing(name: str) -> Callable[..., Any]:
@@ -82,8 +82,8 @@ def _choosing(name: str) -> Callable[..., Any]:
 _CHOOSING = {name: _choosing(name) for name in vars(collectives.LAX)}
 
 # What types an equal operand as different on every device; JAX inserts it, and its transpose sums.
-_PVARY = next(p for p in ad.primitive_transposes if p.name == "pvary")
-_LAX_PVARY_TRANSPOSE = ad.primitive_transposes[_PVARY]
+_PVARY = _compat.transposed("pvary")
+_LAX_PVARY_TRANSPOSE = _compat.rule(_PVARY, "transpose")
 
 
 def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
 AxisName = Any
@@ -56,7 +55,8 @@ def check_groups(groups: Groups, size: int) -> None:
         rule = "groups must be of equal size"
     else:
         return
-    raise CollectiveError(f"axis_index_groups={groups}", rule, "correct the groups")
+    remedy = f"list each number from 0 to {size - 1} once, in lists of one length"
+    raise CollectiveError(f"axis_index_groups={groups}", rule, remedy)
 
 
 def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int) -> None:
@@ -79,7 +79,7 @@ def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int
         raise CollectiveError(
             ", ".join(f"{name} of shape {shape}" for name, shape in lengths.items()),
             f"all must be of one length, a multiple of the {devices} devices",
-            "give each device the same number of slices, with size 0 where there is none",
+            "give each device as many slices, of size 0 if it gets nothing",
         )
 
 
@@ -101,7 +101,8 @@ def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
             rule = f"no device may be a {role} twice"
         else:
             continue
-        raise CollectiveError(f"perm={perm}", rule, "correct the pairs")
+        remedy = "name each device at most once as a source and at most once as a target"
+        raise CollectiveError(f"perm={perm}", rule, remedy)
     return [(source % size, target % size) for source, target in pairs]
 
 
@@ -133,20 +134,24 @@ def leaves(x: Any) -> list[tuple[Any, str]]:
     return [(leaf, f" in leaf {jax.tree_util.keystr(path)}") for path, leaf in found]
 
 
-def check_ordered(name: str, x: Any, how: How) -> None:
+def check_ordered(name: str, x: Any, backend: str) -> None:
     """No leaf is complex, of which lax leaves the refusal to XLA."""
     for leaf, where in leaves(x):
-        if how.backend != "xla" and np.iscomplexobj(leaf):
+        if backend != "xla" and np.iscomplexobj(leaf):
             rule = "complex numbers have no order"
-            raise DtypeError(f"{name} of {jax.typeof(leaf).dtype}{where}", rule, "reduce a real")
+            raise DtypeError(
+                f"{name} of {jax.typeof(leaf).dtype}{where}", rule, "reduce its magnitude"
+            )
 
 
 def check_added(name: str, x: Any) -> None:
     """No leaf is bool, of which lax leaves the refusal to the compiler."""
     for leaf, where in leaves(x):
         if jax.dtypes.result_type(leaf) == np.bool_:
-            rule = "truth values are not added"
-            raise DtypeError(f"{name} of bool{where}", rule, "convert it, to int32 as psum does")
+            rule = "bools are not added"
+            raise DtypeError(
+                f"{name} of bool{where}", rule, "convert it, for example to int32 as psum does"
+            )
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -161,7 +166,10 @@ def check_precision(precision: Any) -> None:
     try:
         jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
     except (TypeError, ValueError) as error:
-        rule, remedy = "jax.lax.dot knows no such precision", "name one, as 'highest', or pass None"
+        rule, remedy = (
+            "jax.lax.dot knows no such precision",
+            "pass one that it knows, such as 'highest', or None",
+        )
         raise CollectiveError(f"precision={precision!r}", rule, remedy) from error
 
 
@@ -186,7 +194,7 @@ def check_blocks(
 def check_axis(name: str, axis: int, ndim: int, where: str = "") -> None:
     """`axis` is one of an array of `ndim` dimensions, which is `where` in a tree."""
     if not ndim:
-        rule, remedy = "a scalar has no dimensions", "give it one, as by x[None]"
+        rule, remedy = "a scalar has no dimensions", "give it one, for example with x[None]"
         raise CollectiveError(f"{name}={axis} of a scalar{where}", rule, remedy)
     if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
         raise CollectiveError(

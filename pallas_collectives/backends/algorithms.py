@@ -1,14 +1,12 @@
 """Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
-from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
@@ -16,52 +14,6 @@ from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import choice, tables
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """An algorithm that could serve.
-
-    Attributes:
-      algorithm: its name.
-      us: predicted microseconds; None where there is no prediction.
-      latency_us: of these, what remains for the smallest operands.
-      source: whose prediction it is, "modelled ..." or "measured ..."; or why there is none.
-    """
-
-    algorithm: str
-    us: float | None
-    latency_us: float | None
-    source: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelPlan(Plan):
-    """A plan by which a kernel serves.
-
-    Attributes:
-      record: of its algorithm.
-      vmem: whether operands and result are kept in VMEM while it runs.
-      nbytes: of one device's operand, as it is laid out for the kernel.
-      cuts: into how many parts a block can be cut.
-      devices: devices in the group.
-      chip: the TPU generation.
-      torus: how the group lies on the links (see `tables.Entry`).
-      candidates: all algorithms, the fastest first; none where the caller named this one.
-    """
-
-    record: Algorithm
-    vmem: bool
-    nbytes: int
-    cuts: int
-    devices: int
-    chip: str
-    torus: str
-    candidates: tuple[Candidate, ...]
-
-    def launch(self, *operands: Any, **options: Any) -> Any:
-        """Runs the algorithm's kernel."""
-        return self.record.launcher(*operands, vmem=self.vmem, **options)
 
 
 def choose(
@@ -90,7 +42,11 @@ def choose(
     """
     chip, record = chips.current(), catalogue.COLLECTIVES[op]
     if how.algorithm is not None and not isinstance(how.algorithm, str):
-        raise AlgorithmError(f"algorithm={how.algorithm!r}", "it is a name", "see its docstring")
+        raise AlgorithmError(
+            f"algorithm={how.algorithm!r}",
+            "it is a name, a string",
+            "see the function's docstring for the names",
+        )
     if not reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
     torus, name = torus_of(group, chip), how.algorithm
@@ -109,14 +65,14 @@ def choose(
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
             f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",
-            "it is for shifts by one position: others would each take one of a TPU's few barriers",
-            "name 'everyone', or leave it to be chosen",
+            "it serves shifts by one position only: each other one would take one more barrier",
+            "name 'everyone', or leave algorithm=None",
         )
     if algorithm.most_devices is not None and group.size > algorithm.most_devices:
         raise AlgorithmError(
             f"algorithm={name!r} for {op} over {_devices(group)}",
-            f"its semaphores suffice for {algorithm.most_devices} devices",
-            "leave it to be chosen",
+            f"it has semaphores for at most {algorithm.most_devices} devices",
+            "leave algorithm=None",
         )
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
@@ -156,12 +112,12 @@ def _fastest(
         if shifts.issuperset(names) and names:
             raise UnservedError(
                 f"{op} over {_devices(group)}",
-                "its algorithms are for shifts by one position along one axis",
-                "leave backend and algorithm to be chosen: lax then serves",
+                "its algorithms serve shifts by one position along one axis only",
+                "leave backend and algorithm unset: lax then serves",
             )
         names = tuple(name for name in names if name not in shifts)
     if not names:
-        raise unreachable(f"{op} over {_devices(group)} as they lie", chip)
+        raise unreachable(f"{op} over {_devices(group)} as they are placed", chip)
     predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
     order = choice.fastest_first(op, predicted)
     timed = [Candidate(name, (p := predicted[name]).us, p.latency_us, _source(p)) for name in order]
@@ -179,11 +135,17 @@ def _devices(group: Group) -> str:
     return f"{group.size} devices{groups}"
 
 
+_UNTIMED = "no table has it"
+
+
 def _why(name: str, candidates: Sequence[Candidate]) -> str:
     """Why an algorithm serves, of all that could."""
     timed = [c for c in candidates if c.us is not None and c.latency_us is not None]
     if not timed or name != timed[0].algorithm:
-        return "it is the only one that can serve, or the only one known of"
+        able = [c for c in candidates if c.us is not None or c.source == _UNTIMED]
+        if len(able) == 1:
+            return "it is the only one that can serve"
+        return "it is the first of those that can serve, and no table has a time for it"
     best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
     share = 100 * min(1.0, latency / us)
     rules = (
@@ -208,14 +170,14 @@ def _source(prediction: choice.Prediction) -> str:
 def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) -> str:
     """Why there is no prediction for an algorithm."""
     if can_serve:
-        return "no table has it"
+        return _UNTIMED
     if not serves(algorithm, group, chip):
-        return f"{chip.name} cannot write to all the devices that it would have to"
+        return f"{chip.name} cannot write to all the devices that it must reach"
     if algorithm.reach is TORUS:
         too_small = "a block has too few tiles to be cut for all axes"
-        return too_small if group.torus else "for groups over several axes of a torus"
+        return too_small if group.torus else "it serves groups over several axes of a torus"
     if algorithm.reach is PARTNERS:
-        return "for shifts by one position"
+        return "it serves shifts by one position"
     return "the devices have no ring of single links"
 
 
@@ -260,7 +222,7 @@ def check_ring(what: str, group: Group) -> None:
     """Raises ReachError for a kernel round a ring that the chip's devices cannot go round."""
     chip = chips.current()
     if not reaches(reach.ring(group), group, chip):
-        raise unreachable(f"{what} over {group.size} devices as they lie", chip)
+        raise unreachable(f"{what} over {group.size} devices as they are placed", chip)
 
 
 def reaches(pairs: reach.Pairs, group: Group, chip: Chip) -> bool:
@@ -275,5 +237,5 @@ def unreachable(what: str, chip: Chip) -> ReachError:
     return ReachError(
         what,
         f"{chip.name} writes to devices at power-of-two offsets along one torus axis only",
-        "leave backend and algorithm to be chosen: another algorithm, or else lax, then serves",
+        "leave backend and algorithm unset: another algorithm, or lax, then serves",
     )

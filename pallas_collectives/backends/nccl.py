@@ -232,6 +232,7 @@ _call_p = core.Primitive("nccl_call")
 def _call(
     work: _Work, group: Group, shape: Sequence[int], dtype: Any, *operands: jax.Array
 ) -> jax.Array:
+    _compat.prepare()
     return _call_p.bind(*operands, work=work, group=group, shape=tuple(shape), dtype=dtype)
 
 
@@ -239,7 +240,7 @@ def _call(
 def _abstract_eval(
     *operands: Any, work: _Work, group: Group, shape: tuple[int, ...], dtype: Any
 ) -> Any:
-    return jax.core.ShapedArray(shape, dtype)
+    return _compat.array_type(shape, dtype)
 
 
 def _lower(
@@ -269,7 +270,7 @@ def _lower(
     )  # fmt: skip
 
 
-mlir.register_lowering(_call_p, _lower)
+_compat.register(_call_p, lowering=_lower)
 
 
 def device_groups(mesh: Any, group: Group) -> list[list[jax.Device]]:

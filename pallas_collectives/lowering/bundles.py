@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.backends.plans import How
 
 # Larger ones gain less, and being laid together costs a copy on either side.
@@ -48,7 +48,7 @@ def _bundles(xs: Sequence[jax.Array]) -> list[list[int]]:
     bundles: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for i, x in enumerate(xs):
-        kind = x.dtype, jax.typeof(x).mat
+        kind = x.dtype, _compat.manual_type(x)
         bundle, size = filling.get(kind, ([], 0))
         if x.nbytes > SMALL_BYTES:
             bundles.append([i])

@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
+from jax.interpreters import ad
 
 from pallas_collectives import _compat
 from pallas_collectives.lowering import remat
@@ -22,14 +21,19 @@ Rule = Callable[..., Any]
 
 def register(primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rule], Rule]) -> None:
     """Gives `primitive`, for each operand, the rules that `one` has, as `ours` changes them."""
-    batchers, transposes = batching.fancy_primitive_batchers, ad.primitive_transposes
-    batchers[primitive] = ours(functools.partial(_batch, batchers[one]))
-    if one in ad.primitive_jvps:
-        ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
-        transposes[primitive] = ours(functools.partial(_transpose, transposes[one]))
-    pe.custom_partial_eval_rules[primitive] = functools.partial(_partial_eval, primitive)
-    pe.partial_eval_jaxpr_custom_rules[primitive] = _checkpoint
-    pe.dce_rules[primitive] = _dce
+    _compat.register(
+        primitive,
+        batch=ours(functools.partial(_batch, _compat.rule(one, "batch"))),
+        partial_eval=functools.partial(_partial_eval, primitive),
+        checkpoint=_checkpoint,
+        dce=_dce,
+    )
+    if _compat.has_rule(one, "jvp"):
+        _compat.register(
+            primitive,
+            jvp=functools.partial(_jvp, primitive),
+            transpose=ours(functools.partial(_transpose, _compat.rule(one, "transpose"))),
+        )
 
 
 def abstract_eval(rule: Rule, *avals: Any, **params: Any) -> tuple[Sequence[Any], frozenset[Any]]:

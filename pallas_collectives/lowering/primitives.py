@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, catalogue, validation
-from pallas_collectives.backends import counters, serving, slices
+from pallas_collectives.backends import counters, nested, serving, slices
 from pallas_collectives.backends.plans import UNSERVABLE, How
 from pallas_collectives.lowering import bundles, many_operands, remat
 from pallas_collectives.topology import placement
@@ -33,6 +33,7 @@ def _is_reduction(primitive: core.Primitive) -> bool:
     return bool(catalogue.primitives()[primitive.name][1].reduction)
 
 
+@nested.provide
 def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> Any:
     """fn(*args), with the twin in place of each lax collective that fn binds.
 
@@ -41,7 +42,7 @@ def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> An
     that name is held to `how.algorithm`.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=_is_symbolic)
-    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    traced = [i for i, leaf in enumerate(leaves) if _compat.is_traced(leaf)]
     results: Any = None
 
     def recorded(*tracers: Any) -> list[Any]:
@@ -140,7 +141,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lowered(ctx, *args, **params)
 
-    mlir.register_lowering(primitive, lowering)
+    _compat.register(primitive, lowering=lowering)
 
     def with_twins_of(rule: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(_rule, rule, lax_p.name)
@@ -149,11 +150,11 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         many_operands.register(primitive, lax_p, with_twins_of)
         return primitive
     remat.register(primitive)
-    for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
-        if lax_p in rules:
-            rules[primitive] = with_twins_of(rules[lax_p])
+    for table in ("batch", "jvp", "transpose"):
+        if _compat.has_rule(lax_p, table):
+            _compat.register(primitive, **{table: with_twins_of(_compat.rule(lax_p, table))})
     if lax_p.name in _TRANSPOSES:
-        ad.primitive_transposes[primitive] = with_twins_of(_TRANSPOSES[lax_p.name])
+        _compat.register(primitive, transpose=with_twins_of(_TRANSPOSES[lax_p.name]))
     return primitive
 
 
@@ -180,9 +181,8 @@ def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
         return jax.vmap(each, in_axes=tuple(dims), **names)(*operands), 0
 
     primitive.def_effectful_abstract_eval(abstract_eval)
-    mlir.register_lowering(primitive, mlir.lower_fun(by_lax, multiple_results=False))
-    ad.primitive_jvps[primitive] = jvp
-    batching.fancy_primitive_batchers[primitive] = batch
+    lowering = mlir.lower_fun(by_lax, multiple_results=False)
+    _compat.register(primitive, lowering=lowering, jvp=jvp, batch=batch)
     return primitive
 
 

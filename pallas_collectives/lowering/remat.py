@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
 
 from pallas_collectives import _compat
 
@@ -20,8 +19,7 @@ Flags = Sequence[bool]  # one for each operand, or for each result
 
 def register(primitive: core.Primitive) -> None:
     """Gives a primitive, all of whose operands go into each of its results, both rules."""
-    pe.partial_eval_jaxpr_custom_rules[primitive] = _checkpoint
-    pe.dce_rules[primitive] = _dce
+    _compat.register(primitive, checkpoint=_checkpoint, dce=_dce)
 
 
 def residuals(eqn: Any, at_hand: Flags) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.multihost.agreement import DEFAULT_TIMEOUT, agree
 
@@ -102,9 +103,9 @@ def _map(operation: str, convert: Any, tree: Any, pspecs: Any) -> Any:
             raise CollectiveError(
                 f"{operation} with None among the pspecs",
                 "every leaf needs a PartitionSpec",
-                "jax.sharding.PartitionSpec() replicates",
+                "pass jax.sharding.PartitionSpec() for a leaf that is replicated",
             )
-        if isinstance(value, jax.core.Tracer):
+        if _compat.is_traced(value):
             raise CollectiveError(
                 f"{operation} of {value.aval}",
                 "arrays change between local and global outside of jit, grad and vmap",

@@ -58,7 +58,7 @@ def live_devices(
     if all(device.process_index != mine for device in devices):
         raise CollectiveError(
             f"{_OPERATION} of {len(devices)} devices, none of process {mine}",
-            "a process can only ask with some device of its own",
+            "a process must own at least one of the devices that it asks about",
             "pass jax.devices(), or leave the call to the processes that own the devices",
         )
     ordered = sorted(devices, key=lambda device: device.id)

@@ -3,7 +3,7 @@
 Two functions in plain JAX, on `ppermute` alone: every backend serves them, on TPUs and GPUs.
 
     pipelined_all_gather_and_consume    consume(block, source) for every device's block, as it comes
-    pipelined_produce_and_all_to_all    produce(destination) for every device, sent once it is there
+    pipelined_produce_and_all_to_all    produce(destination) for every device, sent once computed
 
 Blocks go both ways round the ring. Device 0 of 5 in a gather, an exchange, and one that adds up;
 `>` to the right and `<` to the left, by one position or by as many as stand behind:
@@ -23,10 +23,10 @@ Blocks go both ways round the ring. Device 0 of 5 in a gather, an exchange, and 
     2> 3<       1 4
     1> 4<       0
 
-Whether the wire is hidden is the backend's matter. lax's permutes (backend "xla") are asynchronous:
-XLA starts them, computes, and waits for them. Our TPU kernels hold the core until all is there, and
-NCCL's calls stand in line on XLA's stream: with those the results are the same, and nothing
-overlaps.
+The backend decides whether the wire is hidden. lax's permutes (backend "xla") are asynchronous: XLA
+starts them, computes, and waits for them. Our TPU kernels hold the core until everything has
+arrived, and NCCL's calls queue on XLA's stream: with these two backends the results are the same,
+but nothing overlaps.
 """
 
 import functools
@@ -66,12 +66,12 @@ def pipelined_all_gather_and_consume(
 
     Args:
       x_shard: array or pytree of arrays: this device's block, of any shape.
-      consume: (block, source) -> array or pytree of arrays: what to make of the block, like
-        x_shard, of device number `source`, an int32 scalar. It is traced several times, to the same
-        shapes and dtypes; it may hold arrays of its own, such as weights.
+      consume: (block, source) -> array or pytree of arrays. It gets the block of device number
+        `source` (an int32 scalar), of x_shard's shapes. It is traced several times, and must give
+        the same shapes and dtypes each time. It may close over arrays, such as weights.
       axis_name: mesh axis, or tuple of axes in the mesh's order, of n devices together.
-      axis: where the results go, as `all_gather`'s: the position of a new dimension of size n, or
-        if tiled the dimension along which they are concatenated.
+      axis: as `all_gather`'s: the position of a new dimension of size n for the results; if tiled,
+        the dimension along which they are concatenated.
       tiled: concatenate instead of stacking.
       bidirectional: pass blocks both ways round the ring, in n/2 hops (rounded down), not in n-1.
       backend: see `collectives`.
@@ -131,7 +131,7 @@ def pipelined_produce_and_all_to_all(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """Sends produce(destination) to every device along a mesh axis, each as soon as it is there.
+    """Sends produce(destination) to every device along a mesh axis, each as soon as it is computed.
 
     With a `produce` that takes a block out of an array this is `jax.lax.all_to_all`, or with
     reduce="sum" `jax.lax.psum_scatter`.
@@ -140,11 +140,10 @@ def pipelined_produce_and_all_to_all(
       produce: destination -> array or pytree of arrays: this device's block for the device of that
         number, an int32 scalar. It is traced several times, to the same shapes and dtypes.
       axis_name: mesh axis, or tuple of axes in the mesh's order, of n devices together.
-      axis: where the blocks received go, as `all_gather`'s: the position of a new dimension of
-        size n, or if tiled the dimension along which they are concatenated.
+      axis: as `all_gather`'s: the position of a new dimension of size n for the blocks received; if
+        tiled, the dimension along which they are concatenated.
       tiled: concatenate instead of stacking.
-      reduce: None, or "sum" for the sum of the blocks, which is added up on its way to this device,
-        in place of the blocks.
+      reduce: None, or "sum" to get the sum of the blocks, added up on its way to this device.
       wire_dtype: with reduce="sum", the dtype in which sums of floats travel; None for their own.
       backend: see `collectives`.
       algorithm: `ppermute`'s.
@@ -165,7 +164,7 @@ def pipelined_produce_and_all_to_all(
       CollectiveError: axes not in the mesh's order, an `axis` that blocks do not have, a `reduce`
         that does not exist, or a produce whose blocks are of other shapes or dtypes at another
         call.
-      DtypeError: a wire_dtype that is none of floats, or with nothing to reduce.
+      DtypeError: a wire_dtype that is not a float dtype, or given without reduce="sum".
       AlgorithmError, BackendError: see `errors`.
 
     Example, inside `jax.shard_map` over 8 devices:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import collectives, validation
+from pallas_collectives import _compat, collectives, validation
 from pallas_collectives.topology import groups
 from pallas_collectives.validation import AxisName
 
@@ -68,9 +68,7 @@ class Ring:
         axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
 
         def typed(leaf: Any) -> jax.Array:
-            x = jnp.asarray(leaf)
-            missing = axes - set(jax.typeof(x).mat.varying)
-            return lax.pcast(x, tuple(missing), to="varying") if missing else x
+            return _compat.as_varying(jnp.asarray(leaf), axes)
 
         return jax.tree.map(typed, tree)
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_collectives import _compat
 from pallas_collectives.replay import rules, symmetry, trace_program
 from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.live import LiveProgram
@@ -53,6 +54,7 @@ def replay(
       NoShardMap: no mesh to be found in the function.
       DataDependent: control flow or addresses depend on an argument given by shape only.
     """
+    _compat.prepare()
     pod = machine if isinstance(machine, Machine) else Machine.named(machine)
     program, mesh = trace_program.trace(
         function,

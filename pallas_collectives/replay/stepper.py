@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+from pallas_collectives import _compat
 from pallas_collectives.replay import jaxprs, values
 from pallas_collectives.replay.contents import Contents
 from pallas_collectives.replay.devices import Devices
@@ -355,9 +355,7 @@ def constant(value: Any, aval: Any) -> Any:
     """A constant of a jaxpr as a value: scalars evaluated, integer arrays known, anything
     else unknown.
     """
-    if isinstance(
-        value, jax.core.Tracer
-    ):  # a captured ref or index: supplied by the equation's operands
+    if _compat.is_traced(value):  # a captured ref or index: supplied by the equation's operands
         return UNKNOWN
     if not isinstance(aval.dtype, np.dtype):  # a random key
         return UNKNOWN

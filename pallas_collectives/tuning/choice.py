@@ -1,4 +1,4 @@
-"""Which algorithm serves a call whose caller names none: the one with the least predicted time.
+"""Which algorithm serves a call that names none: the one with the least predicted time.
 
 `predict` is the one lookup. The times are data (`tables`): those modelled by `replay`, which come
 with the package, or measured ones, of these devices and this JAX version, which
@@ -7,17 +7,18 @@ with the package, or measured ones, of these devices and this JAX version, which
 A group that lies on several axes of a torus has times of its own, among them those of all axes at
 once; a ring's there are of one that follows the wires.
 
-Small messages so go the way of the fewest hops, large ones the way that puts the fewest bytes on
-the busiest link: the one is what remains of a time at few bytes, the other is its slope.
+So small messages take the way with the fewest hops, and large ones the way that puts the fewest
+bytes on the busiest link. Hops are what remains of a time at few bytes; bytes are its slope.
 
-In how many chunks a block travels is no part of the table, for one rule a kernel serves all chips:
-gathers go in up to eight chunks of whole tiles (`all_gather.MOST_CHUNKS`), sums by size and memory
-(`reduce_scatter.chunks_of`). By the replay no other number of them gains 3% for gathers with blocks
-of 32 KiB to 2 MiB on v5e and v5p; for sums in HBM one may gain 10% on a chip and lose on others.
+The table does not say in how many chunks a block travels, because one rule for each kernel serves
+all chips: gathers go in up to eight chunks of whole tiles (`all_gather.MOST_CHUNKS`), sums by size
+and memory (`reduce_scatter.chunks_of`). By the replay no other number of chunks gains 3% for
+gathers with blocks of 32 KiB to 2 MiB on v5e and v5p; for sums in HBM another may gain 10% on one
+chip and lose on others.
 
 Bytes are those of one block, as the canonical collectives number them (see `backends.canonical`):
-what a device gives to all_gather or gets of reduce_scatter, one of the n parts of all_to_all's
-operand; of all_reduce and ppermute the operand.
+what a device gives to all_gather or gets from reduce_scatter, and one of the n blocks of
+all_to_all's operand. For all_reduce and ppermute they are the operand's.
 """
 
 import contextlib
@@ -111,14 +112,14 @@ def measured_table() -> Table | None:
     """The table in scope: of `use_table`, or of the environment; None for the modelled one alone.
 
     Raises:
-      TableError: the environment names a file that is no table.
+      TableError: the environment names a file that holds no table.
     """
     path = os.environ.get(ENVIRONMENT_VARIABLE)
     return _table_in_scope.value or (load(path) if path else None)
 
 
 def measured_times(op: str, block_bytes: int, devices: int, device_kind: str) -> dict[str, float]:
-    """The table in scope's microseconds of each backend on devices that are no TPUs.
+    """The table in scope's microseconds of each backend, on devices that are not TPUs.
 
     Empty where they were not measured, or under another JAX.
     """
@@ -132,13 +133,13 @@ def measured_times(op: str, block_bytes: int, devices: int, device_kind: str) ->
 
 @contextlib.contextmanager
 def use_table(table: Table | str | os.PathLike[str] | None) -> Iterator[Table | None]:
-    """Within this context algorithms are chosen by a table, or by that of a file.
+    """Within this context algorithms are chosen by a table, or by the table in a file.
 
-    A function that is jitted already is traced again, as under another backend. None gives the
-    choice back to the environment.
+    A function that is jitted already is traced again, as under another backend. None lets
+    the environment decide again.
 
     Raises:
-      TableError: the file is not there, or no table.
+      TableError: there is no such file, or it holds no table.
     """
     chosen = table if table is None or isinstance(table, Table) else load(table)
     with _table_in_scope(chosen):
@@ -151,7 +152,7 @@ def torus_of(devices: int, chip: Chip) -> str:
 
 
 def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, ...]:
-    """An algorithm, and where its operands are few bytes, first the one that has them in VMEM.
+    """An algorithm; for few bytes, its variant in VMEM before it.
 
     Only sums gain by that: their pipeline through HBM costs three DMAs a step.
     """
@@ -177,8 +178,8 @@ def _entries(
 ) -> Iterator[tuple[Entry, ...]]:
     """What a group's times can be read from: its own entry, then those of like groups.
 
-    Of each family the entry of as many devices, else the two that they lie between, or the last
-    two. Few devices lie alike on any torus: the families like the group's own follow it.
+    Each family gives its entry of as many devices, else the two entries around that number, or its
+    last two. Few devices are placed alike on any torus, so families like the group's own follow it.
     """
     name = chip.name
     if not table.measured and not any(key[1] == name for key in table.families):

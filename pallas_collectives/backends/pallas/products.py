@@ -1,9 +1,9 @@
 """Products fused with their collective on Pallas kernels: the layout, and the launch.
 
-Kernels take (A, rows, K) with blocks along rows. Dimensions before the axis of the collective are
-merged into A, it and those between it and the last into rows: no pass where those are whole tiles.
-Rows, K and N that are not (8 rows of 4-byte, 16 of 2-byte, 32 of 1-byte elements; 128 of K and N)
-are padded with zeros, one pass over the operand, and results are cut.
+Kernels take (A, rows, K) with blocks along rows. Dimensions before the collective's axis are merged
+into A; that axis and those up to the last are merged into rows. This needs no pass if rows, K and N
+are whole tiles (8 rows of 4-byte, 16 of 2-byte, 32 of 1-byte elements; 128 of K and N). Others are
+padded with zeros, in one pass over the operand, and results are cut.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul
@@ -29,7 +29,7 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What both primitives have for parameters.
+    """The parameters that both primitives have.
 
     Attributes:
       axis_name: mesh axis or axes.
@@ -37,7 +37,7 @@ class Spec:
       out_dtype: of products.
       transposed: weights are (N, K).
       precision: as `jax.lax.dot_general`'s.
-      how: the backend.
+      how: what the call asks for.
       wish: "fused" (or an error), "preferred" (wherever a kernel can serve), "" (where it pays), or
         "unfused".
       precise: sums travel in float32.
@@ -56,11 +56,11 @@ class Spec:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """How many devices there are."""
         return validation.size_of(self.axis_name)
 
     def transpose(self, out_dtype: Any) -> "Spec":
-        """Of the transposed product, which nobody asked for by name."""
+        """The parameters of the transposed product, which nobody asked for by name."""
         return dataclasses.replace(
             self,
             transposed=not self.transposed,
@@ -122,7 +122,7 @@ def up(size: int, step: int) -> int:
 
 
 def kernel_dtype(out_dtype: Any) -> Any:
-    """In which a kernel writes results that are to be of a dtype: 8-bit ones are written wide."""
+    """The dtype in which a kernel writes results of `out_dtype`: 8-bit results are written wide."""
     if jnp.dtype(out_dtype).itemsize > 1 and out_dtype not in (jnp.float16, jnp.int16):
         return jnp.dtype(out_dtype)
     integer = jnp.issubdtype(out_dtype, jnp.integer)
@@ -130,21 +130,20 @@ def kernel_dtype(out_dtype: Any) -> Any:
 
 
 def wire_dtype(out_dtype: Any, precise: bool) -> Any:
-    """In which sums of products travel: as the results, or wide if that is asked for."""
+    """The dtype in which sums of products travel: the results', or a wide one on request."""
     dtype = kernel_dtype(out_dtype)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return jnp.dtype(jnp.float32) if precise and is_float else dtype
 
 
 def settled_precision(precision: Any) -> Any:
-    """The precision that a kernel is to multiply with, JAX's default included."""
+    """The precision that a kernel multiplies with: the caller's, or JAX's default."""
     chosen = one_precision(precision)
-    default = jax.config.values["jax_default_matmul_precision"]
-    return one_precision(default) if chosen is None else chosen
+    return one_precision(_compat.default_matmul_precision()) if chosen is None else chosen
 
 
 def one_precision(precision: Any) -> Any:
-    """One precision for both operands; as given if it is none that is known here."""
+    """One precision for both operands, as jax.lax's; an unknown one is returned as it is."""
     if isinstance(precision, tuple) and len(set(precision)) == 1:
         return one_precision(precision[0])
     names = {"default": lax.Precision.DEFAULT, "highest": lax.Precision.HIGHEST}

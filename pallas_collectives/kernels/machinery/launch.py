@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels.machinery import entry, spaces, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
@@ -95,6 +96,7 @@ def call_many(
     """
     if _left_out.get():
         return tuple(jnp.zeros(result.shape, result.dtype) for result in out_shapes)
+    _compat.prepare()
     along, entered = axes or (group,), entry.Entry.of(barrier, group)
     members = [ring.members() for ring in along]
     peers = entered.table

@@ -18,10 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DeviceId, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, wrap
 
 
-def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Any]) -> None:
+def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> None:
     """Runs the entry barrier of this name; for `entry.WIDE` see there."""
     match barrier:
         case "neighbours" | "neighbours on a torus":
@@ -84,7 +85,7 @@ def barrier_with_everyone(ring: Ring) -> None:
         pl.semaphore_wait(semaphore, ring.size - 1)
 
 
-def barrier_with_partners(ring: Ring, partners_ref: Any) -> None:
+def barrier_with_partners(ring: Ring, partners_ref: Ref) -> None:
     """Returns when our target, if we have one, has entered this kernel.
 
     Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to the
@@ -104,7 +105,7 @@ def barrier_with_partners(ring: Ring, partners_ref: Any) -> None:
         pl.when(target >= 0)(lambda: pl.semaphore_wait(semaphore, 1))
 
 
-def barrier_with(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
+def barrier_with(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
     """Returns when all peers, so many and then their positions in SMEM, have entered this kernel.
 
     Each adds 1. It is safe where none leaves the kernel before all of its own peers have passed
@@ -115,16 +116,16 @@ def barrier_with(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
         pl.semaphore_wait(semaphore, peers_ref[0])
 
 
-def signal_all(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
+def signal_all(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
     """Adds 1 to a semaphore of each of the peers, as `barrier_with` has them."""
 
-    def signal(i: Any) -> None:
+    def signal(i: Number) -> None:
         pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(peers_ref[1 + i]))
 
     for_each(0, peers_ref[0], signal)
 
 
-def partners(ring: Ring, partners_ref: Any) -> tuple[Any, Any]:
+def partners(ring: Ring, partners_ref: Ref) -> tuple[Any, Any]:
     """The positions of our target and our source; negative if we have none but ourselves.
 
     `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
@@ -134,7 +135,9 @@ def partners(ring: Ring, partners_ref: Any) -> tuple[Any, Any]:
     return target, source
 
 
-def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_id: Any) -> None:
+def remote_copy(
+    source: Ref, target: Ref, send_sem: Semaphore, recv_sem: Semaphore, device_id: DeviceId
+) -> None:
     """Starts a copy into `target` on another device.
 
     `send_sem` here counts the bytes that have left `source`, which may then be overwritten;
@@ -146,9 +149,9 @@ def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_i
 class PushSemaphores(NamedTuple):
     """What `push_to_everyone` takes: `PushSemaphores()` to allocate, refs inside a kernel."""
 
-    copy: Any = pltpu.SemaphoreType.DMA  # own; the copy from ourselves, waited for once
-    sent: Any = pltpu.SemaphoreType.DMA  # own; the bytes of n-1 targets
-    arrived: Any = pltpu.SemaphoreType.DMA  # the bytes of n-1 targets, one from each other device
+    copy: Semaphore = dma_semaphores()  # own; the copy from ourselves, waited for once
+    sent: Semaphore = dma_semaphores()  # own; the bytes of n-1 targets
+    arrived: Semaphore = dma_semaphores()  # the bytes of n-1 targets, one from each other device
 
 
 def push_to_everyone(
@@ -168,7 +171,7 @@ def push_to_everyone(
     begin with the same.
     """
 
-    def push(chunk: Any, distance: Any) -> None:
+    def push(chunk: Number, distance: Number) -> None:
         owner = wrap(ring.me + distance, ring.size) if in_positions else ring.block(distance)
         here, there = source(owner, chunk), target(chunk)
         remote_copy(here, there, semaphores.sent, semaphores.arrived, ring.device_id(owner))
@@ -198,7 +201,7 @@ def started(
     return wait_for_all
 
 
-def wait(semaphore: Any, ref: Any, times: Any = 1) -> None:
+def wait(semaphore: Semaphore, ref: Ref, times: Number = 1) -> None:
     """Waits on a DMA semaphore for as many bytes as `ref` holds, `times` times over."""
     for_each(0, times, lambda _: pltpu.make_async_copy(ref, ref, semaphore).wait())
 
