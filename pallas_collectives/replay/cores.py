@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import numpy as np
 
-from pallas_collectives.replay import jaxprs, kernels
+from pallas_collectives.replay import jaxprs, kernels, meetings
 from pallas_collectives.replay.devices import CoreMesh
-from pallas_collectives.replay.program import Enter, Leave, Signal, Wait
+from pallas_collectives.replay.program import Enter, Leave
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, take
 from pallas_collectives.replay.views import View
@@ -65,8 +64,10 @@ class _Call:
         stepper.emit(Enter(self.every, stepper.generation.launch_cost, source, number))
         stepper.devices.cores = tuple(mesh for mesh, _ in self.bodies)
         if len(self.others):
-            gather(stepper, eqn, self.first, self.others)
-            release(stepper, eqn, self.first, self.others)
+            meetings.gather(stepper, eqn, self.first, self.others)
+        meetings.on_entry(stepper, eqn, self.first)
+        if len(self.others):
+            meetings.release(stepper, eqn, self.first, self.others)
         operands, results = self._shared()
         for mesh, jaxpr in self.bodies:
             at = self.every[mesh.holds(self.every // stepper.n_devices)]
@@ -75,7 +76,7 @@ class _Call:
         self.kernel.results = tuple(ref.buffer.id for ref in results)
         if len(self.others):
             stepper.emit(Leave(self.others, 0.0, source, number))
-            gather(stepper, eqn, self.first, self.others)
+            meetings.gather(stepper, eqn, self.first, self.others)
         goes_on = kernels.leave(stepper, eqn, self.first, operands, results)
         return [r if goes_on else UNKNOWN for r in results]
 
@@ -136,33 +137,6 @@ def _names(jaxpr: Any) -> list[str]:
     return known if len(known) == n else [f"operand{i}" for i in range(n)]
 
 
-# Cores that wait for each other -------------------------------------------------------------------
-
-
-def gather(stepper: Stepper, eqn: Any, first: np.ndarray, others: np.ndarray) -> None:
-    """The first cores wait until the others have come here."""
-    sem, source = _semaphore(stepper, eqn, "gather"), stepper.source(eqn)
-    targets = np.tile(first, len(others) // len(first))
-    count = len(others) // len(first)
-    stepper.emit(Signal(others, stepper.take_busy(), source, sem, targets, 1, implicit=True))
-    stepper.emit(Wait(first, 0.0, source, sem, count, is_dma=False, implicit=True))
-
-
-def release(stepper: Stepper, eqn: Any, first: np.ndarray, others: np.ndarray) -> None:
-    """The others wait until the first cores have come here."""
-    sem, source = _semaphore(stepper, eqn, "release"), stepper.source(eqn)
-    for targets in others.reshape(-1, len(first)):
-        stepper.emit(Signal(first, 0.0, source, sem, targets, 1, implicit=True))
-    stepper.emit(Wait(others, 0.0, source, sem, 1, is_dma=False, implicit=True))
-
-
-def _semaphore(stepper: Stepper, eqn: Any, what: str) -> int:
-    """One that is there at all times, as barrier semaphores are."""
-    key = ("barrier", "cores", what)
-    scalar = jax.ShapeDtypeStruct((), np.int32)
-    return int(stepper.allocate(key, scalar, f"{what} of cores", "semaphore_mem").buffer.id)
-
-
 def compile_barrier(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     """The barrier of all vector subcores of a SparseCore: those that differ in the last axis."""
 
@@ -177,7 +151,7 @@ def compile_barrier(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int])
             inside = lanes[core == which]
             first, others = inside[: stepper.n_devices], inside[stepper.n_devices :]
             if len(others):
-                gather(stepper, eqn, first, others)
-                release(stepper, eqn, first, others)
+                meetings.gather(stepper, eqn, first, others)
+                meetings.release(stepper, eqn, first, others)
 
     return step

@@ -154,6 +154,10 @@ class Devices:
             raise IndexError(f"core {np.max(core)} of {self.n_cores}")
         return device + self.n_devices * core
 
+    def named(self, device: np.ndarray) -> np.ndarray:
+        """The array that stands for all arrays of these devices."""
+        return self._canonical(device)
+
     def _canonical(self, device: Any) -> Any:
         """One array object per distinct array of devices: later stages work per distinct
         pattern.

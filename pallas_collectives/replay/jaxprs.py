@@ -326,10 +326,40 @@ def pallas_name(eqn: Any) -> str:
 
 def collective_id(eqn: Any) -> int | None:
     """The collective id that a `pallas_call` was given."""
+    return getattr(_compiler_params(eqn), "collective_id", None)
+
+
+def _compiler_params(eqn: Any) -> Any:
     params = eqn.params.get("compiler_params")
-    if isinstance(params, dict):
-        params = next(iter(params.values()), None)
-    return getattr(params, "collective_id", None)
+    return next(iter(params.values()), None) if isinstance(params, dict) else params
+
+
+def has_default_barrier(eqn: Any) -> bool:
+    """Whether the compiler begins a kernel with a barrier of all devices: see `meetings`."""
+    params = _compiler_params(eqn)
+    if collective_id(eqn) is not None or getattr(params, "skip_device_barrier", False):
+        return False
+    bodies = [eqn.params["jaxpr"]] if "jaxpr" in eqn.params else eqn.params["jaxprs"]
+    inside = [inner for body in bodies for inner in equations(body)]
+    if any(inner.primitive.name == "get_barrier_semaphore" for inner in inside):
+        return False
+    return any(_communicates(inner) for inner in inside)
+
+
+def _communicates(eqn: Any) -> bool:
+    """Whether an operation names a device."""
+    op = operation(eqn)
+    return isinstance(op, (DmaStart, Signal)) and op.device_id is not None
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr and of those within it."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(open_jaxpr(inner)[0], "eqns"):
+                    yield from equations(inner)
 
 
 def memory_space(aval: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay import jaxprs, meetings
 from pallas_collectives.replay.program import Enter, Kernel, Leave, Start, Wait
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN
@@ -167,6 +167,7 @@ class _Call:
         self.grid: Index = grid
         launch, source = stepper.generation.launch_cost, stepper.source(eqn)
         stepper.emit(Enter(lanes, launch, source, stepper.kernel_number))
+        meetings.on_entry(stepper, eqn, lanes)
         self.blocked: list[_Blocked] = []
         self.refs: list[
             Any

@@ -107,7 +107,7 @@ def _beyond_reach(program: Program, generation: Generation, places: Places) -> I
     first: dict[tuple[str, str, type], tuple[int, Any, tuple[int, int]]] = {}
     count: Counter[tuple[str, str, type]] = Counter()
     for k, column in enumerate(program.columns):
-        if not isinstance(column, (Start, Signal)) or column.target is None:
+        if not isinstance(column, (Start, Signal)) or column.target is None or column.implicit:
             continue
         target = column.target
         key = (id(target) if isinstance(target, np.ndarray) else target, column.lanes.tobytes())

@@ -239,6 +239,39 @@ case("refs selected twice", lambda x, n: _selected(x, n, by_turns=False), "race"
 case("branches", _branching)
 
 
+# Without a barrier of its own ---------------------------------------------------------------------
+
+
+def _unmet(x: Any, n: int, **params: Any) -> Any:
+    """A hop without a barrier: the compiler puts one before it unless it is told not to."""
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        _, right, _ = neighbours(n)
+        copy = hop(x_ref, o_ref, send, recv, right)
+        copy.start()
+        copy.wait()
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        in_specs=[anywhere],
+        out_specs=anywhere,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[DMA, DMA],
+        compiler_params=pltpu.CompilerParams(has_side_effects=True, **params),
+    )(x)
+
+
+case("the compiler's barrier", _unmet, devices=(2, 3, 5))
+case("the compiler's barrier, twice", lambda x, n: _unmet(_unmet(x, n), n), devices=(2, 3, 5))
+case(
+    "the compiler's barrier, not wanted",
+    lambda x, n: _unmet(x, n, skip_device_barrier=True),
+    "race",
+    "entry",
+)
+
+
 # Semaphores that kernels hand on ------------------------------------------------------------------
 
 
