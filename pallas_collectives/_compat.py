@@ -14,6 +14,7 @@ import jax
 from jax._src import callback as _callback
 from jax._src import clusters as _clusters
 from jax._src import config as _config
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import shard_map as _shard_map
@@ -154,6 +155,19 @@ def saved(policy: Any, eqn: Any) -> bool:
     types = (var.aval for var in eqn.invars)
     case = _partial_eval.ensure_enum(policy(eqn.primitive, *types, **eqn.params))
     return not isinstance(case, _partial_eval.RecomputeType)
+
+
+def races_reported() -> bool:
+    """Whether the interpreter of TPU kernels has reported a race; from JAX 0.11 on it raises."""
+    module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+    races = getattr(module, "races", None)
+    return bool(races is not None and races.races_found)
+
+
+def forget_simulated_failures() -> None:
+    """Clears what a failed kernel leaves behind: the interpreter's state, JAX's failed tokens."""
+    pltpu.reset_tpu_interpret_mode_state()
+    _dispatch.runtime_tokens.clear()
 
 
 def default_matmul_precision() -> Any:

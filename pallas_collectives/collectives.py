@@ -72,7 +72,7 @@ def all_gather(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = settle(axis_name, axis_index_groups, backend, algorithm)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
@@ -114,7 +114,7 @@ def psum_scatter(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
+    how = settle(axis_name, axis_index_groups, backend, algorithm, precise)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -213,7 +213,7 @@ def _reduce(
     algorithm: str | None,
     precise: bool = False,
 ) -> Any:
-    how = _settle(axis_name, groups, backend, algorithm, precise)
+    how = settle(axis_name, groups, backend, algorithm, precise)
     if name in ("pmax", "pmin"):
         validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)
@@ -250,7 +250,7 @@ def all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = settle(axis_name, axis_index_groups, backend, algorithm)
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
@@ -305,7 +305,7 @@ def ragged_all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = settle(axis_name, axis_index_groups, backend, algorithm)
     slices = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -347,7 +347,7 @@ def ppermute(
         not in the mesh's order.
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
     """
-    how = _settle(axis_name, None, backend, algorithm)
+    how = settle(axis_name, None, backend, algorithm)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), x)
@@ -362,7 +362,7 @@ def pshuffle(
     algorithm: str | None = "auto",
 ) -> Any:
     """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
-    how = _settle(axis_name, None, backend, algorithm)
+    how = settle(axis_name, None, backend, algorithm)
     validation.check_order(axis_name)
     validation.checked_perm(
         [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
@@ -380,7 +380,7 @@ def pswapaxes(
     algorithm: str | None = "auto",
 ) -> Any:
     """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = settle(axis_name, axis_index_groups, backend, algorithm)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
     return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), x)
@@ -395,12 +395,12 @@ def pbroadcast(
     algorithm: str | None = "auto",
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
-    how = _settle(axis_name, None, backend, algorithm)
+    how = settle(axis_name, None, backend, algorithm)
     validation.check_source(source, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
 
 
-def _settle(
+def settle(
     axis_name: AxisName,
     groups: Groups,
     backend: str | None,

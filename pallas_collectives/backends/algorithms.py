@@ -120,7 +120,7 @@ def _fastest(
         raise unreachable(f"{op} over {_devices(group)} as they are placed", chip)
     predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
     order = choice.fastest_first(op, predicted)
-    timed = [Candidate(name, (p := predicted[name]).us, p.latency_us, _source(p)) for name in order]
+    timed = [_candidate(name, predicted[name]) for name in order]
     others = [
         Candidate(a.name, None, None, _no_time(a, a.name in names, group, chip))
         for a in algorithms
@@ -140,6 +140,10 @@ _UNTIMED = "no table has it"
 
 def _why(name: str, candidates: Sequence[Candidate]) -> str:
     """Why an algorithm serves, of all that could."""
+    if candidates[0].source.startswith(_NO_FIGURE):
+        return (
+            "the first in the order of groups that the table has; there is no figure for this one"
+        )
     timed = [c for c in candidates if c.us is not None and c.latency_us is not None]
     if not timed or name != timed[0].algorithm:
         able = [c for c in candidates if c.us is not None or c.source == _UNTIMED]
@@ -157,6 +161,12 @@ def _why(name: str, candidates: Sequence[Candidate]) -> str:
     if len(timed) == 1:
         return f"{kind} {us:.1f} us, {rules}; no other has a time"
     return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
+
+
+def _candidate(name: str, prediction: choice.Prediction) -> Candidate:
+    if not prediction.close:
+        return Candidate(name, None, None, f"{_NO_FIGURE}; order: {_source(prediction)}")
+    return Candidate(name, prediction.us, prediction.latency_us, _source(prediction))
 
 
 def _source(prediction: choice.Prediction) -> str:
@@ -180,6 +190,8 @@ def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) ->
         return "it serves shifts by one position"
     return "the devices have no ring of single links"
 
+
+_NO_FIGURE = "no figure"
 
 # On a torus of more devices nothing is as fast as all axes at once, also for blocks that cannot be
 # cut for all links: on v5p 4x4x4 a ring takes 1.3 to 5 times as long.

@@ -2,18 +2,18 @@
 
 `decide` is the one place that says so. It makes the `ProductPlan` of a call while that is traced;
 the call carries the plan to its lowering. There `as_devices_lie` confirms it, or has both run apart
-if no kernel serves devices that lie so. What it returns is followed, counted (`fusion_counts`) and
+if no kernel serves devices so placed. What it returns is followed, counted (`fusion_counts`) and
 printed by `explain`. A backward pass binds products of its own, each with its own plan.
 
 Model, per device, of blocks passed both ways round a ring of n, each with its share of the product:
 
     wire      (n-1)/2 blocks over a link
     unfused   wire + the products by all of the device's cores at full rate
-    fused     the longer of the wire and the products, by the one core that a kernel runs on; the
-              shorter for the one part of a block that nothing hides; and two DMAs' latency a part
+    fused     the longer of the wire and the products by the one core that a kernel runs on; the
+              shorter for the one chunk that nothing hides; and two DMAs' latency for each chunk
 
-Rates are those of `topology.rates`. So fusing loses where blocks are small, and on chips of two
-cores a device (v4, v5p) where the products take much longer than the wire.
+Rates are those of `topology.rates`. So fusing loses if blocks are small, and on chips with two
+cores a device (v4, v5p) if the products take much longer than the wire.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ def _plan(
 
 
 def refused(op: str, spec: Spec, reason: str) -> ProductPlan:
-    """What takes the place of a kernel that cannot serve, or need not.
+    """The plan if no kernel can serve, or need not.
 
     Raises:
       AlgorithmError: it was asked for by name.
@@ -123,11 +123,11 @@ def refused(op: str, spec: Spec, reason: str) -> ProductPlan:
 
 
 def as_devices_lie(plan: ProductPlan, spec: Spec) -> ProductPlan:
-    """The plan of a product to be fused, or another if no kernel serves devices that lie so.
+    """The plan of a product to be fused, or another if no kernel serves devices so placed.
 
     Raises:
-      AlgorithmError: "fused" was asked for by name, and the devices lie so that no kernel serves.
-      SliceError: they lie in slices in a way that no steps serve.
+      AlgorithmError: "fused" was asked for by name, and no kernel serves devices so placed.
+      SliceError: no steps serve the slices in which they lie.
     """
     group = canonical.group_of(spec.axis_name)
     if slices.split(group, slices.slices(group, spec.how.across)) is not None:
@@ -199,7 +199,7 @@ def obstacle(
 
 
 def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -> Cost:
-    """What a product and its collective take, fused and apart.
+    """The seconds of a product and its collective, fused and apart.
 
     Args:
       op: `GATHER` or `SCATTER`.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import jaxprs, kernels, meetings
+from pallas_collectives.replay import jaxprs, kernels, meetings, names
 from pallas_collectives.replay.devices import CoreMesh
 from pallas_collectives.replay.program import Enter, Leave
 from pallas_collectives.replay.stepper import Step, Stepper
@@ -84,7 +84,7 @@ class _Call:
         """The refs of operands and results, which lie in HBM unless their types say otherwise."""
         jaxpr, _ = jaxprs.open_jaxpr(self.bodies[0][1])
         avals = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
-        names = _names(jaxpr)
+        ref_names = _names(jaxpr)
         aliases = {o: i for i, o in dict(self.eqn.params.get("input_output_aliases", {})).items()}
         n_in, n_out = len(self.args), len(self.eqn.outvars)
         refs: list[Any] = []
@@ -100,7 +100,7 @@ class _Call:
             elif not hasattr(aval, "inner_aval"):  # a number that the body has captured
                 refs.append(take(given, self.every % self.stepper.n_devices))
             else:
-                refs.append(self._allocated(i, aval, names[i], shared=True))
+                refs.append(self._allocated(i, aval, ref_names[i], shared=True))
                 self.stepper.follow(refs[-1], aval, given, self.first)
                 if isinstance(given, View):
                     same[given.buffer.id] = refs[-1]
@@ -109,9 +109,9 @@ class _Call:
     def _run(self, mesh: CoreMesh, closed: Any, lanes: np.ndarray, shared: list[Any]) -> None:
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         avals = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
-        names = _names(jaxpr)
+        ref_names = _names(jaxpr)
         scratch = [
-            self._allocated((mesh.first, i), avals[i], names[i])
+            self._allocated((mesh.first, i), avals[i], ref_names[i])
             for i in range(len(shared), len(avals))
         ]
         refs = [*shared, *scratch]
@@ -131,10 +131,10 @@ class _Call:
 
 
 def _names(jaxpr: Any) -> list[str]:
-    names = getattr(getattr(jaxpr, "debug_info", None), "arg_names", None) or ()
-    n = len(jaxpr.constvars) + len(jaxpr.invars)
-    known = [str(name) for name in names if name]
-    return known if len(known) == n else [f"operand{i}" for i in range(n)]
+    """What the author calls the refs that a body has captured, and those that it takes."""
+    captured, taken = len(jaxpr.constvars), names.of_refs(jaxpr)
+    known = [""] * captured + taken
+    return [name or f"operand{i}" for i, name in enumerate(known)]
 
 
 def compile_barrier(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.replay import control, cores, jaxprs, kernels, twins, values
+from pallas_collectives.replay import control, cores, jaxprs, kernels, names, twins, values
 from pallas_collectives.replay.program import Access, Work
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
@@ -249,6 +249,7 @@ def _price(stepper: Stepper, eqn: Any) -> float:
 
 def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
+    ref_names = names.of_refs(jaxpr)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         assert stepper.kernel is not None, "run_scoped outside a kernel"
@@ -257,7 +258,7 @@ def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
         views = []
         for i, var in enumerate(jaxpr.invars):
             key = (id(eqn), i, stepper.kernel_number)
-            name = f"scoped{i}@{stepper.source(eqn).line.split(' ')[0]}"
+            name = f"{ref_names[i] or f'ref {i}'} (scoped)"
             views.append(stepper.allocate(key, var.aval, name))
         kernel, held = stepper.kernel, [v.buffer for v in views]
         kernel.held.take(held, stepper.source(eqn).line)

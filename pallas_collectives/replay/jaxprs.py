@@ -9,14 +9,13 @@ compiled, so that stepping it costs no tree work.
 from __future__ import annotations
 
 import dataclasses
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
-_STDLIB = sysconfig.get_paths()["stdlib"]
+from pallas_collectives.replay import lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,32 +397,13 @@ def buffer_count(block_mapping: Any) -> int:
 
 
 def where(eqn: Any) -> str:
-    """`file:line (function)` of the user code that made `eqn`, or of JAX's own that did."""
-    within_jax = "unknown line"
-    for frame in _frames(eqn):
-        file = frame.file_name
-        line = getattr(frame, "line_num", None) or getattr(frame, "start_line", 0)
-        function = frame.function_name.rsplit(".", 1)[-1]
-        text = f"{file.rsplit('/', 1)[-1]}:{line} ({function})"
-        library = "/jax/" in file or "/jaxlib/" in file
-        standard = file.startswith(_STDLIB) and "site-packages" not in file
-        if not library and not standard:
-            return text
-        if library and "/_src/" not in file:
-            return f"JAX's {text}"
-        if file.endswith("pipeline.py"):
-            within_jax = f"JAX's {text}"
-    return within_jax
+    """`file:line (function)` of the reader's code that made `eqn`, or of whose there is."""
+    return str(lines.of(eqn))
 
 
 def scope(eqn: Any) -> str:
     """The `jax.named_scope` path that `eqn` was traced under ('' outside any)."""
     return str(getattr(eqn.source_info, "name_stack", ""))
-
-
-def _frames(eqn: Any) -> Iterator[Any]:
-    traceback = getattr(eqn.source_info, "traceback", None)
-    yield from getattr(traceback, "frames", ()) if traceback is not None else ()
 
 
 def is_literal(var: Any) -> bool:

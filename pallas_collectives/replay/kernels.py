@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import jaxprs, meetings
+from pallas_collectives.replay import jaxprs, meetings, names
 from pallas_collectives.replay.program import Enter, Kernel, Leave, Start, Wait
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN
@@ -180,11 +180,10 @@ class _Call:
         n_index = mapping.num_index_operands
         n_blocks = mapping.num_inputs + mapping.num_outputs
         aliases = {o: i for i, o in self.eqn.params["input_output_aliases"]}
-        held = []
+        held, ref_names = [], names.of_refs(jaxpr)
         for i, var in enumerate(jaxpr.invars):
             key = ("kernel", stepper.kernel_number, i)
-            names = getattr(getattr(jaxpr, "debug_info", None), "arg_names", None)
-            name = str(names[i]) if names and i < len(names) and names[i] else f"operand{i}"
+            name = ref_names[i] or f"operand{i}"
             space = jaxprs.memory_space(var.aval)
             block = i - n_index
             output = block - mapping.num_inputs

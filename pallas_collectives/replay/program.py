@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_collectives.replay.lines import Line
 from pallas_collectives.replay.memory import Held
 from pallas_collectives.replay.views import Buffer, View
 
@@ -23,11 +24,15 @@ SHARED = frozenset({"hbm", "vmem_shared"})
 
 @dataclasses.dataclass
 class Source:
-    """Where an instruction comes from: the user's line, its `jax.named_scope`, and its kernel."""
+    """Where an instruction comes from: the user's line, its `jax.named_scope`, and its kernel.
+
+    `place` is the line with the whole path.
+    """
 
     line: str
     scope: str
     kernel: str
+    place: Line | None = None
 
 
 @dataclasses.dataclass

@@ -23,6 +23,7 @@ from pallas_collectives import _compat
 from pallas_collectives.replay import jaxprs, values
 from pallas_collectives.replay.contents import Contents
 from pallas_collectives.replay.devices import Devices
+from pallas_collectives.replay.lines import Lines
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import (
     Access,
@@ -93,6 +94,7 @@ class Stepper:
         self._lock: Any = contextlib.nullcontext()
         self._blocks: dict[int, tuple[Any, Block]] = {}
         self._sources: dict[int, tuple[Any, Source]] = {}
+        self._lines = Lines()
         self._busy = 0.0
         self._multiplying = 0.0  # work of the matrix unit since the last DMA or semaphore
         self._beside = 0.0  # other work since then that instructions have been charged with
@@ -136,6 +138,7 @@ class Stepper:
 
     def _compile(self, closed: Any) -> Block:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
+        self._lines.enter(jaxpr)
         template: list[Any] = []
         slots: dict[Any, int] = {}
 
@@ -202,7 +205,8 @@ class Stepper:
         cached = self._sources.get(id(eqn))
         if cached is None:
             name = self.kernel.name if self.kernel else ""
-            cached = (eqn, Source(jaxprs.where(eqn), jaxprs.scope(eqn), name))
+            place = self._lines.of(eqn)
+            cached = (eqn, Source(str(place), jaxprs.scope(eqn), name, place))
             self._sources[id(eqn)] = cached
         return cached[1]
 

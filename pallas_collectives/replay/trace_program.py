@@ -40,7 +40,7 @@ def trace(
     """
     closed = jax.make_jaxpr(function)(*jax.tree.map(_shape, args))
     contents = [_contents(a) for a in jax.tree.leaves(args)]
-    shard_map, operands = _find_shard_map(closed, contents)
+    shard_map, operands = find_shard_map(closed, contents)
     mesh = shard_map.params["mesh"]
     axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     specs = shard_map.params["in_specs"]
@@ -72,7 +72,7 @@ def _contents(a: Any) -> Any:
     return UNKNOWN
 
 
-def _find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
+def find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
     """The outermost shard_map equation and what is known of its operands."""
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     known: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
@@ -84,7 +84,7 @@ def _find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
         called = jaxprs.called_jaxpr(eqn)
         if called is not None:
             try:
-                return _find_shard_map(called, operands)
+                return find_shard_map(called, operands)
             except NoShardMap:
                 pass
     raise NoShardMap("replay wants a function that calls jax.shard_map over the mesh to model")

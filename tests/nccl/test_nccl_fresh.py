@@ -76,10 +76,8 @@ def reports(op, situation, layout, **environment):
 
 
 @pytest.fixture(scope="module")
-def started(request):
+def started(request, devices):
     """(case, whether connected) -> future of its reports, for what this run has selected."""
-    if jax.default_backend() != "gpu" or jax.device_count() < 2:
-        pytest.skip("needs two GPUs")
     wanted = [
         (item.callspec.params["case"], "unconnected" not in item.name)
         for item in request.session.items

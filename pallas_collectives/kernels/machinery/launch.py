@@ -109,7 +109,8 @@ def call_many(
     # A buffer in HBM is a result that nobody wants: so it has one address on every device.
     buffers = [x for x in leaves if _is_buffer(x)]
     copies = _Vmem.of(operands, out_shapes, aliases) if vmem else None
-    allocated = copies, entered.semaphores, [x for x in leaves if not _is_buffer(x)]
+    own_shapes = jax.tree.unflatten(record, [None if _is_buffer(x) else x for x in leaves])
+    allocated = copies, entered.semaphores, own_shapes  # in the record, whose names they bear
 
     def body(
         table_refs: Any,
@@ -119,9 +120,9 @@ def call_many(
         buffer_refs: Any,
         here: _Vmem | None,
         entry_refs: Any,
-        own_refs: Any,
+        own: Any,
     ) -> None:
-        left_buffers, left = iter(buffer_refs), iter(own_refs)
+        left_buffers, left = iter(buffer_refs), iter(jax.tree.leaves(own))
         left_tables = iter(table_refs[len(peers) :])
         with jax.enable_x64(False):  # a TPU counts in 32 bits, whatever the program around it does
             rings = tuple(
