@@ -106,6 +106,7 @@ def while_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> S
 def parallel_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     """A vector subcore's loop, turn after turn: its turns are independent."""
     body = eqn.params["jaxpr"]
+    inner, _ = jaxprs.open_jaxpr(body)
     lower, upper, step_by, constants, carried = jaxprs.parallel_loop(eqn)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -118,8 +119,10 @@ def parallel_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -
         if any(isinstance(bound, np.ndarray) for bound in bounds):
             raise jaxprs.UnsupportedEquation("replay wants the same bounds on all subcores", eqn)
         carry = [value(item) for item in carried]
+        captured = [value(item) for item in constants]
+        taken = captured[len(inner.constvars) :]  # by a jaxpr whose constants are its operands
         for i in range(*map(int, bounds)):
-            carry = stepper.run(body, [i, *carry], lanes, [value(item) for item in constants])
+            carry = stepper.run(body, [*taken, i, *carry], lanes, captured)
         for o, out in zip(outs, carry, strict=True):
             env[o] = out
 

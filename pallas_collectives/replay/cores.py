@@ -111,14 +111,23 @@ class _Call:
         avals = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
         ref_names = _names(jaxpr)
         scratch = [
-            self._allocated((mesh.first, i), avals[i], ref_names[i])
-            for i in range(len(shared), len(avals))
+            self._scratch(mesh, i, avals[i], ref_names[i]) for i in range(len(shared), len(avals))
         ]
         refs = [*shared, *scratch]
         n_constants = len(jaxpr.constvars)
         self.stepper.flush_busy(self.eqn, lanes)
         self.stepper.run(closed, refs[n_constants:], lanes, refs[:n_constants])
         self.stepper.flush_busy(self.eqn, lanes)
+
+    def _scratch(self, mesh: CoreMesh, i: int, aval: Any, name: str) -> View:
+        """What each core has of its own: of a named mesh, the same to all that name it."""
+        axes = jaxprs.cores_of(aval)
+        if axes is None:
+            return self._allocated((mesh.first, i), aval, name)
+        view = self._allocated(("named", i), aval, name)
+        (home,) = (mesh for mesh, _ in self.bodies if mesh.axes == axes)
+        self.stepper.homes[view.buffer.space, view.buffer.id] = home
+        return view
 
     def _allocated(self, key: Any, aval: Any, name: str, shared: bool = False) -> View:
         space = jaxprs.memory_space(aval)

@@ -90,11 +90,21 @@ class Devices:
                 index[inside] = mesh.coordinate(name, number[inside])
         return int(index[0]) if (index == index[0]).all() else index
 
-    def target(self, device_id: Any, logical: bool, lanes: np.ndarray, core: Any = None) -> Any:
+    def target(
+        self,
+        device_id: Any,
+        logical: bool,
+        lanes: np.ndarray,
+        core: Any = None,
+        home: CoreMesh | None = None,
+    ) -> Any:
         """The device (its row-major position in the mesh) that a kernel's `device_id` names, and
         of its cores, if they are several, the one that it or `core` names.
+
+        `home`: the cores whose memory is meant, if the memory says so.
         """
-        if device_id is None and core is None:
+        elsewhere = home is not None and not home.holds(lanes // self.n_devices).all()
+        if device_id is None and core is None and not elsewhere:
             return None
         by_axis: Any = {}
         if device_id is None:
@@ -102,7 +112,7 @@ class Devices:
         elif isinstance(device_id, dict):
             by_axis = self._by_single_axis(device_id)
         elif logical:
-            return self._canonical(self._on_core(device_id, {}, core, lanes))
+            return self._canonical(self._on_core(device_id, {}, core, lanes, home))
         else:
             ids = device_id if isinstance(device_id, (tuple, list)) else (device_id,)
             by_axis = dict(zip(self.axes, ids, strict=True))
@@ -114,7 +124,7 @@ class Devices:
             if not isinstance(index, np.ndarray) and not 0 <= index < self.axes[name]:
                 raise IndexError(f"device {index} on axis {name!r} of size {self.axes[name]}")
             device = device + index * stride
-        return self._canonical(self._on_core(device, by_axis, core, lanes))
+        return self._canonical(self._on_core(device, by_axis, core, lanes, home))
 
     def _by_single_axis(self, device_id: dict[Any, Any]) -> dict[str, Any]:
         """Indices along tuples of axes, taken apart."""
@@ -130,7 +140,14 @@ class Devices:
                 out[last] = index
         return out
 
-    def _on_core(self, device: Any, by_axis: dict[str, Any], core: Any, lanes: np.ndarray) -> Any:
+    def _on_core(
+        self,
+        device: Any,
+        by_axis: dict[str, Any],
+        core: Any,
+        lanes: np.ndarray,
+        home: CoreMesh | None,
+    ) -> Any:
         """The lane of a device's core."""
         if device is UNKNOWN or core is UNKNOWN:
             raise DataDependent("a device id")
@@ -139,6 +156,7 @@ class Devices:
         if isinstance(device, np.ndarray) or not 0 <= device < self.n_devices:
             device = self._canonical(device)
         named = [mesh for mesh in self.cores if by_axis.keys() & mesh.axes.keys()]
+        named = named if home is None else [home]
         own = lanes // self.n_devices
         if core is None and named:
             inside = [mesh for mesh in named if mesh.holds(own).all()] or named

@@ -281,6 +281,12 @@ def core_meshes(eqn: Any) -> list[tuple[dict[str, int], Any]]:
     return [(dict(mesh.shape), jaxpr) for mesh, jaxpr in pairs]
 
 
+def cores_of(aval: Any) -> dict[str, int] | None:
+    """The axes of the mesh of cores whose memory a ref is said to be in, or None."""
+    mesh = getattr(getattr(aval, "memory_space", None), "mesh", None)
+    return None if mesh is None else dict(mesh.shape)
+
+
 def parallel_loop(eqn: Any) -> tuple[Any, Any, Any, Any, Any]:
     """(lower, upper, step, constants, carry) of a vector subcore's loop, as `Slot`s."""
     return _unflatten(eqn, "tree", _slots(eqn))
@@ -366,6 +372,7 @@ def memory_space(aval: Any) -> str:
     space = getattr(aval, "memory_space", None)
     if space is None:  # a kernel's ref without a memory space is in VMEM; anything else is an array
         return "vmem" if hasattr(aval, "inner_aval") else "hbm"
+    space = getattr(space, "memory_space", space)  # of a named mesh of cores
     name = str(space).lower().removeprefix("memoryspace.")
     return {"any": "hbm", "device": "hbm", "default": "vmem"}.get(name, name)
 

@@ -22,7 +22,7 @@ import numpy as np
 from pallas_collectives import _compat
 from pallas_collectives.replay import jaxprs, values
 from pallas_collectives.replay.contents import Contents
-from pallas_collectives.replay.devices import Devices
+from pallas_collectives.replay.devices import CoreMesh, Devices
 from pallas_collectives.replay.lines import Lines
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import (
@@ -88,6 +88,7 @@ class Stepper:
         self.grid: tuple[
             tuple[int, int], ...
         ] = ()  # (program id, number of programs) per grid axis
+        self.homes: dict[tuple[str, int], CoreMesh] = {}  # of memory that names a mesh of cores
         self.contents = Contents(self.n_devices)
         self.unfinished: dict[int, set[int]] = {}  # kernels, by a semaphore that they handed on
         self._allocated: dict[Any, Buffer] = {}
@@ -288,7 +289,9 @@ class Stepper:
         source = self.source(eqn)
         match op:
             case jaxprs.DmaStart():
-                target = self.devices.target(_read_tree(op.device_id, operands), op.logical, lanes)
+                device_id = _read_tree(op.device_id, operands)
+                home = None if device_id is None else self._home(op.dst_sem, operands)
+                target = self.devices.target(device_id, op.logical, lanes, None, home)
                 src, dst = self.view(op.src, operands), self.view(op.dst, operands)
                 src_sem = None if op.src_sem is None else self.semaphore(op.src_sem, operands)
                 self.contents.copy(src, dst, lanes, target)
@@ -311,7 +314,8 @@ class Stepper:
                 self.emit(Wait(lanes, self.take_busy(), source, sem, nbytes, is_dma=True))
             case jaxprs.Signal():
                 device_id, core = (_read_tree(i, operands) for i in (op.device_id, op.core))
-                device = self.devices.target(device_id, op.logical, lanes, core)
+                home = self._home(op.sem, operands)
+                device = self.devices.target(device_id, op.logical, lanes, core, home)
                 sem = self.semaphore(op.sem, operands)
                 amount = value(op.value)
                 self.emit(Signal(lanes, self.take_busy(), source, sem, device, amount))
@@ -325,6 +329,10 @@ class Stepper:
             case jaxprs.Access():
                 return self._access(source, op, operands, lanes)
         return None
+
+    def _home(self, view: jaxprs.RefView, operands: list[Any]) -> CoreMesh | None:
+        buffer = self.view(view, operands).buffer
+        return self.homes.get((buffer.space, buffer.id))
 
     def _read(self, source: Source, sem: Any, lanes: np.ndarray) -> int:
         assert self.read_semaphore is not None, "programs that read semaphores are stepped live"
