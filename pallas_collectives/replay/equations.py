@@ -42,6 +42,8 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
         return _scalar(eqn, values.SCALAR[name], ins, outs)
     if twins.is_twin(eqn):
         return _twin(stepper, eqn, ins, outs)
+    if name == "all_gather":
+        return _gathered(stepper, eqn, ins, outs, _other(stepper, eqn, ins, outs))
     called = jaxprs.called_jaxpr(eqn)
     if called is not None:
         return _call(stepper, called, ins, outs)
@@ -91,8 +93,8 @@ def _explained(eqn: Any, step: Step) -> Step:
                 f"{error} at {jaxprs.where(eqn)} depends on array data, which replay does not hold."
                 "\nPass the argument that it comes from (sizes, offsets, tables) as a numpy array "
                 "instead of a shape: its contents are then followed into scalar memory.\n"
-                "Of collectives on the way only pallas_collectives.all_gather hands them on: in "
-                "place of another, or of lax's, gather by that and take each device's part."
+                "Of collectives on the way only all_gather hands them on: in place of another "
+                "gather, and take each device's part."
             ) from None
         except IndexError as error:
             if "\n" in str(error):
@@ -162,12 +164,19 @@ def _call(stepper: Stepper, called: Any, ins: list[int], outs: list[int]) -> Ste
 def _twin(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     """One of our collectives: its kernels and, of an all-gather of known arrays, its result."""
     call = _call(stepper, twins.expand(eqn, stepper.mesh), ins, outs)
+    if eqn.primitive.name != "pallas_all_gather":
+        return call
+    return _gathered(stepper, eqn, ins, outs, call)
+
+
+def _gathered(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int], call: Step) -> Step:
+    """An all-gather: what `call` does and, if what is gathered is known, the result."""
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         operand = env[ins[0]]
         call(env, lanes)
         small = math.prod(eqn.outvars[0].aval.shape) <= _LARGEST_KNOWN
-        if eqn.primitive.name == "pallas_all_gather" and small and isinstance(operand, Known):
+        if small and isinstance(operand, Known):
             env[outs[0]] = twins.gathered(operand, stepper.devices.axes, **eqn.params)
 
     return step
