@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives import errors as errors
+    from pallas_collectives import moe as moe
     from pallas_collectives import multihost as multihost
     from pallas_collectives import nccl as nccl
     from pallas_collectives import replay as replay
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives.backends.counters import fallback_counts as fallback_counts
     from pallas_collectives.backends.counters import fusion_counts as fusion_counts
     from pallas_collectives.backends.counters import reset_counts as reset_counts
+    from pallas_collectives.backends.overrides import OverrideReport as OverrideReport
+    from pallas_collectives.backends.overrides import override_report as override_report
     from pallas_collectives.backends.slices import across_slices as across_slices
     from pallas_collectives.collectives import all_gather as all_gather
     from pallas_collectives.collectives import all_reduce as all_reduce
@@ -52,6 +55,7 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives.overlap.split import all_to_all_start as all_to_all_start
     from pallas_collectives.overlap.split import ppermute_start as ppermute_start
     from pallas_collectives.overlap.split import psum_scatter_start as psum_scatter_start
+    from pallas_collectives.override import overridden as overridden
     from pallas_collectives.override import override_lax as override_lax
     from pallas_collectives.simulation import simulate as simulate
     from pallas_collectives.topology.placement import torus as torus
@@ -66,6 +70,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "fallback_counts",
         "fusion_counts",
         "reset_counts",
+    ),
+    "backends.overrides": (
+        "OverrideReport",
+        "override_report",
     ),
     "backends.slices": ("across_slices",),
     "collectives": (
@@ -104,11 +112,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "ppermute_start",
         "psum_scatter_start",
     ),
-    "override": ("override_lax",),
+    "override": (
+        "overridden",
+        "override_lax",
+    ),
     "simulation": ("simulate",),
     "topology.placement": ("torus",),
 }
-_SUBMODULES = ("errors", "multihost", "nccl", "replay", "sharded", "verify")
+_SUBMODULES = ("errors", "moe", "multihost", "nccl", "replay", "sharded", "verify")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 PUBLIC = (*_PLACES, *_SUBMODULES)
 

@@ -6,6 +6,7 @@ on, JAX 0.10 to 0.12, because JAX has no public way to do it.
 Importing the package changes nothing of JAX's. `prepare` does, when the package is used first.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -59,16 +60,22 @@ def prepare() -> None:
         allowed.add_type(_callback.IOEffect)
         allowed.add_type(_callback.OrderedIOEffect)
     # The pipeline emitter asks which TPU it tiles for, in interpret mode too; CPU devices simulate
-    # one.
-    _tpu_info.registry.setdefault(
-        "cpu", lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
-    )
+    # one, with the SparseCores of another beside it.
+    _tpu_info.registry.setdefault("cpu", _simulated_info)
     if _BEFORE_0_11:
         mlir.register_lowering(_shard_map.shard_map_p, _lower_shard_map)
     for primitive, lowering, rules in _waiting:
         _register(primitive, lowering, rules)
     _waiting.clear()
     _prepared = True
+
+
+def _simulated_info() -> Any:
+    v5e, v6e = (
+        pltpu.get_tpu_info_for_chip(version, 1)
+        for version in (pltpu.ChipVersion.TPU_V5E, pltpu.ChipVersion.TPU_V6E)
+    )
+    return dataclasses.replace(v5e, sparse_core=v6e.sparse_core)
 
 
 def register(primitive: core.Primitive, lowering: Rule | None = None, **rules: Rule) -> None:
@@ -94,6 +101,12 @@ def has_rule(primitive: core.Primitive, table: str) -> bool:
 def rule(primitive: core.Primitive, table: str) -> Rule:
     """A primitive's rule in a table of JAX's."""
     return _TABLES[table][primitive]
+
+
+def ruled(names: Iterable[str]) -> dict[str, core.Primitive]:
+    """JAX's primitives of these names, of those that can be differentiated or batched."""
+    tables, wanted = (_TABLES[name] for name in ("jvp", "transpose", "batch")), set(names)
+    return {p.name: p for table in tables for p in table if p.name in wanted}
 
 
 def transposed(name: str) -> core.Primitive:

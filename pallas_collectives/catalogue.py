@@ -200,6 +200,16 @@ _RAGGED_ALL_TO_ALL = (
         most_devices=LONGEST_LINE,
     ),
 )
+_SPREAD = Algorithm(
+    name="spread",
+    launcher=Kernel("torus.ragged_all_to_all", "spread"),
+    reach=EVERYONE,
+    barrier="everyone",
+    sent="those, and what is passed on, on all axes",
+    steps="2",
+    lies=(ON_SEVERAL,),
+    takes_everyones=True,
+)
 _PPERMUTE = (
     Algorithm(
         name="partners",
@@ -321,7 +331,7 @@ _records = {
             name="ragged_all_to_all",
             functions={"ragged_all_to_all": ("ragged_all_to_all", _ragged)},
             primitives=(Primitive("ragged_all_to_all", "ragged_all_to_all"),),
-            algorithms=_RAGGED_ALL_TO_ALL,
+            algorithms=(*_RAGGED_ALL_TO_ALL, _SPREAD),
             example=examples.RAGGED_ALL_TO_ALL,
             of_blocks=True,
             timed=False,

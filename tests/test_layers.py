@@ -19,7 +19,7 @@ PACKAGE = "pallas_collectives"
 LAYERS = (
     (PACKAGE, "__main__", "replay", "verify"),
     ("explanation", "multihost", "override", "sharded"),
-    ("overlap",),
+    ("moe", "overlap"),
     ("collectives", "lowering"),
     ("backends",),
     ("nccl", "tuning"),

@@ -23,14 +23,18 @@ def blocks(language: str) -> list[str]:
 
 
 def test_examples_run_as_they_stand() -> None:
-    first, _, beside, *_ = blocks("python")
+    first, _, beside, experts, *_ = blocks("python")
     done = subprocess.run(
-        [sys.executable, "-c", first + beside], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", first + beside + experts],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "True {('all_gather', 'pallas', " in done.stdout
     assert "True {('all_gather_matmul', " in done.stdout
     assert "v5e:16x1, modelled: " in done.stdout
+    assert "True experts" in done.stdout
 
 
 def test_replays_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:

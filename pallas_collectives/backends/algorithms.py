@@ -8,12 +8,12 @@ from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
-from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.tuning import choice, tables
+from pallas_collectives.tuning import choice, overlaps, tables
 
 
 def choose(
@@ -24,7 +24,9 @@ def choose(
     cuts: int = 1,
     perm: Sequence[tuple[int, int]] = (),
 ) -> KernelPlan:
-    """The plan for the algorithm asked for ("name", "name:vmem", "name:hbm"), or for the fastest.
+    """The plan for the algorithm asked for ("name", "name:vmem", ...), or for the fastest.
+
+    "auto:sc" is the fastest with ":sc" behind it; so with the other suffixes.
 
     Args:
       op: the canonical collective.
@@ -49,17 +51,22 @@ def choose(
         )
     if not reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
-    torus, name = torus_of(group, chip), how.algorithm
+    torus, name = torus_of(group, chip), how.algorithm or "auto"
     candidates: tuple[Candidate, ...] = ()
-    if name is None:
+    base, _, suffix = name.partition(":")
+    if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        name, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
-    algorithm, space = record.algorithm(name), name.partition(":")[2]
-    if algorithm is None or space not in ("", "vmem", "hbm"):
+        base, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
+        if how.beside and not record.example.adds:
+            suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
+        name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
+        suffix = name.partition(":")[2]
+    algorithm = record.algorithm(name)
+    if algorithm is None or suffix not in ("", "vmem", "hbm", "sc"):
         names = ", ".join(catalogue.ALGORITHMS[op])
         raise AlgorithmError(
             f"algorithm={name!r} for {op}",
-            f"it is one of {names}, alone or with ':vmem' or ':hbm' behind it",
+            f"it is one of {names}, alone or with ':vmem', ':hbm' or ':sc' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
@@ -76,13 +83,16 @@ def choose(
         )
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
+    if suffix == "sc":
+        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=record.example.adds)
     plan = KernelPlan(
         op=op,
         backend="pallas",
         algorithm=name,
-        why=_why(name, candidates) if candidates else "it was asked for by name",
+        why=_why(base, candidates) if candidates else "it was asked for by name",
         record=algorithm,
-        vmem=space == "vmem",
+        vmem=suffix == "vmem",
+        on_sparsecore=suffix == "sc",
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,

@@ -35,6 +35,13 @@ _GPU = ("gpu", "cuda", "rocm")
 
 _named_backend = jax.make_user_context(None)
 
+# Whether the step around a call matters (`How.beside`); set by `override_lax`.
+beside_compute = jax.make_user_context(False)
+
+# The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
+# are where our own code means lax's.
+rebound = jax.make_user_context(frozenset())
+
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
@@ -86,7 +93,12 @@ def choose(
     how = How(chosen, name is not None, "", algorithm, precise)
     if chosen != "pallas":
         return how
-    return dataclasses.replace(how, interpret=_interpret(platform), across=slices.marked())
+    return dataclasses.replace(
+        how,
+        interpret=_interpret(platform),
+        across=slices.marked(),
+        beside=beside_compute.value and not how.strict,
+    )
 
 
 def _check_name(name: str) -> None:

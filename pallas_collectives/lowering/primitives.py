@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, catalogue, validation
-from pallas_collectives.backends import counters, nested, serving, slices
+from pallas_collectives.backends import choice, counters, nested, serving, slices
 from pallas_collectives.backends.plans import UNSERVABLE, How
 from pallas_collectives.lowering import bundles, many_operands, remat
 from pallas_collectives.topology import placement
@@ -57,7 +57,8 @@ def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> An
         results = others, out_tree, arrays  # no array, which would leave this trace
         return [leaf for leaf, is_array in zip(flat, arrays, strict=True) if is_array]
 
-    closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
+    with choice.rebound(frozenset()):
+        closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
     if not any(map(_is_collective, closed.jaxpr.eqns)):
         return fn(*args)  # nothing to replace: psum(1, "x") is a number
     replayed = iter(_replay(closed, [leaves[i] for i in traced], how, op))

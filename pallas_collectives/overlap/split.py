@@ -38,6 +38,11 @@ class Started:
     def __init__(self, tree: Any, here: Sequence[Any], under_way: Sequence["_UnderWay"]) -> None:
         self._tree, self._here, self._under_way = tree, here, under_way
 
+    @property
+    def tokens(self) -> list[jax.Array]:
+        """What to name in another's `after`, for it to come after this one's start."""
+        return [leaf.token for leaf in self._under_way]
+
     @classmethod
     def of(cls, result: Any) -> "Started":
         """A collective whose result is there."""

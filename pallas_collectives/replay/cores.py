@@ -61,7 +61,7 @@ class _Call:
     def run(self) -> list[Any]:
         stepper, eqn = self.stepper, self.eqn
         source, number = stepper.source(eqn), stepper.kernel_number
-        stepper.emit(Enter(self.every, stepper.generation.launch_cost, source, number))
+        stepper.emit(Enter(self.every, stepper.launch_cost, source, number))
         stepper.devices.cores = tuple(mesh for mesh, _ in self.bodies)
         if len(self.others):
             meetings.gather(stepper, eqn, self.first, self.others)

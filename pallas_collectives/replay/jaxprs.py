@@ -329,8 +329,14 @@ def pallas_name(eqn: Any) -> str:
     return str(name or "pallas_call").split(" at ")[0]
 
 
+def on_sparsecore(eqn: Any) -> bool:
+    """Whether a SparseCore's subcores run a kernel, and not the TensorCore."""
+    meshes = eqn.params.get("meshes") or (eqn.params.get("mesh"),)
+    return all("Subcore" in type(mesh).__name__ for mesh in meshes)
+
+
 def collective_id(eqn: Any) -> int | None:
-    """The collective id that a `pallas_call` was given."""
+    """The collective id that a kernel was given."""
     return getattr(_compiler_params(eqn), "collective_id", None)
 
 

@@ -1,5 +1,5 @@
 """Steps a `pallas_call`: its buffers, its grid, and the block copies that Pallas itself makes
-around the body.
+around the body. A kernel on a SparseCore has no grid, and all its operands are in HBM.
 
 Operands left in HBM (`memory_space=ANY` or HBM) are handed to the kernel as they are. Operands in
 VMEM are copied in before the body and out after it; over a grid, blocks are double-buffered: the
@@ -106,6 +106,7 @@ def begin(stepper: Stepper, eqn: Any, lanes: np.ndarray) -> Kernel:
     if len(lanes) != stepper.n_devices and stepper.read_semaphore is None:
         raise jaxprs.UnsupportedEquation("replay wants every device to call every kernel", eqn)
     kernel = Kernel(jaxprs.pallas_name(eqn), jaxprs.where(eqn))
+    kernel.on_sparsecore = jaxprs.on_sparsecore(eqn)
     stepper.kernel_number += 1
     stepper.kernel = kernel
     stepper.kernels.append(kernel)
@@ -165,7 +166,7 @@ class _Call:
         if any(n is UNKNOWN for n in grid):
             raise DataDependent("the size of a grid")
         self.grid: Index = grid
-        launch, source = stepper.generation.launch_cost, stepper.source(eqn)
+        launch, source = stepper.launch_cost, stepper.source(eqn)
         stepper.emit(Enter(lanes, launch, source, stepper.kernel_number))
         meetings.on_entry(stepper, eqn, lanes)
         self.blocked: list[_Blocked] = []

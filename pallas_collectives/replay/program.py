@@ -130,7 +130,7 @@ class Semaphore:
 
 @dataclasses.dataclass
 class Kernel:
-    """One `pallas_call` of the program. Bytes are per device; `line`: where it is called;
+    """One kernel of the program. Bytes are per device; `line`: where it is called;
     `results`: the numbers of the buffers that hold what it returns.
     """
 
@@ -138,6 +138,7 @@ class Kernel:
     line: str = ""
     results: tuple[int, ...] = ()
     hbm_scratch_bytes: int = 0
+    on_sparsecore: bool = False
     held: Held = dataclasses.field(default_factory=Held)
 
     @property

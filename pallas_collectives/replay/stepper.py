@@ -211,6 +211,18 @@ class Stepper:
             self._sources[id(eqn)] = cached
         return cached[1]
 
+    @property
+    def launch_cost(self) -> float:
+        """From the call of the kernel to its first instruction, and from its last back."""
+        on_sparsecore = self.kernel is not None and self.kernel.on_sparsecore
+        at_all = self.generation
+        return at_all.sparsecore_launch_cost if on_sparsecore else at_all.launch_cost
+
+    def _issue(self) -> None:
+        """A SparseCore takes longer to start a DMA or to signal: what it takes more."""
+        if self.kernel is not None and self.kernel.on_sparsecore:
+            self.work(self.generation.sparsecore_issue_cost - self.generation.issue_cost)
+
     def share_memory(self, other: Stepper, lock: Any) -> None:
         """Allocates from `other`'s buffers and semaphores: live devices must agree on their
         numbers.
@@ -293,6 +305,7 @@ class Stepper:
                 home = None if device_id is None else self._home(op.dst_sem, operands)
                 target = self.devices.target(device_id, op.logical, lanes, None, home)
                 src, dst = self.view(op.src, operands), self.view(op.dst, operands)
+                self._issue()
                 src_sem = None if op.src_sem is None else self.semaphore(op.src_sem, operands)
                 self.contents.copy(src, dst, lanes, target)
                 self.emit(
@@ -318,6 +331,7 @@ class Stepper:
                 device = self.devices.target(device_id, op.logical, lanes, core, home)
                 sem = self.semaphore(op.sem, operands)
                 amount = value(op.value)
+                self._issue()
                 self.emit(Signal(lanes, self.take_busy(), source, sem, device, amount))
             case jaxprs.Wait():
                 sem = self.semaphore(op.sem, operands)

@@ -122,8 +122,8 @@ class View:
         *outer, (rows, row), (lanes, lane) = ((1, 0), *self.dims)
         if len(self.dims) == 1:
             self._require_dense("bitcast")
-            dims = ((lanes * self.itemsize // itemsize, itemsize),)
-            return dataclasses.replace(self, dims=dims, itemsize=itemsize)
+            only = ((lanes * self.itemsize // itemsize, itemsize),)
+            return dataclasses.replace(self, dims=only, itemsize=itemsize)
         if lane != self.itemsize or row * itemsize % self.itemsize:
             self._require_dense("bitcast")
         column = self.base % row  # bytes before it in its row

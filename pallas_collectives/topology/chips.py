@@ -32,6 +32,8 @@ class Chip:
       wraps_alone: whether each axis wraps by itself; if not, either all axes wrap or no axis does.
       far_dma: whether a remote DMA reaches any device; v5e's reaches power-of-two offsets only.
       devices: JAX devices on a chip.
+      no_sparsecore: why no kernel can run on a SparseCore (`kernels.machinery.sparsecore`); "" if
+        one can.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Chip:
     wraps_alone: bool = False
     far_dma: bool = True
     devices: int = 1
+    no_sparsecore: str = ""
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of this many chips along each are rings."""
@@ -50,11 +53,20 @@ class Chip:
         return fits if self.wraps_alone else (all(fits),) * len(shape)
 
 
-_V5E = Chip("v5e", 128 * MIB, 442, dims=2, wrap_at=16, wraps_alone=True, far_dma=False)
+_V5E = Chip(
+    "v5e",
+    128 * MIB,
+    442,
+    dims=2,
+    wrap_at=16,
+    wraps_alone=True,
+    far_dma=False,
+    no_sparsecore="it has none",
+)
 _V6E = Chip("v6e", 128 * MIB, 440, dims=2, wrap_at=16, wraps_alone=True)
 # device_kind, as jax.Device reports it, begins with one of these.
 _BY_KIND = {
-    "TPU v4": Chip("v4", 16 * MIB, 434),
+    "TPU v4": Chip("v4", 16 * MIB, 434, no_sparsecore="Pallas does not reach its SparseCores"),
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
     "TPU v5": Chip("v5p", 64 * MIB, 438),

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay.machine import GENERATIONS, Machine, MachineError
 from pallas_collectives.replay.trace_program import NoShardMap, find_shard_map
@@ -181,7 +182,7 @@ def arguments(given: Sequence[Any], n: int) -> tuple[Any, ...]:
     def settled(leaf: Any) -> Any:
         if isinstance(leaf, str):
             return shape_of(leaf, n)
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not _compat.is_traced(leaf):
             return np.asarray(leaf)
         return leaf
 

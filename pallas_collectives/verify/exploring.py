@@ -99,7 +99,7 @@ def explore(
       late: so many devices are held back, one after the other, where it is the function of one.
       seconds: for so long.
       timeout: seconds for one run. What takes longer counts as a deadlock, and no more is run: the
-        simulated devices of this process are then held up for good.
+        simulated devices of this process are then held up for good, and its end may be an abort.
 
     Raises:
       AskError: too few simulated devices (`simulate(n)` makes them), or as `check`.

@@ -11,6 +11,7 @@ from pallas_collectives.replay import api, lines
 from pallas_collectives.replay.jaxprs import UnsupportedEquation
 from pallas_collectives.replay.lines import Line
 from pallas_collectives.replay.machine import Machine, MachineError
+from pallas_collectives.replay.program import Read
 from pallas_collectives.replay.trace_program import NoShardMap
 from pallas_collectives.replay.views import DataDependent
 from pallas_collectives.verify import asked, compiled, findings
@@ -71,35 +72,37 @@ def check(
 def _judged(program: asked.Asked, pod: Machine) -> Case:
     case = Case(program.mesh, pod)
     try:
-        report = api.replay(program.function, *program.args, machine=pod, races=True)
-    except IndexError as error:
-        _, line = culprit(error)
-        return dataclasses.replace(case, findings=(findings.of_index_error(error, line),))
+        report = api.replay(program.function, *program.args, machine=pod, races=True, quick=True)
     except (NoShardMap, MachineError) as error:
         return dataclasses.replace(case, unjudged=str(error))
     except Exception as error:
         primitive, line = culprit(error)
+        if isinstance(error, IndexError) and "\n" in str(error):  # explained: the kernel's own
+            return dataclasses.replace(case, findings=(findings.of_index_error(error, line),))
         reason = _unknown(error, primitive, line)
         return dataclasses.replace(case, unjudged=reason, line=line)
     found = tuple(findings.of_report(report))
-    unjudged = ""
+    unjudged, line = "", None
     if not report.kernels:
         unjudged = "there is no Pallas TPU kernel in it"
     elif report.races is None:
-        unjudged = f"races were not looked for: {report.unsought}"
-    return dataclasses.replace(case, findings=found, report=report, unjudged=unjudged)
+        reads = (c.source for c in report.engine.program.columns if isinstance(c, Read))
+        line = next((source.place for source in reads), None)
+        unjudged = f"races were not looked for: {report.unsought} ('semaphore_read', at {line})"
+    return dataclasses.replace(case, findings=found, report=report, unjudged=unjudged, line=line)
 
 
 def _unknown(error: Exception, primitive: str, line: Line | None) -> str:
     """Why the replay could not go on, in a sentence."""
-    said = str(error).strip().partition("\n")[0] or type(error).__name__
+    told = [line.strip() for line in str(error).strip().splitlines()]
+    said = (told or [type(error).__name__])[0]
     if not isinstance(error, (UnsupportedEquation, DataDependent, ValueError)):
         said = f"the replay failed with {type(error).__name__}: {said}"
     if primitive and repr(primitive) not in said:
         said += f" (in the primitive {primitive!r})"
     if line is not None and str(line) not in said:
         said += f", at {line}"
-    return said
+    return said + (f" {told[1]}" if isinstance(error, DataDependent) and told[1:] else "")
 
 
 def culprit(error: BaseException) -> tuple[str, Line | None]:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import replay_kernels
 import verify_kernels as kernels
 from pallas_collectives import verify
 from pallas_collectives.replay import lines
@@ -160,8 +161,18 @@ def test_operands_that_the_kernel_reads_are_followed() -> None:
     (case,) = unknown.cases
     assert case.line and case.line.path == kernels.__file__
     assert "verify_kernels.py" in case.unjudged and "array data" in case.unjudged
+    assert "as a numpy array" in case.unjudged
     with pytest.raises(AssertionError, match="CANNOT BE JUDGED"):
         verify.assert_sound(kernels.depends_on_data, "s32[1]", X, devices=(2,))
+
+
+def test_a_kernel_that_polls_is_judged_on_one_schedule_alone() -> None:
+    polling = verify.check(lambda x: replay_kernels.polling(x, 2), X, devices=(2,))
+    assert polling.status == UNJUDGED
+    (case,) = polling.cases
+    assert "semaphore_read" in case.unjudged and "replay_kernels.py" in case.unjudged
+    stuck = verify.check(lambda x: replay_kernels.polling(x, 2, needs=1), X, devices=(2,))
+    assert stuck.status == FAULTY and {f.rule for f in stuck.findings} == {"deadlock"}
 
 
 def test_what_holds_no_kernel_is_not_judged() -> None:

@@ -1,4 +1,4 @@
-"""The one place that calls `pl.pallas_call`.
+"""The one place that calls `pl.pallas_call`; or, by `sparsecore`, its like for that engine.
 
 Kernels have no grid, nor anything else that could be divided between cores: on a device with two
 (v4, v5p: megacore) the compiler has the second core skip the whole kernel, so that every DMA and
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_collectives import _compat
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels.machinery import entry, spaces, sync
+from pallas_collectives.kernels.machinery import entry, spaces, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring
@@ -93,6 +93,7 @@ def call_many(
     Raises:
       CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
       VmemError: what is to be in VMEM does not fit the chip's.
+      EngineError: a SparseCore is wanted (`sparsecore`) and there is none, or the kernel uses VMEM.
     """
     if _left_out.get():
         return tuple(jnp.zeros(result.shape, result.dtype) for result in out_shapes)
@@ -151,23 +152,32 @@ def call_many(
     # The compiler keeps operands of the matrix unit besides: a quarter more than the tiles.
     in_vmem = filter(_is_vmem, jax.tree.leaves(allocated))
     vmem_bytes = sum(map(_padded_bytes, in_vmem)) + pipeline_bytes * 5 // 4
-    smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
-    first = len(tables) + len(scalars)  # operand
-    compiled = pl.pallas_call(
-        body,
-        out_shape=(spaces.results(out_shapes), spaces.results(buffers)),
-        in_specs=([smem] * len(tables), [smem] * len(scalars), [hbm] * len(operands)),
-        out_specs=([hbm] * len(out_shapes), [hbm] * len(buffers)),
-        scratch_shapes=allocated,
-        input_output_aliases={first + k: result for k, result in aliases.items()},
-        interpret=interpret,
-        name=name,
-        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=wire_bytes),
-        compiler_params=pltpu.CompilerParams(
-            collective_id=entry.barrier_id(barrier, group, interpret),
+    options: dict[str, Any] = {
+        "name": name,
+        "interpret": interpret,
+        "cost_estimate": pl.CostEstimate(flops, transcendentals=0, bytes_accessed=wire_bytes),
+        "compiler_params": pltpu.CompilerParams(
+            collective_id=entry.barrier_id(barrier, group, interpret, sparsecore.is_wanted()),
             vmem_limit_bytes=_vmem_limit(vmem_bytes, name),
         ),
-    )
+    }
+    if sparsecore.is_wanted():
+        sparsecore.check(name, chips.current(), adds=vmem_bytes > 0)
+        compiled = sparsecore.kernel(
+            body, (list(out_shapes), buffers), allocated, aliases, **options
+        )
+    else:
+        smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
+        first = len(tables) + len(scalars)  # operand
+        compiled = pl.pallas_call(
+            body,
+            out_shape=(spaces.results(out_shapes), spaces.results(buffers)),
+            in_specs=([smem] * len(tables), [smem] * len(scalars), [hbm] * len(operands)),
+            out_specs=([hbm] * len(out_shapes), [hbm] * len(buffers)),
+            scratch_shapes=allocated,
+            input_output_aliases={first + k: result for k, result in aliases.items()},
+            **options,
+        )
 
     def run(*arrays: Any) -> Any:
         return compiled(*jax.tree.map(spaces.operand, arrays))
