@@ -27,9 +27,9 @@ import pallas_collectives
 from benchmarks import devices
 from benchmarks.settings import FlagError
 
-_LAYERS = flags.DEFINE_integer("depth", 16, "Layers in a row.", lower_bound=2)
-_WIDTH = flags.DEFINE_integer("width", 4096, "w is bfloat16[width, width].", lower_bound=128)
-_TOKENS = flags.DEFINE_integer("tokens", 4096, "Rows of h on each GPU.", lower_bound=1)
+_STACK = flags.DEFINE_string(
+    "stack", "16x4096x4096", "LAYERSxWIDTHxTOKENS: w is bfloat16[width, width]; tokens on each GPU."
+)
 SAMPLES, RUNS = 15, 20
 
 Form = Callable[..., jax.Array]
@@ -41,15 +41,12 @@ def main(argv: Sequence[str]) -> int:
         raise FlagError(f"argument {argv[1]!r}", "there are no arguments", "see --help")
     devices.prepare(1)
     n = jax.device_count()
+    layers, width, tokens = sizes(_STACK.value, n)
     if devices.kind() != "gpu" or n < 2:
         where = f"{n} devices of kind {devices.kind()}"
         raise FlagError("layers", f"it times GPUs, and found {where}", "run it where two GPUs are")
-    layers, width, tokens = _LAYERS.value, _WIDTH.value, _TOKENS.value
-    if width % n:
-        rule = f"it is a multiple of the {n} devices"
-        raise FlagError(f"--width={width}", rule, f"take {width // n * n}")
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    programs = {name: compiled(form, mesh, layers) for name, form in forms(width).items()}
+    programs = {name: compiled(form, mesh, layers) for name, form in forms().items()}
     operands = {name: arrays(mesh, layers, width, tokens, name) for name in programs}
     results = {name: np.asarray(programs[name](*operands[name])) for name in programs}
     if devices.speaks():
@@ -66,7 +63,16 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all((r == results["lax"]).all() for r in results.values()) else 1
 
 
-def forms(width: int) -> dict[str, Form]:
+def sizes(stack: str, n: int) -> tuple[int, int, int]:
+    """Layers, width and tokens, as --stack has them."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in stack.split("x")]
+    if len(numbers) != 3 or min(numbers) < 1 or numbers[1] % n:
+        rule = f"it is LAYERSxWIDTHxTOKENS, whole numbers, the width a multiple of {n} devices"
+        raise FlagError(f"--stack={stack}", rule, "for example 16x4096x4096")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def forms() -> dict[str, Form]:
     """The forms: (h, *weights) -> h, on one device."""
 
     def layer(h: jax.Array, w: jax.Array) -> jax.Array:

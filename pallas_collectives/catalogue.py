@@ -214,16 +214,26 @@ _RAGGED_ALL_TO_ALL = (
         takes_everyones=True,
         most_devices=LONGEST_LINE,
     ),
+    Algorithm(
+        name="torus",
+        launcher=Kernel("torus.ragged_all_to_all", "all_axes"),
+        reach=JUMPS,
+        barrier="wide",
+        sent="those, and what is passed on, on all axes at once",
+        steps="log₂ of each axis, added up",
+        takes_everyones=True,
+    ),
 )
 _SPREAD = Algorithm(
     name="spread",
-    launcher=Kernel("torus.ragged_all_to_all", "spread"),
+    launcher=Kernel("torus.ragged_spread", "spread"),
     reach=EVERYONE,
     barrier="everyone",
     sent="those, and what is passed on, on all axes",
     steps="2",
     lies=(ON_SEVERAL,),
     takes_everyones=True,
+    first_from=1 << 20,
 )
 _PPERMUTE = (
     Algorithm(
