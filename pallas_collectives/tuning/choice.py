@@ -55,8 +55,8 @@ class Prediction(NamedTuple):
       table: where it is from.
       devices: the group sizes in the table that it lies between, or the one that it is of.
       close: whether it is a figure, of this group or between two that lie as it does, and of a sum
-        over several axes of no more bytes than the table has; else it tells no more than which algorithm
-        is quicker: a group of other numbers or links can take times as long.
+        over several axes of no more bytes than the table has; else it tells no more than which
+        algorithm is quicker: a group of other numbers or links can take times as long.
     """
 
     us: float
