@@ -53,8 +53,10 @@ class Stuck:
         more = self.needs - self.has
         if not self.has and not self.signalled_by:
             return f"signal {self.semaphore} of this device, or leave the wait out"
-        what = f"{more:,} bytes more" if self.counts == "bytes" else f"{more} times more"
-        return f"wait for {self.has:,} only, or let it be signalled {what}"
+        unit = "byte" if self.counts == "bytes" else "time"
+        what = f"{more:,} {unit}{'s' * (more > 1)} more"
+        less = f"wait for {self.has:,} only" if self.has else "leave this wait out"
+        return f"{less}, or let {self.semaphore} be signalled {what}"
 
     def __str__(self) -> str:
         who = "; ".join(self.signalled_by) or "nobody ever signals it"

@@ -95,8 +95,8 @@ def of_race(program: Program, first: Mark, later: Mark, *, reads: bool) -> Sched
     return _shortened(steps, [first[0], later[0], *goals, *movers])
 
 
-def of_deadlock(program: Program, stuck: Sequence[int]) -> Schedule:
-    """What the devices `stuck` did last, and where each waits for ever."""
+def of_deadlock(program: Program, stuck: Sequence[int], others: int = 0) -> Schedule:
+    """What the devices `stuck` did last, and where each waits for ever; `others` do too."""
     events: list[Event] = []
     execute(program, events)
     last: dict[int, int] = {event.device: event.count for event in events}
@@ -112,7 +112,7 @@ def of_deadlock(program: Program, stuck: Sequence[int]) -> Schedule:
     for device in shown:
         waiting = _event(program, (device, last.get(device, 0) + 1))
         steps.append(_step(program, waiting, "X", after=" for ever"))
-    return _shortened(steps, shown, len(set(stuck)) - len(shown))
+    return _shortened(steps, shown, len(set(stuck)) - len(shown) + others)
 
 
 def _event(program: Program, mark: Mark) -> Event:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import functools
 import json
 import os
 import sys
@@ -49,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
         help="a function, of n if it wants it, that returns them all",
     )
     add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a keyword of the function, a Python literal or else text: axis_name=x",
+    )
+    add(
         "--mesh",
         action="append",
         default=[],
@@ -91,8 +101,10 @@ def _run(given: Any) -> int:
     devices = asked.parse_devices(given.devices) if given.devices else None
     names = tuple(given.axis_names.split(","))
     _see_devices(asked.meshes(meshes, devices, names))
+    keywords = dict(map(_keyword, given.set))
+    function = asked.named(given.function)
     verdict = verify.check(
-        given.function,
+        functools.partial(function, **keywords) if keywords else function,
         *_operands(given),
         mesh=meshes,
         devices=devices,
@@ -101,12 +113,25 @@ def _run(given: Any) -> int:
         inside=None if given.inside is None else given.inside == "device",
         compile=[name for name in (given.compile or "").split(",") if name],
     )
+    verdict = dataclasses.replace(verdict, name=given.function)
     _write(verdict, given)
     if given.json != "-":
         print(verdict)
     from pallas_collectives.verify.verdict import EXIT
 
     return EXIT[verdict.status]
+
+
+def _keyword(text: str) -> tuple[str, Any]:
+    from pallas_collectives.verify import asked
+
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise asked.AskError(f"--set={text}", "is no keyword", "write it like axis_name=x")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def _operands(given: Any) -> Sequence[Any]:

@@ -154,9 +154,9 @@ def _of_stuck(report: Report, where: dict[str, Line]) -> Iterator[Finding]:
     groups = _grouped(report.stuck)
     if not groups:
         return
-    chain = _chain(report)
+    chain, others = _chain(report)
     live = not hasattr(report.engine.program, "of_device") or report.unsought.startswith("the kern")
-    drawing = "" if live else str(schedule.of_deadlock(report.engine.program, chain))
+    drawing = "" if live else str(schedule.of_deadlock(report.engine.program, chain, others))
     for number, group in enumerate(groups):
         first: Stuck = group[0]
         short = first.counts == "bytes" and first.has and not first.waits_for
@@ -173,8 +173,11 @@ def _of_stuck(report: Report, where: dict[str, Line]) -> Iterator[Finding]:
         )
 
 
-def _chain(report: Report) -> list[int]:
-    """All devices that are stuck, each before those that it waits for, those alike behind."""
+def _chain(report: Report) -> tuple[list[int], int]:
+    """Devices that are stuck, each before those that it waits for, and how many others are too.
+
+    Where none waits for another it is all of them.
+    """
     by_device = {one.device: one for one in report.stuck}
     of_device = report.engine.classes.of_device
     stuck = {int(of_device[device]) for device in by_device}
@@ -186,7 +189,9 @@ def _chain(report: Report) -> list[int]:
         if device in everyone and device not in order:
             order.append(device)
             open_ += by_device[device].waits_for if device in by_device else ()
-    return [*order, *(device for device in everyone if device not in order)]
+    if len(order) > 1:
+        return order, len(everyone) - len(order)
+    return [*order, *(device for device in everyone if device not in order)], 0
 
 
 def _of_leftovers(report: Report, where: dict[str, Line]) -> Iterator[Finding]:

@@ -11,9 +11,10 @@ from pallas_collectives.replay import api, lines
 from pallas_collectives.replay.jaxprs import UnsupportedEquation
 from pallas_collectives.replay.lines import Line
 from pallas_collectives.replay.machine import Machine, MachineError
+from pallas_collectives.replay.program import Read
 from pallas_collectives.replay.trace_program import NoShardMap
 from pallas_collectives.replay.views import DataDependent
-from pallas_collectives.verify import asked, compiled, findings
+from pallas_collectives.verify import asked, compiled, findings, programs
 from pallas_collectives.verify.verdict import Case, Verdict
 
 
@@ -53,53 +54,55 @@ def check(
     taken_as, operands = "", ""
     for axes in asked.meshes(mesh, devices, axis_names):
         pod = asked.machine_for(machine, math.prod(axes.values()))
-        program = asked.program(target, args, axes, pod, inside)
+        program = programs.of(target, args, axes, pod, inside)
         if any(case.axes == program.mesh for case in cases):
             continue  # a function with a mesh of its own
         if math.prod(program.mesh.values()) > pod.n_devices:
             pod = asked.machine_for(machine, math.prod(program.mesh.values()))
         cases.append(_judged(program, pod))
         taken_as = "the function of one device" if program.inside else "a program of whole arrays"
-        operands = operands or asked.described(program.args)
+        operands = operands or programs.described(program.args)
     for number, case in enumerate(cases if compile else ()):
         asked_of = (compiled.ask(g, case.axes, target, args, inside) for g in compile)
         cases[number] = dataclasses.replace(case, compilations=tuple(asked_of))
-    name = function if isinstance(function, str) else getattr(target, "__name__", "function")
+    name = function if isinstance(function, str) else programs.name_of(target)
     return Verdict(name, taken_as, operands, tuple(cases))
 
 
-def _judged(program: asked.Asked, pod: Machine) -> Case:
+def _judged(program: programs.Asked, pod: Machine) -> Case:
     case = Case(program.mesh, pod)
     try:
-        report = api.replay(program.function, *program.args, machine=pod, races=True)
-    except IndexError as error:
-        _, line = culprit(error)
-        return dataclasses.replace(case, findings=(findings.of_index_error(error, line),))
+        report = api.replay(program.function, *program.args, machine=pod, races=True, quick=True)
     except (NoShardMap, MachineError) as error:
         return dataclasses.replace(case, unjudged=str(error))
     except Exception as error:
         primitive, line = culprit(error)
+        if isinstance(error, IndexError) and "\n" in str(error):  # explained: the kernel's own
+            return dataclasses.replace(case, findings=(findings.of_index_error(error, line),))
         reason = _unknown(error, primitive, line)
         return dataclasses.replace(case, unjudged=reason, line=line)
     found = tuple(findings.of_report(report))
-    unjudged = ""
+    unjudged, line = "", None
     if not report.kernels:
         unjudged = "there is no Pallas TPU kernel in it"
     elif report.races is None:
-        unjudged = f"races were not looked for: {report.unsought}"
-    return dataclasses.replace(case, findings=found, report=report, unjudged=unjudged)
+        reads = (c.source for c in report.engine.program.columns if isinstance(c, Read))
+        line = next((source.place for source in reads), None)
+        unjudged = f"races were not looked for: {report.unsought} ('semaphore_read', at {line})"
+    return dataclasses.replace(case, findings=found, report=report, unjudged=unjudged, line=line)
 
 
 def _unknown(error: Exception, primitive: str, line: Line | None) -> str:
     """Why the replay could not go on, in a sentence."""
-    said = str(error).strip().partition("\n")[0] or type(error).__name__
+    told = [line.strip() for line in str(error).strip().splitlines()]
+    said = (told or [type(error).__name__])[0]
     if not isinstance(error, (UnsupportedEquation, DataDependent, ValueError)):
         said = f"the replay failed with {type(error).__name__}: {said}"
     if primitive and repr(primitive) not in said:
         said += f" (in the primitive {primitive!r})"
     if line is not None and str(line) not in said:
         said += f", at {line}"
-    return said
+    return said + (f" {told[1]}" if isinstance(error, DataDependent) and told[1:] else "")
 
 
 def culprit(error: BaseException) -> tuple[str, Line | None]:

@@ -99,13 +99,22 @@ def _lines(verdict: Verdict) -> Iterator[str]:
     found = verdict.findings
     for number, finding in enumerate(found[:_SHOWN], 1):
         cases = [case for case in verdict.cases if finding.key in {f.key for f in case.findings}]
-        yield f"{number}. on {', '.join(map(mesh_said, cases))} (drawn: {mesh_said(cases[0])})"
+        shown = f"shown: {mesh_said(cases[0])}{_numbering(cases[0])}"
+        yield f"{number}. on {', '.join(map(mesh_said, cases))} ({shown})"
         yield from finding.text()
         yield ""
     if len(found) > _SHOWN:
         yield f"and {len(found) - _SHOWN} more; --json has all of them"
         yield ""
     yield f"{HEADS[verdict.status]}: {_conclusion(verdict)}"
+
+
+def _numbering(case: Case) -> str:
+    """How devices of a mesh of several axes are numbered."""
+    if len(case.axes) == 1:
+        return ""
+    *_, last = case.axes
+    return f"; devices are numbered row-major, {last} the fastest"
 
 
 def _conclusion(verdict: Verdict) -> str:
@@ -147,7 +156,10 @@ def _figures(case: Case) -> list[str]:
     report = case.report
     assert report is not None
     name, carried, busy = report.busiest_link
-    out = [f"modelled {report.time * 1e6:.1f} µs" + (" to the deadlock" * bool(report.stuck))]
+    least = "at least " * report.least
+    out = [
+        f"modelled {least}{report.time * 1e6:.1f} µs" + (" to the deadlock" * bool(report.stuck))
+    ]
     if carried:
         out.append(f"busiest link {name} {carried / 1e6:.3g} MB, {busy:.0%} of the time")
     return out

@@ -1,14 +1,16 @@
 """The judge: what it finds in kernels with one fault each, where it points, and what it refuses."""
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import replay_kernels
 import verify_kernels as kernels
 from pallas_collectives import verify
-from pallas_collectives.replay import lines
+from pallas_collectives.replay import Machine, lines
 from pallas_collectives.verify import asked, written
 from pallas_collectives.verify.verdict import FAULTY, SOUND, UNJUDGED
 
@@ -30,7 +32,12 @@ def test_a_sound_kernel_is_sound_on_every_mesh_and_schedule() -> None:
     ("function", "rule", "says", "remedy"),
     [
         (kernels.without_barrier, "entry", "has entered kernel", "signal the barrier semaphore"),
-        (kernels.stuck, "deadlock", "waits for ever for recv_sem", "wait for 0 only"),
+        (
+            kernels.stuck,
+            "deadlock",
+            "waits for ever for recv_sem",
+            "leave this wait out, or let recv_sem be signalled 32,768 bytes more",
+        ),
         (kernels.unwaited, "entry", "device 1 never waits for that", "wait for recv_sem before"),
         (
             kernels.unwaited,
@@ -146,6 +153,15 @@ def test_whole_programs_and_meshes_of_their_own() -> None:
     assert own.ok and [case.axes for case in own.cases] == [{"x": 2}]
 
 
+def test_what_is_bound_already_stays() -> None:
+    bound = functools.partial(kernels.whole, mesh=Machine.named("v5p:2").mesh({"x": 2}))
+    verdict = verify.check(bound, "f32[8,128]", devices=(4,))
+    assert verdict.ok and verdict.name == "whole"
+    assert [case.axes for case in verdict.cases] == [{"x": 2}]
+    partial = functools.partial(kernels.to_the_right, fault="stuck")
+    assert verify.check(partial, X, devices=(2,)).status == FAULTY
+
+
 def test_meshes_of_several_axes() -> None:
     verdict = verify.check(kernels.to_the_right, X, mesh=[{"x": 2, "y": 2}, {"y": 4, "x": 2}])
     assert verdict.ok and [case.devices for case in verdict.cases] == [4, 8]
@@ -160,8 +176,18 @@ def test_operands_that_the_kernel_reads_are_followed() -> None:
     (case,) = unknown.cases
     assert case.line and case.line.path == kernels.__file__
     assert "verify_kernels.py" in case.unjudged and "array data" in case.unjudged
+    assert "as a numpy array" in case.unjudged
     with pytest.raises(AssertionError, match="CANNOT BE JUDGED"):
         verify.assert_sound(kernels.depends_on_data, "s32[1]", X, devices=(2,))
+
+
+def test_a_kernel_that_polls_is_judged_on_one_schedule_alone() -> None:
+    polling = verify.check(lambda x: replay_kernels.polling(x, 2), X, devices=(2,))
+    assert polling.status == UNJUDGED
+    (case,) = polling.cases
+    assert "semaphore_read" in case.unjudged and "replay_kernels.py" in case.unjudged
+    stuck = verify.check(lambda x: replay_kernels.polling(x, 2, needs=1), X, devices=(2,))
+    assert stuck.status == FAULTY and {f.rule for f in stuck.findings} == {"deadlock"}
 
 
 def test_what_holds_no_kernel_is_not_judged() -> None:

@@ -75,6 +75,7 @@ def test_exit_status(in_process: Any, function: str, status: int) -> None:
         (["verify_kernels:gather", "--devices=8..2"], "2..8"),
         (["verify_kernels:gather", "--arg=f32[64,128]", "--machine=v9"], "v5p:4x4x4"),
         (["verify_kernels:gather"], "missing 1 required positional argument"),
+        (["verify_kernels:gather", "--set=x"], "write it like axis_name=x"),
         (["verify_kernels:gather", "--frobnicate"], "--help"),
         ([], "--help"),
     ],
@@ -92,6 +93,9 @@ def test_operands_by_a_function_and_whole_programs(in_process: Any) -> None:
     status, out, _ = in_process("verify_kernels:whole", *whole)
     assert status == 0 and "2 devices, x=2 on v5e:2x2" in out
     assert in_process(f"{HELPERS / 'verify_kernels.py'}:sound_gather", "--arg=f32[8,128]")[0] == 0
+    keywords = ["--arg=f32[8,128]", "--devices=4", "--set=shared=False"]
+    assert in_process("verify_kernels:gather", *keywords)[0] == 0
+    assert in_process("verify_kernels:to_the_right", keywords[0], "--set=fault=stuck")[0] == 1
 
 
 def test_compilers_are_asked(in_process: Any) -> None:

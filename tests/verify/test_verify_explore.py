@@ -1,5 +1,9 @@
 """`explore`: schedules in the interpreter, beside what the judge says."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -54,3 +58,30 @@ def test_what_the_replay_cannot_follow_is_run() -> None:
 def test_too_few_devices_are_refused() -> None:
     with pytest.raises(verify.AskError, match=r"simulate\(64\)"):
         verify.explore(kernels.gather, X, devices=(64,))
+
+
+_HANGS = """
+import pallas_collectives as pc
+pc.simulate(2)
+import verify_kernels as kernels
+def body(x):
+    rows = (x[:1, 0] * 0 + 8).astype("int32")
+    return kernels.to_the_right(kernels.depends_on_data(rows, x), fault="stuck")
+found = pc.verify.explore(body, "f32[8,128]", devices=(2,), late=1, timeout=20)
+print(found.ok, len(found.runs), found.runs[0].wrong, flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_a_run_that_hangs_is_given_up() -> None:
+    here = Path(kernels.__file__)
+    paths = {"PYTHONPATH": f"{here.parents[2]}{os.pathsep}{here.parent}"}
+    done = subprocess.run(
+        [sys.executable, "-c", _HANGS],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, **paths},
+    )
+    assert done.stdout.startswith("False 1 did not end within 20 s"), done.stderr
