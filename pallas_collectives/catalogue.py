@@ -209,6 +209,7 @@ _SPREAD = Algorithm(
     steps="2",
     lies=(ON_SEVERAL,),
     takes_everyones=True,
+    first_from=1 << 20,
 )
 _PPERMUTE = (
     Algorithm(

@@ -70,6 +70,8 @@ class Algorithm:
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not only this device's.
       most_devices: the largest group that it serves; None for any.
+      first_from: bytes of a block from which, over several axes of a torus, it goes before those
+        listed before it, if there are no times to tell; None if it never does.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Algorithm:
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None
+    first_from: int | None = None
 
     @property
     def one_hop(self) -> bool:

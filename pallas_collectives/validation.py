@@ -5,7 +5,8 @@ lax reports these mistakes later, in the compiler or on the devices, or less cle
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jax import lax
 from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
-AxisName = Any
-Groups = Any
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
+Groups: TypeAlias = Sequence[Sequence[int]] | None
 
 
 def named(axis_name: AxisName) -> tuple[Any, ...]:
@@ -45,7 +46,7 @@ def size_of(axis_name: AxisName) -> int:
     return size
 
 
-def check_groups(groups: Groups, size: int) -> None:
+def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
     """Checks that groups are of equal size and have each device of an axis once."""
     try:
         members = sorted(device for group in groups for device in group)

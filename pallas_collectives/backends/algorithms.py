@@ -33,9 +33,9 @@ def choose(
       how: the caller's wishes.
       operand: as it is laid out for the kernel.
       group: the devices. Of those on several axes of a torus all axes at once take part in the
-        choice, where a block can be cut in so many parts that each link gets one, or devices are
+        choice, where a block can be cut into so many chunks that each link gets one, or devices are
         many.
-      cuts: in how many parts a block can be cut.
+      cuts: into how many chunks a block can be cut.
       perm: a permutation's pairs.
 
     Raises:
@@ -136,7 +136,12 @@ def _fastest(
         for a in algorithms
         if a.name not in predicted
     ]
-    return (order or list(names))[0], (*timed, *others)
+    large = [
+        a.name
+        for a in algorithms
+        if a.name in names and group.torus and a.first_from and block_bytes >= a.first_from
+    ]
+    return (order or large or list(names))[0], (*timed, *others)
 
 
 def _devices(group: Group) -> str:
@@ -159,11 +164,11 @@ def _why(name: str, candidates: Sequence[Candidate]) -> str:
         able = [c for c in candidates if c.us is not None or c.source == _UNTIMED]
         if len(able) == 1:
             return "it is the only one that can serve"
-        return "it is the first of those that can serve, and no table has a time for it"
+        return "it is preferred of those that can serve, and no table has a time for it"
     best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
     share = 100 * min(1.0, latency / us)
     rules = (
-        f"latency, so hops, is {share:.0f}% of it"
+        f"latency (hops) is {share:.0f}% of it"
         if share > 50
         else f"bytes on the busiest link are {100 - share:.0f}% of it"
     )
@@ -210,7 +215,7 @@ FEW_DEVICES = 16
 
 def reachable(op: str, group: Group, chip: Chip, cuts: float) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
-    reach, and of blocks that can be cut in so many parts (`cuts`).
+    reach, and of blocks that can be cut into so many chunks (`cuts`).
 
     Of a group on several axes of a torus without a ring of single links, no ring.
     """

@@ -19,13 +19,14 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import _compat, simulation
+from pallas_collectives import _compat, simulation, validation
 from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
 )
+from pallas_collectives.validation import AxisName, Groups
 
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
@@ -54,6 +55,22 @@ def use_backend(name: str | None) -> Iterator[None]:
         _check_name(name)
     with _named_backend(name):
         yield
+
+
+def settle(
+    axis_name: AxisName,
+    groups: Groups,
+    backend: str | None,
+    algorithm: str | None,
+    precise: bool = False,
+) -> How:
+    """Checks axis names and groups against the mesh in scope, and settles what serves."""
+    size = validation.size_of(axis_name)
+    axes = validation.named(axis_name)
+    if groups is not None:
+        validation.check_groups(groups, size)
+    validation.check_flag("precise", precise)
+    return choose(axes, backend, algorithm, precise)
 
 
 def choose(

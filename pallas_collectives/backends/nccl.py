@@ -83,7 +83,7 @@ def all_to_all(
 
 
 def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how: How) -> jax.Array:
-    """What the source sends; zeros where there is none."""
+    """What the source sends; zeros on devices without a source."""
     _serves("ppermute", x.dtype, how)
     target_of, source_of = dict(perm), {target: source for source, target in perm}
 

@@ -72,7 +72,7 @@ class Candidate:
       algorithm: its name.
       us: predicted microseconds; None where there is no prediction.
       latency_us: of these, what remains for the smallest operands.
-      source: whose prediction it is, "modelled ..." or "measured ..."; or why there is none.
+      source: whose prediction it is, "modelled ..." or "measured ..."; or why it has no prediction.
     """
 
     algorithm: str

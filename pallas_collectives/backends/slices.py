@@ -14,7 +14,7 @@ one device in each, are left to lax and counted (`fallback_counts`).
 
 The devices say which of them share a slice (`slice_index`); they are known while a collective is
 lowered. Or `across_slices` says it. All of this stands above a backend's canonical collectives (see
-`backends.canonical`), so types and gradients are lax's as everywhere.
+`backends.canonical`), so types and gradients are lax's.
 """
 
 import contextlib
