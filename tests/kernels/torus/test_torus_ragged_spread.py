@@ -17,7 +17,7 @@ import pallas_collectives as pc
 from conformance import routed
 from pallas_collectives import replay
 from pallas_collectives.kernels.machinery import sync
-from pallas_collectives.kernels.torus import ragged_all_to_all
+from pallas_collectives.kernels.torus import ragged_spread
 from pallas_collectives.topology.groups import Group
 
 AXES = ("x", "y", "z")
@@ -81,7 +81,7 @@ def of_all(tables: Any) -> tuple[Any, Any, Any]:
 
 
 def run_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> bool:
-    n, kernel, wait = 4, ragged_all_to_all._kernel, sync.wait
+    n, kernel, wait = 4, ragged_spread._kernel, sync.wait
     send = np.full((n, n), 8, np.int32)
     operand, output = (harness.random((n, 40, 8, 128), "float32", seed) for seed in (1, 2))
     tables = routed(send, into=0)
@@ -105,7 +105,7 @@ def run_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> bool:
             scratch = scratch._replace(come_sems=First(scratch.come_sems))
         kernel(ring, *others, scratch, **static)
 
-    monkeypatch.setattr(ragged_all_to_all, "_kernel", faulty)
+    monkeypatch.setattr(ragged_spread, "_kernel", faulty)
     if fault == "no barrier":
         monkeypatch.setattr(
             sync, "barrier_with_everyone", lambda ring: pltpu.get_barrier_semaphore()
@@ -113,7 +113,7 @@ def run_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> bool:
 
     def call(x: jax.Array, *rest: jax.Array) -> jax.Array:
         x = held(x) if fault in ("no barrier", "none") else x
-        return ragged_all_to_all.spread(
+        return ragged_spread.spread(
             x, *rest, group, vmem=False, interpret=harness.ADVERSARIES[mode]
         )
 
