@@ -190,6 +190,15 @@ _RAGGED_ALL_TO_ALL = (
         takes_everyones=True,
     ),
     Algorithm(
+        name="torus",
+        launcher=Kernel("torus.ragged_all_to_all", "all_axes"),
+        reach=JUMPS,
+        barrier="wide",
+        sent="those, and what is passed on, on all axes at once",
+        steps="log₂ of each axis, added up",
+        takes_everyones=True,
+    ),
+    Algorithm(
         name="line",
         launcher=Kernel("ragged_all_to_all", "line"),
         reach=LINE,
@@ -198,15 +207,6 @@ _RAGGED_ALL_TO_ALL = (
         steps="n−1",
         takes_everyones=True,
         most_devices=LONGEST_LINE,
-    ),
-    Algorithm(
-        name="torus",
-        launcher=Kernel("torus.ragged_all_to_all", "all_axes"),
-        reach=JUMPS,
-        barrier="wide",
-        sent="those, and what is passed on, on all axes at once",
-        steps="log₂ of each axis, added up",
-        takes_everyones=True,
     ),
 )
 _PPERMUTE = (
