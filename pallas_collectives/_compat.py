@@ -6,6 +6,7 @@ on, JAX 0.10 to 0.12, because JAX has no public way to do it.
 Importing the package changes nothing of JAX's. `prepare` does, when the package is used first.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 from jax._src import callback as _callback
 from jax._src import clusters as _clusters
 from jax._src import config as _config
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import shard_map as _shard_map
@@ -58,16 +60,22 @@ def prepare() -> None:
         allowed.add_type(_callback.IOEffect)
         allowed.add_type(_callback.OrderedIOEffect)
     # The pipeline emitter asks which TPU it tiles for, in interpret mode too; CPU devices simulate
-    # one.
-    _tpu_info.registry.setdefault(
-        "cpu", lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
-    )
+    # one, with the SparseCores of another beside it.
+    _tpu_info.registry.setdefault("cpu", _simulated_info)
     if _BEFORE_0_11:
         mlir.register_lowering(_shard_map.shard_map_p, _lower_shard_map)
     for primitive, lowering, rules in _waiting:
         _register(primitive, lowering, rules)
     _waiting.clear()
     _prepared = True
+
+
+def _simulated_info() -> Any:
+    v5e, v6e = (
+        pltpu.get_tpu_info_for_chip(version, 1)
+        for version in (pltpu.ChipVersion.TPU_V5E, pltpu.ChipVersion.TPU_V6E)
+    )
+    return dataclasses.replace(v5e, sparse_core=v6e.sparse_core)
 
 
 def register(primitive: core.Primitive, lowering: Rule | None = None, **rules: Rule) -> None:
@@ -93,6 +101,12 @@ def has_rule(primitive: core.Primitive, table: str) -> bool:
 def rule(primitive: core.Primitive, table: str) -> Rule:
     """A primitive's rule in a table of JAX's."""
     return _TABLES[table][primitive]
+
+
+def ruled(names: Iterable[str]) -> dict[str, core.Primitive]:
+    """JAX's primitives of these names, of those that can be differentiated or batched."""
+    tables, wanted = (_TABLES[name] for name in ("jvp", "transpose", "batch")), set(names)
+    return {p.name: p for table in tables for p in table if p.name in wanted}
 
 
 def transposed(name: str) -> core.Primitive:
@@ -154,6 +168,19 @@ def saved(policy: Any, eqn: Any) -> bool:
     types = (var.aval for var in eqn.invars)
     case = _partial_eval.ensure_enum(policy(eqn.primitive, *types, **eqn.params))
     return not isinstance(case, _partial_eval.RecomputeType)
+
+
+def races_reported() -> bool:
+    """Whether the interpreter of TPU kernels has reported a race; from JAX 0.11 on it raises."""
+    module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+    races = getattr(module, "races", None)
+    return bool(races is not None and races.races_found)
+
+
+def forget_simulated_failures() -> None:
+    """Clears what a failed kernel leaves behind: the interpreter's state, JAX's failed tokens."""
+    pltpu.reset_tpu_interpret_mode_state()
+    _dispatch.runtime_tokens.clear()
 
 
 def default_matmul_precision() -> Any:

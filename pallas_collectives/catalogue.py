@@ -1,12 +1,12 @@
-"""Every collective with its algorithms, a record each: whoever lists them reads them here.
+"""Every collective and algorithm has a record here; whatever lists them reads these.
 
 Dispatch and tuning (`backends`, `tuning.choice`), `explain`, the README's table, the conformance
 rows, the compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel
 file and a record here; a collective is these, one public function, and one canonical function in
-each backend (see `backends.canonical`). A record takes effect wherever it stands: below, or within
+each backend (see `backends.canonical`). Records take effect below, and within
 `added`.
 
-What records hold is said in `records`.
+`records` says what they hold.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from pallas_collectives.records import (
     EVERYONE,
     JUMPS,
     LINE,
+    NEIGHBOURS,
     ON_LINE,
     ON_RING,
     ON_SEVERAL,
@@ -38,7 +39,7 @@ LONGEST_LINE = 32
 
 
 def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
-    """Algorithms that gathers and scatters have alike."""
+    """Algorithms that gathers and scatters share."""
     anywhere_but_several = (ON_RING, ON_LINE)
     yield Algorithm(
         name="bidirectional",
@@ -86,6 +87,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         barrier="everyone",
         sent="as the wires lie",
         steps="1",
+        in_order=True,
         # Everyone's term is kept, beside operand and result.
         in_vmem=whole and (lambda block, n: block * (2 * n + 1)),
     )
@@ -124,12 +126,25 @@ _ALL_REDUCE = (
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
+        name="gather",
+        launcher=Kernel("all_reduce_gather", "gather"),
+        reach=NEIGHBOURS,
+        barrier="neighbours",
+        sent="as all_gather, of whole operands",
+        steps="as all_gather",
+        in_order=True,
+        takes_whole=True,
+        # Everyone's operand is kept, beside the own and the result.
+        in_vmem=lambda block, n: block * (n + 2),
+    ),
+    Algorithm(
         name="one_shot",
         launcher=Kernel("all_reduce", "one_shot"),
         reach=EVERYONE,
         barrier="everyone",
         sent="as the wires lie",
         steps="1",
+        in_order=True,
         takes_whole=True,
         # Everyone's operand is kept, beside the own and the result.
         in_vmem=lambda block, n: block * (n + 2),
@@ -181,21 +196,22 @@ _RAGGED_ALL_TO_ALL = (
         steps="1",
     ),
     Algorithm(
+        name="torus",
+        launcher=Kernel("torus.ragged_jumps", "all_axes"),
+        reach=JUMPS,
+        barrier="wide",
+        sent="those, and what is passed on, on all axes at once",
+        steps="log₂ of each axis, added up",
+        lies=(ON_LINE, ON_SEVERAL),  # on a ring it is 2% slower than the ring's
+        takes_everyones=True,
+    ),
+    Algorithm(
         name="ring",
         launcher=Kernel("ragged_all_to_all", "ring"),
         reach=RING,
         barrier="wide",
         sent="those, and what is passed on",
         steps="⌊n/2⌋",
-        takes_everyones=True,
-    ),
-    Algorithm(
-        name="torus",
-        launcher=Kernel("torus.ragged_all_to_all", "all_axes"),
-        reach=JUMPS,
-        barrier="wide",
-        sent="those, and what is passed on, on all axes at once",
-        steps="log₂ of each axis, added up",
         takes_everyones=True,
     ),
     Algorithm(
@@ -208,6 +224,17 @@ _RAGGED_ALL_TO_ALL = (
         takes_everyones=True,
         most_devices=LONGEST_LINE,
     ),
+)
+_SPREAD = Algorithm(
+    name="spread",
+    launcher=Kernel("torus.ragged_all_to_all", "spread"),
+    reach=EVERYONE,
+    barrier="everyone",
+    sent="those, and what is passed on, on all axes",
+    steps="2",
+    lies=(ON_SEVERAL,),
+    takes_everyones=True,
+    first_from=1 << 20,
 )
 _PPERMUTE = (
     Algorithm(
@@ -330,7 +357,7 @@ _records = {
             name="ragged_all_to_all",
             functions={"ragged_all_to_all": ("ragged_all_to_all", _ragged)},
             primitives=(Primitive("ragged_all_to_all", "ragged_all_to_all"),),
-            algorithms=_RAGGED_ALL_TO_ALL,
+            algorithms=(*_RAGGED_ALL_TO_ALL, _SPREAD),
             example=examples.RAGGED_ALL_TO_ALL,
             of_blocks=True,
             timed=False,

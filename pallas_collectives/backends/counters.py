@@ -28,6 +28,9 @@ _counting = contextvars.ContextVar("counting", default=True)
 _made: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("made", default=None)
 
 
+_built: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("built", default=None)
+
+
 def counts() -> dict[tuple[str, str, str | None], int]:
     """How often each (collective, backend, algorithm) was built into a program.
 
@@ -64,6 +67,8 @@ def note(plan: Plan) -> None:
         plans.append(plan)
     if not _counting.get():
         return
+    if (built := _built.get()) is not None:
+        built.append(plan)
     if isinstance(plan, ProductPlan):
         reason = "" if plan.algorithm == FUSED else plan.why
         with _counts_lock:
@@ -79,14 +84,18 @@ def note(plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Plan]]:
-    """The plans that are followed within this context, in their order."""
+def recorded(*, built: bool = False) -> Iterator[list[Plan]]:
+    """The plans that are followed within this context, in their order.
+
+    With `built` only those of programs that are being built, and no traces that ask what would be.
+    """
     plans: list[Plan] = []
-    token = _made.set(plans)
+    kept = _built if built else _made
+    token = kept.set(plans)
     try:
         yield plans
     finally:
-        _made.reset(token)
+        kept.reset(token)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from pallas_collectives.errors import (
     SlowerError,
     UnservedError,
 )
+from pallas_collectives.kernels.machinery import sparsecore
 from pallas_collectives.records import Algorithm
 
 NAMES = ("pallas", "nccl", "xla")
@@ -42,8 +43,11 @@ class How:
       fallback: why lax serves a call whose backend was not named; "" where it does not.
       algorithm: the caller's choice, or None for the backend's own.
       precise: sums travel in float32 where the operand is a narrower float.
+      order: "rank" where every element is to be added in the order of the ranks; else None.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
+      beside: whether the step around the call matters: lax then serves what XLA runs beside
+        compute, and a SparseCore what is worth it (see `tuning.overlaps`).
     """
 
     backend: str
@@ -51,8 +55,10 @@ class How:
     fallback: str = ""
     algorithm: str | None = None
     precise: bool = False
+    order: str | None = None
     interpret: Any = False
     across: tuple[str, ...] | None = None
+    beside: bool = False
 
     @property
     def strict(self) -> bool:
@@ -68,7 +74,7 @@ class Candidate:
       algorithm: its name.
       us: predicted microseconds; None where there is no prediction.
       latency_us: of these, what remains for the smallest operands.
-      source: whose prediction it is, "modelled ..." or "measured ..."; or why there is none.
+      source: whose prediction it is, "modelled ..." or "measured ..."; or why it has no prediction.
     """
 
     algorithm: str
@@ -104,6 +110,7 @@ class KernelPlan(Plan):
     Attributes:
       record: of its algorithm.
       vmem: whether operands and result are kept in VMEM while it runs.
+      on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       nbytes: of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
       devices: devices in the group.
@@ -113,6 +120,7 @@ class KernelPlan(Plan):
 
     record: Algorithm
     vmem: bool
+    on_sparsecore: bool
     nbytes: int
     cuts: int
     devices: int
@@ -120,8 +128,9 @@ class KernelPlan(Plan):
     torus: str
 
     def launch(self, *operands: Any, **options: Any) -> Any:
-        """Runs the algorithm's kernel."""
-        return self.record.launcher(*operands, vmem=self.vmem, **options)
+        """Runs the algorithm's kernel, on its engine."""
+        with sparsecore.wanted(self.on_sparsecore):
+            return self.record.launcher(*operands, vmem=self.vmem, **options)
 
 
 FUSED, PIPELINED, UNFUSED = "fused", "pipelined", "unfused"

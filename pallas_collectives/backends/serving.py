@@ -8,11 +8,13 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import catalogue
-from pallas_collectives.backends import canonical, measured, slices, untyped
+from pallas_collectives.backends import canonical, choice, measured, slices, untyped
 from pallas_collectives.backends.counters import note
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import UnservedError
 from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import overlaps
 
 
 def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
@@ -26,19 +28,42 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
     """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it."""
+    if how.beside and (why := _kept(op)):
+        how = How("xla", fallback=why)
     if how.backend != "xla":
         try:
             return run(op, how, *args, **params)
         except UNSERVABLE as error:
             if how.strict:
                 raise
-            how = How("xla", fallback=str(error))
+            how = How("xla", fallback=str(error), order=how.order)
     note(Plan(op=op, backend="xla", why=how.fallback))
-    return by_lax(*args, **params)
+    if how.order is not None and _adds(op):
+        return run(op, how, *args, **params)
+    with choice.rebound(frozenset()):
+        return by_lax(*args, **params)
+
+
+def _kept(op: str) -> str:
+    """Why lax keeps a collective whose step matters; "" where it does not."""
+    collective, _ = catalogue.primitives()[op]
+    return overlaps.by_xla(collective.name, chips.current())
+
+
+def _adds(op: str) -> bool:
+    collective, primitive = catalogue.primitives()[op]
+    return "scatter" in collective.phases and primitive.reduction in ("", "sum")
 
 
 def backend_module(name: str) -> Any:
-    """The canonical functions of "pallas" or "nccl"; imported when one is needed first."""
+    """The canonical functions of a backend; imported when one is needed first.
+
+    Those of "xla" are for what lax's primitives alone do not do.
+    """
+    if name == "xla":
+        from pallas_collectives.backends import xla
+
+        return xla
     if name == "nccl":
         from pallas_collectives.backends import nccl
 
@@ -55,6 +80,11 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
       DtypeError, ReachError, SliceError: the backend cannot take the dtype, or cannot write to the
         devices.
     """
+    with choice.rebound(frozenset()):
+        return _run(op, how, *args, **params)
+
+
+def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     module = backend_module(how.backend)
     collective, _ = catalogue.primitives()[op]
     if not hasattr(module, collective.name):

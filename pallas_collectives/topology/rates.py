@@ -42,6 +42,9 @@ class Generation:
     semaphores: int  # that a kernel can have at a time [AOT]
     reaches_all: bool  # a remote DMA reaches every device (v5e: power-of-two offsets only)
     devices_per_chip: int
+    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there
+    sparsecore_issue_cost: float = 0.1 * US
+    sparsecore_launch_cost: float = 3.9 * US
     cores: int = 1  # of a device; a kernel runs on one of them
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
 
