@@ -294,4 +294,4 @@ def device_groups(mesh: Any, group: Group) -> list[list[jax.Device]]:
     return [[row[i] for i in indices] for row in rows for indices in group.index_groups]
 
 
-ordered.MODULES["nccl"] = sys.modules[__name__]
+ordered.exchanges["nccl"] = sys.modules[__name__]

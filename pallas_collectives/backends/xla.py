@@ -55,4 +55,4 @@ def by_lax(
     )
 
 
-ordered.MODULES["xla"] = sys.modules[__name__]
+ordered.exchanges["xla"] = sys.modules[__name__]
