@@ -1,12 +1,12 @@
-"""Every collective with its algorithms, a record each: whoever lists them reads them here.
+"""Every collective and algorithm has a record here; whatever lists them reads these.
 
 Dispatch and tuning (`backends`, `tuning.choice`), `explain`, the README's table, the conformance
 rows, the compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel
 file and a record here; a collective is these, one public function, and one canonical function in
-each backend (see `backends.canonical`). A record takes effect wherever it stands: below, or within
+each backend (see `backends.canonical`). Records take effect below, and within
 `added`.
 
-What records hold is said in `records`.
+`records` says what they hold.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ from typing import Any
 from pallas_collectives import examples
 from pallas_collectives.records import (
     EVERYONE,
+    JUMPS,
     LINE,
+    NEIGHBOURS,
     ON_LINE,
     ON_RING,
     ON_SEVERAL,
@@ -37,7 +39,7 @@ LONGEST_LINE = 32
 
 
 def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
-    """Algorithms that gathers and scatters have alike."""
+    """Algorithms that gathers and scatters share."""
     anywhere_but_several = (ON_RING, ON_LINE)
     yield Algorithm(
         name="bidirectional",
@@ -85,6 +87,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         barrier="everyone",
         sent="as the wires lie",
         steps="1",
+        in_order=True,
         # Everyone's term is kept, beside operand and result.
         in_vmem=whole and (lambda block, n: block * (2 * n + 1)),
     )
@@ -123,12 +126,25 @@ _ALL_REDUCE = (
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
+        name="gather",
+        launcher=Kernel("all_reduce_gather", "gather"),
+        reach=NEIGHBOURS,
+        barrier="neighbours",
+        sent="as all_gather, of whole operands",
+        steps="as all_gather",
+        in_order=True,
+        takes_whole=True,
+        # Everyone's operand is kept, beside the own and the result.
+        in_vmem=lambda block, n: block * (n + 2),
+    ),
+    Algorithm(
         name="one_shot",
         launcher=Kernel("all_reduce", "one_shot"),
         reach=EVERYONE,
         barrier="everyone",
         sent="as the wires lie",
         steps="1",
+        in_order=True,
         takes_whole=True,
         # Everyone's operand is kept, beside the own and the result.
         in_vmem=lambda block, n: block * (n + 2),
@@ -161,6 +177,14 @@ _ALL_TO_ALL = (
         lies=(ON_LINE,),
         most_devices=LONGEST_LINE,
     ),
+    Algorithm(
+        name="torus",
+        launcher=Kernel("torus.all_to_all", "all_axes"),
+        reach=JUMPS,
+        barrier="jumps on a torus",
+        sent="n·nₐ/8 blocks along an axis of nₐ, on all at once",
+        steps="log₂ of each axis, added up",
+    ),
 )
 _RAGGED_ALL_TO_ALL = (
     Algorithm(
@@ -190,6 +214,26 @@ _RAGGED_ALL_TO_ALL = (
         takes_everyones=True,
         most_devices=LONGEST_LINE,
     ),
+    Algorithm(
+        name="torus",
+        launcher=Kernel("torus.ragged_all_to_all", "all_axes"),
+        reach=JUMPS,
+        barrier="wide",
+        sent="those, and what is passed on, on all axes at once",
+        steps="log₂ of each axis, added up",
+        takes_everyones=True,
+    ),
+)
+_SPREAD = Algorithm(
+    name="spread",
+    launcher=Kernel("torus.ragged_spread", "spread"),
+    reach=EVERYONE,
+    barrier="everyone",
+    sent="those, and what is passed on, on all axes",
+    steps="2",
+    lies=(ON_SEVERAL,),
+    takes_everyones=True,
+    first_from=1 << 20,
 )
 _PPERMUTE = (
     Algorithm(
@@ -312,7 +356,7 @@ _records = {
             name="ragged_all_to_all",
             functions={"ragged_all_to_all": ("ragged_all_to_all", _ragged)},
             primitives=(Primitive("ragged_all_to_all", "ragged_all_to_all"),),
-            algorithms=_RAGGED_ALL_TO_ALL,
+            algorithms=(*_RAGGED_ALL_TO_ALL, _SPREAD),
             example=examples.RAGGED_ALL_TO_ALL,
             of_blocks=True,
             timed=False,

@@ -1,11 +1,12 @@
-"""What a collective's arguments must be; each error names the value, the rule and the remedy.
+"""Checks of a collective's arguments; each error names the value, the rule and the remedy.
 
-lax leaves these to fail later, in the compiler or on the devices, or with less to go on.
+lax reports these mistakes later, in the compiler or on the devices, or less clearly.
 """
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +16,18 @@ from jax import lax
 from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
-AxisName = Any
-Groups = Any
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
+Groups: TypeAlias = Sequence[Sequence[int]] | None
 
 
 def named(axis_name: AxisName) -> tuple[Any, ...]:
-    """The axes that have names: all but those that are dimensions, given by number."""
+    """The axes that have names; numbers are dimensions, and are left out."""
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     return tuple(axis for axis in axes if not isinstance(axis, int))
 
 
 def size_of(axis_name: AxisName) -> int:
-    """Devices along an axis or axes; raises where one is not bound, or named twice."""
+    """Devices along an axis or axes; raises if one is not bound, or is named twice."""
     size, axes = 1, named(axis_name)
     if len(set(axes)) < len(axes):
         rule = "no axis may occur twice"
@@ -45,8 +46,8 @@ def size_of(axis_name: AxisName) -> int:
     return size
 
 
-def check_groups(groups: Groups, size: int) -> None:
-    """Groups of equal size have each device of an axis of this size once."""
+def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
+    """Checks that groups are of equal size and have each device of an axis once."""
     try:
         members = sorted(device for group in groups for device in group)
     except TypeError:
@@ -62,7 +63,7 @@ def check_groups(groups: Groups, size: int) -> None:
 
 
 def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int) -> None:
-    """Operand, output and tables of a ragged exchange fit together."""
+    """Checks that operand, output and tables of a ragged exchange fit together."""
     operand, output = jax.typeof(operand), jax.typeof(output)
     alike = operand.dtype == output.dtype and operand.shape[1:] == output.shape[1:]
     if not alike or not operand.shape or not output.shape:
@@ -109,14 +110,14 @@ def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
 
 
 def check_source(source: Any, size: int) -> None:
-    """A source known while tracing exists."""
+    """Checks that a source, if tracing knows it, exists."""
     if isinstance(source, int) and not 0 <= source < size:
         rule = f"it is a device number in [0, {size})"
         raise CollectiveError(f"source={source}", rule, "name a device of the axis")
 
 
 def check_order(axis_name: AxisName) -> None:
-    """lax numbers a permutation's devices in the mesh's order, and refuses another from 0.11 on."""
+    """Checks that axes are in the mesh's order, as lax does from 0.11 on for permutations."""
     mesh = jax.sharding.get_abstract_mesh()
     given = [axis for axis in named(axis_name) if axis in mesh.axis_names]
     ordered = sorted(given, key=mesh.axis_names.index)
@@ -129,7 +130,7 @@ def check_order(axis_name: AxisName) -> None:
 
 
 def leaves(x: Any) -> list[tuple[Any, str]]:
-    """The leaves of a tree, each with words on where it is, where there is more than one."""
+    """The leaves of a tree; each with words that say where it is, if there are several."""
     found = jax.tree_util.tree_leaves_with_path(x)
     if len(found) == 1:
         return [(found[0][1], "")]
@@ -137,7 +138,7 @@ def leaves(x: Any) -> list[tuple[Any, str]]:
 
 
 def check_ordered(name: str, x: Any, backend: str) -> None:
-    """No leaf is complex, of which lax leaves the refusal to XLA."""
+    """Checks that no leaf is complex, which lax leaves XLA to refuse."""
     for leaf, where in leaves(x):
         if backend != "xla" and np.iscomplexobj(leaf):
             rule = "complex numbers have no order"
@@ -147,7 +148,7 @@ def check_ordered(name: str, x: Any, backend: str) -> None:
 
 
 def check_added(name: str, x: Any) -> None:
-    """No leaf is bool, of which lax leaves the refusal to the compiler."""
+    """Checks that no leaf is bool, which lax leaves the compiler to refuse."""
     for leaf, where in leaves(x):
         if jax.dtypes.result_type(leaf) == np.bool_:
             rule = "bools are not added"
@@ -157,13 +158,24 @@ def check_added(name: str, x: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """`value` is True or False, and nothing that merely counts as one of them."""
+    """Checks that `value` is True or False, and not merely truthy or falsy."""
     if not isinstance(value, bool | np.bool_):
         raise CollectiveError(f"{name}={value!r}", "it is True or False", "pass one of them")
 
 
+def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
+    """`order` is None or "rank", and the latter of devices of a mesh, which have ranks."""
+    if order not in (None, "rank"):
+        rule = "sums are added in the order of the ranks ('rank') or as is quickest (None)"
+        raise CollectiveError(f"order={order!r}", rule, "pass one of them")
+    beside = [axis for axis in axes if axis not in jax.sharding.get_abstract_mesh().axis_names]
+    if order is not None and beside:
+        rule = f"{beside[0]!r} is an axis of vmap, whose terms lie on one device"
+        raise CollectiveError(f"order={order!r}", rule, "sum over it by jnp.sum, apart")
+
+
 def check_precision(precision: Any) -> None:
-    """`precision` is one that lax's products know."""
+    """Checks that lax's products know a precision."""
     one = jax.ShapeDtypeStruct((1,), np.float32)
     try:
         jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
@@ -178,7 +190,7 @@ def check_precision(precision: Any) -> None:
 def check_blocks(
     name: str, axis: int, x: Any, axis_name: AxisName, groups: Groups, tiled: bool
 ) -> None:
-    """Every leaf has a block for each device along `axis`."""
+    """Checks that every leaf has a block for each device along `axis`."""
     devices = size_of(axis_name) if groups is None else len(groups[0])
     for leaf, where in leaves(x):
         check_axis(name, axis, np.ndim(leaf), where)
@@ -194,7 +206,7 @@ def check_blocks(
 
 
 def check_axis(name: str, axis: int, ndim: int, where: str = "") -> None:
-    """`axis` is one of an array of `ndim` dimensions, which is `where` in a tree."""
+    """Checks that `axis` is one of an array's `ndim` dimensions; the array is `where` in a tree."""
     if not ndim:
         rule, remedy = "a scalar has no dimensions", "give it one, for example with x[None]"
         raise CollectiveError(f"{name}={axis} of a scalar{where}", rule, remedy)

@@ -17,9 +17,9 @@ PACKAGE = "pallas_collectives"
 
 # From the top; a folder stands for all its modules but those of a folder that is named itself.
 LAYERS = (
-    (PACKAGE, "replay"),
+    (PACKAGE, "__main__", "replay", "verify"),
     ("explanation", "multihost", "override", "sharded"),
-    ("overlap",),
+    ("moe", "overlap"),
     ("collectives", "lowering"),
     ("backends",),
     ("nccl", "tuning"),
@@ -59,7 +59,8 @@ def _imported(node: ast.AST, known: dict[str, str]) -> Iterator[str]:
         yield from (m for alias in node.names if (m := _within(alias.name)) in known)
     elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
         # A name that is put together while running may be any that begins so.
-        (first, *_) = [n.value for n in ast.walk(node.args[0]) if isinstance(n, ast.Constant)]
+        constants = [n.value for n in ast.walk(node.args[0]) if isinstance(n, ast.Constant)]
+        first = constants[0] if constants else ""  # a module that the caller names
         start = _within(str(first))
         yield from (m for m in known if start != str(first) and m.startswith(start))
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DType, Interpret, Number, Ref
 from pallas_collectives.errors import VmemError
@@ -126,7 +127,7 @@ def all_gather_matmul(
     *,
     out_dtype: DType,
     transposed: bool,
-    precision: Any,
+    precision: PrecisionLike,
     interpret: Interpret,
 ) -> tuple[jax.Array, ...]:
     """The gathered x, (A, n * rows, K), and its products with every w, (A, n * rows, N).
@@ -176,7 +177,7 @@ def matmul_reduce_scatter(
     wire_dtype: DType,
     scale: float,
     transposed: bool,
-    precision: Any,
+    precision: PrecisionLike,
     interpret: Interpret,
 ) -> jax.Array:
     """The block of rows `me` of `scale` times the sum of everyone's x @ w.
@@ -304,7 +305,7 @@ def _gather_kernel(
     # HBM; then a Scratch
     how: Plan,
     streams: tuple[Stream, ...],
-    precision: Any,
+    precision: PrecisionLike,
 ) -> None:
     count, (*arrays, scratch) = len(how.problems), refs
     w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
@@ -338,7 +339,7 @@ def _scatter_kernel(
     how: Plan,
     streams: tuple[Stream, ...],
     scale: float,
-    precision: Any,
+    precision: PrecisionLike,
 ) -> None:
     weights = _Weights(how, [w_ref], scratch.tiles)
 

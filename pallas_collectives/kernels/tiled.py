@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Interpret, Number, Ref
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.collective_matmul import MOST_CHUNKS, VMEM_SHARE
@@ -205,22 +205,22 @@ class Scratch(NamedTuple):
     """What a kernel here takes beside its arrays."""
 
     pipeline: Any  # see `pipelines`
-    operands: list[Any]  # where each operand stays: VMEM
-    copy_sems: list[Any]  # own; their copies
+    operands: list[Ref]  # where each operand stays: VMEM
+    copy_sems: list[Semaphore]  # own; their copies
     term: Any = None  # (tile, columns): VMEM: our term of a tile, if there are any
 
     @classmethod
     def of(cls, pipeline: Any, operands: Sequence[jax.Array], term: Any = None) -> "Scratch":
         """What to allocate."""
         places = [pltpu.VMEM(x.shape, x.dtype) for x in operands]
-        return cls(pipeline, places, [pltpu.SemaphoreType.DMA for _ in operands], term)
+        return cls(pipeline, places, [dma_semaphores() for _ in operands], term)
 
     def bring(self, refs: Sequence[Ref]) -> Callable[[], None]:
         """Sets out to copy operands to their places in VMEM; what is returned waits for them."""
         return sync.started(refs, self.operands, self.copy_sems)
 
 
-def _as(shapes: Sequence[tuple[int, ...]], refs: Sequence[Ref]) -> list[Any]:
+def _as(shapes: Sequence[tuple[int, ...]], refs: Sequence[Ref]) -> list[Ref]:
     """Refs of such shapes: those in VMEM, cut where an operand was widened."""
     cuts = [tuple(pl.ds(0, size) for size in shape) for shape in shapes]
     pairs = zip(shapes, refs, cuts, strict=True)
@@ -249,7 +249,7 @@ def _consume_kernel(
         arrived = blocks.at(gathered_ref, block, chunk)
         targets = [how.blocks(out.shape[1]).at(out, block, chunk) for out in out_refs]
 
-        def body(x: Any, *out_tiles: Any) -> None:
+        def body(x: Ref, *out_tiles: Ref) -> None:
             consume(x, *_as(given, scratch.operands), *out_tiles)
 
         pltpu.emit_pipeline(
@@ -284,11 +284,11 @@ def _produce_kernel(
     *_, o_ref, scratch = refs  # operands are in VMEM already
 
     def over_tiles(
-        block: Number, chunk: Number, target: Ref, sums: Sequence[Any], adds: Any, factor: float
+        block: Number, chunk: Number, target: Ref, sums: Sequence[Ref], adds: Any, factor: float
     ) -> None:
         own = how.blocks(x_ref.shape[1]).at(x_ref, block, chunk)
 
-        def body(x: Any, *tiles: Any) -> None:
+        def body(x: Ref, *tiles: Ref) -> None:
             *arrived, out = tiles
             produce(x, *_as(given, scratch.operands), scratch.term)
             total = scratch.term[...]
@@ -307,7 +307,7 @@ def _produce_kernel(
     def add(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:
         over_tiles(block, chunk, sum_ref, [sum_ref], adds, 1.0)
 
-    def finish(chunk: Number, target: Ref, *sums: Any) -> None:
+    def finish(chunk: Number, target: Ref, *sums: Ref) -> None:
         over_tiles(ring.me, chunk, target, sums, True, scale)
 
     pipelines.produce_and_scatter(

@@ -1,9 +1,9 @@
 """JAX primitives for our collectives, with the rules of `jax.lax`'s own.
 
 Every lax collective primitive has a twin here. The twin's shapes and varying types, its transpose,
-its jvp and its vmap are lax's: each rule is lax's rule, run and recorded, with every lax
-collective in the recording replaced by its twin (`with_twins`). What differs is the lowering, which
-asks a backend. So whatever lax means by a collective, in this JAX version, ours means too.
+its jvp and its vmap are lax's: each rule runs lax's rule, records it, and replaces every lax
+collective in the recording by its twin (`with_twins`). Only the lowering differs: it asks a
+backend. So ours means whatever lax's collective means in this JAX version.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> An
     """fn(*args), with the twin in place of each lax collective that fn binds.
 
     Arguments and results are pytrees; leaves that are not being traced are passed to fn as they
-    are, so that constants stay constants. Where `op` is given, only the twin of the collective of
-    that name is held to `how.algorithm`.
+    are, so that constants stay constants. If `op` is given, only the twin of the collective of that
+    name must use `how.algorithm`.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=_is_symbolic)
     traced = [i for i, leaf in enumerate(leaves) if _compat.is_traced(leaf)]
@@ -160,7 +160,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
 
 
 def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
-    """A primitive for a collective that lax has not: it means what `by_lax` computes with lax's.
+    """A primitive for a collective that lax lacks: it means what `by_lax` computes with lax's.
 
     `by_lax(*operands, **params)` gives the types, the derivative and the batching, and what XLA
     runs. `catalogue` says which collective serves the primitive; `with_twins` puts it to work.
@@ -212,8 +212,7 @@ def _ragged_transpose(
 ) -> list[Any]:
     """Rows' cotangents go back to where the rows came from; `output` keeps those of other rows.
 
-    lax's own rule takes rows for received, or not, that lie beside an empty slice, and knows no
-    axis_index_groups.
+    lax's own rule mistakes rows beside an empty slice, and does not support axis_index_groups.
     """
     wanted = [isinstance(x, ad.UndefinedPrimal) for x in (operand, output)]
 
@@ -243,7 +242,7 @@ def _ragged_transpose(
     return answer(back, jnp.where(received, jnp.zeros_like(cotangent), cotangent))
 
 
-# Where lax's own rule does not hold.
+# In place of rules of lax's that are wrong.
 _TRANSPOSES: dict[str, Callable[..., Any]] = {
     "pbroadcast": _pbroadcast_transpose,
     "pbroadcast_dynamic": _pbroadcast_transpose,
@@ -257,7 +256,7 @@ def _rule(lax_rule: Callable[..., Any], op: str, *args: Any, how: How, **params:
 
 
 def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset[Any]:
-    """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
+    """The effects of a lowering: those of TPU interpret mode. Raises what the lowering raises."""
     mesh = jax.sharding.get_abstract_mesh()
     names = validation.named(params.get("axes", params.get("axis_name", ())))
     vmapped = [name for name in names if name not in mesh.axis_names]

@@ -2,18 +2,18 @@
 
 `decide` is the one place that says so. It makes the `ProductPlan` of a call while that is traced;
 the call carries the plan to its lowering. There `as_devices_lie` confirms it, or has both run apart
-if no kernel serves devices that lie so. What it returns is followed, counted (`fusion_counts`) and
+if no kernel serves devices so placed. What it returns is followed, counted (`fusion_counts`) and
 printed by `explain`. A backward pass binds products of its own, each with its own plan.
 
 Model, per device, of blocks passed both ways round a ring of n, each with its share of the product:
 
     wire      (n-1)/2 blocks over a link
     unfused   wire + the products by all of the device's cores at full rate
-    fused     the longer of the wire and the products, by the one core that a kernel runs on; the
-              shorter for the one part of a block that nothing hides; and two DMAs' latency a part
+    fused     the longer of the wire and the products by the one core that a kernel runs on; the
+              shorter for the one chunk that nothing hides; and two DMAs' latency for each chunk
 
-Rates are those of `topology.rates`. So fusing loses where blocks are small, and on chips of two
-cores a device (v4, v5p) where the products take much longer than the wire.
+Rates are those of `topology.rates`. So fusing loses if blocks are small, and on chips with two
+cores a device (v4, v5p) if the products take much longer than the wire.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from jax import lax
 
 from pallas_collectives.backends import algorithms, canonical, slices
 from pallas_collectives.backends.pallas import products
-from pallas_collectives.backends.pallas.products import GATHER, Spec
+from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import (
     FUSED,
     PIPELINED,
@@ -63,6 +63,8 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
     how = spec.how
     if spec.wish == UNFUSED:
         return _plan(op, spec, UNFUSED, "it was asked for")
+    if op == SCATTER and how.order is not None:
+        return refused(op, spec, f"on its way round the ring it adds in no order={how.order!r}")
     if how.backend != "pallas":
         why = how.fallback or f"backend {how.backend!r} has no kernels"
         if spec.wish == FUSED:
@@ -111,7 +113,7 @@ def _plan(
 
 
 def refused(op: str, spec: Spec, reason: str) -> ProductPlan:
-    """What takes the place of a kernel that cannot serve, or need not.
+    """The plan if no kernel can serve, or need not.
 
     Raises:
       AlgorithmError: it was asked for by name.
@@ -123,11 +125,11 @@ def refused(op: str, spec: Spec, reason: str) -> ProductPlan:
 
 
 def as_devices_lie(plan: ProductPlan, spec: Spec) -> ProductPlan:
-    """The plan of a product to be fused, or another if no kernel serves devices that lie so.
+    """The plan of a product to be fused, or another if no kernel serves devices so placed.
 
     Raises:
-      AlgorithmError: "fused" was asked for by name, and the devices lie so that no kernel serves.
-      SliceError: they lie in slices in a way that no steps serve.
+      AlgorithmError: "fused" was asked for by name, and no kernel serves devices so placed.
+      SliceError: no steps serve the slices in which they lie.
     """
     group = canonical.group_of(spec.axis_name)
     if slices.split(group, slices.slices(group, spec.how.across)) is not None:
@@ -145,6 +147,8 @@ def _pipelined(op: str, ndim: int, spec: Spec, why: str) -> ProductPlan:
         obstacle = "there is one device"
     elif spec.axis == ndim - 1:
         obstacle = "the axis is the last, along which products are not cut into blocks"
+    elif spec.how.order is not None:
+        obstacle = f"a pipeline, backward too, adds in no order={spec.how.order!r}"
     elif spec.precision is not None:
         obstacle = f"pipelined products do not support precision={spec.precision!r}"
     return refused(op, spec, obstacle) if obstacle else _plan(op, spec, PIPELINED, why)
@@ -199,7 +203,7 @@ def obstacle(
 
 
 def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -> Cost:
-    """What a product and its collective take, fused and apart.
+    """The seconds of a product and its collective, fused and apart.
 
     Args:
       op: `GATHER` or `SCATTER`.

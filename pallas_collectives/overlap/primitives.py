@@ -3,11 +3,11 @@
     all_gather_matmul(x, w1, w2, ...)            linear in x: its transpose is the other
     matmul_reduce_scatter(x1, w1, x2, w2, ...)   linear in each: the sum of the pairs' products
 
-A primitive is bound only where its kernel can serve and is wanted (`fusion.decide`); elsewhere the
-pair of collective and product runs in its place, whose derivatives are that pair's.
+A primitive is bound only if its kernel can serve and is wanted (`fusion.decide`). Otherwise the
+pair of collective and product runs in its place, and has its own derivatives.
 
-Weights' cotangents are plain products of gathered arrays: what `all_gather_matmul` has gathered on
-the way, and what the transpose of `matmul_reduce_scatter` gathers for its other half.
+Weights' cotangents are plain products of gathered arrays, which the kernels return:
+`all_gather_matmul` itself, and the transpose of `matmul_reduce_scatter`.
 """
 
 import dataclasses
@@ -48,7 +48,12 @@ def all_gather_matmul(x: jax.Array, ws: Sequence[jax.Array], spec: Spec) -> list
         )
         return [gathered, *products]
     gathered = collectives.all_gather(
-        x, spec.axis_name, axis=spec.axis, tiled=True, backend=_named(spec)
+        x,
+        spec.axis_name,
+        axis=spec.axis,
+        tiled=True,
+        order=spec.how.order,
+        backend=_named(spec),
     )
     return [gathered, *(product(gathered, w, spec) for w in ws)]
 
@@ -77,7 +82,12 @@ def matmul_reduce_scatter(
     total = sum(product(x, w, wire) for x, w in zip(xs[1:], ws[1:], strict=True))
     total = product(xs[0], ws[0], wire) + total
     scattered = collectives.psum_scatter(
-        total, spec.axis_name, scatter_dimension=spec.axis, tiled=True, backend=_named(spec)
+        total,
+        spec.axis_name,
+        scatter_dimension=spec.axis,
+        tiled=True,
+        order=spec.how.order,
+        backend=_named(spec),
     )
     scattered = scattered if spec.scale == 1.0 else scattered * spec.scale
     return scattered.astype(spec.out_dtype)
@@ -122,7 +132,7 @@ def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 
 
 def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
-    """The same where devices turn out, while lowering, to lie so that no kernel can serve."""
+    """The same if a lowering finds devices so placed that no kernel can serve."""
     how = dataclasses.replace(spec.how, algorithm=None)
     options = {"axis_name": spec.axis_name, "axis_size": spec.size, "tiled": True}
     if op == GATHER:
@@ -137,7 +147,7 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
 
 
 def lowered(op: str, *operands: jax.Array, spec: Spec, plan: ProductPlan) -> list[jax.Array]:
-    """What a program computes in place of a primitive, once it is known where the devices are."""
+    """What a program computes for a primitive, once the devices' places are known."""
     plan = fusion.as_devices_lie(plan, spec)
     counters.note(plan)
     if plan.algorithm == UNFUSED:
@@ -192,7 +202,7 @@ _scatter_p = _primitive(SCATTER, _scatter_shapes)
 
 
 def _zero(primal: Any) -> ad.Zero:
-    """No tangent of a primal."""
+    """The zero tangent of a primal."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
@@ -227,7 +237,7 @@ def _gather_transpose(
             spec.axis_name,
             scatter_dimension=spec.axis,
             tiled=True,
-            precise=False,
+            order=spec.how.order,
             backend=_named(spec),
         )
         dx = own if dx is None else dx + own
@@ -295,7 +305,7 @@ _compat.register(_scatter_p, jvp=_scatter_jvp, transpose=_scatter_transpose)
 def _batch(
     op: str, args: Sequence[Any], dims: Sequence[Any], *, spec: Spec, plan: ProductPlan
 ) -> tuple[Any, Sequence[int]]:
-    """A mapped x is an x of one dimension more; mapped weights are products apart."""
+    """A mapped x is an x with one more dimension; mapped weights make separate products."""
     count = 1 if op == GATHER else len(args) // 2
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     run: Any = all_gather_matmul if op == GATHER else matmul_reduce_scatter

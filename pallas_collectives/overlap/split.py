@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import collectives, validation
-from pallas_collectives.backends import canonical, flights
+from pallas_collectives.backends import canonical, choice, flights
 from pallas_collectives.backends.nccl import blocks, side_by_side
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups, varying
@@ -37,6 +37,11 @@ class Started:
 
     def __init__(self, tree: Any, here: Sequence[Any], under_way: Sequence["_UnderWay"]) -> None:
         self._tree, self._here, self._under_way = tree, here, under_way
+
+    @property
+    def tokens(self) -> list[jax.Array]:
+        """What to name in another's `after`, for it to come after this one's start."""
+        return [leaf.token for leaf in self._under_way]
 
     @classmethod
     def of(cls, result: Any) -> "Started":
@@ -236,7 +241,7 @@ def _start(
     leave: Callable[[jax.Array, Group], _Way],
     after: Any,
 ) -> Started:
-    how = collectives.settle(axis_name, groups, backend, algorithm)
+    how = choice.settle(axis_name, groups, backend, algorithm)
     leaves, tree = jax.tree.flatten(x)
     if not flights.serve(how) or not all(np.size(leaf) for leaf in leaves):
         return Started.of(at_once())

@@ -16,8 +16,12 @@ from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.live import LiveProgram
 from pallas_collectives.replay.machine import Machine, MachineError
 from pallas_collectives.replay.order import Order
+from pallas_collectives.replay.program import Program, Start
 from pallas_collectives.replay.races import find_races
 from pallas_collectives.replay.report import Report, report
+from pallas_collectives.replay.symmetry import Classes
+
+_MANY_COPIES = 2000  # whose shares of the links take a second to work out
 
 
 def replay(
@@ -27,6 +31,7 @@ def replay(
     placement: np.ndarray | None = None,
     races: bool = False,
     symmetric: bool = True,
+    quick: bool = False,
 ) -> Report:
     """Runs `function(*args)`'s Pallas TPU kernels on a modelled machine.
 
@@ -44,6 +49,8 @@ def replay(
         that deadlocks, in what happens up to there.
       symmetric: step devices that behave identically once. The result is the same; False is for
         tests and for pictures of every device.
+      quick: of more than some thousand copies on devices that all differ, leave out how they slow
+        one another down. The time is then the least that it can be: `Report.least`.
 
     Returns:
       A `Report`: time in seconds, link loads, waits, critical path, leftovers, deadlocks, races,
@@ -63,9 +70,10 @@ def replay(
         where=lambda mesh: pod.places(_placement(pod, mesh, placement)),
     )
     where = _placement(pod, mesh, placement)
-    if len(where) != program.n_devices or len(set(where.tolist())) != len(where):
+    n_devices = program.n_devices // program.cores
+    if len(where) != n_devices or len(set(where.tolist())) != len(where):
         raise MachineError(
-            f"placement of {len(where)} positions for a mesh of {program.n_devices}: "
+            f"placement of {len(where)} positions for a mesh of {n_devices}: "
             "want one device number each, all different"
         )
     for device in (where.min(), where.max()):
@@ -77,7 +85,8 @@ def replay(
         if symmetric and not live
         else symmetry.discrete(program.n_devices, pod.n_links)
     )
-    engine = Engine(program, pod, where, classes)
+    shared = not quick or live or _copies(program, classes) <= _MANY_COPIES
+    engine = Engine(program, pod, where, classes, shared)
     engine.run()
     faults = rules.find_faults(program, pod.generation, pod.places(where))
     if live:
@@ -89,6 +98,14 @@ def replay(
     order, devices = Order(program), classes.representatives.tolist()
     faults += rules.find_early(order, devices)
     return report(engine, faults, find_races(order, devices))
+
+
+def _copies(program: Program, classes: Classes) -> int:
+    """How many copies the devices that are stepped start."""
+    stepped = np.zeros(program.n_devices, bool)
+    stepped[classes.representatives] = True
+    starts = (column for column in program.columns if isinstance(column, Start))
+    return sum(int(stepped[column.lanes].sum()) for column in starts)
 
 
 def _placement(machine: Machine, mesh: Any, given: np.ndarray | None) -> np.ndarray:

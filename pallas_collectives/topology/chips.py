@@ -2,10 +2,10 @@
 
 Sources: `pltpu.get_tpu_info_for_chip` and the vendor's pages for VMEM and SMEM; the JAX scaling
 book ("How to think about TPUs") and the vendor's pages for the links; for semaphores the TPU
-compiler, ahead of time: the largest array of them that a kernel of one copy compiles with. They
-have a memory of 512 words (7x: 4096), of which the compiler keeps the rest. It takes the same
-number whether they count DMAs or signals, and with a barrier semaphore besides; libtpu 0.0.50 takes
-one less than 0.0.42, whose numbers are here.
+compiler, ahead of time: the largest array of them with which a kernel of one copy compiles. They
+have a memory of 512 words (7x: 4096), and the compiler keeps the rest of it. The number is the same
+whether they count DMAs or signals, and with a barrier semaphore besides. libtpu 0.0.50 allows one
+less than 0.0.42, whose numbers are here.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ class Chip:
     Attributes:
       name: as in topology names ("v5e").
       vmem_bytes: VMEM of one core.
-      semaphores: that a kernel can have at a time, beside barrier semaphores.
+      semaphores: how many a kernel can have at a time, beside barrier semaphores.
       smem_bytes: SMEM of one core.
       dims: axes of the torus that chips are linked in.
-      wrap_at: an axis whose chips are a multiple of this is a ring, not a line:
-      wraps_alone: whatever the other axes are; else all must be, or none is.
+      wrap_at: an axis with a multiple of so many chips is a ring, others are lines.
+      wraps_alone: whether each axis wraps by itself; if not, either all axes wrap or no axis does.
       far_dma: whether a remote DMA reaches any device; v5e's reaches power-of-two offsets only.
       devices: JAX devices on a chip.
       no_sparsecore: why no kernel can run on a SparseCore (`kernels.machinery.sparsecore`); "" if
@@ -112,7 +112,8 @@ def kind_of(name: str) -> str:
 
 
 def slice_of(name: str) -> tuple[Chip, tuple[int, ...]] | None:
-    """Chip and chips along each torus axis of a topology's name, as 'v5e:4x4'; None if it is none.
+    """Chip and chips along each torus axis of a topology's name, such as 'v5e:4x4'; None if
+    unknown.
 
     Axes that are not named are of one chip.
     """

@@ -25,14 +25,14 @@ class Group:
     Attributes:
       axes: mesh axis names, major first; devices are numbered row-major over them, as lax does.
       sizes: the size of each axis.
-      index_groups: `axis_index_groups`: equal-sized lists of device numbers that partition the
-        axes, each list a ring of its own in the order given; None for one ring of all.
+      index_groups: `axis_index_groups`: lists of device numbers, of equal size, that partition the
+        axes; each list is a ring in the order given. None for one ring of all.
       order: device numbers in the order of the ring, so that neighbours share a link (see
-        `placement.arranged`); None for 0, 1, ... Not together with `index_groups`.
+        `placement.arranged`); None for 0, 1, ..., and with `index_groups`.
       line: whether the ring's closing hop runs back over the links of all others.
       chip: whether the ring is the devices of one chip, which no link of the torus joins.
       torus: the rings along the axes of the torus that the group lies on, if it has several: mesh
-        axes, or rings of the group's device numbers. How a group lies does not make it another.
+        axes, or rings of the group's device numbers. Equality of groups does not depend on it.
     """
 
     axes: tuple[str, ...]
@@ -51,11 +51,11 @@ class Group:
         return math.prod(self.sizes)
 
     def members(self) -> jax.Array | None:
-        """What this device's kernel must know of the group; None where arithmetic tells it.
+        """What this device's kernel must know of the group; None if arithmetic tells it.
 
-        Its position, then the device numbers at positions 0, 1, ...; or, where the ring has an
-        order of its own, its place along the ring, then the positions of the devices at places
-        0, 1, ... Kernels read it from SMEM.
+        With index groups: its position, then the device numbers at positions 0, 1, ... With an
+        `order`: its place along the ring, then the positions of the devices at places 0, 1, ...
+        Kernels read it from SMEM.
         """
         groups = self.index_groups if self.order is None else (self.order,)
         if groups is None:
@@ -70,17 +70,19 @@ class Group:
 class Ring:
     """A group seen by one of its devices, inside a kernel.
 
-    Blocks are numbered by position, as lax numbers devices. Neighbours are those at neighbouring
-    places along the ring, which are the positions unless the group has an order of its own.
+    Blocks are numbered by position, as lax numbers devices. Neighbours have neighbouring places
+    along the ring; places are positions unless the group has an `order`.
 
     Attributes:
       size: devices in the ring.
       me: own position, 0 <= me < size.
       place: own place along the ring, 0 <= place < size.
+      line: whether nothing goes from the last place to the first; of two devices it is one.
     """
 
     def __init__(self, group: Group, members_ref: Ref | None = None) -> None:
         self.size = group.size
+        self.line = group.line or group.size == 2
         self._group = group
         self._members_ref: Any = members_ref
         self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[0]

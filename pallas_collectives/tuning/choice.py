@@ -22,6 +22,7 @@ all_to_all's operand. For all_reduce and ppermute they are the operand's.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -53,12 +54,16 @@ class Prediction(NamedTuple):
       latency_us: of these, what remains at the fewest bytes that the table has.
       table: where it is from.
       devices: the group sizes in the table that it lies between, or the one that it is of.
+      close: whether it is a figure, of this group or between two that lie as it does, and of a sum
+        over several axes of no more bytes than the table has; else it tells no more than which
+        algorithm is quicker: a group of other numbers or links can take times as long.
     """
 
     us: float
     latency_us: float
     table: Table
     devices: tuple[int, ...]
+    close: bool
 
 
 def fastest_first(op: str, predicted: dict[str, Prediction]) -> list[str]:
@@ -83,6 +88,8 @@ def predict(
 
     A measured table serves the very groups that were measured. What it does not have is the
     modelled table's, between whose group sizes times are interpolated: of tori of as many axes.
+    Beyond its largest group they go on as a power of the number of devices, which for some
+    collectives is 1, for others 2.
 
     Args:
       op: the canonical collective.
@@ -102,7 +109,7 @@ def predict(
         if table is None or not table.current:
             continue
         for entries in _entries(table, op, devices, chip, torus):
-            found = {v: _predict(table, entries, v, block_bytes, devices) for v in names}
+            found = {v: _predict(table, entries, v, block_bytes, devices, torus) for v in names}
             if any(found.values()):
                 return {name: p for name, p in found.items() if p is not None}
     return {}
@@ -164,13 +171,22 @@ def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, 
 
 
 def _predict(
-    table: Table, entries: Sequence[Entry], name: str, block_bytes: int, devices: int
+    table: Table, entries: Sequence[Entry], name: str, block_bytes: int, devices: int, torus: str
 ) -> Prediction | None:
     around = tuple(entry.devices for entry in entries)
     times = [_at(entry, name, block_bytes) for entry in entries]
     least = [_at(entry, name, entry.bytes[0]) for entry in entries]
-    us, latency = _line(around, times, devices), _line(around, least, devices)
-    return None if us is None or latency is None else Prediction(us, latency, table, around)
+    between = _line if devices <= around[-1] else _power
+    us, latency = between(around, times, devices), between(around, least, devices)
+    if us is None or latency is None:
+        return None
+    own = entries[0].torus == torus and devices in around
+    alike = {tables.family(entry.torus) for entry in entries} == {tables.family(torus)}
+    # Over several axes sums wait for HBM beyond what the table has, and take longer than its line.
+    bends = torus not in tables.TORI and catalogue.COLLECTIVES[entries[0].op].example.adds
+    listed = not bends or block_bytes <= max(entry.bytes[-1] for entry in entries)
+    close = listed and (own or (alike and around[0] < devices < around[-1]))
+    return Prediction(us, latency, table, around, close)
 
 
 def _entries(
@@ -218,3 +234,15 @@ def _line(xs: Sequence[int], ys: Sequence[float | None], x: int) -> float | None
     if y0 is None or y1 is None or x0 == x1:
         return y0 if x0 == x1 else None
     return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def _power(xs: Sequence[int], ys: Sequence[float | None], x: int) -> float | None:
+    """The value at x of the power of it that goes through one point, or two; None if one lacks y.
+
+    Through one point it is the first power.
+    """
+    (x0, y0), (x1, y1) = (xs[0], ys[0]), (xs[-1], ys[-1])
+    if y0 is None or y1 is None:
+        return None
+    exponent = 1.0 if x0 == x1 else max(0.0, math.log(y1 / y0) / math.log(x1 / x0))
+    return y1 * (x / x1) ** exponent

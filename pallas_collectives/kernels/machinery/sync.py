@@ -31,6 +31,8 @@ def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> No
             barrier_along_line(rings[0])
         case "everyone":
             barrier_with_everyone(rings[0])
+        case "jumps on a torus":
+            barrier_with_jumps(rings, scalar_refs[0])
         case "shift right" | "shift left":
             barrier_with_partners(rings[0], scalar_refs[0])
         case name:
@@ -85,6 +87,39 @@ def barrier_with_everyone(ring: Ring) -> None:
         pl.semaphore_wait(semaphore, ring.size - 1)
 
 
+def barrier_with_jumps(rings: Sequence[Ring], jumps_ref: Ref) -> None:
+    """Returns when the devices at some distances along each ring have entered this kernel.
+
+    As `barrier_with_neighbours`: each adds 1, the wait takes as many as there are, and none can
+    finish this call before it has had a block of ours.
+
+    `jumps_ref`: in SMEM, for each ring their number, then the distances, either way; on a line
+    those that lead beyond its ends join nobody.
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    with jax.named_scope("barrier"):
+        start: Any = 0
+        peers: Any = 0
+        for ring in rings:
+
+            def signal(i: Any, peers: Any, ring: Ring = ring, start: Any = start) -> Any:
+                jump = jumps_ref[start + 1 + i]
+                there = ring.place + jump
+                joins: Any = np.int32(1)
+                if ring.line:
+                    joins = ((there >= 0) & (there < ring.size)).astype(np.int32)
+
+                def one(_: Any) -> None:
+                    pl.semaphore_signal(semaphore, 1, device_id=ring.peer(jump))
+
+                for_each(0, joins, one)
+                return peers + joins
+
+            peers += lax.fori_loop(0, jumps_ref[start], signal, np.int32(0))
+            start += 1 + jumps_ref[start]
+        pl.semaphore_wait(semaphore, peers)
+
+
 def barrier_with_partners(ring: Ring, partners_ref: Ref) -> None:
     """Returns when our target, if we have one, has entered this kernel.
 
@@ -125,7 +160,7 @@ def signal_all(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
     for_each(0, peers_ref[0], signal)
 
 
-def partners(ring: Ring, partners_ref: Ref) -> tuple[Any, Any]:
+def partners(ring: Ring, partners_ref: Ref) -> tuple[jax.Array, jax.Array]:
     """The positions of our target and our source; negative if we have none but ourselves.
 
     `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
@@ -156,8 +191,8 @@ class PushSemaphores(NamedTuple):
 
 def push_to_everyone(
     ring: Ring,
-    source: Callable[[Any, Any], Any],
-    target: Callable[[Any], Any],
+    source: Callable[[Number, Number | None], Ref],
+    target: Callable[[Number | None], Ref],
     semaphores: PushSemaphores,
     chunks: int = 1,
     in_positions: bool = False,
@@ -187,7 +222,7 @@ def push_to_everyone(
 
 
 def started(
-    sources: Sequence[Any], targets: Sequence[Any], semaphores: Sequence[Any]
+    sources: Sequence[Ref], targets: Sequence[Ref], semaphores: Sequence[Semaphore]
 ) -> Callable[[], None]:
     """Starts copies on this device; what is returned waits for all of them."""
     copies = list(map(pltpu.make_async_copy, sources, targets, semaphores))
