@@ -75,10 +75,11 @@ class Ring:
       size: devices in the ring.
       me: own position, 0 <= me < size.
       place: own place along the ring, 0 <= place < size.
+      line: whether it is a line, whose last and first share no link.
     """
 
     def __init__(self, group: Group, members_ref: Any = None) -> None:
-        self.size = group.size
+        self.size, self.line = group.size, group.line
         self._group = group
         self._members_ref = members_ref
         self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[0]

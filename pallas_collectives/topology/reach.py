@@ -10,6 +10,7 @@ are powers of two; diagonal ones are not.
 Signals to another device's semaphore travel as DMAs do: the rule holds for both.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -76,15 +77,16 @@ def everyone(group: Group) -> Pairs:
 
 
 def torus(group: Group) -> Pairs:
-    """Neighbours on the rings along every axis of a torus; on one ring of all where it has none."""
+    """Neighbours along every axis of a torus, rings or lines; on one ring of all if it has none."""
     for axis in group.torus or (group,):
+        neighbours = line if axis.line else ring
         if axis.index_groups is not None or axis.axes == group.axes:
-            yield from ring(axis)
+            yield from neighbours(axis)
             continue
         numbers = np.arange(group.size).reshape(group.sizes)
         of_axis = np.moveaxis(numbers, group.axes.index(axis.axes[0]), -1)
         for members in of_axis.reshape(-1, axis.size).tolist():
-            yield from zip(members, (*members[1:], members[0]), strict=True)
+            yield from neighbours(dataclasses.replace(group, index_groups=(tuple(members),)))
 
 
 def alone(group: Group) -> Pairs:
