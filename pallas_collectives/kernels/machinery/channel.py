@@ -79,12 +79,8 @@ class Channel:
 
     @property
     def window(self) -> int:
-        """How many messages may be on their way: for so many there are semaphores, and slots."""
-        semaphores = self.semaphores.arrived.shape[-1]
-        if self.slots is None:
-            return semaphores
-        ref, index = self.slots
-        return min(semaphores, ref.shape[len(index)])
+        """How many messages may be on their way."""
+        return self.semaphores.arrived.shape[-1]
 
     def slot(self, number: Any) -> Any:
         """Where a message arrives, here and downstream."""

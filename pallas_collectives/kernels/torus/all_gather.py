@@ -21,20 +21,22 @@ from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.torus import devices, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
-from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.shares import Bundle, Plan
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if
 
 # Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. A kernel
 # has some 500 semaphores.
 WINDOW = 16
 SEMAPHORES = 256
+# Of those that know without credits when to send on (see `Plan.is_paired`).
+WINDOW_WITHOUT_CREDITS = 3
 
 
 class Scratch(NamedTuple):
     """What the kernel takes beside its arrays."""
 
     copy_sems: Any  # (streams): own; the own block's way into the result
-    semaphores: channels.Semaphores  # see Gather
+    semaphores: list[channels.Semaphores]  # see Gather
 
 
 def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
@@ -60,10 +62,19 @@ def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: An
     return view.out_of(y, plan.sizes)
 
 
-def semaphores(plan: Plan, most: int) -> channels.Semaphores:
-    """The channels that `Gather` takes, with at most so many semaphores for arrivals."""
-    window = min(WINDOW, most // plan.channels, (max(plan.sizes) - 1) * plan.sections)
-    return channels.Semaphores.of(plan.channels, window=max(2, window))
+def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:
+    """The channels that `Gather` takes, with about so many semaphores for arrivals."""
+    each = [(bundle, phase) for bundle in plan.bundles for phase in range(len(plan.sizes))]
+    lanes = sum(bundle.streams * plan.ways for bundle, _ in each)
+
+    def of(bundle: Bundle, phase: int) -> channels.Semaphores:
+        count, hops = bundle.streams * plan.ways, plan.hops(bundle, phase) * bundle.sections
+        if plan.is_paired(bundle, phase):
+            alone = channels.Semaphores.of(count, window=min(WINDOW_WITHOUT_CREDITS, hops))
+            return alone._replace(credit=None)
+        return channels.Semaphores.of(count, window=max(2, min(WINDOW, most // lanes, hops)))
+
+    return [of(bundle, phase) for bundle, phase in each]
 
 
 def copy_semaphores(plan: Plan) -> Any:
@@ -104,7 +115,7 @@ class Gather:
         plan: Plan,
         rings: Sequence[Ring],
         field: Field,  # the result; the own block is there, those of the others are filled
-        semaphores: channels.Semaphores,  # `plan.channels`
+        semaphores: list[channels.Semaphores],  # of each bundle and phase: (streams * ways)
         *,
         # (bundle, section, stream) -> its part of the own block; and the semaphores of its copies
         own: tuple[Callable[[int, Any, Any], Any], Any] | None = None,
@@ -167,10 +178,10 @@ class Gather:
             channel = Channel(
                 ring,
                 direction,
-                self._semaphores,
-                (self._plan.channel(b, phase, stream * ways + way),),
+                self._semaphores[b * len(self._rings) + phase],
+                (stream * ways + way,),
                 arrivals=comes * bundle.sections_of(stream),
-                longest=hops * bundle.sections,
+                longest=0 if self._plan.is_paired(bundle, phase) else None,
             )
             return _Leg(b, phase, section, stream, channel, comes, goes)
 

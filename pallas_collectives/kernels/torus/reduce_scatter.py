@@ -52,10 +52,9 @@ SCRATCH_BYTES = 16 << 20
 STREAMS = (4, 2)
 
 # As many sections at least where their phases load links unevenly.
-SECTIONS = 12
+SECTIONS = 8
 
-_EVEN_ENOUGH = 1.04
-_LEAST_OF_GATHER = 4  # semaphores of a channel: two for arrivals
+_ARRIVALS = 128  # semaphores for those of a gather on lines
 _SPARE = 8  # semaphores
 
 
@@ -65,13 +64,24 @@ class ScatterScratch(NamedTuple):
     scatter: scatter.Scratch
     copy_sems: Any  # (streams): own; the own block's way from VMEM into the result
 
+    @classmethod
+    def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "ScatterScratch":
+        """What to allocate."""
+        return cls(scatter.Scratch.of(plan, dtype, vmem=vmem), all_gather.copy_semaphores(plan))
+
 
 class ReduceScratch(NamedTuple):
     """What the all-reduce's kernel takes beside its arrays."""
 
     scatter: scatter.Scratch
     copy_sems: Any  # (streams): own; the own block's way from VMEM into the result
-    gather: channels.Semaphores  # see all_gather.Gather
+    gather: list[channels.Semaphores]  # see all_gather.Gather
+
+    @classmethod
+    def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "ReduceScratch":
+        """What to allocate."""
+        scattering = ScatterScratch.of(plan, dtype, vmem=vmem)
+        return cls(*scattering, all_gather.semaphores(plan, most=_ARRIVALS))
 
 
 def reduce_scatter(
@@ -93,9 +103,7 @@ def reduce_scatter(
         axes=axes,
         scalars=devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), x.dtype),
-        scratch=ScatterScratch(
-            scatter.Scratch.of(plan, x.dtype, vmem=vmem), all_gather.copy_semaphores(plan)
-        ),
+        scratch=ScatterScratch.of(plan, x.dtype, vmem=vmem),
         barrier="neighbours on a torus",
         name="reduce_scatter_torus",
         interpret=interpret,
@@ -109,7 +117,6 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: An
     """Reduces x, of shape (n, whole tiles), over the group."""
     axes = devices.axes_of(group)
     plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem, there_and_back=True)
-    taken = plan.channels * (scatter.SLOTS + 4) + plan.streams * (1 + plan.ways)
     y = launch.call(
         functools.partial(_reduce_kernel, plan=plan, op=op, vmem=vmem),
         group,
@@ -117,11 +124,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: An
         axes=axes,
         scalars=devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
-        scratch=ReduceScratch(
-            scatter.Scratch.of(plan, x.dtype, vmem=vmem),
-            all_gather.copy_semaphores(plan),
-            all_gather.semaphores(plan, chips.current().semaphores - _SPARE - taken),
-        ),
+        scratch=ReduceScratch.of(plan, x.dtype, vmem=vmem),
         barrier="neighbours on a torus",
         name="all_reduce_torus",
         interpret=interpret,
@@ -142,34 +145,41 @@ def _plan(
     """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
     stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes))
     halves = not vmem and stream_bytes >= HALVES_FROM_BYTES
+    wanted: Any = ReduceScratch if there_and_back else ScatterScratch
     chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
     room = min(SCRATCH_BYTES, chip.vmem_bytes // 2)
 
     def fits(plan: Plan) -> bool:
-        each = scatter.SLOTS + 2 + _LEAST_OF_GATHER
-        semaphores = plan.channels * each + plan.streams * (1 + plan.ways)
-        nbytes = scatter.Scratch.of(plan, dtype, vmem=vmem).nbytes
-        return semaphores <= chip.semaphores - _SPARE and (vmem or nbytes <= room)
+        scratch = wanted.of(plan, dtype, vmem=vmem)
+        enough = _semaphores(scratch) <= chip.semaphores - _SPARE
+        return enough and (vmem or scratch.scatter.nbytes <= room)
 
     for chunks in (2, 1) if halves else (1,):
         whole = Plan.of(axes, block, at, dtype, chunks, there_and_back=there_and_back)
         if fits(whole) and not (uneven and halves):
             return whole
-    within = next((a for a, axis in enumerate(axes) if axis.chip), None)
-    units, orders = block[whole.cut] // whole.grain, len(axes) - (within is not None)
+    units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
     for streams in STREAMS:
         most = units // (streams * orders * (SECTIONS if uneven else 1))
         fitting: list[Plan] = []
         for size in range(most, 0, -1):
             if fitting and 2 * size * whole.grain <= fitting[0].bundles[0].size:
                 break
-            plan = whole.in_sections(size * whole.grain, streams, within)
+            plan = whole.in_sections(size * whole.grain, streams)
             if fits(plan):
                 fitting.append(plan)
         if fitting:
-            least = min(plan.busiest for plan in fitting)
-            return next(plan for plan in fitting if plan.busiest <= _EVEN_ENOUGH * least)
+            import os
+            if os.environ.get('DBG'):
+                for q in fitting: print(q.bundles[0].size, streams,q.sections, q.busiest, scatter.Scratch.of(q, dtype, vmem=False).nbytes/2**20)
+            return min(fitting, key=lambda plan: plan.busiest * (1 + 0.002 * plan.sections))
     return whole
+
+
+def _semaphores(scratch: Any) -> int:
+    """How many there are in what is to be allocated."""
+    kinds = [x for x in jax.tree.leaves(scratch) if x.memory_space == pltpu.SEMAPHORE]
+    return sum(math.prod(kind.shape) for kind in kinds)
 
 
 def _scatter_kernel(

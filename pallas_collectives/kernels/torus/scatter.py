@@ -19,7 +19,7 @@ from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.kernels.torus.devices import Field
-from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.shares import Bundle, Plan
 from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
 
 # Slots of a channel for sums that arrive. One is being added to and sent on from, one is being
@@ -27,46 +27,58 @@ from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
 SLOTS = 3
 
 
+SLOTS_WITHOUT_CREDITS = 4
+
+
+def _by_credits(plan: Plan, bundle: Bundle, phase: int) -> bool:
+    """Whether upstream waits for credits: in the first phases, whose slots are the largest.
+
+    Elsewhere, round a ring, what a device gets the other way round tells it enough (see `shares`).
+    """
+    first = len(plan.sizes) - 1 - (plan.within is not None)
+    return phase >= first or not plan.is_paired(bundle, phase)
+
+
+def _window(plan: Plan, bundle: Bundle, phase: int) -> int:
+    """How many slots a channel has; where no hop follows the first, none is sent on from."""
+    most = SLOTS if _by_credits(plan, bundle, phase) else SLOTS_WITHOUT_CREDITS
+    return min(most, plan.sizes[bundle.order[phase]])
+
+
 class Scratch(NamedTuple):
     """What `Scatter` takes beside its arrays. Ways: two where a torus has lines, else one."""
 
     # for each bundle and phase: VMEM
     slots: list[Any]  # (streams * ways, SLOTS or fewer, piece); written by upstream
+    semaphores: list[channels.Semaphores]  # (streams * ways)
     left: list[Any]  # (streams, piece): what the phase leaves, of the section that it was in last
     # for each bundle: VMEM
     terms: list[Any]  # (streams * ways, piece): our terms, on their way from HBM; none if there
     term_sems: Any  # (all streams * ways): own; a term is here
-    semaphores: channels.Semaphores  # `plan.channels`
 
     @classmethod
     def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "Scratch":
         """What to allocate; `vmem` as `launch.call` has it."""
         ways, phases = plan.ways, len(plan.sizes)
         each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
-        slots = [
-            (
-                bundle.streams * ways,
-                # Where no hop follows the first, none is sent on.
-                min(SLOTS, plan.sizes[bundle.order[phase]]),
-                *plan.piece_shape(bundle, phase),
-            )
-            for bundle, phase in each
-        ]
-        left = [(bundle.streams, *plan.piece_shape(bundle, phase)) for bundle, phase in each]
-        terms = [
-            (bundle.streams * ways, *plan.piece_shape(bundle, phases - 1))
-            for bundle in plan.bundles
-            if not vmem
-        ]
-        slots, left, terms = (
-            [pltpu.VMEM(shape, dtype) for shape in shapes] for shapes in (slots, left, terms)
-        )
+        pieces = [(bundle, plan.piece_shape(bundle, phase)) for bundle, phase in each]
+        windows = [_window(plan, bundle, phase) for bundle, phase in each]
         return cls(
-            slots,
-            left,
-            terms,
-            pltpu.SemaphoreType.DMA((plan.streams * ways,)),
-            channels.Semaphores.of(plan.channels, window=SLOTS),
+            slots=[
+                pltpu.VMEM((bundle.streams * ways, window, *piece), dtype)
+                for (bundle, piece), window in zip(pieces, windows, strict=True)
+            ],
+            semaphores=[
+                channels.Semaphores.of(bundle.streams * ways, window=window)
+                for (bundle, _), window in zip(each, windows, strict=True)
+            ],
+            left=[pltpu.VMEM((bundle.streams, *piece), dtype) for bundle, piece in pieces],
+            terms=[
+                pltpu.VMEM((bundle.streams * ways, *piece), dtype)
+                for bundle, piece in pieces[phases - 1 :: phases]
+                if not vmem
+            ],
+            term_sems=pltpu.SemaphoreType.DMA((plan.streams * ways,)),
         )
 
     @property
@@ -168,10 +180,10 @@ class Scatter:
             channel = Channel(
                 ring,
                 direction,
-                self._s.semaphores,
-                (self._plan.channel(b, phase, lane),),
+                self._s.semaphores[number],
+                (lane,),
                 arrivals=arrivals * bundle.sections_of(stream),
-                longest=ring.size * bundle.sections,
+                longest=None if _by_credits(self._plan, bundle, phase) else 0,
                 slots=(self._s.slots[number], (lane,)),
             )
             return _Leg(b, phase, section, stream, lane, channel, ahead, arrivals, behind)

@@ -91,6 +91,7 @@ class Plan:
       grain: every cut falls on a multiple of it.
       bundles: what a block is cut into.
       lines: which axes are lines: there every stream goes both ways, and no hop closes a ring.
+      within: the axis that is the devices of a chip, if there is one.
     """
 
     sizes: tuple[int, ...]
@@ -101,6 +102,7 @@ class Plan:
     grain: int
     bundles: tuple[Bundle, ...]
     lines: tuple[bool, ...]
+    within: int | None
 
     @classmethod
     def of(
@@ -135,17 +137,17 @@ class Plan:
                 start += share * grain * streams
         if start < block[cut]:  # an odd one left over
             bundles.append(Bundle(tuple(range(len(sizes))), start, block[cut] - start, 1, 1))
-        return cls(sizes, sharing, block, at, cut, grain, tuple(bundles), lines)
+        return cls(sizes, sharing, block, at, cut, grain, tuple(bundles), lines, within)
 
-    def in_sections(self, size: int, streams: int, within: int | None) -> "Plan":
+    def in_sections(self, size: int, streams: int) -> "Plan":
         """The same blocks in pieces of `size`, which go by in sections, a piece for each stream.
 
         Bundles have so many sections that all links carry about the same. What is left over is a
         bundle of small pieces.
         """
-        orders, exact, load = ways(self.sizes, self.sharing, within)
+        orders, exact, load = ways(self.sizes, self.sharing, self.within)
         units = self.block[self.cut] // self.grain
-        each = size // self.grain * streams  # units in a section
+        each = size // self.grain * 2  # units that a pair of streams takes
         near = [range(max(0, int(e)), int(e) + 2) for e in exact * units / each]
         fitting = [np.array(c) for c in itertools.product(*near) if each * sum(c) <= units]
 
@@ -159,11 +161,11 @@ class Plan:
         bundles, start = [], 0
         for order, count in zip(orders, counts, strict=True):
             if count:
-                bundles.append(Bundle(order, start, size, streams, count * streams))
-                start += count * streams * size
+                bundles.append(Bundle(order, start, size, min(streams, 2 * count), 2 * count))
+                start += 2 * count * size
         if rest := units - sum(counts) * each:
-            least = max(min(rest, 2), -(-rest * self.grain // size))
-            pieces = min(n for n in range(least, rest + 1) if rest % n == 0)
+            most = 4 * max(counts) // streams  # pieces of two streams in as many sections
+            pieces = max(n for n in range(1, rest + 1) if rest % n == 0 and n <= max(most, 1))
             size = rest // pieces * self.grain
             bundles.append(Bundle(orders[0], start, size, min(2, pieces), pieces))
         return dataclasses.replace(self, bundles=tuple(bundles))
@@ -189,16 +191,9 @@ class Plan:
         """Channels that a stream has along an axis: two where some axis is a line."""
         return 1 + any(self.lines)
 
-    @property
-    def channels(self) -> int:
-        """How many all streams have, in all phases."""
-        return self.channel(len(self.bundles), 0, 0)
-
-    def channel(self, b: int, phase: Any, lane: Any) -> Any:
-        """The number of one of them; a bundle's lanes are its streams' ways behind one another."""
-        before = sum(bundle.streams for bundle in self.bundles[:b]) * len(self.sizes)
-        streams = self.bundles[b].streams if b < len(self.bundles) else 0
-        return (before + phase * streams) * self.ways + lane
+    def is_paired(self, bundle: Bundle, phase: int) -> bool:
+        """Whether all that goes one way round an axis has something that goes the other way."""
+        return bundle.pieces % 2 == 0 and not self.lines[bundle.order[phase]]
 
     def stream(self, b: int, stream: Any) -> Any:
         """The number of a stream among those of all bundles."""
