@@ -27,22 +27,9 @@ from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
 SLOTS = 3
 
 
-SLOTS_WITHOUT_CREDITS = 4
-
-
-def _by_credits(plan: Plan, bundle: Bundle, phase: int) -> bool:
-    """Whether upstream waits for credits: in the first phases, whose slots are the largest.
-
-    Elsewhere, round a ring, what a device gets the other way round tells it enough (see `shares`).
-    """
-    first = len(plan.sizes) - 1 - (plan.within is not None)
-    return phase >= first or not plan.is_paired(bundle, phase)
-
-
 def _window(plan: Plan, bundle: Bundle, phase: int) -> int:
     """How many slots a channel has; where no hop follows the first, none is sent on from."""
-    most = SLOTS if _by_credits(plan, bundle, phase) else SLOTS_WITHOUT_CREDITS
-    return min(most, plan.sizes[bundle.order[phase]])
+    return min(SLOTS, plan.sizes[bundle.order[phase]])
 
 
 class Scratch(NamedTuple):
@@ -183,7 +170,7 @@ class Scatter:
                 self._s.semaphores[number],
                 (lane,),
                 arrivals=arrivals * bundle.sections_of(stream),
-                longest=None if _by_credits(self._plan, bundle, phase) else 0,
+                longest=ring.size * bundle.sections,
                 slots=(self._s.slots[number], (lane,)),
             )
             return _Leg(b, phase, section, stream, lane, channel, ahead, arrivals, behind)
