@@ -85,11 +85,19 @@ class ReduceScratch(NamedTuple):
 
 
 def reduce_scatter(
-    x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Any
+    x: jax.Array,
+    group: Group,
+    *,
+    axis: int,
+    op: str,
+    vmem: bool,
+    interpret: Any,
+    name: str = "reduce_scatter_torus",
 ) -> jax.Array:
     """Reduces x over the group and leaves each device its block along `axis`.
 
-    Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
+    Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions. `name` is
+    what profilers show.
     """
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
@@ -105,7 +113,7 @@ def reduce_scatter(
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), x.dtype),
         scratch=ScatterScratch.of(plan, x.dtype, vmem=vmem),
         barrier="neighbours on a torus",
-        name="reduce_scatter_torus",
+        name=name,
         interpret=interpret,
         vmem=vmem,
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
@@ -113,8 +121,16 @@ def reduce_scatter(
     return view.out_of(y, ones)
 
 
-def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
-    """Reduces x, of shape (n, whole tiles), over the group."""
+def all_reduce(
+    x: jax.Array,
+    group: Group,
+    *,
+    op: str,
+    vmem: bool,
+    interpret: Any,
+    name: str = "all_reduce_torus",
+) -> jax.Array:
+    """Reduces x, of shape (n, whole tiles), over the group; `name` as above."""
     axes = devices.axes_of(group)
     plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem, there_and_back=True)
     y = launch.call(
@@ -126,7 +142,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: An
         out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
         scratch=ReduceScratch.of(plan, x.dtype, vmem=vmem),
         barrier="neighbours on a torus",
-        name="all_reduce_torus",
+        name=name,
         interpret=interpret,
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
@@ -169,11 +185,17 @@ def _plan(
             if fits(plan):
                 fitting.append(plan)
         if fitting:
-            import os
-            if os.environ.get('DBG'):
-                for q in fitting: print(q.bundles[0].size, streams,q.sections, q.busiest, scatter.Scratch.of(q, dtype, vmem=False).nbytes/2**20)
-            return min(fitting, key=lambda plan: plan.busiest * (1 + 0.002 * plan.sections))
+            return min(fitting, key=_cost)
     return whole
+
+
+def _cost(plan: Plan) -> float:
+    """What a plan's time goes by: the busiest links' load, and what its sections cost besides.
+
+    A tick takes some time of its own; in a last section that not all streams have links idle.
+    """
+    idle = max(bundle.sections * bundle.streams / bundle.pieces - 1 for bundle in plan.bundles)
+    return plan.busiest * (1 + 0.002 * plan.sections + 0.1 * idle)
 
 
 def _semaphores(scratch: Any) -> int:

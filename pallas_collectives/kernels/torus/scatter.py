@@ -139,6 +139,8 @@ class Scatter:
             self._finish(b, phase + 1, section, stream)
         for way, leg in enumerate(self._legs(b, phase, section, stream)):
             sets_out = True if leg.behind is None else leg.behind == 0
+            if leg.behind is None and self._from_hbm(leg) and self._plan.sections > 1:
+                only_if((section == 0) & (stream >= 2), functools.partial(self._be_late, leg))
             only_if(sets_out, functools.partial(self._set_out, leg, 0))
             self._fetch(leg, 1, way == 0)
 
@@ -152,6 +154,16 @@ class Scatter:
                 only_if(leg.behind == 0, functools.partial(self._set_out, leg, hop))
                 only_if(adds, functools.partial(self._add, leg, number, number))
             self._fetch(leg, hop + 1, way == 0)
+
+    def _be_late(self, leg: _Leg) -> None:
+        """Holds up a pair of streams at the start, so that it sends while another's is on the wire.
+
+        What is sent together shares the wire and comes together, and the wire idles till it goes
+        on. Pairs once apart stay apart. To bring a term takes about as long as a hop.
+        """
+        self._fetch(leg, 1, first=True)
+        fetched, semaphore = self._fetched(leg)
+        sync.wait(semaphore, fetched)
 
     def end(self, b: int, section: Any, stream: Any) -> None:
         self._finish(b, 0, section, stream)
