@@ -192,7 +192,14 @@ class Plan:
         return 1 + any(self.lines)
 
     def is_paired(self, bundle: Bundle, phase: int) -> bool:
-        """Whether all that goes one way round an axis has something that goes the other way."""
+        """Whether all that goes one way round an axis has something that goes the other way.
+
+        Then upstream cannot be far ahead of us, and needs no credits where messages have places of
+        their own. Each device sees to the two streams of a pair in turn: hop t to the right, hop t
+        to the left. Before it sends to the right at hop t, it has taken what we sent to the left at
+        hop t - 2; that we sent after we had taken what came from it at hop t - 3. So no more than
+        three of its messages are on their way. At a section's end each takes the last of both.
+        """
         return bundle.pieces % 2 == 0 and not self.lines[bundle.order[phase]]
 
     def stream(self, b: int, stream: Any) -> Any:

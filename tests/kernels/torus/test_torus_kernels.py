@@ -230,11 +230,21 @@ def test_hops_that_share_a_semaphore_are_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_phases_that_share_semaphores_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    channel_of = Plan.channel
-    monkeypatch.setattr(
-        Plan, "channel", lambda plan, b, phase, lane: channel_of(plan, b, 0 * phase, lane)
-    )
-    assert gather_is_caught("on_wait")
+    sound = all_gather.Gather
+
+    def faulty(plan: Plan, rings: Any, o: Any, semaphores: list[Any], **own: Any) -> Any:
+        phases = len(plan.sizes)
+        first = [semaphores[k - k % phases] for k in range(len(semaphores))]
+        return sound(plan, rings, o, first, **own)
+
+    monkeypatch.setattr(all_gather, "Gather", faulty)
+    assert gather_is_caught("on_wait", (4, 2))
+
+
+def test_a_window_too_small_without_credits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream is up to two messages ahead of what we have waited for, and no more."""
+    monkeypatch.setattr(all_gather, "WINDOW_WITHOUT_CREDITS", 1)
+    assert gather_is_caught("on_wait", (4, 2))
 
 
 def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +308,56 @@ def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int,
     assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
 
 
+@pytest.mark.parametrize(
+    "topology, sizes, mib",
+    [
+        ("v4:2x2x1", (2, 2, 2), 64),
+        ("v5e:4x4", (4, 4), 8),
+        pytest.param("v5p:4x4x4", (4, 4, 4), 64, marks=SLOW),
+        pytest.param("tpu7x:2x2x1", (2, 2, 2), 64, marks=SLOW),
+        pytest.param("v6e:2x4", (8,), 64, marks=SLOW),
+    ],
+)
+def test_sections_compile_for_every_generation(
+    topology: str, sizes: tuple[int, ...], mib: int
+) -> None:
+    pytest.importorskip("libtpu")
+    axes = NAMES[: len(sizes)]
+    algorithm = "torus" if len(sizes) > 1 else "ring"
+    program = harness.compile_for_tpu(
+        lambda x: pallas_collectives.psum(x, axes, algorithm=algorithm, backend="pallas"),
+        topology,
+        (mib << 11, 128),
+        sizes=sizes,
+    )
+    assert "custom-call" in program.ops
+    assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
+
+
+@pytest.mark.parametrize(
+    "op, machine, mesh, mib, share",
+    [
+        ("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4}, 64, 0.925),
+        ("psum", "v5e:16x16", {"x": 16}, 64, 0.99),
+        pytest.param("psum_scatter", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
+        pytest.param("psum", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
+        pytest.param("psum", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.92, marks=SLOW),
+        pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.87, marks=SLOW),
+    ],
+)
+def test_large_sums_keep_the_wires_busy_in_16_mib(
+    op: str, machine: str, mesh: dict[str, int], mib: int, share: float
+) -> None:
+    n = math.prod(mesh.values())
+    whole = dict(zip(NAMES, Machine.named(machine).shape, strict=False))
+    how = {"algorithm": "torus"} if len(mesh) > 1 else {}
+    report, least = replayed(op, machine, whole, (mib << 20) // n, over=tuple(mesh), **how)
+    assert not report.findings
+    assert report.hbm_scratch_bytes == 0 and report.vmem_bytes <= 16 << 20
+    rate = report.machine.generation.link_bandwidth * report.machine.generation.link_efficiency
+    assert share * report.time <= least / rate
+
+
 def test_columns_are_gathered_in_place() -> None:
     pytest.importorskip("libtpu")
     program = harness.compile_for_tpu(
@@ -312,10 +372,19 @@ def test_columns_are_gathered_in_place() -> None:
 
 
 def replayed(
-    op: str, name: str, mesh: dict[str, int], nbytes: int, **how: Any
+    op: str,
+    name: str,
+    mesh: dict[str, int],
+    nbytes: int,
+    over: tuple[str, ...] | None = None,
+    **how: Any,
 ) -> tuple[Report, float]:
-    """The replay of a collective of blocks of `nbytes` over a whole pod, and its bound in bytes."""
-    machine, n, axes = Machine.named(name), math.prod(mesh.values()), tuple(mesh)
+    """The replay of a collective of blocks of `nbytes` on a whole pod, and its bound in bytes.
+
+    Over all axes of the mesh, or over some, the first ones.
+    """
+    machine, axes = Machine.named(name), over or tuple(mesh)
+    n = math.prod(mesh[axis] for axis in axes)
     call = functools.partial(CASES[op][0], pallas_collectives, backend="pallas", **how)
     function = jax.shard_map(
         lambda x: call(x, axes),
@@ -329,7 +398,8 @@ def replayed(
     report = replay(function, operand, machine=machine)
     canonical = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}.get(op, op)
     rate = machine.generation.link_bandwidth * machine.generation.link_efficiency
-    return report, bound(canonical, machine, np.arange(n)[None], nbytes).wire * rate
+    groups = np.arange(math.prod(mesh.values())).reshape(n, -1).T
+    return report, bound(canonical, machine, groups, nbytes).wire * rate
 
 
 @pytest.mark.parametrize(
