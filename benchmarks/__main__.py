@@ -4,7 +4,10 @@ python -m benchmarks [flags]                  all of that, on the devices there 
 python -m benchmarks certify [flags]          what to run first on new TPUs or GPUs: one report file
 python -m benchmarks tune [flags]             which algorithm is fastest, for the library's choice
 python -m benchmarks fused [flags]            products with their collective: what is hidden
+python -m benchmarks experts [flags]          tokens to their experts and back
+python -m benchmarks step [flags]             a model's step: which collectives the core waits for
 python -m benchmarks host [flags]             what a small call costs the host, on GPUs
+python -m benchmarks layers [flags]           weights gathered one layer ahead, on GPUs
 python -m benchmarks report A.json ...        a Markdown page and plots of results
 python -m benchmarks compare A.json B.json    what became slower, beyond noise
 python -m benchmarks readme                   the README's tables, made anew
@@ -22,7 +25,10 @@ from absl import app, flags, logging
 from benchmarks.settings import FlagError
 
 # A command is a module with a function `main(argv) -> exit status`.
-COMMANDS = ("sweep", "certify", "tune", "fused", "host", "report", "compare", "readme")
+COMMANDS = (
+    *("sweep", "certify", "tune", "fused", "experts", "step", "host", "layers"),
+    *("report", "compare", "readme"),
+)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.rows import Asked, Compiled, Measured, Probed, Replayed, Row, Soaked
+from benchmarks.rows import Asked, Compiled, Measured, Probed, Replayed, Row, Soaked, Stepped
 
 MIB = 1 << 20
 
@@ -25,6 +25,8 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
             return _SOAKED
         case Compiled():
             return _COMPILED
+        case Stepped():
+            return _STEPPED
         case Replayed():
             return _REPLAYED
         case Probed():
@@ -122,6 +124,17 @@ _COMPILED = (
     Column("program", lambda row: row.ops or "error", is_text=True),
     Column("lax program", lambda row: row.lax_ops or "error", is_text=True),
 )
+_STEPPED = (
+    _text("topology", "topology"),
+    _text("step", "op"),
+    _text("under", "under"),
+    _number("compute us", "compute_us"),
+    _number("exposed us", "exposed_us"),
+    _number("hidden us", "hidden_us"),
+    _number("step us", "time_us"),
+    _mib("temp MiB", "temp"),
+    Column("beside compute", lambda row: _beside(row)),
+)
 _SOAKED = (
     _text("collectives", "op"),
     _text("type", "type"),
@@ -143,6 +156,14 @@ _REPLAYED = (
     _number("% of wire", "of_wire"),
     Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok"),
 )
+
+
+def _beside(row: Any) -> str:
+    """How many collectives run beside compute, of how many."""
+    apart = sum(of["times"] for of in row.collectives if of["engine"] != "core")
+    return f"{apart} of {sum(of['times'] for of in row.collectives)}"
+
+
 _UNITS = {"B/s": (1e-9, "GB/s"), "s": (1e6, "us"), "1/s": (1e-12, "T/s"), "B": (2**-10, "KiB")}
 
 

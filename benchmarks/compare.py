@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import results, tables
 from benchmarks.results import Saved
-from benchmarks.rows import Compiled, Measured, Replayed, Row
+from benchmarks.rows import Compiled, Measured, Replayed, Row, Stepped
 from benchmarks.settings import FlagError
 from benchmarks.tables import Screen
 
@@ -93,7 +93,7 @@ def _against(old: Any, new: Any) -> str:
             if new.time_us_min > old.time_us_max:
                 return "SLOWER"
             return "faster" if new.time_us_max < old.time_us_min else ""
-        case Replayed():
+        case Replayed() | Stepped():
             words, a, b = ("faster", "SLOWER"), old.time_us, new.time_us
         case Compiled():
             if old.ops != new.ops:

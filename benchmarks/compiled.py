@@ -76,17 +76,27 @@ def rows(tasks: Sequence[Task]) -> Generator[Compiled]:
     Raises:
       CompilerError: that process failed.
     """
+    for row in elsewhere("benchmarks.compiled", tasks):
+        yield Compiled(**row)
+
+
+def elsewhere(module: str, tasks: Sequence[Any]) -> Generator[dict[str, Any]]:
+    """What a module prints of tasks, a line of JSON each, in a process that may hold libtpu.
+
+    Raises:
+      CompilerError: that process failed.
+    """
     if not tasks:
         return
     with subprocess.Popen(
-        (sys.executable, "-m", "benchmarks.compiled", json.dumps(tasks)),
+        (sys.executable, "-m", module, json.dumps(tasks)),
         env={**os.environ, **_ENVIRONMENT},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            yield Compiled(**json.loads(line))
+            yield json.loads(line)
     if process.returncode:
         raise CompilerError(f"the TPU compiler's process ended with {process.returncode}")
 

@@ -117,6 +117,41 @@ class Compiled(Row):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Stepped(Row):
+    """A model's step, compiled for a TPU; its time is modelled (see `steps.timeline`).
+
+    Attributes:
+      op: the program, and how it is run.
+      topology: libtpu's name.
+      under: whose collectives: "lax", "override" or "forced".
+      compute_us: the core's own work, by XLA's estimate.
+      exposed_us: what the core waits for collectives.
+      hidden_us: what collectives take beside the core's work.
+      time_us: the step: compute and exposed.
+      temp: bytes of the program beyond its arguments and results.
+      collectives: each, as `steps.timeline.Served`.
+      spans: the time line, as `steps.timeline.Span`.
+    """
+
+    topology: str
+    under: str
+    compute_us: float | None = None
+    exposed_us: float | None = None
+    hidden_us: float | None = None
+    time_us: float | None = None
+    temp: int | None = None
+    collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    spans: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.topology, self.op, self.under)
+
+    def __str__(self) -> str:
+        return f"{self.op} for {self.topology} under {self.under}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Replayed(Row):
     """A collective replayed on the model of a pod.
 
@@ -245,6 +280,7 @@ PARTS: dict[str, type[Row]] = {
     "soak": Soaked,
     "measured": Measured,
     "compiled": Compiled,
+    "steps": Stepped,
     "replayed": Replayed,
     "asked": Asked,
 }

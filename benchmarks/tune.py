@@ -27,9 +27,9 @@ from benchmarks.settings import Settings
 from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.errors import CollectiveError, ReachError, VmemError
-from pallas_collectives.records import ON_SEVERAL
+from pallas_collectives.records import JUMPS, ON_SEVERAL, TORUS
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
-from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.tuning import choice, tables
 from pallas_collectives.tuning.tables import Entry, Table
 
@@ -46,6 +46,9 @@ _ON_FOUR = (*_SMALL, "2x2x2 grid", "2x2x4 grid", "2x2x2x2 grid", "2x4x4x4 torus"
 # Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
 BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)
 OPERAND_BYTES = (*BLOCK_BYTES, 16 << 20, 64 << 20)
+# Of what each device has something of its own in for each other, so much is modelled at the most:
+# the time of more is on the line through the last two.
+MOST_OPERAND_BYTES = 128 << 20
 # Bytes of the full array, where they are measured.
 FULL_BYTES = tuple(64 << 10 << 3 * i for i in range(5))
 DTYPE = "float32"
@@ -159,13 +162,18 @@ def model(
         sizes: tuple[int, ...] = OPERAND_BYTES if record.is_cut else BLOCK_BYTES
         if torus not in tables.TORI:  # the time of more is on the line through the last two
             sizes = sizes[:5]
+        if record.of_blocks and not record.phases:
+            sizes = tuple(size for size in sizes if n * size <= MOST_OPERAND_BYTES)
         there = known and known.entries.get((case.op, chip, torus, n))
         us = dict(there.us) if there and there.bytes == sizes else {}
-        offered = candidates(case.op, torus)
+        # Where every device reaches all others, jumps gain nothing: 202 us straight, 208 by jumps,
+        # for blocks of 256 KiB on a 7x 4x4x4.
+        unfit: set[object] = {JUMPS} if reach.everywhere(chips.BY_NAME[chip]) else set()
         # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
         if torus not in tables.TORI and n > algorithms.FEW_DEVICES:
-            of_several = {a.name for a in record.algorithms if a.lies == (ON_SEVERAL,)}
-            offered = tuple(name for name in offered if name.partition(":")[0] in of_several)
+            unfit |= {a.reach for a in record.algorithms} - {JUMPS, TORUS}
+        fit = {a.name for a in record.algorithms if a.reach not in unfit}
+        offered = [name for name in candidates(case.op, torus) if name.partition(":")[0] in fit]
         us = {name: times for name, times in us.items() if name in offered}
         for name in offered:
             if name not in us:

@@ -13,14 +13,18 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import lesson
+import miniatures
 import pallas_collectives as pc
-from pallas_collectives.kernels import all_gather
-from pallas_collectives.kernels.machinery import channel, launch
+from pallas_collectives import verify
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.verify import findings
+from pallas_collectives.verify.findings import Finding
 
 
 class NotYet(Exception):
@@ -96,14 +100,30 @@ def two_to_the_right(answer: Any) -> str:
 
 
 def _fault(report: Any) -> str:
-    """The first thing that a replay found wrong; "" if it is sound."""
-    if report.stuck:
-        return f"it never ends: {report.stuck[0]}"
-    if report.races:
-        return f"a race: {report.races[0]}"
-    if report.leftovers:
-        left = report.leftovers[0]
-        return f"a semaphore is not 0 at the end: {left.value} on device {left.device}"
+    """The first thing that a replay found wrong, and what would mend it; "" if it is sound."""
+    found = findings.of_report(report)
+    return _mistake(found[0]) if found else ""
+
+
+def _mistake(finding: Finding) -> str:
+    """What is wrong, why, and what would help, in a sentence."""
+    kinds = {
+        "early-read": "a race",
+        "entry": "a race",
+        "race": "a race",
+        "deadlock": "it never ends",
+    }
+    kind = kinds.get(finding.rule, f"a fault ({finding.rule})")
+    return f"{kind}: {finding.what}; {finding.why}. To mend it: {finding.remedy}"
+
+
+def _judged(program: Callable[..., Any], *operands: str, devices: tuple[int, ...]) -> str:
+    """The first mistake on the first size that shows one; "" if the program is sound on all."""
+    for case in verify.check(program, *operands, devices=devices).cases:
+        for finding in case.findings:
+            return f"on {case.devices} devices {_mistake(finding)}"
+        if case.unjudged:
+            return case.unjudged
     return ""
 
 
@@ -134,42 +154,27 @@ def bytes_to_the_right(answer: Any) -> str:
 # 02: races -------------------------------------------------------------------------------------
 
 
-def _gather(n: int, bidirectional: bool) -> Callable[..., jax.Array]:
-    group = Group(("x",), (n,))
-
-    def program(x: jax.Array, interpret: Any = False) -> jax.Array:
-        return all_gather.ring(
-            x, group, axis=0, bidirectional=bidirectional, vmem=False, interpret=interpret
-        )
-
-    return program
-
-
 def semaphore_of(answer: Any) -> str:
-    given(answer(0, 3))
-    with (
-        mock.patch.object(channel, "wrap_step", answer),
-        mock.patch.object(all_gather, "WINDOW", 3),
-    ):
-        return _fault(lesson.replayed(_gather(8, False), 8, (8, 128), races=True))
+    window = 3
+    for step in range(7):
+        number = int(given(answer(step, window)))
+        if not 0 <= number < window:
+            return f"step {step} uses semaphore {number}, and there are 0 to {window - 1}"
+    return _judged(miniatures.windowed(answer, window), "f32[8,128]", devices=(8,))
 
 
 def a_fault(answer: Any) -> str:
-    module, name, replacement = given(answer())
-    n = 8
+    n, kernel = 6, given(answer())
     x = np.random.default_rng(0).integers(0, 100, (n, 16, 128)).astype(np.float32)
-    want = np.broadcast_to(x.reshape(-1, 128), (n, 16 * n, 128))
-    with mock.patch.object(module, name, replacement):
-        report = lesson.replayed(_gather(n, True), n, (16, 128), races=True)
-        if fault := _fault(report):
-            print(f"caught by the replay: {fault}")
-            return ""
-        run = lesson.per_device(lambda x: _gather(n, True)(x, lesson.adversary()), n)
-        outcome = lesson.watch(lambda: run(x))
-    if outcome.races or outcome.error:
-        print(f"caught by the simulator: {outcome.say(want)}")
+    if fault := _judged(kernel, "f32[16,128]", devices=(n,)):
+        print(f"caught by the judge: {fault}")
         return ""
-    if outcome.wrong(want):
+    run = lesson.per_device(lambda x: kernel(x, interpret=lesson.adversary()), n)
+    outcome = lesson.watch(lambda: run(x))
+    if outcome.races or outcome.error:
+        print(f"caught by the simulator: {outcome.say(x)}")
+        return ""
+    if outcome.wrong(np.broadcast_to(x, (n, *x.shape))):
         print("not caught as a race, but the answer is wrong: a fault of arithmetic, not of order")
         return ""
     return "the kernel is still sound, and its answer right"
@@ -270,6 +275,27 @@ def offsets(answer: Any) -> str:
 def padded_rows(answer: Any) -> str:
     cases = [(_counts(n),) for n in (2, 4, 8)]
     return _differs(answer, lambda c: c.max() * (c.size - len(c)), cases)
+
+
+def balanced(answer: Any) -> str:
+    rng = np.random.default_rng(5)
+    wishes = np.argsort(rng.exponential(size=(64, 8)) * (1 + np.arange(8)), axis=1)
+    for room in (8, 16):
+        chosen = np.asarray(given(answer(wishes.copy(), room)))
+        if chosen.shape != (64,):
+            return f"an expert for each of 64 tokens is wanted, not an array of {chosen.shape}"
+        if ((chosen < 0) | (chosen >= 8)).any():
+            return "experts are numbered from 0 to 7"
+        busiest = np.bincount(chosen, minlength=8).max()
+        if busiest > room:
+            return f"an expert has {busiest} tokens, and room for {room}"
+        taken = np.zeros(8, int)
+        for token, (expert, order) in enumerate(zip(chosen, wishes, strict=True)):
+            first = next(e for e in order if taken[e] < room)
+            if expert != first:
+                return f"room {room}: token {token} could have expert {first}, and gets {expert}"
+            taken[expert] += 1
+    return ""
 
 
 # 06: tori --------------------------------------------------------------------------------------
@@ -386,6 +412,32 @@ def impossible(answer: Any) -> str:
     return ""
 
 
+# 11: prove your own kernel ---------------------------------------------------------------------
+
+
+def all_are_here(answer: Any) -> str:
+    with mock.patch.object(pl, "semaphore_wait", wraps=pl.semaphore_wait) as waits:
+        fault = _judged(miniatures.dispatch(answer), "f32[n,8,128]", devices=(2, 3, 4, 8))
+    if fault and not waits.called:  # nothing is waited for: it is as it was found
+        raise NotYet
+    return fault
+
+
+def whom_to_greet(answer: Any) -> str:
+    given(answer(0, 2))
+    return _judged(miniatures.butterfly(answer), "f32[8,128]", devices=(2, 4, 8))
+
+
+def collective_ids(answer: Any) -> str:
+    for offsets in ([1], [1, 2], [2, 2], [1, 3, 1]):
+        ids = list(given(answer(offsets)))
+        if len(ids) != len(offsets):
+            return f"{len(ids)} ids for {len(offsets)} calls"
+        if fault := _judged(miniatures.shifts(offsets, ids), "f32[8,128]", devices=(8,)):
+            return f"with the ids {ids} for the offsets {offsets}, {fault}"
+    return ""
+
+
 EXERCISES: dict[str, Callable[[Any], str]] = {
     exercise.__name__: exercise
     for exercise in (
@@ -404,6 +456,7 @@ EXERCISES: dict[str, Callable[[Any], str]] = {
         crossing,
         offsets,
         padded_rows,
+        balanced,
         round_trip,
         bytes_per_link,
         speedup_at_best,
@@ -412,5 +465,8 @@ EXERCISES: dict[str, Callable[[Any], str]] = {
         sum_in_two_steps,
         busbw,
         impossible,
+        all_are_here,
+        whom_to_greet,
+        collective_ids,
     )
 }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
+import linecache
 import logging
 import re
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import pallas_collectives as pc
 from pallas_collectives.replay import Machine, Report, replay
 from pallas_collectives.replay.program import Start, at
 from pallas_collectives.replay.regions import box_of
@@ -73,6 +77,23 @@ def replayed(
     )
     operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     return replay(function, *operands, machine=machine, races=races, symmetric=alike)
+
+
+def exchanged(sent: np.ndarray, width: int = 8192) -> Report:
+    """What a ragged exchange of sent[from, to] rows of so many float32 does, on a ring of chips."""
+    n, machine, own = len(sent), ring_of(len(sent)), P("x")
+    starts, lands = np.cumsum(sent, 1) - sent, np.cumsum(sent, 0) - sent
+    tables = (t.astype(np.int32).reshape(-1) for t in (starts, sent, lands, sent.T))
+    function = jax.shard_map(
+        lambda *args: pc.ragged_all_to_all(*args, axis_name="x", algorithm="direct"),
+        mesh=machine.mesh({"x": n}),
+        in_specs=(P(), P(), own, own, own, own),
+        out_specs=P(),
+        check_vma=False,
+    )
+    rows = (int(sent.sum(axis).max()) for axis in (1, 0))
+    arrays = (jax.ShapeDtypeStruct((count, width // 128, 128), np.float32) for count in rows)
+    return replay(function, *arrays, *tables, machine=machine)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +174,39 @@ def late(x: jax.Array, device: int, seconds: float = 0.2) -> jax.Array:
     return jax.pure_callback(hold, shape, jax.lax.axis_index("x"), x)
 
 
+def changed(fn: Callable[..., jax.Array], old: str, new: str = "") -> Callable[..., jax.Array]:
+    """fn with a piece of its source replaced; with nothing new, without the line that holds it."""
+    source = textwrap.dedent(inspect.getsource(fn))
+    if source.count(old) != 1:
+        raise ValueError(f"{old!r} is {source.count(old)} times in {fn.__name__}, not once")
+    lines = source.splitlines(keepends=True)
+    kept = [line.replace(old, new) for line in lines if new or old not in line]
+    file, text = f"{fn.__name__}, changed", "".join(kept)
+    linecache.cache[file] = (len(text), None, kept, file)  # for messages that show the line
+    names = {**fn.__globals__, **inspect.getclosurevars(fn).nonlocals}
+    exec(compile(text, file, "exec"), names)
+    return names[fn.__name__]
+
+
+def run(
+    fn: Callable[..., jax.Array],
+    operands: np.ndarray,
+    want: np.ndarray,
+    *,
+    late_device: int | None = None,
+    **how: Any,
+) -> Outcome:
+    """fn, which takes `interpret`, in the simulator; one device may begin later than the others."""
+
+    def program(x: jax.Array) -> jax.Array:
+        x = x if late_device is None else late(x, late_device)
+        return fn(x, interpret=adversary(**how))
+
+    outcome = watch(lambda: per_device(program, len(operands))(operands))
+    print(outcome.say(want))
+    return outcome
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a run ended: its result, if it had one, how many races were reported, and what failed."""
@@ -205,8 +259,14 @@ class _Log(logging.Handler):
             root.handlers = others
 
 
+# What the simulator raises where a device is written to that has nothing there.
+_NOBODY_HOME = re.compile(r"KeyError: \(?'(hbm|vmem|smem)")
+
+
 def _reason(failure: Exception) -> str:
-    """The innermost exception that an error message tells of."""
+    """The innermost exception that an error message tells of, in words where it has none."""
+    if _NOBODY_HOME.search(f"{type(failure).__name__}: {failure}"):
+        return "it stops at a copy to a device that has not entered the kernel yet"
     lines = [
         line for line in str(failure).splitlines() if re.match(r"\w+(Error|Exception): ", line)
     ]

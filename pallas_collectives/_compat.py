@@ -1,37 +1,117 @@
-"""Every difference between JAX versions, and every private JAX name, in one place."""
+"""Every difference between JAX versions, and every private JAX name, in one place.
 
+Comments say which versions need something. What names none is needed by all that the package runs
+on, JAX 0.10 to 0.12, because JAX has no public way to do it.
+
+Importing the package changes nothing of JAX's. `prepare` does, when the package is used first.
+"""
+
+import dataclasses
 import importlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax._src import callback as _callback
 from jax._src import clusters as _clusters
 from jax._src import config as _config
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import shard_map as _shard_map
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.experimental.pallas import tpu as pltpu
-from jax.interpreters import mlir
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from pallas_collectives.errors import BackendError
 
-try:
+try:  # from JAX 0.11 on
     _tpu_info = importlib.import_module("jax._src.tpu_info")
 except ImportError:  # up to JAX 0.10
     _tpu_info = importlib.import_module("jax._src.pallas.mosaic.tpu_info")
 
-# TPU interpret mode runs a kernel as ordered host callbacks. jax.checkpoint refuses their effects
-# by default, because replaying a callback may surprise; replaying a collective is what it is for.
-_effects.remat_allowed_effects.add_type(_callback.IOEffect)
-_effects.remat_allowed_effects.add_type(_callback.OrderedIOEffect)
-_effects.custom_derivatives_allowed_effects.add_type(_callback.IOEffect)
-_effects.custom_derivatives_allowed_effects.add_type(_callback.OrderedIOEffect)
+Rule = Callable[..., Any]
 
-# The pipeline emitter asks which TPU it tiles for, in interpret mode too; CPU devices simulate one.
-_tpu_info.registry.setdefault(
-    "cpu", lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
-)
+# JAX's tables of rules by primitive. It has functions to fill some of them and none to read them.
+_TABLES: dict[str, Any] = {
+    "jvp": ad.primitive_jvps,
+    "transpose": ad.primitive_transposes,
+    "batch": batching.fancy_primitive_batchers,
+    "batch_alone": batching.primitive_batchers,  # of rules that need not know the mapped axis
+    "partial_eval": partial_eval.custom_partial_eval_rules,
+    "checkpoint": partial_eval.partial_eval_jaxpr_custom_rules,
+    "dce": partial_eval.dce_rules,
+}
+_BEFORE_0_11 = jax.__version_info__ < (0, 11)
+_waiting: list[tuple[core.Primitive, Rule | None, dict[str, Rule]]] = []
+_prepared = False
+
+
+def prepare() -> None:
+    """Changes in JAX what the package needs, once; whatever traces or launches calls it first."""
+    global _prepared
+    if _prepared:
+        return
+    # TPU interpret mode runs a kernel as ordered host callbacks. jax.checkpoint refuses their
+    # effects by default, because replaying a callback may surprise; replaying a collective is what
+    # it is for.
+    for allowed in (_effects.remat_allowed_effects, _effects.custom_derivatives_allowed_effects):
+        allowed.add_type(_callback.IOEffect)
+        allowed.add_type(_callback.OrderedIOEffect)
+    # The pipeline emitter asks which TPU it tiles for, in interpret mode too; CPU devices simulate
+    # one, with the SparseCores of another beside it.
+    _tpu_info.registry.setdefault("cpu", _simulated_info)
+    if _BEFORE_0_11:
+        mlir.register_lowering(_shard_map.shard_map_p, _lower_shard_map)
+    for primitive, lowering, rules in _waiting:
+        _register(primitive, lowering, rules)
+    _waiting.clear()
+    _prepared = True
+
+
+def _simulated_info() -> Any:
+    v5e, v6e = (
+        pltpu.get_tpu_info_for_chip(version, 1)
+        for version in (pltpu.ChipVersion.TPU_V5E, pltpu.ChipVersion.TPU_V6E)
+    )
+    return dataclasses.replace(v5e, sparse_core=v6e.sparse_core)
+
+
+def register(primitive: core.Primitive, lowering: Rule | None = None, **rules: Rule) -> None:
+    """Gives a primitive rules, each by the name of its table; at once, or when `prepare` runs."""
+    if _prepared:
+        _register(primitive, lowering, rules)
+    else:
+        _waiting.append((primitive, lowering, rules))
+
+
+def _register(primitive: core.Primitive, lowering: Rule | None, rules: dict[str, Rule]) -> None:
+    if lowering is not None:
+        mlir.register_lowering(primitive, lowering)
+    for table, rule in rules.items():
+        _TABLES[table][primitive] = rule
+
+
+def has_rule(primitive: core.Primitive, table: str) -> bool:
+    """Whether a table of JAX's has a rule for a primitive."""
+    return primitive in _TABLES[table]
+
+
+def rule(primitive: core.Primitive, table: str) -> Rule:
+    """A primitive's rule in a table of JAX's."""
+    return _TABLES[table][primitive]
+
+
+def ruled(names: Iterable[str]) -> dict[str, core.Primitive]:
+    """JAX's primitives of these names, of those that can be differentiated or batched."""
+    tables, wanted = (_TABLES[name] for name in ("jvp", "transpose", "batch")), set(names)
+    return {p.name: p for table in tables for p in table if p.name in wanted}
+
+
+def transposed(name: str) -> core.Primitive:
+    """JAX's primitive of a name, of those that have a transpose."""
+    return next(p for p in ad.primitive_transposes if p.name == name)
 
 
 def _lower_shard_map(ctx: Any, *args: Any, **params: Any) -> Any:
@@ -48,10 +128,6 @@ def _lower_shard_map(ctx: Any, *args: Any, **params: Any) -> Any:
             "make all axes manual in one jax.shard_map, or use backend='xla' or JAX 0.11",
         )
     return _shard_map._shard_map_lowering(ctx, *args, **params)
-
-
-if jax.__version_info__ < (0, 11):
-    mlir.register_lowering(_shard_map.shard_map_p, _lower_shard_map)
 
 
 def forced_interpret_params() -> Any:
@@ -92,3 +168,57 @@ def saved(policy: Any, eqn: Any) -> bool:
     types = (var.aval for var in eqn.invars)
     case = _partial_eval.ensure_enum(policy(eqn.primitive, *types, **eqn.params))
     return not isinstance(case, _partial_eval.RecomputeType)
+
+
+def races_reported() -> bool:
+    """Whether the interpreter of TPU kernels has reported a race; from JAX 0.11 on it raises."""
+    module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
+    races = getattr(module, "races", None)
+    return bool(races is not None and races.races_found)
+
+
+def forget_simulated_failures() -> None:
+    """Clears what a failed kernel leaves behind: the interpreter's state, JAX's failed tokens."""
+    pltpu.reset_tpu_interpret_mode_state()
+    _dispatch.runtime_tokens.clear()
+
+
+def default_matmul_precision() -> Any:
+    """The precision of products whose caller names none."""
+    return jax.config.values["jax_default_matmul_precision"]
+
+
+def is_traced(x: Any) -> bool:
+    """Whether x stands for an array that a program is being traced with."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def array_type(shape: Iterable[int], dtype: Any) -> Any:
+    """The type that a primitive's abstract evaluation gives a result."""
+    return jax.core.ShapedArray(tuple(shape), dtype)
+
+
+def manual_type(x: Any) -> Any:
+    """What check_vma knows of an array: over which axes it varies, is reduced or unreduced."""
+    return jax.typeof(x).mat
+
+
+def only_varying(aval: Any) -> Any:
+    """An array's type without what is reduced and unreduced of it."""
+    return aval.update(manual_axis_type=type(aval.mat)(varying=aval.mat.varying))
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes along which devices may hold different values of x."""
+    return frozenset(manual_type(x).varying)
+
+
+def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """x, typed as different along these axes too."""
+    missing = tuple(sorted(set(axes) - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def callbacks_hold_threads() -> bool:
+    """Whether a device that runs a host callback holds a thread of the CPU client: before 0.11."""
+    return _BEFORE_0_11

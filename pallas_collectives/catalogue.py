@@ -1,12 +1,12 @@
-"""Every collective with its algorithms, a record each: whoever lists them reads them here.
+"""Every collective and algorithm has a record here; whatever lists them reads these.
 
 Dispatch and tuning (`backends`, `tuning.choice`), `explain`, the README's table, the conformance
 rows, the compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel
 file and a record here; a collective is these, one public function, and one canonical function in
-each backend (see `backends.canonical`). A record takes effect wherever it stands: below, or within
+each backend (see `backends.canonical`). Records take effect below, and within
 `added`.
 
-What records hold is said in `records`.
+`records` says what they hold.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any
 from pallas_collectives import examples
 from pallas_collectives.records import (
     EVERYONE,
+    JUMPS,
     LINE,
     ON_LINE,
     ON_RING,
@@ -37,7 +38,7 @@ LONGEST_LINE = 32
 
 
 def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
-    """Algorithms that gathers and scatters have alike."""
+    """Algorithms that gathers and scatters share."""
     anywhere_but_several = (ON_RING, ON_LINE)
     yield Algorithm(
         name="bidirectional",
@@ -161,6 +162,14 @@ _ALL_TO_ALL = (
         lies=(ON_LINE,),
         most_devices=LONGEST_LINE,
     ),
+    Algorithm(
+        name="torus",
+        launcher=Kernel("torus.all_to_all", "all_axes"),
+        reach=JUMPS,
+        barrier="jumps on a torus",
+        sent="n·nₐ/8 blocks along an axis of nₐ, on all at once",
+        steps="log₂ of each axis, added up",
+    ),
 )
 _RAGGED_ALL_TO_ALL = (
     Algorithm(
@@ -190,6 +199,17 @@ _RAGGED_ALL_TO_ALL = (
         takes_everyones=True,
         most_devices=LONGEST_LINE,
     ),
+)
+_SPREAD = Algorithm(
+    name="spread",
+    launcher=Kernel("torus.ragged_all_to_all", "spread"),
+    reach=EVERYONE,
+    barrier="everyone",
+    sent="those, and what is passed on, on all axes",
+    steps="2",
+    lies=(ON_SEVERAL,),
+    takes_everyones=True,
+    first_from=1 << 20,
 )
 _PPERMUTE = (
     Algorithm(
@@ -312,7 +332,7 @@ _records = {
             name="ragged_all_to_all",
             functions={"ragged_all_to_all": ("ragged_all_to_all", _ragged)},
             primitives=(Primitive("ragged_all_to_all", "ragged_all_to_all"),),
-            algorithms=_RAGGED_ALL_TO_ALL,
+            algorithms=(*_RAGGED_ALL_TO_ALL, _SPREAD),
             example=examples.RAGGED_ALL_TO_ALL,
             of_blocks=True,
             timed=False,

@@ -1,13 +1,15 @@
 """The collectives of `jax.lax`, by the same names and with the same arguments.
 
-Each takes two keyword arguments more than lax's:
+Each takes two more keyword arguments:
 
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
-* `algorithm`: the backend's algorithm by name; "auto", as None, has it chosen for the size and the
-  chip (see `tuning.choice` and `explain`).
+* `algorithm`: the backend's algorithm by name; "auto" or None lets it choose by size and chip (see
+  `tuning.choice` and `explain`). A name with ":vmem" appended keeps operand and result in VMEM;
+  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one and nothing is
+  added. "auto:sc" and the like choose the algorithm.
 
-Semantics are lax's own: its function is run, with our primitives in place of its collectives (see
-`primitives`). What is checked here is what lax leaves to fail later, or with less to go on.
+Semantics are lax's own: its function runs, with our primitives in place of its collectives (see
+`lowering.primitives`). The checks here are for mistakes that lax reports later, or less clearly.
 """
 
 import functools
@@ -20,7 +22,6 @@ from jax import lax
 
 from pallas_collectives import catalogue, validation
 from pallas_collectives.backends import choice
-from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import primitives
 from pallas_collectives.validation import AxisName, Groups
 
@@ -47,16 +48,15 @@ def all_gather(
       x: array or pytree of arrays, each (..., s, ...) per device.
       axis_name: mesh axis, or tuple of axes (numbered major first), of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each gathers by itself.
-      axis: where the blocks go: the position of a new dimension of size n, or if tiled the
-        dimension along which they are concatenated, to size n * s.
+      axis: the position of a new dimension of size n; if tiled, the dimension along which blocks
+        are concatenated, to size n * s.
       tiled: concatenate instead of stacking.
       to: "varying", or "invarying" for a result typed as equal on all devices.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
-        "line" (the same on devices whose first and last share no link), "torus" (both ways along
-        all axes of the torus at once; over several axes), or "direct" (everyone to
-        everyone in one hop; small arrays); with ":vmem" behind it, operand and result are kept in
-        VMEM.
+        "line" (for devices whose first and last share no link), "torus" (both ways along all axes
+        of the torus at once; for groups over several) or "direct" (everyone to everyone in one
+        hop; small arrays).
 
     Returns:
       Arrays of n blocks, ordered by device number.
@@ -73,7 +73,7 @@ def all_gather(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
@@ -101,8 +101,7 @@ def psum_scatter(
       tiled: keep the scattered dimension, of size s, instead of dropping it.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       backend: see the module.
-      algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`;
-        with ":vmem" behind it the operand is kept in VMEM.
+      algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`'s.
 
     Returns:
       Arrays of one block: device p's is block p of the sum.
@@ -116,7 +115,7 @@ def psum_scatter(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm, precise)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -147,16 +146,15 @@ def psum(
     Args:
       x: array or pytree of arrays, of any shape; Python scalars and other constants fold to
         multiples of themselves, so that psum(1, axis) is the number of devices. A tree's arrays of
-        64 KiB at most travel together, those of a type and up to 1 MiB at a time, but not where
-        the algorithm is asked for in VMEM.
+        at most 64 KiB travel together, by dtype and up to 1 MiB at a time, unless the algorithm is
+        asked for in VMEM.
       axis_name: mesh axis, or tuple of axes.
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       backend: see the module.
-      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (that on
-        devices whose first and last share no link), "torus" (that along all axes of the torus at
-        once; over several axes) or "one_shot" (everyone to everyone in one hop; small
-        arrays); with ":vmem" behind it operand and result are kept in VMEM.
+      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (for
+        devices whose first and last share no link), "torus" (along all axes of the torus at once;
+        for groups over several) or "one_shot" (everyone to everyone in one hop; small arrays).
 
     Returns:
       Arrays of x's shape and dtype (int32 for bool), with the same bits on every device.
@@ -216,9 +214,9 @@ def _reduce(
     algorithm: str | None,
     precise: bool = False,
 ) -> Any:
-    how = _settle(axis_name, groups, backend, algorithm, precise)
+    how = choice.settle(axis_name, groups, backend, algorithm, precise)
     if name in ("pmax", "pmin"):
-        validation.check_ordered(name, x, how)
+        validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)
     return primitives.with_twins(how, lambda x: reduce(x, axis_name, axis_index_groups=groups), x)
 
@@ -240,13 +238,12 @@ def all_to_all(
       x: array or pytree of arrays, cut into n blocks along `split_axis`.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       split_axis: the dimension cut into blocks; of size n if not tiled.
-      concat_axis: where the blocks received are laid: along this dimension if tiled, else along
-        a new one at this position of the result.
+      concat_axis: if tiled, the dimension along which received blocks are concatenated; else the
+        position of a new dimension for them.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
       tiled: cut and concatenate, instead of dropping one dimension and adding another.
       backend: see the module.
-      algorithm: "direct" (n-1 sends at once) or "ring" (neighbours only, both ways round); with
-        ":vmem" behind it operand and result are kept in VMEM.
+      algorithm: "direct" (n-1 sends at once), "ring" (neighbours only, both ways round) or "line".
 
     Returns:
       Arrays of as many elements as x; blocks ordered by the device they come from.
@@ -254,7 +251,7 @@ def all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
@@ -286,17 +283,18 @@ def ragged_all_to_all(
       operand: (rows, ...): the rows to send.
       output: (rows', ...): what the result holds where nothing is received.
       input_offsets: int[k * n]: the first row of operand for device p; with k slices per device,
-        those for device 0 come first. As the next three.
+        those for device 0 come first. The next three are laid out in the same way.
       send_sizes: how many rows device p gets.
       output_offsets: the row of device p's result where ours begin.
-      recv_sizes: how many rows come from device p. Must be what it sends, as its `send_sizes` say:
-        with "direct" a device that waits for rows that nobody sends waits for ever, and none can
-        check it alone.
+      recv_sizes: how many rows come from device p. They must equal that device's `send_sizes`: with
+        "direct" a device that waits for rows that nobody sends hangs, and no device can check this
+        alone.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
       backend: see the module.
-      algorithm: "direct" (all slices at once) or "ring" (chunk by chunk, passed on by neighbours);
-        with ":vmem" behind it in VMEM.
+      algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours),
+        "line" (the same on devices whose first and last share no link), or "spread" (over all axes
+        of a torus, for large and unequal slices); with ":vmem" behind it in VMEM.
 
     Returns:
       `output` with the rows received in place.
@@ -309,7 +307,7 @@ def ragged_all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
     slices = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -337,21 +335,21 @@ def ppermute(
     Args:
       x: array or pytree of arrays, of any shape.
       axis_name: mesh axis, or tuple of axes, in the mesh's order.
-      perm: (source, target) pairs of device numbers, below 0 from the last; no source or target
-        twice.
+      perm: (source, target) pairs of device numbers. Numbers below 0 count from the last device; no
+        number is a source or a target twice.
       backend: see the module.
-      algorithm: "partners" (a source waits for its target alone: for shifts by one position) or
-        "everyone" (for all devices within reach); with ":vmem" behind it in VMEM.
+      algorithm: "partners" (a source waits for its target alone; for shifts by one position) or
+        "everyone" (a source waits for all devices within reach).
 
     Returns:
-      What arrived, of x's shape; zeros on devices that are no target.
+      What arrived, of x's shape; zeros on devices that are not a target.
 
     Raises:
       CollectiveError: a source or a target that occurs twice or does not exist, or axes that are
         not in the mesh's order.
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
     """
-    how = _settle(axis_name, None, backend, algorithm)
+    how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), x)
@@ -366,7 +364,7 @@ def pshuffle(
     algorithm: str | None = "auto",
 ) -> Any:
     """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
-    how = _settle(axis_name, None, backend, algorithm)
+    how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_order(axis_name)
     validation.checked_perm(
         [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
@@ -384,7 +382,7 @@ def pswapaxes(
     algorithm: str | None = "auto",
 ) -> Any:
     """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
-    how = _settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
     return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), x)
@@ -399,22 +397,6 @@ def pbroadcast(
     algorithm: str | None = "auto",
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
-    how = _settle(axis_name, None, backend, algorithm)
+    how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_source(source, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
-
-
-def _settle(
-    axis_name: AxisName,
-    groups: Groups,
-    backend: str | None,
-    algorithm: str | None,
-    precise: bool = False,
-) -> How:
-    """Checks axis names and groups against the mesh in scope, and settles who serves."""
-    size = validation.size_of(axis_name)
-    axes = validation.named(axis_name)
-    if groups is not None:
-        validation.check_groups(groups, size)
-    validation.check_flag("precise", precise)
-    return choice.choose(axes, backend, algorithm, precise)

@@ -20,6 +20,10 @@ class ReachError(AlgorithmError):
     """A collective whose devices the chip cannot write to from one another."""
 
 
+class EngineError(AlgorithmError):
+    """A kernel that the engine asked for, a SparseCore, cannot run."""
+
+
 class BackendError(CollectiveError):
     """A backend that does not exist, or that is not there on this platform."""
 

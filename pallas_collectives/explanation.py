@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical, counters, serving
 from pallas_collectives.backends import slices as hierarchy
-from pallas_collectives.backends.algorithms import Candidate as Candidate
-from pallas_collectives.backends.algorithms import KernelPlan
-from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan
+from pallas_collectives.backends.plans import Candidate as Candidate
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels.machinery import launch
+from pallas_collectives.overlap import fusion, products
 from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
@@ -42,10 +42,11 @@ class Explanation:
       torus: how the group lies on the links: "ring", "line", or on several axes "4x4 torus",
         "2x4 grid" where none closes to a ring, "8x16 cylinder" where some do.
       algorithm: the one that is chosen; "lax's own" where lax serves, "nothing" where nothing is
-        sent, "" across slices.
+        sent, "" across slices. Of a product "fused" (one kernel), "pipelined" or "unfused".
       why: in a sentence.
       candidates: all algorithms, the fastest first.
-      inside: across slices, what serves inside each of them.
+      inside: across slices, what serves inside each of them; of an unfused product, what serves
+        its collective.
     """
 
     op: str
@@ -84,15 +85,19 @@ def explain(
     chip: str | None = None,
     torus: str | None = None,
     axis: int = 0,
+    columns: int | Sequence[int] | None = None,
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
+
+    Of `all_gather_matmul` and `matmul_reduce_scatter`: whether they would run in one kernel.
 
     The call's own decision, made as the call makes it, but for the kernel, which is neither run nor
     compiled. Times are the tables' (see `tuning.choice`), and say whether they are modelled or
     measured.
 
     Args:
-      op: the collective, by lax's name or this library's: "psum", "all_gather", ...
+      op: the collective, by lax's name or this library's: "psum", "all_gather", ...; or the
+        product, "all_gather_matmul" or "matmul_reduce_scatter".
       nbytes: bytes of one device's operand, what is given to the function; or
       shape, dtype: of that operand. Of a dtype that no kernel adds, lax's own serves.
       mesh: the mesh, with its devices or abstract, and
@@ -101,6 +106,7 @@ def explain(
       torus: "ring" or "line", where devices are given by number; by default what an axis of so
         many devices is on that chip.
       axis: the dimension of the operand that is gathered, scattered or split.
+      columns: of a product, N of its right-hand side (K, N), or of each; x has `shape` and `dtype`.
 
     Raises:
       CollectiveError: a collective, chip or torus that is not known, too little to go on, or a
@@ -111,9 +117,15 @@ def explain(
       print(explain("psum", 32 << 10, devices=8, chip="v5p"))
     """
     _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
+    _check_columns(op, shape, columns)
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
-    with _on(mesh, _places(devices or 0, torus) if torus else placement.of_mesh(mesh)):
+    where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)
+    if columns is not None:
+        x = jax.ShapeDtypeStruct(tuple(shape or ()), _dtype(op, dtype))
+        widths = (columns,) if isinstance(columns, int | np.integer) else tuple(columns)
+        return _product(op, mesh, where, axis_name, x, widths, axis)
+    with _on(mesh, where):
         group = canonical.group_of(axis_name)
         collective = catalogue.functions()[op]
         if shape is None:
@@ -121,7 +133,7 @@ def explain(
         else:
             operand = jax.ShapeDtypeStruct(tuple(shape), _dtype(op, dtype))
             _check_axis(op, collective, operand.shape, axis, group.size)
-        size = nbytes if nbytes is not None else math.prod(operand.shape) * operand.dtype.itemsize
+        size = nbytes if nbytes is not None else _bytes(operand)
         plans = _planned(op, operand, group, axis)
         return _explained(op, size, placement.arranged(group), plans)
 
@@ -142,8 +154,8 @@ def _check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: A
     if not (collective.phases or collective.of_blocks) or collective.is_cut:
         return  # it has none
     if not isinstance(axis, int | np.integer) or not -len(shape) <= axis < max(1, len(shape)):
-        rule = f"it is a dimension of an operand of shape {shape}"
-        raise CollectiveError(f"axis={axis!r} for {op}", rule, "number one of its dimensions")
+        rule = f"it must be a dimension of an operand of shape {shape}"
+        raise CollectiveError(f"axis={axis!r} for {op}", rule, "count dimensions from 0")
     if not shape and collective.of_blocks:
         raise CollectiveError(f"shape=() for {op}", "a scalar has no blocks", "give it a dimension")
     wanted = n if op == "pswapaxes" else None
@@ -171,17 +183,24 @@ def _places(devices: int, torus: str) -> Places:
 
 
 @contextlib.contextmanager
-def _on(mesh: Any, where: Places | None) -> Iterator[None]:
-    """Within this context decisions are those of a lowering for a mesh, and leave no trace."""
+def _traced_on(mesh: Any) -> Iterator[None]:
+    """Within this context decisions are those of tracing on a mesh, and are not counted."""
     abstract = getattr(mesh, "abstract_mesh", mesh)
-    with (
-        jax.sharding.use_abstract_mesh(abstract),
-        placement.scope(where),
-        hierarchy.scope(mesh),
-        launch.left_out(),
-        counters.uncounted(),
-    ):
+    with jax.sharding.use_abstract_mesh(abstract), counters.uncounted():
         yield
+
+
+@contextlib.contextmanager
+def _on(mesh: Any, where: Places | None) -> Iterator[None]:
+    """Within this context decisions are those of a lowering for a mesh, and are not counted."""
+    with _traced_on(mesh), placement.scope(where), hierarchy.scope(mesh), launch.left_out():
+        yield
+
+
+def _enough_bits(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """Within this context there are arrays of the dtype: 64-bit ones need x64."""
+    wide = jax.dtypes.canonicalize_dtype(dtype) != dtype
+    return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
 
 def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruct:
@@ -203,9 +222,7 @@ def _planned(op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int) ->
 
     nothing = PartitionSpec()
     run = jax.shard_map(call, in_specs=nothing, out_specs=nothing, check_vma=False)
-    wide = jax.dtypes.canonicalize_dtype(operand.dtype) != operand.dtype  # such arrays are of x64
-    x64 = jax.enable_x64(True) if wide else contextlib.nullcontext()
-    with counters.recorded() as plans, x64:
+    with counters.recorded() as plans, _enough_bits(operand.dtype):
         jax.eval_shape(run, operand)
     return plans
 
@@ -233,6 +250,92 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
     return Explanation(*about, first.torus, "", why, (), steps)
 
 
+_PRODUCTS: dict[str, Callable[..., Any]] = {
+    "all_gather_matmul": lambda x, ws, name, axis: products.all_gather_matmul(
+        x, ws, name, gather_axis=axis
+    ),
+    "matmul_reduce_scatter": lambda x, ws, name, axis: products.matmul_reduce_scatter(
+        x, ws[0], name, scatter_axis=axis
+    ),
+}
+
+
+def _product(
+    op: str,
+    mesh: Any,
+    where: Places | None,
+    axis_name: Any,
+    x: jax.ShapeDtypeStruct,
+    widths: tuple[int, ...],
+    axis: int,
+) -> Explanation:
+    """What a call of a product gets: it is traced, and what is left to its lowering asked then."""
+    with _traced_on(mesh):
+        group = canonical.group_of(axis_name)
+        gathers_last = op == "all_gather_matmul" and axis % max(1, len(x.shape)) == len(x.shape) - 1
+        depth = x.shape[-1] * (group.size if gathers_last else 1) if x.shape else 0
+        ws = [jax.ShapeDtypeStruct((depth, width), x.dtype) for width in widths]
+        nothing = PartitionSpec()
+        call = jax.shard_map(
+            lambda x, ws: _PRODUCTS[op](x, ws, group.axes, axis),
+            in_specs=nothing,
+            out_specs=nothing,
+            check_vma=False,
+        )
+        with counters.recorded() as plans, _enough_bits(x.dtype):
+            (traced,) = jax.make_jaxpr(call)(x, ws).jaxpr.eqns
+    bound = [eqn.params for eqn in traced.params["jaxpr"].eqns if "plan" in eqn.params]
+    (plan,) = [p for p in plans if isinstance(p, ProductPlan)] or [b["plan"] for b in bound]
+    with _on(mesh, where):
+        for params in bound:
+            plan = fusion.as_devices_lie(plan, params["spec"])
+        inside: tuple[Explanation, ...] = ()
+        lies = placement.arranged(group)
+        if plan.algorithm == UNFUSED and plan.backend == "pallas":
+            gathers = op == "all_gather_matmul"
+            sent = x if gathers else jax.ShapeDtypeStruct((*x.shape[:-1], *widths), x.dtype)
+            collective = "all_gather" if gathers else "psum_scatter"
+            steps = _planned(collective, sent, group, axis)
+            inside = (_explained(collective, _bytes(sent), lies, steps),)
+        chip = chips.current()
+        return Explanation(
+            op,
+            _bytes(x),
+            group.size,
+            chip.name,
+            algorithms.torus_of(lies, chip),
+            str(plan.algorithm),
+            plan.why,
+            plan.candidates,
+            inside,
+        )
+
+
+def _bytes(x: jax.ShapeDtypeStruct) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _check_columns(op: str, shape: Any, columns: Any) -> None:
+    """Products have right-hand sides, and collectives none."""
+    if op not in _PRODUCTS:
+        if columns is not None:
+            rule = "a collective has no right-hand side"
+            raise CollectiveError(f"columns={columns!r} for {op}", rule, "leave columns out")
+        return
+    if shape is None:
+        rule = "the time of a product depends on more than bytes"
+        raise CollectiveError(f"shape=None for {op}", rule, "give shape and dtype of x")
+    numbers = (columns,) if isinstance(columns, int | np.integer) else columns
+    if (
+        not isinstance(numbers, list | tuple)
+        or not numbers
+        or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
+        or (op == "matmul_reduce_scatter" and len(numbers) > 1)
+    ):
+        rule = "it is N of the right-hand side (K, N), or of each that all_gather_matmul has"
+        raise CollectiveError(f"columns={columns!r} for {op}", rule, "write it like 4096")
+
+
 def _check(
     op: str,
     nbytes: int | None,
@@ -243,10 +346,10 @@ def _check(
     chip: str | None,
     torus: str | None,
 ) -> None:
-    known = sorted(catalogue.functions())
+    known = sorted([*catalogue.functions(), *_PRODUCTS])
     if op not in known:
         rule = f"it is one of {', '.join(known)}"
-        raise CollectiveError(f"op={op!r}", rule, "name a collective")
+        raise CollectiveError(f"op={op!r}", rule, "name one of them")
     if (nbytes is None) == (shape is None):
         rule = "the operand's size is given either as nbytes or as shape and dtype"
         raise CollectiveError(f"nbytes={nbytes}, shape={shape}", rule, "give one of them")
@@ -259,7 +362,7 @@ def _check(
     for name, number, least in (("devices", devices, 2), ("nbytes", nbytes, 0)):
         if number is not None and (not isinstance(number, int | np.integer) or number < least):
             rule = f"it is a whole number, {least} or more"
-            raise CollectiveError(f"{name}={number!r}", rule, "give another")
+            raise CollectiveError(f"{name}={number!r}", rule, f"pass an int of {least} or more")
     if shape is not None and not (
         isinstance(shape, list | tuple)
         and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
@@ -273,10 +376,10 @@ def _check(
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
             rule = f"it is one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
-            raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name those")
+            raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name axes of this mesh")
     if chip is not None and (chip not in chips.BY_NAME or mesh is not None):
         rule = f"it is one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
-        raise CollectiveError(f"chip={chip!r}", rule, "name one")
+        raise CollectiveError(f"chip={chip!r}", rule, "name one of them")
     if torus not in (None, "ring", "line") or (torus is not None and mesh is not None):
         rule = "it is 'ring' or 'line', and goes with a number of devices"
-        raise CollectiveError(f"torus={torus!r}", rule, "name one, or leave it out")
+        raise CollectiveError(f"torus={torus!r}", rule, "name one of the two, or leave torus out")

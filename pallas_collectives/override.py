@@ -1,62 +1,129 @@
-"""`jax.lax`'s collectives replaced by ours, for code that is not to be edited."""
+"""`jax.lax`'s collectives replaced by ours, for code that you do not want to edit."""
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-from jax.interpreters import ad
 
-from pallas_collectives import collectives
-from pallas_collectives.backends import choice
+from pallas_collectives import _compat, catalogue, collectives, validation
+from pallas_collectives.backends import choice, overrides
+from pallas_collectives.errors import CollectiveError
 from pallas_collectives.lowering import primitives
 
-# JAX keeps this value per thread and in the key of its caches: what was traced without ours is
-# traced again with them.
-_overridden = jax.make_user_context(False)
+# The names of lax's functions that are ours. JAX keeps this value per thread and in the key of its
+# caches: what was traced without ours is traced again with them.
+_overridden = jax.make_user_context(frozenset())
 
 _lock = threading.Lock()
 _entered = 0  # contexts open, in all threads together; `jax.lax` is as it was while there are none
 
 
 @contextlib.contextmanager
-def override_lax() -> Iterator[None]:
+def override_lax(
+    *, everything: bool = False, only: Iterable[str] | None = None, keep: Iterable[str] = ()
+) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
 
     `jax.lax.psum` and the others of `pallas_collectives.collectives` are ours whenever they are
     called in this thread, by the model or by a library it uses. So are the sums over devices that
-    differentiation adds where, under `check_vma=True`, an operand equal on all devices met one that
-    is not. Combine it with `use_backend` to name the backend. Contexts nest, end on an exception
-    as they do without one, and may be open in several threads; a thread without one keeps lax's.
+    differentiation adds under `check_vma=True`, for an operand that is equal on all devices and was
+    combined with one that is not. Use `use_backend` with it to name the backend. Contexts nest, end
+    on exceptions too, and may be open in several threads; a thread without one keeps lax's.
 
-    A function under `jax.jit` is traced again inside, also where it has been traced outside.
+    A function under `jax.jit` is traced again inside, even if it has been traced outside.
 
-    Out of reach are:
+    No step becomes longer for it: lax keeps the collectives that XLA runs beside compute on the
+    chip (`tuning.overlaps`), as it does all-gathers on v5e and all of them on 7x, where ours would
+    stop the core. On v5p and v6e, where XLA would stop it, a SparseCore runs our kernels that move
+    much data and add nothing. `override_report()` says what was replaced, and why the rest was not.
 
-    * names bound to lax's functions before, as by `from jax.lax import psum`;
+    Args:
+      everything: replace also what XLA would run beside compute; and run all on the TensorCore.
+      only: the functions to replace, by lax's names ("all_gather", ...); all by default.
+      keep: functions to leave to lax.
+
+    Raises:
+      CollectiveError: a name that is not a collective's.
+
+    It does not reach:
+
+    * names bound to lax's functions earlier, as by `from jax.lax import psum`: see `overridden`;
     * halves of a collective, which only XLA joins: `psum_scatter_start`, whose result is a future
       (JAX 0.12), and `psend` and `precv` between GPUs (JAX 0.10);
     * code that runs or is traced outside: a vjp function made inside but first called outside runs
-      our collectives for the ones that the forward pass called, but lax's for what it adds;
+      our collectives where the forward pass did, and lax's for the sums that it adds;
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
-      its `in_specs` replicate: JAX makes them without asking `jax.lax`.
+      its `in_specs` replicate, because JAX makes them without `jax.lax`: see `overridden`;
+    * collectives that nobody calls: those that XLA adds under `jax.jit` with shardings.
     """
-    with _installed(), _overridden(True):
+    names = _checked(only, _CHOOSING) - _checked(keep, ())
+    with (
+        _installed(),
+        _overridden(names),
+        choice.beside_compute(not everything),
+        overrides.told(),
+    ):
         yield
+
+
+def _checked(names: Iterable[str] | None, default: Iterable[str]) -> frozenset[str]:
+    """These names of lax's functions, or by default those."""
+    found = frozenset(default if names is None else [names] if isinstance(names, str) else names)
+    if unknown := sorted(found - set(_CHOOSING)):
+        rule = f"lax's collectives are {', '.join(sorted(_CHOOSING))}"
+        raise CollectiveError(f"the name {unknown[0]!r}", rule, "name some of them")
+    return found
+
+
+def overridden(
+    fn: Callable[..., Any],
+    *,
+    everything: bool = False,
+    only: Iterable[str] | None = None,
+    keep: Iterable[str] = (),
+) -> Callable[..., Any]:
+    """fn with our collectives in place of lax's, however it comes by them.
+
+    Where `override_lax` replaces functions of `jax.lax`, this replaces what they bind: also names
+    bound before, as by `from jax.lax import psum`, also what JAX itself adds in derivatives, in
+    scans, loops, branches, checkpoints, nested shard_maps and custom derivatives. Transform inside,
+    `overridden(jax.grad(loss))`: what is traced later, outside of fn, is not reached, such as the
+    backward rule of a `jax.custom_vjp`. The result may be jitted, and called from any thread.
+
+    Args:
+      fn: any function.
+      everything, only, keep: as `override_lax`'s; what binds psum's primitive, such as pmean, goes
+        by "psum".
+
+    Raises:
+      CollectiveError: a name that is not a collective's.
+    """
+    names = _checked(only, _CHOOSING) - _checked(keep, ())
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _installed(), choice.rebound(names), choice.beside_compute(not everything):
+            return fn(*args, **kwargs)
+
+    return run
 
 
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    """Keeps the functions that choose by thread in `jax.lax` while any thread needs them."""
+    """Keeps what chooses by thread in JAX while any thread needs it."""
     global _entered
     with _lock:
         _entered += 1
         if _entered == 1:
             for name, function in _CHOOSING.items():
                 setattr(jax.lax, name, function)
-            ad.primitive_transposes[_PVARY] = _pvary_transpose
+            _compat.prepare()
+            for primitive in _bindable().values():
+                primitive.bind = functools.partial(_bind, primitive)  # hides the class's own
+            _compat.register(_PVARY, transpose=_pvary_transpose)
     try:
         yield
     finally:
@@ -65,7 +132,37 @@ def _installed() -> Iterator[None]:
             if not _entered:
                 for name, function in vars(collectives.LAX).items():
                     setattr(jax.lax, name, function)
-                ad.primitive_transposes[_PVARY] = _LAX_PVARY_TRANSPOSE
+                for primitive in _bindable().values():
+                    del primitive.bind
+                _compat.register(_PVARY, transpose=_LAX_PVARY_TRANSPOSE)
+
+
+@functools.cache
+def _bindable() -> dict[str, Any]:
+    """lax's primitives that ours serve, by name."""
+    return _compat.ruled(catalogue.primitives())
+
+
+@functools.cache
+def _function_of(primitive: str) -> str:
+    """The first function of lax's that binds a primitive, or its like under `check_vma`."""
+    record, wanted = catalogue.primitives()[primitive]
+    alike = [p for p in record.primitives if (p.by, p.reduction) == (wanted.by, wanted.reduction)]
+    names = {p.name for p in alike}
+    return next(name for name, (bound, _) in record.functions.items() if bound in names)
+
+
+def _bind(primitive: Any, *args: Any, **params: Any) -> Any:
+    """lax's bind, or the twin's within `overridden`."""
+    by_lax = functools.partial(type(primitive).bind, primitive)
+    names = choice.rebound.value
+    if not names or _function_of(primitive.name) not in names:
+        return by_lax(*args, **params)
+    axes = params.get("axes", params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    with choice.rebound(frozenset()):  # what the twin's rules bind is meant
+        how = choice.choose(validation.named(axes), None, None)
+        return primitives.with_twins(how, functools.partial(by_lax, **params), *args)
 
 
 def _choosing(name: str) -> Callable[..., Any]:
@@ -74,7 +171,7 @@ def _choosing(name: str) -> Callable[..., Any]:
 
     @functools.wraps(of_lax)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _overridden.value else of_lax)(*args, **kwargs)
+        return (ours if name in _overridden.value else of_lax)(*args, **kwargs)
 
     return function
 
@@ -82,12 +179,12 @@ def _choosing(name: str) -> Callable[..., Any]:
 _CHOOSING = {name: _choosing(name) for name in vars(collectives.LAX)}
 
 # What types an equal operand as different on every device; JAX inserts it, and its transpose sums.
-_PVARY = next(p for p in ad.primitive_transposes if p.name == "pvary")
-_LAX_PVARY_TRANSPOSE = ad.primitive_transposes[_PVARY]
+_PVARY = _compat.transposed("pvary")
+_LAX_PVARY_TRANSPOSE = _compat.rule(_PVARY, "transpose")
 
 
 def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:
-    if not _overridden.value:
+    if "psum" not in _overridden.value | choice.rebound.value:
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
     return primitives.with_twins(choice.choose(axes, None, None), rule, cotangent, *args)

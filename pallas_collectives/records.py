@@ -1,4 +1,4 @@
-"""What the catalogue's records hold: of a collective, of an algorithm, of a primitive of lax's.
+"""What the catalogue's records hold of a collective, an algorithm, and a primitive of lax's.
 
 Bytes and blocks are those of `tuning.choice`; `n` is the number of devices in the group.
 """
@@ -9,12 +9,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_collectives.examples import Example
-from pallas_collectives.topology.reach import Pattern, alone, everyone, line, ring, torus
+from pallas_collectives.topology.reach import (
+    Pattern,
+    alone,
+    everyone,
+    jumps,
+    line,
+    ring,
+    torus,
+)
 
 # Who writes to whom or signals whom: what a chip must reach.
 RING = ring  # neighbours, the first and the last too
 LINE = line  # neighbours, but for the first and the last
 TORUS = torus  # neighbours along each axis of the torus
+JUMPS = jumps  # devices at distances of 1, 2, 4, ... along each axis of the torus
 EVERYONE = everyone
 PARTNERS = alone  # the pairs of a permutation, which a call names
 
@@ -55,12 +64,14 @@ class Algorithm:
         may take the place of "neighbours".
       sent: bytes that a link carries in one direction, in words.
       steps: how many there are, in words.
-      lies: the ways in which a group may lie where a time of this algorithm is worth having.
-      in_vmem: (bytes of a block, n) -> bytes that are kept in VMEM with ":vmem". None where that
-        gains nothing, and is done on request alone.
+      lies: the placements of a group on which this algorithm is worth timing.
+      in_vmem: (bytes of a block, n) -> bytes that are kept in VMEM with ":vmem". None if that gains
+        nothing, and is done only on request.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
-      takes_everyones: it takes the tables of all devices, not this device's.
+      takes_everyones: it takes the tables of all devices, not only this device's.
       most_devices: the largest group that it serves; None for any.
+      first_from: bytes of a block from which, over several axes of a torus, it goes before those
+        listed before it, if there are no times to tell; None if it never does.
     """
 
     name: str
@@ -74,10 +85,11 @@ class Algorithm:
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None
+    first_from: int | None = None
 
     @property
     def one_hop(self) -> bool:
-        """Whether all that is sent goes straight to whom it is for."""
+        """Whether everything goes straight to the device that it is for."""
         return self.reach in (EVERYONE, PARTNERS)
 
 
@@ -87,10 +99,10 @@ class Primitive:
 
     Attributes:
       name: lax's.
-      by: whose of `backends.canonical`'s ways to take lax's parameters to ours; "" where it has
+      by: the function of `backends.canonical` that turns lax's parameters into ours; "" if they are
         ours already.
-      reduction: "sum", "max" or "min", of those that reduce elementwise; their twins take many
-        operands, a tree's leaves.
+      reduction: "sum", "max" or "min" for those that reduce elementwise, whose twins take many
+        operands: the leaves of a tree.
     """
 
     name: str
@@ -108,17 +120,17 @@ class Collective:
     """A collective: what it is called, what serves it, and how it is numbered.
 
     Attributes:
-      name: the canonical one, that of the function that each backend has.
-      functions: public name -> the primitive that it binds, and how that is bound plainly; lax's
-        name for the collective first.
+      name: the canonical name, which each backend's function has.
+      functions: public name -> the primitive that it binds, and how to bind that plainly; lax's
+        name for the collective comes first.
       primitives: those that it serves.
-      algorithms: the one preferred among equals first.
+      algorithms: the first is preferred among equals.
       example: a call, and what must come of it.
       of_blocks: whether the operand is n blocks; else it is one.
-      is_cut: whether that one block, by which times go, is cut into n all the same.
-      phases: of "gather" and "scatter", what its traffic is made of; none where each device has
-        something of its own for each other.
-      timed: whether tables have its times; not where they hang on values.
+      is_cut: whether the operand, though one block in tables of times, is cut into n.
+      phases: what its traffic is made of: "gather", "scatter" or both; empty if each device sends
+        something else to each other.
+      timed: whether tables have its times; they do not if these depend on values.
     """
 
     name: str
@@ -132,10 +144,10 @@ class Collective:
     timed: bool = True
 
     def block_bytes(self, nbytes: int, n: int) -> int:
-        """Bytes of one block of an operand, by which times go."""
+        """Bytes of one block of an operand, as tables of times count them."""
         return nbytes // n if self.of_blocks else nbytes
 
     def algorithm(self, name: str) -> Algorithm | None:
-        """The algorithm of a name, alone or with its memory space behind it; None if none is."""
+        """The algorithm of a name, with or without a memory space behind it; None if unknown."""
         base = name.partition(":")[0]
         return next((a for a in self.algorithms if a.name == base), None)

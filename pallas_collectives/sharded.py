@@ -1,7 +1,7 @@
-"""The same collectives on whole arrays: each wraps its own in `jax.shard_map`.
+"""Collectives on whole arrays: each calls the collective of its name inside `jax.shard_map`.
 
-`**how` is each collective's own choice of who serves it: `backend`, `algorithm` and, for sums,
-`precise` (see `collectives`).
+`**how` takes the collective's own keyword arguments that say what serves it: `backend`, `algorithm`
+and, for sums, `precise` (see `collectives`).
 """
 
 import math
@@ -142,15 +142,15 @@ def all_to_all(
     spec: PartitionSpec | None = None,
     **how: Any,
 ) -> jax.Array:
-    """Lays an array that is sharded along one dimension along another instead.
+    """Shards along another dimension an array that is sharded along one.
 
     Args:
       x: array whose dimension `concat_axis` is laid over the mesh axis (or tuple of axes)
         `axis_name`.
       mesh: the mesh.
       axis_name: the axis.
-      split_axis: the dimension that `axis_name` is to lie over; a multiple of its size.
-      concat_axis: the dimension that each device is to have the whole of.
+      split_axis: the dimension to lay over `axis_name`; its size is a multiple of the devices.
+      concat_axis: the dimension that will be whole on each device.
       spec: how x is laid over the mesh; by default `concat_axis` over `axis_name`, nothing else.
       **how: see the module.
 
@@ -167,7 +167,7 @@ def all_to_all(
         raise CollectiveError(
             f"split_axis={split_axis} with spec={before}",
             "the dimension must be whole on each device",
-            "split another dimension, or gather this one before",
+            "split another dimension, or gather this one first",
         )
     laid = {split_axis: axis_name, concat_axis: None}
     after = PartitionSpec(*(laid.get(d, s) for d, s in enumerate(before)))
@@ -196,7 +196,7 @@ def ragged_all_to_all(
       operand: (n * rows, ...): n shards, laid over `axis_name` by their first dimension.
       output: (n * rows', ...): likewise.
       input_offsets: int[n * k * n]: each device's argument of `collectives.ragged_all_to_all`, one
-        device's after the other's. As the next three.
+        device's after the other's. The next three likewise.
       send_sizes: see `input_offsets`.
       output_offsets: see `input_offsets`.
       recv_sizes: see `input_offsets`.
@@ -235,13 +235,13 @@ def ppermute(
       x: array whose dimension `axis` is laid over the mesh axis (or tuple of axes) `axis_name`.
       mesh: the mesh.
       axis_name: the axis.
-      perm: (source, target) pairs of block numbers, each number once in either place.
+      perm: (source, target) pairs of block numbers, no number is a source or a target twice.
       axis: the sharded dimension.
       spec: how x is laid over the mesh; by default `axis` over `axis_name` and nothing else.
       **how: see the module.
 
     Returns:
-      The blocks in their new places, zeros in places that are nobody's target, laid out like x.
+      The blocks in their new places, zeros in places that are not a target, laid out like x.
 
     Raises:
       CollectiveError: a bad `perm`, or `spec` does not lay `axis` over `axis_name` alone.
@@ -299,7 +299,7 @@ def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: Any, axis: int, **how: Any
     if axis == 0 or x.shape[0] != devices:
         raise CollectiveError(
             f"axis={axis} of x of shape {x.shape}",
-            f"its rows are swapped with another dimension, and must be {devices}, one a device",
+            f"its rows are swapped with another dimension: there must be {devices}, one a device",
             "reshape x, or name another dimension",
         )
 

@@ -1,17 +1,18 @@
-"""TPU devices on a machine that has none: CPU devices on which kernels run in interpret mode."""
+"""Simulated TPU devices: CPU devices on which kernels run in interpret mode."""
 
 import os
 import re
 
 import jax
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import BackendError
 
 _DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def simulate(devices: int = 8) -> None:
-    """Makes JAX see this many simulated TPU devices, before it looks for any.
+    """Makes JAX see this many simulated TPU devices; call it before anything else uses JAX.
 
     Sets `JAX_PLATFORMS=cpu` and the flag of `XLA_FLAGS` that splits the CPU into devices, unless
     that is set already.
@@ -19,6 +20,7 @@ def simulate(devices: int = 8) -> None:
     Raises:
       BackendError: JAX has been used already and has fewer devices.
     """
+    _compat.prepare()
     asked = _DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     split_cpu(int(asked[-1]) if asked else devices)
     os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that this one starts
@@ -34,7 +36,7 @@ def simulate(devices: int = 8) -> None:
 def split_cpu(devices: int) -> None:
     """Asks for this many CPU devices in the environment, which XLA reads when JAX looks for any.
 
-    Of several such flags in `XLA_FLAGS` the last counts. Leaves JAX the choice of the platform.
+    XLA takes the last of several such flags in `XLA_FLAGS`. JAX still chooses the platform.
     """
     flag = f"--xla_force_host_platform_device_count={devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -48,7 +50,7 @@ def obstacle() -> str:
     another, and copies into the simulator take a thread too: with none to spare, all wait.
     """
     devices = jax.device_count()
-    if jax.__version_info__ >= (0, 11) or max(_threads(), devices) > devices:
+    if not _compat.callbacks_hold_threads() or max(_threads(), devices) > devices:
         return ""
     return (
         f"JAX {jax.__version__} runs {devices} simulated devices on {_threads()} threads, "

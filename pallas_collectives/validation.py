@@ -1,31 +1,33 @@
-"""What a collective's arguments must be; each error names the value, the rule and the remedy.
+"""Checks of a collective's arguments; each error names the value, the rule and the remedy.
 
-lax leaves these to fail later, in the compiler or on the devices, or with less to go on.
+lax reports these mistakes later, in the compiler or on the devices, or less clearly.
 """
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_collectives.backends.plans import How
+from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
-AxisName = Any
-Groups = Any
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
+Groups: TypeAlias = Sequence[Sequence[int]] | None
 
 
 def named(axis_name: AxisName) -> tuple[Any, ...]:
-    """The axes that have names: all but those that are dimensions, given by number."""
+    """The axes that have names; numbers are dimensions, and are left out."""
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     return tuple(axis for axis in axes if not isinstance(axis, int))
 
 
 def size_of(axis_name: AxisName) -> int:
-    """Devices along an axis or axes; raises where one is not bound, or named twice."""
+    """Devices along an axis or axes; raises if one is not bound, or is named twice."""
     size, axes = 1, named(axis_name)
     if len(set(axes)) < len(axes):
         rule = "no axis may occur twice"
@@ -44,8 +46,8 @@ def size_of(axis_name: AxisName) -> int:
     return size
 
 
-def check_groups(groups: Groups, size: int) -> None:
-    """Groups of equal size have each device of an axis of this size once."""
+def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
+    """Checks that groups are of equal size and have each device of an axis once."""
     try:
         members = sorted(device for group in groups for device in group)
     except TypeError:
@@ -56,11 +58,12 @@ def check_groups(groups: Groups, size: int) -> None:
         rule = "groups must be of equal size"
     else:
         return
-    raise CollectiveError(f"axis_index_groups={groups}", rule, "correct the groups")
+    remedy = f"list each number from 0 to {size - 1} once, in lists of one length"
+    raise CollectiveError(f"axis_index_groups={groups}", rule, remedy)
 
 
 def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int) -> None:
-    """Operand, output and tables of a ragged exchange fit together."""
+    """Checks that operand, output and tables of a ragged exchange fit together."""
     operand, output = jax.typeof(operand), jax.typeof(output)
     alike = operand.dtype == output.dtype and operand.shape[1:] == output.shape[1:]
     if not alike or not operand.shape or not output.shape:
@@ -79,7 +82,7 @@ def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int
         raise CollectiveError(
             ", ".join(f"{name} of shape {shape}" for name, shape in lengths.items()),
             f"all must be of one length, a multiple of the {devices} devices",
-            "give each device the same number of slices, with size 0 where there is none",
+            "give each device as many slices, of size 0 if it gets nothing",
         )
 
 
@@ -101,19 +104,20 @@ def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
             rule = f"no device may be a {role} twice"
         else:
             continue
-        raise CollectiveError(f"perm={perm}", rule, "correct the pairs")
+        remedy = "name each device at most once as a source and at most once as a target"
+        raise CollectiveError(f"perm={perm}", rule, remedy)
     return [(source % size, target % size) for source, target in pairs]
 
 
 def check_source(source: Any, size: int) -> None:
-    """A source known while tracing exists."""
+    """Checks that a source, if tracing knows it, exists."""
     if isinstance(source, int) and not 0 <= source < size:
         rule = f"it is a device number in [0, {size})"
         raise CollectiveError(f"source={source}", rule, "name a device of the axis")
 
 
 def check_order(axis_name: AxisName) -> None:
-    """lax numbers a permutation's devices in the mesh's order, and refuses another from 0.11 on."""
+    """Checks that axes are in the mesh's order, as lax does from 0.11 on for permutations."""
     mesh = jax.sharding.get_abstract_mesh()
     given = [axis for axis in named(axis_name) if axis in mesh.axis_names]
     ordered = sorted(given, key=mesh.axis_names.index)
@@ -126,49 +130,56 @@ def check_order(axis_name: AxisName) -> None:
 
 
 def leaves(x: Any) -> list[tuple[Any, str]]:
-    """The leaves of a tree, each with words on where it is, where there is more than one."""
+    """The leaves of a tree; each with words that say where it is, if there are several."""
     found = jax.tree_util.tree_leaves_with_path(x)
     if len(found) == 1:
         return [(found[0][1], "")]
     return [(leaf, f" in leaf {jax.tree_util.keystr(path)}") for path, leaf in found]
 
 
-def check_ordered(name: str, x: Any, how: How) -> None:
-    """No leaf is complex, of which lax leaves the refusal to XLA."""
+def check_ordered(name: str, x: Any, backend: str) -> None:
+    """Checks that no leaf is complex, which lax leaves XLA to refuse."""
     for leaf, where in leaves(x):
-        if how.backend != "xla" and np.iscomplexobj(leaf):
+        if backend != "xla" and np.iscomplexobj(leaf):
             rule = "complex numbers have no order"
-            raise DtypeError(f"{name} of {jax.typeof(leaf).dtype}{where}", rule, "reduce a real")
+            raise DtypeError(
+                f"{name} of {jax.typeof(leaf).dtype}{where}", rule, "reduce its magnitude"
+            )
 
 
 def check_added(name: str, x: Any) -> None:
-    """No leaf is bool, of which lax leaves the refusal to the compiler."""
+    """Checks that no leaf is bool, which lax leaves the compiler to refuse."""
     for leaf, where in leaves(x):
         if jax.dtypes.result_type(leaf) == np.bool_:
-            rule = "truth values are not added"
-            raise DtypeError(f"{name} of bool{where}", rule, "convert it, to int32 as psum does")
+            rule = "bools are not added"
+            raise DtypeError(
+                f"{name} of bool{where}", rule, "convert it, for example to int32 as psum does"
+            )
 
 
 def check_flag(name: str, value: Any) -> None:
-    """`value` is True or False, and nothing that merely counts as one of them."""
+    """Checks that `value` is True or False, and not merely truthy or falsy."""
     if not isinstance(value, bool | np.bool_):
         raise CollectiveError(f"{name}={value!r}", "it is True or False", "pass one of them")
 
 
 def check_precision(precision: Any) -> None:
-    """`precision` is one that lax's products know."""
+    """Checks that lax's products know a precision."""
     one = jax.ShapeDtypeStruct((1,), np.float32)
     try:
         jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
     except (TypeError, ValueError) as error:
-        rule, remedy = "jax.lax.dot knows no such precision", "name one, as 'highest', or pass None"
+        rule, remedy = (
+            "jax.lax.dot knows no such precision",
+            "pass one that it knows, such as 'highest', or None",
+        )
         raise CollectiveError(f"precision={precision!r}", rule, remedy) from error
 
 
 def check_blocks(
     name: str, axis: int, x: Any, axis_name: AxisName, groups: Groups, tiled: bool
 ) -> None:
-    """Every leaf has a block for each device along `axis`."""
+    """Checks that every leaf has a block for each device along `axis`."""
     devices = size_of(axis_name) if groups is None else len(groups[0])
     for leaf, where in leaves(x):
         check_axis(name, axis, np.ndim(leaf), where)
@@ -184,9 +195,9 @@ def check_blocks(
 
 
 def check_axis(name: str, axis: int, ndim: int, where: str = "") -> None:
-    """`axis` is one of an array of `ndim` dimensions, which is `where` in a tree."""
+    """Checks that `axis` is one of an array's `ndim` dimensions; the array is `where` in a tree."""
     if not ndim:
-        rule, remedy = "a scalar has no dimensions", "give it one, as by x[None]"
+        rule, remedy = "a scalar has no dimensions", "give it one, for example with x[None]"
         raise CollectiveError(f"{name}={axis} of a scalar{where}", rule, remedy)
     if not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
         raise CollectiveError(
@@ -194,3 +205,11 @@ def check_axis(name: str, axis: int, ndim: int, where: str = "") -> None:
             f"it must be a whole number in [{-ndim}, {ndim}) for this operand",
             "count dimensions from 0, or from -1 backwards; a new dimension counts too",
         )
+
+
+def varying(tree: Any, axis_name: AxisName) -> Any:
+    """Arrays typed as different on every device along the axes."""
+    axes = set(named(axis_name))
+    axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
+
+    return jax.tree.map(lambda leaf: _compat.as_varying(jnp.asarray(leaf), axes), tree)

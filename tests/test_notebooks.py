@@ -61,7 +61,7 @@ def with_solutions(notebook: Any) -> tuple[Any, dict[int, str]]:
 
 
 def test_all_notebooks_are_here() -> None:
-    assert [path.name[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(10)]
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{k:02}" for k in (*range(10), 11)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -150,9 +150,15 @@ def _waits_for_ever(ring: Any, x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: 
 
 
 def _nothing_broken() -> Any:
-    from pallas_collectives.kernels.machinery import sync
+    import verify_kernels
 
-    return sync, "wait", sync.wait
+    return verify_kernels.sound_gather
+
+
+def _greets_neighbours(me: Any, n: int) -> None:
+    import verify_kernels
+
+    verify_kernels.greet(n)
 
 
 def _offsets_out_of_order(counts: np.ndarray, me: int) -> Any:
@@ -168,7 +174,8 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("block_sent", lambda me, step, n: (me + step) % n, "block_sent(0, 1, 5) is 4, not 1"),
     ("steps", lambda n, bidirectional: n - 1, "steps"),
     ("bytes_to_the_right", lambda n, nbytes: n / 2 * nbytes, "not"),
-    ("semaphore_of", lambda step, window: 0, "race"),
+    ("semaphore_of", lambda step, window: 0, "copies may have brought to recv_sems[0]"),
+    ("semaphore_of", lambda step, window: step, "step 3 uses semaphore 3, and there are 0 to 2"),
     ("a_fault", _nothing_broken, "still sound"),
     ("block_summed", lambda me, step, n: (me - step) % n, "block_summed"),
     ("credits_given", lambda hops, slots: hops, "credits_given(1, 1) is 0, not 1"),
@@ -179,6 +186,8 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("offsets", _offsets_out_of_order, "ends with rows"),
     ("offsets", lambda counts, me: (counts[me],) * 4, "list 4"),
     ("padded_rows", lambda counts: counts.sum(), "padded_rows"),
+    ("balanced", lambda wishes, room: wishes[:, 0], "room for 8"),
+    ("balanced", lambda wishes, room: np.arange(64) % 8, "could have expert"),
     ("round_trip", lambda rows, columns: [*np.ndindex(rows, columns)], "there is no link"),
     ("bytes_per_link", lambda n, d, nbytes: (n - 1) * nbytes / d, "bytes_per_link"),
     ("speedup_at_best", lambda wire, product: 2.0, "speedup_at_best"),
@@ -187,6 +196,11 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("sum_in_two_steps", lambda y: y, "wrong values"),
     ("busbw", lambda op, size, seconds, n: size / seconds, "busbw"),
     ("impossible", lambda rows, link: [], "two links carry"),
+    ("all_are_here", _greets_neighbours, "on 4 devices a race: "),
+    ("whom_to_greet", lambda me, n: [(me + 1) % n, (me + n - 1) % n], "on 8 devices a race: "),
+    ("whom_to_greet", lambda me, n: [], "has entered kernel"),
+    ("collective_ids", lambda offsets: [0] * len(offsets), "with the ids [0, 0]"),
+    ("collective_ids", lambda offsets: [0], "1 ids for 2 calls"),
 ]
 
 

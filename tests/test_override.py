@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from pallas_collectives import collectives
+from pallas_collectives.backends import overrides
+from pallas_collectives.errors import CollectiveError
 
 NAMES = sorted(vars(collectives.LAX))
 
@@ -186,3 +188,89 @@ def test_sums_that_differentiation_adds_are_ours(where: str) -> None:
     assert none == left == 0
     assert {backend for _, backend, _ in pc.counts()} == {"pallas"}
     assert not pc.fallback_counts()
+
+
+# What is replaced, and what is said of it ---------------------------------------------------------
+
+
+def build(topology: str, **options: Any) -> pc.OverrideReport:
+    """A gather, a scatter and a permute, with gradients, under `override_lax` for TPUs."""
+    pytest.importorskip("libtpu")
+    on = harness.tpu_mesh(topology, {"x": len(harness._topology(topology).devices)})
+    n = on.size
+
+    def loss(x: jax.Array) -> jax.Array:
+        whole = jax.lax.all_gather(x, "x", tiled=True)
+        part = jax.lax.psum_scatter(jnp.sin(whole).astype("float32"), "x", tiled=True)
+        return jnp.sum(jax.lax.ppermute(part, "x", [(d, (d + 1) % n) for d in range(n)]) ** 2)
+
+    spec = P("x")
+    run = jax.shard_map(jax.grad(loss), mesh=on, in_specs=spec, out_specs=spec, check_vma=False)
+    sharding = jax.NamedSharding(on, spec)
+    x = jax.ShapeDtypeStruct((n * 2048, 1024), "bfloat16", sharding=sharding)
+    with pc.override_lax(**options):
+        jax.jit(run).lower(x)
+    return pc.override_report()
+
+
+def served(report: pc.OverrideReport) -> dict[str, set[str]]:
+    by: dict[str, set[str]] = {}
+    for line in (*report.replaced, *report.left):
+        by.setdefault(line.op, set()).add(line.by)
+    return by
+
+
+def test_what_xla_runs_beside_compute_stays_laxs() -> None:
+    """On v5e gathers, also the one that is a scatter's transpose, and permutes."""
+    report = build("v5e:4x4")
+    by = served(report)
+    assert by["all_gather"] == by["ppermute"] == {"lax"}
+    assert {name.partition(" ")[0] for name in by["reduce_scatter"]} == {"pallas"}
+    assert sum(line.times for line in report.left if line.op == "all_gather") == 2
+    assert all("beside compute on v5e" in line.why for line in report.left)
+    assert "2 replaced, 4 left to lax" in str(report)
+    assert {line.by for line in build("tpu7x:2x2x1").replaced} == set()
+
+
+def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> None:
+    by = served(build("v6e:4x4"))
+    assert all(name.endswith(":sc") for name in by["all_gather"])
+    assert not any(name.endswith(":sc") for name in by["reduce_scatter"])
+
+
+def test_everything_is_replaced_on_request() -> None:
+    for topology in ("v6e:4x4", "tpu7x:2x2x1"):
+        report = build(topology, everything=True)
+        assert not report.left
+        assert not any(line.by.endswith(":sc") for line in report.replaced)
+
+
+def test_functions_can_be_named() -> None:
+    # A transpose goes with the call that it belongs to.
+    by = served(build("v6e:4x4", keep=["ppermute", "psum_scatter"], everything=True))
+    assert set(by) == {"all_gather", "reduce_scatter"}
+    assert served(build("v6e:4x4", only="ppermute", everything=True)).keys() == {"ppermute"}
+    with pytest.raises(CollectiveError, match=r"'all_gathr'.*name some of them"):
+        build("v6e:4x4", only=["all_gathr"])
+
+
+def test_a_context_that_replaces_nothing_warns_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overrides, "_ever_replaced", False)
+    monkeypatch.setattr(overrides, "_told", set())
+
+    def warnings(fn: Any) -> list[str]:
+        caplog.clear()
+        with pc.override_lax():
+            run(fn)
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    (warning,) = warnings(lambda x: bound_before(x, "x"))
+    assert "jax.jit with shardings" in warning and "from jax.lax import psum" in warning
+    assert not warnings(lambda x: bound_before(x, "x"))
+    assert not warnings(doubled_sum)
+    (line,) = pc.override_report().replaced
+    assert (line.op, line.times, line.nbytes) == ("all_reduce", 1, 8 * 128 * 4)
+    monkeypatch.setattr(overrides, "_told", set())
+    assert not warnings(lambda x: bound_before(x, "x")), "an earlier program may hold ours"

@@ -1,6 +1,7 @@
 """The README's examples run as they stand, and its two commands are where they are promised."""
 
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -22,14 +23,18 @@ def blocks(language: str) -> list[str]:
 
 
 def test_examples_run_as_they_stand() -> None:
-    first, _, beside, *_ = blocks("python")
+    first, _, beside, experts, *_ = blocks("python")
     done = subprocess.run(
-        [sys.executable, "-c", first + beside], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", first + beside + experts],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "True {('all_gather', 'pallas', " in done.stdout
     assert "True {('all_gather_matmul', " in done.stdout
     assert "v5e:16x1, modelled: " in done.stdout
+    assert "True experts" in done.stdout
 
 
 def test_replays_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,3 +86,41 @@ def test_ci_runs_the_readmes_commands_and_fails_with_the_first_that_fails(tmp_pa
     assert status and said == ["python BROKEN"]
     status, said = continuous_integration(tmp_path / "c", "full")
     assert status and said == [*quick, *lint, "python BROKEN"]
+
+
+def section(title: str) -> str:
+    return README.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_what_verify_prints_is_what_stands_there() -> None:
+    (shown,) = re.findall(r"```\n\$ (.*?)```", section("Prove a kernel of yours"), re.DOTALL)
+    command, *lines = shown.splitlines()
+    words = shlex.split(command)
+    assert words[0] == "python"
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=README.parent,
+    )
+    assert done.returncode == 1, done.stderr
+    printed = iter(done.stdout.splitlines())
+    for line in lines:
+        assert line.strip() == "..." or line in printed, (
+            f"not printed, or not in this order: {line}"
+        )
+
+
+def test_pictures_film_and_trace_are_a_call_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    import pallas_collectives
+    import verify_kernels
+
+    (block,) = re.findall(r"```python\n(.*?)```", section("Prove a kernel of yours"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    block = block.replace("ring_animation(report)", "ring_animation(report, frames=2)")
+    exec(block, {"pc": pallas_collectives, "kernel": verify_kernels.sound_gather})
+    assert {file.name for file in tmp_path.iterdir()} == {"lanes.png", "ring.gif", "perfetto.json"}

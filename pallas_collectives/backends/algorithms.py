@@ -1,67 +1,19 @@
 """Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
-from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
-from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.tuning import choice, tables
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """An algorithm that could serve.
-
-    Attributes:
-      algorithm: its name.
-      us: predicted microseconds; None where there is no prediction.
-      latency_us: of these, what remains for the smallest operands.
-      source: whose prediction it is, "modelled ..." or "measured ..."; or why there is none.
-    """
-
-    algorithm: str
-    us: float | None
-    latency_us: float | None
-    source: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelPlan(Plan):
-    """A plan by which a kernel serves.
-
-    Attributes:
-      record: of its algorithm.
-      vmem: whether operands and result are kept in VMEM while it runs.
-      nbytes: of one device's operand, as it is laid out for the kernel.
-      cuts: into how many parts a block can be cut.
-      devices: devices in the group.
-      chip: the TPU generation.
-      torus: how the group lies on the links (see `tables.Entry`).
-      candidates: all algorithms, the fastest first; none where the caller named this one.
-    """
-
-    record: Algorithm
-    vmem: bool
-    nbytes: int
-    cuts: int
-    devices: int
-    chip: str
-    torus: str
-    candidates: tuple[Candidate, ...]
-
-    def launch(self, *operands: Any, **options: Any) -> Any:
-        """Runs the algorithm's kernel."""
-        return self.record.launcher(*operands, vmem=self.vmem, **options)
+from pallas_collectives.tuning import choice, overlaps, tables
 
 
 def choose(
@@ -72,16 +24,18 @@ def choose(
     cuts: int = 1,
     perm: Sequence[tuple[int, int]] = (),
 ) -> KernelPlan:
-    """The plan for the algorithm asked for ("name", "name:vmem", "name:hbm"), or for the fastest.
+    """The plan for the algorithm asked for ("name", "name:vmem", ...), or for the fastest.
+
+    "auto:sc" is the fastest with ":sc" behind it; so with the other suffixes.
 
     Args:
       op: the canonical collective.
       how: the caller's wishes.
       operand: as it is laid out for the kernel.
       group: the devices. Of those on several axes of a torus all axes at once take part in the
-        choice, where a block can be cut in so many parts that each link gets one, or devices are
+        choice, where a block can be cut into so many chunks that each link gets one, or devices are
         many.
-      cuts: in how many parts a block can be cut.
+      cuts: into how many chunks a block can be cut.
       perm: a permutation's pairs.
 
     Raises:
@@ -90,43 +44,55 @@ def choose(
     """
     chip, record = chips.current(), catalogue.COLLECTIVES[op]
     if how.algorithm is not None and not isinstance(how.algorithm, str):
-        raise AlgorithmError(f"algorithm={how.algorithm!r}", "it is a name", "see its docstring")
+        raise AlgorithmError(
+            f"algorithm={how.algorithm!r}",
+            "it is a name, a string",
+            "see the function's docstring for the names",
+        )
     if not reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
-    torus, name = torus_of(group, chip), how.algorithm
+    torus, name = torus_of(group, chip), how.algorithm or "auto"
     candidates: tuple[Candidate, ...] = ()
-    if name is None:
+    base, _, suffix = name.partition(":")
+    if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        name, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
-    algorithm, space = record.algorithm(name), name.partition(":")[2]
-    if algorithm is None or space not in ("", "vmem", "hbm"):
+        base, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
+        if how.beside and not record.example.adds:
+            suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
+        name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
+        suffix = name.partition(":")[2]
+    algorithm = record.algorithm(name)
+    if algorithm is None or suffix not in ("", "vmem", "hbm", "sc"):
         names = ", ".join(catalogue.ALGORITHMS[op])
         raise AlgorithmError(
             f"algorithm={name!r} for {op}",
-            f"it is one of {names}, alone or with ':vmem' or ':hbm' behind it",
+            f"it is one of {names}, alone or with ':vmem', ':hbm' or ':sc' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
             f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",
-            "it is for shifts by one position: others would each take one of a TPU's few barriers",
-            "name 'everyone', or leave it to be chosen",
+            "it serves shifts by one position only: each other one would take one more barrier",
+            "name 'everyone', or leave algorithm=None",
         )
     if algorithm.most_devices is not None and group.size > algorithm.most_devices:
         raise AlgorithmError(
             f"algorithm={name!r} for {op} over {_devices(group)}",
-            f"its semaphores suffice for {algorithm.most_devices} devices",
-            "leave it to be chosen",
+            f"it has semaphores for at most {algorithm.most_devices} devices",
+            "leave algorithm=None",
         )
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
+    if suffix == "sc":
+        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=record.example.adds)
     plan = KernelPlan(
         op=op,
         backend="pallas",
         algorithm=name,
-        why=_why(name, candidates) if candidates else "it was asked for by name",
+        why=_why(base, candidates) if candidates else "it was asked for by name",
         record=algorithm,
-        vmem=space == "vmem",
+        vmem=suffix == "vmem",
+        on_sparsecore=suffix == "sc",
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,
@@ -156,21 +122,26 @@ def _fastest(
         if shifts.issuperset(names) and names:
             raise UnservedError(
                 f"{op} over {_devices(group)}",
-                "its algorithms are for shifts by one position along one axis",
-                "leave backend and algorithm to be chosen: lax then serves",
+                "its algorithms serve shifts by one position along one axis only",
+                "leave backend and algorithm unset: lax then serves",
             )
         names = tuple(name for name in names if name not in shifts)
     if not names:
-        raise unreachable(f"{op} over {_devices(group)} as they lie", chip)
+        raise unreachable(f"{op} over {_devices(group)} as they are placed", chip)
     predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
     order = choice.fastest_first(op, predicted)
-    timed = [Candidate(name, (p := predicted[name]).us, p.latency_us, _source(p)) for name in order]
+    timed = [_candidate(name, predicted[name]) for name in order]
     others = [
         Candidate(a.name, None, None, _no_time(a, a.name in names, group, chip))
         for a in algorithms
         if a.name not in predicted
     ]
-    return (order or list(names))[0], (*timed, *others)
+    large = [
+        a.name
+        for a in algorithms
+        if a.name in names and group.torus and a.first_from and block_bytes >= a.first_from
+    ]
+    return (order or large or list(names))[0], (*timed, *others)
 
 
 def _devices(group: Group) -> str:
@@ -179,15 +150,25 @@ def _devices(group: Group) -> str:
     return f"{group.size} devices{groups}"
 
 
+_UNTIMED = "no table has it"
+
+
 def _why(name: str, candidates: Sequence[Candidate]) -> str:
     """Why an algorithm serves, of all that could."""
+    if candidates[0].source.startswith(_NO_FIGURE):
+        return (
+            "the first in the order of groups that the table has; there is no figure for this one"
+        )
     timed = [c for c in candidates if c.us is not None and c.latency_us is not None]
     if not timed or name != timed[0].algorithm:
-        return "it is the only one that can serve, or the only one known of"
+        able = [c for c in candidates if c.us is not None or c.source == _UNTIMED]
+        if len(able) == 1:
+            return "it is the only one that can serve"
+        return "it is preferred of those that can serve, and no table has a time for it"
     best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
     share = 100 * min(1.0, latency / us)
     rules = (
-        f"latency, so hops, is {share:.0f}% of it"
+        f"latency (hops) is {share:.0f}% of it"
         if share > 50
         else f"bytes on the busiest link are {100 - share:.0f}% of it"
     )
@@ -195,6 +176,12 @@ def _why(name: str, candidates: Sequence[Candidate]) -> str:
     if len(timed) == 1:
         return f"{kind} {us:.1f} us, {rules}; no other has a time"
     return f"{kind} {us:.1f} us against {timed[1].us:.1f} of {timed[1].algorithm}; {rules}"
+
+
+def _candidate(name: str, prediction: choice.Prediction) -> Candidate:
+    if not prediction.close:
+        return Candidate(name, None, None, f"{_NO_FIGURE}; order: {_source(prediction)}")
+    return Candidate(name, prediction.us, prediction.latency_us, _source(prediction))
 
 
 def _source(prediction: choice.Prediction) -> str:
@@ -208,16 +195,18 @@ def _source(prediction: choice.Prediction) -> str:
 def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) -> str:
     """Why there is no prediction for an algorithm."""
     if can_serve:
-        return "no table has it"
+        return _UNTIMED
     if not serves(algorithm, group, chip):
-        return f"{chip.name} cannot write to all the devices that it would have to"
+        return f"{chip.name} cannot write to all the devices that it must reach"
     if algorithm.reach is TORUS:
         too_small = "a block has too few tiles to be cut for all axes"
-        return too_small if group.torus else "for groups over several axes of a torus"
+        return too_small if group.torus else "it serves groups over several axes of a torus"
     if algorithm.reach is PARTNERS:
-        return "for shifts by one position"
+        return "it serves shifts by one position"
     return "the devices have no ring of single links"
 
+
+_NO_FIGURE = "no figure"
 
 # On a torus of more devices nothing is as fast as all axes at once, also for blocks that cannot be
 # cut for all links: on v5p 4x4x4 a ring takes 1.3 to 5 times as long.
@@ -226,7 +215,7 @@ FEW_DEVICES = 16
 
 def reachable(op: str, group: Group, chip: Chip, cuts: float) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
-    reach, and of blocks that can be cut in so many parts (`cuts`).
+    reach, and of blocks that can be cut into so many chunks (`cuts`).
 
     Of a group on several axes of a torus without a ring of single links, no ring.
     """
@@ -260,7 +249,7 @@ def check_ring(what: str, group: Group) -> None:
     """Raises ReachError for a kernel round a ring that the chip's devices cannot go round."""
     chip = chips.current()
     if not reaches(reach.ring(group), group, chip):
-        raise unreachable(f"{what} over {group.size} devices as they lie", chip)
+        raise unreachable(f"{what} over {group.size} devices as they are placed", chip)
 
 
 def reaches(pairs: reach.Pairs, group: Group, chip: Chip) -> bool:
@@ -275,5 +264,5 @@ def unreachable(what: str, chip: Chip) -> ReachError:
     return ReachError(
         what,
         f"{chip.name} writes to devices at power-of-two offsets along one torus axis only",
-        "leave backend and algorithm to be chosen: another algorithm, or else lax, then serves",
+        "leave backend and algorithm unset: another algorithm, or lax, then serves",
     )

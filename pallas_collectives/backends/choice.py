@@ -1,12 +1,12 @@
-"""Which backend serves a call, decided once per call while tracing; and how often each served.
+"""Which backend serves a call, decided once per call while it is traced.
 
 * `pallas`: our kernels; compiled on TPUs, in TPU interpret mode on simulated ones (CPU devices);
 * `nccl`: NCCL on NVIDIA GPUs;
 * `xla`: lax's own collective.
 
-A backend asked for by name, in the call, by `use_backend` or by the environment, never falls back.
-Without a name the mesh in scope decides, and where its own backend cannot serve, `xla` does,
-with a warning the first time and a count for each (`fallback_counts`).
+A backend asked for by name never falls back, whether the call, `use_backend` or the environment
+names it. Without a name the mesh in scope decides. If that mesh's backend cannot serve, `xla` does,
+with a warning the first time and a count each time (`fallback_counts`).
 """
 
 import contextlib
@@ -19,13 +19,14 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import _compat, simulation
+from pallas_collectives import _compat, simulation, validation
 from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
 )
+from pallas_collectives.validation import AxisName, Groups
 
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
@@ -35,10 +36,17 @@ _GPU = ("gpu", "cuda", "rocm")
 
 _named_backend = jax.make_user_context(None)
 
+# Whether the step around a call matters (`How.beside`); set by `override_lax`.
+beside_compute = jax.make_user_context(False)
+
+# The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
+# are where our own code means lax's.
+rebound = jax.make_user_context(frozenset())
+
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Within this context calls use the named backend; None gives the choice back to the mesh.
+    """Within this context calls use the named backend; None lets the mesh decide again.
 
     Raises:
       BackendError: no such backend.
@@ -49,18 +57,35 @@ def use_backend(name: str | None) -> Iterator[None]:
         yield
 
 
+def settle(
+    axis_name: AxisName,
+    groups: Groups,
+    backend: str | None,
+    algorithm: str | None,
+    precise: bool = False,
+) -> How:
+    """Checks axis names and groups against the mesh in scope, and settles what serves."""
+    size = validation.size_of(axis_name)
+    axes = validation.named(axis_name)
+    if groups is not None:
+        validation.check_groups(groups, size)
+    validation.check_flag("precise", precise)
+    return choose(axes, backend, algorithm, precise)
+
+
 def choose(
     axes: tuple[Any, ...], backend: str | None, algorithm: str | None, precise: bool = False
 ) -> How:
-    """Settles how a collective over `axes` is served under the mesh in scope.
+    """Settles what serves a collective over `axes` under the mesh in scope.
 
-    An `algorithm` of None or "auto" is the backend's to choose.
+    With an `algorithm` of None or "auto" the backend chooses one.
 
     Raises:
-      BackendError: the named backend does not exist, or it, or the algorithm or precision asked
-        for, cannot be had here.
+      BackendError: the named backend does not exist, or this mesh cannot have the backend,
+        algorithm or precision asked for.
     """
 
+    _compat.prepare()
     algorithm = None if algorithm == "auto" else algorithm
     name = backend or _named_backend.value or os.environ.get(ENVIRONMENT_VARIABLE) or None
     if name is not None:
@@ -69,7 +94,7 @@ def choose(
         if algorithm is not None or precise:
             raise AlgorithmError(
                 f"algorithm={algorithm!r}, precise={precise} with backend 'xla'",
-                "lax's own collectives offer no choice",
+                "lax's own collectives have no algorithms to choose from",
                 "leave them out, or name another backend",
             )
         return How("xla", named=True)
@@ -79,12 +104,18 @@ def choose(
         if name is not None or algorithm is not None or precise:
             asked = {"backend": name, "algorithm": algorithm, "precise": precise or None}
             value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
-            raise BackendError(value, obstacle, "leave backend=None and the like to use lax here")
+            remedy = "leave backend=None, algorithm=None and precise=False: lax then serves"
+            raise BackendError(value, obstacle, remedy)
         return How("xla", fallback=obstacle)
     how = How(chosen, name is not None, "", algorithm, precise)
     if chosen != "pallas":
         return how
-    return dataclasses.replace(how, interpret=_interpret(platform), across=slices.marked())
+    return dataclasses.replace(
+        how,
+        interpret=_interpret(platform),
+        across=slices.marked(),
+        beside=beside_compute.value and not how.strict,
+    )
 
 
 def _check_name(name: str) -> None:
@@ -92,7 +123,7 @@ def _check_name(name: str) -> None:
         environment = os.environ.get(ENVIRONMENT_VARIABLE) == name
         where = f" (from {ENVIRONMENT_VARIABLE})" if environment else ""
         raise BackendError(
-            f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one"
+            f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one of them"
         )
 
 

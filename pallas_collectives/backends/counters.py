@@ -1,4 +1,4 @@
-"""How often each backend and algorithm has served, and lax in their place; which products fused."""
+"""Counts of what has served: backends and algorithms, lax in their place, fused products."""
 
 import collections
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
-from pallas_collectives.backends.plans import Plan
+from pallas_collectives.backends.plans import FUSED, Plan, ProductPlan
 
 _counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
 
@@ -26,6 +26,9 @@ _counting = contextvars.ContextVar("counting", default=True)
 
 
 _made: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("made", default=None)
+
+
+_built: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("built", default=None)
 
 
 def counts() -> dict[tuple[str, str, str | None], int]:
@@ -46,7 +49,7 @@ def fusion_counts() -> dict[tuple[str, str, str], int]:
     """How often each (fused product, way, reason) was built into a program, since `reset_counts`.
 
     The way is "fused" (one kernel), "pipelined" (permutes and products of XLA) or "unfused" (a
-    collective and a product), with the reason for the last. Backward passes count as well.
+    collective and a product). The reason is "" for "fused". Backward passes count as well.
     """
     return dict(_fusions)
 
@@ -58,18 +61,18 @@ def reset_counts() -> None:
     _fusions.clear()
 
 
-def count_fusion(op: str, way: str, reason: str) -> None:
-    """Notes that a fused product is being built, this way."""
-    if _counting.get():
-        with _counts_lock:
-            _fusions[op, way, reason] += 1
-
-
 def note(plan: Plan) -> None:
-    """Notes that a plan is being followed: it is counted, and told to who records."""
+    """Counts a plan that is being followed, and hands it to `recorded`."""
     if (plans := _made.get()) is not None:
         plans.append(plan)
     if not _counting.get():
+        return
+    if (built := _built.get()) is not None:
+        built.append(plan)
+    if isinstance(plan, ProductPlan):
+        reason = "" if plan.algorithm == FUSED else plan.why
+        with _counts_lock:
+            _fusions[plan.op, str(plan.algorithm), reason] += 1
         return
     fallback = plan.backend == "xla" and plan.why
     with _counts_lock:
@@ -81,19 +84,23 @@ def note(plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Plan]]:
-    """The plans that are followed within this context, in their order."""
+def recorded(*, built: bool = False) -> Iterator[list[Plan]]:
+    """The plans that are followed within this context, in their order.
+
+    With `built` only those of programs that are being built, and no traces that ask what would be.
+    """
     plans: list[Plan] = []
-    token = _made.set(plans)
+    kept = _built if built else _made
+    token = kept.set(plans)
     try:
         yield plans
     finally:
-        _made.reset(token)
+        kept.reset(token)
 
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """For traces that only ask what a lowering would do."""
+    """Within this context nothing is counted: the trace only asks what a lowering would do."""
     token = _counting.set(False)
     try:
         yield

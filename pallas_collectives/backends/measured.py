@@ -1,7 +1,7 @@
-"""A backend that has no algorithms to choose from, where a measured table has it beside lax.
+"""A backend without algorithms to choose from, compared with lax by a measured table.
 
-NCCL chooses its algorithms itself. What remains to be chosen is whether NCCL serves at all: where
-the table in scope (see `tuning.choice`) has lax faster on these devices, lax serves, counted.
+NCCL chooses its algorithms itself. The only choice left is whether NCCL serves: if lax is faster on
+these devices by the table in scope (see `tuning.choice`), lax serves, and is counted.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pallas_collectives.tuning import choice
 
 
 class Measured:
-    """A backend module, which refuses what lax does faster; the same functions."""
+    """A backend module's functions; those refuse that lax does faster."""
 
     def __init__(self, module: Any, name: str) -> None:
         self._module, self._name = module, name
@@ -42,6 +42,6 @@ class Measured:
         if ours is not None and of_lax is not None and of_lax < ours:
             raise SlowerError(
                 f"{op} over {devices} x {device.device_kind} by {self._name}",
-                "the measured table has lax faster",
-                f"name the backend to have {self._name} all the same",
+                "lax is faster here by the measured table",
+                f"name backend={self._name!r} to use it all the same",
             )

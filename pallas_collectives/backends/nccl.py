@@ -47,20 +47,20 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         c.all_gather(inputs[0], outputs[0], x.size, x.dtype, stream)
 
     work = _Work(f"all_gather {x.dtype} {x.size}", enqueue)
-    return _side_by_side(_call(work, group, (group.size, *x.shape), x.dtype, x), axis)
+    return side_by_side(_call(work, group, (group.size, *x.shape), x.dtype, x), axis)
 
 
 def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     """The sum of everyone's block `me`."""
     dtype = _summed("reduce_scatter", x.dtype, "sum", how)
-    blocks = _blocks(x, axis, group.size).astype(dtype)
-    shape = blocks.shape[1:]
+    terms = blocks(x, axis, group.size).astype(dtype)
+    shape = terms.shape[1:]
 
     def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
         c.reduce_scatter(inputs[0], outputs[0], math.prod(shape), dtype, "sum", stream)
 
     work = _Work(f"reduce_scatter sum {dtype} {math.prod(shape)}", enqueue)
-    return _call(work, group, shape, dtype, blocks).astype(x.dtype)
+    return _call(work, group, shape, dtype, terms).astype(x.dtype)
 
 
 def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
@@ -79,11 +79,11 @@ def all_to_all(
 ) -> jax.Array:
     """Block p goes to p and lands as block `me`."""
     _serves("all_to_all", x.dtype, how)
-    return _side_by_side(_exchanged(_blocks(x, split_axis, group.size), group), concat_axis)
+    return side_by_side(_exchanged(blocks(x, split_axis, group.size), group), concat_axis)
 
 
 def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how: How) -> jax.Array:
-    """What the source sends; zeros where there is none."""
+    """What the source sends; zeros on devices without a source."""
     _serves("ppermute", x.dtype, how)
     target_of, source_of = dict(perm), {target: source for source, target in perm}
 
@@ -189,14 +189,14 @@ def _exchanged(blocks: jax.Array, group: Group) -> jax.Array:
     return _call(work, group, blocks.shape, blocks.dtype, blocks)
 
 
-def _blocks(x: jax.Array, axis: int, n: int) -> jax.Array:
+def blocks(x: jax.Array, axis: int, n: int) -> jax.Array:
     """(..., n * s, ...) -> (n, ..., s, ...)."""
     shape = x.shape
     cut = x.reshape(*shape[:axis], n, shape[axis] // n, *shape[axis + 1 :])
     return jnp.moveaxis(cut, axis, 0)
 
 
-def _side_by_side(blocks: jax.Array, axis: int) -> jax.Array:
+def side_by_side(blocks: jax.Array, axis: int) -> jax.Array:
     """(n, ..., s, ...) -> (..., n * s, ...)."""
     n, *shape = blocks.shape
     moved = jnp.moveaxis(blocks, 0, axis)
@@ -232,6 +232,7 @@ _call_p = core.Primitive("nccl_call")
 def _call(
     work: _Work, group: Group, shape: Sequence[int], dtype: Any, *operands: jax.Array
 ) -> jax.Array:
+    _compat.prepare()
     return _call_p.bind(*operands, work=work, group=group, shape=tuple(shape), dtype=dtype)
 
 
@@ -239,7 +240,7 @@ def _call(
 def _abstract_eval(
     *operands: Any, work: _Work, group: Group, shape: tuple[int, ...], dtype: Any
 ) -> Any:
-    return jax.core.ShapedArray(shape, dtype)
+    return _compat.array_type(shape, dtype)
 
 
 def _lower(
@@ -269,7 +270,7 @@ def _lower(
     )  # fmt: skip
 
 
-mlir.register_lowering(_call_p, _lower)
+_compat.register(_call_p, lowering=_lower)
 
 
 def device_groups(mesh: Any, group: Group) -> list[list[jax.Device]]:

@@ -1,4 +1,17 @@
-"""What serves a call: `How`, settled while tracing, and the `Plan` that a lowering makes of it."""
+"""What a call asks for (`How`), and what serves it (`Plan`).
+
+Two moments settle a call, because tracing does not know where the devices are. While it is
+traced, `backends.choice` checks what the caller asks for, and writes these wishes and the backend
+that they lead to into a `How`. While it is lowered the devices are known, and a plan is made:
+
+    Plan           lax serves, or NCCL, which chooses its algorithms itself
+    KernelPlan     one of our kernels; made by `backends.algorithms.choose`
+    ProductPlan    a product with its collective; made by `overlap.fusion.decide`, while tracing
+                   already, since derivatives depend on it, and confirmed while lowering
+
+Whoever makes a plan hands it to `counters.note`. Counters count that object, the launch follows
+it, and `explain` prints it.
+"""
 
 import dataclasses
 from typing import Any
@@ -10,6 +23,8 @@ from pallas_collectives.errors import (
     SlowerError,
     UnservedError,
 )
+from pallas_collectives.kernels.machinery import sparsecore
+from pallas_collectives.records import Algorithm
 
 NAMES = ("pallas", "nccl", "xla")
 
@@ -20,9 +35,7 @@ UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError)
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What is settled of a call while tracing; a parameter of its primitive and its transpose's.
-
-    What serves in the end is a `Plan`, made while lowering, when the devices are known.
+    """What a call asks for; a parameter of its primitive and of its transpose's.
 
     Attributes:
       backend: one of `NAMES`.
@@ -32,6 +45,8 @@ class How:
       precise: sums travel in float32 where the operand is a narrower float.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
+      beside: whether the step around the call matters: lax then serves what XLA runs beside
+        compute, and a SparseCore what is worth it (see `tuning.overlaps`).
     """
 
     backend: str
@@ -41,6 +56,7 @@ class How:
     precise: bool = False
     interpret: Any = False
     across: tuple[str, ...] | None = None
+    beside: bool = False
 
     @property
     def strict(self) -> bool:
@@ -48,18 +64,80 @@ class How:
         return self.named or self.algorithm is not None or self.precise
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What serves one collective, and why: made once, followed, counted and explained as it is.
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """An algorithm that could serve.
 
     Attributes:
-      op: the canonical collective; where lax serves, lax's.
+      algorithm: its name.
+      us: predicted microseconds; None where there is no prediction.
+      latency_us: of these, what remains for the smallest operands.
+      source: whose prediction it is, "modelled ..." or "measured ..."; or why it has no prediction.
+    """
+
+    algorithm: str
+    us: float | None
+    latency_us: float | None
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What serves one call, and why: made once, followed, counted and explained as it is.
+
+    Attributes:
+      op: the canonical collective, or the product; where lax serves, lax's collective.
       backend: one of `NAMES`.
       algorithm: its name, with the memory space behind it; None where the backend itself chooses.
       why: in a sentence; where lax serves, what no other backend can, and "" if lax was named.
+      candidates: all algorithms that were compared, the fastest first; empty where the caller named
+        this one.
     """
 
     op: str
     backend: str
     algorithm: str | None = None
     why: str = ""
+    candidates: tuple[Candidate, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelPlan(Plan):
+    """A plan by which a kernel serves.
+
+    Attributes:
+      record: of its algorithm.
+      vmem: whether operands and result are kept in VMEM while it runs.
+      on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
+      nbytes: of one device's operand, as it is laid out for the kernel.
+      cuts: into how many chunks a block can be cut.
+      devices: devices in the group.
+      chip: the TPU generation.
+      torus: how the group lies on the links (see `tables.Entry`).
+    """
+
+    record: Algorithm
+    vmem: bool
+    on_sparsecore: bool
+    nbytes: int
+    cuts: int
+    devices: int
+    chip: str
+    torus: str
+
+    def launch(self, *operands: Any, **options: Any) -> Any:
+        """Runs the algorithm's kernel, on its engine."""
+        with sparsecore.wanted(self.on_sparsecore):
+            return self.record.launcher(*operands, vmem=self.vmem, **options)
+
+
+FUSED, PIPELINED, UNFUSED = "fused", "pipelined", "unfused"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductPlan(Plan):
+    """A plan for a product and its collective.
+
+    Its `algorithm` is `FUSED` (one kernel), `PIPELINED` (permutes and products of XLA) or `UNFUSED`
+    (a collective and a product; the collective has a plan of its own).
+    """

@@ -1,7 +1,6 @@
-"""A collective of lax's served by a backend: the calls that lowerings and `explain` make."""
+"""Serves a collective of lax's from a backend; lowerings and `explain` call this."""
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +8,17 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import catalogue
-from pallas_collectives.backends import canonical, measured, slices, untyped
+from pallas_collectives.backends import canonical, choice, measured, slices, untyped
 from pallas_collectives.backends.counters import note
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
-from pallas_collectives.errors import (
-    UnservedError,
-)
+from pallas_collectives.errors import UnservedError
 from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import overlaps
 
 
 def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
-    """Runs a lax collective as `how` says, or by lax where the backend cannot.
+    """Runs a lax collective as `how` says, or lax's own if the backend cannot serve it.
 
     Raises:
       DtypeError, ReachError, SliceError: as `run`, where the backend or its algorithm was named.
@@ -28,7 +27,9 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
-    """Runs the lax collective named `op` on the backend, or `by_lax` where that cannot."""
+    """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it."""
+    if how.beside and (why := _kept(op)):
+        how = How("xla", fallback=why)
     if how.backend != "xla":
         try:
             return run(op, how, *args, **params)
@@ -37,24 +38,46 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
                 raise
             how = How("xla", fallback=str(error))
     note(Plan(op=op, backend="xla", why=how.fallback))
-    return by_lax(*args, **params)
+    with choice.rebound(frozenset()):
+        return by_lax(*args, **params)
+
+
+def _kept(op: str) -> str:
+    """Why lax keeps a collective whose step matters; "" where it does not."""
+    collective, _ = catalogue.primitives()[op]
+    return overlaps.by_xla(collective.name, chips.current())
+
+
+def backend_module(name: str) -> Any:
+    """The canonical functions of "pallas" or "nccl"; imported when one is needed first."""
+    if name == "nccl":
+        from pallas_collectives.backends import nccl
+
+        return nccl
+    from pallas_collectives.backends import pallas
+
+    return pallas
 
 
 def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     """Runs the lax collective named `op` on the backend.
 
     Raises:
-      DtypeError, ReachError, SliceError: the backend cannot take the dtype, or not write to the
+      DtypeError, ReachError, SliceError: the backend cannot take the dtype, or cannot write to the
         devices.
     """
+    with choice.rebound(frozenset()):
+        return _run(op, how, *args, **params)
 
-    module: Any = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
+
+def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
+    module = backend_module(how.backend)
     collective, _ = catalogue.primitives()[op]
     if not hasattr(module, collective.name):
         raise UnservedError(
             f"{collective.name} by backend {how.backend!r}",
             "that backend has no function for it",
-            "leave the backend to be chosen: lax, then, serves",
+            "leave backend=None: lax then serves",
         )
     operands = [untyped.untyped(x) for x in args]
     if how.backend == "pallas":

@@ -1,9 +1,8 @@
 """Collectives over devices of several slices: kernels inside each slice, lax between slices.
 
 A slice is what one network of links joins: a pod or a part of one. Kernels write to devices of
-their own slice; between slices lies the data-centre network, which is XLA's job. So a collective
-over a group that spans slices goes in steps, of which those "inside" are kernels and those "across"
-are lax's own:
+their own slice; XLA sends over the data-centre network between slices. So a collective over a group
+that spans slices goes in steps: those "inside" are kernels, those "across" are lax's own:
 
     all_reduce        scatter inside, reduce across, gather inside
     all_gather        gather across, gather inside: each block crosses to a slice once
@@ -13,9 +12,9 @@ Every device exchanges across with those at its own position in the other slices
 over such a group, groups (`axis_index_groups`) that reach into several slices, and groups that have
 one device in each, are left to lax and counted (`fallback_counts`).
 
-Which devices share a slice the devices say themselves (`slice_index`), once they are known, which
-is while a collective is lowered; or `across_slices` says it. All of this stands above a backend's
-canonical collectives (see `backends.canonical`), so types and gradients are lax's as everywhere.
+The devices say which of them share a slice (`slice_index`); they are known while a collective is
+lowered. Or `across_slices` says it. All of this stands above a backend's canonical collectives (see
+`backends.canonical`), so types and gradients are lax's.
 """
 
 import contextlib
@@ -51,9 +50,9 @@ _mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None
 def across_slices(*axes: str) -> Iterator[None]:
     """Within this context steps along these mesh axes lead to other slices.
 
-    For simulated devices, and wherever the devices do not say so themselves. A collective over the
-    other axes alone is what it is without. Contexts do not add up: the innermost says all, and
-    `across_slices()`, whatever the devices say, that there is one slice.
+    It is for simulated devices, and for others that do not say so themselves. Collectives over the
+    other axes alone do not change. Contexts do not add up: only the innermost counts. Within
+    `across_slices()` there is one slice, whatever the devices say.
 
     Example, on two slices of 4:
       mesh = jax.make_mesh((2, 4), ("dcn", "x"))
@@ -83,7 +82,7 @@ def marked() -> tuple[str, ...] | None:
 
 @contextlib.contextmanager
 def scope(mesh: Any) -> Iterator[None]:
-    """Within this context, a lowering, these are the mesh's devices; None, nobody knows them."""
+    """Within this context, a lowering, these are the mesh's devices; None if they are unknown."""
     token = _mesh.set(mesh if isinstance(mesh, Mesh) else None)
     try:
         yield
@@ -95,7 +94,7 @@ class Split(NamedTuple):
     """A group that spans slices.
 
     Attributes:
-      inside: the devices of each slice, a ring of its own each.
+      inside: the devices of each slice; each slice is a ring.
       across: the devices at one position of every slice.
       order: row `s * inside.size + j` is where lax has the device at position j of slice s.
     """
@@ -158,8 +157,8 @@ def _along(group: Group, wanted: list[bool]) -> Group:
 def _not_in_steps(group: Group, rule: str) -> SliceError:
     return SliceError(
         f"a group over {group.axes}, across slices",
-        f"{rule}, and the network between slices is XLA's",
-        "leave backend and algorithm to be chosen: lax serves",
+        f"{rule}; only XLA's own collectives go between slices",
+        "leave backend and algorithm unset: lax then serves",
     )
 
 
@@ -178,13 +177,16 @@ class InSlices:
         def serve(*args: Any, how: How, **params: Any) -> jax.Array:
             group = next(a for a in args if isinstance(a, Group))
             if _parts(group, how) is not None:
-                raise _not_in_steps(group, "this collective has no steps inside and across")
+                raise _not_in_steps(
+                    group,
+                    "this collective cannot be split into steps inside slices and across them",
+                )
             return function(*args, how=how, **params)
 
         return serve
 
     def all_gather(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
-        """Each device's block to its like in the other slices, then all of them inside."""
+        """Sends each block to the same position in the other slices, then gathers all inside."""
         parts = _parts(group, how)
         if parts is None:
             return self._kernels.all_gather(x, group, axis=axis, how=how)
@@ -196,7 +198,7 @@ class InSlices:
         return _merged(_reordered(blocks, axis, np.argsort(parts.order)), axis)
 
     def reduce_scatter(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
-        """A slice's sums of all blocks that its like in any slice wants, then the slices' sum."""
+        """Sums inside the blocks for this position in every slice, then sums them across."""
         parts = _parts(group, how)
         if parts is None:
             return self._kernels.reduce_scatter(x, group, axis=axis, how=how)
@@ -212,9 +214,9 @@ class InSlices:
         return scatter(sums).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
-        """A slice's result in blocks, one a device, each reduced across and gathered inside.
+        """Reduces inside to a block a device, reduces each block across, and gathers inside.
 
-        Of a maximum or minimum each device has the slice's whole result, and takes its block of it.
+        For a maximum or minimum each device gets the slice's whole result, and takes its block.
         """
         parts = _parts(group, how)
         if parts is None:
@@ -222,8 +224,8 @@ class InSlices:
         if how.algorithm is not None:
             raise AlgorithmError(
                 f"algorithm={how.algorithm!r} for all_reduce across slices",
-                "inside a slice it is a reduce_scatter and an all_gather, with names of their own",
-                "leave it to be chosen",
+                "inside a slice reduce_scatter and all_gather serve, with their own algorithms",
+                "leave algorithm=None",
             )
         n = parts.inside.size
         wire = _wide(x, how)
@@ -281,7 +283,7 @@ def _of_devices(group: Group, mesh: Mesh) -> np.ndarray:
         slices = [getattr(device, "slice_index", 0) for device in beside]
         ways.add(tuple(list(dict.fromkeys(slices)).index(s) for s in slices))
     if len(ways) > 1:
-        raise _not_in_steps(group, "groups beside each other lie in slices in different ways")
+        raise _not_in_steps(group, "groups along the same axes lie in slices in different ways")
     return np.array(ways.pop()).reshape(group.sizes)
 
 
@@ -300,7 +302,7 @@ def _by_lax(
 
 
 def _wide(x: jax.Array, how: How) -> jax.Array:
-    """x as its sums travel, inside and across: in float32 where that was asked for."""
+    """x in the dtype in which its sums travel: float32 if that was asked for."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return x.astype(jnp.float32) if narrow and how.precise else x
 
@@ -324,7 +326,7 @@ def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def _reordered(x: jax.Array, axis: int, order: np.ndarray) -> jax.Array:
-    """Blocks along dimensions `axis` and the next, taken in another order; as it is if in that."""
+    """Blocks along dimensions `axis` and the next, in another order."""
     if np.array_equal(order, np.arange(order.size)):
         return x
     blocks = _split(_merged(x, axis), axis, order.size)

@@ -1,23 +1,21 @@
-"""Arrays without what only check_vma knows of them, and no kernel's arithmetic may see.
+"""Arrays without the types "reduced" and "unreduced", which a kernel's arithmetic must not see.
 
-Under `check_vma=True` an array may be typed as a term of a sum over devices ("unreduced"), which
-nothing may be added to; a kernel that sums it adds to it all the same.
+Under `check_vma=True` an array may be typed as a term of a sum over devices ("unreduced"). JAX lets
+nothing be added to such an array, but a kernel that sums it must.
 """
 
 from typing import Any
 
-import jax
 from jax.extend import core
-from jax.interpreters import mlir
+
+from pallas_collectives import _compat
 
 _untyped_p = core.Primitive("pallas_untyped")
-_untyped_p.def_abstract_eval(
-    lambda aval: aval.update(manual_axis_type=type(aval.mat)(varying=aval.mat.varying))
-)
-mlir.register_lowering(_untyped_p, lambda ctx, x: [x])
+_untyped_p.def_abstract_eval(_compat.only_varying)
+_compat.register(_untyped_p, lowering=lambda ctx, x: [x])
 
 
 def untyped(x: Any) -> Any:
-    """x, neither reduced nor unreduced."""
-    kind = jax.typeof(x).mat
+    """x, typed as neither reduced nor unreduced."""
+    kind = _compat.manual_type(x)
     return _untyped_p.bind(x) if kind.reduced or kind.unreduced else x

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
@@ -67,10 +68,10 @@ class Scratch(NamedTuple):
     right.
     """
 
-    slots_ref: Any  # (2 sides, SLOTS, chunk): VMEM; written by the neighbours further out
-    terms_ref: Any  # (2, chunk): VMEM; our terms, on their way from HBM ahead of their sums
-    term_sems: Any  # (2,): own; a term is here
-    result_sems: Any  # (SLOTS,): own, in the middle; a finished chunk is in its place
+    slots_ref: Ref  # (2 sides, SLOTS, chunk): VMEM; written by the neighbours further out
+    terms_ref: Ref  # (2, chunk): VMEM; our terms, on their way from HBM ahead of their sums
+    term_sems: Semaphore  # (2,): own; a term is here
+    result_sems: Semaphore  # (SLOTS,): own, in the middle; a finished chunk is in its place
     # (2 sides) channels inwards; `sent`: (2 sides, SLOTS): own; a sum has left its slot, in the
     #   middle to either side
     inwards: Semaphores
@@ -79,7 +80,7 @@ class Scratch(NamedTuple):
     outwards: Semaphores
 
     @classmethod
-    def of(cls, chunk: tuple[int, ...], dtype: Any, n: int) -> "Scratch":
+    def of(cls, chunk: tuple[int, ...], dtype: DType, n: int) -> "Scratch":
         """What to allocate."""
         dma = pltpu.SemaphoreType.DMA
         return cls(
@@ -92,7 +93,7 @@ class Scratch(NamedTuple):
         )
 
 
-def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
+def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interpret) -> jax.Array:
     """Reduces x over a line; its last two dimensions are whole tiles.
 
     Of a number of tiles that cannot be cut into chunks XLA makes one that can: two passes more.
@@ -119,19 +120,19 @@ def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> 
     )
 
 
-def chunks_of(shape: tuple[int, ...], dtype: Any, n: int) -> Blocks:
+def chunks_of(shape: tuple[int, ...], dtype: DType, n: int) -> Blocks:
     """How an operand is cut."""
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     fine = min(CHUNKS_PER_DEVICE * n, nbytes // SMALLEST_CHUNK)
     return Blocks.of(shape, 0, dtype, max(1, nbytes // CHUNK_BYTES, fine))
 
 
-def steps(place: Any, n: int) -> tuple[Any, Any]:
+def steps(place: Number, n: int) -> tuple[Any, Any]:
     """The step in which a place adds its term to a chunk, and that in which it holds the whole sum.
 
     They lie as far before and behind the middle's own step, n // 2, as the place lies from it.
     """
-    hops = abs(place - n // 2)
+    hops: Any = abs(place - n // 2)
     return n // 2 - hops, n // 2 + hops
 
 
@@ -150,8 +151,8 @@ class _Device:
     def __init__(
         self,
         ring: Ring,
-        x_ref: Any,  # own operand: HBM or VMEM
-        o_ref: Any,  # result: HBM or VMEM; written by the neighbour further in, in the middle by us
+        x_ref: Ref,  # own operand: HBM or VMEM
+        o_ref: Ref,  # result: HBM or VMEM; written by the neighbour further in, in the middle by us
         scratch: Scratch,
         *,
         chunks: Blocks,
@@ -173,12 +174,12 @@ class _Device:
         self._both = [self._sums(RIGHT, 0), self._sums(LEFT, 1)][: 1 + (self._middle < n - 1)]
         self._outwards = self._finished(-inwards)
 
-    def _sums(self, direction: Any, side: Any) -> Channel:
+    def _sums(self, direction: Number, side: Number) -> Channel:
         slots = self._s.slots_ref, (side,)
         count = self._count
         return Channel(self._ring, direction, self._s.inwards, (side,), count, count, slots)
 
-    def _finished(self, direction: Any) -> Channel:
+    def _finished(self, direction: Number) -> Channel:
         return Channel(self._ring, direction, self._s.outwards, (0,), self._count, longest=0)
 
     def prepare(self) -> Callable[[], None]:
@@ -202,23 +203,23 @@ class _Device:
             passed_on = (~self._in_middle & ~self._at_end).astype(jnp.int32) * self._count
             self._outwards.wait_sent(self._of(self._o_ref, jnp.int32(0)), times=passed_on)
 
-    def _of(self, ref: Any, chunk: Any) -> Any:
+    def _of(self, ref: Ref, chunk: Number) -> Any:
         return self._chunks.at(ref, chunk=chunk)
 
     # Our terms, copied to VMEM one ahead of the sum that they are added to
 
-    def _fetch_term(self, chunk: Any) -> None:
+    def _fetch_term(self, chunk: Number) -> None:
         """Starts the copy of our term of a chunk; at the ends, sums set out from the operand."""
         if not self._vmem:
             wanted = ~self._at_end & (chunk < self._count)
             only_if(wanted, lambda: self._term_copy(chunk).start())
 
-    def _term_copy(self, chunk: Any) -> Any:
+    def _term_copy(self, chunk: Number) -> Any:
         at = wrap_step(chunk, 2)
         target, semaphore = self._s.terms_ref.at[at], self._s.term_sems.at[at]
         return pltpu.make_async_copy(self._of(self._x_ref, chunk), target, semaphore)
 
-    def _term(self, chunk: Any) -> Any:
+    def _term(self, chunk: Number) -> Any:
         if self._vmem:
             return self._of(self._x_ref, chunk)
         self._term_copy(chunk).wait()
@@ -226,18 +227,18 @@ class _Device:
 
     # Sums, on their way in
 
-    def _send_sum(self, chunk: Any) -> None:
+    def _send_sum(self, chunk: Number) -> None:
         """Adds our term to a chunk, and sends the sum on."""
         ours = (chunk >= 0) & (chunk < self._count)
         only_if(ours & self._at_end, lambda: self._begin(chunk))
         only_if(ours & ~self._at_end & ~self._in_middle, lambda: self._add(chunk))
         only_if(ours & self._in_middle, lambda: self._finish(chunk))
 
-    def _begin(self, chunk: Any) -> None:
+    def _begin(self, chunk: Number) -> None:
         self._end_sends(chunk - IN_FLIGHT)
         self._send_in(self._of(self._x_ref, chunk), chunk)
 
-    def _add(self, chunk: Any) -> None:
+    def _add(self, chunk: Number) -> None:
         self._fetch_term(chunk + 1)  # into the buffer of the term before this one
         summed = self._inwards.slot(chunk)
         self._inwards.receive(chunk, summed)
@@ -245,7 +246,7 @@ class _Device:
         self._end_sends(chunk - IN_FLIGHT)
         self._send_in(summed, chunk)
 
-    def _finish(self, chunk: Any) -> None:
+    def _finish(self, chunk: Number) -> None:
         """In the middle: adds both sides' sums, keeps the finished chunk and sends it out."""
         self._fetch_term(chunk + 1)
         left, *right = (channel.slot(chunk) for channel in self._both)
@@ -258,19 +259,21 @@ class _Device:
             out = self._finished(-channel.direction)
             self._push(out, left, self._of(self._o_ref, chunk), chunk, side)
 
-    def _send_in(self, source: Any, chunk: Any) -> None:
+    def _send_in(self, source: Ref, chunk: Number) -> None:
         """Sends a sum to a slot of the neighbour further in, once it is free."""
         self._inwards.wait_until_free(chunk)
         self._push(self._inwards, source, self._inwards.slot(chunk), chunk, self._side)
 
-    def _push(self, channel: Channel, source: Any, target: Any, chunk: Any, side: Any) -> None:
+    def _push(
+        self, channel: Channel, source: Ref, target: Ref, chunk: Number, side: Number
+    ) -> None:
         """Sends from a slot: it has a semaphore of its own, as others may leave before it."""
         dataclasses.replace(channel, sent=self._sent(side, chunk)).push(source, target, chunk)
 
-    def _sent(self, side: Any, chunk: Any) -> Any:
+    def _sent(self, side: Number, chunk: Number) -> Any:
         return self._s.inwards.sent.at[side, wrap_step(chunk, SLOTS)]
 
-    def _end_sends(self, chunk: Any) -> None:
+    def _end_sends(self, chunk: Number) -> None:
         """Waits until a chunk has left its slot, and gives the slot back to who filled it."""
         number = lax.max(chunk, 0)
 
@@ -288,14 +291,14 @@ class _Device:
         only_if((chunk >= 0) & self._in_middle, in_middle)
         only_if((chunk >= 0) & ~self._in_middle, elsewhere)
 
-    def _result_copy(self, chunk: Any) -> Any:
+    def _result_copy(self, chunk: Number) -> Any:
         semaphore = self._s.result_sems.at[wrap_step(chunk, SLOTS)]
         place = self._of(self._o_ref, chunk)
         return pltpu.make_async_copy(self._both[0].slot(chunk), place, semaphore)
 
     # Finished chunks, on their way out
 
-    def _receive_finished(self, chunk: Any) -> None:
+    def _receive_finished(self, chunk: Number) -> None:
         """Waits for a finished chunk, in its place in the result, and passes it on.
 
         The neighbour further in cannot have sent chunk c + window, on the same semaphore, before we

@@ -1,4 +1,4 @@
-"""Matrix products fused with the collective before or after them, on `machinery.pipelines`.
+"""Matrix products fused with the collective before or after them, on `pipelines`.
 
     all_gather_matmul        multiplies each chunk of a block as it arrives
     matmul_reduce_scatter    computes each partial product just before the hop that carries it
@@ -22,9 +22,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.lax import PrecisionLike
 
+from pallas_collectives.annotations import DType, Interpret, Number, Ref
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels.machinery import launch, pipelines, product, sync
+from pallas_collectives.kernels import pipelines
+from pallas_collectives.kernels.machinery import launch, product, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks, sublanes
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.topology import chips, groups
@@ -73,8 +76,8 @@ class Plan:
 def plan(
     shape: tuple[int, int, int],
     weights: Sequence[tuple[int, Any]],  # N and dtype of each
-    x_dtype: Any,
-    out_dtype: Any,
+    x_dtype: DType,
+    out_dtype: DType,
     *,
     terms: int = 0,
     transposed: bool = False,
@@ -122,10 +125,10 @@ def all_gather_matmul(
     ws: Sequence[jax.Array],
     group: Group,
     *,
-    out_dtype: Any,
+    out_dtype: DType,
     transposed: bool,
-    precision: Any,
-    interpret: Any,
+    precision: PrecisionLike,
+    interpret: Interpret,
 ) -> tuple[jax.Array, ...]:
     """The gathered x, (A, n * rows, K), and its products with every w, (A, n * rows, N).
 
@@ -171,11 +174,11 @@ def matmul_reduce_scatter(
     w: jax.Array,
     group: Group,
     *,
-    wire_dtype: Any,
+    wire_dtype: DType,
     scale: float,
     transposed: bool,
-    precision: Any,
-    interpret: Any,
+    precision: PrecisionLike,
+    interpret: Interpret,
 ) -> jax.Array:
     """The block of rows `me` of `scale` times the sum of everyone's x @ w.
 
@@ -259,14 +262,14 @@ class TileScratch(NamedTuple):
 class Scratch(NamedTuple):
     """What a fused kernel takes beside its arrays."""
 
-    pipeline: Any  # see `machinery.pipelines`
+    pipeline: Any  # see `pipelines`
     tiles: TileScratch
 
 
 class _Weights:
     """The weights of a kernel, where its products find them."""
 
-    def __init__(self, how: Plan, w_refs: Sequence[Any], scratch: TileScratch) -> None:
+    def __init__(self, how: Plan, w_refs: Sequence[Ref], scratch: TileScratch) -> None:
         self.how, self.sums = how, scratch.sums
         self.refs = [scratch.resident.get(i, w_ref) for i, w_ref in enumerate(w_refs)]
         self._w_refs, self._copy_sems = w_refs, scratch.copy_sems
@@ -280,7 +283,7 @@ class _Weights:
             [self._copy_sems[i] for i in stay],
         )
 
-    def multiply(self, i: int, x_ref: Any, out_ref: Any, *terms: Any, **options: Any) -> None:
+    def multiply(self, i: int, x_ref: Ref, out_ref: Ref, *terms: Any, **options: Any) -> None:
         """out = x @ w[i] + terms."""
         how = self.how
         product.multiply(
@@ -297,18 +300,18 @@ class _Weights:
 
 def _gather_kernel(
     ring: Ring,
-    x_ref: Any,  # (A, rows, K): HBM
+    x_ref: Ref,  # (A, rows, K): HBM
     *refs: Any,  # the ws; the gathered x, (A, n * rows, K), and the products, (A, n * rows, N):
     # HBM; then a Scratch
     how: Plan,
     streams: tuple[Stream, ...],
-    precision: Any,
+    precision: PrecisionLike,
 ) -> None:
     count, (*arrays, scratch) = len(how.problems), refs
     w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
     weights = _Weights(how, w_refs, scratch.tiles)
 
-    def consume(block: Any, chunk: Any) -> None:
+    def consume(block: Number, chunk: Number) -> None:
         arrived = how.blocks.at(gathered_ref, block, chunk)
         for i, out_ref in enumerate(out_refs):
             target = how.blocks_of(out_ref.shape[2]).at(out_ref, block, chunk)
@@ -328,23 +331,23 @@ def _gather_kernel(
 
 def _scatter_kernel(
     ring: Ring,
-    x_ref: Any,  # (A, n * rows, K): HBM
-    w_ref: Any,  # (K, N) or (N, K): HBM
-    o_ref: Any,  # (A, rows, N): HBM
+    x_ref: Ref,  # (A, n * rows, K): HBM
+    w_ref: Ref,  # (K, N) or (N, K): HBM
+    o_ref: Ref,  # (A, rows, N): HBM
     scratch: Scratch,
     *,
     how: Plan,
     streams: tuple[Stream, ...],
     scale: float,
-    precision: Any,
+    precision: PrecisionLike,
 ) -> None:
     weights = _Weights(how, [w_ref], scratch.tiles)
 
-    def produce(block: Any, chunk: Any, sum_ref: Any, adds: Any) -> None:
+    def produce(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:
         own = how.blocks.at(x_ref, block, chunk)
         weights.multiply(0, own, sum_ref, sum_ref, adds=adds, precision=precision)
 
-    def finish(chunk: Any, target_ref: Any, *sum_refs: Any) -> None:
+    def finish(chunk: Number, target_ref: Ref, *sum_refs: Ref) -> None:
         own = how.blocks.at(x_ref, ring.me, chunk)
         weights.multiply(0, own, target_ref, *sum_refs, scale=scale, precision=precision)
 

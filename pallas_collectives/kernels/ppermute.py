@@ -16,7 +16,7 @@ Neither needs scratch. Where some device is nobody's target, every result begins
 over local memory, which XLA may place anywhere before.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Interpret, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import entry, launch, sync
 from pallas_collectives.topology.groups import Group, Ring
 
@@ -33,13 +34,13 @@ Pairs = tuple[tuple[int, int], ...]
 class Scratch(NamedTuple):
     """What the kernel takes beside its arrays: two semaphores."""
 
-    send_sem: Any = pltpu.SemaphoreType.DMA  # own; x_ref has left, or been copied: once, or never
+    send_sem: Semaphore = dma_semaphores()  # own; x_ref has left, or been copied: once, or never
     # Our source signals it once, if we have one other than ourselves.
-    recv_sem: Any = pltpu.SemaphoreType.DMA
+    recv_sem: Semaphore = dma_semaphores()
 
 
 def direct(
-    x: jax.Array, group: Group, *, perm: Pairs, everyone: bool, vmem: bool, interpret: Any
+    x: jax.Array, group: Group, *, perm: Pairs, everyone: bool, vmem: bool, interpret: Interpret
 ) -> jax.Array:
     """Sends x along `perm`'s (source, target) pairs of positions; each position once in either.
 
@@ -77,9 +78,9 @@ def _partners(n: int, perm: Pairs) -> np.ndarray:
 
 def _kernel(
     ring: Ring,
-    partners_ref: Any,  # (2n,): SMEM: see sync.partners
-    x_ref: Any,  # HBM or VMEM
-    o_ref: Any,  # like x_ref; full of zeros, if not all are targets
+    partners_ref: Ref,  # (2n,): SMEM: see sync.partners
+    x_ref: Ref,  # HBM or VMEM
+    o_ref: Ref,  # like x_ref; full of zeros, if not all are targets
     scratch: Scratch,
 ) -> None:
     target, source = sync.partners(ring, partners_ref)

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.errors import VmemError
+from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.collective_matmul import MOST_CHUNKS, VMEM_SHARE
-from pallas_collectives.kernels.machinery import launch, pipelines, spaces, sync
+from pallas_collectives.kernels.machinery import launch, spaces, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.machinery.combine import wide
 from pallas_collectives.topology import chips, groups
@@ -73,7 +75,7 @@ def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | 
     if tile * row_bytes > room:
         raise VmemError(
             f"tiles of {tile} rows and {resident_bytes >> 20} MiB of operands",
-            f"{chip.name} has {chip.vmem_bytes >> 20} MiB of VMEM, of which tiles take two each",
+            f"{chip.name} has {chip.vmem_bytes >> 20} MiB of VMEM, and tiles take twice their size",
             "use smaller tiles or operands",
         )
     chunks = 1
@@ -90,7 +92,7 @@ def gather_and_consume(
     consume: Callable[..., None],
     outs: Sequence[jax.ShapeDtypeStruct],
     tile: int | None,
-    interpret: Any,
+    interpret: Interpret,
 ) -> tuple[jax.Array, ...]:
     """The gathered x, and all that `consume` has written.
 
@@ -138,7 +140,7 @@ def produce_and_scatter(
     out: jax.ShapeDtypeStruct,
     tile: int | None,
     scale: float,
-    interpret: Any,
+    interpret: Interpret,
 ) -> jax.Array:
     """The own block of `scale` times the sum of everyone's terms.
 
@@ -202,36 +204,36 @@ def _resident_bytes(operands: Sequence[Any]) -> int:
 class Scratch(NamedTuple):
     """What a kernel here takes beside its arrays."""
 
-    pipeline: Any  # see `machinery.pipelines`
-    operands: list[Any]  # where each operand stays: VMEM
-    copy_sems: list[Any]  # own; their copies
+    pipeline: Any  # see `pipelines`
+    operands: list[Ref]  # where each operand stays: VMEM
+    copy_sems: list[Semaphore]  # own; their copies
     term: Any = None  # (tile, columns): VMEM: our term of a tile, if there are any
 
     @classmethod
     def of(cls, pipeline: Any, operands: Sequence[jax.Array], term: Any = None) -> "Scratch":
         """What to allocate."""
         places = [pltpu.VMEM(x.shape, x.dtype) for x in operands]
-        return cls(pipeline, places, [pltpu.SemaphoreType.DMA for _ in operands], term)
+        return cls(pipeline, places, [dma_semaphores() for _ in operands], term)
 
-    def bring(self, refs: Sequence[Any]) -> Callable[[], None]:
+    def bring(self, refs: Sequence[Ref]) -> Callable[[], None]:
         """Sets out to copy operands to their places in VMEM; what is returned waits for them."""
         return sync.started(refs, self.operands, self.copy_sems)
 
 
-def _as(shapes: Sequence[tuple[int, ...]], refs: Sequence[Any]) -> list[Any]:
+def _as(shapes: Sequence[tuple[int, ...]], refs: Sequence[Ref]) -> list[Ref]:
     """Refs of such shapes: those in VMEM, cut where an operand was widened."""
     cuts = [tuple(pl.ds(0, size) for size in shape) for shape in shapes]
     pairs = zip(shapes, refs, cuts, strict=True)
     return [ref if ref.shape == shape else ref.at[cut] for shape, ref, cut in pairs]
 
 
-def _tiles(how: Cut, ref: Any) -> pl.BlockSpec:
+def _tiles(how: Cut, ref: Ref) -> pl.BlockSpec:
     return pl.BlockSpec((how.tile, ref.shape[1]), lambda i: (i, 0))
 
 
 def _consume_kernel(
     ring: Ring,
-    x_ref: Any,  # (rows, columns): HBM
+    x_ref: Ref,  # (rows, columns): HBM
     *refs: Any,  # operands, the gathered x, the results: HBM; then a Scratch
     how: Cut,
     streams: tuple[Stream, ...],
@@ -243,11 +245,11 @@ def _consume_kernel(
     operand_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
     blocks = how.blocks(x_ref.shape[1])
 
-    def of_chunk(block: Any, chunk: Any) -> None:
+    def of_chunk(block: Number, chunk: Number) -> None:
         arrived = blocks.at(gathered_ref, block, chunk)
         targets = [how.blocks(out.shape[1]).at(out, block, chunk) for out in out_refs]
 
-        def body(x: Any, *out_tiles: Any) -> None:
+        def body(x: Ref, *out_tiles: Ref) -> None:
             consume(x, *_as(given, scratch.operands), *out_tiles)
 
         pltpu.emit_pipeline(
@@ -271,7 +273,7 @@ def _consume_kernel(
 
 def _produce_kernel(
     ring: Ring,
-    x_ref: Any,  # (n * rows, columns): HBM
+    x_ref: Ref,  # (n * rows, columns): HBM
     *refs: Any,  # operands, the result: HBM; then a Scratch
     how: Cut,
     streams: tuple[Stream, ...],
@@ -282,11 +284,11 @@ def _produce_kernel(
     *_, o_ref, scratch = refs  # operands are in VMEM already
 
     def over_tiles(
-        block: Any, chunk: Any, target: Any, sums: Sequence[Any], adds: Any, factor: float
+        block: Number, chunk: Number, target: Ref, sums: Sequence[Ref], adds: Any, factor: float
     ) -> None:
         own = how.blocks(x_ref.shape[1]).at(x_ref, block, chunk)
 
-        def body(x: Any, *tiles: Any) -> None:
+        def body(x: Ref, *tiles: Ref) -> None:
             *arrived, out = tiles
             produce(x, *_as(given, scratch.operands), scratch.term)
             total = scratch.term[...]
@@ -302,10 +304,10 @@ def _produce_kernel(
             out_specs=[_tiles(how, target)],
         )(own, *sums, target)
 
-    def add(block: Any, chunk: Any, sum_ref: Any, adds: Any) -> None:
+    def add(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:
         over_tiles(block, chunk, sum_ref, [sum_ref], adds, 1.0)
 
-    def finish(chunk: Any, target: Any, *sums: Any) -> None:
+    def finish(chunk: Number, target: Ref, *sums: Ref) -> None:
         over_tiles(ring.me, chunk, target, sums, True, scale)
 
     pipelines.produce_and_scatter(

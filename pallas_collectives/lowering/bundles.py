@@ -1,9 +1,9 @@
-"""Small arrays of one reduction, reduced as one.
+"""Bundles: small arrays of one reduction, laid behind one another and reduced in one call.
 
-A kernel, as a call of NCCL, costs some microseconds however little it adds, and a model's gradients
-may have hundreds of small leaves. XLA merges lax's small reductions for that reason, but cannot
-look into ours. So where a reduction of many arrays is lowered, small ones of a type are laid behind
-one another: bundled here, and not while tracing, each keeps its own batching and derivative.
+A kernel, like a call of NCCL, costs some microseconds however little it adds, and a model's
+gradients may have hundreds of small leaves. XLA merges lax's small reductions for that reason, but
+cannot look into ours. So the lowering of a reduction bundles its small arrays, by dtype. Tracing
+does not, so that each array keeps its own batching and derivative.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.backends.plans import How
 
 # Larger ones gain less, and being laid together costs a copy on either side.
@@ -26,8 +26,8 @@ def reduced(
 ) -> list[jax.Array]:
     """`reduce` of each array, elementwise; small ones together, one call a bundle.
 
-    Not where lax serves, for XLA merges those; nor where arrays lose dimensions (numbers among
-    `axes`); nor where the caller wants each in VMEM, which may not hold a bundle.
+    Nothing is bundled if lax serves, because XLA merges those; if arrays lose dimensions (numbers
+    among `axes`); or if the caller wants each in VMEM, which may not hold a bundle.
     """
     apart = how.backend == "xla" or str(how.algorithm).endswith(":vmem")
     apart = apart or len(validation.named(axes)) < len(axes)
@@ -48,7 +48,7 @@ def _bundles(xs: Sequence[jax.Array]) -> list[list[int]]:
     bundles: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for i, x in enumerate(xs):
-        kind = x.dtype, jax.typeof(x).mat
+        kind = x.dtype, _compat.manual_type(x)
         bundle, size = filling.get(kind, ([], 0))
         if x.nbytes > SMALL_BYTES:
             bundles.append([i])

@@ -1,7 +1,7 @@
 """A primitive of many operands and as many results, by the rules of one of its operands.
 
-Each is batched, differentiated, known or left out on its own, as if it had an equation to itself:
-what is mapped, varies or has a tangent in one is of no concern to another.
+Each operand is batched, differentiated, known or dropped by itself, as if it had its own equation:
+that one is mapped, varies or has a tangent does not matter to another.
 """
 
 import functools
@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
+from jax.interpreters import ad
 
 from pallas_collectives import _compat
 from pallas_collectives.lowering import remat
@@ -22,18 +21,23 @@ Rule = Callable[..., Any]
 
 def register(primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rule], Rule]) -> None:
     """Gives `primitive`, for each operand, the rules that `one` has, as `ours` changes them."""
-    batchers, transposes = batching.fancy_primitive_batchers, ad.primitive_transposes
-    batchers[primitive] = ours(functools.partial(_batch, batchers[one]))
-    if one in ad.primitive_jvps:
-        ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
-        transposes[primitive] = ours(functools.partial(_transpose, transposes[one]))
-    pe.custom_partial_eval_rules[primitive] = functools.partial(_partial_eval, primitive)
-    pe.partial_eval_jaxpr_custom_rules[primitive] = _checkpoint
-    pe.dce_rules[primitive] = _dce
+    _compat.register(
+        primitive,
+        batch=ours(functools.partial(_batch, _compat.rule(one, "batch"))),
+        partial_eval=functools.partial(_partial_eval, primitive),
+        checkpoint=_checkpoint,
+        dce=_dce,
+    )
+    if _compat.has_rule(one, "jvp"):
+        _compat.register(
+            primitive,
+            jvp=functools.partial(_jvp, primitive),
+            transpose=ours(functools.partial(_transpose, _compat.rule(one, "transpose"))),
+        )
 
 
 def abstract_eval(rule: Rule, *avals: Any, **params: Any) -> tuple[Sequence[Any], frozenset[Any]]:
-    """Types of the results, and everyone's effects."""
+    """Types of the results, and the effects of all."""
     types, effects = zip(*(rule(aval, **params) for aval in avals), strict=True)
     return types, frozenset().union(*effects)
 
@@ -49,7 +53,7 @@ def _transpose(rule: Rule, cotangents: Any, *operands: Any, **params: Any) -> li
 
 
 def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
-    """Linear: the same of those tangents that there are, apart, since primals are known first."""
+    """Binds the tangents that exist apart from the primals, which are known first."""
     results = primitive.bind(*primals, **params)
     moving = [not isinstance(tangent, ad.Zero) for tangent in tangents]
     operands = list(itertools.compress(tangents, moving))
@@ -61,7 +65,7 @@ def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) 
 
 
 def _partial_eval(primitive: core.Primitive, trace: Any, *operands: Any, **params: Any) -> Any:
-    """What is known now, and the others later."""
+    """Binds known operands now, and the others later."""
     known = [x.is_known() for x in operands]
     results = {}
     for now in set(known):
@@ -71,7 +75,7 @@ def _partial_eval(primitive: core.Primitive, trace: Any, *operands: Any, **param
 
 
 def _checkpoint(policy: Rule, unknown: Sequence[bool], at_hand: Sequence[bool], eqn: Any) -> Any:
-    """What is known now, and the others later: with them all, unless the policy saves them."""
+    """Known operands now, the others later; all of them later, unless the policy saves results."""
     saved = _compat.saved(policy, eqn)
     now = _part(eqn, [not later for later in unknown])
     again = [not saved or later for later in unknown]

@@ -1,9 +1,9 @@
 """JAX primitives for our collectives, with the rules of `jax.lax`'s own.
 
 Every lax collective primitive has a twin here. The twin's shapes and varying types, its transpose,
-its jvp and its vmap are lax's: each rule is lax's rule, run and recorded, with every lax
-collective in the recording replaced by its twin (`with_twins`). What differs is the lowering, which
-asks a backend. So whatever lax means by a collective, in this JAX version, ours means too.
+its jvp and its vmap are lax's: each rule runs lax's rule, records it, and replaces every lax
+collective in the recording by its twin (`with_twins`). Only the lowering differs: it asks a
+backend. So ours means whatever lax's collective means in this JAX version.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, catalogue, validation
-from pallas_collectives.backends import counters, serving, slices
+from pallas_collectives.backends import choice, counters, nested, serving, slices
 from pallas_collectives.backends.plans import UNSERVABLE, How
 from pallas_collectives.lowering import bundles, many_operands, remat
 from pallas_collectives.topology import placement
@@ -33,15 +33,16 @@ def _is_reduction(primitive: core.Primitive) -> bool:
     return bool(catalogue.primitives()[primitive.name][1].reduction)
 
 
+@nested.provide
 def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> Any:
     """fn(*args), with the twin in place of each lax collective that fn binds.
 
     Arguments and results are pytrees; leaves that are not being traced are passed to fn as they
-    are, so that constants stay constants. Where `op` is given, only the twin of the collective of
-    that name is held to `how.algorithm`.
+    are, so that constants stay constants. If `op` is given, only the twin of the collective of that
+    name must use `how.algorithm`.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=_is_symbolic)
-    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    traced = [i for i, leaf in enumerate(leaves) if _compat.is_traced(leaf)]
     results: Any = None
 
     def recorded(*tracers: Any) -> list[Any]:
@@ -56,7 +57,8 @@ def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> An
         results = others, out_tree, arrays  # no array, which would leave this trace
         return [leaf for leaf, is_array in zip(flat, arrays, strict=True) if is_array]
 
-    closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
+    with choice.rebound(frozenset()):
+        closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
     if not any(map(_is_collective, closed.jaxpr.eqns)):
         return fn(*args)  # nothing to replace: psum(1, "x") is a number
     replayed = iter(_replay(closed, [leaves[i] for i in traced], how, op))
@@ -140,7 +142,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lowered(ctx, *args, **params)
 
-    mlir.register_lowering(primitive, lowering)
+    _compat.register(primitive, lowering=lowering)
 
     def with_twins_of(rule: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(_rule, rule, lax_p.name)
@@ -149,16 +151,16 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         many_operands.register(primitive, lax_p, with_twins_of)
         return primitive
     remat.register(primitive)
-    for rules in (batching.fancy_primitive_batchers, ad.primitive_jvps, ad.primitive_transposes):
-        if lax_p in rules:
-            rules[primitive] = with_twins_of(rules[lax_p])
+    for table in ("batch", "jvp", "transpose"):
+        if _compat.has_rule(lax_p, table):
+            _compat.register(primitive, **{table: with_twins_of(_compat.rule(lax_p, table))})
     if lax_p.name in _TRANSPOSES:
-        ad.primitive_transposes[primitive] = with_twins_of(_TRANSPOSES[lax_p.name])
+        _compat.register(primitive, transpose=with_twins_of(_TRANSPOSES[lax_p.name]))
     return primitive
 
 
 def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
-    """A primitive for a collective that lax has not: it means what `by_lax` computes with lax's.
+    """A primitive for a collective that lax lacks: it means what `by_lax` computes with lax's.
 
     `by_lax(*operands, **params)` gives the types, the derivative and the batching, and what XLA
     runs. `catalogue` says which collective serves the primitive; `with_twins` puts it to work.
@@ -180,9 +182,8 @@ def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
         return jax.vmap(each, in_axes=tuple(dims), **names)(*operands), 0
 
     primitive.def_effectful_abstract_eval(abstract_eval)
-    mlir.register_lowering(primitive, mlir.lower_fun(by_lax, multiple_results=False))
-    ad.primitive_jvps[primitive] = jvp
-    batching.fancy_primitive_batchers[primitive] = batch
+    lowering = mlir.lower_fun(by_lax, multiple_results=False)
+    _compat.register(primitive, lowering=lowering, jvp=jvp, batch=batch)
     return primitive
 
 
@@ -211,8 +212,7 @@ def _ragged_transpose(
 ) -> list[Any]:
     """Rows' cotangents go back to where the rows came from; `output` keeps those of other rows.
 
-    lax's own rule takes rows for received, or not, that lie beside an empty slice, and knows no
-    axis_index_groups.
+    lax's own rule mistakes rows beside an empty slice, and does not support axis_index_groups.
     """
     wanted = [isinstance(x, ad.UndefinedPrimal) for x in (operand, output)]
 
@@ -242,7 +242,7 @@ def _ragged_transpose(
     return answer(back, jnp.where(received, jnp.zeros_like(cotangent), cotangent))
 
 
-# Where lax's own rule does not hold.
+# In place of rules of lax's that are wrong.
 _TRANSPOSES: dict[str, Callable[..., Any]] = {
     "pbroadcast": _pbroadcast_transpose,
     "pbroadcast_dynamic": _pbroadcast_transpose,
@@ -256,7 +256,7 @@ def _rule(lax_rule: Callable[..., Any], op: str, *args: Any, how: How, **params:
 
 
 def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset[Any]:
-    """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
+    """The effects of a lowering: those of TPU interpret mode. Raises what the lowering raises."""
     mesh = jax.sharding.get_abstract_mesh()
     names = validation.named(params.get("axes", params.get("axis_name", ())))
     vmapped = [name for name in names if name not in mesh.axis_names]

@@ -1,16 +1,15 @@
-"""What jax.checkpoint and dead code elimination do with our primitives: what they do with lax's.
+"""Rules by which jax.checkpoint and dead code elimination treat our primitives as lax's.
 
 A simulated kernel runs as ordered host callbacks, whose effect JAX would keep and save whatever the
-policy. But a collective is replayed and dropped at will, since all devices run the same program. So
-these rules go by the policy and by who reads the results, and programs keep the same residuals
-simulated, on TPUs and by lax.
+policy. But a collective may be replayed and dropped, since all devices run the same program. So
+these rules go by the policy and by who reads the results. Programs keep the same residuals in
+simulation, on TPUs and with lax.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
 
 from pallas_collectives import _compat
 
@@ -19,9 +18,8 @@ Flags = Sequence[bool]  # one for each operand, or for each result
 
 
 def register(primitive: core.Primitive) -> None:
-    """Gives a primitive, all of whose operands go into each of its results, both rules."""
-    pe.partial_eval_jaxpr_custom_rules[primitive] = _checkpoint
-    pe.dce_rules[primitive] = _dce
+    """Gives both rules to a primitive each of whose results needs all operands."""
+    _compat.register(primitive, checkpoint=_checkpoint, dce=_dce)
 
 
 def residuals(eqn: Any, at_hand: Flags) -> list[Any]:

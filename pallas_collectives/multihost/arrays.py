@@ -15,13 +15,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.multihost.agreement import DEFAULT_TIMEOUT, agree
 
 
 def host_local_array_to_global_array(local_inputs: Any, global_mesh: Mesh, pspecs: Any) -> Any:
-    """Global arrays of which each process gives its part: `jax.experimental.multihost_utils`'
-    function of that name.
+    """Makes global arrays of each process's part, as the function of that name in
+    `jax.experimental.multihost_utils` does.
 
     A mesh axis that spans processes multiplies the dimensions that it shards: on 2 processes,
     (4, 3) on each becomes (8, 3) under `P("x")`. A dimension that no such axis shards must hold
@@ -102,9 +103,9 @@ def _map(operation: str, convert: Any, tree: Any, pspecs: Any) -> Any:
             raise CollectiveError(
                 f"{operation} with None among the pspecs",
                 "every leaf needs a PartitionSpec",
-                "jax.sharding.PartitionSpec() replicates",
+                "pass jax.sharding.PartitionSpec() for a leaf that is replicated",
             )
-        if isinstance(value, jax.core.Tracer):
+        if _compat.is_traced(value):
             raise CollectiveError(
                 f"{operation} of {value.aval}",
                 "arrays change between local and global outside of jit, grad and vmap",

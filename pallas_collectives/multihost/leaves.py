@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError, DtypeError
 
 
@@ -42,8 +43,8 @@ class Leaf:
         if not self.data.is_fully_replicated:
             raise CollectiveError(
                 f"{operation} of leaf {self.name} on {self.data.sharding}",
-                "its shards lie on several processes, and none of them holds it whole",
-                "process_allgather(tree, tiled=True) makes it whole on each of them",
+                "its shards lie on several processes, and no process holds it whole",
+                "call process_allgather(tree, tiled=True) to make it whole on each process",
             )
         return np.asarray(self.data.addressable_data(0))
 
@@ -61,7 +62,7 @@ def flatten(tree: Any, operation: str) -> tuple[list[Leaf], Any]:
 
 
 def _leaf(name: str, value: Any, operation: str) -> Leaf:
-    if isinstance(value, jax.core.Tracer):
+    if _compat.is_traced(value):
         raise CollectiveError(
             f"{operation} of leaf {name}: {value.aval}",
             "data moves between processes outside of jit, grad and vmap",
@@ -80,7 +81,7 @@ def _leaf(name: str, value: Any, operation: str) -> Leaf:
     if data.dtype.hasobject:
         raise DtypeError(
             f"{operation} of leaf {name}, a {type(value).__name__}",
-            "what moves between processes is arrays of numbers, bools, keys or fixed-width text",
+            "only arrays of numbers, bools, keys or fixed-width text move between processes",
             "turn it into an array, or take it out of the tree",
         )
     return Leaf(name, data, data.shape)

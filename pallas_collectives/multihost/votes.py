@@ -7,7 +7,7 @@ same one, a late process included: it finds out at once that it is late, and in 
 are in step again.
 
 Rounds are counted per channel, on each process for itself: no name is needed to meet, and processes
-that call different functions meet all the same, and see that they differ.
+that call different functions meet too, and see that they differ.
 """
 
 import collections
@@ -75,7 +75,9 @@ class Vote:
         for process in pair:
             text = read(self._client, f"{self._place}/terms/{process}", deadline)
             if text is None:
-                raise ProcessTimeoutError(self._operation, [process], "came, and then fell silent")
+                raise ProcessTimeoutError(
+                    self._operation, [process], "came, and then stopped answering"
+                )
             terms.append(json.loads(text))
         expected, found = next(
             (a, b) for a, b in itertools.zip_longest(*terms, fillvalue="nothing more") if a != b
@@ -150,8 +152,8 @@ def client_or_raise() -> Any:
     if client is None:
         raise CollectiveError(
             f"{jax.process_count()} processes without a coordination service",
-            "processes agree through the one that jax.distributed starts",
-            "call jax.distributed.initialize() first thing in every process",
+            "processes agree through the service that jax.distributed starts",
+            "call jax.distributed.initialize() in every process, before anything else",
         )
     return client
 

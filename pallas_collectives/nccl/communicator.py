@@ -38,6 +38,7 @@ class Communicator:
       ordinal: the CUDA ordinal of its GPU in this process.
       board: where the GPU writes its progress for the watchdog, if there is one.
       unusable: 1 from the moment on from which every call raises.
+      before_abort: what ends work of this rank that NCCL does not know of.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Communicator:
         self.board: Board | None = None
         self._reason: CommunicatorError | None = None
         self.unusable = ctypes.c_int32(0)
+        self.before_abort: list[Callable[[], None]] = []
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} of {self._title}"
@@ -232,6 +234,8 @@ class Communicator:
 
     def abort(self) -> None:
         """Ends its work, also work that waits for a peer, and frees it; the group calls it."""
+        for end in self.before_abort:
+            end()
         self.library.call("ncclCommAbort", str(self), self._nccl.comm_abort, self.handle)
 
 

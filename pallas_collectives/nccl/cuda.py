@@ -8,7 +8,7 @@ import contextlib
 import copy
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pallas_collectives.nccl.errors import CallError, NcclError
@@ -19,6 +19,8 @@ _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
 _RELAXED = 2
 _HOST_PORTABLE_AND_MAPPED = 1 | 2
+_ALREADY_ENABLED = 704
+_EQUAL = 1
 
 
 class Driver:
@@ -38,6 +40,12 @@ class Driver:
         self._lib.cuMemsetD8Async.argtypes = [
             ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p
         ]  # fmt: skip
+        word, number, pointer = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p
+        self._lib.cuMemcpyDtoDAsync_v2.argtypes = [word, word, ctypes.c_size_t, pointer]
+        self._lib.cuStreamWriteValue32_v2.argtypes = [pointer, word, ctypes.c_uint32, number]
+        self._lib.cuStreamWaitValue32_v2.argtypes = [pointer, word, ctypes.c_uint32, number]
+        self._lib.cuEventRecord.argtypes = [pointer, pointer]
+        self._lib.cuStreamWaitEvent.argtypes = [pointer, pointer, number]
         self._call("cuInit", 0)
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
@@ -105,6 +113,56 @@ class Driver:
                 self._call("cuMemFree_v2", address)
                 self._call("cuStreamDestroy_v2", stream)
 
+    def allocate(self, ordinal: int, size: int) -> int:
+        """The address of `size` bytes on the GPU; never freed: a peer may read them at any time."""
+        address = ctypes.c_uint64()
+        with self.device(ordinal):
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        return address.value
+
+    def let_in(self, ordinal: int, ordinals: Sequence[int]) -> None:
+        """Lets the GPU read and write the memory of others of this process."""
+        for other in set(ordinals) - {ordinal}:
+            with self.device(other):  # for its context to be there
+                pass
+            with self.device(ordinal):
+                result = self._lib.cuCtxEnablePeerAccess(self._contexts[other], 0)
+            if result not in (0, _ALREADY_ENABLED):
+                raise self.failed("cuCtxEnablePeerAccess", result, f"GPU {ordinal} of GPU {other}")
+
+    def fill_words(self, ordinal: int, address: int, value: int, count: int) -> None:
+        """Sets 32-bit words on the GPU; waits until they are set, and for nothing else."""
+        stream = ctypes.c_void_p(self.new_stream(ordinal))
+        with self.device(ordinal):
+            where = ctypes.c_uint64(address)
+            self._call("cuMemsetD32Async", where, value, ctypes.c_size_t(count), stream)
+            self._call("cuStreamSynchronize", stream)
+            self._call("cuStreamDestroy_v2", stream)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Copies bytes between addresses on GPUs: by a copy engine, from one GPU to another."""
+        self._call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+
+    def give_word(self, address: int, stream: int) -> None:
+        """Sets a 32-bit word to 1, once everything on `stream` so far is done and to be seen."""
+        self._call("cuStreamWriteValue32_v2", stream, address, 1, 0)
+
+    def take_word(self, address: int, stream: int) -> None:
+        """What follows on `stream` waits until the word is 1, and then it is 0."""
+        self._call("cuStreamWaitValue32_v2", stream, address, 1, _EQUAL)
+        self._call("cuStreamWriteValue32_v2", stream, address, 0, 0)
+
+    def new_event(self, ordinal: int) -> "Event":
+        """An event that has passed until it is recorded."""
+        handle = ctypes.c_void_p()
+        with self.device(ordinal):
+            self._call("cuEventCreate", ctypes.byref(handle), _DISABLE_TIMING)
+        return Event(self, handle)
+
+    def record_again(self, event: "Event", stream: int) -> None:
+        """From here on the event stands for everything on `stream` so far."""
+        self._call("cuEventRecord", event.handle, stream)
+
     def new_stream(self, ordinal: int) -> int:
         """A stream of its own, which does not wait for the default stream."""
         stream = ctypes.c_void_p()
@@ -114,16 +172,14 @@ class Driver:
 
     def record(self, ordinal: int, stream: int) -> "Event":
         """An event that completes when everything on `stream` so far has."""
-        handle = ctypes.c_void_p()
+        event = self.new_event(ordinal)
         with self.device(ordinal):
-            self._call("cuEventCreate", ctypes.byref(handle), _DISABLE_TIMING)
-            event = Event(self, handle)
-            self._call("cuEventRecord", handle, ctypes.c_void_p(stream))
+            self.record_again(event, stream)
         return event
 
     def wait_event(self, stream: int, event: "Event") -> None:
         """Work put on `stream` from now on waits, on the device, for `event`."""
-        self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), event.handle, 0)
+        self._call("cuStreamWaitEvent", stream, event.handle, 0)
 
     def copy_to_host(self, source: int, size: int, stream: int) -> bytes:
         """`size` bytes at device address `source`, once everything on `stream` so far is done."""
@@ -205,5 +261,5 @@ class Event:
 
 @functools.cache
 def driver() -> Driver:
-    """This process's driver; raises NcclError where there is none."""
+    """This process's driver; raises NcclError without one."""
     return Driver()

@@ -17,6 +17,10 @@ class RendezvousError(NcclError):
     """The processes of a group did not meet in time, or met under different terms."""
 
 
+class ProcessError(NcclError):
+    """The GPUs of a group are several processes', and the call is for those of one."""
+
+
 class CallError(NcclError):
     """A CUDA or NCCL call returned a non-zero result; carries the library's own text.
 

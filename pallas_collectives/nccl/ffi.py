@@ -209,11 +209,15 @@ def lower(
     function: Function,
     *operands: Any,
     graph: bool = True,
+    has_effect: bool = True,
     aliases: Mapping[int, int] | None = None,
     tapes: Mapping[int, tape.Tape] | None = None,
 ) -> Any:
     """`call`, for the lowering rule of a primitive.
 
+    has_effect: whether it must be made even if its results are not used. If XLA fuses such a call
+      with slices before or after it (DynamicSliceFusionRewriter, JAX 0.11) it is made twice: XLA
+      keeps it beside the fusion.
     aliases: operand -> result that is the operand's memory, which `function` overwrites in part.
     tapes: what `function` calls on each device, by ordinal, if that can be known now.
     """
@@ -224,7 +228,7 @@ def lower(
     platform = ctx.module_context.platforms[0]
     rule = jax.ffi.ffi_lowering(
         _register("cpu" if platform == "cpu" else "CUDA", graph),
-        has_side_effect=True,
+        has_side_effect=has_effect,
         operand_output_aliases=dict(aliases or {}),
     )
     return rule(ctx, *operands, text=name)
@@ -243,8 +247,8 @@ def _register(platform: str, graph: bool) -> str:
     name = f"pallas_collectives_{'graph' if graph else 'plain'}"
     has_stream = platform != "cpu"
     python = functools.partial(_handle, _GRAPH_COMPATIBLE * graph)
-    if graph and tape.available():
-        handler = tape.handler(has_stream, python)
+    if tape.available():
+        handler = tape.handler(has_stream, graph, python)
     else:
         handler = _Handler(lambda frame: python(frame, has_stream))
     _keep.append(handler)

@@ -4,6 +4,7 @@
    watchdog looks on. Here the gaps they have for the stream and the buffers are filled and the
    calls are made. Whatever is out of the ordinary goes to Python's handler (ffi.py). */
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -20,6 +21,7 @@ typedef int Function(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word,
 typedef struct {
   int64_t source; /* GIVEN, or what fills the gap */
   Word value;     /* as given, or which input or output */
+  Word offset;    /* bytes behind that input or output */
 } Argument;
 
 typedef struct {
@@ -44,7 +46,10 @@ typedef struct Work {
 
 typedef XLA_FFI_Error *Python(XLA_FFI_CallFrame *, int has_stream, const Step *failed, int result);
 
-Python *python;        /* the other handler: does all work, or says which step failed */
+/* The other handlers: they do all work, or say which step failed. One for work that XLA may
+   capture in CUDA graphs, one for work that it must not. */
+enum { PLAIN, GRAPH };
+Python *python[2];
 _Atomic int64_t calls; /* of XLA's that ended here */
 
 static _Atomic(Work *) buckets[BUCKETS];
@@ -74,18 +79,47 @@ static Word address(const void *buffer) { return (Word)((const XLA_FFI_Buffer *)
 static int make(const Step *step, const XLA_FFI_CallFrame *frame, void *stream) {
   Word a[ARGUMENTS];
   for (int i = 0; i < ARGUMENTS; i++) {
-    Word value = step->arguments[i].value;
+    Word value = step->arguments[i].value, offset = step->arguments[i].offset;
     switch (step->arguments[i].source) {
       case GIVEN: a[i] = value; break;
       case STREAM: a[i] = (Word)stream; break;
-      case INPUT: a[i] = address(frame->args.args[value]); break;
-      case OUTPUT: a[i] = address(frame->rets.rets[value]); break;
+      case INPUT: a[i] = address(frame->args.args[value]) + offset; break;
+      case OUTPUT: a[i] = address(frame->rets.rets[value]) + offset; break;
     }
   }
   return step->function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
 }
 
-static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream) {
+/* Functions for tapes. A cell holds an address between two calls. */
+int pc_note(Word *cell, Word address) {
+  *cell = address;
+  return 0;
+}
+int pc_same(const Word *cell, Word address) { return *cell != address; }
+
+/* The threads of `size` ranks meet: returns once all others have come as often as this one, or once
+   `unusable` says that they may never. They leave word where their operands lie, in one half of
+   `operands` in odd turns and in the other in even ones: a thread that is a turn ahead does not
+   overwrite what another has yet to read. */
+int pc_meet(_Atomic Word *turns, Word *operands, Word me, Word size, Word operand,
+            const volatile int32_t *unusable) {
+  Word mine = atomic_load(&turns[me]) + 1;
+  operands[mine % 2 * size + me] = operand;
+  atomic_store(&turns[me], mine);
+  for (Word i = 0; i < size; i++)
+    for (int spins = 0; atomic_load(&turns[i]) < mine && !*unusable;)
+      if (++spins > 1000) sched_yield();
+  return 0;
+}
+
+/* Copies from a rank's operand, by `copy`, which is cuMemcpyDtoDAsync. */
+int pc_pull(Function *copy, const _Atomic Word *turns, const Word *operands, Word me, Word size,
+            Word rank, Word offset, Word target, Word nbytes, Word stream) {
+  Word source = operands[atomic_load(&turns[me]) % 2 * size + rank] + offset;
+  return copy(target, source, nbytes, stream, 0, 0, 0, 0, 0, 0, 0);
+}
+
+static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream, Python *python) {
   if (frame->extension_start) return python(frame, has_stream, 0, 0);
   XLA_FFI_Stream_Get_Args stream = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, 0, frame->ctx, 0};
   XLA_FFI_DeviceOrdinal_Get_Args device = {
@@ -110,5 +144,7 @@ static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream) {
   return 0;
 }
 
-XLA_FFI_Error *on_stream(XLA_FFI_CallFrame *frame) { return run(frame, 1); }
-XLA_FFI_Error *on_host(XLA_FFI_CallFrame *frame) { return run(frame, 0); }
+XLA_FFI_Error *on_stream_graph(XLA_FFI_CallFrame *frame) { return run(frame, 1, python[GRAPH]); }
+XLA_FFI_Error *on_stream_plain(XLA_FFI_CallFrame *frame) { return run(frame, 1, python[PLAIN]); }
+XLA_FFI_Error *on_host_graph(XLA_FFI_CallFrame *frame) { return run(frame, 0, python[GRAPH]); }
+XLA_FFI_Error *on_host_plain(XLA_FFI_CallFrame *frame) { return run(frame, 0, python[PLAIN]); }

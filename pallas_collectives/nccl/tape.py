@@ -52,10 +52,16 @@ class Gap(NamedTuple):
 
     source: int
     number: int = 0
+    offset: int = 0
 
 
 # They pass where addresses and streams do.
 STREAM: Any = Gap(_STREAM)
+
+
+def behind(address: Any, offset: int) -> Any:
+    """The address `offset` bytes behind another, which may be a gap."""
+    return address._replace(offset=offset) if isinstance(address, Gap) else address + offset
 
 
 def inputs(count: int) -> list[Any]:
@@ -69,7 +75,11 @@ def outputs(count: int) -> list[Any]:
 
 
 class _Argument(ctypes.Structure):
-    _fields_ = (("source", ctypes.c_int64), ("value", ctypes.c_uint64))
+    _fields_ = (
+        ("source", ctypes.c_int64),
+        ("value", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+    )
 
 
 class _Step(ctypes.Structure):
@@ -135,7 +145,7 @@ class Recorder:
         if isinstance(value, ctypes.Array):
             return ctypes.addressof(value)
         if hasattr(value, "_obj"):  # ctypes.byref(...)
-            return ctypes.addressof(value._obj)
+            return ctypes.cast(value, ctypes.c_void_p).value or 0
         if isinstance(value, ctypes._SimpleCData):
             return value.value or 0
         return operator.index(value)
@@ -242,9 +252,10 @@ _Python = ctypes.CFUNCTYPE(
 )
 
 
-def handler(has_stream: bool, python: Callable[..., int | None]) -> Any:
+def handler(has_stream: bool, graph: bool, python: Callable[..., int | None]) -> Any:
     """The C function that answers XLA.
 
+    graph: whether XLA may capture what it is asked for.
     python: what it leaves the rest to: (address of XLA's call frame, `has_stream`, address of
       the step that failed or None, its result) -> address of XLA's error or None.
     """
@@ -252,8 +263,15 @@ def handler(has_stream: bool, python: Callable[..., int | None]) -> Any:
     assert library is not None
     callback = _Python(python)
     _keep.append(callback)
-    ctypes.c_void_p.in_dll(library, "python").value = ctypes.cast(callback, ctypes.c_void_p).value
-    return library.on_stream if has_stream else library.on_host
+    by_kind = (ctypes.c_void_p * 2).in_dll(library, "python")
+    by_kind[graph] = ctypes.cast(callback, ctypes.c_void_p).value
+    place, kind = "stream" if has_stream else "host", "graph" if graph else "plain"
+    return getattr(library, f"on_{place}_{kind}")
+
+
+def address(function: str) -> int:
+    """The address of a C function of tape.c's own, where that is compiled."""
+    return ctypes.cast(getattr(_library(), function), ctypes.c_void_p).value or 0
 
 
 def _library() -> ctypes.CDLL | None:

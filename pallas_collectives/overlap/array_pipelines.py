@@ -3,7 +3,7 @@
 Two functions in plain JAX, on `ppermute` alone: every backend serves them, on TPUs and GPUs.
 
     pipelined_all_gather_and_consume    consume(block, source) for every device's block, as it comes
-    pipelined_produce_and_all_to_all    produce(destination) for every device, sent once it is there
+    pipelined_produce_and_all_to_all    produce(destination) for every device, sent once computed
 
 Blocks go both ways round the ring. Device 0 of 5 in a gather, an exchange, and one that adds up;
 `>` to the right and `<` to the left, by one position or by as many as stand behind:
@@ -23,10 +23,17 @@ Blocks go both ways round the ring. Device 0 of 5 in a gather, an exchange, and 
     2> 3<       1 4
     1> 4<       0
 
+<<<<<<< HEAD
 Whether the wire is hidden is the backend's matter. lax's permutes (backend "xla") are asynchronous:
-XLA starts them, computes, and waits for them. Our TPU kernels hold the core until all is there, and
-NCCL's calls stand in line on XLA's stream: with those the results are the same, and nothing
-overlaps.
+XLA starts them, computes, and waits for them. On the GPUs of one process blocks come by copy
+engines (see `split`). Our TPU kernels hold the core until all is there, and NCCL's calls stand in
+line on XLA's stream: with those the results are the same, and nothing overlaps.
+=======
+The backend decides whether the wire is hidden. lax's permutes (backend "xla") are asynchronous: XLA
+starts them, computes, and waits for them. Our TPU kernels hold the core until everything has
+arrived, and NCCL's calls queue on XLA's stream: with these two backends the results are the same,
+but nothing overlaps.
+>>>>>>> main
 """
 
 import functools
@@ -40,6 +47,7 @@ from jax import lax
 
 from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.overlap.ring_shifts import Places, Ring, Ways
+from pallas_collectives.overlap.split import Started
 from pallas_collectives.validation import AxisName
 
 # On up to this many devices every hop is written out, for XLA to arrange. On more the hops are a
@@ -66,12 +74,12 @@ def pipelined_all_gather_and_consume(
 
     Args:
       x_shard: array or pytree of arrays: this device's block, of any shape.
-      consume: (block, source) -> array or pytree of arrays: what to make of the block, like
-        x_shard, of device number `source`, an int32 scalar. It is traced several times, to the same
-        shapes and dtypes; it may hold arrays of its own, such as weights.
+      consume: (block, source) -> array or pytree of arrays. It gets the block of device number
+        `source` (an int32 scalar), of x_shard's shapes. It is traced several times, and must give
+        the same shapes and dtypes each time. It may close over arrays, such as weights.
       axis_name: mesh axis, or tuple of axes in the mesh's order, of n devices together.
-      axis: where the results go, as `all_gather`'s: the position of a new dimension of size n, or
-        if tiled the dimension along which they are concatenated.
+      axis: as `all_gather`'s: the position of a new dimension of size n for the results; if tiled,
+        the dimension along which they are concatenated.
       tiled: concatenate instead of stacking.
       bidirectional: pass blocks both ways round the ring, in n/2 hops (rounded down), not in n-1.
       backend: see `collectives`.
@@ -105,18 +113,19 @@ def pipelined_all_gather_and_consume(
             results = places.lay(consumed(block, source), source, results)
         return results
 
-    def hop(distance: Any, carry: Any) -> Any:
+    def hop(distance: Any, carry: Any, ways_on: Ways = ways) -> Any:
         held, results = carry
-        arriving = [ring.send(block, way) for block, way in zip(held, ways, strict=True)]
-        return arriving, consume_all(held, ways, distance, results)
+        started = [ring.start(block, way) for block, way in zip(held, ways_on, strict=False)]
+        results = consume_all(_after(started, held), ways, distance, results)
+        return [under_way.done(after=results) for under_way in started], results
 
     x = ring.varying(x_shard)
-    arriving = [ring.send(x, way) for way in ways]
-    own = consumed(x, ring.me)
+    started = [ring.start(x, way) for way in ways]
+    own = consumed(_after(started, x), ring.me)
+    arriving = [under_way.done(after=own) for under_way in started]
     results = places.lay(own, ring.me, places.room(own))
     held, results = _loop(range(1, last), hop, (arriving, results), ring.size)
-    arriving = [ring.send(block, way) for block, way in zip(held, far, strict=False)]
-    results = consume_all(held, ways, last, results)
+    arriving, results = hop(last, (held, results), far)
     return consume_all(arriving, far, last + 1, results)
 
 
@@ -131,7 +140,7 @@ def pipelined_produce_and_all_to_all(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """Sends produce(destination) to every device along a mesh axis, each as soon as it is there.
+    """Sends produce(destination) to every device along a mesh axis, each as soon as it is computed.
 
     With a `produce` that takes a block out of an array this is `jax.lax.all_to_all`, or with
     reduce="sum" `jax.lax.psum_scatter`.
@@ -140,11 +149,10 @@ def pipelined_produce_and_all_to_all(
       produce: destination -> array or pytree of arrays: this device's block for the device of that
         number, an int32 scalar. It is traced several times, to the same shapes and dtypes.
       axis_name: mesh axis, or tuple of axes in the mesh's order, of n devices together.
-      axis: where the blocks received go, as `all_gather`'s: the position of a new dimension of
-        size n, or if tiled the dimension along which they are concatenated.
+      axis: as `all_gather`'s: the position of a new dimension of size n for the blocks received; if
+        tiled, the dimension along which they are concatenated.
       tiled: concatenate instead of stacking.
-      reduce: None, or "sum" for the sum of the blocks, which is added up on its way to this device,
-        in place of the blocks.
+      reduce: None, or "sum" to get the sum of the blocks, added up on its way to this device.
       wire_dtype: with reduce="sum", the dtype in which sums of floats travel; None for their own.
       backend: see `collectives`.
       algorithm: `ppermute`'s.
@@ -165,7 +173,7 @@ def pipelined_produce_and_all_to_all(
       CollectiveError: axes not in the mesh's order, an `axis` that blocks do not have, a `reduce`
         that does not exist, or a produce whose blocks are of other shapes or dtypes at another
         call.
-      DtypeError: a wire_dtype that is none of floats, or with nothing to reduce.
+      DtypeError: a wire_dtype that is not a float dtype, or given without reduce="sum".
       AlgorithmError, BackendError: see `errors`.
 
     Example, inside `jax.shard_map` over 8 devices:
@@ -193,22 +201,29 @@ def _exchanged(produced: _Call, ring: Ring, places: Places) -> Any:
             received = places.lay(block, ring.at(-way * distance), received)
         return received
 
-    def hop(distance: Any, carry: Any) -> Any:
+    def hop(distance: Any, carry: Any, ways_on: Ways = ways) -> Any:
         ready, received = carry
-        arriving = [ring.relay(b, way, distance, last) for b, way in zip(ready, ways, strict=True)]
-        ready = [produced(ring.at(way * (distance + 1))) for way in ways]
+        started = [ring.relay(b, way, distance, last) for b, way in zip(ready, ways, strict=True)]
+        ready = [produced(_after(started, ring.at(way * (distance + 1)))) for way in ways_on]
+        arriving = [under_way.done(after=ready) for under_way in started]
         return ready, lay_all(arriving, ways, distance, received)
 
     if not ways:
         return places.room(produced(ring.me))
     ready = [produced(ring.at(way)) for way in ways]
     ready, received = _loop(range(1, last), hop, (ready, places.room(ready[0])), ring.size)
-    arriving = [ring.relay(b, way, last, last) for b, way in zip(ready, ways, strict=True)]
-    ready = [produced(ring.at(way * (last + 1))) for way in far]
-    received = lay_all(arriving, ways, last, received)
-    arriving = [ring.send(block, way * (last + 1)) for block, way in zip(ready, far, strict=True)]
-    received = places.lay(produced(ring.me), ring.me, received)
-    return lay_all(arriving, far, last + 1, received)
+    ready, received = hop(last, (ready, received), far)
+    started = [ring.start(block, way * (last + 1)) for block, way in zip(ready, far, strict=True)]
+    own = produced(_after(started, ring.me))
+    arriving = [under_way.done(after=own) for under_way in started]
+    return lay_all(arriving, far, last + 1, places.lay(own, ring.me, received))
+
+
+def _after(started: list[Started], x: Any) -> Any:
+    """x, for what is to be computed once these are under way."""
+    for under_way in started:
+        x = under_way.before(x)
+    return x
 
 
 def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
@@ -230,22 +245,31 @@ def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
         wide = jnp.promote_types(own.dtype, jnp.float32) if floats else own.dtype
         return sum((a.astype(wide) for a in arrived), own.astype(wide)).astype(to(own.dtype))
 
-    def add_own(way: int, distance: Any, *arriving: Any) -> Any:
-        own = terms(ring.at(way * distance))
-        return jax.tree.map(functools.partial(add, on_wire), own, *arriving)
+    def start_all(sums: list[Any], ways: Ways) -> list[Started]:
+        return [ring.start(total, way) for total, way in zip(sums, ways, strict=True)]
 
-    def send_all(sums: list[Any], ways: Ways) -> list[Any]:
-        return [ring.send(total, way) for total, way in zip(sums, ways, strict=True)]
+    def add_own(started: list[Started], places: list[Any], to: Callable[[Any], Any]) -> list[Any]:
+        """The own blocks for these places, each with the sum that arrives for it, if one does."""
+        own = [terms(_after(started, place)) for place in places]
+        arriving = [[under_way.done(after=own)] for under_way in started]
+        arriving += [[]] * (len(own) - len(started))
+        added = functools.partial(add, to)
+        return [jax.tree.map(added, o, *a) for o, a in zip(own, arriving, strict=True)]
 
     def hop(distance: Any, sums: list[Any]) -> list[Any]:
-        arriving = send_all(sums, ways)
-        return [add_own(way, distance, a) for a, way in zip(arriving, ways, strict=True)]
+        return add_own(start_all(sums, ways), at(ways, distance), on_wire)
 
-    arriving = send_all([add_own(way, last + 1) for way in far], far)
-    sums = [add_own(way, last, a) for a, way in zip(arriving, far, strict=True)]
-    sums += [add_own(way, last) for way in ways[len(far) :]]
-    arriving = send_all(_loop(range(last - 1, 0, -1), hop, sums, ring.size), ways)
-    return jax.tree.map(functools.partial(add, lambda own: own), terms(ring.me), *arriving)
+    def at(ways: Ways, distance: Any) -> list[Any]:
+        return [ring.at(way * distance) for way in ways]
+
+    if not ways:
+        return add_own([], [ring.me], lambda own: own)[0]
+    sums = add_own([], at(far, last + 1), on_wire)
+    sums = add_own(start_all(sums, far), at(ways, last), on_wire)
+    started = start_all(_loop(range(last - 1, 0, -1), hop, sums, ring.size), ways)
+    own = terms(_after(started, ring.me))
+    arriving = [under_way.done(after=own) for under_way in started]
+    return jax.tree.map(functools.partial(add, lambda own: own), own, *arriving)
 
 
 def _alike_each_time(name: str, function: Any, ring: Ring) -> _Call:

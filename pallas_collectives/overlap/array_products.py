@@ -58,8 +58,8 @@ def pipelined_all_gather_matmul(
     if axis == x_shard.ndim - 1:
         raise CollectiveError(
             f"gather_axis={gather_axis} of x_shard{x_shard.shape}",
-            "products of shards along the contracted dimension are no part of the result",
-            "gather another dimension, or gather first and multiply then",
+            "a product of shards along the contracted dimension is no block of the result",
+            "gather another dimension, or gather first and then multiply",
         )
 
     uses = jax.tree.map(_used_often, ws)
@@ -124,7 +124,7 @@ def pipelined_matmul_reduce_scatter(
         raise CollectiveError(
             f"scatter_axis={scatter_axis} of size {shape[axis]}",
             f"it must be a multiple of the {devices} devices",
-            "pad it, or scatter another",
+            "pad it, or scatter another dimension",
         )
     to = jnp.dtype(preferred_element_type or jnp.result_type(x, w))
     floats = jnp.issubdtype(to, jnp.floating)
@@ -132,7 +132,11 @@ def pipelined_matmul_reduce_scatter(
     if reduce not in ("sum", "mean"):
         raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
     if reduce == "mean" and not jnp.issubdtype(to, jnp.inexact):
-        raise DtypeError(f"reduce='mean' of {to}", "it has no fractions", "prefer a float, or sum")
+        raise DtypeError(
+            f"reduce='mean' of {to}",
+            "a mean of integers is not an integer",
+            "pass a float dtype, or reduce='sum'",
+        )
     size, columns = shape[axis] // devices, axis == x.ndim - 1
     whole = _used_often(x if columns else w)
 

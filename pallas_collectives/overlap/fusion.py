@@ -1,22 +1,21 @@
 """Whether a product and its collective run as one: where they can, and where it pays.
 
-`decide` is the one place that says so: it makes the frozen `Fusion` of a call, which is followed,
-and counted (`fusion_counts`). It is asked anew wherever a product is bound, so the backward
-pass of a fused product may be unfused. Where devices turn out, while a program is lowered, to lie
-where no kernel can serve, that is one more question to it (`as_devices_lie`).
+`decide` is the one place that says so. It makes the `ProductPlan` of a call while that is traced;
+the call carries the plan to its lowering. There `as_devices_lie` confirms it, or has both run apart
+if no kernel serves devices so placed. What it returns is followed, counted (`fusion_counts`) and
+printed by `explain`. A backward pass binds products of its own, each with its own plan.
 
 Model, per device, of blocks passed both ways round a ring of n, each with its share of the product:
 
     wire      (n-1)/2 blocks over a link
     unfused   wire + the products by all of the device's cores at full rate
-    fused     the longer of the wire and the products, by the one core that a kernel runs on; the
-              shorter for the one part of a block that nothing hides; and two DMAs' latency a part
+    fused     the longer of the wire and the products by the one core that a kernel runs on; the
+              shorter for the one chunk that nothing hides; and two DMAs' latency for each chunk
 
-Rates are those of `replay.machine`. So fusing loses where blocks are small, and on chips of two
-cores a device (v4, v5p) where the products take much longer than the wire.
+Rates are those of `topology.rates`. So fusing loses if blocks are small, and on chips with two
+cores a device (v4, v5p) if the products take much longer than the wire.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,38 +23,32 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives.backends import algorithms, canonical, counters, slices
+from pallas_collectives.backends import algorithms, canonical, slices
 from pallas_collectives.backends.pallas import products
 from pallas_collectives.backends.pallas.products import GATHER, Spec
-from pallas_collectives.backends.plans import UNSERVABLE
+from pallas_collectives.backends.plans import (
+    FUSED,
+    PIPELINED,
+    UNFUSED,
+    UNSERVABLE,
+    Candidate,
+    ProductPlan,
+)
 from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul
-from pallas_collectives.kernels.machinery import product
 from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology import rates as generations
 from pallas_collectives.topology.groups import Group
 
 
-@dataclasses.dataclass(frozen=True)
-class Fusion:
-    """How a product and its collective run.
+class Cost(NamedTuple):
+    """Modelled seconds of a product and its collective."""
 
-    Attributes:
-      op: `GATHER` or `SCATTER`.
-      way: "fused" (one kernel), "pipelined" (permutes and products of XLA) or "unfused" (a
-        collective and a product).
-      why: the reason for any way but one kernel.
-    """
-
-    op: str
-    way: str
-    why: str = ""
-
-    def count(self) -> None:
-        """Notes that it is being built."""
-        counters.count_fusion(self.op, self.way, self.why)
+    fused: float
+    unfused: float
 
 
-def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Fusion:
+def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> ProductPlan:
     """How the products of xs and ws are to run with their collective.
 
     Args:
@@ -68,103 +61,115 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Fusion:
       AlgorithmError: "fused" was asked for by name, and cannot be.
     """
     how = spec.how
-    if spec.wish == "unfused":
-        return Fusion(op, "unfused", "it was asked for")
+    if spec.wish == UNFUSED:
+        return _plan(op, spec, UNFUSED, "it was asked for")
     if how.backend != "pallas":
         why = how.fallback or f"backend {how.backend!r} has no kernels"
-        if spec.wish == "fused":
+        if spec.wish == FUSED:
             return _pipelined(op, xs[0].ndim, spec, why)
-        return Fusion(op, "unfused", why)
-    reason = _obstacle(op, xs, ws, spec)
-    return refused(op, spec, reason) if reason else Fusion(op, "fused")
+        return _plan(op, spec, UNFUSED, why)
+    if reason := _operands_obstacle(op, xs, ws, spec):
+        return refused(op, spec, reason)
+    group = canonical.group_of(spec.axis_name)
+    x_shape = (*xs[0].shape[:-1], sum(x.shape[-1] for x in xs))
+    operands = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*xs, *ws))
+    try:
+        if slices.split(group, slices.slices(group, how.across)) is not None:
+            return refused(op, spec, _SEVERAL_SLICES)
+        blocks, wire = products.plan(op, x_shape, xs[0].dtype, ws, spec)
+        products.effects(op, spec, operands)
+    except (SliceError, VmemError, *UNSERVABLE) as error:
+        return refused(op, spec, str(error))
+    if spec.wish:
+        return _plan(op, spec, FUSED, "it was asked for")
+    return _faster(op, spec, cost(op, blocks, group, wire))
 
 
-def refused(op: str, spec: Spec, reason: str) -> Fusion:
-    """What takes the place of a kernel that cannot serve, or need not.
+_SEVERAL_SLICES = "the devices lie in several slices"
+
+
+def _faster(op: str, spec: Spec, modelled: Cost) -> ProductPlan:
+    """The plan that takes less time by the model, with the times of both."""
+    times = {FUSED: modelled.fused * 1e6, UNFUSED: modelled.unfused * 1e6}
+    source = "modelled by the rates of the chip"
+    candidates = tuple(
+        Candidate(algorithm, us, None, source)
+        for algorithm, us in sorted(times.items(), key=lambda item: item[1])
+    )
+    if modelled.fused < modelled.unfused:
+        why = f"modelled {times[FUSED]:.1f} us in one kernel against {times[UNFUSED]:.1f} us apart"
+        return _plan(op, spec, FUSED, why, candidates)
+    why = "by the model of the chip it takes longer in one kernel"
+    return _plan(op, spec, UNFUSED, why, candidates)
+
+
+def _plan(
+    op: str, spec: Spec, algorithm: str, why: str, candidates: tuple[Candidate, ...] = ()
+) -> ProductPlan:
+    settled: dict[str, Any] = {"algorithm": algorithm, "why": why, "candidates": candidates}
+    return ProductPlan(op=op, backend=spec.how.backend, **settled)
+
+
+def refused(op: str, spec: Spec, reason: str) -> ProductPlan:
+    """The plan if no kernel can serve, or need not.
 
     Raises:
       AlgorithmError: it was asked for by name.
     """
-    if spec.wish == "fused":
+    if spec.wish == FUSED:
         remedy = "leave algorithm=None to have both run apart"
         raise AlgorithmError(f"algorithm='fused' for {op}", reason, remedy)
-    return Fusion(op, "unfused", reason)
+    return _plan(op, spec, UNFUSED, reason)
 
 
-def as_devices_lie(op: str, spec: Spec) -> Fusion:
-    """What `decide` says of the devices alone, once they are known.
+def as_devices_lie(plan: ProductPlan, spec: Spec) -> ProductPlan:
+    """The plan of a product to be fused, or another if no kernel serves devices so placed.
 
     Raises:
-      AlgorithmError: "fused" was asked for by name, and the devices lie so that no kernel serves.
-      SliceError: they lie in slices in a way that no steps serve.
+      AlgorithmError: "fused" was asked for by name, and no kernel serves devices so placed.
+      SliceError: no steps serve the slices in which they lie.
     """
     group = canonical.group_of(spec.axis_name)
     if slices.split(group, slices.slices(group, spec.how.across)) is not None:
-        return refused(op, spec, "the devices lie in several slices")
+        return refused(plan.op, spec, _SEVERAL_SLICES)
     try:
-        algorithms.check_ring(op, placement.arranged(group))
+        algorithms.check_ring(plan.op, placement.arranged(group))
     except ReachError as error:
-        return refused(op, spec, str(error))
-    return Fusion(op, "fused")
+        return refused(plan.op, spec, str(error))
+    return plan
 
 
-def _pipelined(op: str, ndim: int, spec: Spec, why: str) -> Fusion:
+def _pipelined(op: str, ndim: int, spec: Spec, why: str) -> ProductPlan:
     obstacle = ""
     if spec.size == 1:
         obstacle = "there is one device"
     elif spec.axis == ndim - 1:
         obstacle = "the axis is the last, along which products are not cut into blocks"
     elif spec.precision is not None:
-        obstacle = f"pipelined products know no precision={spec.precision!r}"
-    return refused(op, spec, obstacle) if obstacle else Fusion(op, "pipelined", why)
+        obstacle = f"pipelined products do not support precision={spec.precision!r}"
+    return refused(op, spec, obstacle) if obstacle else _plan(op, spec, PIPELINED, why)
 
 
-def _obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
-    """Why no kernel is to serve; "" if one is."""
-    x_shape = (*xs[0].shape[:-1], sum(x.shape[-1] for x in xs))
-    if spec.axis == len(x_shape) - 1:
+def _operands_obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
+    """Why no kernel serves operands of such shapes and dtypes; "" if one does."""
+    if spec.axis == xs[0].ndim - 1:
         end = "gathered" if op == GATHER else "scattered"
         what = (
-            "contracted one, of which every product needs all" if op == GATHER else "weights' own"
+            "contracted one, and every product needs all of it" if op == GATHER else "weights' own"
         )
         return f"the {end} axis is the {what}"
     if spec.size == 1:
         return "there is one device"
     dtypes = [w.dtype for w in ws]
-    sizes = [size for operand in (*xs, *ws) for size in operand.shape]
-    mixed = {x.dtype for x in xs} if len(xs) > 1 else set()
-    if len(mixed) > 1 or (len(xs) > 1 and len(set(dtypes)) > 1):
+    if len(xs) > 1 and max(len({x.dtype for x in xs}), len(set(dtypes))) > 1:
         return "pairs of operands are of different dtypes"
-    found = obstacle(xs[0].dtype, dtypes, spec.out_dtype, spec.precision, sizes)
-    if found:
-        return found
-    group = canonical.group_of(spec.axis_name)
-    try:
-        if slices.split(group, slices.slices(group, spec.how.across)) is not None:
-            return "the devices lie in several slices"
-        plan, wire = products.plan(op, x_shape, xs[0].dtype, ws, spec)
-        operands = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*xs, *ws))
-        products.effects(op, spec, operands)
-    except (SliceError, VmemError, *UNSERVABLE) as error:
-        return str(error)
-    if spec.wish:
-        return ""
-    modelled = cost(op, plan, group, wire)
-    if modelled.fused < modelled.unfused:
-        return ""
-    return "by the model of the chip it takes longer in one kernel"
+    sizes = [size for operand in (*xs, *ws) for size in operand.shape]
+    return obstacle(xs[0].dtype, dtypes, spec.out_dtype, spec.precision, sizes)
 
 
 MULTIPLIED = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 _WIDE_ONLY = ("v4",)  # their matrix units take no 8-bit operands
 _MIXED = ("float32", "bfloat16")
-
-
-class Cost(NamedTuple):
-    """Modelled seconds of a product and its collective."""
-
-    fused: float
-    unfused: float
 
 
 def obstacle(
@@ -179,7 +184,7 @@ def obstacle(
     if len(names) > 1 and not names <= set(_MIXED):
         return f"operands are of different dtypes, {' and '.join(sorted(names))}"
     if chip in _WIDE_ONLY and not names <= set(_MIXED):
-        return f"{chip}'s matrix unit takes no {min(names)}"
+        return f"{chip}'s matrix unit does not take {min(names)}"
     if jnp.issubdtype(out_dtype, jnp.integer) != integers or jnp.dtype(out_dtype).itemsize > 4:
         return f"products of {x_dtype} are not added up in {out_dtype}"
     if products.one_precision(precision) not in (
@@ -187,14 +192,14 @@ def obstacle(
         lax.Precision.DEFAULT,
         lax.Precision.HIGHEST,
     ):
-        return f"the kernels know no precision={precision!r}"
+        return f"the kernels do not support precision={precision!r}"
     if 0 in sizes:
         return "an operand is empty"
     return ""
 
 
 def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -> Cost:
-    """What a product and its collective take, fused and apart.
+    """The seconds of a product and its collective, fused and apart.
 
     Args:
       op: `GATHER` or `SCATTER`.
@@ -202,7 +207,7 @@ def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -
       group: the devices.
       wire_dtype: of what travels.
     """
-    rates, n = product.generation(chips.current().name), group.size
+    rates, n = generations.of_chip(chips.current().name), group.size
     batch, rows, depth = plan.blocks.shape
     gathers = op == GATHER
     columns = depth if gathers else plan.problems[0].columns

@@ -1,10 +1,10 @@
-"""Pipelines of hops and kernel bodies, for fused kernels that nobody has thought of yet.
+"""Pipelines of hops and kernel bodies, for fused kernels of your own.
 
 A body is a Pallas TPU kernel's: it reads and writes refs to tiles of rows in VMEM. Around it stands
-what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.machinery.pipelines`):
-the ring, its semaphores and its double-buffering. TPUs and simulated ones only; `array_pipelines`
-has the same for whole arrays on any backend. They cannot be vmapped, nor differentiated, and say
-so: give the pair of them a `jax.custom_vjp`.
+what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.pipelines`):
+the ring, its semaphores and its double-buffering. Bodies run on TPUs, real or simulated;
+`array_pipelines` has the same for whole arrays on any backend. vmap and differentiation raise an
+error: put the pair in a `jax.custom_vjp`.
 """
 
 import functools
@@ -13,11 +13,9 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.backends import algorithms, canonical, choice
 from pallas_collectives.errors import BackendError, CollectiveError, DtypeError
 from pallas_collectives.kernels import tiled
@@ -48,9 +46,9 @@ def gather_and_consume(
         rows and to the operands, and writes every element of each (tile, out columns). Tiles come
         in any order.
       axis_name: mesh axis, or tuple of axes, of n devices together.
-      out: `jax.ShapeDtypeStruct` of what one device's rows become, (rows, any columns), or a list
-        or tuple of several; whole tiles as x's.
-      operands: arrays of two dimensions or more that stay in VMEM whole, as scales or weights.
+      out: `jax.ShapeDtypeStruct` of the result for one device's rows, (rows, any columns), or a
+        list or tuple of several; whole tiles like x's.
+      operands: arrays of two dimensions or more that stay whole in VMEM, such as scales or weights.
       tile: rows of a tile, a divisor of rows and whole tiles; None for as many as fit.
       return_gathered: return the gathered x as well.
 
@@ -80,7 +78,7 @@ def gather_and_consume(
     _check_tiles(x, kept, outs, tile)
     if any(len(o.shape) != 2 or o.shape[0] != x.shape[0] for o in outs):
         shapes = ", ".join(str(o.shape) for o in outs)
-        rule = f"each is what {x.shape[0]} rows become: as many rows"
+        rule = f"each result has as many rows as x: {x.shape[0]}"
         raise CollectiveError(f"out of shapes {shapes}", rule, "give (rows, columns)")
     if validation.size_of(axis_name) == 1:
         raise _alone(axis_name)
@@ -108,7 +106,7 @@ def produce_and_scatter(
     tile: int | None = None,
     reduce: str = "sum",
 ) -> jax.Array:
-    """Has `produce` make every tile's term just before the hop that carries its sum, and adds up.
+    """Sums terms over devices; `produce` makes each tile's term just before its sum's hop.
 
     Equals `jax.lax.psum_scatter(terms, axis_name, tiled=True)` of all terms.
 
@@ -144,7 +142,7 @@ def produce_and_scatter(
     n = validation.size_of(axis_name)
     _check_tiles(x, kept, [out], tile)
     if len(out.shape) != 2 or n * out.shape[0] != x.shape[0]:
-        rule = f"{x.shape[0]} rows are {n} devices' blocks of {x.shape[0] / n:g}"
+        rule = f"x has {x.shape[0]} rows, which give each of {n} devices {x.shape[0] / n:g}"
         raise CollectiveError(f"out of shape {out.shape}", rule, "give (rows, columns)")
     if jnp.dtype(out.dtype).name not in ("float32", "bfloat16", "int32"):
         rule = "sums travel as float32, bfloat16 or int32"
@@ -169,7 +167,7 @@ def produce_and_scatter(
 
 
 def _group(name: str, axis_name: AxisName) -> Group:
-    """The devices, whose ring the chip can go round."""
+    """The devices; raises where the chip cannot go round a ring of them."""
     group = placement.arranged(canonical.group_of(axis_name))
     algorithms.check_ring(name, group)
     return group
@@ -180,17 +178,16 @@ def _interpret(axis_name: AxisName) -> Any:
     validation.size_of(axis_name)
     how = choice.choose(validation.named(axis_name), None, None)
     if how.backend != "pallas":
-        rule = how.fallback or "kernel bodies run on TPUs, and simulated ones"
+        rule = how.fallback or "kernel bodies run on TPUs and simulated TPUs only"
         remedy = "use pipelined_all_gather_and_consume or pipelined_produce_and_all_to_all"
         raise BackendError(f"a kernel body on backend {how.backend!r}", rule, remedy)
     return how.interpret
 
 
-# What a body reads has gone through this, so that grad and vmap meet an error of ours and none of
+# What a body reads has gone through this, so that grad and vmap raise our error and not one of
 # Pallas' own rules.
 _operand_p = core.Primitive("pallas_pipeline_operand")
 _operand_p.def_abstract_eval(lambda aval, *, name: aval)
-mlir.register_lowering(_operand_p, lambda ctx, x, *, name: [x])
 
 
 def _operand(x: Any, name: str) -> jax.Array:
@@ -198,23 +195,27 @@ def _operand(x: Any, name: str) -> jax.Array:
 
 
 def _refuse_jvp(*_: Any, name: str) -> NoReturn:
-    rule = "what a body of one's own computes has no derivative that is known"
-    remedy = "put it in a jax.custom_vjp, whose backward pass has a body of its own"
+    rule = "the derivative of what a kernel body computes is not known"
+    remedy = "put the call in a jax.custom_vjp, with another body for the backward pass"
     raise CollectiveError(f"a derivative of {name}", rule, remedy)
 
 
 def _refuse_vmap(*_: Any, name: str) -> NoReturn:
-    rule = "a body takes tiles of rows, and none of a mapped axis"
-    remedy = "lay what is mapped side by side in rows or columns, or use jax.lax.map"
+    rule = "a body takes tiles of rows, and cannot take a mapped axis"
+    remedy = "put the mapped arrays side by side in rows or columns, or use jax.lax.map"
     raise CollectiveError(f"vmap of {name}", rule, remedy)
 
 
-ad.primitive_jvps[_operand_p] = _refuse_jvp
-batching.primitive_batchers[_operand_p] = _refuse_vmap
+_compat.register(
+    _operand_p,
+    lowering=lambda ctx, x, *, name: [x],
+    jvp=_refuse_jvp,
+    batch_alone=_refuse_vmap,
+)
 
 
 def _checked(body: Callable[..., Any], name: str) -> Callable[..., None]:
-    """The body, whose failures name its tiles; what it returns nobody would read."""
+    """The body, with errors that name its tiles; one that returns something is refused."""
 
     @functools.wraps(body)
     def run(*refs: Any) -> None:
@@ -226,15 +227,15 @@ def _checked(body: Callable[..., Any], name: str) -> Callable[..., None]:
         except (TypeError, ValueError) as error:
             raise CollectiveError(value, str(error).strip(" ."), remedy) from error
         if result is not None:
-            rule = "it returns something, and is to write its results to its last refs"
+            rule = "it returns something, but must write its results to its last refs"
             raise CollectiveError(value, rule, remedy)
 
     return run
 
 
 def _alone(axis_name: AxisName) -> CollectiveError:
-    rule = "a pipeline has hops, and here is one device"
-    return CollectiveError(f"axis_name={axis_name!r}", rule, "call the body in a kernel of its own")
+    rule = "a pipeline needs two devices or more, and this group has one"
+    return CollectiveError(f"axis_name={axis_name!r}", rule, "call the body in a pallas_call")
 
 
 def _check_tiles(
@@ -247,7 +248,7 @@ def _check_tiles(
     for a in (x, *outs):
         rows = sublanes(a.dtype)
         if len(a.shape) != 2 or 0 in a.shape or a.shape[0] % rows or a.shape[1] % LANES:
-            rule = f"it is rows of whole tiles: a multiple of {rows} by one of {LANES}"
+            rule = f"it must be whole tiles: a multiple of {rows} rows and of {LANES} columns"
             raise CollectiveError(f"an array of shape {a.shape}, {a.dtype}", rule, "pad it")
     for a in (x, *operands, *outs):
         if jnp.dtype(a.dtype).itemsize > 4 or a.dtype in (jnp.float16, jnp.bool_):
@@ -261,17 +262,13 @@ def _check_tiles(
     fits = tile is None or (isinstance(tile, int) and tile > 0 and tile % whole == 0)
     if not fits or (tile and outs[0].shape[0] % tile):
         rule = f"it is a multiple of {whole} that divides a block's {outs[0].shape[0]} rows"
-        raise CollectiveError(f"tile={tile}", rule, "name another, or None")
+        raise CollectiveError(f"tile={tile}", rule, "pass such a number of rows, or None")
     if outs[0].shape[0] % whole:
-        rule = f"with these dtypes they are a multiple of {whole}"
+        rule = f"with these dtypes they must be a multiple of {whole}"
         raise CollectiveError(f"{outs[0].shape[0]} rows of a block", rule, "pad them")
 
 
 def _varying(tree: Any, axis_name: AxisName) -> Any:
     """Results typed as different on every device."""
-
-    def typed(x: jax.Array) -> jax.Array:
-        missing = set(validation.named(axis_name)) - set(jax.typeof(x).mat.varying)
-        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(typed, tree)
+    axes = validation.named(axis_name)
+    return jax.tree.map(lambda x: _compat.as_varying(x, axes), tree)

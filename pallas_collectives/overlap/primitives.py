@@ -3,11 +3,11 @@
     all_gather_matmul(x, w1, w2, ...)            linear in x: its transpose is the other
     matmul_reduce_scatter(x1, w1, x2, w2, ...)   linear in each: the sum of the pairs' products
 
-A primitive is bound only where its kernel can serve and is wanted (`fusion.decide`); elsewhere the
-pair of collective and product runs in its place, whose derivatives are that pair's.
+A primitive is bound only if its kernel can serve and is wanted (`fusion.decide`). Otherwise the
+pair of collective and product runs in its place, and has its own derivatives.
 
-Weights' cotangents are plain products of gathered arrays: what `all_gather_matmul` has gathered on
-the way, and what the transpose of `matmul_reduce_scatter` gathers for its other half.
+Weights' cotangents are plain products of gathered arrays, which the kernels return:
+`all_gather_matmul` itself, and the transpose of `matmul_reduce_scatter`.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import _compat, collectives
-from pallas_collectives.backends import canonical, counters, serving, slices
+from pallas_collectives.backends import canonical, counters, flights, serving, slices
 from pallas_collectives.backends.pallas import products as pallas_fused
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
+from pallas_collectives.backends.plans import FUSED, PIPELINED, UNFUSED, ProductPlan
 from pallas_collectives.lowering import remat
-from pallas_collectives.overlap import array_products
-from pallas_collectives.overlap import fusion as fusing
+from pallas_collectives.overlap import array_products, fusion
 from pallas_collectives.topology import placement
 
 
 def all_gather_matmul(x: jax.Array, ws: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     """[gathered x, x @ w, ...], fused or not."""
-    fusion = fusing.decide(GATHER, [x], ws, spec)
-    if fusion.way == "fused":
-        return _gather_p.bind(*_alike([x, *ws], spec), spec=spec)
-    fusion.count()
-    if fusion.way == "pipelined":
+    plan = fusion.decide(GATHER, [x], ws, spec)
+    if plan.algorithm == FUSED:
+        return _gather_p.bind(*_alike([x, *ws], spec), spec=spec, plan=plan)
+    counters.note(plan)
+    if plan.algorithm == PIPELINED:
         products, gathered = array_products.pipelined_all_gather_matmul(
             x,
             list(ws),
@@ -57,11 +57,11 @@ def matmul_reduce_scatter(
     xs: Sequence[jax.Array], ws: Sequence[jax.Array], spec: Spec
 ) -> jax.Array:
     """The scattered sum of all x @ w, fused or not."""
-    fusion = fusing.decide(SCATTER, xs, ws, spec)
-    if fusion.way == "fused":
-        return _scatter_p.bind(*_alike([*xs, *ws], spec), spec=spec)[0]
-    fusion.count()
-    if fusion.way == "pipelined":
+    plan = fusion.decide(SCATTER, xs, ws, spec)
+    if plan.algorithm == FUSED:
+        return _scatter_p.bind(*_alike([*xs, *ws], spec), spec=spec, plan=plan)[0]
+    counters.note(plan)
+    if plan.algorithm == PIPELINED:
         return array_products.pipelined_matmul_reduce_scatter(
             xs[0],
             ws[0],
@@ -107,27 +107,22 @@ def _named(spec: Spec) -> str | None:
 
 
 def _permutes(spec: Spec) -> str:
-    """The backend of a pipeline's permutes: XLA's are asynchronous, NCCL's calls are not."""
-    return spec.how.backend if spec.how.named else "xla"
+    """The backend of a pipeline's permutes: NCCL's calls are not asynchronous, XLA's are."""
+    return spec.how.backend if spec.how.named or flights.serve(spec.how) else "xla"
 
 
 def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
     """Operands typed as varying over the same axes, the collective's among them."""
     axes = frozenset(canonical.group_of(spec.axis_name).axes)
-    axes = axes.union(*(jax.typeof(x).mat.varying for x in operands))
-
-    def typed(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - set(jax.typeof(x).mat.varying)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return [typed(x) for x in operands]
+    axes = axes.union(*map(_compat.varying, operands))
+    return [_compat.as_varying(x, axes) for x in operands]
 
 
 # Primitives ---------------------------------------------------------------------------------------
 
 
 def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
-    """The same where devices turn out, while lowering, to lie so that no kernel can serve."""
+    """The same if a lowering finds devices so placed that no kernel can serve."""
     how = dataclasses.replace(spec.how, algorithm=None)
     options = {"axis_name": spec.axis_name, "axis_size": spec.size, "tiled": True}
     if op == GATHER:
@@ -141,11 +136,11 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     return [(total if spec.scale == 1.0 else total * spec.scale).astype(spec.out_dtype)]
 
 
-def lowered(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
-    """What a program computes in place of a primitive, once it is known where the devices are."""
-    fusion = fusing.as_devices_lie(op, spec)
-    fusion.count()
-    if fusion.way == "unfused":
+def lowered(op: str, *operands: jax.Array, spec: Spec, plan: ProductPlan) -> list[jax.Array]:
+    """What a program computes for a primitive, once the devices' places are known."""
+    plan = fusion.as_devices_lie(plan, spec)
+    counters.note(plan)
+    if plan.algorithm == UNFUSED:
         return _apart(op, *operands, spec=spec)
     return pallas_fused.kernel(op, *operands, spec=spec)
 
@@ -155,7 +150,8 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     primitive = core.Primitive(f"pallas_{op}")
     primitive.multiple_results = True
 
-    def abstract_eval(*avals: Any, spec: Spec) -> Any:
+    def abstract_eval(*avals: Any, spec: Spec, plan: ProductPlan) -> Any:
+        del plan  # the lowering follows it
         operands = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         outs = [
             avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
@@ -171,7 +167,7 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)
 
-    mlir.register_lowering(primitive, lowering)
+    _compat.register(primitive, lowering=lowering)
     remat.register(primitive)
     return primitive
 
@@ -196,14 +192,16 @@ _scatter_p = _primitive(SCATTER, _scatter_shapes)
 
 
 def _zero(primal: Any) -> ad.Zero:
-    """No tangent of a primal."""
+    """The zero tangent of a primal."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-def _gather_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
+def _gather_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, plan: ProductPlan
+) -> Any:
     """d(gather(x) @ w) = gather(dx) @ w + gather(x) @ dw."""
     (x, *ws), (dx, *dws) = primals, tangents
-    outs = _gather_p.bind(x, *ws, spec=spec)
+    outs = _gather_p.bind(x, *ws, spec=spec, plan=plan)
     d_outs: list[Any] = [_zero(out) for out in outs]
     if not isinstance(dx, ad.Zero):
         d_outs = all_gather_matmul(dx, ws, spec)
@@ -214,7 +212,9 @@ def _gather_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) 
     return outs, d_outs
 
 
-def _gather_transpose(cts: Sequence[Any], x: Any, *ws: Any, spec: Spec) -> list[Any]:
+def _gather_transpose(
+    cts: Sequence[Any], x: Any, *ws: Any, spec: Spec, plan: ProductPlan
+) -> list[Any]:
     """The scattered sum of the products' cotangents, each times its own w, and x's own."""
     dx = None
     pairs = [(ct, w) for ct, w in zip(cts[1:], ws, strict=True) if not isinstance(ct, ad.Zero)]
@@ -234,10 +234,12 @@ def _gather_transpose(cts: Sequence[Any], x: Any, *ws: Any, spec: Spec) -> list[
     return [ad.Zero(x.aval.to_ct_aval()) if dx is None else dx, *(None for _ in ws)]
 
 
-def _scatter_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
+def _scatter_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, plan: ProductPlan
+) -> Any:
     """d(x @ w) = dx @ w + x @ dw, in one kernel, so that the transpose gathers once for both."""
     (xs, ws), (dxs, dws) = pallas_fused.halves(primals), pallas_fused.halves(tangents)
-    (out,) = _scatter_p.bind(*primals, spec=spec)
+    (out,) = _scatter_p.bind(*primals, spec=spec, plan=plan)
     pairs = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if not isinstance(dx, ad.Zero)]
     pairs += [(x, dw) for x, dw in zip(xs, dws, strict=True) if not isinstance(dw, ad.Zero)]
     if not pairs:
@@ -246,7 +248,9 @@ def _scatter_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec)
     return [out], [matmul_reduce_scatter(lefts, rights, spec)]
 
 
-def _scatter_transpose(cts: Sequence[Any], *operands: Any, spec: Spec) -> list[Any]:
+def _scatter_transpose(
+    cts: Sequence[Any], *operands: Any, spec: Spec, plan: ProductPlan
+) -> list[Any]:
     """x's cotangent is gather(ct) @ w transposed; w's is x transposed @ gather(ct)."""
     xs, ws = pallas_fused.halves(operands)
     (ct,) = cts
@@ -281,19 +285,17 @@ def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Any, spec: Spec) -> jax.Ar
     )
 
 
-ad.primitive_jvps[_gather_p] = _gather_jvp
-ad.primitive_transposes[_gather_p] = _gather_transpose
-ad.primitive_jvps[_scatter_p] = _scatter_jvp
-ad.primitive_transposes[_scatter_p] = _scatter_transpose
+_compat.register(_gather_p, jvp=_gather_jvp, transpose=_gather_transpose)
+_compat.register(_scatter_p, jvp=_scatter_jvp, transpose=_scatter_transpose)
 
 
 # vmap ---------------------------------------------------------------------------------------------
 
 
 def _batch(
-    op: str, args: Sequence[Any], dims: Sequence[Any], *, spec: Spec
+    op: str, args: Sequence[Any], dims: Sequence[Any], *, spec: Spec, plan: ProductPlan
 ) -> tuple[Any, Sequence[int]]:
-    """A mapped x is an x of one dimension more; mapped weights are products apart."""
+    """A mapped x is an x with one more dimension; mapped weights make separate products."""
     count = 1 if op == GATHER else len(args) // 2
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     run: Any = all_gather_matmul if op == GATHER else matmul_reduce_scatter
@@ -307,12 +309,12 @@ def _batch(
         xs = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims[:count], strict=False)]
         outs = call([*xs, *args[count:]], dataclasses.replace(spec, axis=spec.axis + 1))
         return outs, [0] * len(outs)
-    fusing.refused(op, spec, "vmap maps over the weights").count()
-    apart = dataclasses.replace(spec, wish="unfused")
+    counters.note(fusion.refused(op, spec, "vmap maps over the weights"))
+    apart = dataclasses.replace(spec, wish=UNFUSED)
     with counters.uncounted():
         outs = jax.vmap(lambda *operands: call(operands, apart), in_axes=tuple(dims))(*args)
     return outs, [0] * len(outs)
 
 
 for _op, _p in ((GATHER, _gather_p), (SCATTER, _scatter_p)):
-    batching.primitive_batchers[_p] = functools.partial(_batch, _op)
+    _compat.register(_p, batch_alone=functools.partial(_batch, _op))

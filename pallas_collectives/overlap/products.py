@@ -2,13 +2,13 @@
 
     all_gather_matmul        all_gather(x) @ w: blocks are multiplied while others are on the wire
     matmul_reduce_scatter    psum_scatter(x @ w): blocks are computed while others are on the wire
-    gather_and_consume       the first with a kernel body of one's own in place of the product
-    produce_and_scatter      the second likewise
+    gather_and_consume       the first, with your own kernel body in place of the product
+    produce_and_scatter      the second, likewise
 
-On TPUs (and simulated ones) each is one kernel. On GPUs, and by backend "xla", "fused" makes the
-first two pipelines of permutes and XLA's products (`array_pipelines`); by themselves they run
-unfused there, which on four H200 took 0.6 to 0.75 of the time. `fusion_counts()` says what ran,
-and why.
+On TPUs, real or simulated, each is one kernel. On GPUs, and with backend "xla", algorithm="fused"
+makes the first two pipelines of permutes and XLA's products (`array_pipelines`). Without it they
+run unfused there, which on four H200 took 0.6 to 0.75 of the time. `fusion_counts()` says what ran
+and why; `explain` says it beforehand.
 """
 
 from collections.abc import Sequence
@@ -43,18 +43,17 @@ def all_gather_matmul(
 
     Args:
       x_shard: (..., s, ..., K) per device, of rank 2 or more.
-      ws: the right-hand side, (K, N); or a list or tuple of them, for all of which x is gathered
-        once.
+      ws: the right-hand side, (K, N); or a list or tuple of them. x is gathered once for all.
       axis_name: mesh axis, or tuple of axes, of n devices together.
-      gather_axis: the dimension along which blocks are concatenated. The last, over which products
-        are summed, is served unfused.
+      gather_axis: the dimension along which blocks are concatenated. The last dimension, over which
+        products are summed, is served unfused.
       return_gathered: return the gathered x as well.
       preferred_element_type: as `jnp.matmul`'s: the dtype of the products.
       precision: as `jnp.matmul`'s.
       backend: see `collectives`.
-      algorithm: "fused", "unfused", or None for what a model of the chip says is faster, unfused
-        where it is no TPU. "fused" is one kernel on TPUs, and `pipelined_all_gather_and_consume`
-        elsewhere.
+      algorithm: "fused", "unfused", or None: on TPUs the one that a model of the chip says is
+        faster, elsewhere "unfused". "fused" is one kernel on TPUs, and elsewhere
+        `pipelined_all_gather_and_consume`.
 
     Returns:
       The product (..., n * s, ..., N), or a list or tuple of them as `ws` is one; with
@@ -62,12 +61,13 @@ def all_gather_matmul(
 
     Gradients: the backward pass is `matmul_reduce_scatter`, and a product for each weight.
     float32, bfloat16, int8 (int32 products) and float8 (float32 products; not on v4) are fused.
-    Rows are blocks' in place if those behind `gather_axis`, together, are whole tiles (see
-    `all_gather`), and K and N multiples of 128; other sizes are padded, one pass more.
+    Operands are read in place if K and N are multiples of 128 and the dimensions from `gather_axis`
+    to the last but one are, together, whole tiles (see `all_gather`). Other sizes are padded, in
+    one more pass.
 
     Raises:
       UnboundAxisError, CollectiveError: axes, dimensions or shapes that do not fit.
-      AlgorithmError: "fused" was asked for and cannot be, for the reason that it gives.
+      AlgorithmError: "fused" was asked for and cannot be done; the error says why.
       BackendError: see `errors`.
 
     Example, inside `jax.shard_map` over 8 devices:
@@ -111,20 +111,20 @@ def matmul_reduce_scatter(
       preferred_element_type: as `jnp.matmul`'s: the dtype of the result, in which sums travel.
       precision: as `jnp.matmul`'s.
       backend: see `collectives`.
-      algorithm: "fused", "unfused" or None, as `all_gather_matmul`'s; elsewhere than on TPUs
+      algorithm: "fused", "unfused" or None, as `all_gather_matmul`'s; on other chips than TPUs
         "fused" is `pipelined_produce_and_all_to_all`.
 
     Returns:
       (..., s, ..., N): device p's is block p of the sum, or mean.
 
     Products and sums are added up in float32 (int32 for integers) on each device, and rounded once
-    per hop; with `precise` once. The order of additions is fixed.
+    per hop, or with `precise` once at the end. The order of additions is fixed.
     Gradients: the backward pass is `all_gather_matmul`, and a product for the weight.
 
     Raises:
       UnboundAxisError, CollectiveError: axes, dimensions or shapes that do not fit.
       DtypeError: a mean of integers.
-      AlgorithmError: "fused" was asked for and cannot be, for the reason that it gives.
+      AlgorithmError: "fused" was asked for and cannot be done; the error says why.
       BackendError: see `errors`.
 
     Example, inside `jax.shard_map` over 8 devices:
@@ -145,7 +145,7 @@ def matmul_reduce_scatter(
         precise=precise, scale=1.0 if reduce == "sum" else 1 / n,
     )  # fmt: skip
     if reduce == "mean" and not jnp.issubdtype(spec.out_dtype, jnp.inexact):
-        rule = "a mean of integers is none"
+        rule = "a mean of integers is not an integer"
         raise DtypeError(f"reduce='mean' of {spec.out_dtype}", rule, "pass a floating dtype")
     return primitives.matmul_reduce_scatter([x], [w], spec)
 
@@ -169,13 +169,15 @@ def _check_operands(
     """
     validation.size_of(axis_name)
     if not ws:
-        raise CollectiveError("no weights", "there is at least one right-hand side", "pass (K, N)")
+        raise CollectiveError(
+            "no weights", "a product needs a right-hand side", "pass one of shape (K, N)"
+        )
     depth = contracted or (x.shape[-1] if x.ndim else 0)
     if x.ndim < 2 or any(w.ndim != 2 or w.shape[0] != depth for w in ws):
         shapes = ", ".join(str(operand.shape) for operand in (x, *ws))
         raise CollectiveError(
             f"operands of shapes {shapes}",
-            "x has two dimensions or more, and weights are (K, N) for the K of its last",
+            "x is (..., K) of two dimensions or more, and weights are (K, N)",
             "reshape or transpose them",
         )
     validation.check_axis(name, axis, x.ndim)
@@ -202,7 +204,9 @@ def _spec(
         out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
     except TypeError:
         what = f"preferred_element_type={dtype!r}"
-        raise DtypeError(what, "it names no dtype", "pass one, as jnp.float32, or None") from None
+        raise DtypeError(
+            what, "it is not a dtype", "pass one, such as jnp.float32, or None"
+        ) from None
     wish = algorithm or ""
     validation.check_precision(precision)
     return Spec(axis_name, axis, jnp.dtype(out), False, precision, how, wish, **more)

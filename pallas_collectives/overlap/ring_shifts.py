@@ -1,4 +1,4 @@
-"""The devices along an axis as a pipeline sees them: hops of blocks, and places for results."""
+"""Ring shifts: how a pipeline passes blocks along an axis, and where results lie."""
 
 import functools
 from typing import Any
@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import collectives, validation
+from pallas_collectives import validation
+from pallas_collectives.overlap import split
 from pallas_collectives.topology import groups
 from pallas_collectives.validation import AxisName
 
@@ -29,9 +30,9 @@ class Ring:
         self._how = {"backend": backend, "algorithm": algorithm}
 
     def rounds(self, bidirectional: bool) -> tuple[Ways, int, Ways]:
-        """The ways that blocks go, for how many hops, and those on which one goes a hop further.
+        """The directions of blocks, their number of hops, and those with one hop more.
 
-        Both ways round an even ring the opposite device's block comes from the left alone.
+        On an even ring, both ways round, the opposite device's block comes from the left only.
         """
         if self.size == 1:
             return (), 0, ()
@@ -44,51 +45,47 @@ class Ring:
         """The number of the device `offset` positions to the right."""
         return groups.wrap(self.me + offset, self.size)
 
-    def send(self, block: Any, offset: int) -> Any:
-        """Sends a block `offset` positions to the right; what comes from as far to the left."""
+    def start(self, block: Any, offset: int) -> split.Started:
+        """Starts to send a block `offset` positions to the right."""
         perm = [(source, (source + offset) % self.size) for source in range(self.size)]
-        return collectives.ppermute(block, self._axis_name, perm, **self._how)
+        return split.ppermute_start(block, self._axis_name, perm, **self._how)
 
-    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> Any:
-        """`send` over a distance of up to `furthest`, which may be known at run time alone.
+    def send(self, block: Any, offset: int) -> Any:
+        """Sends a block `offset` positions to the right; returns what comes from the left."""
+        return self.start(block, offset).done()
 
-        A permutation is part of the program. So such a distance is gone by powers of two, one for
-        each of its bits. It is the same on all devices, and so is who takes part in each.
+    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> split.Started:
+        """`start` over a distance of up to `furthest`, which may be known only at run time.
+
+        A permutation is part of the program, so a block goes such a distance by powers of two, one
+        for each of its bits. The distance is the same on all devices.
         """
         if isinstance(distance, int):
-            return self.send(block, way * distance)
+            return self.start(block, way * distance)
         for power in (1 << bit for bit in range(furthest.bit_length())):
             by_power = functools.partial(self.send, offset=way * power)
             block = lax.cond(distance & power != 0, by_power, lambda block: block, block)
-        return block
+        return split.Started.of(block)
 
     def varying(self, tree: Any) -> Any:
-        """Arrays typed as different on every device, as those are that come from others."""
-        axes = set(validation.named(self._axis_name))
-        axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
-
-        def typed(leaf: Any) -> jax.Array:
-            x = jnp.asarray(leaf)
-            missing = axes - set(jax.typeof(x).mat.varying)
-            return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-        return jax.tree.map(typed, tree)
+        """Arrays typed as different on every device, as received arrays are."""
+        return validation.varying(tree, self._axis_name)
 
 
 class Places:
-    """Where each device's results lie in the whole."""
+    """The places of each device's results in the whole."""
 
     def __init__(self, ring: Ring, axis: int, tiled: bool) -> None:
         self._ring, self._axis, self._tiled = ring, axis, tiled
 
     def room(self, results: Any) -> Any:
-        """Memory for everyone's results, full of these."""
+        """Arrays with room for the results of all devices, filled with copies of these."""
         for leaf, where in validation.leaves(results):
             validation.check_axis("axis", self._axis, leaf.ndim + (not self._tiled), where)
         return jax.tree.map(self._room, results)
 
     def lay(self, results: Any, source: Any, whole: Any) -> Any:
-        """Lays the results for device `source` into its place."""
+        """Writes the results for device `source` to their place."""
         return jax.tree.map(lambda leaf, to: self._lay(leaf, source, to), results, whole)
 
     def _room(self, leaf: jax.Array) -> jax.Array:

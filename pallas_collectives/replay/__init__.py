@@ -8,9 +8,13 @@ races, and what the hardware forbids.
     report = replay.replay(f, jax.ShapeDtypeStruct((65536, 2048), jnp.bfloat16), machine=machine)
     print(report)
 
-Every figure is modelled, none is measured: see `machine` for the constants and where they come
-from. `draw` makes pictures of a report, `trace` a file for Perfetto.
+Every figure is modelled, none is measured: see `topology.rates` for the constants and where they
+come from. `draw` makes pictures of a report, `trace` a file for Perfetto; both are imported when
+asked for.
 """
+
+import importlib
+from typing import Any
 
 from pallas_collectives.replay.api import replay as replay
 from pallas_collectives.replay.bound import bound as bound
@@ -22,3 +26,9 @@ from pallas_collectives.replay.races import Race as Race
 from pallas_collectives.replay.report import Report as Report
 from pallas_collectives.replay.rules import Fault as Fault
 from pallas_collectives.replay.views import DataDependent as DataDependent
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("calibration", "draw", "trace"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

@@ -10,13 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_collectives import _compat
 from pallas_collectives.replay import rules, symmetry, trace_program
 from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.live import LiveProgram
 from pallas_collectives.replay.machine import Machine, MachineError
 from pallas_collectives.replay.order import Order
+from pallas_collectives.replay.program import Program, Start
 from pallas_collectives.replay.races import find_races
 from pallas_collectives.replay.report import Report, report
+from pallas_collectives.replay.symmetry import Classes
+
+_MANY_COPIES = 2000  # whose shares of the links take a second to work out
 
 
 def replay(
@@ -26,6 +31,7 @@ def replay(
     placement: np.ndarray | None = None,
     races: bool = False,
     symmetric: bool = True,
+    quick: bool = False,
 ) -> Report:
     """Runs `function(*args)`'s Pallas TPU kernels on a modelled machine.
 
@@ -43,6 +49,8 @@ def replay(
         that deadlocks, in what happens up to there.
       symmetric: step devices that behave identically once. The result is the same; False is for
         tests and for pictures of every device.
+      quick: of more than some thousand copies on devices that all differ, leave out how they slow
+        one another down. The time is then the least that it can be: `Report.least`.
 
     Returns:
       A `Report`: time in seconds, link loads, waits, critical path, leftovers, deadlocks, races,
@@ -53,6 +61,7 @@ def replay(
       NoShardMap: no mesh to be found in the function.
       DataDependent: control flow or addresses depend on an argument given by shape only.
     """
+    _compat.prepare()
     pod = machine if isinstance(machine, Machine) else Machine.named(machine)
     program, mesh = trace_program.trace(
         function,
@@ -75,7 +84,8 @@ def replay(
         if symmetric and not live
         else symmetry.discrete(program.n_devices, pod.n_links)
     )
-    engine = Engine(program, pod, where, classes)
+    shared = not quick or live or _copies(program, classes) <= _MANY_COPIES
+    engine = Engine(program, pod, where, classes, shared)
     engine.run()
     faults = rules.find_faults(program, pod.generation, pod.places(where))
     if live:
@@ -87,6 +97,14 @@ def replay(
     order, devices = Order(program), classes.representatives.tolist()
     faults += rules.find_early(order, devices)
     return report(engine, faults, find_races(order, devices))
+
+
+def _copies(program: Program, classes: Classes) -> int:
+    """How many copies the devices that are stepped start."""
+    stepped = np.zeros(program.n_devices, bool)
+    stepped[classes.representatives] = True
+    starts = (column for column in program.columns if isinstance(column, Start))
+    return sum(int(stepped[column.lanes].sum()) for column in starts)
 
 
 def _placement(machine: Machine, mesh: Any, given: np.ndarray | None) -> np.ndarray:

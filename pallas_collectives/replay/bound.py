@@ -208,7 +208,8 @@ def _cuts(machine: Machine, *, alike: bool = True) -> Iterator[tuple[np.ndarray,
     """(which devices are inside, links that lead in) of slabs, of single chips and of their dies.
 
     Where all devices do `alike`, of slabs round a torus axis that differ only in where they begin,
-    one will do.
+    one will do, and of chips one at an end and one that is not. Where they do not, what leaves a
+    chip is a bound too: there all others are inside.
     """
     chips = np.arange(machine.n_chips)
     coordinates = np.unravel_index(chips, machine.shape)
@@ -220,7 +221,8 @@ def _cuts(machine: Machine, *, alike: bool = True) -> Iterator[tuple[np.ndarray,
                 inside = (coordinates[axis] - start) % n < length
                 sides = 2 if wrap else int(start > 0) + int(start + length < n)
                 yield np.repeat(inside, per_chip), sides * section
-    for chip in {0, machine.n_chips // 2}:  # a corner and, where there is one, an inner chip
+    # A corner and, where there is one, an inner chip.
+    for chip in {0, machine.n_chips // 2} if alike else range(machine.n_chips):
         here = np.unravel_index(chip, machine.shape)
         links = sum(
             2 if wrap else int(c > 0) + int(c < n - 1)
@@ -229,6 +231,8 @@ def _cuts(machine: Machine, *, alike: bool = True) -> Iterator[tuple[np.ndarray,
         )
         if links:
             yield np.repeat(chips == chip, per_chip), links
+            if not alike:
+                yield np.repeat(chips != chip, per_chip), links
         if per_chip > 1:  # one of its dies: the other one's link, and all of the chip's
             die = machine.generation.die_bandwidth / _link(machine)
             yield np.arange(machine.n_devices) == chip * per_chip, links + die

@@ -8,10 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from pallas_collectives.replay import timeline
 from pallas_collectives.replay.report import Report
-from pallas_collectives.replay.timeline import intervals
 
-_COLOURS = {"core": "#c9c9c9", "remote copies": "#1f77b4", "local copies": "#2ca02c"}
+_COLOURS = {
+    "core": "#c9c9c9",
+    "remote copies": "#1f77b4",
+    "local copies": "#2ca02c",
+    "link": "#ff7f0e",
+    "for ever": "#d62728",
+}
 
 
 def _pyplot() -> Any:
@@ -25,35 +31,43 @@ def _pyplot() -> Any:
 
 
 def gantt(report: Report, *, max_rows: int = 40) -> Any:
-    """Time from left to right, a row per device and link: waits, copies, and what each link
-    carried. Returns the figure.
+    """Time from left to right, rows for each device and one for each link: waits, copies, and what
+    each link carried. Returns the figure.
 
-    Of more rows than `max_rows`, the first of devices and the first of links, by halves.
+    Devices that do the same at the same times share their rows. Of more rows than `max_rows`, whole
+    devices from the first on and the busiest links, by halves; the title says what is left out.
     """
     plt = _pyplot()
-    rows: dict[tuple[str, str], list[Any]] = {}
-    for interval in intervals(report):
-        rows.setdefault((interval.group, interval.row), []).append(interval)
-    names = sorted(rows, key=lambda r: (_natural(r[0]), _natural(r[1])))
-    links = [name for name in names if name[0] == "links"]
-    others = [name for name in names if name[0] != "links"]
-    links = links[: max(max_rows // 2, max_rows - len(others))]
-    names = others[: max_rows - len(links)] + links
-    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.28 * len(names)), layout="constrained")
-    for y, name in enumerate(names):
-        spans = [(i.start * 1e6, (i.end - i.start) * 1e6) for i in rows[name]]
+    folded, links = timeline.lanes(report)
+    for_links = min(len(links), max(max_rows // 2, max_rows - sum(len(x.rows) for x in folded)))
+    rows: list[tuple[str, str, list[Any]]] = []
+    shown = 0
+    for lane in folded:
+        if rows and len(rows) + len(lane.rows) > max_rows - for_links:
+            break
+        shown += 1
+        rows += [(f"{lane.devices}: {row}", row, lane.rows[row]) for row in sorted(lane.rows)]
+    rows += [(name, "link", spans) for name, spans in links[: max(1, max_rows - len(rows))]]
+    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.28 * len(rows)), layout="constrained")
+    for y, (_, kind, spans) in enumerate(rows):
         axes.broken_barh(
-            spans,
+            [(i.start * 1e6, (i.end - i.start) * 1e6) for i in spans],
             (y - 0.4, 0.8),
-            facecolors=_COLOURS.get(name[1], "#ff7f0e"),
+            facecolors=[_colour(kind, i.name) for i in spans],
             edgecolors="white",
             linewidth=0.4,
         )
-    axes.set_yticks(range(len(names)), [f"{g}: {r}" if g != "links" else r for g, r in names])
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.invert_yaxis()
     axes.set_xlabel("modelled time, µs")
-    axes.set_title(f"{report.machine}: waits (grey), remote and local copies, links (orange)")
+    hidden = len(folded) - shown
+    more = f"; {hidden} more kinds of device" if hidden else ""
+    axes.set_title(f"{report.machine}: waits (grey), remote and local copies, links (orange){more}")
     return figure
+
+
+def _colour(kind: str, name: str) -> str:
+    return _COLOURS["for ever"] if name == timeline.FOR_EVER else _COLOURS[kind]
 
 
 def link_heat(report: Report) -> Any:
@@ -182,9 +196,3 @@ def _target(message: Any, device: int) -> int | None:
     if isinstance(target, np.ndarray):
         target = target[np.searchsorted(message.column.lanes, device)]
     return None if target is None else int(target)
-
-
-def _natural(text: str) -> list[Any]:
-    import re
-
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]

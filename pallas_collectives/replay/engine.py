@@ -80,21 +80,30 @@ class Engine:
     happened.
     """
 
-    def __init__(self, program: Any, machine: Machine, placement: np.ndarray, classes: Classes):
+    def __init__(
+        self,
+        program: Any,
+        machine: Machine,
+        placement: np.ndarray,
+        classes: Classes,
+        shared: bool = True,
+    ):
+        """`shared`: copies slow one another down; else each goes as if it were alone."""
         self.program, self.machine, self.placement = program, machine, placement
-        self.classes = classes
+        self.classes, self.shared = classes, shared
         n_classes, n_links = len(classes.representatives), len(classes.link_count)
         self._memories = {"hbm": n_links, "vmem": n_links + n_classes}
         links = np.zeros(n_links)
         links[classes.of_link] = machine.link_capacity
         hbm = np.full(n_classes, machine.generation.hbm_bandwidth)
         vmem = np.full(n_classes, machine.generation.vmem_bandwidth)
-        self.network = Network(np.concatenate([links, hbm, vmem]))
+        self.network = Network(np.concatenate([links, hbm, vmem]), shared)
         self.cores = [Core(int(d), program.of_device(int(d))) for d in classes.representatives]
         self.now = 0.0
         self._events: list[tuple[float, int, int, Any, tuple[Any, ...]]] = []
         self._sequence = 0
         self._paths: dict[Any, tuple[list[tuple[int, float]], float]] = {}
+        self._routes: dict[tuple[int, int], tuple[list[int], float]] = {}
         self._senders: dict[tuple[int, int, int], list[int]] = {}
 
     @property
@@ -191,7 +200,7 @@ class Engine:
         else:
             receivers = self._receivers(core, position, column, column.sem)
             deliveries = [(c, s, value) for c, s in receivers]
-            _, hops = self._crossed(core.device, target, ("", ""))
+            _, hops = self._route(core.device, target, column)
         message = Message(core, column, 0.0, core.time, deliveries, hops)
         message.left = core.time
         core.messages.append(message)
@@ -207,14 +216,29 @@ class Engine:
             receivers = self._receivers(core, position, column, column.dst_sem)
             deliveries = [(c, s, nbytes) for c, s in receivers]
         spaces = (column.src.buffer.space, column.dst.buffer.space)
-        uses, hops = self._crossed(core.device, target, spaces)
+        uses, hops = self._crossed(core.device, target, spaces, column)
         message = Message(core, column, nbytes, core.time, deliveries, hops, uses)
         message.src_sem = None if column.src_sem is None else at(column.src_sem, position)
         core.messages.append(message)
         self._at(core.time + self.machine.generation.dma_latency, 0, self._flow_begins, message)
 
+    def _route(self, device: int, target: int, column: Any) -> tuple[list[int], float]:
+        """The links from device to target, and how many hops they are."""
+        key = (device, target)
+        if key not in self._routes:
+            lanes, targets = column.lanes, np.broadcast_to(column.target, column.lanes.shape)
+            if len(self.cores) < self.program.n_devices:  # most of the others are never asked for
+                lanes, targets = np.array([device]), np.array([target])
+            src, dst = self.placement[lanes], self.placement[targets]
+            links = np.array(self.machine.routes(src, dst)).reshape(-1, len(lanes))
+            hops = self.machine.distance(src, dst)
+            for k, pair in enumerate(zip(lanes.tolist(), targets.tolist(), strict=True)):
+                crossed = links[:, k]
+                self._routes[pair] = crossed[crossed >= 0].tolist(), float(hops[k])
+        return self._routes[key]
+
     def _crossed(
-        self, device: int, target: int, spaces: tuple[str, str]
+        self, device: int, target: int, spaces: tuple[str, str], column: Any
     ) -> tuple[list[tuple[int, float]], float]:
         """(resource, how many of this class' copies one of its like carries) of a copy, and its
         hops.
@@ -228,12 +252,10 @@ class Engine:
         uses: dict[int, float] = defaultdict(float)
         hops = 0.0
         if target != device:
-            src, dst = self.placement[[device]], self.placement[[target]]
-            for hop in self.machine.routes(src, dst):
-                if hop[0] >= 0:
-                    of_link = int(self.classes.of_link[hop[0]])
-                    uses[of_link] += count[here] / self.classes.link_count[of_link]
-            hops = float(self.machine.distance(src, dst)[0])
+            links, hops = self._route(device, target, column)
+            for link in links:
+                of_link = int(self.classes.of_link[link])
+                uses[of_link] += count[here] / self.classes.link_count[of_link]
         for space, of_class, weight in (
             (spaces[0], here, 1.0),
             (spaces[1], there, count[here] / count[there]),

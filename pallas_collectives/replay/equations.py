@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.replay import jaxprs, kernels, twins, values
+from pallas_collectives.replay import jaxprs, kernels, names, twins, values
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent, View
@@ -316,13 +316,14 @@ def _while(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
 
 def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
+    ref_names = names.of_refs(jaxpr)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         assert stepper.kernel is not None, "run_scoped outside a kernel"
         views = []
         for i, var in enumerate(jaxpr.invars):
             key = (id(eqn), i, stepper.kernel_number)
-            name = f"scoped{i}@{stepper.source(eqn).line.split(' ')[0]}"
+            name = f"{ref_names[i] or f'ref {i}'} (scoped)"
             views.append(stepper.allocate(key, var.aval, name))
         kernel, held = stepper.kernel, [v.buffer for v in views]
         kernel.held.take(held, stepper.source(eqn).line)
@@ -403,6 +404,7 @@ _SPECIAL: dict[str, Any] = {
     "num_programs": _program_id,
     "get_barrier_semaphore": _barrier_semaphore,
     "pallas_call": kernels.compile_kernel,
+    "mpmd_map": kernels.compile_kernel,
     "delay": _delay,
 }
 _NO_WORK = frozenset({"debug_callback", "debug_print", "trace_value", "touch"})

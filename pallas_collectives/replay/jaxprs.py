@@ -9,14 +9,13 @@ compiled, so that stepping it costs no tree work.
 from __future__ import annotations
 
 import dataclasses
-import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
-_STDLIB = sysconfig.get_paths()["stdlib"]
+from pallas_collectives.replay import lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +250,49 @@ def pallas_name(eqn: Any) -> str:
     return str(name or "pallas_call").split(" at ")[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """A kernel and how it is called: on the TensorCore (`pallas_call`), or on a SparseCore
+    (`pl.kernel` on a mesh of scalar subcores), where no grid and no blocks are.
+    """
+
+    jaxpr: Any
+    grid: tuple[Any, ...]
+    num_index_operands: int
+    num_inputs: int
+    num_outputs: int
+    block_mappings: Sequence[Any]
+    aliases: dict[int, int]  # result -> operand
+    on_sparsecore: bool
+
+
+def kernel_call(eqn: Any) -> KernelCall:
+    """What a `pallas_call` or `mpmd_map` equation calls.
+
+    Raises UnsupportedEquation for kernels on vector subcores or on several cores.
+    """
+    if eqn.primitive.name == "pallas_call":
+        mapping = eqn.params["grid_mapping"]
+        return KernelCall(
+            eqn.params["jaxpr"],
+            mapping.grid,
+            mapping.num_index_operands,
+            mapping.num_inputs,
+            mapping.num_outputs,
+            mapping.block_mappings,
+            {o: i for i, o in eqn.params["input_output_aliases"]},
+            on_sparsecore=False,
+        )
+    meshes, jaxprs = eqn.params["meshes"], eqn.params["jaxprs"]
+    if len(meshes) != 1 or type(meshes[0]).__name__ != "ScalarSubcoreMesh" or meshes[0].size != 1:
+        raise UnsupportedEquation("replay knows kernels on one scalar subcore of a SparseCore only")
+    n_inputs, n_outputs = len(eqn.invars), len(eqn.outvars)
+    aliases = {o: i for i, o in dict(eqn.params["input_output_aliases"]).items()}
+    return KernelCall(jaxprs[0], (), 0, n_inputs, n_outputs, (), aliases, on_sparsecore=True)
+
+
 def collective_id(eqn: Any) -> int | None:
-    """The collective id that a `pallas_call` was given."""
+    """The collective id that a kernel was given."""
     params = eqn.params["compiler_params"]
     if isinstance(params, dict):
         params = next(iter(params.values()), None)
@@ -278,32 +318,13 @@ def block_dims(block_mapping: Any) -> list[tuple[int, bool]]:
 
 
 def where(eqn: Any) -> str:
-    """`file:line (function)` of the user code that made `eqn`, or of JAX's own that did."""
-    within_jax = "unknown line"
-    for frame in _frames(eqn):
-        file = frame.file_name
-        line = getattr(frame, "line_num", None) or getattr(frame, "start_line", 0)
-        function = frame.function_name.rsplit(".", 1)[-1]
-        text = f"{file.rsplit('/', 1)[-1]}:{line} ({function})"
-        library = "/jax/" in file or "/jaxlib/" in file
-        standard = file.startswith(_STDLIB) and "site-packages" not in file
-        if not library and not standard:
-            return text
-        if library and "/_src/" not in file:
-            return f"JAX's {text}"
-        if file.endswith("pipeline.py"):
-            within_jax = f"JAX's {text}"
-    return within_jax
+    """`file:line (function)` of the reader's code that made `eqn`, or of whose there is."""
+    return str(lines.of(eqn))
 
 
 def scope(eqn: Any) -> str:
     """The `jax.named_scope` path that `eqn` was traced under ('' outside any)."""
     return str(getattr(eqn.source_info, "name_stack", ""))
-
-
-def _frames(eqn: Any) -> Iterator[Any]:
-    traceback = getattr(eqn.source_info, "traceback", None)
-    yield from getattr(traceback, "frames", ()) if traceback is not None else ()
 
 
 def is_literal(var: Any) -> bool:

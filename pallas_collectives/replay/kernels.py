@@ -1,5 +1,5 @@
 """Steps a `pallas_call`: its buffers, its grid, and the block copies that Pallas itself makes
-around the body.
+around the body. A kernel on a SparseCore has no grid, and all its operands are in HBM.
 
 Operands left in HBM (`memory_space=ANY` or HBM) are handed to the kernel as they are. Operands in
 VMEM are copied in before the body and out after it; over a grid, blocks are double-buffered: the
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay import jaxprs, names
 from pallas_collectives.replay.program import Enter, Kernel, Leave, Start, Wait
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN
@@ -80,8 +80,8 @@ class _Blocked:
 
 
 def compile_kernel(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    """The step of a `pallas_call` equation."""
-    mapping = eqn.params["grid_mapping"]
+    """The step of a `pallas_call` equation, or of a kernel's on a SparseCore."""
+    mapping = jaxprs.kernel_call(eqn)
     if any(not isinstance(n, int) for n in mapping.grid):
         raise jaxprs.UnsupportedEquation("replay does not know kernels with a dynamic grid")
 
@@ -100,13 +100,14 @@ class _Call:
 
     def __init__(self, stepper: Stepper, eqn: Any, args: list[Any], lanes: np.ndarray):
         self.stepper, self.eqn, self.lanes = stepper, eqn, lanes
-        self.mapping = eqn.params["grid_mapping"]
+        self.mapping = jaxprs.kernel_call(eqn)
         name = jaxprs.pallas_name(eqn)
         stepper.kernel_number += 1
         stepper.kernel = self.kernel = Kernel(name, jaxprs.where(eqn))
         stepper.kernels.append(self.kernel)
         stepper.collective_id = jaxprs.collective_id(eqn)
-        launch, source = stepper.generation.launch_cost, stepper.source(eqn)
+        self.kernel.on_sparsecore = self.mapping.on_sparsecore
+        launch, source = stepper.launch_cost, stepper.source(eqn)
         stepper.emit(Enter(lanes, launch, source, stepper.kernel_number))
         self.blocked: list[_Blocked] = []
         self.refs: list[
@@ -116,15 +117,14 @@ class _Call:
 
     def _bind(self, args: list[Any]) -> None:
         stepper, mapping = self.stepper, self.mapping
-        jaxpr, _ = jaxprs.open_jaxpr(self.eqn.params["jaxpr"])
+        jaxpr, _ = jaxprs.open_jaxpr(mapping.jaxpr)
         n_index = mapping.num_index_operands
         n_blocks = mapping.num_inputs + mapping.num_outputs
-        aliases = {o: i for i, o in self.eqn.params["input_output_aliases"]}
-        held = []
+        aliases = mapping.aliases
+        held, ref_names = [], names.of_refs(jaxpr)
         for i, var in enumerate(jaxpr.invars):
             key = ("kernel", stepper.kernel_number, i)
-            names = getattr(getattr(jaxpr, "debug_info", None), "arg_names", None)
-            name = str(names[i]) if names and i < len(names) and names[i] else f"operand{i}"
+            name = ref_names[i] or f"operand{i}"
             space = jaxprs.memory_space(var.aval)
             block = i - n_index
             output = block - mapping.num_inputs
@@ -142,6 +142,8 @@ class _Call:
                 self.refs.append(view)
                 if space == "smem" and i < n_index + mapping.num_inputs:
                     stepper.store_smem(view, args[i], self.lanes)
+                elif mapping.on_sparsecore and i < mapping.num_inputs:
+                    stepper.contents[view.buffer.id] = args[i]
             ref = self.refs[-1]
             if i >= n_index + n_blocks and space == "hbm":
                 self.kernel.hbm_scratch_bytes += ref.buffer.nbytes
@@ -167,7 +169,7 @@ class _Call:
             args = [
                 r.kernel_view(r.visits - 1) if isinstance(r, _Blocked) else r for r in self.refs
             ]
-            stepper.run(self.eqn.params["jaxpr"], args, self.lanes)
+            stepper.run(self.mapping.jaxpr, args, self.lanes)
             for k, operand in enumerate(self.blocked):
                 following = indices[number + 1][k] if number + 1 < len(points) else None
                 self._leave(operand, following)

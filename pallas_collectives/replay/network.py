@@ -42,8 +42,10 @@ class Flow:
 class Network:
     """The flows in progress and their rates."""
 
-    def __init__(self, capacity: np.ndarray):
+    def __init__(self, capacity: np.ndarray, shared: bool = True):
+        """`shared`: flows slow one another down; else each goes as if it were alone."""
         self.capacity = capacity
+        self._shared = shared
         self._demand = np.zeros(len(capacity))
         self._flows: dict[int, dict[Flow, float]] = {}
         self._dirty_flows: set[Flow] = set()
@@ -73,7 +75,7 @@ class Network:
         return bool(self._dirty_flows or self._dirty_resources)
 
     def _binds(self, resource: int) -> bool:
-        return self._demand[resource] > self.capacity[resource] * (1 + 1e-9)
+        return self._shared and self._demand[resource] > self.capacity[resource] * (1 + 1e-9)
 
     def resolve(self, now: float) -> list[Flow]:
         """Recomputes rates after changes at `now`; returns the flows whose rate changed."""

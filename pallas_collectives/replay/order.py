@@ -96,8 +96,34 @@ class Arrivals:
         self.rows, self.values = np.array(self.rows), np.array(self.values)
         self.sums = np.cumsum(self.values)  # of the first so many: one sender's are in its order
         self.marked = np.zeros(len(self.rows), bool)  # completions known in this pass
+        equal = len(self.values) > 0 and bool((self.values == self.values[0]).all())
+        self.each = int(self.values[0]) if equal else 0  # of all alike
         senders = {event.device for event in self.events}
         self.sender = senders.pop() if len(senders) == 1 else None
+        self.forget()
+
+    def forget(self) -> None:
+        """What was known at the additions has changed."""
+        self._sorted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def least(self, could: np.ndarray, need: int, clocks: np.ndarray) -> np.ndarray:
+        """Per device, the least that is known after any choice of `could` that reaches `need`.
+
+        Many waits ask for more and more of the same additions: they are sorted once.
+        """
+        if self._sorted is None or not np.array_equal(self._sorted[0], could):
+            table = clocks[self.rows[could]]
+            if self.each:
+                self._sorted = could, np.sort(table, axis=0), table[:0]
+            else:
+                choice = np.argsort(table, axis=0, kind="stable")
+                sums = np.cumsum(self.values[could][choice], axis=0)
+                self._sorted = could, np.take_along_axis(table, choice, axis=0), sums
+        _, table, sums = self._sorted
+        if self.each:
+            return table[-(-need // self.each) - 1]
+        last = np.argmax(sums >= need, axis=0)
+        return table[last, np.arange(table.shape[1])]
 
     def possible(self, wait: Event, clocks: np.ndarray) -> np.ndarray:
         """The numbers of the additions that are not ordered after `wait`."""
@@ -128,7 +154,7 @@ class Order:
         """Raises ValueError for a program of too many events."""
         self.program = program
         self.events: list[Event] = []
-        self.finished = _execute(program, self.events)
+        self.finished = execute(program, self.events)
         self._without: dict[tuple[int, int, bool], dict[int, int]] = {}  # how far devices come
         clocked = 0
         for event in self.events:
@@ -160,7 +186,7 @@ class Order:
         key = (first.device, first.count, reads)
         if key not in self._without:
             events: list[Event] = []
-            _execute(self.program, events, key)
+            execute(self.program, events, key)
             self._without[key] = {event.device: event.count for event in events}
         return self._without[key].get(later.device, 0) >= later.count
 
@@ -174,7 +200,9 @@ class Order:
 
     def could_take(self, wait: Event) -> tuple[list[Event], int]:
         """The signals and copies that a wait, or one before it, may take; what they amount to."""
-        arrivals = self.arrivals[wait.device, at(wait.column.sem, wait.position)]
+        arrivals = self.arrivals.get((wait.device, at(wait.column.sem, wait.position)))
+        if arrivals is None:  # a wait for nothing
+            return [], 0
         could = arrivals.possible(wait, self.clocks)
         return [arrivals.events[i] for i in could], int(arrivals.values[could].sum())
 
@@ -207,11 +235,13 @@ class Order:
                     if not np.array_equal(row, mine):
                         row[:] = mine
                         changed = True
+                        for key, _, _ in additions(event):
+                            self.arrivals[key].forget()
             if not changed:
                 return
 
 
-def _execute(
+def execute(
     program: Program, events: list[Event], held_back: tuple[int, int, bool] | None = None
 ) -> bool:
     """Appends the events in some order in which they can happen: each device runs until it must
@@ -256,9 +286,9 @@ def _execute(
                 if not event.column.keeps:
                     semaphores[key] -= need
             elif (device, event.count) == last[:2]:
-                yield from _all_but_the_last_byte(event, last[2])
+                yield from all_but_the_last_byte(event, last[2])
             else:
-                yield from _additions(event)
+                yield from additions(event)
             events.append(event)
 
     while ready:
@@ -271,7 +301,7 @@ def _execute(
     return not held
 
 
-def _additions(event: Event) -> Iterator[tuple[Key, int, list[Mark] | None]]:
+def additions(event: Event) -> Iterator[tuple[Key, int, list[Mark] | None]]:
     """(semaphore, how much, where it is known to be over) of what an event adds to semaphores."""
     column, position = event.column, event.position
     if isinstance(column, Signal):
@@ -283,10 +313,8 @@ def _additions(event: Event) -> Iterator[tuple[Key, int, list[Mark] | None]]:
         yield (event.target, at(column.dst_sem, position)), nbytes, event.write_known
 
 
-def _all_but_the_last_byte(
-    copy: Event, reads: bool
-) -> Iterator[tuple[Key, int, list[Mark] | None]]:
-    for key, nbytes, known_at in _additions(copy):
+def all_but_the_last_byte(copy: Event, reads: bool) -> Iterator[tuple[Key, int, list[Mark] | None]]:
+    for key, nbytes, known_at in additions(copy):
         yield key, nbytes - (reads or known_at is copy.write_known), known_at
 
 
@@ -294,7 +322,7 @@ def _arrivals(events: list[Event]) -> dict[Key, Arrivals]:
     """All additions to each semaphore."""
     out: dict[Key, Arrivals] = defaultdict(Arrivals)
     for event in events:
-        for key, value, known_at in _additions(event):
+        for key, value, known_at in additions(event):
             out[key].add(event, value, known_at)
     for arrivals in out.values():
         arrivals.close()
@@ -307,9 +335,7 @@ def _learn(arrivals: Arrivals, wait: Event, mine: np.ndarray, clocks: np.ndarray
     values = arrivals.values[could]
     total, need = int(values.sum()), wait.taken
     if arrivals.sender is None:
-        table = clocks[arrivals.rows[could]]
-        learned = table.max(axis=0) if total == need else _least_over_choices(table, values, need)
-        np.maximum(mine, learned, out=mine)
+        np.maximum(mine, arrivals.least(could, need, clocks), out=mine)
     elif arrivals.sender != wait.device:
         # One device's additions, in its order: any choice that suffices holds one as late as this.
         last = int(np.searchsorted(arrivals.sums, need))
@@ -325,10 +351,3 @@ def _learn(arrivals: Arrivals, wait: Event, mine: np.ndarray, clocks: np.ndarray
             known_at.append(mark)
             changed = True
     return changed
-
-
-def _least_over_choices(table: np.ndarray, values: np.ndarray, need: int) -> np.ndarray:
-    """Per column, the least maximum over all choices of rows whose values reach `need`."""
-    choice = np.argsort(table, axis=0, kind="stable")
-    last = np.argmax(np.cumsum(values[choice], axis=0) >= need, axis=0)
-    return np.take_along_axis(table, choice, axis=0)[last, np.arange(table.shape[1])]

@@ -14,17 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from pallas_collectives.replay.lines import Line
 from pallas_collectives.replay.memory import Held
 from pallas_collectives.replay.views import Buffer, View
 
 
 @dataclasses.dataclass
 class Source:
-    """Where an instruction comes from: the user's line, its `jax.named_scope`, and its kernel."""
+    """Where an instruction comes from: the user's line, its `jax.named_scope`, and its kernel.
+
+    `place` is the line with the whole path.
+    """
 
     line: str
     scope: str
     kernel: str
+    place: Line | None = None
 
 
 @dataclasses.dataclass
@@ -121,11 +126,12 @@ class Semaphore:
 
 @dataclasses.dataclass
 class Kernel:
-    """One `pallas_call` of the program. Bytes are per device; `line`: where it is called."""
+    """One kernel of the program. Bytes are per device; `line`: where it is called."""
 
     name: str
     line: str = ""
     hbm_scratch_bytes: int = 0
+    on_sparsecore: bool = False
     held: Held = dataclasses.field(default_factory=Held)
 
     @property

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import reasons
+from pallas_collectives.replay import reasons, schedule
 from pallas_collectives.replay.order import Event, Mark, Order
-from pallas_collectives.replay.program import Access, Enter, Leave, Start
+from pallas_collectives.replay.program import Access, Enter, Leave, Start, at
 from pallas_collectives.replay.regions import Box, box_of, covers, whole
 
 
@@ -24,8 +24,13 @@ from pallas_collectives.replay.regions import Box, box_of, covers, whole
 class Race:
     """Two accesses of one device's buffer that nothing orders.
 
-    `steps`: of each access, the device that performs it and the number of its instruction there.
-    `why`: what leaves the two unordered. `remedy`: what would order them.
+    Attributes:
+      steps: of each access, the device that performs it and the number of its instruction there.
+      why: what leaves the two unordered.
+      remedy: what would order them.
+      flights: of each that is a copy, what it moves, and the semaphores that tell when it is over.
+      reads: of the first it is the reading that is not over.
+      part: what both touch, as an index of the buffer.
     """
 
     device: int
@@ -36,6 +41,10 @@ class Race:
     steps: tuple[Mark, Mark]
     why: str
     remedy: str
+    lines: tuple[str, str] = ("", "")
+    flights: tuple[str, str] = ("", "")
+    reads: bool = False
+    part: str = ""
 
     def __str__(self) -> str:
         where = f"device {self.device}, {self.buffer}{list(self.shared)}"
@@ -46,7 +55,7 @@ class Race:
         )
 
 
-def find_races(order: Order, devices: Sequence[int] | None = None, limit: int = 20) -> list[Race]:
+def find_races(order: Order, devices: Sequence[int] | None = None, limit: int = 200) -> list[Race]:
     """Races on the buffers of `devices` (all by default), at most `limit` of them, one per pair of
     source lines.
     """
@@ -157,13 +166,42 @@ def _race(order: Order, key: tuple[int, int], a: _Use, b: _Use) -> Race:
         for (p, m), (q, n) in zip(a.box, b.box, strict=True)
     )
     steps = (a.event.device, a.event.count), (b.event.device, b.event.count)
-    why, remedy = _reason(order, key[0], a, b)
-    name = f"{buffer.name} ({buffer.space})"
-    return Race(key[0], name, _describe(a), _describe(b), shared, steps, why, remedy)
+    why, remedy = _reason(order, key, a, b)
+    return Race(
+        device=key[0],
+        buffer=f"{buffer.name} ({buffer.space})",
+        first=_describe(a),
+        second=_describe(b),
+        shared=shared,
+        steps=steps,
+        why=why,
+        remedy=remedy,
+        lines=(a.event.column.source.line, b.event.column.source.line),
+        flights=(_flight(order, a), _flight(order, b)),
+        reads=not a.writes,
+        part=schedule.part(shared, buffer.shape),
+    )
 
 
-def _reason(order: Order, device: int, a: _Use, b: _Use) -> tuple[str, str]:
-    """Why nothing orders two uses of `device`'s memory, and what would."""
+def _flight(order: Order, use: _Use) -> str:
+    """What a copy moves from where to where, and who is told; "" of anything else."""
+    column, position = use.event.column, use.event.position
+    if not isinstance(column, Start):
+        return ""
+    names = order.program.semaphores
+    source = schedule.named(column.src, position)
+    goal = schedule.named(column.dst, position)
+    sent = "" if column.src_sem is None else f", sent: {names[at(column.src_sem, position)].name}"
+    return (
+        f"{source} of device {use.event.device} to {goal} of device {use.event.target}, "
+        f"{int(at(column.nbytes, position)):,} bytes{sent}, "
+        f"arrived: {names[at(column.dst_sem, position)].name}"
+    )
+
+
+def _reason(order: Order, key: tuple[int, int], a: _Use, b: _Use) -> tuple[str, str]:
+    """Why nothing orders two uses of a device's buffer, and what would."""
+    device, number = key
     for one, other in ((a, b), (b, a)):
         if isinstance(other.event.column, Enter) and one.event.device != device:
             return reasons.not_entered(order, one.event, device)
@@ -172,6 +210,16 @@ def _reason(order: Order, device: int, a: _Use, b: _Use) -> tuple[str, str]:
             partial = reasons.partial_wait(order, one.event, other.event, of_write=one.writes)
             if partial is not None:
                 return partial
+    for one, other in ((a, b), (b, a)):
+        if one.ends_at is not None:
+            unwaited = reasons.never_waited(order, one.event, other.event, of_write=one.writes)
+            if unwaited is not None:
+                return unwaited
+    for one, other in ((a, b), (b, a)):
+        if one.writes and one.event.device != device and other.event.device == device:
+            return reasons.not_told(order, one.event, other.event, order.program.buffers[number])
+    if a.ends_at is not None and b.ends_at is not None and a.writes and b.writes:
+        return reasons.both_write(a.event, b.event, order.program.buffers[number].name)
     return (
         "no wait or signal orders the two",
         "let the later one follow a wait that only the earlier one's end can satisfy",

@@ -7,12 +7,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
+from pallas_collectives.replay.ends import Leftover, Stuck, find_leftovers, find_stuck
 from pallas_collectives.replay.engine import Block, Core, Engine
 from pallas_collectives.replay.machine import Machine
-from pallas_collectives.replay.program import Kernel, Signal, Start
+from pallas_collectives.replay.program import Kernel, Start
 from pallas_collectives.replay.races import Race
 from pallas_collectives.replay.rules import Fault
 
@@ -40,37 +42,6 @@ class Held:
     cause: str
     seconds: float
     times: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Leftover:
-    """A semaphore that is not zero at the end."""
-
-    device: int
-    semaphore: str
-    value: int
-
-    def __str__(self) -> str:
-        return f"device {self.device}: {self.semaphore} is {self.value} at the end, not 0"
-
-
-@dataclasses.dataclass(frozen=True)
-class Stuck:
-    """A device that waits for ever."""
-
-    device: int
-    line: str
-    semaphore: str
-    has: int
-    needs: int
-    signalled_by: tuple[str, ...]
-
-    def __str__(self) -> str:
-        who = "; ".join(self.signalled_by) or "nobody ever signals it"
-        return (
-            f"device {self.device} waits at {self.line} for {self.semaphore} to reach "
-            f"{self.needs}; it is {self.has}: {who}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +83,11 @@ class Report:
         return None if self.races is None else True
 
     @property
+    def least(self) -> bool:
+        """Whether the time is the least that it can be: copies were not held up by one another."""
+        return not self.engine.shared
+
+    @property
     def vmem_bytes(self) -> int:
         """Peak VMEM of any kernel, per device: block and scratch buffers."""
         return max((k.vmem_bytes for k in self.kernels), default=0)
@@ -145,7 +121,7 @@ class Report:
         name, carried, busy = self.busiest_link
         us = 1e6
         lines = [
-            f"{self.machine}, modelled: {self.time * us:.1f} µs"
+            f"{self.machine}, modelled: {'at least ' * self.least}{self.time * us:.1f} µs"
             + ("  NOT SOUND" if self.findings else "")
             + ("" if self.kernels else "  NO KERNEL in it, so nothing to model,")
             + f" ({self.devices_modelled} of {len(self.engine.classes.of_device)} devices stepped)",
@@ -155,18 +131,15 @@ class Report:
             "  critical path  "
             + ", ".join(f"{k} {v * us:.1f} µs" for k, v in self.critical_time().items()),
         ]
-        lines += [f"  deadlock       {s}" for s in self.stuck[:8]]
-        lines += [
-            f"  left over      device {x.device}, {x.semaphore} = {x.value}"
-            for x in self.leftovers[:8]
-        ]
+        lines += _some("deadlock", self.stuck)
+        lines += _some("left over", self.leftovers)
         lines += [f"  {f.name:<14} {f}" for f in self.faults]
         if self.races is None:
             lines.append(f"  races          not looked for ({self.unsought})")
         elif not self.races:
             where = " up to the deadlock" if self.stuck else ""
             lines.append(f"  races          none{where}, on any schedule")
-        lines += [f"  race           {r}" for r in self.races or ()]
+        lines += _some("race", self.races or ())
         worst: dict[str, Held] = {}  # per line, the device that waits there longest
         for h in self.held:
             worst.setdefault(h.line, h)
@@ -180,23 +153,24 @@ class Report:
         return "\n".join(lines)
 
 
+def _some(kind: str, findings: Sequence[object], limit: int = 8) -> list[str]:
+    """A line each for the first findings, and how many more there are."""
+    lines = [f"  {kind:<14} {finding}" for finding in findings[:limit]]
+    more = len(findings) - limit
+    return [*lines, f"  {kind:<14} and {more} more"] if more > 0 else lines
+
+
 def report(
     engine: Engine, faults: list[Fault], races: list[Race] | None, unsought: str = ""
 ) -> Report:
     """Sums up a finished engine, with what was found in its program."""
     program = engine.program
-    stuck = _stuck(engine)
-    leftovers = [
-        Leftover(core.device, program.semaphores[sem].name, value)
-        for core in engine.cores
-        for sem, value in sorted(core.semaphores.items())
-        if value and not stuck
-    ]
+    stuck = find_stuck(engine)
     return Report(
         machine=engine.machine,
         time=engine.time,
         stuck=stuck,
-        leftovers=leftovers,
+        leftovers=[] if stuck else find_leftovers(engine),
         faults=faults,
         races=races,
         unsought=unsought,
@@ -262,48 +236,3 @@ def _critical_path(engine: Engine) -> list[Segment]:
             path.append(Segment("DMA latency", device, message.issued, message.began, line))
         core, time = message.core, message.issued
     return path[::-1]
-
-
-def _stuck(engine: Engine) -> list[Stuck]:
-    out = []
-    for core in engine.cores:
-        block = core.waiting
-        if block is None:
-            continue
-        name = engine.program.semaphores[block.sem].name
-        has = core.semaphores[block.sem]
-        who = tuple(_signallers(engine, core.device, block.sem))
-        line = block.column.source.line
-        out.append(Stuck(core.device, line, name, has, block.value, who))
-    return out
-
-
-def _signallers(engine: Engine, device: int, sem: int, limit: int = 4) -> list[str]:
-    """Which instructions would signal `sem` of `device`, and whether they have been reached."""
-    out: list[str] = []
-    for k, column in enumerate(engine.program.columns):
-        if isinstance(column, Signal):
-            fields = [(column.sem, column.target)]
-        elif isinstance(column, Start):
-            fields = [(column.dst_sem, column.target), (column.src_sem, None)]
-        else:
-            continue
-        for sems, targets in fields:
-            if sems is None:
-                continue
-            shape = column.lanes.shape
-            owners = column.lanes if targets is None else np.broadcast_to(targets, shape)
-            hits = (owners == device) & (np.broadcast_to(sems, shape) == sem)
-            for lane in column.lanes[hits]:
-                core = engine.cores[engine.classes.of_device[lane]]
-                line = column.source.line
-                if core.finished > k:
-                    out.append(f"device {lane} has signalled it at {line}")
-                elif core.waiting is not None:
-                    at_line = core.waiting.column.source.line
-                    out.append(f"device {lane} would at {line}, but waits at {at_line}")
-                else:
-                    out.append(f"device {lane} would at {line}")
-                if len(out) == limit:
-                    return out
-    return out

@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
+from pallas_collectives import _compat
 from pallas_collectives.replay import jaxprs, values
+from pallas_collectives.replay.lines import Lines
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import (
     Access,
@@ -83,10 +84,12 @@ class Stepper:
             tuple[int, int], ...
         ] = ()  # (program id, number of programs) per grid axis
         self.smem: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # buffer id -> values, is known
+        self.contents: dict[int, Any] = {}  # HBM buffer id -> what a SparseCore's kernel reads
         self._allocated: dict[Any, Buffer] = {}
         self._lock: Any = contextlib.nullcontext()
         self._blocks: dict[int, tuple[Any, Block]] = {}
         self._sources: dict[int, tuple[Any, Source]] = {}
+        self._lines = Lines()
         self._targets: dict[bytes, np.ndarray] = {}
         self._busy = 0.0
         self._multiplying = 0.0  # work of the matrix unit since the last DMA or semaphore
@@ -131,6 +134,7 @@ class Stepper:
 
     def _compile(self, closed: Any) -> Block:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
+        self._lines.enter(jaxpr)
         template: list[Any] = []
         slots: dict[Any, int] = {}
 
@@ -197,9 +201,22 @@ class Stepper:
         cached = self._sources.get(id(eqn))
         if cached is None:
             name = self.kernel.name if self.kernel else ""
-            cached = (eqn, Source(jaxprs.where(eqn), jaxprs.scope(eqn), name))
+            place = self._lines.of(eqn)
+            cached = (eqn, Source(str(place), jaxprs.scope(eqn), name, place))
             self._sources[id(eqn)] = cached
         return cached[1]
+
+    @property
+    def launch_cost(self) -> float:
+        """From the call of the kernel to its first instruction, and from its last back."""
+        on_sparsecore = self.kernel is not None and self.kernel.on_sparsecore
+        at_all = self.generation
+        return at_all.sparsecore_launch_cost if on_sparsecore else at_all.launch_cost
+
+    def _issue(self) -> None:
+        """A SparseCore takes longer to start a DMA or to signal: what it takes more."""
+        if self.kernel is not None and self.kernel.on_sparsecore:
+            self.work(self.generation.sparsecore_issue_cost - self.generation.issue_cost)
 
     def axis_index(self, name: str, lanes: np.ndarray) -> Any:
         coordinates = self._coordinates[name]
@@ -332,7 +349,10 @@ class Stepper:
         match op:
             case jaxprs.DmaStart():
                 device_id = _read_tree(op.device_id, operands)
-                src = self.view(op.src, operands)
+                src, dst = self.view(op.src, operands), self.view(op.dst, operands)
+                if dst.buffer.space == "smem" and src.nbytes == src.buffer.nbytes:
+                    self.store_smem(dst, self.contents.get(src.buffer.id, UNKNOWN), lanes)
+                self._issue()
                 src_sem = None if op.src_sem is None else self.semaphore(op.src_sem, operands)
                 self.emit(
                     Start(
@@ -340,7 +360,7 @@ class Stepper:
                         self.take_busy(),
                         source,
                         src,
-                        self.view(op.dst, operands),
+                        dst,
                         self.device(device_id, op.logical, lanes),
                         src_sem,
                         self.semaphore(op.dst_sem, operands),
@@ -355,6 +375,7 @@ class Stepper:
                 device = self.device(_read_tree(op.device_id, operands), op.logical, lanes)
                 sem = self.semaphore(op.sem, operands)
                 amount = value(op.value)
+                self._issue()
                 self.emit(Signal(lanes, self.take_busy(), source, sem, device, amount))
             case jaxprs.Wait():
                 sem = self.semaphore(op.sem, operands)
@@ -400,9 +421,7 @@ def constant(value: Any, aval: Any) -> Any:
     """A constant of a jaxpr as a value: scalars evaluated, integer arrays known, anything
     else unknown.
     """
-    if isinstance(
-        value, jax.core.Tracer
-    ):  # a captured ref or index: supplied by the equation's operands
+    if _compat.is_traced(value):  # a captured ref or index: supplied by the equation's operands
         return UNKNOWN
     if not isinstance(aval.dtype, np.dtype):  # a random key
         return UNKNOWN

@@ -49,7 +49,7 @@ def trace(
         else UNKNOWN
         for a in leaves
     ]
-    shard_map, operands = _find_shard_map(closed, contents)
+    shard_map, operands = find_shard_map(closed, contents)
     mesh = shard_map.params["mesh"]
     axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     specs = shard_map.params["in_specs"]
@@ -63,7 +63,7 @@ def trace(
     return stepper.program(), mesh
 
 
-def _find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
+def find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
     """The outermost shard_map equation and what is known of its operands."""
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     known: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
@@ -75,7 +75,7 @@ def _find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
         called = jaxprs.called_jaxpr(eqn)
         if called is not None:
             try:
-                return _find_shard_map(called, operands)
+                return find_shard_map(called, operands)
             except NoShardMap:
                 pass
     raise NoShardMap("replay wants a function that calls jax.shard_map over the mesh to model")

@@ -2,10 +2,10 @@
 
 Sources: `pltpu.get_tpu_info_for_chip` and the vendor's pages for VMEM and SMEM; the JAX scaling
 book ("How to think about TPUs") and the vendor's pages for the links; for semaphores the TPU
-compiler, ahead of time: the largest array of them that a kernel of one copy compiles with. They
-have a memory of 512 words (7x: 4096), of which the compiler keeps the rest. It takes the same
-number whether they count DMAs or signals, and with a barrier semaphore besides; libtpu 0.0.50 takes
-one less than 0.0.42, whose numbers are here.
+compiler, ahead of time: the largest array of them with which a kernel of one copy compiles. They
+have a memory of 512 words (7x: 4096), and the compiler keeps the rest of it. The number is the same
+whether they count DMAs or signals, and with a barrier semaphore besides. libtpu 0.0.50 allows one
+less than 0.0.42, whose numbers are here.
 """
 
 import dataclasses
@@ -25,13 +25,15 @@ class Chip:
     Attributes:
       name: as in topology names ("v5e").
       vmem_bytes: VMEM of one core.
-      semaphores: that a kernel can have at a time, beside barrier semaphores.
+      semaphores: how many a kernel can have at a time, beside barrier semaphores.
       smem_bytes: SMEM of one core.
       dims: axes of the torus that chips are linked in.
-      wrap_at: an axis whose chips are a multiple of this is a ring, not a line:
-      wraps_alone: whatever the other axes are; else all must be, or none is.
+      wrap_at: an axis with a multiple of so many chips is a ring, others are lines.
+      wraps_alone: whether each axis wraps by itself; if not, either all axes wrap or no axis does.
       far_dma: whether a remote DMA reaches any device; v5e's reaches power-of-two offsets only.
       devices: JAX devices on a chip.
+      no_sparsecore: why no kernel can run on a SparseCore (`kernels.machinery.sparsecore`); "" if
+        one can.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Chip:
     wraps_alone: bool = False
     far_dma: bool = True
     devices: int = 1
+    no_sparsecore: str = ""
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of this many chips along each are rings."""
@@ -50,11 +53,20 @@ class Chip:
         return fits if self.wraps_alone else (all(fits),) * len(shape)
 
 
-_V5E = Chip("v5e", 128 * MIB, 442, dims=2, wrap_at=16, wraps_alone=True, far_dma=False)
+_V5E = Chip(
+    "v5e",
+    128 * MIB,
+    442,
+    dims=2,
+    wrap_at=16,
+    wraps_alone=True,
+    far_dma=False,
+    no_sparsecore="it has none",
+)
 _V6E = Chip("v6e", 128 * MIB, 440, dims=2, wrap_at=16, wraps_alone=True)
 # device_kind, as jax.Device reports it, begins with one of these.
 _BY_KIND = {
-    "TPU v4": Chip("v4", 16 * MIB, 434),
+    "TPU v4": Chip("v4", 16 * MIB, 434, no_sparsecore="Pallas does not reach its SparseCores"),
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
     "TPU v5": Chip("v5p", 64 * MIB, 438),
@@ -100,7 +112,8 @@ def kind_of(name: str) -> str:
 
 
 def slice_of(name: str) -> tuple[Chip, tuple[int, ...]] | None:
-    """Chip and chips along each torus axis of a topology's name, as 'v5e:4x4'; None if it is none.
+    """Chip and chips along each torus axis of a topology's name, such as 'v5e:4x4'; None if
+    unknown.
 
     Axes that are not named are of one chip.
     """

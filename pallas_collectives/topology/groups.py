@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax import lax
 
+from pallas_collectives.annotations import DeviceId, Number, Ref, Step
+
 RIGHT, LEFT = +1, -1
 
 
@@ -23,14 +25,14 @@ class Group:
     Attributes:
       axes: mesh axis names, major first; devices are numbered row-major over them, as lax does.
       sizes: the size of each axis.
-      index_groups: `axis_index_groups`: equal-sized lists of device numbers that partition the
-        axes, each list a ring of its own in the order given; None for one ring of all.
+      index_groups: `axis_index_groups`: lists of device numbers, of equal size, that partition the
+        axes; each list is a ring in the order given. None for one ring of all.
       order: device numbers in the order of the ring, so that neighbours share a link (see
-        `placement.arranged`); None for 0, 1, ... Not together with `index_groups`.
+        `placement.arranged`); None for 0, 1, ..., and with `index_groups`.
       line: whether the ring's closing hop runs back over the links of all others.
       chip: whether the ring is the devices of one chip, which no link of the torus joins.
       torus: the rings along the axes of the torus that the group lies on, if it has several: mesh
-        axes, or rings of the group's device numbers. How a group lies does not make it another.
+        axes, or rings of the group's device numbers. Equality of groups does not depend on it.
     """
 
     axes: tuple[str, ...]
@@ -49,11 +51,11 @@ class Group:
         return math.prod(self.sizes)
 
     def members(self) -> jax.Array | None:
-        """What this device's kernel must know of the group; None where arithmetic tells it.
+        """What this device's kernel must know of the group; None if arithmetic tells it.
 
-        Its position, then the device numbers at positions 0, 1, ...; or, where the ring has an
-        order of its own, its place along the ring, then the positions of the devices at places
-        0, 1, ... Kernels read it from SMEM.
+        With index groups: its position, then the device numbers at positions 0, 1, ... With an
+        `order`: its place along the ring, then the positions of the devices at places 0, 1, ...
+        Kernels read it from SMEM.
         """
         groups = self.index_groups if self.order is None else (self.order,)
         if groups is None:
@@ -68,52 +70,53 @@ class Group:
 class Ring:
     """A group seen by one of its devices, inside a kernel.
 
-    Blocks are numbered by position, as lax numbers devices. Neighbours are those at neighbouring
-    places along the ring, which are the positions unless the group has an order of its own.
+    Blocks are numbered by position, as lax numbers devices. Neighbours have neighbouring places
+    along the ring; places are positions unless the group has an `order`.
 
     Attributes:
       size: devices in the ring.
       me: own position, 0 <= me < size.
       place: own place along the ring, 0 <= place < size.
-      line: whether it is a line, whose last and first share no link.
+      line: whether nothing goes from the last place to the first; of two devices it is one.
     """
 
-    def __init__(self, group: Group, members_ref: Any = None) -> None:
-        self.size, self.line = group.size, group.line
+    def __init__(self, group: Group, members_ref: Ref | None = None) -> None:
+        self.size = group.size
+        self.line = group.line or group.size == 2
         self._group = group
-        self._members_ref = members_ref
+        self._members_ref: Any = members_ref
         self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[0]
         self.me = lax.axis_index(group.axes) if group.order is not None else self.place
 
-    def device_id(self, position: Any) -> dict[str, Any]:
+    def device_id(self, position: Number) -> DeviceId:
         """The mesh coordinates, over the group's axes, of the device at a position."""
-        number = position
+        number: Any = position
         if self._group.index_groups is not None:
             number = self._members_ref[1 + position]
-        coordinates: dict[str, Any] = {}
+        coordinates: DeviceId = {}
         for axis, size in zip(reversed(self._group.axes), reversed(self._group.sizes), strict=True):
             coordinates[axis] = number if len(self._group.axes) == 1 else lax.rem(number, size)
             number = lax.div(number, size) if len(self._group.axes) > 1 else number
         return coordinates
 
-    def peer(self, offset: Any) -> dict[str, Any]:
+    def peer(self, offset: Number) -> DeviceId:
         """The device `offset` places to the right (negative: to the left), around the ring."""
         return self.device_id(self.block(offset))
 
-    def block(self, offset: Any) -> Any:
+    def block(self, offset: Number) -> Any:
         """The number of the block that belongs to the device `offset` places to the right."""
         place = wrap(self.place + offset, self.size)
         return place if self._group.order is None else self._members_ref[1 + place]
 
 
-def wrap(position: Any, n: int) -> Any:
+def wrap(position: Number, n: int) -> Any:
     """`position` mod n, for -n <= position < 2n."""
     if isinstance(position, int):
         return position % n
     return lax.rem(position + n, np.int32(n))
 
 
-def wrap_step(step: Any, slots: int) -> Any:
+def wrap_step(step: Step, slots: int) -> Any:
     """`step` mod `slots`, for step >= 0."""
     return step % slots if isinstance(step, int) else lax.rem(step, np.int32(slots))
 
@@ -147,15 +150,15 @@ class Stream:
         """How many chunks travel one hop more."""
         return self.far[1] - self.far[0]
 
-    def chunk(self, turn: Any) -> Any:
+    def chunk(self, turn: Number) -> Any:
         """The chunk whose turn it is, 0 <= turn < chunks: first those that travel furthest."""
         return wrap(self.far[0] + turn, self.chunks)
 
-    def turn(self, chunk: Any) -> Any:
+    def turn(self, chunk: Number) -> Any:
         """When it is a chunk's turn: `chunk` backwards."""
         return wrap(chunk - self.far[0], self.chunks)
 
-    def hops_of(self, chunk: Any) -> Any:
+    def hops_of(self, chunk: Number) -> Any:
         """How many hops a chunk travels."""
         start, stop = self.far
         is_far = (start <= chunk) & (chunk < stop)
@@ -206,7 +209,7 @@ ChunkBody = Callable[[Any, int, Any], None]
 
 
 def for_each_chunk(
-    streams: tuple[Stream, ...], body: ChunkBody, step: Any = 0, far: bool = False
+    streams: tuple[Stream, ...], body: ChunkBody, step: Step = 0, far: bool = False
 ) -> None:
     """body(step, stream number, chunk) for every chunk; with `far`, for those that go furthest.
 
@@ -217,7 +220,7 @@ def for_each_chunk(
     whole = streams[0].near and not far
     counts = [stream.chunks if whole else stream.far_chunks for stream in streams]
 
-    def in_streams(turn: Any, chosen: Sequence[int]) -> None:
+    def in_streams(turn: Number, chosen: Sequence[int]) -> None:
         for i in chosen:
             body(step, i, streams[i].chunk(turn))
 
@@ -246,49 +249,3 @@ def only_if(condition: Any, body: Callable[[], None]) -> None:
             body()
         return
     lax.fori_loop(0, condition.astype(np.int32), lambda _, __: body(), None)
-
-
-def gather_table(n: int, streams: tuple[Stream, ...]) -> str:
-    """Which blocks each device of a ring holds after every step, as printed in `all_gather`."""
-    whole = frozenset(range(streams[0].chunks))
-    held = [[whole if b == device else frozenset() for b in range(n)] for device in range(n)]
-    lines = [_table_line(0, held, whole)]
-    for step in range(max(stream.hops for stream in streams)):
-        before = [row.copy() for row in held]
-        for stream in streams:
-            moving = {chunk for chunk in whole if step < stream.hops_of(chunk)}
-            for device in range(n):
-                block = wrap(device - stream.direction * step, n)
-                assert moving <= before[device][block], "a device sends on what it does not hold"
-                held[wrap(device + stream.direction, n)][block] |= moving
-        lines.append(_table_line(step + 1, held, whole))
-    return "\n".join(lines)
-
-
-def line_table(n: int) -> str:
-    """`gather_table` of a line: what is not there cannot be passed on."""
-    lines = []
-    for step in range(n):
-        rows = ([b if abs(b - device) <= step else "." for b in range(n)] for device in range(n))
-        lines.append(f"{step:<6}" + "  ".join(f"[{''.join(map(str, row))}]" for row in rows))
-    return "\n".join(lines)
-
-
-def reduce_table(n: int, streams: tuple[Stream, ...]) -> str:
-    """How many terms the sums under way to each device hold, as printed in `reduce_scatter`.
-
-    Columns are devices; a digit for each chunk of a device's own block: from 1, its own, to n.
-    """
-    terms = [1] * streams[0].chunks
-    lines = []
-    for step in range(max(stream.hops for stream in streams) + 1):
-        lines.append(f"{step:<6}" + "  ".join([f"[{''.join(map(str, terms))}]"] * n))
-        for stream in streams:
-            for chunk in range(stream.chunks):
-                terms[chunk] += bool(step < stream.hops_of(chunk))  # one more term on its way
-    return "\n".join(lines)
-
-
-def _table_line(step: int, held: list[list[Any]], whole: Any) -> str:
-    rows = ("".join(str(b) if h == whole else "." for b, h in enumerate(row)) for row in held)
-    return f"{step:<6}" + "  ".join(f"[{row}]" for row in rows)

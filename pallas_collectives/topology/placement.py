@@ -1,7 +1,7 @@
-"""Where on its torus each device of the mesh in scope is, and the ring order that follows.
+"""The placement of the mesh in scope: where each device is on its torus, and the ring order.
 
 The devices are known while a collective is lowered, and not before. Simulated ones have no
-coordinates; they lie as `torus(...)` says.
+coordinates; `torus(...)` places them.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ _simulated = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def torus(name: str) -> Iterator[None]:
-    """Within this context simulated devices lie as a TPU slice's do; values are the same as ever.
+    """Within this context simulated devices are placed as a TPU slice's; values stay the same.
 
-    Only that: what the generation cannot do, and the times by which algorithms are chosen, are
-    still those of simulated devices. For a chip's own ask `explain`, with a mesh of it.
+    Nothing else changes: what the chip can do, and the times by which algorithms are chosen, are
+    still those of simulated devices. To see a chip's own, give `explain` a mesh of that chip.
 
     Device k is the k-th of the slice, row-major over its chips, a chip's devices side by side.
 
@@ -57,7 +57,7 @@ def torus(name: str) -> Iterator[None]:
         raise BackendError(
             f"torus {name!r}",
             f"it is GENERATION:AxBxC with a generation of {known} and at most its number of axes",
-            "name a slice, as 'v5e:2x4'",
+            "name a slice, such as 'v5e:2x4'",
         )
     with _simulated(name):
         yield
@@ -65,7 +65,7 @@ def torus(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scope(places: Places | None) -> Iterator[None]:
-    """Within this context the mesh's devices are at these places; None: nobody knows where."""
+    """Within this context the mesh's devices are at these places; None if they are unknown."""
     token = _in_scope.set(places)
     try:
         yield
@@ -78,9 +78,7 @@ _settled_later: contextvars.ContextVar[bool] = contextvars.ContextVar("later", d
 
 @contextlib.contextmanager
 def settled_later() -> Iterator[None]:
-    """Within this context a collective is only traced: who reaches whom is asked when its lowering
-    knows the devices.
-    """
+    """Within this context a collective is only traced; its lowering asks who reaches whom."""
     token = _settled_later.set(True)
     try:
         yield
@@ -89,7 +87,7 @@ def settled_later() -> Iterator[None]:
 
 
 def are_settled_later() -> bool:
-    """Whether what reaches what is not to be asked here."""
+    """Whether a lowering asks later who reaches whom."""
     return _settled_later.get()
 
 
@@ -138,12 +136,12 @@ def _on_slice(name: str, numbers: Sequence[int]) -> Places:
 
 
 def arranged(group: Group) -> Group:
-    """A group with the order in which its rings go round on the wires of the mesh in scope.
+    """A group with the order in which its rings follow the wires of the mesh in scope.
 
-    And with the axes of the torus that it lies on (see `torus_axes`). As it is where the caller
-    gave `axis_index_groups`, whose order is the ring's, and where it spans slices; in lax's order
-    where that goes over single links already. Where places are not known, also in that; but on
-    chips that reach only some devices in that of the torus which `lying` takes for theirs.
+    It also gets the torus axes that it lies on (see `torus_axes`). A group does not change if the
+    caller gave `axis_index_groups`, whose order is the ring's, or if it spans slices. It keeps
+    lax's order if that follows single links already, or if places are unknown; only on chips that
+    reach some devices and not others it then gets the order of the torus that `lying` assumes.
     """
     places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
     if group.index_groups is not None:
@@ -158,8 +156,9 @@ def arranged(group: Group) -> Group:
 def lying(group: Group, chip: chips.Chip) -> tuple[Torus, Sequence[Sequence[Place]]]:
     """The torus of the whole slice, and the places of the devices that a group's axes join.
 
-    By number, a row for each group of the mesh in scope. Where nobody knows them, the mesh axes are
-    taken for axes of a torus, each a ring or a line as an axis of so many devices is on the chip.
+    Places are by number, a row for each group of the mesh in scope. If they are unknown, the mesh
+    axes are taken for torus axes, each a ring or a line as an axis of so many devices is on the
+    chip.
     """
     places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
     if places is not None and len(places.at) == mesh.size:

@@ -10,12 +10,12 @@ are powers of two; diagonal ones are not.
 Signals to another device's semaphore travel as DMAs do: the rule holds for both.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from pallas_collectives.topology import jumps as distances
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.ring_orders import Place, Torus
@@ -31,7 +31,7 @@ def reaches(chip: Chip, torus: Torus, a: Place, b: Place) -> bool:
 
     Args:
       chip: the TPU generation.
-      torus: the whole slice's, of which the devices in question may be a part.
+      torus: the whole slice's; the group may be a part of the slice.
       a, b: coordinates of the chip, then the device's number on the chip.
     """
     if chip.far_dma or a == b:
@@ -78,21 +78,38 @@ def everyone(group: Group) -> Pairs:
 
 def torus(group: Group) -> Pairs:
     """Neighbours along every axis of a torus, rings or lines; on one ring of all if it has none."""
-    for axis in group.torus or (group,):
-        neighbours = line if axis.line else ring
-        if axis.index_groups is not None or axis.axes == group.axes:
-            yield from neighbours(axis)
-            continue
-        numbers = np.arange(group.size).reshape(group.sizes)
-        of_axis = np.moveaxis(numbers, group.axes.index(axis.axes[0]), -1)
-        for members in of_axis.reshape(-1, axis.size).tolist():
-            yield from neighbours(dataclasses.replace(group, index_groups=(tuple(members),)))
+    for axis, members in _along_axes(group):
+        yield from itertools.pairwise(members)
+        if not axis.line:
+            yield members[-1], members[0]
+
+
+def jumps(group: Group) -> Pairs:
+    """Devices a jump apart (see `topology.jumps`) along every axis of a torus, or of one ring."""
+    for axis, members in _along_axes(group):
+        n, line = axis.size, axis.line or axis.size == 2
+        for place, jump in itertools.product(range(n), distances.lengths(n, line)):
+            if not line or 0 <= place + jump < n:
+                yield members[place], members[(place + jump) % n]
 
 
 def alone(group: Group) -> Pairs:
     """Nobody but those that a call names itself, or who are found to be within reach."""
     del group
     return ()
+
+
+def _along_axes(group: Group) -> Iterable[tuple[Group, Sequence[int]]]:
+    """The axes of a torus, each with the numbers of the devices of each of its rings."""
+    for axis in group.torus or (group,):
+        if axis.index_groups is not None or axis.axes == group.axes:
+            for members in _rings(axis):
+                yield axis, members
+            continue
+        numbers = np.arange(group.size).reshape(group.sizes)
+        of_axis = np.moveaxis(numbers, group.axes.index(axis.axes[0]), -1)
+        for members in of_axis.reshape(-1, axis.size).tolist():
+            yield axis, members
 
 
 def _rings(group: Group) -> Sequence[Sequence[int]]:

@@ -1,4 +1,4 @@
-"""Which algorithm serves a call whose caller names none: the one with the least predicted time.
+"""Which algorithm serves a call that names none: the one with the least predicted time.
 
 `predict` is the one lookup. The times are data (`tables`): those modelled by `replay`, which come
 with the package, or measured ones, of these devices and this JAX version, which
@@ -7,20 +7,22 @@ with the package, or measured ones, of these devices and this JAX version, which
 A group that lies on several axes of a torus has times of its own, among them those of all axes at
 once; a ring's there are of one that follows the wires.
 
-Small messages so go the way of the fewest hops, large ones the way that puts the fewest bytes on
-the busiest link: the one is what remains of a time at few bytes, the other is its slope.
+So small messages take the way with the fewest hops, and large ones the way that puts the fewest
+bytes on the busiest link. Hops are what remains of a time at few bytes; bytes are its slope.
 
-In how many chunks a block travels is no part of the table, for one rule a kernel serves all chips:
-gathers go in up to eight chunks of whole tiles (`all_gather.MOST_CHUNKS`), sums by size and memory
-(`reduce_scatter.chunks_of`). By the replay no other number of them gains 3% for gathers with blocks
-of 32 KiB to 2 MiB on v5e and v5p; for sums in HBM one may gain 10% on a chip and lose on others.
+The table does not say in how many chunks a block travels, because one rule for each kernel serves
+all chips: gathers go in up to eight chunks of whole tiles (`all_gather.MOST_CHUNKS`), sums by size
+and memory (`reduce_scatter.chunks_of`). By the replay no other number of chunks gains 3% for
+gathers with blocks of 32 KiB to 2 MiB on v5e and v5p; for sums in HBM another may gain 10% on one
+chip and lose on others.
 
 Bytes are those of one block, as the canonical collectives number them (see `backends.canonical`):
-what a device gives to all_gather or gets of reduce_scatter, one of the n parts of all_to_all's
-operand; of all_reduce and ppermute the operand.
+what a device gives to all_gather or gets from reduce_scatter, and one of the n blocks of
+all_to_all's operand. For all_reduce and ppermute they are the operand's.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -52,12 +54,16 @@ class Prediction(NamedTuple):
       latency_us: of these, what remains at the fewest bytes that the table has.
       table: where it is from.
       devices: the group sizes in the table that it lies between, or the one that it is of.
+      close: whether it is a figure, of this group or between two that lie as it does; else it tells
+        no more than which algorithm is quicker: a group of other numbers or links can take times
+        as long.
     """
 
     us: float
     latency_us: float
     table: Table
     devices: tuple[int, ...]
+    close: bool
 
 
 def fastest_first(op: str, predicted: dict[str, Prediction]) -> list[str]:
@@ -82,6 +88,8 @@ def predict(
 
     A measured table serves the very groups that were measured. What it does not have is the
     modelled table's, between whose group sizes times are interpolated: of tori of as many axes.
+    Beyond its largest group they go on as a power of the number of devices, which for some
+    collectives is 1, for others 2.
 
     Args:
       op: the canonical collective.
@@ -101,7 +109,7 @@ def predict(
         if table is None or not table.current:
             continue
         for entries in _entries(table, op, devices, chip, torus):
-            found = {v: _predict(table, entries, v, block_bytes, devices) for v in names}
+            found = {v: _predict(table, entries, v, block_bytes, devices, torus) for v in names}
             if any(found.values()):
                 return {name: p for name, p in found.items() if p is not None}
     return {}
@@ -111,14 +119,14 @@ def measured_table() -> Table | None:
     """The table in scope: of `use_table`, or of the environment; None for the modelled one alone.
 
     Raises:
-      TableError: the environment names a file that is no table.
+      TableError: the environment names a file that holds no table.
     """
     path = os.environ.get(ENVIRONMENT_VARIABLE)
     return _table_in_scope.value or (load(path) if path else None)
 
 
 def measured_times(op: str, block_bytes: int, devices: int, device_kind: str) -> dict[str, float]:
-    """The table in scope's microseconds of each backend on devices that are no TPUs.
+    """The table in scope's microseconds of each backend, on devices that are not TPUs.
 
     Empty where they were not measured, or under another JAX.
     """
@@ -132,13 +140,13 @@ def measured_times(op: str, block_bytes: int, devices: int, device_kind: str) ->
 
 @contextlib.contextmanager
 def use_table(table: Table | str | os.PathLike[str] | None) -> Iterator[Table | None]:
-    """Within this context algorithms are chosen by a table, or by that of a file.
+    """Within this context algorithms are chosen by a table, or by the table in a file.
 
-    A function that is jitted already is traced again, as under another backend. None gives the
-    choice back to the environment.
+    A function that is jitted already is traced again, as under another backend. None lets
+    the environment decide again.
 
     Raises:
-      TableError: the file is not there, or no table.
+      TableError: there is no such file, or it holds no table.
     """
     chosen = table if table is None or isinstance(table, Table) else load(table)
     with _table_in_scope(chosen):
@@ -151,7 +159,7 @@ def torus_of(devices: int, chip: Chip) -> str:
 
 
 def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, ...]:
-    """An algorithm, and where its operands are few bytes, first the one that has them in VMEM.
+    """An algorithm; for few bytes, its variant in VMEM before it.
 
     Only sums gain by that: their pipeline through HBM costs three DMAs a step.
     """
@@ -163,13 +171,19 @@ def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, 
 
 
 def _predict(
-    table: Table, entries: Sequence[Entry], name: str, block_bytes: int, devices: int
+    table: Table, entries: Sequence[Entry], name: str, block_bytes: int, devices: int, torus: str
 ) -> Prediction | None:
     around = tuple(entry.devices for entry in entries)
     times = [_at(entry, name, block_bytes) for entry in entries]
     least = [_at(entry, name, entry.bytes[0]) for entry in entries]
-    us, latency = _line(around, times, devices), _line(around, least, devices)
-    return None if us is None or latency is None else Prediction(us, latency, table, around)
+    between = _line if devices <= around[-1] else _power
+    us, latency = between(around, times, devices), between(around, least, devices)
+    if us is None or latency is None:
+        return None
+    own = entries[0].torus == torus and devices in around
+    alike = {tables.family(entry.torus) for entry in entries} == {tables.family(torus)}
+    close = own or (alike and around[0] < devices < around[-1])
+    return Prediction(us, latency, table, around, close)
 
 
 def _entries(
@@ -177,8 +191,8 @@ def _entries(
 ) -> Iterator[tuple[Entry, ...]]:
     """What a group's times can be read from: its own entry, then those of like groups.
 
-    Of each family the entry of as many devices, else the two that they lie between, or the last
-    two. Few devices lie alike on any torus: the families like the group's own follow it.
+    Each family gives its entry of as many devices, else the two entries around that number, or its
+    last two. Few devices are placed alike on any torus, so families like the group's own follow it.
     """
     name = chip.name
     if not table.measured and not any(key[1] == name for key in table.families):
@@ -217,3 +231,15 @@ def _line(xs: Sequence[int], ys: Sequence[float | None], x: int) -> float | None
     if y0 is None or y1 is None or x0 == x1:
         return y0 if x0 == x1 else None
     return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def _power(xs: Sequence[int], ys: Sequence[float | None], x: int) -> float | None:
+    """The value at x of the power of it that goes through one point, or two; None if one lacks y.
+
+    Through one point it is the first power.
+    """
+    (x0, y0), (x1, y1) = (xs[0], ys[0]), (xs[-1], ys[-1])
+    if y0 is None or y1 is None:
+        return None
+    exponent = 1.0 if x0 == x1 else max(0.0, math.log(y1 / y0) / math.log(x1 / x0))
+    return y1 * (x / x1) ** exponent

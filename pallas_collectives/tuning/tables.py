@@ -1,4 +1,4 @@
-"""Tables of times: what each algorithm takes, by collective, chip, torus, devices and bytes.
+"""Tables of each algorithm's times, by collective, chip, torus, devices and bytes.
 
 A table is a JSON file:
 
@@ -11,7 +11,7 @@ A table is a JSON file:
         "us": {"bidirectional": [12.1, 14.9],     microseconds, one for each of bytes
                "direct": [9.2, null]}}]}          null where the algorithm cannot run
 
-One modelled by `replay` for every TPU generation comes with the package (`MODELLED`);
+The package comes with one modelled by `replay` for every TPU generation (`MODELLED`);
 `python -m benchmarks tune` writes both kinds.
 """
 
@@ -47,7 +47,7 @@ class Entry:
 
     Attributes:
       op: the canonical collective.
-      chip: as `chips.Chip.name`; of GPUs their device_kind.
+      chip: as `chips.Chip.name`; for GPUs the device_kind.
       torus: how the group lies on the links: one of `TORI`, or as `torus_of_axes`.
       devices: devices in the group.
       bytes: of one block, ascending.
@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What tells entries of one table apart."""
+        """The fields by which entries of one table differ."""
         return self.op, self.chip, self.torus, self.devices
 
 
@@ -84,7 +84,7 @@ class Table:
 
     @property
     def current(self) -> bool:
-        """Whether it may serve here: a measured one does under the JAX it was measured with."""
+        """Whether it may serve: a measured table serves only under the JAX it was measured with."""
         return not self.measured or self.jax == jax.__version__
 
     @functools.cached_property
@@ -107,13 +107,13 @@ def torus_of_axes(axes: Iterable[tuple[int, bool]]) -> str:
 
 
 def sizes_and_word(torus: str) -> tuple[tuple[int, ...], str]:
-    """What `torus_of_axes` has put together: (2, 4) and "grid"; no sizes for "ring" and "line"."""
+    """The parts of a `torus_of_axes`: (2, 4) and "grid"; no sizes for "ring" and "line"."""
     sizes, _, word = torus.rpartition(" ")
     return tuple(map(int, sizes.split("x"))) if sizes else (), word
 
 
 def family(torus: str) -> str:
-    """Of a torus without its sizes: those between whose times others lie ("2-axis grid")."""
+    """A torus without its sizes ("2-axis grid"), within which times are interpolated."""
     sizes, word = sizes_and_word(torus)
     return f"{len(sizes)}-axis {word}" if sizes else word
 

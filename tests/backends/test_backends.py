@@ -59,7 +59,7 @@ def test_a_jitted_function_is_retraced_under_another_backend() -> None:
         ({"backend": "mpi"}, BackendError, "'mpi': it is one of pallas, nccl, xla"),
         ({"backend": "nccl"}, BackendError, "NCCL needs NVIDIA GPUs.*cpu devices.*backend=None"),
         ({"algorithm": "tree"}, AlgorithmError, "'tree' for all_gather.*bidirectional.*name one"),
-        ({"algorithm": "ring:smem"}, AlgorithmError, "':vmem' or ':hbm'"),
+        ({"algorithm": "ring:smem"}, AlgorithmError, "':hbm' or ':sc'"),
     ],
 )
 def test_a_name_that_cannot_serve_is_refused_while_tracing(

@@ -88,6 +88,8 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
         (("fused", "x"), "argument 'x'"),
         (("host", "x"), "argument 'x'"),
         (("host",), "devices of kind simulated"),
+        (("layers",), "devices of kind simulated"),
+        (("layers", "--stack=16x100x-3"), "--stack=16x100x-3: it is LAYERSxWIDTHxTOKENS"),
         (("fused", "--fused=psum"), "--fused=psum: the products are all_gather_matmul"),
         (("fused", "--shapes=8x8"), "--shapes=8x8: it is ROWSxKxN"),
         (("fused", "--pods=v9:4"), "--pods=v9:4"),

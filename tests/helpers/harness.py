@@ -137,11 +137,13 @@ class Compiled:
         at least `SMALL` elements (tables of a few devices are not worth mentioning).
       temp_bytes: memory beyond arguments and results.
       seconds: time to trace, lower and compile.
+      text: all of it.
     """
 
     ops: tuple[str, ...]
     temp_bytes: int
     seconds: float
+    text: str
 
 
 @functools.cache
@@ -186,9 +188,10 @@ def compile_for_tpu(
     start = time.perf_counter()
     compiled = mapped.lower(*operands).compile()
     seconds = time.perf_counter() - start
-    entry = compiled.as_text().split("ENTRY")[1]
+    text = compiled.as_text()
+    entry = text.split("ENTRY")[1]
     ops = [op for shape, op in _INSTRUCTION.findall(entry) if _elements(shape) >= SMALL]
-    return Compiled(tuple(ops), compiled.memory_analysis().temp_size_in_bytes, seconds)
+    return Compiled(tuple(ops), compiled.memory_analysis().temp_size_in_bytes, seconds, text)
 
 
 # "%name = f32[16,128]{1,0} fusion(": the type, or tuple of types, and the op.

@@ -254,3 +254,42 @@ def dense_experts_step(w: Params, tokens: jax.Array) -> tuple[jax.Array, Params,
 
     value, gradients = jax.value_and_grad(loss)(w)
     return value, gradients, jax.tree.map(lambda w, g: w - RATE * g, w, gradients)
+
+
+Mix = Callable[..., jax.Array]  # (tokens, chosen experts, their shares, up, down) -> tokens
+
+
+def routed(devices: np.ndarray, mix: Mix, choices: int = 2) -> Model:
+    """Expert parallelism with several choices a token, by `mix`; rematerialised, and scanned."""
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
+        x = x + _attend(_norm(x) @ w["qkv"], HEADS) @ w["project"]
+        tokens = _norm(x).reshape(-1, WIDTH)
+        shares, chosen = lax.top_k(jax.nn.softmax(tokens @ w["route"]), choices)
+        mixed = mix(tokens, chosen, shares, w["up"], w["down"])
+        return x + mixed.reshape(x.shape), None
+
+    def loss(w: Params, tokens: jax.Array) -> jax.Array:
+        x, _ = lax.scan(layer, w["embed"][tokens[:, :-1]], w["layers"])
+        return lax.pmean(jnp.mean(_losses(x, w["embed"], tokens[:, 1:])), "x")
+
+    layers = {
+        **dict.fromkeys(("qkv", "project", "route"), P()),
+        **dict.fromkeys(("up", "down"), P(None, "x")),
+    }
+    return Model(Mesh(devices, ("x",)), {"embed": P(), "layers": layers}, P("x"), loss)
+
+
+def mix_by_lax(
+    tokens: jax.Array, chosen: jax.Array, shares: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """Everyone's tokens to all devices; each has its experts answer all, weighs, and scatters."""
+    first = lax.axis_index("x") * len(up)
+    everyones = lax.all_gather(tokens, "x", tiled=True)
+    chosen, shares = (lax.all_gather(a, "x", tiled=True) for a in (chosen, shares))
+    own = jax.nn.one_hot(chosen - first, len(up))  # zeros for the experts of others
+    weights = jnp.einsum("tke,tk->te", own, shares)
+    hidden = jax.nn.gelu(jnp.einsum("td,edh->teh", everyones, up))
+    heard = jnp.einsum("teh,ehd,te->td", hidden, down, weights)
+    return lax.psum_scatter(heard, "x", tiled=True)

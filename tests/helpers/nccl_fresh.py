@@ -11,8 +11,9 @@ operands of all calls are slices of larger arrays, such as w[i] of a stack of la
 its rewriter of dynamic slices makes part of the calls: so they are here.
 
 Prints {"calls": out of the program, of each run; "python": those that Python answered; "captured":
-whether the stream was being captured, for each of these; "worst": the largest difference from lax,
-relative; "error": of the program, or null; "failed": the error without connections}.
+whether the stream was being captured, for each of these; "worst": the largest difference from lax;
+"exact": that from lax in float64; "allowed": what `allowed` says of that; "error": of the program,
+or null; "failed": the error without connections}. Differences are relative to the largest value.
 """
 
 import functools
@@ -148,8 +149,59 @@ def program(m, mesh, **how):
     return jax.jit(mapped, compiler_options=options)
 
 
-def sharded(mesh):
-    host = np.random.default_rng(0).normal(size=(N, ROWS, COLUMNS)).astype(np.float32)
+class Rough:
+    """lax's collectives in float64, whose sums are as wrong as float32 sums can be.
+
+    A float32 sum of n terms, in whatever order they are added, makes n - 1 roundings, each of at
+    most 2^-24 of a partial sum. So it is off by at most (n - 1) 2^-24 (|x_1| + ... + |x_n|), up to
+    higher powers of 2^-24. Each element here is off by just that, up or down at random. Sums of
+    derivatives are as wrong: each collective's transpose is one of these as well.
+    """
+
+    def __init__(self, seed):
+        self._seeds = np.random.default_rng(seed)
+
+    def __getattr__(self, name):
+        return getattr(jax.lax, name)
+
+    def _off(self, reduce, x, axis, groups=None, **_):
+        n = len(groups[0]) if groups else jax.lax.axis_size(axis)
+        total, most = reduce(x), reduce(jnp.abs(x)) * (n - 1) * 2.0**-24
+        key = jax.random.key(int(self._seeds.integers(1 << 31)))
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis) if reduce.scatters else 0)
+        return total + jax.random.rademacher(key, total.shape, total.dtype) * most
+
+    def _both_ways(self, name, back, x, axis, **how):
+        """The collective of a name, with `back` as its transpose; both are off if they are sums."""
+
+        def run(name, x):
+            def fn(x):
+                return getattr(jax.lax, name)(x, axis, **options(name), **how)
+
+            fn.scatters = name == "psum_scatter"
+            groups = how.get("axis_index_groups")
+            return fn(x) if name == "all_gather" else self._off(fn, x, axis, groups)
+
+        def options(name):
+            return {} if name == "psum" else {"tiled": tiled}
+
+        tiled = how.pop("tiled", False)
+        both = jax.custom_vjp(lambda x: run(name, x))
+        both.defvjp(lambda x: (run(name, x), None), lambda _, ct: (run(back, ct),))
+        return both(x)
+
+    def psum(self, x, axis, **how):
+        return self._both_ways("psum", "psum", x, axis, **how)
+
+    def psum_scatter(self, x, axis, **how):
+        return self._both_ways("psum_scatter", "all_gather", x, axis, **how)
+
+    def all_gather(self, x, axis, **how):
+        return self._both_ways("all_gather", "psum_scatter", x, axis, **how)
+
+
+def sharded(mesh, dtype=np.float32):
+    host = np.random.default_rng(0).normal(size=(N, ROWS, COLUMNS)).astype(np.float32).astype(dtype)
     sharding = jax.NamedSharding(mesh, P(mesh.axis_names))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -188,10 +240,29 @@ def compare(report, mesh):
     report["python"] = ffi.counters.python - python
     if situation != "after lax":
         want = jax.block_until_ready(lax(x))
-    for a, b in zip(got.addressable_shards, want.addressable_shards, strict=True):
-        difference = np.abs(np.asarray(a.data) - np.asarray(b.data)).max()
-        scale = np.abs(np.asarray(b.data)).max()
-        report["worst"] = max(report["worst"], float(difference / scale))
+    report["worst"] = max(report["worst"], apart(got, want))
+    with jax.enable_x64(True):
+        exact = jax.block_until_ready(program(jax.lax, mesh)(sharded(mesh, np.float64)))
+        report["exact"] = max(report["exact"], apart(got, exact))
+        report["allowed"] = max(report["allowed"], allowed(mesh, want, exact))
+
+
+def apart(got, want):
+    """The largest difference on a device of this process, relative to its largest value."""
+    shards = zip(got.addressable_shards, want.addressable_shards, strict=True)
+    pairs = [(np.asarray(a.data), np.asarray(b.data)) for a, b in shards]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+def allowed(mesh, of_lax, exact):
+    """How far our float32 result may be from float64's.
+
+    It is as far as lax's own, and then as far from lax's as two orders of addition can be: sums in
+    either are within the bound of `Rough` around exact ones. The worst of some such ways counts.
+    """
+    x = sharded(mesh, np.float64)
+    rough = [apart(program(Rough(seed), mesh)(x), exact) for seed in range(3)]
+    return 2 * max(rough) + apart(of_lax, exact)
 
 
 def fail(report, mesh):
@@ -213,7 +284,8 @@ def main():
     shape = shapes.get(situation, (N,))
     devices = np.array(jax.devices())
     mesh = functools.partial(jax.sharding.Mesh, axis_names=("x", "y")[: len(shape)])
-    report = {"calls": [], "captured": [], "worst": 0.0, "seconds": [], "error": None}
+    report = {"calls": [], "captured": [], "seconds": [], "error": None}
+    report |= dict.fromkeys(("worst", "exact", "allowed"), 0.0)
     watched(report)
     try:
         if "UNCONNECTED" in os.environ:

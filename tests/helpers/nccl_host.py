@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -52,8 +53,26 @@ class HostLibrary(Library):
 
 
 class Event:
+    handle = 0
+
     def done(self) -> bool:
         return True
+
+
+def _give(address: int) -> None:
+    ctypes.c_uint32.from_address(address).value = 1
+
+
+def _take(address: int) -> None:
+    word, until = ctypes.c_uint32.from_address(address), time.monotonic() + SECONDS
+    while word.value != 1:
+        assert time.monotonic() < until, "nobody gives the word"
+        time.sleep(1e-5)
+    word.value = 0
+
+
+def _copy(target: int, source: int, size: int, *_: int) -> None:
+    ctypes.memmove(target, source, size)
 
 
 class Driver:
@@ -62,6 +81,10 @@ class Driver:
     def __init__(self) -> None:
         self._streams = itertools.count(1)
         self.outside: set[int] = set()  # threads that no capture can disturb
+        self._memory: list[Any] = []
+        _function("give", _give, 1)
+        _function("take", _take, 1)
+        _function("cuMemcpyDtoDAsync_v2", _copy, 4)
 
     def device(self, ordinal: int) -> Any:
         return contextlib.nullcontext()
@@ -85,6 +108,31 @@ class Driver:
     def record(self, ordinal: int, stream: int) -> Event:
         return Event()
 
+    def new_event(self, ordinal: int) -> Event:
+        return Event()
+
+    def record_again(self, event: Event, stream: int) -> None:
+        pass
+
+    def allocate(self, ordinal: int, size: int) -> int:
+        self._memory.append(ctypes.create_string_buffer(size))
+        return ctypes.addressof(self._memory[-1])
+
+    def let_in(self, ordinal: int, ordinals: Any) -> None:
+        pass
+
+    def fill_words(self, ordinal: int, address: int, value: int, count: int) -> None:
+        (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
+
+    def give_word(self, address: int, stream: int) -> None:
+        _give(address)
+
+    def take_word(self, address: int, stream: int) -> None:
+        _take(address)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        _copy(target, source, size)
+
     def copy_to_host(self, source: int, size: int, stream: int) -> bytes:
         return ctypes.string_at(source, size)
 
@@ -104,13 +152,20 @@ class Driver:
         return nccl.CallError(function, result, f"status {result}", where)
 
 
-class _RecordedDriver:
+class _RecordedDriver(Driver):
     def __init__(self, recorder: Any):
+        super().__init__()
         self._recorder = recorder
         _function("clear", lambda address, size: ctypes.memset(address, 0, size), 2)
 
     def clear(self, ordinal: int, address: int, size: int, stream: int) -> None:
         self._recorder.call("clear", address, size)
+
+    def give_word(self, address: int, stream: int) -> None:
+        self._recorder.call("give", address)
+
+    def take_word(self, address: int, stream: int) -> None:
+        self._recorder.call("take", address)
 
 
 class HostBoard:

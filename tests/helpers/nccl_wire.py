@@ -51,8 +51,8 @@ class _Clique:
     size: int
     joined: threading.Barrier
     changed: threading.Condition
-    rounds: dict[int, int]
-    contributions: dict[tuple[int, int], np.ndarray]
+    rounds: dict[tuple[str, int], int]
+    contributions: dict[tuple[str, int, int], np.ndarray]
     mail: dict[tuple[int, int], queue.Queue]
 
 
@@ -70,13 +70,15 @@ class Wire:
     """NVIDIA's bindings, as far as the package calls them.
 
     As NCCL, it connects a communicator for a function when that is first called or planned, and
-    cannot while `capturing`.
+    cannot while `capturing`. Unless `ordered`, calls of other kinds or sizes may come in another
+    order on each rank: a GPU's stream has one, but XLA's threads on a CPU start what is ready.
     """
 
     Comm = Comm
 
     def __init__(self) -> None:
         self.capturing = False
+        self.ordered = True
         self.connected: dict[int, set[str]] = collections.defaultdict(set)
         self._planned: dict[int, list[tuple[int, str]]] = {}
         self._warning = ""
@@ -165,10 +167,11 @@ class Wire:
         self.calls[name] += 1
         clique, rank = self._comms[comm]
         with clique.changed:
-            number = clique.rounds[rank] = clique.rounds.get(rank, -1) + 1
-            clique.contributions[number, rank] = array.copy()
+            kind = "" if self.ordered else f"{name} {array.dtype} {array.size}"
+            number = clique.rounds[kind, rank] = clique.rounds.get((kind, rank), -1) + 1
+            clique.contributions[kind, number, rank] = array.copy()
             clique.changed.notify_all()
-            there = [(number, r) for r in range(clique.size)]
+            there = [(kind, number, r) for r in range(clique.size)]
             arrived = clique.changed.wait_for(
                 lambda: comm in self.aborted or all(k in clique.contributions for k in there),
                 SECONDS,

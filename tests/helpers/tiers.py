@@ -119,7 +119,6 @@ QUICK: dict[str, Covers] = {
     "test_conformance::test_row_with_every_algorithm": _rows,
     "test_conformance::test_row_with_the_algorithm_chosen": _dtypes,
     "test_fused::test_all_gather_matmul_of_any_layout": once,
-    "test_fused::test_bodies_of_ones_own_compile": once,
     "test_fused::test_dtypes_are_those_of_matmul": each("op"),
     "test_fused::test_matmul_reduce_scatter_of_any_layout": once,
     "test_hierarchy::test_an_axis_over_two_slices_as_its_devices_lie": once,
@@ -130,8 +129,17 @@ QUICK: dict[str, Covers] = {
     "test_hierarchy::test_values_are_laxs_by_kernels_inside_and_lax_across": only(
         layout=("two-slices-of-four", "named-in-another-order", "two-outer-axes")
     ),
+    "test_kernel_bodies::test_kernel_bodies_compile": once,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
+    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": each("mode"),
+    "test_moe::test_values_and_gradients_are_those_of_a_dense_layer": each("how"),
+    "test_moe::test_what_fits_and_what_does_not": only(how=("ragged",), rows=(7,)),
+    "test_moe_transforms::test_checkpoint_in_a_scan_keeps_nothing_and_differentiates": only(
+        how=("kernels",)
+    ),
+    "test_moe_transforms::test_second_order_and_forward": only(how=("ragged",)),
+    "test_moe_transforms::test_vmap": each("mapped"),
     "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_a_process_that_never_enters_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),
@@ -176,6 +184,9 @@ QUICK: dict[str, Covers] = {
     "test_replay_rows::test_lines_come_near_the_bound_at_every_size": each("name", "machine"),
     "test_replay_rows::test_our_collectives_have_no_fault_on_any_schedule": _in_either_space,
     "test_replay_truth::test_events_of_our_collectives_equal_the_interpreters": _in_either_space,
+    "test_sparsecore::test_compiles_to_an_asynchronous_call": each("op x algorithm", "generation"),
+    "test_sparsecore::test_the_same_kernel_gives_what_it_gives_on_the_tensorcore": each("op"),
+    "test_sparsecore::test_replayed_as_a_second_engine": each("op"),
     "test_torus_kernels::test_compiles_for_every_generation": each("op", "topology"),
     "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,

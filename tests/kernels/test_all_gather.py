@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
+import step_tables
 from pallas_collectives.kernels import all_gather
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology import groups
@@ -105,12 +106,12 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_step_table_in_the_docstring_is_the_schedule(bidirectional: bool) -> None:
     streams = groups.streams(4, bidirectional=bidirectional, chunks=2)
-    table = groups.gather_table(4, streams)
+    table = step_tables.all_gather(4, streams)
     assert all(line in all_gather.__doc__ for line in table.splitlines()), f"\n{table}"
 
 
 def test_line_table_in_the_docstring_is_the_schedule() -> None:
-    table = groups.line_table(4)
+    table = step_tables.all_gather_line(4)
     assert all(line in (all_gather.__doc__ or "") for line in table.splitlines()), f"\n{table}"
 
 

@@ -203,7 +203,7 @@ def term_before_it_is_here(patch: pytest.MonkeyPatch) -> None:
 
 
 # What is planted, and a race that it makes: the buffer, and what is done to it at the same time.
-SLOTS_REF, TERMS_REF = "own_refs[0] (vmem)", "own_refs[1] (vmem)"
+SLOTS_REF, TERMS_REF = "own.slots_ref (vmem)", "own.terms_ref (vmem)"
 RESULT_REF = "result_refs[0] (hbm)"
 USES = ("a copy's write", "a copy's read", "the core's read", "the device's entry")
 WRITE, READ, CORE, ENTRY = USES

@@ -364,7 +364,7 @@ def test_sharded_pswapaxes_of_a_whole_array() -> None:
     got = swap(x, axis=-2)
     np.testing.assert_array_equal(np.asarray(got), x.swapaxes(0, 2))
     assert got.sharding.spec == PartitionSpec(("x", "y"))
-    with pytest.raises(CollectiveError, match="must be 8, one a device"):
+    with pytest.raises(CollectiveError, match="there must be 8, one a device"):
         swap(x[:4], axis=2)
     with pytest.raises(CollectiveError, match="axis=0 of size 3"):
         swap(x, axis=1)

@@ -16,12 +16,13 @@ import harness
 import pallas_collectives
 from benchmarks.replay_rows import mesh_axes
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import collective_matmul
-from pallas_collectives.kernels.machinery import channel, pipelines, product, sync
+from pallas_collectives.kernels import collective_matmul, pipelines
+from pallas_collectives.kernels.machinery import channel, product, sync
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.replay import Machine, bound, replay
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, wrap_step
+from pallas_collectives.topology.rates import of_chip
 
 F32 = jnp.dtype(jnp.float32)
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -100,7 +101,7 @@ def test_tiles_fit_and_feed_the_matrix_unit(chip: str, columns: int) -> None:
     assert tiles is not None
     assert product.vmem(problem, tiles) <= budget
     assert problem.depth % tiles.depth == tiles.depth % tiles.inner == 0
-    rates = product.generation(chip)
+    rates = of_chip(chip)
     least = problem.flops * rates.cores / rates.matrix_rate
     assert least <= product.seconds(problem, tiles, chip) <= 1.25 * least
 

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
+import step_tables
 from pallas_collectives.kernels import all_reduce, all_reduce_line, reduce_scatter
 from pallas_collectives.kernels.machinery import channel, sync
 from pallas_collectives.topology import groups
@@ -143,7 +144,7 @@ def test_dropped_barrier_is_caught(
 
 def test_step_table_in_the_docstring_is_the_schedule() -> None:
     streams = groups.streams(4, bidirectional=True, chunks=2)
-    table = groups.reduce_table(4, streams)
+    table = step_tables.reduce_scatter(4, streams)
     assert all(line in (reduce_scatter.__doc__ or "") for line in table.splitlines()), f"\n{table}"
 
 

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import functools
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,14 +16,6 @@ from pallas_collectives import nccl
 from pallas_collectives.nccl import cuda, dtypes
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def devices():
-    found = jax.devices()
-    if found[0].platform != "gpu" or len(found) < 2:
-        pytest.skip("needs two GPUs")
-    return found
 
 
 @contextlib.contextmanager

@@ -76,10 +76,8 @@ def reports(op, situation, layout, **environment):
 
 
 @pytest.fixture(scope="module")
-def started(request):
+def started(request, devices):
     """(case, whether connected) -> future of its reports, for what this run has selected."""
-    if jax.default_backend() != "gpu" or jax.device_count() < 2:
-        pytest.skip("needs two GPUs")
     wanted = [
         (item.callspec.params["case"], "unconnected" not in item.name)
         for item in request.session.items
@@ -119,8 +117,10 @@ def check(case, report):
     op, situation, _ = case
     print({k: v for k, v in report.items() if k != "log"})
     assert report["error"] is None, report.get("trace")
-    # Of two terms all orders give one sum; of more, NCCL's order for us and for lax may differ.
-    assert report["worst"] < (1e-5 if jax.device_count() == 2 else 1e-4)
+    if jax.device_count() == 2:  # of two terms all orders give one sum
+        assert report["worst"] < 1e-5
+    # Of more, NCCL's order for us and for lax may differ: each is within the bound of any order.
+    assert report["exact"] <= report["allowed"]
     for calls in filter(None, (report["calls"], report.get("first"))):
         assert calls[0] > 0
         if op != "ragged_all_to_all":  # replays of a graph make no calls

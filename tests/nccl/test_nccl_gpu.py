@@ -33,14 +33,6 @@ REDUCIBLE = [d for d in DTYPES if d not in ("bool", "int16")]
 
 
 @pytest.fixture(scope="module")
-def devices():
-    found = jax.devices()
-    if found[0].platform != "gpu" or len(found) < 2:
-        pytest.skip("needs two GPUs")
-    return found
-
-
-@pytest.fixture(scope="module")
 def group(devices):
     with nccl.create(devices, name="module", timeout=60, watchdog=10) as g:
         yield g

@@ -243,7 +243,7 @@ def test_without_a_compiler_python_answers_and_a_warning_says_so():
     program = textwrap.dedent("""
         import os, sys
         import numpy as np
-        sys.path.insert(0, "tests/helpers")
+        sys.path[:0] = ["tests/helpers", "tests/nccl"]
         import pytest
         with pytest.MonkeyPatch.context() as patch:
             import harness, nccl_host, test_nccl_tape

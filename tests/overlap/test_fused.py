@@ -12,43 +12,12 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import errors
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
-
-N = 2  # devices, where their number is of no matter
+from products import N, gathered, multiplied, per_device, ran, reasons, scattered
 
 
 @pytest.fixture(autouse=True)
 def counted_from_zero() -> None:
     pc.reset_counts()
-
-
-def ran(op: str) -> set[str]:
-    """The ways in which a fused product has been built."""
-    return {way for name, way, _ in pc.fusion_counts() if name == op}
-
-
-def reasons() -> str:
-    return "; ".join(reason for _, _, reason in pc.fusion_counts())
-
-
-def per_device(fn: Any, *args: Any, n: int = N, check_vma: bool = True) -> list[np.ndarray]:
-    run = harness.per_device(fn, harness.mesh(n), check_vma=check_vma)
-    return [np.asarray(y) for y in jax.tree.leaves(run(*args))]
-
-
-def gathered(x: np.ndarray, axis: int) -> np.ndarray:
-    whole = np.concatenate(x, axis=axis)
-    return np.broadcast_to(whole, (len(x), *whole.shape))
-
-
-def products(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Each device's x @ w, in float64."""
-    wide = w.astype(np.float64).reshape(len(w), *(1,) * (x.ndim - 3), *w.shape[1:])
-    return x.astype(np.float64) @ wide
-
-
-def scattered(x: np.ndarray, w: np.ndarray, axis: int) -> np.ndarray:
-    total = products(x, w).sum(axis=0)
-    return np.stack(np.split(total, len(x), axis=axis))
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -77,7 +46,7 @@ def test_all_gather_matmul_of_any_layout(
     want = gathered(x, axis % len(shape))
     np.testing.assert_array_equal(whole, want)
     for y, w in zip(got, ws, strict=True):
-        np.testing.assert_array_equal(y, products(want, w))
+        np.testing.assert_array_equal(y, multiplied(want, w))
     assert ran(GATHER) == {"fused"}
 
 
@@ -126,7 +95,7 @@ def test_dtypes_are_those_of_matmul(
         return getattr(pc, op)(x, w, "x", **options)
 
     (got,) = per_device(run, x, w)
-    want = products(gathered(x, 0), w) if op == GATHER else scattered(x, w, 0)
+    want = multiplied(gathered(x, 0), w) if op == GATHER else scattered(x, w, 0)
     assert got.dtype == jnp.dtype(result)
     exact = want.astype(np.int64) if result.startswith("int") else want
     np.testing.assert_array_equal(got, exact.astype(jnp.dtype(result)))
@@ -219,7 +188,7 @@ def test_vmap_over_weights_runs_apart_and_says_so() -> None:
     with pytest.raises(errors.AlgorithmError, match="vmap maps over the weights"):
         per_device(functools.partial(run, algorithm="fused"), x, w)
     (got,) = per_device(functools.partial(run, algorithm=None), x, w)
-    want = np.stack([products(gathered(x, 0), w[:, i]) for i in range(2)], axis=1)
+    want = np.stack([multiplied(gathered(x, 0), w[:, i]) for i in range(2)], axis=1)
     np.testing.assert_array_equal(got, want)
     assert ran(GATHER) == {"unfused"}
 
@@ -253,7 +222,7 @@ def test_what_is_not_fused_runs_apart_and_says_why(
     w = harness.random((N, N * shape[1] if contracted else shape[1], 32), dtype, 1)
     got = call(op, x, w, **options)
     axis = options.get("gather_axis", options.get("scatter_axis", 0))
-    want = products(gathered(x, axis), w) if op == GATHER else scattered(x, w, axis)
+    want = multiplied(gathered(x, axis), w) if op == GATHER else scattered(x, w, axis)
     np.testing.assert_array_equal(got, want)
     assert ran(op) == {"unfused"}
     assert reason in reasons()
@@ -267,7 +236,7 @@ def test_elsewhere_the_same_function_is_a_pipeline(op: str) -> None:
     """What GPUs run: permutes and products of XLA's."""
     x, w = harness.random((N, 16, 64), "float32"), harness.random((N, 64, 32), "float32", 1)
     got = call(op, x, w, backend="xla", algorithm="fused")
-    want = products(gathered(x, 0), w) if op == GATHER else scattered(x, w, 0)
+    want = multiplied(gathered(x, 0), w) if op == GATHER else scattered(x, w, 0)
     np.testing.assert_array_equal(got, want)
     assert ran(op) == {"pipelined"}
 
@@ -324,160 +293,6 @@ def test_errors_name_value_rule_and_remedy(
     run = functools.partial(getattr(pc, op), **{"axis_name": "x", **options})
     with pytest.raises(error):
         per_device(run, *operands)
-
-
-# Pipelines with bodies of one's own ---------------------------------------------------------------
-
-
-def test_gather_and_consume_with_a_body_of_ones_own() -> None:
-    """Scaled rows, and their sums of squares, from bfloat16 rows that arrive."""
-    n = 3
-    x, scale = harness.random((n, 64, 128), "bfloat16"), harness.random((n, 1, 128), "float32", 1)
-
-    def body(x: Any, scale: Any, scaled: Any, squares: Any) -> None:
-        wide = x[...].astype(jnp.float32)
-        scaled[...] = wide * scale[...]
-        squares[...] = jnp.broadcast_to((wide * wide).sum(axis=1, keepdims=True), squares.shape)
-
-    def run(x: jax.Array, scale: jax.Array) -> Any:
-        outs = (jax.ShapeDtypeStruct((64, 128), jnp.float32),) * 2
-        options: dict[str, Any] = {"out": outs, "operands": [scale], "return_gathered": True}
-        return pc.gather_and_consume(x, body, "x", tile=16, **options)
-
-    scaled, squares, whole = per_device(run, x, scale, n=n)
-    want = gathered(x, 0)
-    wide = want.astype(np.float32)
-    np.testing.assert_array_equal(whole, want)
-    np.testing.assert_array_equal(scaled, wide * scale)
-    np.testing.assert_array_equal(squares[..., 0], (wide * wide).sum(axis=-1))
-
-
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
-def test_produce_and_scatter_with_a_body_of_ones_own(reduce: str) -> None:
-    """Products of int8 rows with int8 weights, scaled in float32."""
-    n = 4
-    x, w = harness.random((n, n * 32, 128), "int8"), harness.random((n, 128, 128), "int8", 1)
-
-    def body(x: Any, w: Any, term: Any) -> None:
-        total = jnp.dot(x[...], w[...], preferred_element_type=jnp.int32)
-        term[...] = total.astype(jnp.float32) * 0.5
-
-    def run(x: jax.Array, w: jax.Array) -> Any:
-        out = jax.ShapeDtypeStruct((32, 128), jnp.float32)
-        return pc.produce_and_scatter(x, body, "x", out=out, operands=[w], reduce=reduce)
-
-    (got,) = per_device(run, x, w, n=n)
-    want = scattered(x, w, 0) * 0.5
-    np.testing.assert_array_equal(got, want / n if reduce == "mean" else want)
-
-
-@pytest.mark.parametrize("generation", ["v4", "v5e", "7x"])
-def test_bodies_of_ones_own_compile(generation: str) -> None:
-    def halve(x: Any, y: Any) -> None:
-        y[...] = (x[...].astype(jnp.float32) * 0.5).astype(y.dtype)
-
-    def widen(x: Any, term: Any) -> None:
-        term[...] = x[...].astype(jnp.float32)
-
-    def run(x: jax.Array) -> Any:
-        out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-        whole = pc.gather_and_consume(x, halve, "x", out=out)
-        return pc.produce_and_scatter(
-            whole, widen, "x", out=jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
-        )
-
-    compiled = functools.partial(
-        harness.compile_for_tpu,
-        run,
-        harness.GENERATIONS[generation],
-        (2048, 1024),
-        dtype=jnp.bfloat16,
-    )
-    if generation == "v5e":  # it is not known while tracing how the ring could go within its reach
-        with pytest.raises(errors.ReachError, match="gather_and_consume over 8 devices"):
-            compiled()
-        return
-    assert compiled().ops.count("custom-call") == 2
-
-
-@pytest.mark.parametrize(
-    "change, error",
-    [
-        ({"tile": 12}, "divides a block's"),
-        ({"tile": 8.0}, "divides a block's"),
-        ({"out": []}, "a shape and a dtype"),
-        ({"out": (16, 128)}, "a shape and a dtype"),
-        ({"out": jax.ShapeDtypeStruct((32, 128), jnp.float32)}, "as many rows"),
-        ({"operands": [np.ones(128, np.float32)]}, "two dimensions"),
-        ({"out": jax.ShapeDtypeStruct((16, 100), jnp.float32)}, "whole tiles"),
-        ({"backend": "xla"}, "kernel bodies"),
-    ],
-)
-def test_pipelines_refuse_what_they_cannot_cut(change: dict[str, Any], error: str) -> None:
-    x = harness.random((N, 16, 128), "float32")
-    options: dict[str, Any] = {"out": jax.ShapeDtypeStruct((16, 128), jnp.float32), **change}
-    backend = options.pop("backend", None)
-
-    def run(x: jax.Array) -> Any:
-        return pc.gather_and_consume(x, lambda x, *_: None, "x", **options)
-
-    with pytest.raises(errors.CollectiveError, match=error), pc.use_backend(backend):
-        per_device(run, x)
-
-
-def copy(x: Any, y: Any) -> None:
-    y[...] = x[...].astype(y.dtype)
-
-
-@pytest.mark.parametrize(
-    "body, error",
-    [
-        (lambda x, y: x[...], "it returns something"),
-        (lambda x, y: y.set(x[...]), r"tiles float32\[16, 128\], bfloat16\[16, 128\].*dtype"),
-        (lambda x, y: y.set(x[:8].astype(y.dtype)), "Invalid shape"),
-        (lambda x: None, "positional argument"),
-    ],
-)
-def test_a_body_that_does_not_fit_its_tiles_is_named(body: Any, error: str) -> None:
-    x, out = harness.random((N, 16, 128), "float32"), jax.ShapeDtypeStruct((16, 128), jnp.bfloat16)
-    with pytest.raises(errors.CollectiveError, match=error):
-        per_device(lambda x: pc.gather_and_consume(x, body, "x", out=out, tile=16), x)
-
-
-@pytest.mark.parametrize("transform", ["derivative", "vmap"])
-@pytest.mark.parametrize("gathers", [True, False])
-def test_bodies_of_ones_own_are_not_transformed(transform: str, gathers: bool) -> None:
-    x = harness.random((N, 16, 128), "float32")
-
-    def call(x: jax.Array) -> jax.Array:
-        pipeline = pc.gather_and_consume if gathers else pc.produce_and_scatter
-        rows = 16 if gathers else 16 // N
-        out = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
-        return jax.jit(lambda x: pipeline(x, copy, "x", out=out))(x)
-
-    def run(x: jax.Array) -> jax.Array:
-        if transform == "vmap":
-            return jax.vmap(call)(jnp.stack([x, x]))
-        return jax.grad(lambda x: call(x).sum())(x)
-
-    name = "gather_and_consume" if gathers else "produce_and_scatter"
-    with pytest.raises(
-        errors.CollectiveError, match=rf"{transform} of {name}.*(custom_vjp|lax.map)"
-    ):
-        per_device(run, x)
-
-
-def test_a_pair_of_bodies_in_a_custom_vjp() -> None:
-    """What the error of a derivative tells one to write."""
-    x = harness.random((N, 16, 128), "float32")
-    out = jax.ShapeDtypeStruct((16, 128), jnp.float32)
-    gather = jax.custom_vjp(lambda x: pc.gather_and_consume(x, copy, "x", out=out))
-    gather.defvjp(
-        lambda x: (gather(x), None),
-        lambda _, ct: (pc.produce_and_scatter(ct, copy, "x", out=out),),
-    )
-    (got,) = per_device(jax.grad(lambda x: (gather(x) ** 2).sum()), x)
-    np.testing.assert_array_equal(got, 2 * N * x)
 
 
 def test_the_benchmark_says_what_is_hidden() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import replay_kernels as kernels
-from pallas_collectives.replay import Machine, Report, calibration, replay, trace
+from pallas_collectives.replay import Machine, Report, calibration, replay, timeline, trace
 
 
 def _report(machine: str = "v5e:8x4", n: int = 8, **keywords: Any) -> Report:
@@ -49,11 +49,15 @@ def test_pictures_show_what_happened(tmp_path: Path) -> None:
     report = _report(symmetric=False)
     chart = draw.gantt(report, max_rows=1000)
     labels = [t.get_text() for t in chart.axes[0].get_yticklabels()]
-    assert sum(label.endswith(": core") for label in labels) == 32
+    cores = [label for label in labels if label.endswith(": core")]
+    assert len(cores) == 8  # of 32 devices: each does what three others of its column do
+    assert all("(and 3 alike)" in label for label in cores)
     assert any(label.startswith("chip") for label in labels)
     chart.savefig(tmp_path / "gantt.png")
     few = [tick.get_text() for tick in draw.gantt(report, max_rows=6).axes[0].get_yticklabels()]
-    assert [": " in name for name in few] == [True] * 3 + [False] * 3
+    assert [": " in name for name in few] == [True] * 3 + [False] * 3  # one whole device
+    assert {name.partition(":")[0] for name in few[:3]} == {"device 0 (and 3 alike)"}
+    assert "7 more kinds of device" in draw.gantt(report, max_rows=6).axes[0].get_title()
     heat = draw.link_heat(report)
     assert len(heat.axes) == 2  # the torus and its scale
     heat.savefig(tmp_path / "heat.png")
@@ -66,6 +70,18 @@ def test_pictures_show_what_happened(tmp_path: Path) -> None:
     film = draw.ring_animation(_report("v5e:8x1", symmetric=False), frames=3)
     film.save(tmp_path / "ring.gif", writer="pillow")
     assert (tmp_path / "ring.gif").stat().st_size > 1000
+
+
+def test_a_deadlock_is_drawn_to_the_end() -> None:
+    pod = Machine.named("v5p:4")
+    function = kernels.sharded(lambda x: kernels.ring(x, 4, fault="stuck"), pod.mesh({"x": 4}))
+    report = replay(function, jax.ShapeDtypeStruct((256, 128), jnp.float32), machine=pod)
+    folded, _ = timeline.lanes(report)
+    for lane in folded:
+        last = lane.rows["core"][-1]
+        assert last.name == timeline.FOR_EVER
+        assert last.end > report.time
+        assert "barrier" in last.detail["semaphore"]
 
 
 def test_the_model_meets_what_was_measured() -> None:

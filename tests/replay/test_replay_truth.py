@@ -70,7 +70,7 @@ def _same(calls: list[Any], program: Program, device: int) -> int:
         known = numbers.setdefault((kind, int(theirs)), int(ours))
         assert known == int(ours)
         others = [k for k, v in numbers.items() if k[0] == kind and v == known]
-        assert len(others) == 1 or name.startswith("scoped")
+        assert len(others) == 1 or "(scoped)" in name
 
     def same_view(buffer_id: Any, transforms: Any, ours: Any, position: int) -> None:
         same_thing("buffer", buffer_id, ours.buffer.id, ours.buffer.name)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives.backends import algorithms
+from pallas_collectives.backends import algorithms, nested
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
@@ -122,11 +122,9 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
             "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
             "algorithm, or else lax, then serves",
         )
-    from pallas_collectives.lowering import primitives
-
     options: Any = {"axis": 1, "tiled": True, "axis_index_groups": group.index_groups}
     gather = functools.partial(lax.all_gather, axis_name=group.axes, **options)
-    return primitives.with_twins(dataclasses.replace(how, algorithm=None), gather, tables)
+    return nested.run(dataclasses.replace(how, algorithm=None), gather, tables)
 
 
 def ppermute(

@@ -1,7 +1,7 @@
 """Dtypes and shapes that a TPU's DMA engine cannot address, as ones that it can.
 
 A collective that only moves data may move any bits of the same size. Aligned shapes of DMA-able
-dtypes pass through untouched; everything else costs a pass over the array on either side.
+dtypes pass through untouched; all else costs a pass over the array before, and one after.
 """
 
 import jax

@@ -1,9 +1,9 @@
 """Products fused with their collective on Pallas kernels: the layout, and the launch.
 
-Kernels take (A, rows, K) with blocks along rows. Dimensions before the axis of the collective are
-merged into A, it and those between it and the last into rows: no pass where those are whole tiles.
-Rows, K and N that are not (8 rows of 4-byte, 16 of 2-byte, 32 of 1-byte elements; 128 of K and N)
-are padded with zeros, one pass over the operand, and results are cut.
+Kernels take (A, rows, K) with blocks along rows. Dimensions before the collective's axis are merged
+into A; that axis and those up to the last are merged into rows. This needs no pass if rows, K and N
+are whole tiles (8 rows of 4-byte, 16 of 2-byte, 32 of 1-byte elements; 128 of K and N). Others are
+padded with zeros, in one pass over the operand, and results are cut.
 """
 
 import dataclasses
@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
+from pallas_collectives.annotations import DType, DTypeLike, Interpret
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul
@@ -29,7 +31,7 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What both primitives have for parameters.
+    """The parameters that both primitives have.
 
     Attributes:
       axis_name: mesh axis or axes.
@@ -37,7 +39,7 @@ class Spec:
       out_dtype: of products.
       transposed: weights are (N, K).
       precision: as `jax.lax.dot_general`'s.
-      how: the backend.
+      how: what the call asks for.
       wish: "fused" (or an error), "preferred" (wherever a kernel can serve), "" (where it pays), or
         "unfused".
       precise: sums travel in float32.
@@ -46,9 +48,9 @@ class Spec:
 
     axis_name: Any
     axis: int
-    out_dtype: Any
+    out_dtype: DTypeLike
     transposed: bool
-    precision: Any
+    precision: PrecisionLike
     how: How
     wish: str = ""
     precise: bool = False
@@ -56,11 +58,11 @@ class Spec:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """How many devices there are."""
         return validation.size_of(self.axis_name)
 
-    def transpose(self, out_dtype: Any) -> "Spec":
-        """Of the transposed product, which nobody asked for by name."""
+    def transpose(self, out_dtype: DTypeLike) -> "Spec":
+        """The parameters of the transposed product, which nobody asked for by name."""
         return dataclasses.replace(
             self,
             transposed=not self.transposed,
@@ -121,48 +123,51 @@ def up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def kernel_dtype(out_dtype: Any) -> Any:
-    """In which a kernel writes results that are to be of a dtype: 8-bit ones are written wide."""
+def kernel_dtype(out_dtype: DTypeLike) -> DType:
+    """The dtype in which a kernel writes results of `out_dtype`: 8-bit results are written wide."""
     if jnp.dtype(out_dtype).itemsize > 1 and out_dtype not in (jnp.float16, jnp.int16):
         return jnp.dtype(out_dtype)
     integer = jnp.issubdtype(out_dtype, jnp.integer)
     return jnp.dtype(jnp.int32 if integer else jnp.float32)
 
 
-def wire_dtype(out_dtype: Any, precise: bool) -> Any:
-    """In which sums of products travel: as the results, or wide if that is asked for."""
+def wire_dtype(out_dtype: DTypeLike, precise: bool) -> DType:
+    """The dtype in which sums of products travel: the results', or a wide one on request."""
     dtype = kernel_dtype(out_dtype)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return jnp.dtype(jnp.float32) if precise and is_float else dtype
 
 
-def settled_precision(precision: Any) -> Any:
-    """The precision that a kernel is to multiply with, JAX's default included."""
+def settled_precision(precision: PrecisionLike) -> Any:
+    """The precision that a kernel multiplies with: the caller's, or JAX's default."""
     chosen = one_precision(precision)
-    default = jax.config.values["jax_default_matmul_precision"]
-    return one_precision(default) if chosen is None else chosen
+    return one_precision(_compat.default_matmul_precision()) if chosen is None else chosen
 
 
 def one_precision(precision: Any) -> Any:
-    """One precision for both operands; as given if it is none that is known here."""
+    """One precision for both operands, as jax.lax's; an unknown one is returned as it is."""
     if isinstance(precision, tuple) and len(set(precision)) == 1:
         return one_precision(precision[0])
     names = {"default": lax.Precision.DEFAULT, "highest": lax.Precision.HIGHEST}
     return names.get(precision, precision) if isinstance(precision, str) else precision
 
 
-def gather_layout(shape: tuple[int, ...], axis: int, x_dtype: Any, out_dtype: Any) -> Layout:
+def gather_layout(
+    shape: tuple[int, ...], axis: int, x_dtype: DType, out_dtype: DTypeLike
+) -> Layout:
     """The layout of `all_gather_matmul`'s x."""
     return Layout(shape, axis, 1, max(sublanes(x_dtype), sublanes(kernel_dtype(out_dtype))))
 
 
-def scatter_layout(shape: tuple[int, ...], axis: int, n: int, x_dtype: Any, wire: Any) -> Layout:
+def scatter_layout(
+    shape: tuple[int, ...], axis: int, n: int, x_dtype: DType, wire: DType
+) -> Layout:
     """The layout of `matmul_reduce_scatter`'s x."""
     return Layout(shape, axis, n, max(sublanes(x_dtype), sublanes(wire)))
 
 
 def plan(
-    op: str, x_shape: tuple[int, ...], x_dtype: Any, ws: Sequence[Any], spec: Spec
+    op: str, x_shape: tuple[int, ...], x_dtype: DType, ws: Sequence[Any], spec: Spec
 ) -> tuple[collective_matmul.Plan, Any]:
     """How the products of one block go, and the dtype of what travels."""
     columns = [up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
@@ -222,10 +227,10 @@ def all_gather_matmul(
     group: Group,
     *,
     axis: int,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     transposed: bool,
-    precision: Any,
-    interpret: Any,
+    precision: PrecisionLike,
+    interpret: Interpret,
 ) -> list[jax.Array]:
     """The gathered x, and its product with each w."""
     layout = gather_layout(x.shape, axis, x.dtype, out_dtype)
@@ -252,12 +257,12 @@ def matmul_reduce_scatter(
     group: Group,
     *,
     axis: int,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     precise: bool,
     scale: float,
     transposed: bool,
-    precision: Any,
-    interpret: Any,
+    precision: PrecisionLike,
+    interpret: Interpret,
 ) -> jax.Array:
     """Block `me` along `axis` of `scale` times everyone's sum of x @ w, of one pair or several.
 

@@ -1,13 +1,13 @@
 """Canonical reductions on Pallas kernels: dtypes, layout, algorithm, launch."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError
@@ -46,8 +46,8 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
 def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     """The sum, max or min over the group.
 
-    Operands of whole tiles, n times over for the ring, are read in place; others are flattened and
-    padded first and cut back after, two passes.
+    Operands of whole tiles, for the ring a multiple of n of them, are read in place. Others are
+    flattened and padded first, and cut back afterwards: two passes.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = all_reduce(jnp.stack([x.real, x.imag]), group, op=op, how=how)
@@ -68,11 +68,11 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     return _unrows(y, x.shape).astype(x.dtype)
 
 
-def wire_dtype(dtype: Any, op: str, precise: bool) -> Any:
+def wire_dtype(dtype: DType, op: str, precise: bool) -> DType:
     """The dtype in which sums travel.
 
-    float32 for floats that DMAs or the vector unit do not take, or on request; int32 where the
-    compiler takes no narrower operands.
+    It is float32 for floats that DMAs or the vector unit do not take, or on request, and int32 if
+    the compiler takes no narrower operands.
 
     Raises:
       DtypeError: 64-bit numbers.
@@ -87,7 +87,7 @@ def wire_dtype(dtype: Any, op: str, precise: bool) -> Any:
     return dtype
 
 
-def _whole_tiles(shape: tuple[int, ...], axis: int, dtype: Any) -> bool:
+def _whole_tiles(shape: tuple[int, ...], axis: int, dtype: DType) -> bool:
     """Whether blocks of a shape can be addressed along `axis` and added tile by tile."""
     return (
         len(shape) >= 2
@@ -110,8 +110,8 @@ def _in_blocks(x: jax.Array, n: int) -> jax.Array:
 def _rows(x: jax.Array, pieces: int = 1) -> jax.Array:
     """(k, elements) as (k, rows, 128), padded with zeros to `pieces` times whole tiles.
 
-    To a number of tiles that a power of two divides, if that adds a 32nd at most: a kernel cuts
-    pieces evenly, into parts and into what it adds at a time, and a prime number leaves it no cut.
+    The number of tiles is one that a power of two divides, if that adds a 32nd at most: a kernel
+    cuts pieces evenly, into chunks and into what it adds at a time, and cannot cut a prime number.
     """
     tile = LANES * sublanes(x.dtype) * pieces
     quantum = tile * max(1, pl.next_power_of_2(x.shape[1] // (32 * tile) + 1) // 2)

@@ -7,15 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_collectives.annotations import DType, Number, Ref
+
 LANES = 128
 
 
-def sublanes(dtype: Any) -> int:
+def sublanes(dtype: DType) -> int:
     """Rows of one (rows x 128 lanes) tile of a dtype: 8 for 4 bytes, 16 for 2, 32 for 1."""
     return 8 * max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
-def sliceable(size: int, axis: int, ndim: int, dtype: Any) -> bool:
+def sliceable(size: int, axis: int, ndim: int, dtype: DType) -> bool:
     """Whether cuts every `size` elements along `axis` fall on tile boundaries.
 
     The last two dimensions of an array in HBM or VMEM are tiled; those before them are free.
@@ -46,7 +48,7 @@ class Blocks:
     chunks: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], axis: int, dtype: Any, chunks: int = 1) -> "Blocks":
+    def of(cls, shape: tuple[int, ...], axis: int, dtype: DType, chunks: int = 1) -> "Blocks":
         """Blocks in at most `chunks` chunks: as many as some dimension has free.
 
         Halves of a block can go either way to the opposite device of an even ring: so an odd number
@@ -65,7 +67,7 @@ class Blocks:
         size = self.shape[self.cut] // self.chunks
         return (*self.shape[: self.cut], size, *self.shape[self.cut + 1 :])
 
-    def at(self, ref: Any, block: Any = None, chunk: Any = None) -> Any:
+    def at(self, ref: Ref, block: Number | None = None, chunk: Number | None = None) -> Any:
         """The part of `ref` that is one block (all of it if None), or one chunk of that block."""
         starts: list[Any] = [0] * len(self.shape)
         sizes = list(self.shape)
@@ -76,7 +78,7 @@ class Blocks:
             starts[self.cut] += chunk * sizes[self.cut]
         return ref.at[tuple(map(_span, starts, sizes))]
 
-    def nbytes(self, dtype: Any) -> int:
+    def nbytes(self, dtype: DType) -> int:
         """Bytes of one block, without padding."""
         return math.prod(self.shape) * jnp.dtype(dtype).itemsize
 

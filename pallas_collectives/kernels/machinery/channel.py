@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology.groups import Ring, wrap_step
 
@@ -41,8 +42,8 @@ from pallas_collectives.topology.groups import Ring, wrap_step
 class Semaphores(NamedTuple):
     """The semaphores of the channels of several streams: what to allocate, or refs to it."""
 
-    sent: Any  # (*streams): own; the bytes that have left
-    arrived: Any  # (*streams, window): signalled by upstream, number k % window by message k
+    sent: Semaphore  # (*streams): own; the bytes that have left
+    arrived: Semaphore  # (*streams, window): signalled by upstream, number k % window by message k
     credit: Any  # (*streams): signalled by downstream, once for each message that may follow
 
     @classmethod
@@ -69,31 +70,31 @@ class Channel:
     """
 
     ring: Ring
-    direction: Any
+    direction: Number
     semaphores: Semaphores
-    index: tuple[Any, ...]
+    index: tuple[Number, ...]
     arrivals: Any = None
     longest: int | None = None
-    slots: tuple[Any, tuple[Any, ...]] | None = None
-    sent: Any = None
+    slots: tuple[Ref, tuple[Number, ...]] | None = None
+    sent: Semaphore | None = None
 
     @property
     def window(self) -> int:
         """How many messages may be on their way."""
         return self.semaphores.arrived.shape[-1]
 
-    def slot(self, number: Any) -> Any:
+    def slot(self, number: Number) -> Ref:
         """Where a message arrives, here and downstream."""
         assert self.slots is not None, "messages have places of their own"
         ref, index = self.slots
         return ref.at[(*index, wrap_step(number, self.window))]
 
-    def send(self, source: Any, target: Any, number: Any) -> None:
+    def send(self, source: Ref, target: Ref, number: Number) -> None:
         """Sends a message, as soon as it may be sent."""
         self.wait_until_free(number)
         self.push(source, target, number)
 
-    def wait_until_free(self, number: Any) -> None:
+    def wait_until_free(self, number: Number) -> None:
         """Waits until downstream has released what the message will take."""
         if self._reuses:
 
@@ -101,16 +102,16 @@ class Channel:
             def _() -> None:
                 pl.semaphore_wait(self.semaphores.credit.at[self.index], 1)
 
-    def push(self, source: Any, target: Any, number: Any) -> None:
+    def push(self, source: Ref, target: Ref, number: Number) -> None:
         """Sends a message, or one of its pieces, that may be sent."""
         downstream = self.ring.peer(self.direction)
         sync.remote_copy(source, target, self._sent, self._arrived(number), downstream)
 
-    def receive(self, number: Any, place: Any) -> None:
+    def receive(self, number: Number, place: Ref) -> None:
         """Waits for a message, or for as many bytes of it as `place` has."""
         sync.wait(self._arrived(number), place)
 
-    def release(self, number: Any) -> None:
+    def release(self, number: Number) -> None:
         """Lets upstream send the message that follows this one; nothing for numbers below 0."""
         if self._reuses:
             followed = number >= 0
@@ -122,20 +123,20 @@ class Channel:
                 upstream = self.ring.peer(-self.direction)
                 pl.semaphore_signal(self.semaphores.credit.at[self.index], 1, device_id=upstream)
 
-    def take_credits(self, times: Any) -> None:
+    def take_credits(self, times: Number) -> None:
         """Takes so many credits that no message has used."""
         credit = self.semaphores.credit.at[self.index]
         sync.for_each(0, times, lambda _: pl.semaphore_wait(credit, 1))
 
-    def wait_sent(self, source: Any, times: Any = 1) -> None:
+    def wait_sent(self, source: Ref, times: Number = 1) -> None:
         """Waits until so many messages of the size of `source` have left."""
         sync.wait(self._sent, source, times)
 
     @property
-    def _sent(self) -> Any:
+    def _sent(self) -> Semaphore:
         return self.semaphores.sent.at[self.index] if self.sent is None else self.sent
 
-    def _arrived(self, number: Any) -> Any:
+    def _arrived(self, number: Number) -> Semaphore:
         return self.semaphores.arrived.at[(*self.index, wrap_step(number, self.window))]
 
     @property

@@ -34,6 +34,15 @@ Devices of another slice take no part in any of this: where the axes join severa
 slice. A barrier among all of S costs a signal from each to each: by the replay groups of 4 on a v6e
 axis of 256 take 28 us for 4 KiB, where a barrier of their own would make that 12.
 
+Kernels on a SparseCore run beside those of the TensorCore, in no order with them, so j would not
+number the same call on every device: they have ids of their own, as many again. Among themselves
+they are in one order. XLA starts them in the order of the program, which all devices share, and one
+queue serves a device's SparseCore calls: the next begins when the last has ended, also where the
+TensorCore has started both before it waits for either. So the claim above holds for them by itself.
+Nor can the two engines wait for each other in a circle. Let every launch, and every wait of the
+TensorCore for a SparseCore's call to end, be an event of the program, in its order: a kernel waits
+only for kernels of the same event on other devices, and these for earlier events.
+
 What must not share one, then, are calls over different sets of devices: other axes, and also
 `axis_index_groups` or the pairs of a permutation, whose devices need nothing of the rest of S.
 These take part by `WIDE`: a barrier among all of S, whatever devices exchange data after it.
@@ -60,29 +69,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Interpret, Ref
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.groups import Group, Ring
 
 # A barrier among all devices that a group's axes join, before the kernel, which has none.
 WIDE = "wide"
-# Interpret mode's kernels count their own ids from 2000 on.
-_FIRST_SIMULATED = 1 << 14
+# Where ids begin: of the TensorCore's kernels and of a SparseCore's, compiled and simulated.
+# Interpret mode's are below 1 << 15, and its kernels count their own from 2000 on.
+_FIRST = {False: (0, 1 << 29), True: (1 << 14, 3 << 13)}
 # Int32 holds a bit for so many divisors, beside the kinds of barrier.
 _MOST_DIVISORS = 26
 
 
-def barrier_id(barrier: str, group: Group, interpret: Any) -> int:
+def barrier_id(
+    barrier: str, group: Group, interpret: Interpret, on_sparsecore: bool = False
+) -> int:
     """The collective id of a call.
 
     Args:
       barrier: "shift right" or "shift left" for the barriers of `partners`; all others share one.
       group: its axes count, in any order, and how they cut the mesh in scope into sets of devices.
       interpret: not False for simulated devices, whose interpreter has ids of its own.
+      on_sparsecore: whether a SparseCore runs the kernel.
     """
     kind = {"shift right": 1, "shift left": 2}.get(barrier, 0)
     mesh = jax.sharding.get_abstract_mesh().shape or dict(zip(group.axes, group.sizes, strict=True))
-    return 4 * _set_of_axes(group.axes, mesh) + kind + (_FIRST_SIMULATED if interpret else 0)
+    return _FIRST[bool(interpret)][on_sparsecore] + 4 * _set_of_axes(group.axes, mesh) + kind
 
 
 def _set_of_axes(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
@@ -158,9 +172,9 @@ class Entry:
     def enter(
         self,
         rings: Sequence[Ring],
-        scalar_refs: Sequence[Any],
-        table_refs: Sequence[Any],
-        semaphore_refs: Sequence[Any],
+        scalar_refs: Sequence[Ref],
+        table_refs: Sequence[Ref],
+        semaphore_refs: Sequence[Ref],
     ) -> None:
         """Returns when all devices that matter have entered the kernel."""
         if not self.wide:
@@ -172,7 +186,7 @@ class Entry:
             sync.barrier_with(among, table_refs[0], pltpu.get_barrier_semaphore())
             sync.signal_all(among, table_refs[0], semaphore_refs[0])
 
-    def leave(self, table_refs: Sequence[Any], semaphore_refs: Sequence[Any]) -> None:
+    def leave(self, table_refs: Sequence[Ref], semaphore_refs: Sequence[Ref]) -> None:
         """Returns when the kernel may end: all within reach have passed its barrier."""
         if self.peers is not None:
             pl.semaphore_wait(semaphore_refs[0], table_refs[0][0])

@@ -1,4 +1,4 @@
-"""The one place that calls `pl.pallas_call`.
+"""The one place that calls `pl.pallas_call`; or, by `sparsecore`, its like for that engine.
 
 Kernels have no grid, nor anything else that could be divided between cores: on a device with two
 (v4, v5p: megacore) the compiler has the second core skip the whole kernel, so that every DMA and
@@ -6,10 +6,10 @@ every signal starts once, from the first. `tests/kernels/machinery/test_megacore
 compiled program.
 
 Two cores that shared the DMAs could at the best halve the time to start them. By the replay of v4
-and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to
-4 MiB, that gains at most 4% on an axis of 4, from 1 MiB on 1%; on 64 devices 6%, but 10% of
-all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores would have to agree at
-every wait, at a signal each, of which that says nothing. So one core starts all.
+and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to 4
+MiB, that gains at most 4% on an axis of 4, from 1 MiB on 1%; on 64 devices 6%, but 10% of
+all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores would also have to
+agree at every wait, with a signal each, which this does not count. So one core starts all.
 """
 
 import contextlib
@@ -24,8 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+from pallas_collectives import _compat
+from pallas_collectives.annotations import Interpret, Ref, Semaphore, dma_semaphores
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels.machinery import entry, spaces, sync
+from pallas_collectives.kernels.machinery import entry, spaces, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring
@@ -53,7 +55,7 @@ def call_many(
     barrier: str,
     prepare: Callable[..., Callable[[], None]] | None = None,
     name: str,
-    interpret: Any,
+    interpret: Interpret,
     vmem: bool = False,
     wire_bytes: int = 0,
     flops: int = 0,
@@ -92,9 +94,11 @@ def call_many(
     Raises:
       CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
       VmemError: what is to be in VMEM does not fit the chip's.
+      EngineError: a SparseCore is wanted (`sparsecore`) and there is none, or the kernel uses VMEM.
     """
     if _left_out.get():
         return tuple(jnp.zeros(result.shape, result.dtype) for result in out_shapes)
+    _compat.prepare()
     along, entered = axes or (group,), entry.Entry.of(barrier, group)
     members = [ring.members() for ring in along]
     peers = entered.table
@@ -107,7 +111,8 @@ def call_many(
     # A buffer in HBM is a result that nobody wants: so it has one address on every device.
     buffers = [x for x in leaves if _is_buffer(x)]
     copies = _Vmem.of(operands, out_shapes, aliases) if vmem else None
-    allocated = copies, entered.semaphores, [x for x in leaves if not _is_buffer(x)]
+    own_shapes = jax.tree.unflatten(record, [None if _is_buffer(x) else x for x in leaves])
+    allocated = copies, entered.semaphores, own_shapes  # in the record, whose names they bear
 
     def body(
         table_refs: Any,
@@ -117,9 +122,9 @@ def call_many(
         buffer_refs: Any,
         here: _Vmem | None,
         entry_refs: Any,
-        own_refs: Any,
+        own: Any,
     ) -> None:
-        left_buffers, left = iter(buffer_refs), iter(own_refs)
+        left_buffers, left = iter(buffer_refs), iter(jax.tree.leaves(own))
         left_tables = iter(table_refs[len(peers) :])
         with jax.enable_x64(False):  # a TPU counts in 32 bits, whatever the program around it does
             rings = tuple(
@@ -148,23 +153,32 @@ def call_many(
     # The compiler keeps operands of the matrix unit besides: a quarter more than the tiles.
     in_vmem = filter(_is_vmem, jax.tree.leaves(allocated))
     vmem_bytes = sum(map(_padded_bytes, in_vmem)) + pipeline_bytes * 5 // 4
-    smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
-    first = len(tables) + len(scalars)  # operand
-    compiled = pl.pallas_call(
-        body,
-        out_shape=(spaces.results(out_shapes), spaces.results(buffers)),
-        in_specs=([smem] * len(tables), [smem] * len(scalars), [hbm] * len(operands)),
-        out_specs=([hbm] * len(out_shapes), [hbm] * len(buffers)),
-        scratch_shapes=allocated,
-        input_output_aliases={first + k: result for k, result in aliases.items()},
-        interpret=interpret,
-        name=name,
-        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=wire_bytes),
-        compiler_params=pltpu.CompilerParams(
-            collective_id=entry.barrier_id(barrier, group, interpret),
+    options: dict[str, Any] = {
+        "name": name,
+        "interpret": interpret,
+        "cost_estimate": pl.CostEstimate(flops, transcendentals=0, bytes_accessed=wire_bytes),
+        "compiler_params": pltpu.CompilerParams(
+            collective_id=entry.barrier_id(barrier, group, interpret, sparsecore.is_wanted()),
             vmem_limit_bytes=_vmem_limit(vmem_bytes, name),
         ),
-    )
+    }
+    if sparsecore.is_wanted():
+        sparsecore.check(name, chips.current(), adds=vmem_bytes > 0)
+        compiled = sparsecore.kernel(
+            body, (list(out_shapes), buffers), allocated, aliases, **options
+        )
+    else:
+        smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
+        first = len(tables) + len(scalars)  # operand
+        compiled = pl.pallas_call(
+            body,
+            out_shape=(spaces.results(out_shapes), spaces.results(buffers)),
+            in_specs=([smem] * len(tables), [smem] * len(scalars), [hbm] * len(operands)),
+            out_specs=([hbm] * len(out_shapes), [hbm] * len(buffers)),
+            scratch_shapes=allocated,  # type: ignore[arg-type]
+            input_output_aliases={first + k: result for k, result in aliases.items()},
+            **options,
+        )
 
     def run(*arrays: Any) -> Any:
         return compiled(*jax.tree.map(spaces.operand, arrays))
@@ -186,8 +200,8 @@ class _Vmem(NamedTuple):
 
     operands: list[Any]  # None for one that begins a result: it is copied to that result's place
     results: list[Any]
-    begin_sem: Any  # own; copies to where results are
-    copy_sem: Any  # own; the other copies in, then copies out
+    begin_sem: Semaphore  # own; copies to where results are
+    copy_sem: Semaphore  # own; the other copies in, then copies out
 
     @classmethod
     def of(cls, operands: Any, results: Any, aliases: dict[int, int]) -> "_Vmem":
@@ -196,9 +210,9 @@ class _Vmem(NamedTuple):
             [pltpu.VMEM(x.shape, x.dtype) for x in arrays] for arrays in (operands, results)
         )
         own = [None if k in aliases else place for k, place in enumerate(places)]
-        return cls(own, of_results, *[pltpu.SemaphoreType.DMA] * 2)
+        return cls(own, of_results, dma_semaphores(), dma_semaphores())
 
-    def bring(self, refs: Sequence[Any], aliases: dict[int, int]) -> Callable[[], None]:
+    def bring(self, refs: Sequence[Ref], aliases: dict[int, int]) -> Callable[[], None]:
         """Sets out to copy operands here; what is returned waits until they are.
 
         With what results begin waited for: others may write over it as soon as we have told them,
@@ -216,7 +230,7 @@ class _Vmem(NamedTuple):
         begun()
         return arrived
 
-    def take_back(self, refs: Sequence[Any]) -> None:
+    def take_back(self, refs: Sequence[Ref]) -> None:
         """Copies results to where the program has them."""
         sync.started(self.results, refs, [self.copy_sem] * len(refs))()
 

@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.lax import PrecisionLike
 
+from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
-from pallas_collectives.replay.machine import GENERATIONS, Generation
+from pallas_collectives.topology import rates
 
 # The compiler unrolls a product of tiles: 2^30 multiplications take it about two seconds. Deeper
 # tiles are multiplied in a loop.
@@ -65,9 +67,9 @@ class Problem:
     rows: int
     depth: int
     columns: int
-    x_dtype: Any
-    w_dtype: Any
-    out_dtype: Any
+    x_dtype: DType
+    w_dtype: DType
+    out_dtype: DType
     terms: int = 0
     transposed: bool = False
 
@@ -83,12 +85,7 @@ class Problem:
         return 2 * self.batch * self.rows * self.depth * self.columns
 
 
-def generation(name: str) -> Generation:
-    """Rates of a chip; of v5e for a simulated one."""
-    return GENERATIONS.get(name, GENERATIONS["v5e"])
-
-
-def accumulator_dtype(dtype: Any) -> Any:
+def accumulator_dtype(dtype: DType) -> Any:
     """In what products of a dtype are added up."""
     return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
 
@@ -145,7 +142,7 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
 
 def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
     """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM."""
-    p, t, rates = problem, tiles, generation(chip)
+    p, t, chip_rates = problem, tiles, rates.of_chip(chip)
     down, across = -(-p.rows // t.rows), -(-p.columns // t.columns)
     steps = p.batch * down * across * (p.depth // t.depth)
     flops = 2 * steps * t.rows * t.depth * t.columns
@@ -155,8 +152,8 @@ def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
         + weights * p.w_dtype.itemsize
         + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
     )
-    core = flops / (rates.matrix_rate / rates.cores)
-    hbm = rates.hbm_bandwidth * _HBM_SHARE
+    core = flops / (chip_rates.matrix_rate / chip_rates.cores)
+    hbm = chip_rates.hbm_bandwidth * _HBM_SHARE
     tile_of_x = t.rows * t.depth * p.x_dtype.itemsize
     tile_of_w = 0 if t.keep == "all" else t.columns * p.w_dtype.itemsize
     tile_of_w *= p.depth if t.keep == "panel" else t.depth
@@ -173,40 +170,40 @@ def resident_shape(problem: Problem, tiles: Tiles) -> tuple[int, int]:
     return shape[::-1] if problem.transposed else shape
 
 
-def resident(problem: Problem, w_vmem_ref: Any) -> Any:
+def resident(problem: Problem, w_vmem_ref: Ref) -> Any:
     """The part of that VMEM that w fills; the rest never reaches a result."""
     return w_vmem_ref.at[tuple(pl.ds(0, size) for size in problem.weight_shape)]
 
 
 def multiply(
-    x_ref: Any,  # (A, rows, K): HBM
-    w_ref: Any,  # (K, N) or (N, K): HBM; VMEM of `resident_shape` if tiles.keep is "all"
-    out_ref: Any,  # (A, rows, N): HBM
-    *term_refs: Any,  # each as out_ref, which may be one of them
-    sum_ref: Any,  # (tiles.rows, tiles.columns), of `accumulator_dtype`: VMEM
+    x_ref: Ref,  # (A, rows, K): HBM
+    w_ref: Ref,  # (K, N) or (N, K): HBM; VMEM of `resident_shape` if tiles.keep is "all"
+    out_ref: Ref,  # (A, rows, N): HBM
+    *term_refs: Ref,  # each as out_ref, which may be one of them
+    sum_ref: Ref,  # (tiles.rows, tiles.columns), of `accumulator_dtype`: VMEM
     problem: Problem,
     tiles: Tiles,
     adds: Any = True,
     scale: float = 1.0,
-    precision: Any = None,
+    precision: PrecisionLike = None,
 ) -> None:
     """out = scale * (x @ w + terms), as the module says; `adds` says whether terms count."""
     t, keep = tiles, tiles.keep
     deep, slabs = problem.depth // t.depth, t.depth // t.inner
 
-    def weights(w: Any, column: Any, k: Any, slab: Any) -> Any:
+    def weights(w: Any, column: Number, k: Number, slab: Number) -> Any:
         """A slab of the tile at (k, column), of what the pipeline or the kernel holds of w."""
         start = slab * t.inner if keep == "tile" else k * t.depth + slab * t.inner
         depths = pl.ds(_aligned(start, t.inner), t.inner)
         columns = pl.ds(_aligned(column * t.columns, t.columns) if keep == "all" else 0, t.columns)
         return w[(columns, depths) if problem.transposed else (depths, columns)]
 
-    def body(x: Any, *refs: Any) -> None:
+    def body(x: Any, *refs: Ref) -> None:
         w, *terms, out = (w_ref, *refs) if keep == "all" else refs
         column, k = pl.program_id(0), pl.program_id(3)
         contract = ((1,), (1 if problem.transposed else 0,)), ((), ())
 
-        def multiplied(slab: Any) -> jax.Array:
+        def multiplied(slab: Number) -> jax.Array:
             left = x[:, pl.ds(_aligned(slab * t.inner, t.inner), t.inner)]
             right = weights(w, column, k, slab)
             if left.dtype != right.dtype:
@@ -215,7 +212,7 @@ def multiply(
                 left, right, contract, precision=precision, preferred_element_type=sum_ref.dtype
             )
 
-        def add(slab: Any, _: None) -> None:
+        def add(slab: Number, _: None) -> None:
             sum_ref[...] += multiplied(slab)
 
         def finish(total: Any) -> None:
@@ -240,7 +237,7 @@ def multiply(
 
     shape = (problem.depth, t.columns) if keep == "panel" else (t.depth, t.columns)
 
-    def place(j: Any, a: Any, i: Any, k: Any) -> tuple[Any, Any]:
+    def place(j: Number, a: Any, i: Number, k: Number) -> tuple[Any, Any]:
         index = 0 if keep == "panel" else k, j
         return index[::-1] if problem.transposed else index
 

@@ -5,7 +5,7 @@ waits in a slot of its host and is sent on from there. A slot is written again o
 has left it: it is the `channel`'s, and released then.
 
 On a line there is one side. Its schedule serves all n-1 distances in one batch: messages then wait
-for none but those of earlier moves (see `for_each_move`), whichever of them the ends leave out.
+only for those of earlier moves (see `for_each_move`), whichever of them the ends leave out.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
@@ -70,7 +71,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(
-        cls, schedule: Schedule, message: tuple[int, ...], dtype: Any, *, ragged: bool = False
+        cls, schedule: Schedule, message: tuple[int, ...], dtype: DType, *, ragged: bool = False
     ) -> "Scratch":
         """What to allocate for messages of a shape, or, if `ragged`, of as many rows or fewer."""
         ways, slots = schedule.slots
@@ -92,7 +93,7 @@ class Slots:
     def __init__(self, ring: Ring, schedule: Schedule, scratch: Scratch) -> None:
         self._ring, self._schedule, self._scratch = ring, schedule, scratch
 
-    def send(self, way: int, number: Any, source: Any, sent: Any, rows: Any = None) -> None:
+    def send(self, way: int, number: Number, source: Ref, sent: Any, rows: Any = None) -> None:
         """Sends our message `number`, of so many rows, to a slot downstream, once it is free.
 
         Without that wait we could be a whole round of slots ahead of our neighbour, and write over
@@ -102,7 +103,7 @@ class Slots:
         slot = channel.slot(number)
         channel.send(source, slot if rows is None else slot.at[pl.ds(0, rows)], number)
 
-    def arrived(self, way: int, number: Any, rows: Any = None) -> tuple[Any, Any]:
+    def arrived(self, way: int, number: Number, rows: Any = None) -> tuple[Any, Any]:
         """Where message `number` lies, once it is here, and the semaphore that it is to leave by.
 
         Releases the message that has left by now: the one `width` earlier.
@@ -132,15 +133,15 @@ class Slots:
         unused = released(relayed) - released(relayed - width)
         self._channel(way).take_credits(unused)
 
-    def _wait_until_left(self, way: int, number: Any) -> None:
+    def _wait_until_left(self, way: int, number: Number) -> None:
         sent = self._scratch.semaphores.sent.at[self._at(way, number)]
         sync.wait(sent, self._message(way, number))
 
-    def _message(self, way: int, number: Any) -> Any:
+    def _message(self, way: int, number: Number) -> Any:
         slot, rows_ref = self._channel(way).slot(number), self._scratch.rows_ref
         return slot if rows_ref is None else slot.at[pl.ds(0, rows_ref[self._at(way, number)])]
 
-    def _at(self, way: int, number: Any) -> tuple[int, Any]:
+    def _at(self, way: int, number: Number) -> tuple[int, Any]:
         return way, lax.rem(number, np.int32(self._schedule.slots[1]))
 
     def _channel(self, way: int, sent: Any = None) -> Channel:
@@ -163,7 +164,7 @@ def line_message_bytes(n: int) -> int:
     return _LINE_SLOT_BYTES // (4 * (n - 1))
 
 
-def on_line(ring: Ring, direction: int, hop: Any, distance: Any) -> Any:
+def on_line(ring: Ring, direction: int, hop: Number, distance: Number) -> Any:
     """Whether a message's sender, `hop` - 1 places behind on a line, and its receiver are there."""
     behind = ring.place if direction == RIGHT else ring.size - 1 - ring.place
     return (hop <= behind + 1) & (distance - hop < ring.size - 1 - behind)
@@ -191,7 +192,7 @@ def for_each_move(
     """
 
     def hop_of_batch(
-        schedule: Any, number: Any, high: Any, hop: Any, counts: Any, first: bool
+        schedule: Any, number: Number, high: Any, hop: Number, counts: Any, first: bool
     ) -> Any:
         """One hop of the messages for distances high, high - 1, ...: `width` of them, or fewer."""
         low = lax.max(high - np.int32(schedule.width), np.int32(schedule.nearest - 1))
@@ -211,10 +212,10 @@ def for_each_move(
             counts,
         )
 
-    def batch(number: Any, highs: list[Any], counts: list[Any]) -> list[Any]:
+    def batch(number: Number, highs: list[Any], counts: list[Any]) -> list[Any]:
         """The whole way of one batch of each schedule."""
 
-        def hop_of_all(hop: Any, counts: list[Any], first: bool) -> list[Any]:
+        def hop_of_all(hop: Number, counts: list[Any], first: bool) -> list[Any]:
             return [
                 hop_of_batch(schedule, number, high, hop, c, first)
                 for schedule, high, c in zip(schedules, highs, counts, strict=False)
@@ -224,7 +225,7 @@ def for_each_move(
         forward = functools.partial(hop_of_all, first=False)
         return lax.fori_loop(np.int32(2), highs[-1] + 1, forward, counts)
 
-    def round_of_all(number: Any, counts: list[Any]) -> list[Any]:
+    def round_of_all(number: Number, counts: list[Any]) -> list[Any]:
         near, farthest = schedules[0], [np.int32(each.farthest) for each in schedules]
         counts = batch(number, farthest, counts)
         near_counts = lax.fori_loop(

@@ -68,7 +68,9 @@ def check_sizes(arrays: Iterable[Any], name: str) -> None:
     for x in arrays:
         if x.size == 1:
             rule = "one element comes to a kernel in a register, and DMAs of it may read zeros"
-            raise CollectiveError(f"shape {x.shape} for {name}", rule, "pad it: `spaces.widened`")
+            raise CollectiveError(
+                f"shape {x.shape} for {name}", rule, "pad it with `spaces.widened`"
+            )
 
 
 def widened(x: jax.Array) -> jax.Array:

@@ -19,10 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DeviceId, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, wrap
 
 
-def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Any]) -> None:
+def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> None:
     """Runs the entry barrier of this name; for `entry.WIDE` see there."""
     match barrier:
         case "neighbours":
@@ -33,6 +34,8 @@ def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Any]) -> No
             barrier_along_line(rings[0])
         case "everyone":
             barrier_with_everyone(rings[0])
+        case "jumps on a torus":
+            barrier_with_jumps(rings, scalar_refs[0])
         case "shift right" | "shift left":
             barrier_with_partners(rings[0], scalar_refs[0])
         case name:
@@ -98,7 +101,40 @@ def barrier_with_everyone(ring: Ring) -> None:
         pl.semaphore_wait(semaphore, ring.size - 1)
 
 
-def barrier_with_partners(ring: Ring, partners_ref: Any) -> None:
+def barrier_with_jumps(rings: Sequence[Ring], jumps_ref: Ref) -> None:
+    """Returns when the devices at some distances along each ring have entered this kernel.
+
+    As `barrier_with_neighbours`: each adds 1, the wait takes as many as there are, and none can
+    finish this call before it has had a block of ours.
+
+    `jumps_ref`: in SMEM, for each ring their number, then the distances, either way; on a line
+    those that lead beyond its ends join nobody.
+    """
+    semaphore = pltpu.get_barrier_semaphore()
+    with jax.named_scope("barrier"):
+        start: Any = 0
+        peers: Any = 0
+        for ring in rings:
+
+            def signal(i: Any, peers: Any, ring: Ring = ring, start: Any = start) -> Any:
+                jump = jumps_ref[start + 1 + i]
+                there = ring.place + jump
+                joins: Any = np.int32(1)
+                if ring.line:
+                    joins = ((there >= 0) & (there < ring.size)).astype(np.int32)
+
+                def one(_: Any) -> None:
+                    pl.semaphore_signal(semaphore, 1, device_id=ring.peer(jump))
+
+                for_each(0, joins, one)
+                return peers + joins
+
+            peers += lax.fori_loop(0, jumps_ref[start], signal, np.int32(0))
+            start += 1 + jumps_ref[start]
+        pl.semaphore_wait(semaphore, peers)
+
+
+def barrier_with_partners(ring: Ring, partners_ref: Ref) -> None:
     """Returns when our target, if we have one, has entered this kernel.
 
     Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to the
@@ -118,7 +154,7 @@ def barrier_with_partners(ring: Ring, partners_ref: Any) -> None:
         pl.when(target >= 0)(lambda: pl.semaphore_wait(semaphore, 1))
 
 
-def barrier_with(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
+def barrier_with(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
     """Returns when all peers, so many and then their positions in SMEM, have entered this kernel.
 
     Each adds 1. It is safe where none leaves the kernel before all of its own peers have passed
@@ -129,16 +165,16 @@ def barrier_with(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
         pl.semaphore_wait(semaphore, peers_ref[0])
 
 
-def signal_all(ring: Ring, peers_ref: Any, semaphore: Any) -> None:
+def signal_all(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
     """Adds 1 to a semaphore of each of the peers, as `barrier_with` has them."""
 
-    def signal(i: Any) -> None:
+    def signal(i: Number) -> None:
         pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(peers_ref[1 + i]))
 
     for_each(0, peers_ref[0], signal)
 
 
-def partners(ring: Ring, partners_ref: Any) -> tuple[Any, Any]:
+def partners(ring: Ring, partners_ref: Ref) -> tuple[jax.Array, jax.Array]:
     """The positions of our target and our source; negative if we have none but ourselves.
 
     `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
@@ -148,7 +184,9 @@ def partners(ring: Ring, partners_ref: Any) -> tuple[Any, Any]:
     return target, source
 
 
-def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_id: Any) -> None:
+def remote_copy(
+    source: Ref, target: Ref, send_sem: Semaphore, recv_sem: Semaphore, device_id: DeviceId
+) -> None:
     """Starts a copy into `target` on another device.
 
     `send_sem` here counts the bytes that have left `source`, which may then be overwritten;
@@ -160,15 +198,15 @@ def remote_copy(source: Any, target: Any, send_sem: Any, recv_sem: Any, device_i
 class PushSemaphores(NamedTuple):
     """What `push_to_everyone` takes: `PushSemaphores()` to allocate, refs inside a kernel."""
 
-    copy: Any = pltpu.SemaphoreType.DMA  # own; the copy from ourselves, waited for once
-    sent: Any = pltpu.SemaphoreType.DMA  # own; the bytes of n-1 targets
-    arrived: Any = pltpu.SemaphoreType.DMA  # the bytes of n-1 targets, one from each other device
+    copy: Semaphore = dma_semaphores()  # own; the copy from ourselves, waited for once
+    sent: Semaphore = dma_semaphores()  # own; the bytes of n-1 targets
+    arrived: Semaphore = dma_semaphores()  # the bytes of n-1 targets, one from each other device
 
 
 def push_to_everyone(
     ring: Ring,
-    source: Callable[[Any, Any], Any],
-    target: Callable[[Any], Any],
+    source: Callable[[Number, Number | None], Ref],
+    target: Callable[[Number | None], Ref],
     semaphores: PushSemaphores,
     chunks: int = 1,
     in_positions: bool = False,
@@ -182,7 +220,7 @@ def push_to_everyone(
     begin with the same.
     """
 
-    def push(chunk: Any, distance: Any) -> None:
+    def push(chunk: Number, distance: Number) -> None:
         owner = wrap(ring.me + distance, ring.size) if in_positions else ring.block(distance)
         here, there = source(owner, chunk), target(chunk)
         remote_copy(here, there, semaphores.sent, semaphores.arrived, ring.device_id(owner))
@@ -198,7 +236,7 @@ def push_to_everyone(
 
 
 def started(
-    sources: Sequence[Any], targets: Sequence[Any], semaphores: Sequence[Any]
+    sources: Sequence[Ref], targets: Sequence[Ref], semaphores: Sequence[Semaphore]
 ) -> Callable[[], None]:
     """Starts copies on this device; what is returned waits for all of them."""
     copies = list(map(pltpu.make_async_copy, sources, targets, semaphores))
@@ -212,7 +250,7 @@ def started(
     return wait_for_all
 
 
-def wait(semaphore: Any, ref: Any, times: Any = 1) -> None:
+def wait(semaphore: Semaphore, ref: Ref, times: Number = 1) -> None:
     """Waits on a DMA semaphore for as many bytes as `ref` holds, `times` times over."""
     for_each(0, times, lambda _: pltpu.make_async_copy(ref, ref, semaphore).wait())
 

@@ -1,6 +1,6 @@
 """Step tables of kernels' docstrings, made from the schedules that the kernels run.
 
-Those of all-gather and reduce-scatter are in `groups`, beside their streams.
+Notebooks print them, and tests compare them with the docstrings.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,21 +9,67 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.kernels import all_reduce_line
+from pallas_collectives.kernels import all_reduce_line as line_kernel
 from pallas_collectives.kernels.machinery import relay
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import LEFT, RIGHT, Stream
 
 
+def all_gather(n: int, streams: tuple[Stream, ...]) -> str:
+    """Which blocks each device of a ring holds after every step, as printed in `all_gather`."""
+    whole = frozenset(range(streams[0].chunks))
+    held = [[whole if b == device else frozenset() for b in range(n)] for device in range(n)]
+    lines = [_table_line(0, held, whole)]
+    for step in range(max(stream.hops for stream in streams)):
+        before = [row.copy() for row in held]
+        for stream in streams:
+            moving = {chunk for chunk in whole if step < stream.hops_of(chunk)}
+            for device in range(n):
+                block = groups.wrap(device - stream.direction * step, n)
+                assert moving <= before[device][block], "a device sends on what it does not hold"
+                held[groups.wrap(device + stream.direction, n)][block] |= moving
+        lines.append(_table_line(step + 1, held, whole))
+    return "\n".join(lines)
+
+
+def all_gather_line(n: int) -> str:
+    """`all_gather` of a line: what is not there cannot be passed on."""
+    lines = []
+    for step in range(n):
+        rows = ([b if abs(b - device) <= step else "." for b in range(n)] for device in range(n))
+        lines.append(f"{step:<6}" + "  ".join(f"[{''.join(map(str, row))}]" for row in rows))
+    return "\n".join(lines)
+
+
+def reduce_scatter(n: int, streams: tuple[Stream, ...]) -> str:
+    """How many terms the sums under way to each device hold, as printed in `reduce_scatter`.
+
+    Columns are devices; a digit for each chunk of a device's own block: from 1, its own, to n.
+    """
+    terms = [1] * streams[0].chunks
+    lines = []
+    for step in range(max(stream.hops for stream in streams) + 1):
+        lines.append(f"{step:<6}" + "  ".join([f"[{''.join(map(str, terms))}]"] * n))
+        for stream in streams:
+            for chunk in range(stream.chunks):
+                terms[chunk] += bool(step < stream.hops_of(chunk))  # one more term on its way
+    return "\n".join(lines)
+
+
+def _table_line(step: int, held: list[list[Any]], whole: Any) -> str:
+    rows = ("".join(str(b) if h == whole else "." for b, h in enumerate(row)) for row in held)
+    return f"{step:<6}" + "  ".join(f"[{row}]" for row in rows)
+
+
 def all_reduce(n: int, streams: tuple[Stream, ...]) -> str:
     """The terms in the sums under way, then the blocks of the sum present; as in `all_reduce`."""
-    reduced = groups.reduce_table(n, streams).splitlines()
-    gathered = groups.gather_table(n, streams).splitlines()[1:]
+    reduced = reduce_scatter(n, streams).splitlines()
+    gathered = all_gather(n, streams).splitlines()[1:]
     steps = (line.split()[1:] for line in (*reduced, *gathered))
     return _lines(((str(step), cells) for step, cells in enumerate(steps)), first=6, width=n + 4)
 
 
-def line(n: int) -> str:
+def all_reduce_line(n: int) -> str:
     """The terms in the sum of one chunk that each device holds; as in `all_reduce_line`."""
     middle = n // 2
     held = [{place} for place in range(n)]
@@ -31,7 +77,7 @@ def line(n: int) -> str:
     for step in range(2 * middle + 1):
         before = [set(terms) for terms in held]
         for place in range(n):
-            adds, ends = all_reduce_line.steps(place, n)
+            adds, ends = line_kernel.steps(place, n)
             sides = [s for s in (LEFT, RIGHT) if s * (place - middle) >= 0 and 0 <= place + s < n]
             if step == adds:
                 held[place].update(*(before[place + side] for side in sides))

@@ -34,6 +34,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DType, Number, Ref, Semaphore, Step, buffer
 from pallas_collectives.kernels import all_gather, reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
@@ -54,23 +55,27 @@ class Streams:
         self.hops = max(stream.hops for stream in streams)
         self._streams = streams
 
-    def of(self, stream: Any, value: Callable[[Stream], int]) -> Any:
+    def of(self, stream: Number, value: Callable[[Stream], int]) -> Any:
         """A stream's value."""
         values = [value(each) for each in self._streams]
         return values[0] if len(set(values)) == 1 else jnp.where(stream == 0, *values)
 
-    def hops_of(self, stream: Any, chunk: Any) -> Any:
+    def hops_of(self, stream: Number, chunk: Number) -> Any:
         """How many hops a chunk travels on a stream."""
         start, stop = self.of(stream, lambda s: s.far[0]), self.of(stream, lambda s: s.far[1])
         is_far = (start <= chunk) & (chunk < stop)
         return self.of(stream, lambda each: each.near) + _as_int(is_far)
 
-    def downstream(self, stream: Any, distance: Any) -> Any:
+    def downstream(self, stream: Number, distance: Number) -> Any:
         """The position `distance` hops downstream; negative: upstream, from where blocks come."""
         return self.ring.block(self._direction(stream) * distance)
 
     def channel(
-        self, semaphores: channels.Semaphores, stream: Any, chunk: Any, slots_ref: Any = None
+        self,
+        semaphores: channels.Semaphores,
+        stream: Number,
+        chunk: Number,
+        slots_ref: Ref | None = None,
     ) -> Channel:
         """That of a chunk on a stream."""
         index = stream, chunk
@@ -84,7 +89,7 @@ class Streams:
             slots=None if slots_ref is None else (slots_ref, index),
         )
 
-    def for_each(self, active: Callable[[Any], Any], body: Callable[[Any], None]) -> None:
+    def for_each(self, active: Callable[[Number], Any], body: Callable[[Number], None]) -> None:
         """body(stream) for every stream that is active; where any is, the last or the first is."""
         first, last = (_as_int(active(i)) for i in (0, self.count - 1))
         stop = first if self.count == 1 else self.count - 1 + last
@@ -100,7 +105,7 @@ class Streams:
             return index
         return lax.div(index, np.int32(2)) + lax.rem(index, np.int32(2)) * half
 
-    def _direction(self, stream: Any) -> Any:
+    def _direction(self, stream: Number) -> Any:
         return self.of(stream, lambda each: each.direction)
 
 
@@ -111,7 +116,7 @@ def _as_int(flag: Any) -> Any:
 class GatherScratch(NamedTuple):
     """What `gather_and_consume` takes beside its arrays."""
 
-    copy_sems: Any  # (chunks,): own; one copy each, waited for when the chunk is consumed
+    copy_sems: Semaphore  # (chunks,): own; one copy each, waited for when the chunk is consumed
     semaphores: channels.Semaphores  # (streams, chunks); all sends of a chunk drain at the end
 
     @classmethod
@@ -123,11 +128,11 @@ class GatherScratch(NamedTuple):
 
 def gather_and_consume(
     ring: Ring,
-    x_ref: Any,  # own block: HBM
-    gathered_ref: Any,  # n blocks: HBM; all are filled
+    x_ref: Ref,  # own block: HBM
+    gathered_ref: Ref,  # n blocks: HBM; all are filled
     scratch: GatherScratch,
     *,
-    consume: Callable[[Any, Any], None],
+    consume: Callable[[Number, Number], None],
     blocks: Blocks,
     streams: tuple[Stream, ...],
     prepare: Callable[[], None] = lambda: None,  # runs when the first sends are under way
@@ -139,18 +144,18 @@ def gather_and_consume(
     """
     moving = Streams(ring, streams)
 
-    def channel(stream: Any, chunk: Any) -> Channel:
+    def channel(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk)
 
-    def place(number: Any, stream: Any, chunk: Any) -> Any:
+    def place(number: Number, stream: Number, chunk: Number) -> Any:
         """Where we keep message `number` of those that we send."""
         return blocks.at(gathered_ref, moving.downstream(stream, -number), chunk)
 
-    def own_copy(chunk: Any) -> Any:
+    def own_copy(chunk: Number) -> Any:
         source, target = blocks.at(x_ref, chunk=chunk), blocks.at(gathered_ref, ring.me, chunk)
         return pltpu.make_async_copy(source, target, scratch.copy_sems.at[chunk])
 
-    def set_out(index: Any) -> None:
+    def set_out(index: Number) -> None:
         chunk = moving.in_turn(index)
         own, first = blocks.at(x_ref, chunk=chunk), np.int32(0)
         moving.for_each(
@@ -162,20 +167,20 @@ def gather_and_consume(
     # are on a wire together share it, and all would arrive late.
     ahead = max(1, moving.chunks // 2)
 
-    def see_to_own(index: Any) -> None:
+    def see_to_own(index: Number) -> None:
         groups.only_if(index + ahead < moving.chunks, lambda: set_out(index + ahead))
         own_copy(moving.in_turn(index)).wait()
         following = jnp.minimum(index + 1, moving.chunks - 1)
         copies_on = index + 1 < moving.chunks
         groups.only_if(copies_on, lambda: own_copy(moving.in_turn(following)).start())
 
-    def see_to(step: Any, index: Any) -> None:
+    def see_to(step: Step, index: Any) -> None:
         chunk = moving.in_turn(index)
 
-        def arrives(stream: Any) -> Any:
+        def arrives(stream: Number) -> Any:
             return (step > 0) & (step <= moving.hops_of(stream, chunk))
 
-        def relay(stream: Any) -> None:
+        def relay(stream: Number) -> None:
             passing, block = channel(stream, chunk), place(step, stream, chunk)
             passing.receive(step - 1, block)
             passing.release(step - 1)
@@ -189,7 +194,7 @@ def gather_and_consume(
             lambda stream: consume(moving.downstream(stream, -step), chunk),
         )
 
-    def drain(chunk: Any) -> None:
+    def drain(chunk: Number) -> None:
         own = blocks.at(x_ref, chunk=chunk)
         sync.for_each(
             0,
@@ -208,17 +213,17 @@ def gather_and_consume(
 
 
 def scatter_scratch(
-    streams: tuple[Stream, ...], blocks: Blocks, dtype: Any
+    streams: tuple[Stream, ...], blocks: Blocks, dtype: DType
 ) -> reduce_scatter.Scratch:
     """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out."""
     scratch = reduce_scatter.Scratch.of(streams, blocks, dtype)
     slots = len(streams), blocks.chunks, SLOTS + 1, *blocks.chunk_shape
-    return scratch._replace(slots_ref=jax.ShapeDtypeStruct(slots, dtype))
+    return scratch._replace(slots_ref=buffer(slots, dtype))
 
 
 def produce_and_scatter(
     ring: Ring,
-    o_ref: Any,  # own block of the result: HBM
+    o_ref: Ref,  # own block of the result: HBM
     scratch: reduce_scatter.Scratch,  # see scatter_scratch: HBM
     *,
     produce: Callable[..., None],
@@ -237,10 +242,10 @@ def produce_and_scatter(
     """
     moving = Streams(ring, streams)
 
-    def channel_of(stream: Any, chunk: Any) -> Channel:
+    def channel_of(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk, scratch.slots_ref)
 
-    def forward(step: Any, stream: Any, chunk: Any) -> None:
+    def forward(step: Step, stream: Number, chunk: Number) -> None:
         channel, hops = channel_of(stream, chunk), moving.hops_of(stream, chunk)
 
         def take_over() -> None:
@@ -255,18 +260,18 @@ def produce_and_scatter(
         produce(moving.downstream(stream, hops - step), chunk, held, step > 0)
         channel.send(held, channel.slot(step), step)
 
-    def see_to(step: Any, index: Any) -> None:
+    def see_to(step: Step, index: Any) -> None:
         chunk = moving.in_turn(index)
         moving.for_each(
             lambda stream: step < moving.hops_of(stream, chunk),
             lambda stream: forward(step, stream, chunk),
         )
 
-    def finish_chunk(index: Any) -> None:
+    def finish_chunk(index: Number) -> None:
         chunk = moving.in_turn(index)
         target = blocks.at(o_ref, chunk=chunk)
 
-        def last(stream: Any) -> Any:
+        def last(stream: Number) -> Any:
             channel = channel_of(stream, chunk)
             arrived = channel.slot(channel.arrivals - 1)
             channel.receive(channel.arrivals - 1, arrived)
@@ -280,8 +285,8 @@ def produce_and_scatter(
                 lambda stream: finish(chunk, target, last(stream)),
             )
 
-    def drain(chunk: Any) -> None:
-        def sent(stream: Any) -> None:
+    def drain(chunk: Number) -> None:
+        def sent(stream: Number) -> None:
             channel = channel_of(stream, chunk)
             channel.wait_sent(channel.slot(0))
 
@@ -294,6 +299,6 @@ def produce_and_scatter(
         sync.for_each(0, moving.chunks, drain)
 
 
-def _for_each_chunk(moving: Streams, steps: int, body: Callable[[Any, Any], None]) -> None:
+def _for_each_chunk(moving: Streams, steps: int, body: Callable[[Number, Number], None]) -> None:
     """body(step, index of a chunk), step by step."""
     sync.for_each(0, steps, lambda step: sync.for_each(0, moving.chunks, lambda i: body(step, i)))

@@ -1,0 +1,127 @@
+"""Compiles steps for TPUs that are not there: under lax, under `override_lax`, and forced.
+
+As `benchmarks.compiled`, in a process of its own.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import pallas_collectives
+from benchmarks import compiled
+from benchmarks.rows import Stepped
+from benchmarks.steps import programs, schedule, timeline
+from benchmarks.steps.programs import Form, Program
+from pallas_collectives.backends import counters
+
+# Whose collectives a step has.
+UNDER: dict[str, Callable[[], Any]] = {
+    "lax": contextlib.nullcontext,
+    "override": pallas_collectives.override_lax,
+    "forced": lambda: pallas_collectives.override_lax(everything=True),
+}
+
+
+class Task(NamedTuple):
+    """One program on one topology; a row for each of `UNDER`."""
+
+    topology: str
+    program: str
+    gradient: bool
+    unrolled: bool
+
+
+def plan(topologies: Sequence[str], names: Sequence[str], forms: Sequence[Form]) -> list[Task]:
+    """The programs to compile."""
+    product = itertools.product(topologies, names, forms)
+    return [Task(where, name, form.gradient, form.unrolled) for where, name, form in product]
+
+
+def rows(tasks: Sequence[Task]) -> Iterator[Stepped]:
+    """Compiles in another process; its rows as they come.
+
+    Raises:
+      CompilerError: that process failed.
+    """
+    return (Stepped(**row) for row in compiled.elsewhere("benchmarks.steps.compiling", tasks))
+
+
+def main() -> None:
+    """Prints rows of JSON for each task wanted."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for task in json.loads(sys.argv[1]):
+        for row in rows_of(Task(*task)):
+            print(json.dumps(dataclasses.asdict(row)), flush=True)
+
+
+def rows_of(task: Task) -> Iterator[Stepped]:
+    """A row for each of `UNDER`; programs that are the same are compiled once."""
+    form = Form(task.gradient, task.unrolled)
+    done: dict[str, Any] = {}
+    for under in UNDER:
+        row = Stepped(
+            op=f"{task.program}, {form}", topology=task.topology, under=under, type="bfloat16"
+        )
+        try:
+            devices: Any = np.array(
+                topologies.get_topology_desc(platform="tpu", topology_name=task.topology).devices
+            )
+            program = programs.named(task.program)(devices.size, form)
+            with counters.recorded(built=True) as plans:
+                lowered = lower(program, devices, under)
+            text = lowered.as_text()
+            if text not in done:
+                done[text] = lowered.compile()
+            yield dataclasses.replace(
+                row, devices=devices.size, **_figures(task, done[text], plans)
+            )
+        except Exception as error:  # the other rows are wanted all the same
+            yield dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
+
+
+def lower(program: Program, devices: np.ndarray, under: str) -> Any:
+    """The program lowered for these devices, with the collectives of one of `UNDER`."""
+    mesh = Mesh(devices.reshape(tuple(program.axes.values())), tuple(program.axes))
+    spec = PartitionSpec(tuple(program.axes))
+
+    def shard(*args: Any) -> Any:
+        return jax.tree.map(lambda y: y[None], program.step(*jax.tree.map(lambda x: x[0], args)))
+
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    args = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(
+            (devices.size, *s.shape), s.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        program.args,
+    )
+    with UNDER[under]():
+        return jax.jit(mapped).lower(*args)
+
+
+def _figures(task: Task, program: Any, plans: list[Any]) -> dict[str, Any]:
+    chip = timeline.chip_of(task.topology)
+    events = schedule.events(program.as_text())
+    line = timeline.run(events, chip, timeline.times(chip, plans))
+    return {
+        "compute_us": line.compute_us,
+        "exposed_us": line.exposed_us,
+        "hidden_us": line.hidden_us,
+        "time_us": line.step_us,
+        "temp": program.memory_analysis().temp_size_in_bytes,
+        "collectives": [dataclasses.asdict(served) for served in line.served.values()],
+        "spans": [dataclasses.astuple(span) for span in line.spans],
+    }
+
+
+if __name__ == "__main__":
+    main()

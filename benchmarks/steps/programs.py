@@ -1,0 +1,203 @@
+"""Steps of models that are trained and served on pods: what `step` compiles.
+
+Each program is a few layers of a transformer in bfloat16, written with `jax.lax`'s collectives
+alone, forward or with its gradient (rematerialised), its layers in a scan or unrolled. They know
+nothing of `pallas_collectives`, which replaces what they call.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.settings import FlagError
+
+WIDTH, HEADS, HIDDEN = 4096, 32, 16384
+LENGTH, BATCH, LAYERS = 2048, 2, 4  # tokens of a sequence; sequences of a replica
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step, as one device runs it inside `jax.shard_map`.
+
+    Attributes:
+      step: (*args) -> arrays.
+      args: pytrees of `jax.ShapeDtypeStruct`: what one device holds.
+      axes: mesh axis -> its size.
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    axes: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a built-in program is run: with its gradient or without, unrolled or in a scan."""
+
+    gradient: bool
+    unrolled: bool
+
+    def __str__(self) -> str:
+        passes = "gradient" if self.gradient else "forward"
+        return f"{passes}, {'unrolled' if self.unrolled else 'scan'}"
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)).astype(
+        x.dtype
+    )
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """(batch, length, heads, 128) each."""
+    scores = jnp.einsum("bqhe,bkhe->bhqk", q, k, preferred_element_type=jnp.float32)
+    shares = jax.nn.softmax(scores).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhe->bqhe", shares, v)
+
+
+def _layer(
+    x: jax.Array,
+    w: Arrays,
+    *,
+    whole: Callable[[jax.Array], jax.Array] = lambda w: w,
+    gathered: Callable[[jax.Array], jax.Array] = lambda x: x,
+    scattered: Callable[[jax.Array], jax.Array] = lambda x: x,
+    attend: Callable[..., jax.Array] = _attend,
+) -> jax.Array:
+    """A layer: weights are made `whole`, tokens `gathered` for products and terms `scattered`."""
+    seen = gathered(_norm(x))
+    q, k, v = jnp.split((seen @ whole(w["qkv"])).reshape(*seen.shape[:2], -1, 3 * 128), 3, axis=-1)
+    x = x + scattered(attend(q, k, v).reshape(*seen.shape[:2], -1) @ whole(w["project"]))
+    hidden = jax.nn.gelu(gathered(_norm(x)) @ whole(w["up"]))
+    return x + scattered(hidden @ whole(w["down"]))
+
+
+def _weights(parts: int, tensor: int) -> Arrays:
+    """A device's part of each layer's weights, in bfloat16, layers stacked."""
+    sizes = {
+        "qkv": (WIDTH // parts, 3 * WIDTH // tensor),
+        "project": (WIDTH // tensor // parts, WIDTH),
+        "up": (WIDTH // parts, HIDDEN // tensor),
+        "down": (HIDDEN // tensor // parts, WIDTH),
+    }
+    return {k: jax.ShapeDtypeStruct((LAYERS, *s), jnp.bfloat16) for k, s in sizes.items()}
+
+
+def _tokens(parts: int = 1) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((BATCH, LENGTH // parts, WIDTH), jnp.bfloat16)
+
+
+def _stepping(form: Form, layer: Callable[..., jax.Array], summed: Any = None) -> Any:
+    """A step through all layers; `summed` is what becomes of each weight's gradient."""
+    body = jax.checkpoint(layer) if form.gradient else layer
+
+    def forward(weights: Arrays, x: jax.Array) -> jax.Array:
+        if form.unrolled:
+            leaves, tree = jax.tree.flatten(weights)
+            for of_layer in zip(*leaves, strict=True):
+                x = body(x, jax.tree.unflatten(tree, of_layer))
+            return x
+        return lax.scan(lambda x, w: (body(x, w), None), x, weights)[0]
+
+    def loss(weights: Arrays, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(forward(weights, x).astype(jnp.float32)))
+
+    def step(weights: Arrays, x: jax.Array) -> Any:
+        if not form.gradient:
+            return forward(weights, x)
+        gradients = jax.grad(loss)(weights, x)
+        return jax.tree.map(summed, gradients) if summed else gradients
+
+    return step
+
+
+def _gather(axis: str, dimension: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: lax.all_gather(x, axis, axis=dimension, tiled=True)
+
+
+def _scatter(axis: str, dimension: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+
+
+def fsdp(devices: int, form: Form) -> Program:
+    """Weights cut in pieces, one a device, gathered layer by layer; gradients are scattered."""
+    layer = functools.partial(_layer, whole=_gather("x", 0))
+    return Program(_stepping(form, layer), (_weights(devices, 1), _tokens()), {"x": devices})
+
+
+def tensor(devices: int, form: Form) -> Program:
+    """Heads and hidden units over the devices; between products, the sequence."""
+    layer = functools.partial(_layer, gathered=_gather("x", 1), scattered=_scatter("x", 1))
+    args = _weights(1, devices), _tokens(devices)
+    return Program(_stepping(form, layer), args, {"x": devices})
+
+
+def fsdp_tensor(devices: int, form: Form) -> Program:
+    """Both: weights gathered over "data", tokens over "model", of 4 devices."""
+    parts = devices // 4
+    layer = functools.partial(
+        _layer,
+        whole=_gather("data", 0),
+        gathered=_gather("model", 1),
+        scattered=_scatter("model", 1),
+    )
+    args = _weights(parts, 4), _tokens(4)
+    return Program(_stepping(form, layer), args, {"data": parts, "model": 4})
+
+
+def data(devices: int, form: Form) -> Program:
+    """All weights everywhere, a batch each; gradients are summed."""
+    step = _stepping(form, _layer, lambda gradient: lax.psum(gradient, "x"))
+    return Program(step, (_weights(1, 1), _tokens()), {"x": devices})
+
+
+def ring_attention(devices: int, form: Form) -> Program:
+    """The sequence over the devices; keys and values go round while they are attended to."""
+    shift = [(d, (d + 1) % devices) for d in range(devices)]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        total = share = jnp.float32(0)
+        highest = jnp.float32(-jnp.inf)
+        for step in range(devices):
+            following = lax.ppermute((k, v), "x", shift) if step < devices - 1 else (k, v)
+            scores = jnp.einsum("bqhe,bkhe->bqhk", q, k, preferred_element_type=jnp.float32)
+            top = jnp.maximum(highest, jnp.max(scores, -1, keepdims=True))
+            old, new = jnp.exp(highest - top), jnp.exp(scores - top)
+            share = share * old + jnp.sum(new, -1, keepdims=True)
+            total = total * old + jnp.einsum("bqhk,bkhe->bqhe", new.astype(v.dtype), v)
+            highest, (k, v) = top, following
+        return (total / share).astype(q.dtype)
+
+    layer = functools.partial(_layer, attend=attend)
+    # A device's part of a long sequence is as long as others' whole.
+    return Program(_stepping(form, layer), (_weights(1, 1), _tokens()), {"x": devices})
+
+
+BUILT_IN: dict[str, Callable[[int, Form], Program]] = {
+    program.__name__: program for program in (fsdp, tensor, fsdp_tensor, ring_attention, data)
+}
+
+
+def named(name: str) -> Callable[[int, Form], Program]:
+    """A built-in program, or a function "package.module:function" of (devices, form).
+
+    Raises:
+      FlagError: there is none of the name.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[int, Form], Program] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        rule = f"it is one of {', '.join(BUILT_IN)}, or package.module:function ({error})"
+        raise FlagError(f"--program={name}", rule, "name one that can be imported") from None
+    return found

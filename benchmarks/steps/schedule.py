@@ -1,0 +1,265 @@
+"""A compiled program's schedule: what its core does, in order, and what runs beside it.
+
+XLA's text of a scheduled program holds each computation's instructions in their order, with the
+cycles that it estimates for each. Collectives come in four forms:
+
+    form                                       engine        beside what lies between
+    all-gather, ..., a kernel's custom-call    core          nothing: the core waits
+    x-start ... x-done                         DMA           start and done
+    async-collective-start ... -done           DMA           start and done (v5e: fusions that carry
+                                                             the collective on, step by step)
+    call-start, call-update ... call-done      SparseCore    update, which hands over operands, and
+                                                             done
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+CORE, DMA, SPARSECORE = "core", "DMA", "SparseCore"
+
+# XLA's name -> the canonical collective.
+_OPS = {
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "collective-permute": "ppermute",
+    "collective-broadcast": "all_reduce",
+}
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)", re.DOTALL)
+_HEADER = re.compile(r"(ENTRY )?%?(\S+) \(.*\) -> .* \{$", re.DOTALL)
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective in a program.
+
+    Attributes:
+      name: the instruction's.
+      op: the canonical collective; "" for a kernel that is none of ours.
+      kernel: the kernel's name where one serves; "" for XLA's own.
+      engine: `CORE`, `DMA` or `SPARSECORE`.
+      nbytes: of one device's result.
+      devices: that take part together; 0 where the text does not say.
+    """
+
+    name: str
+    op: str
+    kernel: str
+    engine: str
+    nbytes: int
+    devices: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The core computes."""
+
+    name: str
+    cycles: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A collective sets out, and the core goes on; `engine` CORE: it waits for the end at once."""
+
+    key: str
+    collective: Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The core waits for the collective that set out under this key."""
+
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Events that happen so many times."""
+
+    times: int
+    events: tuple[Any, ...]
+
+
+Event = Work | Start | Done | Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    type: str
+    op: str
+    rest: str  # operands and attributes
+
+    def named(self, attribute: str) -> str:
+        """The computation that an attribute names; "" if none."""
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
+
+
+def events(hlo: str) -> tuple[Event, ...]:
+    """The events of a scheduled program, as the text of its compiled form has them."""
+    computations, entry = _parsed(hlo)
+    return tuple(_Walk(computations).of(entry))
+
+
+def _parsed(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
+    computations: dict[str, list[_Instruction]] = {}
+    lines: list[str] = []
+    entry = name = ""
+    for line in [*hlo.splitlines(), "}"]:
+        if header := _HEADER.match(line):
+            name, lines = header[2], []
+            entry = name if header[1] else entry
+        elif line.startswith("}") and not line.startswith("}}"):
+            matches = map(_INSTRUCTION.match, lines)
+            computations[name] = [_Instruction(*m.groups()) for m in matches if m]
+        elif line.startswith(("  %", "  ROOT %")):
+            lines.append(line)
+        elif lines:
+            lines[-1] += line  # an attribute of several lines
+    return computations, entry
+
+
+class _Walk:
+    def __init__(self, computations: dict[str, list[_Instruction]]) -> None:
+        self._computations = computations
+
+    def of(self, computation: str) -> Iterator[Event]:
+        """The events of a computation."""
+        for instruction in self._computations[computation]:
+            yield from self._event(instruction)
+
+    def _event(self, i: _Instruction) -> Iterator[Event]:
+        plain = re.sub(r"-(start|update|done)$", "", i.op)
+        ends = i.op[len(plain) :]
+        if i.op == "while":
+            yield Loop(self._times(i.named("condition")), tuple(self.of(i.named("body"))))
+        elif i.op == "conditional":
+            names = re.findall(r"%([\w.\-]+)", i.rest.partition("branch_computations=")[2])
+            branches = [tuple(self.of(name)) for name in names if name in self._computations]
+            yield from max(branches, key=_cycles, default=())
+        elif plain in ("call", "async") and ends:
+            yield from self._asynchronous(i, ends)
+        elif i.op == "call":
+            yield from self.of(i.named("to_apply"))
+        elif plain in _OPS:
+            yield from self._own(i, i, plain, ends)
+        elif i.op == "fusion" and (inner := self._collective_fusion(i)):
+            start, chain, collective = inner
+            yield Start(chain, self._by_xla(collective, DMA)) if start else Done(chain)
+        elif "tpu_custom_call" in i.rest and i.op == "custom-call":
+            yield from self._own(i, i, "", "")
+        elif cycles := _CYCLES.search(i.rest):
+            yield Work(i.name, int(cycles[1]))
+
+    def _own(self, i: _Instruction, inner: _Instruction, op: str, ends: str) -> Iterator[Event]:
+        """A collective whose instructions are its own."""
+        if ends == "-done":
+            yield Done(i.operands[0])
+            return
+        collective = self._by_xla(inner, DMA if ends else CORE) if op else _by_kernel(i, CORE)
+        yield Start(i.name, collective)
+        if not ends:
+            yield Done(i.name)
+
+    def _asynchronous(self, i: _Instruction, ends: str) -> Iterator[Event]:
+        """A call of a computation, which runs elsewhere."""
+        if ends == "-done":
+            yield Done(i.operands[0])
+            return
+        starts = i if ends == "-start" else self._by_name(i.operands[0])
+        handed_over = ends == "-update" or i.operands or not i.type.startswith("((), ()")
+        called = self._computations.get(starts.named("to_apply") or starts.named("calls"), [])
+        if not handed_over:
+            return
+        engine = SPARSECORE if '"sparsecore"' in starts.rest else DMA
+        for inner in called:
+            if inner.op in _OPS:
+                yield Start(i.name, self._by_xla(inner, engine))
+            elif "tpu_custom_call" in inner.rest:
+                yield Start(i.name, _by_kernel(inner, engine))
+
+    def _by_name(self, name: str) -> _Instruction:
+        of_all = (i for instructions in self._computations.values() for i in instructions)
+        return next(i for i in of_all if i.name == name)
+
+    def _collective_fusion(self, i: _Instruction) -> tuple[bool, str, _Instruction] | None:
+        """Whether a fusion starts or ends a collective, its chain, and the collective."""
+        inner = self._computations.get(i.named("calls"), [])
+        ends = [re.search(r'"AsyncCollective(Start|Done)"', x.rest) for x in inner]
+        found = next((end[1] for end in ends if end), None)
+        if found is None:
+            return None
+        collective = next(x for x in inner if x.op in _OPS)
+        chain = re.search(r'chain_id="(\w+)"', collective.rest)
+        return found == "Start", f"chain {chain[1] if chain else ''}", collective
+
+    def _by_xla(self, i: _Instruction, engine: str) -> Collective:
+        op = _OPS[re.sub("-(start|done)$", "", i.op)]
+        # The type of a start holds the operand before the result.
+        arrays = _arrays(i.type)
+        nbytes = arrays[min(1, len(arrays) - 1)] if i.op.endswith("-start") else sum(arrays)
+        return Collective(i.name, op, "", engine, nbytes, _devices(i.rest))
+
+    def _times(self, condition: str) -> int:
+        """How often a loop turns: the number that its counter is compared with."""
+        constants = [
+            int(i.rest.partition(")")[0])
+            for i in self._computations[condition]
+            if i.op == "constant" and i.type.startswith("s32[]")
+        ]
+        return max(constants, default=1)
+
+
+def _by_kernel(i: _Instruction, engine: str) -> Collective:
+    found = re.search(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)', i.rest)
+    kernel = found[1] if found else i.name
+    ops = [op for op in set(_OPS.values()) if kernel.startswith(op)]
+    arrays = _arrays(i.type)
+    return Collective(i.name, max(ops, key=len, default=""), kernel, engine, arrays[0], 0)
+
+
+def _cycles(found: tuple[Event, ...]) -> int:
+    return sum(
+        e.cycles if isinstance(e, Work) else e.times * _cycles(e.events)
+        for e in found
+        if isinstance(e, Work | Loop)
+    )
+
+
+_BITS = re.compile(r"(?:pred|[a-z]+?(\d+))")
+
+
+def _arrays(type_: str) -> list[int]:
+    """Bytes of each array of a type."""
+    sizes = []
+    for dtype, dims in _ARRAY.findall(type_):
+        bits = _BITS.match(dtype)
+        width = int(bits[1] or 8) if bits else 8
+        sizes.append(math.prod(int(d) for d in dims.split(",") if d) * width // 8)
+    return sizes or [0]
+
+
+def _devices(rest: str) -> int:
+    """How many devices take part together, from the groups that an instruction names."""
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
+        return int(shaped[1])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return len(listed[1].split(","))
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", rest)
+    return len(pairs[1].split("},{")) if pairs else 0

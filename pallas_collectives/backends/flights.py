@@ -1,0 +1,253 @@
+"""Exchanges under way on NVIDIA GPUs: a primitive that starts one, and one that ends it.
+
+The memory of what is under way is XLA's, so XLA must neither use it again nor copy it between the
+two. The second primitive takes operand and result of the first, and gives the result in its place.
+That is checked on each call (`nccl.copies`): bytes that lie elsewhere are an error.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, mlir
+
+from pallas_collectives import _compat, nccl
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.nccl import copies, ffi, tape
+from pallas_collectives.topology.groups import Group
+
+# Exchanges that a program may have under way at a time; one more waits for the first to be read.
+_AT_A_TIME = 4
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """What one exchange is.
+
+    Attributes:
+      op: "gather", operand (...) to (n, ...); "exchange", (n, ...) to (n, ...); or "permute".
+      group: the devices.
+      number: which of those that may be under way.
+      perm: (source, target) pairs, of a permutation.
+    """
+
+    op: str
+    group: Group
+    number: int
+    perm: tuple[tuple[int, int], ...] = ()
+
+    def plan(self, rank: int, nbytes: int) -> copies.Plan:
+        """What a rank does; nbytes: of its operand."""
+        if self.op == "permute":
+            readers = tuple(t for s, t in self.perm if s == rank != t)
+            pulls = tuple(copies.Pull(s, 0, 0, nbytes) for s, t in self.perm if t == rank)
+            return copies.Plan(readers, (pulls,), 0 if pulls else nbytes)
+        n = self.group.size
+        block = nbytes if self.op == "gather" else nbytes // n
+        # The own block comes last: multiprocessors copy it, and it waits for them.
+        ranks = [(rank + distance) % n for distance in range(1, n + 1)]
+        pulls = tuple(
+            copies.Pull(p, 0 if self.op == "gather" else rank * block, p * block, block)
+            for p in ranks
+        )
+        return copies.Plan(tuple(ranks[:-1]), (pulls,))
+
+    def by_lax(self, x: Any) -> jax.Array:
+        """What comes of it."""
+        groups = self.group.index_groups
+        options: Any = {"axis_index_groups": None if groups is None else [*map(list, groups)]}
+        if self.op == "permute":
+            return lax.ppermute(x, self.group.axes, self.perm)
+        if self.op == "gather":
+            return lax.all_gather(x, self.group.axes, **options)
+        return lax.all_to_all(x, self.group.axes, 0, 0, tiled=True, **options)
+
+    @property
+    def transposed(self) -> "Flight":
+        """The exchange of cotangents; those of a gather are added up when they are there."""
+        if self.op == "permute":
+            return dataclasses.replace(self, perm=tuple((t, s) for s, t in self.perm))
+        return dataclasses.replace(self, op="exchange")
+
+
+def serve(how: How) -> bool:
+    """Whether a collective that is served so can be under way beside other work."""
+    return how.backend == "nccl" and how.algorithm is None and jax.process_count() == 1
+
+
+def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = ()) -> Flight:
+    """An exchange that may be under way beside the others begun lately."""
+    return Flight(op, group, next(_numbers) % _AT_A_TIME, tuple((s, t) for s, t in perm))
+
+
+def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Starts it once x and `after` are there: what `done` takes, and a token, int32[1].
+
+    The token is 0, which XLA does not know: what takes it comes after the start.
+    """
+    op = {"gather": "all_gather", "exchange": "all_to_all", "permute": "ppermute"}[flight.op]
+    counters.note(
+        Plan(op=op, backend="nccl", algorithm="copies", why="it was started, to be done later")
+    )
+    *started, token = _start_p.bind(x, *after, flight=flight)
+    return started, token
+
+
+def done(flight: Flight, started: Sequence[jax.Array], *after: jax.Array) -> jax.Array:
+    """What came of it, waited for once `after` is there."""
+    return _done_p.bind(*started, *after, flight=flight)
+
+
+# A start gives the memory under way, its operand, and a token. A gather gives zeros of its result's
+# shape besides, which nobody reads: in the backward pass they are the place of an exchange's
+# operand.
+_start_p = core.Primitive("nccl_start")
+_start_p.multiple_results = True
+_done_p = core.Primitive("nccl_done")
+
+
+def _parts(flight: Flight) -> int:
+    """How many arrays `done` takes."""
+    return 3 if flight.op == "gather" else 2
+
+
+@_start_p.def_abstract_eval
+def _start_types(x: Any, *after: Any, flight: Flight) -> list[Any]:
+    del after
+    result = jax.make_jaxpr(flight.by_lax)(x).out_avals[0]
+    spare = [result] if flight.op == "gather" else []
+    return [result, x, *spare, _compat.array_type((1,), np.int32)]
+
+
+@_done_p.def_abstract_eval
+def _done_type(under_way: Any, *others: Any, flight: Flight) -> Any:
+    del others, flight
+    return under_way
+
+
+def _start_lowered(
+    ctx: mlir.LoweringRuleContext, x: Any, *after: Any, flight: Flight
+) -> Sequence[Any]:
+    result, operand, *spare, token = ctx.avals_out
+    lower = _lowering(ctx, flight, "start", operand)
+    under_way, started = lower(ctx.avals_in, [result, token], x, *after)
+    zeros = mlir.lower_fun(
+        lambda: [jnp.zeros(s.shape, s.dtype) for s in spare], multiple_results=True
+    )
+    return [under_way, x, *zeros(ctx.replace(avals_in=[], avals_out=spare)), started]
+
+
+def _done_lowered(
+    ctx: mlir.LoweringRuleContext, under_way: Any, x: Any, *others: Any, flight: Flight
+) -> Sequence[Any]:
+    spare = _parts(flight) - 2
+    types = [*ctx.avals_in[:2], *ctx.avals_in[2 + spare :]]
+    lower = _lowering(ctx, flight, "done", types[1], in_place=True)
+    return lower(types, ctx.avals_out, under_way, x, *others[spare:])
+
+
+def _lowering(
+    ctx: mlir.LoweringRuleContext, flight: Flight, half: str, x: Any, in_place: bool = False
+) -> Callable[..., Any]:
+    """(types of operands and results, *operands) -> results of a call of one half."""
+    nbytes = x.size * x.dtype.itemsize
+    at: dict[int, tuple[copies.Copier, copies.Slot, copies.Plan]] = {}
+    members = device_groups(_compat.mesh_of(ctx), flight.group)
+    for devices in members:
+        if any(d.process_index == jax.process_index() for d in devices):
+            group = nccl.get(devices, name="copies")
+            for rank, (copier, slot) in copies.slots(group, flight.number, 1).items():
+                at[copier.ordinal] = copier, slot, flight.plan(rank, nbytes)
+    ids = [[d.id for d in devices] for devices in members]
+    text = f"{flight.op} {half} {nbytes} {flight.number} {flight.perm} over {ids}"
+
+    def enqueue(
+        copier: copies.Copier, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses
+    ) -> None:
+        _, slot, plan = at[ordinal]
+        if half == "start":
+            copier.start(slot, plan, text, inputs[0], outputs[:1], outputs[1], stream)
+        else:
+            copier.finish(slot, 0, inputs[1], inputs[0], stream)
+
+    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
+        enqueue(at[ordinal][0], ordinal, stream, inputs, outputs)
+
+    def recorded(ordinal: int) -> tape.Tape:
+        gaps = tape.inputs(2), tape.outputs(2)
+        return tape.record(at[ordinal][0], lambda c: enqueue(c, ordinal, tape.STREAM, *gaps))
+
+    def lower(takes: Sequence[Any], gives: Sequence[Any], *operands: Any) -> Any:
+        return ffi.lower(
+            ctx.replace(avals_in=takes, avals_out=gives), text, function, *operands,
+            graph=False, has_effect=False, aliases={0: 0} if in_place else {},
+            tapes={ordinal: recorded(ordinal) for ordinal in at},
+        )  # fmt: skip
+
+    return lower
+
+
+# Rules: both halves are linear in what they move, and `after` moves nothing.
+
+
+def _start_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
+    outs = _start_p.bind(*primals, flight=flight)
+    if isinstance(tangents[0], ad.Zero):
+        return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    *moved, token = _start_p.bind(tangents[0], flight=flight)
+    return outs, [*moved, ad.Zero(jax.typeof(token).to_tangent_aval())]
+
+
+def _start_transpose(cotangents: Any, x: Any, *after: Any, flight: Flight) -> Any:
+    under_way, operand = cotangents[0], cotangents[_parts(flight) - 1]
+    nothing = [None] * len(after)
+    if isinstance(under_way, ad.Zero):
+        return [ad.Zero(x.aval.to_ct_aval()), *nothing]
+    blocks = done(flight.transposed, [under_way, operand])
+    return [blocks.sum(0) if flight.op == "gather" else blocks, *nothing]
+
+
+def _done_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
+    out = _done_p.bind(*primals, flight=flight)
+    moved = tangents[: _parts(flight)]
+    if isinstance(moved[0], ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _done_p.bind(*map(ad.instantiate_zeros, moved), flight=flight)
+
+
+def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
+    parts = _parts(flight)
+    nothing = [None] * (len(operands) - parts)
+    if isinstance(cotangent, ad.Zero):
+        return [*(ad.Zero(o.aval.to_ct_aval()) for o in operands[:parts]), *nothing]
+    (under_way, x), _ = start(flight.transposed, cotangent)
+    if flight.op != "gather":
+        return [under_way, x, *nothing]
+    return [under_way, ad.Zero(operands[1].aval.to_ct_aval()), x, *nothing]
+
+
+def _batch(primitive: core.Primitive, operands: Any, dims: Any, *, flight: Flight) -> Any:
+    """A mapped dimension lies behind that of the devices; an operand that is gathered has none."""
+    first, behind = {"gather": (0, 1), "exchange": (1, 1), "permute": (0, 0)}[flight.op]
+    if primitive is _start_p:
+        x = jnp.moveaxis(operands[0], dims[0], first)
+        outs = _start_p.bind(x, *operands[1:], flight=flight)
+        spare = [behind] if flight.op == "gather" else []
+        return outs, [behind, first, *spare, None]
+    return _done_p.bind(*operands, flight=flight), dims[0]
+
+
+_compat.register(_start_p, lowering=_start_lowered, jvp=_start_jvp, transpose=_start_transpose)
+_compat.register(_done_p, lowering=_done_lowered, jvp=_done_jvp, transpose=_done_transpose)
+for _p in (_start_p, _done_p):
+    _compat.register(_p, batch_alone=functools.partial(_batch, _p))

@@ -1,0 +1,133 @@
+"""What `override_lax` did: told once as a context ends, and kept as data."""
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import jax
+from absl import logging
+
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.algorithms import KernelPlan
+from pallas_collectives.backends.plans import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Calls of one collective that were served alike.
+
+    Attributes:
+      op: the canonical collective; lax's name of it where lax served.
+      by: "pallas" or "nccl", with the algorithm behind it; "lax".
+      why: in a sentence.
+      times: how often it was built; equal calls in one program are built once.
+      nbytes: of a device's operands, in all; 0 where that is not known.
+    """
+
+    op: str
+    by: str
+    why: str
+    times: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OverrideReport:
+    """What became of the collectives of programs that were built in one context.
+
+    Attributes:
+      replaced: those that ours serve.
+      left: those that lax serves.
+      programs: how many programs were built.
+    """
+
+    replaced: tuple[Line, ...] = ()
+    left: tuple[Line, ...] = ()
+    programs: int = 0
+
+    def __str__(self) -> str:
+        if not self.replaced and not self.left:
+            return f"override_lax: {self.programs} programs built, no collective of lax's called"
+        lines = [f"override_lax: {_count(self.replaced)} replaced, {_count(self.left)} left to lax"]
+        for line in (*self.replaced, *self.left):
+            lines.append(f"  {line.times} x {line.op} by {line.by}: {line.why}")
+        return "\n".join(lines)
+
+
+def _count(lines: tuple[Line, ...]) -> int:
+    return sum(line.times for line in lines)
+
+
+_last = OverrideReport()
+_ever_replaced = False
+_told: set[str] = set()
+
+_programs = threading.local()  # how many this thread has lowered
+
+
+def _lowered(event: str, *_: object, **__: object) -> None:
+    if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+        _programs.number = getattr(_programs, "number", 0) + 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_lowered)
+
+
+def override_report() -> OverrideReport:
+    """What the last `override_lax` that ended did, to programs that were built within it.
+
+    Calls of functions that were compiled before are not in it: nothing is built for them.
+    """
+    return _last
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Within this context what is built is noted; at its end it is told, each news once.
+
+    A context in which programs were built without any collective of ours is warned of, unless one
+    before has replaced some: then a program that is there already may hold them.
+    """
+    global _last, _ever_replaced
+    before = getattr(_programs, "number", 0)
+    with counters.recorded(built=True) as plans:
+        yield
+    report = _last = _report(plans, getattr(_programs, "number", 0) - before)
+    _ever_replaced = _ever_replaced or bool(report.replaced)
+    text = str(report)
+    if text in _told:
+        return
+    if report.replaced or report.left:
+        _told.add(text)
+        logging.info("pallas_collectives: %s", text)
+    elif report.programs and not _ever_replaced and jax.device_count() > 1:
+        _told.add(text)
+        logging.warning(
+            "pallas_collectives: override_lax has replaced nothing: %d programs were built in its "
+            "context, and no collective of jax.lax was called. Under jax.jit with shardings XLA "
+            "makes the collectives: call them in jax.shard_map. Names that were bound before, as "
+            "by `from jax.lax import psum`, are lax's still: use pallas_collectives.overridden",
+            report.programs,
+        )
+
+
+def _report(plans: list[Plan], programs: int) -> OverrideReport:
+    found: collections.Counter[tuple[bool, str, str, str]] = collections.Counter()
+    nbytes: collections.Counter[tuple[bool, str, str, str]] = collections.Counter()
+    for plan in plans:
+        ours = plan.backend != "xla"
+        by = " ".join(filter(None, (plan.backend, plan.algorithm))) if ours else "lax"
+        key = ours, plan.op, by, plan.why or "it was asked for by name"
+        found[key] += 1
+        nbytes[key] += plan.nbytes if isinstance(plan, KernelPlan) else 0
+
+    def lines(of_ours: bool) -> tuple[Line, ...]:
+        return tuple(
+            Line(op, by, why, times, nbytes[ours, op, by, why])
+            for (ours, op, by, why), times in found.items()
+            if ours == of_ours
+        )
+
+    return OverrideReport(lines(True), lines(False), programs)

@@ -1,0 +1,325 @@
+"""Ragged all-to-all on a torus whose routing would carry a skewed routing over one of its axes.
+
+A torus sends along its first axis first and its last axis last. So what many devices send to one
+comes to it over the links of its last axis, and those of the others are idle: at a corner of 4 x 4,
+12 of 15 devices' rows come by one link. Here rows are cut in as many parts as there are axes, and
+each part takes another axis for the last:
+
+    part of the last axis   straight to where it is for
+    part of another, a      to the device of the receiver's ring along a that is next to the sender,
+                            so over all axes but a; and from there along a
+
+Parts go in chunks, so that what is passed on is on the wire together with what is yet to come:
+
+    push      chunk by chunk: the parts of all receivers, those first that others pass on
+    pass_on   chunk by chunk: once all of a chunk is here, on to whom it is for
+    drain     what came to stay, and what left
+
+             hops   bytes sent per device             buffers                        semaphores
+    spread   1 or 2 the rows sent, and what it        see `room`, for each axis      12
+                    passes on: by the shortest ways   but the last
+
+Who knows what. Each device has everyone's sizes and places, and works out its own tables from them:
+what it sends, what comes to be passed on, and where that lies, pair by pair in one order. A buffer
+has room for as much as a device of average load passes on. What does not fit there goes straight;
+sender, buffer and receiver see that alike, as all have the same sizes. Sizes are clipped, and
+slices that lie out of range are moved, as in `kernels.ragged_all_to_all`.
+
+Who could be ahead of whom. All that a chunk brings is waited for before any of it is passed on, and
+each chunk has a semaphore of its own: no later one can pass for it. No place is written twice. All
+that comes to stay, from senders and from those who pass on, is waited for together.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.topology.groups import Group, Ring, wrap
+
+CHUNKS = 8  # the more, the sooner the axes that pass on are busy; each costs a start for each part
+
+
+class Scratch(NamedTuple):
+    """What the kernel takes beside its arrays and tables."""
+
+    waiting_ref: Any  # (rows, ...): HBM or VMEM; what is to be passed on. None on one axis
+    come_sems: Any  # (CHUNKS,): from the senders of what we pass on
+    copy_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows that we send to ourselves
+    own_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows of x_ref that we send to others
+    on_sem: Any = pltpu.SemaphoreType.DMA  # own; what we pass on
+    final_sem: Any = pltpu.SemaphoreType.DMA  # what comes to stay
+
+
+class Tables(NamedTuple):
+    """int32 tables of one device, in SMEM. Slices: (peer, its slice); ways: the axes but the last.
+
+    Attributes:
+      starts: (slices,): where each of ours begins in x_ref.
+      places: (slices,): where it begins with its receiver.
+      rows: (1 + ways, slices): how many go straight, then those of each way; they lie so in turn.
+      spots: (ways, slices): where they lie with the one who passes them on.
+      hosts: (ways, slices): who that is.
+      on_rows: (ways, slices): of each pair whose rows of a way we pass on, how many.
+      on_spots: (ways, slices): where they lie here.
+      on_places: (ways, slices): where they are for.
+      on_peers: (ways, slices): on whom.
+      come: (slices,): rows of each sender's slices for us.
+    """
+
+    starts: Any
+    places: Any
+    rows: Any
+    spots: Any
+    hosts: Any
+    on_rows: Any
+    on_spots: Any
+    on_places: Any
+    on_peers: Any
+    come: Any
+
+
+def spread(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    all_sizes: jax.Array,
+    all_places: jax.Array,
+    group: Group,
+    *,
+    vmem: bool,
+    interpret: Any,
+) -> jax.Array:
+    """As `ragged_all_to_all.ring`, by all axes of the torus that the group lies on."""
+    rings = _rings(group)
+    ways = [_Way.of(of_axis) for of_axis in rings[:-1]]
+    # A part of what each sends on average, or of what one receives that all send to.
+    of_one = len(output) // min(of_axis.shape[1] for of_axis in rings)
+    room = -(-max(len(operand), of_one) // len(rings))
+    tables = _tables(operand, output, input_offsets, all_sizes, all_places, group, ways, room=room)
+    buffer = jax.ShapeDtypeStruct((room * len(ways), *operand.shape[1:]), operand.dtype)
+    return launch.call(
+        functools.partial(_kernel, ways=len(ways)),
+        group,
+        operand,
+        output,
+        out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
+        scalars=[table.reshape(-1) for table in tables],
+        scratch=Scratch(buffer if ways else None, pltpu.SemaphoreType.DMA((CHUNKS,))),
+        barrier="everyone",
+        name="ragged_all_to_all_spread",
+        interpret=interpret,
+        vmem=vmem,
+        wire_bytes=2 * operand.nbytes,
+        input_output_aliases={1: 0},
+    )
+
+
+def _rings(group: Group) -> list[np.ndarray]:
+    """For each axis of the torus (rings, size): the positions along it; one axis if it has none."""
+    numbers = np.arange(group.size).reshape(group.sizes if group.index_groups is None else -1)
+    found = []
+    for axis in group.torus:
+        if axis.chip:
+            continue  # the devices of a chip: no link of the torus joins them
+        if axis.index_groups is not None:
+            found.append(np.array(axis.index_groups))
+            continue
+        along = np.moveaxis(numbers, group.axes.index(axis.axes[0]), -1)
+        found.append(along.reshape(-1, axis.size))
+    return found or [numbers.reshape(1, -1)]
+
+
+class _Way(NamedTuple):
+    """Who passes on along one axis, whose.
+
+    Attributes:
+      hosts: [sender, receiver] -> position of the device that passes on; -1 where that is either.
+      pairs: [host] -> its pairs, sender * n + receiver: as many for each.
+    """
+
+    hosts: np.ndarray
+    pairs: np.ndarray
+
+    @classmethod
+    def of(cls, rings: np.ndarray) -> "_Way":
+        """Of an axis with these rings."""
+        n = rings.size
+        ring, place = np.zeros(n, int), np.zeros(n, int)
+        for number, members in enumerate(rings):
+            ring[members], place[members] = number, np.arange(len(members))
+        hosts = rings[ring[None, :], place[:, None]]
+        pairs = np.argsort(hosts.reshape(-1), kind="stable").reshape(n, -1)
+        everyone = np.arange(n)
+        either = (hosts == everyone[:, None]) | (hosts == everyone)
+        return cls(np.where(either, -1, hosts).astype(np.int32), pairs.astype(np.int32))
+
+
+def _tables(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    all_sizes: jax.Array,
+    all_places: jax.Array,
+    group: Group,
+    ways: Sequence[_Way],
+    *,
+    room: int,
+) -> Tables:
+    """This device's tables, by everyone's sizes and places."""
+    n, me, most = group.size, _position(group), min(len(operand), len(output))
+    sizes = jnp.clip(all_sizes.reshape(n, n, -1), 0, most)  # [sender, receiver, slice]
+    places = jnp.clip(all_places.reshape(sizes.shape), 0, len(output) - sizes)
+    starts = jnp.clip(input_offsets.reshape(n, -1), 0, len(operand) - sizes[me])
+    slices, parts = sizes.shape[2], len(ways) + 1
+    rows: list[jax.Array] = []
+    spots: list[jax.Array] = []
+    for number, way in enumerate(ways):
+        wanted = sizes * (number + 1) // parts - sizes * number // parts
+        wanted = jnp.where((way.hosts >= 0)[:, :, None], wanted, 0)
+        of_host = wanted.reshape(n * n, slices)[way.pairs].reshape(n, -1)
+        before = jnp.cumsum(of_host, axis=1, dtype=jnp.int32) - of_host
+        fits = jnp.clip(room - before, 0, of_host)
+        back = np.argsort(way.pairs.reshape(-1))
+        by_pair = (a.reshape(n * n, slices)[back].reshape(sizes.shape) for a in (fits, before))
+        for into, table in zip((rows, spots), by_pair, strict=True):
+            into.append(table)
+        spots[-1] = jnp.minimum(spots[-1], room) + number * room
+    straight = functools.reduce(jnp.subtract, rows, sizes)
+    own = jnp.stack([straight, *rows])  # [part, sender, receiver, slice]
+    begin = jnp.cumsum(own, axis=0, dtype=jnp.int32) - own  # of each part in its slice
+    nothing = jnp.zeros((1, n * slices), jnp.int32)
+
+    def passed_on(table: Any, way: _Way) -> jax.Array:
+        """Of the pairs that this device passes on along a way."""
+        return table.reshape(n * n, slices)[jnp.asarray(way.pairs)[me]].reshape(-1)
+
+    def of_each(values: Any) -> jax.Array:
+        """(ways, n * slices); a table has one element at the least."""
+        found = [value.reshape(-1) for value in values]
+        return jnp.stack(found) if found else nothing
+
+    numbered = list(enumerate(ways))
+    receivers = np.broadcast_to(np.arange(n, dtype=np.int32)[:, None], sizes.shape)
+    hosts = (np.maximum(way.hosts, 0)[:, :, None] + np.zeros(sizes.shape, np.int32) for way in ways)
+    return Tables(
+        starts=starts,
+        places=places[me],
+        rows=own[:, me],
+        spots=of_each(spot[me] for spot in spots),
+        hosts=of_each(jnp.asarray(host)[me] for host in hosts),
+        on_rows=of_each(passed_on(rows[i], way) for i, way in numbered),
+        on_spots=of_each(passed_on(spots[i], way) for i, way in numbered),
+        on_places=of_each(passed_on(places + begin[1 + i], way) for i, way in numbered),
+        on_peers=of_each(passed_on(jnp.asarray(receivers), way) for _, way in numbered),
+        come=sizes[:, me],
+    )
+
+
+def _position(group: Group) -> Any:
+    """This device's, in its group."""
+    number = lax.axis_index(group.axes)
+    if group.index_groups is None:
+        return number
+    position = np.zeros(group.size * len(group.index_groups), np.int32)
+    for members in group.index_groups:
+        position[list(members)] = np.arange(len(members))
+    return jnp.asarray(position)[number]
+
+
+def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
+    tables, (x_ref, o_ref, scratch) = Tables(*refs[:-3]), refs[-3:]
+    n, count = ring.size, tables.starts.shape[0]
+    slices = count // n
+
+    def of_peers(body: Callable[[Any, Any], None]) -> None:
+        """body(peer, number of a slice) for each slice of each other, beginning behind us."""
+
+        def of_peer(distance: Any) -> None:
+            peer = wrap(ring.me + distance, n)
+            sync.for_each(0, slices, lambda j: body(peer, peer * slices + j))
+
+        sync.for_each(1, n, of_peer)
+
+    def copy(chunk: Any, rows: Any, ends: tuple[Any, ...], sems: Any, peer: Any) -> None:
+        """Sends a chunk of so many rows, if it has any."""
+        source_ref, start, target_ref, place = ends
+        sent, come = sems
+        first, size = _chunk(rows, chunk)
+
+        @pl.when(size > 0)
+        def _() -> None:
+            source = source_ref.at[pl.ds(start + first, size)]
+            target = target_ref.at[pl.ds(place + first, size)]
+            sync.remote_copy(source, target, sent, come, ring.device_id(peer))
+
+    def push(chunk: Any) -> None:
+        def send(peer: Any, i: Any) -> None:
+            begin, sent = tables.starts[i] + tables.rows[i], scratch.own_sem
+            for way in range(ways):
+                at, rows = way * count + i, tables.rows[(way + 1) * count + i]
+                ends = x_ref, begin, scratch.waiting_ref, tables.spots[at]
+                copy(chunk, rows, ends, (sent, scratch.come_sems.at[chunk]), tables.hosts[at])
+                begin = begin + rows
+            ends = x_ref, tables.starts[i], o_ref, tables.places[i]
+            copy(chunk, tables.rows[i], ends, (sent, scratch.final_sem), peer)
+
+        of_peers(send)
+
+    def pass_on(chunk: Any) -> None:
+        def arrive(i: Any) -> None:
+            _wait(scratch.come_sems.at[chunk], x_ref, _chunk(tables.on_rows[i], chunk)[1])
+
+        def on(i: Any) -> None:
+            ends = scratch.waiting_ref, tables.on_spots[i], o_ref, tables.on_places[i]
+            sems = scratch.on_sem, scratch.final_sem
+            copy(chunk, tables.on_rows[i], ends, sems, tables.on_peers[i])
+
+        sync.for_each(0, ways * count, arrive)
+        sync.for_each(0, ways * count, on)
+
+    def to_self(j: Any) -> None:
+        i = ring.me * slices + j
+        rows = tables.rows[i]
+
+        @pl.when(rows > 0)
+        def _() -> None:
+            source = x_ref.at[pl.ds(tables.starts[i], rows)]
+            target = o_ref.at[pl.ds(tables.places[i], rows)]
+            pltpu.make_async_copy(source, target, scratch.copy_sem).start()
+
+    def drain(_: Any, i: Any) -> None:
+        _wait(scratch.final_sem, o_ref, tables.come[i])
+        for part in range(ways + 1):
+            _wait(scratch.own_sem, x_ref, tables.rows[part * count + i])
+
+    with jax.named_scope("push"):
+        sync.for_each(0, CHUNKS, push)
+        sync.for_each(0, slices, to_self)
+    if ways:
+        with jax.named_scope("pass_on"):
+            sync.for_each(0, CHUNKS, pass_on)
+    with jax.named_scope("drain"):
+        of_peers(drain)
+        left = lambda i: _wait(scratch.on_sem, x_ref, tables.on_rows[i])  # noqa: E731
+        sync.for_each(0, ways * count, left)
+        own = ring.me * slices
+        sync.for_each(0, slices, lambda j: _wait(scratch.copy_sem, x_ref, tables.rows[own + j]))
+
+
+def _chunk(rows: Any, number: Any) -> tuple[Any, Any]:
+    """Where a chunk of so many rows begins, and how many it has."""
+    first, end = (lax.div(rows * (number + i), np.int32(CHUNKS)) for i in (0, 1))
+    return first, end - first
+
+
+def _wait(semaphore: Any, ref: Any, rows: Any) -> None:
+    """Waits for so many rows, if there are any."""
+    pl.when(rows > 0)(lambda: sync.wait(semaphore, ref.at[pl.ds(0, rows)]))

@@ -1,0 +1,229 @@
+"""`dispatch` and `combine`: what users call, inside `jax.shard_map`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_collectives import validation
+from pallas_collectives.backends import choice
+from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
+from pallas_collectives.moe import linear, plans
+from pallas_collectives.moe.plans import Plan
+from pallas_collectives.moe.wire import Sizes, Wire
+from pallas_collectives.validation import AxisName, Groups
+
+MOST_CHOICES = 8
+EXCHANGES = ("ragged", "dense")
+
+
+def dispatch(
+    x: jax.Array,
+    experts: jax.Array,
+    axis_name: AxisName,
+    *,
+    num_experts: int,
+    rows: int | None = None,
+    exchange: str = "auto",
+    axis_index_groups: Groups = None,
+    backend: str | None = None,
+    algorithm: str | None = "auto",
+) -> tuple[jax.Array, Plan]:
+    """Sends each token to the experts that it chooses, which lie spread over a mesh axis.
+
+    Of E experts over n devices, device p has experts p * E/n up to (p + 1) * E/n.
+
+    Args:
+      x: (T, D): this device's tokens.
+      experts: int[T, k]: the experts that each chooses, k from 1 to 8; -1 for none. An expert that
+        a token chooses twice has it once; both weights count. A number that is none, which only
+        shows at run time, counts as -1, and in `plan.invalid`.
+      axis_name: mesh axis, or tuple of axes, of n devices together.
+      num_experts: E, a multiple of n.
+      rows: R, the most rows that a device has room for; by default for all that could come, that is
+        n * T * min(k, E/n). Where more want to come than fit, those of later devices, and of these
+        the later tokens, are turned away, and counted in `plan.overflow` at home.
+      exchange: "ragged" (tokens travel to the devices that want them), "dense" (to all: static, so
+        that CUDA graphs take it); "auto" is dense with NCCL and lax, else ragged.
+      axis_index_groups: lists of device numbers that partition the axis; each is n devices, with
+        E experts, by itself.
+      backend: see `collectives`.
+      algorithm: of `ragged_all_to_all`, or if dense of `all_gather`, for what travels.
+
+    Returns:
+      rows: (R, D): the tokens that chose this device's experts: by expert, then by the device they
+        come from, then in their order there; zeros behind the last.
+      plan: of what went where, for `combine`, which see; rows of each expert in
+        `plan.group_sizes`.
+
+    Each token travels to each device once, however many of its experts are there. Gradients go
+    back the way that the plan says: no counts are exchanged again.
+
+    Raises:
+      UnboundAxisError, CollectiveError, DtypeError, AlgorithmError, BackendError: see `errors`.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      rows, plan = dispatch(x, experts, "x", num_experts=64)
+      hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, up, plan.group_sizes))  # up (8, D, H)
+      y = jax.lax.ragged_dot(hidden, down, plan.group_sizes)
+      out = combine(y, weights, plan, "x")
+    """
+    wire = _wire(axis_name, axis_index_groups, backend, algorithm)
+    sizes = _sizes(x, experts, num_experts, rows, _dense(exchange, wire), wire.size)
+    found = plans.plan(experts, sizes, wire)
+    visitors = wire.there(x, found.ragged, sizes.away_visitors)
+    return linear.gather_sum(visitors, found.visitors[:, None], found.rows), found
+
+
+def combine(
+    y: jax.Array,
+    weights: jax.Array,
+    plan: Plan,
+    axis_name: AxisName,
+    *,
+    overflow: str = "share",
+    axis_index_groups: Groups = None,
+    backend: str | None = None,
+    algorithm: str | None = "auto",
+) -> jax.Array:
+    """Brings the experts' answers home, and adds them up by weight.
+
+    Weights and sums are in float32; what travels, a sum for each token and device, is rounded to
+    y's dtype. Sums are added in the order of experts, so that they have the same bits on every run.
+
+    Args:
+      y: (R, D): answers to the rows of `dispatch`; rows behind the last are not read.
+      weights: float[T, k]: of each token's choices.
+      plan: as `dispatch` has made it.
+      axis_name: as given to `dispatch`; as the next three.
+      overflow: where choices did not fit: "share" gives their weight to the token's others, in
+        proportion to theirs; "drop" leaves it out. A token of which nothing fitted gets zeros.
+      axis_index_groups: see `axis_name`.
+      backend: see `axis_name`.
+      algorithm: see `axis_name`.
+
+    Returns:
+      (T, D), in y's dtype.
+
+    Raises:
+      UnboundAxisError, CollectiveError, DtypeError, AlgorithmError, BackendError: see `errors`.
+    """
+    _check_answers(y, weights, plan, overflow)
+    wire = _wire(axis_name, axis_index_groups, backend, algorithm)
+    words = plan.sizes(wire.size).away_words
+    led = _weights_of_leaders(weights.astype(linear.wide(weights.dtype)), plan, overflow)
+    of_words = wire.weights_there(led, plan.ragged, words)
+    of_rows = of_words.at[plan.words].get(mode="fill", fill_value=0)
+    weighed = y.astype(linear.wide(y.dtype)) * of_rows[:, None]
+    answers = linear.gather_sum(weighed, plan.rows, plan.visitors[:, None])
+    return wire.back(answers.astype(y.dtype), plan.ragged)
+
+
+def _weights_of_leaders(weights: jax.Array, plan: Plan, overflow: str) -> jax.Array:
+    """(T, k): the weight of each row that a token has, at the choice that leads it."""
+    k = weights.shape[1]
+    kept = jnp.where(plan.kept, weights, 0)
+    if overflow == "share":
+        left = jnp.sum(kept, axis=1, keepdims=True)
+        wanted = jnp.sum(jnp.where(plan.leader < k, weights, 0), axis=1, keepdims=True)
+        cut = jnp.any((plan.leader < k) & ~plan.kept, axis=1, keepdims=True) & (left != 0)
+        kept = jnp.where(cut, kept * (wanted / jnp.where(cut, left, 1)), kept)
+    leads = plan.leader[:, None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]
+    return jnp.sum(jnp.where(leads, kept[:, None, :], 0), axis=2)
+
+
+# What is settled, and what arguments must be ------------------------------------------------------
+
+
+def _wire(axis_name: AxisName, groups: Groups, backend: str | None, algorithm: str | None) -> Wire:
+    size = validation.size_of(axis_name)
+    if groups is not None:
+        validation.check_groups(groups, size)
+        groups = tuple(map(tuple, groups))
+    how = choice.choose(validation.named(axis_name), backend, algorithm)
+    return Wire(axis_name, groups, how, backend)
+
+
+def _dense(exchange: str, wire: Wire) -> bool:
+    """Whether everyone gets all tokens."""
+    if exchange not in ("auto", *EXCHANGES):
+        rule = f"it is 'auto' or one of {', '.join(EXCHANGES)}"
+        raise AlgorithmError(f"exchange={exchange!r}", rule, "name one")
+    if wire.size == 1:
+        return True  # nothing is exchanged
+    return wire.how.backend != "pallas" if exchange == "auto" else exchange == "dense"
+
+
+def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, dense: bool, devices: int) -> Sizes:
+    """The sizes of a call, all of which fit together."""
+    if np.ndim(x) != 2 or np.ndim(experts) != 2 or len(x) != len(experts) or not len(x):
+        raise CollectiveError(
+            f"x of shape {np.shape(x)}, experts of shape {np.shape(experts)}",
+            "x is (T, D) and experts (T, k), for T tokens, one or more",
+            "reshape them; jax.vmap takes further dimensions",
+        )
+    T, k = np.shape(experts)
+    dtype = jnp.result_type(experts)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise DtypeError(f"experts of {dtype}", "experts are numbers of them", "give int32")
+    if not 1 <= k <= MOST_CHOICES:
+        rule = f"a token has 1 to {MOST_CHOICES} choices"
+        raise CollectiveError(f"experts of shape {(T, k)}", rule, "dispatch in several calls")
+    if not isinstance(num_experts, int | np.integer) or num_experts < 1 or num_experts % devices:
+        more = -(-max(1, num_experts) // devices) * devices if _is_whole(num_experts) else devices
+        raise CollectiveError(
+            f"num_experts={num_experts!r}",
+            f"each of {devices} devices has as many: it is a multiple of {devices}",
+            f"say {more}, and give the last devices experts that no token chooses",
+        )
+    _check_numbers(experts, int(num_experts))
+    each = int(num_experts) // devices
+    most = devices * T * min(k, each)
+    if rows is not None and (not _is_whole(rows) or rows < min(k, each)):
+        raise CollectiveError(
+            f"rows={rows!r}",
+            f"one token alone may need {min(k, each)} of a device: it is that or more",
+            f"leave it out for {most}, which is room for all that could come",
+        )
+    if num_experts * T >= 1 << 31 or most >= 1 << 30:
+        rule = "tokens and choices are numbered in 32 bits"
+        raise CollectiveError(f"{T} tokens and {num_experts} experts", rule, "use fewer tokens")
+    return Sizes(T, k, devices, each, int(most if rows is None else rows), dense)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_numbers(experts: Any, num_experts: int) -> None:
+    """Those known while tracing are experts, or -1."""
+    if isinstance(experts, jax.core.Tracer):
+        return
+    numbers = np.asarray(experts)
+    wrong = numbers[(numbers < -1) | (numbers >= num_experts)]
+    if wrong.size:
+        rule = f"experts are numbered from 0 to {num_experts - 1}, and -1 is none"
+        raise CollectiveError(f"expert {wrong[0]} among experts", rule, "correct the routing")
+
+
+def _check_answers(y: Any, weights: Any, plan: Any, overflow: str) -> None:
+    if not isinstance(plan, Plan):
+        rule = "it is what dispatch returns beside the rows"
+        raise CollectiveError(f"plan of type {type(plan).__name__}", rule, "pass that")
+    rows, choices = np.shape(plan.visitors), np.shape(plan.kept)
+    if np.ndim(y) != 2 or (len(y),) != rows:
+        raise CollectiveError(
+            f"y of shape {np.shape(y)}",
+            f"it has an answer to each of the {rows[0]} rows that dispatch gave",
+            "keep rows that are not used; they are not read",
+        )
+    if np.shape(weights) != choices:
+        rule = f"there is one for each choice: {choices}"
+        raise CollectiveError(f"weights of shape {np.shape(weights)}", rule, "reshape them")
+    for name, array in (("y", y), ("weights", weights)):
+        if not jnp.issubdtype(jnp.result_type(array), jnp.floating):
+            rule = "answers are weighed with real numbers"
+            raise DtypeError(f"{name} of {jnp.result_type(array)}", rule, "convert it to float32")
+    if overflow not in ("share", "drop"):
+        raise CollectiveError(f"overflow={overflow!r}", "it is 'share' or 'drop'", "name one")

@@ -1,0 +1,92 @@
+"""`explain`: what an exchange of tokens sends, ragged and dense."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_collectives.errors import CollectiveError
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a device sends to others to have its tokens at their experts, or back; printable.
+
+    Attributes:
+      visits: to how many other devices a token goes, on average.
+      ragged_bytes: of tokens and of words on choices, where only what is wanted is sent.
+      dense_bytes: where everyone gets all tokens.
+      ragged_rows: what a device has to have room for, visitors on average.
+      dense_rows: the same.
+    """
+
+    visits: float
+    ragged_bytes: float
+    dense_bytes: float
+    ragged_rows: float
+    dense_rows: float
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the dense exchange, to those of the ragged one."""
+        return self.dense_bytes / self.ragged_bytes if self.ragged_bytes else 1.0
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        return "\n".join(
+            (
+                f"a token goes to {self.visits:.2f} other devices",
+                f"  ragged  {self.ragged_bytes / mib:10.2f} MiB sent, {self.ragged_rows:10.0f}"
+                " visitors; counts first; NCCL's host waits, and no CUDA graph",
+                f"  dense   {self.dense_bytes / mib:10.2f} MiB sent, {self.dense_rows:10.0f}"
+                " visitors; static, so CUDA graphs take it",
+                f"  dense sends {self.ratio:.2f} times as much",
+            )
+        )
+
+
+def explain(
+    *,
+    tokens: int,
+    width: int,
+    k: int,
+    num_experts: int,
+    devices: int,
+    dtype: Any = jnp.bfloat16,
+) -> Explanation:
+    """What a dispatch sends from each device, and a combine back, by either exchange.
+
+    For tokens that choose k different experts, all as likely.
+
+    Args:
+      tokens: T, of each device.
+      width: D, elements of a token.
+      k: choices of each.
+      num_experts: E, a multiple of `devices`.
+      devices: n.
+      dtype: of the tokens.
+
+    Raises:
+      CollectiveError: numbers that do not fit together.
+
+    Example:
+      print(moe.explain(tokens=4096, width=4096, k=2, num_experts=16, devices=2))
+    """
+    if min(tokens, width, k, num_experts, devices) < 1 or num_experts % devices or k > num_experts:
+        raise CollectiveError(
+            f"tokens={tokens}, width={width}, k={k}, num_experts={num_experts}, devices={devices}",
+            "all are 1 or more, k is at most num_experts, and that a multiple of devices",
+            "correct them",
+        )
+    others = num_experts - num_experts // devices  # experts that are not of one device
+    each = 1 - math.comb(others, k) / math.comb(num_experts, k)
+    row, remote = width * jnp.dtype(dtype).itemsize, (devices - 1) / devices
+    words = 4 * tokens * k
+    return Explanation(
+        visits=(devices - 1) * each,
+        ragged_bytes=(devices - 1) * each * tokens * row + remote * words,
+        dense_bytes=(devices - 1) * (tokens * row + words),
+        ragged_rows=devices * each * tokens,
+        dense_rows=float(devices * tokens),
+    )

@@ -1,0 +1,348 @@
+"""The linear maps that dispatch and combine are made of, each with its transpose.
+
+    gather_sum(x, index, inverse)     on a device: row i of the result is the sum of x's rows
+                                      index[i]; backwards the same, with `inverse` as the index
+    route(x, here, there)             between devices: blocks of rows lie in x as `here` says, and
+                                      arrive as `there` says; backwards the same, the other way
+    to_everyone(x), from_everyone(x)  x of all devices, to each; and of what each has made for all,
+                                      the sum for each: one is the other backwards
+
+They hold the tables of either direction from the start. So differentiating them, however often,
+asks no device for a count, and adds nothing in an order that could change: no scatter, no atomics.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from pallas_collectives import _compat, collectives, validation
+from pallas_collectives.backends import counters, serving, slices
+from pallas_collectives.backends.plans import How
+from pallas_collectives.lowering import remat
+from pallas_collectives.topology import placement
+
+
+class Side(NamedTuple):
+    """Where the blocks of a ragged exchange begin, on one of its sides, by peer: int32[n] each.
+
+    With several slices for each peer int32[n * slices], as `ragged_all_to_all` has them.
+
+    Attributes:
+      starts: in this device's array.
+      landings: in the peer's array.
+      sizes: rows of each block.
+    """
+
+    starts: Any
+    landings: Any
+    sizes: Any
+
+
+def gather_sum(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Sums of x's rows: row i of the result is that of rows index[i, 0], index[i, 1], ... of x.
+
+    Args:
+      x: (rows, ...). Floats narrower than 32 bits are added in float32, and rounded once.
+      index: int32[results, terms]; x's number of rows, or more, stands for none.
+      inverse: int32[rows, uses]: to which results a row goes; their number stands for none.
+    """
+    return _gather_sum_p.bind(*_alike(x, index, inverse))
+
+
+def wide(dtype: Any) -> Any:
+    """In which numbers of a dtype are added: floats in 32 bits at least."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def route(
+    x: jax.Array, here: Side, there: Side, rows: int, axis_name: Any, groups: Any, how: How
+) -> jax.Array:
+    """(rows, ...): the blocks that the peers of a group send; zeros where none arrives.
+
+    Args:
+      x: (rows here, ...): a row of it is in one block at the most.
+      here: the blocks that leave.
+      there: the blocks that come.
+      rows: of the result.
+      axis_name: mesh axis, or axes.
+      groups: `axis_index_groups`.
+      how: the backend.
+    """
+    operands = _alike(x, *here, *there)
+    return _route_p.bind(
+        *operands, rows=rows, rows_back=len(x), axis_name=axis_name, groups=groups, how=how
+    )
+
+
+def to_everyone(x: jax.Array, axis_name: Any, groups: Any, how: How) -> jax.Array:
+    """(rows, ...) of each of n devices -> (n * rows, ...) on all of them."""
+    return _of_everyone(x, False, axis_name, groups, how)
+
+
+def from_everyone(x: jax.Array, axis_name: Any, groups: Any, how: How) -> jax.Array:
+    """(n * rows, ...) on each of n devices -> (rows, ...): what all have for this one, added up."""
+    return _of_everyone(x, True, axis_name, groups, how)
+
+
+def _of_everyone(x: jax.Array, back: bool, axis_name: Any, groups: Any, how: How) -> jax.Array:
+    x = _varying(x, frozenset(validation.named(axis_name)))
+    return _everyone_p.bind(x, back=back, axis_name=axis_name, groups=groups, how=how)
+
+
+def _alike(*operands: jax.Array) -> list[jax.Array]:
+    """Operands typed as varying over the same axes."""
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
+    return [_varying(x, axes) for x in operands]
+
+
+def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """x, typed as varying over these axes at least."""
+    missing = tuple(sorted(axes - set(jax.typeof(x).mat.varying)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+# Lowering -----------------------------------------------------------------------------------------
+
+
+def _sums(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    del inverse
+    terms = [x.at[column].get(mode="fill", fill_value=0) for column in index.T]
+    if len(terms) == 1:
+        return terms[0]
+    added = functools.reduce(jnp.add, (term.astype(wide(x.dtype)) for term in terms))
+    return added.astype(x.dtype)
+
+
+def _routed(
+    x: jax.Array,
+    *tables: jax.Array,
+    rows: int,
+    rows_back: int,
+    axis_name: Any,
+    groups: Any,
+    how: How,
+    emulated: bool = False,
+) -> jax.Array:
+    del rows_back
+    here, there = Side(*tables[:3]), Side(*tables[3:])
+    axis: Any = {"axis_name": axis_name, "axis_index_groups": groups}
+    blank = jnp.zeros((rows, *x.shape[1:]), x.dtype)
+    by_lax: Any = collectives.LAX.ragged_all_to_all
+    if emulated:
+        by_lax = functools.partial(_by_all_to_all, here=here, there=there)
+    ragged = here.starts, here.sizes, here.landings, there.sizes
+    return serving.served("ragged_all_to_all", how, by_lax, x, blank, *ragged, **axis)
+
+
+def _by_all_to_all(
+    x: jax.Array, blank: jax.Array, *ragged: jax.Array, here: Side, there: Side, **axis: Any
+) -> jax.Array:
+    """The same where lax has no ragged exchange, on CPUs: blocks padded to all of x."""
+    del ragged
+    row, place = jnp.arange(len(x)), jnp.arange(len(blank))[:, None]
+    index = jnp.where(row < here.sizes[:, None], here.starts[:, None] + row, len(x))
+    blocks = x.at[index].get(mode="fill", fill_value=0)
+    n = _devices(**axis)
+    come = collectives.LAX.all_to_all(
+        blocks.reshape(n, -1, *x.shape), axis["axis_name"], 0, 0,
+        axis_index_groups=axis["axis_index_groups"], tiled=True,
+    ).reshape(-1, *x.shape[1:])  # fmt: skip
+    of_block = place - there.starts
+    inside = (of_block >= 0) & (of_block < there.sizes)
+    first = jnp.arange(inside.shape[1]) * len(x)
+    found = jnp.where(inside, first + of_block, 0).sum(axis=1, dtype=jnp.int32)
+    found = jnp.where(inside.any(axis=1), found, len(come))
+    return come.at[found].get(mode="fill", fill_value=0)
+
+
+def _everyones(x: jax.Array, *, back: bool, axis_name: Any, groups: Any, how: How) -> jax.Array:
+    n = _devices(axis_name, groups)
+    tiled: Any = {"axis_index_groups": groups, "tiled": True}
+    axis: Any = {"axis_name": axis_name, **tiled}
+    if not back:
+        by_lax: Any = lambda x, **_: collectives.LAX.all_gather(x, axis_name, **tiled)  # noqa: E731
+        along = {"all_gather_dimension": 0, "axis_size": n}
+        return serving.served("all_gather", how, by_lax, x, **along, **axis)
+    by_lax = lambda x, **_: collectives.LAX.all_to_all(x, axis_name, 0, 0, **tiled)  # noqa: E731
+    along = {"split_axis": 0, "concat_axis": 0}
+    come = serving.served("all_to_all", how, by_lax, x, **along, **axis)
+    terms = come.reshape(n, -1, *x.shape[1:]).astype(wide(x.dtype))
+    return functools.reduce(jnp.add, terms).astype(x.dtype)  # in the order of devices
+
+
+def _devices(axis_name: Any, axis_index_groups: Any) -> int:
+    """How many exchange."""
+    groups = axis_index_groups
+    return int(lax.axis_size(axis_name)) if groups is None else len(groups[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _effects(run: Any, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
+    """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
+    del mesh  # part of the key: axis sizes and chip are in scope
+    with counters.uncounted(), placement.settled_later():
+        call = functools.partial(run, **dict(params))
+        return frozenset(jax.make_jaxpr(call)(*shapes).effects)
+
+
+def _type(run: Any, rows: int, avals: Any, params: Any) -> Any:
+    """Of a result with so many rows, and the effects of what makes it."""
+    x = avals[0]
+    aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
+    if params["how"].backend == "xla":
+        return aval, frozenset()
+    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
+    mesh = jax.sharding.get_abstract_mesh()
+    return aval, _effects(run, shapes, tuple(params.items()), mesh)
+
+
+def _primitive(name: str) -> core.Primitive:
+    primitive = core.Primitive(name)
+    remat.register(primitive)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    return primitive
+
+
+def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+    """Linear in the rows; tables have no tangent."""
+    (_, *tables), moving = primals, tangents[0]
+    out = primitive.bind(*primals, **params)
+    if isinstance(moving, ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, primitive.bind(*_alike(moving, *tables), **params)
+
+
+_gather_sum_p = _primitive("moe_gather_sum")
+_route_p = _primitive("moe_route")
+_everyone_p = _primitive("moe_everyone")
+
+
+@_gather_sum_p.def_abstract_eval
+def _gather_sum_type(x: Any, index: Any, inverse: Any) -> Any:
+    return x.update(shape=(index.shape[0], *x.shape[1:]), weak_type=False)
+
+
+@_route_p.def_effectful_abstract_eval
+def _route_type(*avals: Any, **params: Any) -> Any:
+    return _type(_routed, params["rows"], avals, params)
+
+
+@_everyone_p.def_effectful_abstract_eval
+def _everyone_type(x: Any, **params: Any) -> Any:
+    n, rows = _devices(params["axis_name"], params["groups"]), x.shape[0]
+    return _type(_everyones, rows // n if params["back"] else rows * n, (x,), params)
+
+
+def _lowering(rule: Any) -> Any:
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        mesh = _compat.mesh_of(ctx)
+        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
+            return rule(ctx, *args, **params)
+
+    return lower
+
+
+mlir.register_lowering(_gather_sum_p, mlir.lower_fun(_sums, multiple_results=False))
+mlir.register_lowering(_route_p, _lowering(mlir.lower_fun(_routed, multiple_results=False)))
+mlir.register_lowering(_everyone_p, _lowering(mlir.lower_fun(_everyones, multiple_results=False)))
+_on_cpus = functools.partial(_routed, emulated=True)
+mlir.register_lowering(
+    _route_p, _lowering(mlir.lower_fun(_on_cpus, multiple_results=False)), platform="cpu"
+)
+
+
+# Transposes and vmap ------------------------------------------------------------------------------
+
+
+def _gather_sum_transpose(ct: Any, x: Any, index: Any, inverse: Any) -> list[Any]:
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval.to_ct_aval()), None, None]
+    return [gather_sum(ct, inverse, index), None, None]
+
+
+def _route_transpose(
+    ct: Any, x: Any, *tables: Any, rows: int, rows_back: int, **params: Any
+) -> list[Any]:
+    nothing = [None] * len(tables)
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval.to_ct_aval()), *nothing]
+    back = *tables[3:], *tables[:3]
+    return [_route_p.bind(*_alike(ct, *back), rows=rows_back, rows_back=rows, **params), *nothing]
+
+
+def _everyone_transpose(ct: Any, x: Any, *, back: bool, how: How, **params: Any) -> list[Any]:
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval.to_ct_aval())]
+    how = dataclasses.replace(how, algorithm=None)  # the name is of the other one's
+    return [_everyone_p.bind(ct, back=not back, how=how, **params)]
+
+
+ad.primitive_transposes[_everyone_p] = _everyone_transpose
+ad.primitive_transposes[_gather_sum_p] = _gather_sum_transpose
+ad.primitive_transposes[_route_p] = _route_transpose
+
+
+def _in_front(args: Sequence[Any], dims: Sequence[Any]) -> tuple[int, list[Any]]:
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    return size, [batching.bdim_at_front(a, d, size) for a, d in zip(args, dims, strict=True)]
+
+
+def _batch_of_rows(primitive: core.Primitive, args: Any, dim: int, **params: Any) -> Any:
+    """With the same tables for all: what is mapped is a dimension of each row."""
+    x, *tables = args
+    return primitive.bind(jnp.moveaxis(x, dim, 1), *tables, **params), 1
+
+
+def _gather_sum_batch(args: Any, dims: Any) -> Any:
+    if dims[1] is None and dims[2] is None:
+        return _batch_of_rows(_gather_sum_p, args, dims[0])
+    size, (x, index, inverse) = _in_front(args, dims)
+    rows, results = x.shape[1], index.shape[1]
+    flat = gather_sum(x.reshape(-1, *x.shape[2:]), _offset(index, rows), _offset(inverse, results))
+    return flat.reshape(size, results, *x.shape[2:]), 0
+
+
+def _offset(index: jax.Array, rows: int) -> jax.Array:
+    """(size, ...) row numbers of as many arrays, as those of the arrays one after the other."""
+    size = len(index)
+    first = (jnp.arange(size, dtype=jnp.int32) * rows).reshape(-1, *[1] * (index.ndim - 1))
+    numbers = jnp.where(index < rows, index + first, size * rows)
+    return numbers.reshape(-1, index.shape[-1])
+
+
+def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: Any) -> Any:
+    sizes = {"rows": rows, "rows_back": rows_back}
+    if all(dim is None for dim in dims[1:]):
+        return _batch_of_rows(_route_p, args, dims[0], **sizes, **params)
+    size, (x, *tables) = _in_front(args, dims)
+    peers = _devices(params["axis_name"], params["groups"])
+
+    def slices_of(table: jax.Array, each: int) -> jax.Array:
+        """(size, n * slices) starts in arrays of so many rows, as (n * size * slices) in one."""
+        first = jnp.arange(size, dtype=jnp.int32)[:, None] * each
+        return jnp.moveaxis((table + first).reshape(size, peers, -1), 0, 1).reshape(-1)
+
+    ends = rows_back, rows, 0, rows, rows_back, 0  # of which array starts and landings are
+    tables = [slices_of(table, each) for table, each in zip(tables, ends, strict=True)]
+    flat = _route_p.bind(
+        *_alike(x.reshape(-1, *x.shape[2:]), *tables),
+        rows=size * rows, rows_back=size * rows_back, **params,
+    )  # fmt: skip
+    return flat.reshape(size, rows, *x.shape[2:]), 0
+
+
+def _everyone_batch(args: Any, dims: Any, **params: Any) -> Any:
+    return _batch_of_rows(_everyone_p, args, dims[0], **params)
+
+
+batching.primitive_batchers[_everyone_p] = _everyone_batch
+batching.primitive_batchers[_gather_sum_p] = _gather_sum_batch
+batching.primitive_batchers[_route_p] = _route_batch

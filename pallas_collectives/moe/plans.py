@@ -1,0 +1,235 @@
+"""Who goes where: from the experts that tokens choose to tables of both directions.
+
+Home is the device that has a token, and away the one that has an expert of its choice. A token goes
+to each such device once, as a visitor, however many of its experts are there. Which of them it
+comes for, and later with what weight, travels apart: a word for each choice.
+
+    home   words     by device, token and expert
+           visitors  by device and token: what travels of x
+    away   words     the same, by the home they come from
+           visitors  by home and token
+           rows      by expert, then home, then token: what experts compute on
+
+An exchange is ragged or dense. Ragged: blocks lie one behind the other, and only what there is
+travels, from where to where all know from everyone's counts. Dense: everyone gets everyone's tokens
+and choices, and picks: static shapes that NCCL plays without the host, and no counts. With many
+choices and few devices that is little more; `explain` has the figures.
+
+What does not fit. A device has room for so many rows. Choices are taken in the order of homes,
+tokens and experts for as long as there is room, so all that follow are turned away. Each home knows
+which of its own those are, from the counts of the homes before it, and sends none.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_collectives.kernels.machinery.blocks import LANES
+from pallas_collectives.moe.linear import Side
+from pallas_collectives.moe.wire import Ends, Ragged, Sizes, Wire
+
+
+class Plan(NamedTuple):
+    """Where tokens went, and how they come back: arrays alone, so a pytree like any other.
+
+    T tokens a device with k choices each, over n devices with L experts each; R rows.
+
+    Attributes:
+      group_sizes: int32[L]: rows of each of this device's experts, as `jax.lax.ragged_dot` has it.
+      overflow: int32[]: this device's choices that did not fit where they wanted to go.
+      invalid: int32[]: its choices that are no expert's number, nor -1; they count as -1.
+      kept: bool[T, k]: the choices that have a row.
+      leader: int32[T, k]: the first choice of the same expert by the same token, which has the row;
+        k where a choice is of none.
+      visitors: int32[R]: away, the visitor in each row; their number for none.
+      rows: int32[visitors, min(k, L)]: away, where each is; R for none.
+      words: int32[R]: away, the word of each row; their number for none.
+      ragged: what a ragged exchange needs besides; None for a dense one.
+    """
+
+    group_sizes: Any
+    overflow: Any
+    invalid: Any
+    kept: Any
+    leader: Any
+    visitors: Any
+    rows: Any
+    words: Any
+    ragged: Ragged | None
+
+    def sizes(self, devices: int) -> Sizes:
+        """Those of the call that made it."""
+        (tokens, k), (rows,) = self.kept.shape, self.visitors.shape
+        experts = self.group_sizes.shape[0]
+        return Sizes(tokens, k, devices, experts, rows, self.ragged is None)
+
+
+def plan(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
+    """The plan for this device's choices."""
+    return (_dense if sizes.dense else _ragged)(experts, sizes, wire)
+
+
+def _dense(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
+    """By one exchange: of everyone's choices."""
+    n, T, me = sizes.devices, sizes.tokens, wire.me
+    every = jax.vmap(lambda own: _Choices.of(own, sizes))(wire.everyones(experts))
+    room = _room(every.counts[:, 0], sizes)  # [home, device]
+    admitted = jax.vmap(_Choices.admitted)(every, room)
+    there = admitted & (every.device == me)
+    visitor = jnp.arange(n * T, dtype=jnp.int32).reshape(n, T, 1)
+    expert = jnp.where(there, every.local, sizes.experts)
+    visitor = jnp.broadcast_to(visitor, there.shape)
+    away = _Away.of(expert.reshape(-1), visitor.reshape(-1), every.nth.reshape(-1), sizes)
+    own = jax.tree.map(lambda a: a[me], every)
+    return _plan(own, admitted[me], away, None)
+
+
+def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
+    """By two exchanges: of counts, and of words."""
+    n, T, k, me = sizes.devices, sizes.tokens, sizes.k, wire.me
+    own = _Choices.of(experts, sizes)
+    everyones = wire.everyones(own.counts)  # [home, 0: choices or 1: visitors, device]
+    room = _room(everyones[:, 0], sizes)
+    admitted = own.admitted(room[me])
+    goes = admitted & (own.nth == 0)
+    lists = _blocks(lax.div(room + (LANES - 1), np.int32(LANES)), me)  # in rows of words
+    visits = _blocks(everyones[:, 1], me)
+
+    # Home: where each choice's word lies, and each visitor.
+    device = jnp.minimum(own.device, n - 1)
+    place = jnp.where(admitted, lists.home.starts[device] * LANES + own.in_block, sizes.home_words)
+    slot = jnp.where(goes, visits.home.starts[device] + own.visitor, sizes.home_visitors)
+    choice = jnp.arange(T * k, dtype=jnp.int32)
+    word = 1 + 2 * own.local + (own.nth == 0)  # even: a visitor's first
+    words = _scattered(place, word, sizes.home_words, 0)
+    leaving = (own.device[:, :, None] == jnp.arange(n, dtype=jnp.int32)) & goes[:, :, None]
+    leaving = jnp.sum(leaving, axis=(0, 1), dtype=jnp.int32)
+
+    # Away: of each word its visitor, and which of its visitor's choices it is.
+    arrived = wire.words_there(words, lists, sizes.away_words)
+    first = (arrived > 0) & (arrived % 2 == 0)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(first, dtype=jnp.int32)])
+    at = jnp.arange(sizes.away_words, dtype=jnp.int32)
+    nth = at - lax.cummax(jnp.where(first, at, 0))
+    local = jnp.where(arrived > 0, lax.div(arrived - 1, np.int32(2)), sizes.experts)
+    away = _Away.of(local, before[1:] - 1, nth, sizes)
+    begin = jnp.minimum(lists.away.starts * LANES, sizes.away_words)
+    coming = before[jnp.minimum(begin + room[:, me], sizes.away_words)] - before[begin]
+
+    visits = Ends(visits.home._replace(sizes=leaving), visits.away._replace(sizes=coming))
+    slots = jnp.sort(slot, axis=1)[:, : min(k, n)]
+    tokens = _scattered(slot, lax.div(choice, np.int32(k)), sizes.home_visitors, T)
+    choices = _scattered(place, choice, sizes.home_words, T * k)
+    return _plan(own, admitted, away, Ragged(choices, tokens, slots, lists, visits))
+
+
+def _plan(own: "_Choices", admitted: jax.Array, away: "_Away", ragged: Ragged | None) -> Plan:
+    k = own.leader.shape[1]
+    valid = own.leader < k
+    kept = jnp.take_along_axis(admitted, jnp.minimum(own.leader, k - 1), axis=1) & valid
+    overflow = jnp.sum(valid & ~kept, dtype=jnp.int32)
+    return Plan(away.group_sizes, overflow, own.invalid, kept, own.leader, *away[1:], ragged)
+
+
+class _Choices(NamedTuple):
+    """A home's choices, int32[T, k] each if not said; those that lead, by Plan's word, count."""
+
+    leader: Any  # see Plan
+    invalid: Any  # int32[]: see Plan
+    device: Any  # whose expert it is; n for none, and for those that do not lead
+    local: Any  # the expert's number there
+    nth: Any  # which it is, by expert, of its token's choices of the same device
+    in_block: Any  # which it is of all of this home's choices of the same device
+    visitor: Any  # which its token is of this home's visitors to the same device
+    counts: Any  # int32[2, n]: choices of each device's experts; visitors to it
+
+    @classmethod
+    def of(cls, experts: jax.Array, sizes: Sizes) -> "_Choices":
+        k, n, L = sizes.k, sizes.devices, sizes.experts
+        info = jnp.iinfo(experts.dtype)
+        number = jnp.clip(experts, max(info.min, -2), min(info.max, n * L)).astype(jnp.int32)
+        valid = (number >= 0) & (number < n * L)
+        same = number[:, :, None] == number[:, None, :]
+        leader = jnp.where(valid, jnp.argmax(same, axis=2), k).astype(jnp.int32)
+        leads = leader == jnp.arange(k, dtype=jnp.int32)
+        device = jnp.where(leads, lax.div(number, np.int32(L)), n)
+        earlier = (device[:, :, None] == device[:, None, :]) & (
+            number[:, None, :] < number[:, :, None]
+        )
+        nth = jnp.sum(earlier & leads[:, None, :], axis=2, dtype=jnp.int32)
+        by_device = device[:, :, None] == jnp.arange(n, dtype=jnp.int32)
+        each = jnp.sum(by_device, axis=1, dtype=jnp.int32)  # [token, device]
+        visits = (each > 0).astype(jnp.int32)
+        index = jnp.minimum(device, n - 1)
+        earlier_each, earlier_visits = (
+            jnp.take_along_axis(_exclusive(of_token), index, axis=1) for of_token in (each, visits)
+        )
+        return cls(
+            leader,
+            jnp.sum((number == -2) | (number == n * L), dtype=jnp.int32),
+            device,
+            lax.rem(jnp.maximum(number, 0), np.int32(L)),
+            nth,
+            earlier_each + nth,
+            earlier_visits,
+            jnp.stack([each.sum(0, dtype=jnp.int32), visits.sum(0, dtype=jnp.int32)]),
+        )
+
+    def admitted(self, room: jax.Array) -> jax.Array:
+        """bool[T, k]: the choices that there is room for, with so much on each device for all."""
+        n = room.shape[0]
+        return (self.device < n) & (self.in_block < room[jnp.minimum(self.device, n - 1)])
+
+
+def _room(choices: jax.Array, sizes: Sizes) -> jax.Array:
+    """Of each home's choices of each device, how many there are rows for: [home, device]."""
+    if sizes.rows >= sizes.most_rows:
+        return choices
+    return jnp.clip(sizes.rows - _exclusive(choices), 0, choices)
+
+
+def _blocks(sent: jax.Array, me: Any) -> Ends:
+    """Of blocks one behind the other: sent[home, device] rows each."""
+    at_home, away = _exclusive(sent.T).T, _exclusive(sent)
+    home = Side(at_home[me], away[me], sent[me])
+    return Ends(home, Side(away[:, me], at_home[:, me], sent[:, me]))
+
+
+class _Away(NamedTuple):
+    """The rows of this device; attributes as in `Plan`."""
+
+    group_sizes: Any
+    visitors: Any
+    rows: Any
+    words: Any
+
+    @classmethod
+    def of(cls, expert: jax.Array, visitor: jax.Array, nth: jax.Array, sizes: Sizes) -> "_Away":
+        """Of each word its expert (L for none), its visitor, and which of its choices it is."""
+        L, R, size = sizes.experts, sizes.rows, sizes.away_words
+        # Rows by expert; the sort is stable, so within it by home and token.
+        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+        numbers = jnp.arange(L, dtype=jnp.int32)
+        ends = jnp.searchsorted(expert[order], numbers, side="right").astype(jnp.int32)
+        row = jnp.zeros(size, jnp.int32).at[order].set(jnp.arange(size, dtype=jnp.int32))
+        visitor = jnp.where(expert < L, visitor, sizes.away_visitors)
+        rows = jnp.full((sizes.away_visitors, sizes.per_visit), R, jnp.int32)
+        rows = rows.at[visitor, nth].set(row, mode="drop")
+        words = jnp.concatenate([order, jnp.full(max(0, R - size), size, jnp.int32)])[:R]
+        words = jnp.where(jnp.arange(R) < ends[-1], words, size)
+        visitors = visitor.at[words].get(mode="fill", fill_value=sizes.away_visitors)
+        return cls(jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32)), visitors, rows, words)
+
+
+def _scattered(place: jax.Array, values: jax.Array, size: int, fill: Any) -> jax.Array:
+    """values at their places, each of which is taken once; those beyond `size` are dropped."""
+    filled = jnp.full(size, fill, values.dtype)
+    return filled.at[place.reshape(-1)].set(values.reshape(-1), mode="drop")
+
+
+def _exclusive(counts: jax.Array) -> jax.Array:
+    """Sums of those before, along the first dimension."""
+    return jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts

@@ -1,0 +1,170 @@
+"""How a call's tokens, words and answers travel: the one place where anything goes on the wire.
+
+Rows narrower there than in memory would be made so in `Wire.there` and `Wire.back`.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_collectives import collectives
+from pallas_collectives.backends.plans import How
+from pallas_collectives.kernels.machinery.blocks import LANES
+from pallas_collectives.moe import linear
+from pallas_collectives.moe.linear import Side
+
+
+class Ends(NamedTuple):
+    """Both sides of a ragged exchange."""
+
+    home: Side
+    away: Side
+
+
+class Ragged(NamedTuple):
+    """What a ragged exchange needs; T tokens with k choices each, n devices.
+
+    Attributes:
+      choices: int32[words]: home, the choice (token * k + its number) of each word; T * k for none.
+      tokens: int32[visitors]: home, whose row each visitor is; T for none.
+      slots: int32[T, min(k, n)]: home, the visitors of each token; their number for none.
+      lists: of the words, in rows of 128.
+      visits: of the visitors.
+    """
+
+    choices: Any
+    tokens: Any
+    slots: Any
+    lists: Ends
+    visits: Ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The static sizes of a call.
+
+    Attributes:
+      tokens: T, of each device.
+      k: choices of each token.
+      devices: n.
+      experts: L, of each device.
+      rows: R, that each device has room for.
+      dense: whether everyone gets all tokens.
+    """
+
+    tokens: int
+    k: int
+    devices: int
+    experts: int
+    rows: int
+    dense: bool
+
+    @property
+    def per_visit(self) -> int:
+        """The most choices that a token has of one device."""
+        return min(self.k, self.experts)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that a device could be asked for."""
+        return self.devices * self.tokens * self.per_visit
+
+    @property
+    def home_words(self) -> int:
+        """Words in the list at home; every block of it begins a new row of lanes."""
+        return self._whole_rows(self.tokens * self.k)
+
+    @property
+    def away_words(self) -> int:
+        """Words in the list away."""
+        if self.dense:
+            return self.devices * self.tokens * self.k
+        return self._whole_rows(min(self.rows, self.most_rows))
+
+    def _whole_rows(self, words: int) -> int:
+        return -(-(words + self.devices * (LANES - 1)) // LANES) * LANES
+
+    @property
+    def home_visitors(self) -> int:
+        """Visitors that leave a device; if ragged."""
+        return self.tokens * min(self.k, self.devices)
+
+    @property
+    def away_visitors(self) -> int:
+        """Visitors that come to a device."""
+        everyone = self.devices * self.tokens
+        return everyone if self.dense else min(everyone, self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """The devices of a call, and how they exchange.
+
+    Attributes:
+      axis_name: mesh axis, or axes.
+      groups: `axis_index_groups`.
+      how: what serves the exchange of rows.
+      backend: as the caller named it, for small things.
+    """
+
+    axis_name: Any
+    groups: Any
+    how: How
+    backend: str | None
+
+    @property
+    def size(self) -> int:
+        """Devices that exchange."""
+        if self.groups is not None:
+            return len(self.groups[0])
+        return int(lax.axis_size(self.axis_name))
+
+    @property
+    def me(self) -> Any:
+        """This device's position among them."""
+        number = lax.axis_index(self.axis_name)
+        if self.groups is None:
+            return number
+        position = np.zeros(sum(map(len, self.groups)), np.int32)
+        for group in self.groups:
+            position[list(group)] = np.arange(len(group))
+        return jnp.asarray(position)[number]
+
+    def everyones(self, small: jax.Array) -> jax.Array:
+        """What each device has, in a new first dimension."""
+        return collectives.all_gather(
+            small, self.axis_name, axis_index_groups=self.groups, backend=self.backend
+        )
+
+    def there(self, x: jax.Array, ragged: Ragged | None, visitors: int) -> jax.Array:
+        """From home: the (visitors, D) that come to this device."""
+        if ragged is None:
+            return linear.to_everyone(x, self.axis_name, self.groups, self.how)
+        leaving = linear.gather_sum(x, ragged.tokens[:, None], ragged.slots)
+        return self._route(leaving, ragged.visits, visitors)
+
+    def back(self, answers: jax.Array, ragged: Ragged | None) -> jax.Array:
+        """From away: (T, D), what came back for each token, added up."""
+        if ragged is None:
+            return linear.from_everyone(answers, self.axis_name, self.groups, self.how)
+        ends = Ends(ragged.visits.away, ragged.visits.home)
+        home = self._route(answers, ends, len(ragged.tokens))
+        return linear.gather_sum(home, ragged.slots, ragged.tokens[:, None])
+
+    def weights_there(self, weights: jax.Array, ragged: Ragged | None, words: int) -> jax.Array:
+        """(T, k) of the choices at home, in the list of words away."""
+        if ragged is None:
+            return self.everyones(weights).reshape(-1)
+        listed = weights.reshape(-1).at[ragged.choices].get(mode="fill", fill_value=0)
+        return self.words_there(listed, ragged.lists, words)
+
+    def words_there(self, words: jax.Array, lists: Ends, size: int) -> jax.Array:
+        """The list of words away, of a size, by that at home."""
+        return self._route(words.reshape(-1, LANES), lists, size // LANES).reshape(-1)
+
+    def _route(self, x: jax.Array, ends: Ends, rows: int) -> jax.Array:
+        return linear.route(x, *ends, rows, self.axis_name, self.groups, self.how)

@@ -1,0 +1,293 @@
+"""Exchanges between a process's GPUs by their copy engines, beside what the program computes.
+
+NCCL's kernels run on multiprocessors, and a large matrix product holds all of those until it ends:
+on two H200 no gather by NCCL is hidden beside products, whatever its channels and its stream's
+priority. Neither is any copy within a GPU, by whichever function of CUDA: multiprocessors make it.
+Copies from one GPU to another are made by copy engines, at once: 16 MiB in 50 us, beside a product
+as alone. So an exchange has two halves. `start` puts its copies on a stream of their own, on which
+each GPU pulls from its peers, and `finish` makes XLA's stream wait for them.
+
+Each GPU has two words for each peer, 0 at first:
+
+    the operand is there
+    sets the peer's `ready` to 1       ->   waits until it is 1, sets it to 0
+                                            copies from the operand to its result
+    waits until `read` is 1, sets it to 0   <-   sets the owner's `read` to 1
+
+A word is set to 1 by one GPU alone and to 0 by the other alone, in turn: who sets `ready` does so
+again only once it has seen `read`, which the peer sets after it has seen `ready` and set it to 0;
+and the same the other way. So no signal is lost, or passes for the next, whoever is late. Streams
+write and await the words by themselves (CUDA's stream memory operations).
+
+One thread enqueues for each GPU. They meet in each exchange, between its first half and its second:
+
+  * They tell each other where their operands lie, which copies must know as they are enqueued.
+  * CUDA may hold a thread, and with it all others, until a GPU is idle: when a kernel is first
+    loaded, say. If that GPU waited for a word that another thread has yet to put on its stream,
+    that would be for ever. After the meeting a stream waits only for what has been enqueued.
+"""
+
+import copy
+import ctypes
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pallas_collectives.nccl import tape
+from pallas_collectives.nccl.communicator import Communicator
+from pallas_collectives.nccl.errors import CommunicatorError, ProcessError
+from pallas_collectives.nccl.group import Group
+
+_WORD = 4  # bytes
+
+
+class Pull(NamedTuple):
+    """Bytes that come to a result from a rank's operand.
+
+    Attributes:
+      rank: whose operand; it may be the own one.
+      source, target: the first byte there, and in the result.
+      nbytes: how many.
+    """
+
+    rank: int
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one rank does in an exchange.
+
+    Attributes:
+      readers: the other ranks that pull from its operand.
+      pulls: what comes, for each result; the last pull from a rank is the last of all results.
+      clear: bytes to set to zero in each result first.
+    """
+
+    readers: tuple[int, ...]
+    pulls: tuple[tuple[Pull, ...], ...]
+    clear: int = 0
+
+
+class Slot:
+    """What one rank needs for one exchange at a time.
+
+    Attributes:
+      words: of each rank, the address of its words.
+      began, arrived: events: the operand is there; a result is, and the operand has been read.
+      flight: where the operand and the results under way lie.
+    """
+
+    def __init__(self, driver: Any, ordinal: int, size: int, results: int) -> None:
+        self.size = size
+        self.own_words = driver.allocate(ordinal, 2 * size * _WORD)
+        driver.fill_words(ordinal, self.own_words, 0, 2 * size)
+        self.words: dict[int, int] = {}
+        self.began = driver.new_event(ordinal)
+        self.arrived = [driver.new_event(ordinal) for _ in range(results)]
+        self.flight = (ctypes.c_uint64 * (results + 1))()
+
+    def ready(self, at: int, of: int) -> int:
+        """The address of rank `at`'s word that says that `of`'s operand is there."""
+        return self.words[at] + of * _WORD
+
+    def read(self, at: int, by: int) -> int:
+        """The address of rank `at`'s word that says that `by` has read its operand."""
+        return self.words[at] + (self.size + by) * _WORD
+
+
+class _Meeting:
+    """Where a process's threads meet, one for each rank; tape.c has the same functions.
+
+    Attributes:
+      turns: how often each has come.
+      operands: where each one's operand lies, of even turns and of odd ones: a thread that is a
+        turn ahead does not overwrite what another has yet to read.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.turns = (ctypes.c_uint64 * size)()
+        self.operands = (ctypes.c_uint64 * (2 * size))()
+
+
+class Copier:
+    """One rank's exchanges. It is what `tape.record` needs of a communicator."""
+
+    def __init__(self, communicator: Communicator, meeting: _Meeting) -> None:
+        self.communicator = communicator
+        self.rank, self.ordinal = communicator.rank, communicator.ordinal
+        self.unusable = communicator.unusable
+        self.stream = communicator.driver.new_stream(self.ordinal)
+        self.slots: dict[Any, Slot] = {}
+        self._meeting = meeting
+        self._calls: Any = _InPython(self)
+        communicator.before_abort.append(self._release)
+
+    def start(
+        self,
+        slot: Slot,
+        plan: Plan,
+        text: str,
+        operand: Any,
+        results: Sequence[Any],
+        token: Any,
+        stream: Any,
+    ) -> None:
+        """Puts an exchange beside `stream`, once what is on that so far is done.
+
+        token: the address of 32 bits, which will be 0.
+        """
+        driver, me, beside, calls = self.communicator.driver, self.rank, self.stream, self._calls
+        for i, address in enumerate((operand, *results)):
+            calls.pc_note(ctypes.byref(slot.flight, 8 * i), address)
+        with driver.device(self.ordinal):
+            driver.record_again(slot.began, stream)
+            driver.wait_event(beside, slot.began)
+            driver.clear(self.ordinal, token, _WORD, stream)
+        self.communicator.begin(("exchange", text), beside)
+        with driver.device(self.ordinal):
+            for peer in plan.readers:
+                driver.give_word(slot.ready(peer, me), beside)
+            turns, operands = self._meeting.turns, self._meeting.operands
+            size = len(turns)
+            calls.pc_meet(turns, operands, me, size, operand, ctypes.byref(self.unusable))
+            last = {pull.rank: pull for pulls in plan.pulls for pull in pulls if pull.rank != me}
+            waiting = set(last)
+            for result, pulls in zip(results, plan.pulls, strict=True):
+                if plan.clear:
+                    driver.clear(self.ordinal, result, plan.clear, beside)
+                for pull in pulls:
+                    if pull.rank in waiting:
+                        waiting.remove(pull.rank)
+                        driver.take_word(slot.ready(me, pull.rank), beside)
+                    calls.pc_pull(
+                        driver.address("cuMemcpyDtoDAsync_v2"), turns, operands, me, size,
+                        pull.rank, pull.source, tape.behind(result, pull.target), pull.nbytes,
+                        beside,
+                    )  # fmt: skip
+                    if pull is last.get(pull.rank):
+                        driver.give_word(slot.read(pull.rank, me), beside)
+            for peer in plan.readers:
+                driver.take_word(slot.read(me, peer), beside)
+            for arrived in slot.arrived:
+                driver.record_again(arrived, beside)
+        self.communicator.end(beside)
+
+    def finish(self, slot: Slot, number: int, operand: Any, result: Any, stream: Any) -> None:
+        """Has `stream` wait for result `number` of the exchange in `slot`."""
+        self.communicator.check()
+        self._calls.pc_same(ctypes.byref(slot.flight), operand)
+        self._calls.pc_same(ctypes.byref(slot.flight, 8 * (number + 1)), result)
+        with self.communicator.driver.device(self.ordinal):
+            self.communicator.driver.wait_event(stream, slot.arrived[number])
+
+    def address(self, function: str) -> int:
+        """The address of a C function of the driver's, or of the tape's own."""
+        own = function.startswith("pc_")
+        return tape.address(function) if own else self.communicator.address(function)
+
+    def failed(self, function: str, result: int) -> Exception:
+        """What to raise for a result of a C function that is not 0."""
+        if function == "pc_same":
+            return CommunicatorError(
+                "an array that a started collective reads or writes lies elsewhere when it is "
+                "done: XLA has copied it, and bytes that had not come with it. Call done() in the "
+                "function, or in the same turn of the loop, in which the collective is started"
+            )
+        return self.communicator.failed(function, result)
+
+    def recorded(self, recorder: tape.Recorder) -> "Copier":
+        """A twin whose calls `recorder` notes."""
+        twin = copy.copy(self)
+        twin.communicator = self.communicator.recorded(recorder)
+        twin._calls = _Recorded(recorder)
+        return twin
+
+    def _release(self) -> None:
+        """Lets all that waits for a peer go on, with undefined values."""
+        for slot in self.slots.values():
+            self.communicator.driver.fill_words(self.ordinal, slot.own_words, 1, 2 * slot.size)
+
+
+class _Recorded:
+    """The tape's own functions, noted."""
+
+    def __init__(self, recorder: tape.Recorder) -> None:
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return functools.partial(self._recorder.call, name)
+
+
+class _InPython:
+    """The tape's own functions where no compiler has made them."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def pc_note(self, cell: Any, address: int) -> None:
+        _words(cell)[0] = address
+
+    def pc_same(self, cell: Any, address: int) -> None:
+        if _words(cell)[0] != address:
+            raise self._copier.failed("pc_same", 1)
+
+    def pc_meet(
+        self, turns: Any, operands: Any, me: int, size: int, operand: int, unusable: Any
+    ) -> None:
+        mine = turns[me] + 1
+        operands[mine % 2 * size + me] = operand
+        turns[me] = mine
+        while min(turns[:size]) < mine and not self._copier.unusable.value:
+            time.sleep(0)
+
+    def pc_pull(
+        self, copy: int, turns: Any, operands: Any, me: int, size: int, rank: int, offset: int,
+        target: int, nbytes: int, stream: int,
+    ) -> None:  # fmt: skip
+        source = operands[turns[me] % 2 * size + rank] + offset
+        self._copier.communicator.driver.copy(target, source, nbytes, stream)
+
+
+def _words(cell: Any) -> Any:
+    return ctypes.cast(cell, ctypes.POINTER(ctypes.c_uint64))
+
+
+_copiers: dict[Group, dict[int, Copier]] = {}
+_making = threading.Lock()
+
+
+def slots(group: Group, key: Any, results: int) -> dict[int, tuple[Copier, Slot]]:
+    """The slot that `key` names of each rank of the group; made if it is not there yet.
+
+    results: how many come of an exchange.
+
+    Raises:
+      ProcessError: some GPUs of the group are another process's.
+    """
+    communicators = group.communicators
+    if len(communicators) < len(group.devices):
+        raise ProcessError(f"{group}: copy engines serve the GPUs of one process")
+    key = key, results
+    with _making:
+        if group not in _copiers:
+            ordinals = [c.ordinal for c in communicators.values()]
+            for c in communicators.values():
+                c.driver.let_in(c.ordinal, ordinals)
+            meeting = _Meeting(len(ordinals))
+            _copiers[group] = {rank: Copier(c, meeting) for rank, c in communicators.items()}
+        copiers = _copiers[group]
+        if any(key not in copier.slots for copier in copiers.values()):
+            made = {
+                rank: Slot(c.communicator.driver, c.ordinal, len(copiers), results)
+                for rank, c in copiers.items()
+            }
+            for rank, slot in made.items():
+                slot.words = {peer: other.own_words for peer, other in made.items()}
+                copiers[rank].slots[key] = slot
+        return {rank: (copier, copier.slots[key]) for rank, copier in copiers.items()}

@@ -1,0 +1,52 @@
+"""Which collectives of its own XLA runs beside compute, on which chip; and where ours can.
+
+A collective that stops the core costs a step all of its time; one that runs beside products may
+cost nothing. So where a model's step matters, and not a collective alone, lax keeps what XLA
+overlaps (`override_lax`). What it overlaps is learned by compiling, for each chip, a program with
+products beside each collective: `python -m benchmarks step --learn` writes `overlaps.json` anew.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from pallas_collectives.topology.chips import Chip
+
+PATH = Path(__file__).parent / "overlaps.json"
+
+# A SparseCore takes some us longer to launch a kernel and to start its DMAs (assumed, see
+# `replay.machine`): less than a tenth of what takes as long as this.
+_WORTH_US = 50.0
+
+
+class Learned(NamedTuple):
+    """What the compiler did.
+
+    Attributes:
+      jax, libtpu: versions of JAX and of the compiler.
+      engines: chip -> canonical collective -> the engine that XLA runs it on beside the core.
+    """
+
+    jax: str
+    libtpu: str
+    engines: dict[str, dict[str, str]]
+
+
+@functools.cache
+def learned() -> Learned:
+    """The data that come with the package."""
+    return Learned(**json.loads(PATH.read_text(encoding="utf-8")))
+
+
+def by_xla(op: str, chip: Chip) -> str:
+    """Why lax keeps a collective, in a sentence; "" where XLA would stop the core."""
+    engine = learned().engines.get(chip.name, {}).get(op)
+    if engine is None:
+        return ""
+    return f"XLA runs {op} beside compute on {chip.name} ({engine}; libtpu {learned().libtpu})"
+
+
+def by_sparsecore(us: float | None, chip: Chip) -> bool:
+    """Whether a kernel that takes so long alone is better run on a SparseCore, beside compute."""
+    return chip.name in learned().engines and not chip.no_sparsecore and (us or 0.0) >= _WORTH_US

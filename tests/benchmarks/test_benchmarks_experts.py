@@ -1,0 +1,92 @@
+"""`python -m benchmarks experts`: its routings, its bounds, and what it prints."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import benchmarking
+import harness
+from benchmarks import experts, experts_gpu
+from pallas_collectives.replay import Machine, bound
+
+E, K = 16, 2
+
+
+@pytest.mark.parametrize("name", experts.ROUTINGS)
+def test_visits_count_each_token_once_a_device(name: str) -> None:
+    n, tokens = 4, 32
+    sent = experts.visits(name, n, tokens, E, K)
+    rng = np.random.default_rng(0)
+    for home in range(n):
+        chosen = experts.ROUTINGS[name](rng, tokens, E, K)
+        assert all(len(set(row)) == K for row in chosen)
+        want = [sum(any(e // (E // n) == away for e in row) for row in chosen) for away in range(n)]
+        assert [*sent[home]] == want
+
+
+def test_the_bound_is_that_of_the_very_routing() -> None:
+    """All to device 0 of a ring of 16: two links lead there, and carry 15 devices' tokens."""
+    machine, tokens, nbytes = Machine.named("v6e:16"), 100, 2 * 7168
+    sent = np.zeros((16, 16))
+    sent[:, 0] = tokens
+    least = bound("ragged_all_to_all", machine, np.arange(16)[None], nbytes * sent)
+    link = machine.generation.link_bandwidth * machine.generation.link_efficiency
+    assert np.isclose(least.wire, 15 * tokens * nbytes / (2 * link))
+
+
+@pytest.mark.parametrize(
+    "name, pod",
+    [("balanced", "v6e:4x4"), ("balanced", "v5p:4x4"), ("zipf", "v6e:16"), ("worst", "v6e:16")],
+)
+def test_rows_of_a_prefill_are_near_the_wires_bound(name: str, pod: str) -> None:
+    machine = Machine.named(pod)
+    sent = experts.visits(name, 16, 1024, 256, 8)
+    for matrix in (sent, np.ascontiguousarray(sent.T)):
+        report = experts.replayed(machine, matrix, 7168, races=False, algorithm="auto")
+        least = bound("ragged_all_to_all", machine, np.arange(16)[None], 2.0 * 7168 * matrix)
+        assert not report.findings
+        assert least.wire / report.time >= 0.85
+
+
+def test_the_exchange_on_16_devices_has_no_race() -> None:
+    sent = experts.visits("zipf", 16, 16, 256, 8)
+    report = experts.replayed(Machine.named("v6e:4x4"), sent, 256, races=True, algorithm="direct")
+    assert not report.findings
+
+
+def test_what_is_timed_on_gpus_gives_back_the_tokens() -> None:
+    problem = experts_gpu.Problem(tokens=8, width=4, experts=E, choices=K)
+    routing = np.array([experts.balanced(np.random.default_rng(d), 8, E, K) for d in range(2)])
+    x = np.random.default_rng(0).standard_normal((2, 8, 4)).astype(np.float32)
+    calls = problem.calls()
+    assert next(iter(calls)) == "dense all-to-alls" and len(calls) == 6
+    for name, call in itertools.islice(calls.items(), 3, None):  # by lax: it runs on CPUs
+        home = harness.per_device(call, harness.mesh(2))(x, routing)
+        np.testing.assert_allclose(home, x, rtol=1e-6, err_msg=name)
+    (times,) = [
+        experts_gpu.microseconds(problem, call, routing, harness.mesh(2), iters=10)
+        for name, call in calls.items()
+        if name == "lax, dense"
+    ]
+    assert len(times) == 9
+
+
+def test_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = benchmarking.in_process(monkeypatch, capsys)
+    few = ("--tokens=16", "--width=256", "--experts=16", "--choices=2")
+    done = bench("experts", *few, "--expert_pods=v6e:4", "--routings=balanced")
+    header, *lines = done.out.splitlines()[2:]
+    assert done.status == 0 and header.split()[:3] == ["pod", "routing", "tokens"]
+    assert [line.split()[3:5] for line in lines] == [["there", "direct"], ["back", "direct"]]
+    assert all(line.endswith("ok") for line in lines)
+    for wrong, said in [
+        ("--tokens=0", "whole numbers"),
+        ("--routings=even", "the routings are"),
+        ("--expert_pods=v6e", "write it like v5e:16"),
+        ("--experts=10", "a multiple of the 4 devices"),
+    ]:
+        done = bench("experts", *few, "--expert_pods=v6e:4", wrong)
+        assert done.status == 2 and said in done.err

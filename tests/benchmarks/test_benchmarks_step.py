@@ -1,0 +1,201 @@
+"""`python -m benchmarks step`: schedules read, time lines, and programs through the compiler."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from benchmarking import Bench
+from benchmarks import compare
+from benchmarks.results import Saved
+from benchmarks.rows import Stepped
+from benchmarks.steps import compiling, lanes, learning, programs, schedule, timeline
+from benchmarks.steps.programs import BUILT_IN, Form, Program
+from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, Work
+from benchmarks.steps.timeline import chip_of
+
+LIBTPU = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+
+HLO = """
+%async (p: bf16[8,128]) -> (bf16[8,128], bf16[32,128]) {
+  %g = bf16[32,128]{1,0} all-gather(%p), replica_groups=mesh['y'=2,'x'=4] {'x'}, frontend_attributes={chain_id="7"}
+  ROOT %c = (bf16[8,128]{1,0}, bf16[32,128]{1,0}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+%ended (p: bf16[8,128]) -> bf16[32,128] {
+  %g.1 = bf16[32,128]{1,0} all-gather(%p), replica_groups=mesh['y'=2,'x'=4] {'x'}, frontend_attributes={chain_id="7"}
+  ROOT %c.1 = bf16[32,128]{1,0} custom-call(%g.1), custom_call_target="AsyncCollectiveDone"
+}
+%called (p: f32[8,128]) -> f32[64,128] {
+  ROOT %k = f32[64,128]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/all_gather_bidirectional/mpmd_map"}
+}
+%condition (p: (s32[], f32[8,128])) -> pred[] {
+  %three = s32[]{:T(128)} constant(3), metadata={op_name="x"}
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+%body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %start = (f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2},{2,0}}
+  %work.1 = f32[8,128]{1,0} add(%p, %p), backend_config={"window_config":{"estimated_cycles":"1000"}}
+  %done = f32[8,128]{1,0} collective-permute-done(%start)
+}
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %loop = (s32[], f32[8,128]{1,0}) while(%t), condition=%condition, body=%body
+  %async-collective-start = (bf16[8,128]{1,0}, bf16[32,128]{1,0}) fusion(%x), kind=kCustom, calls=%async
+  %work.2 = f32[8,128]{1,0} fusion(%x), kind=kOutput, calls=%other, backend_config={"window_config":{"estimated_cycles":"2000"}}
+  %async-collective-done = bf16[32,128]{1,0} fusion(%y), kind=kCustom, calls=%ended
+  %s.call-start = ((), (), (s32[1]{0:S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%called, frontend_attributes={kernel_metadata={
+"mesh_axes":"[]"
+}}
+  %s.call-update = ((f32[8,128]{1,0}), f32[64,128]{1,0}) call-update(%s.call-start, %x)
+  %s.call-done = f32[64,128]{1,0} call-done(%s.call-update)
+  %sum = bf16[8,128]{1,0} all-reduce(%z), replica_groups=[2,4]<=[8], to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_events_of_a_schedule() -> None:
+    loop, *rest = schedule.events(HLO)
+    assert loop == Loop(
+        3,
+        (
+            Start("start", Collective("start", "ppermute", "", DMA, 4096, 3)),
+            Work("work.1", 1000),
+            Done("start"),
+        ),
+    )
+    key, by_kernel = "s.call-update", "all_gather_bidirectional"
+    assert rest == [
+        Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4)),
+        Work("work.2", 2000),
+        Done("chain 7"),
+        Start(key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0)),
+        Done(key),
+        Start("sum", Collective("sum", "all_reduce", "", CORE, 2048, 4)),
+        Done("sum"),
+    ]
+
+
+def test_what_is_exposed_and_hidden() -> None:
+    """On v5e, of 1.5 GHz: a collective of 10 us beside work of 4, alone, and two on one engine."""
+    beside, alone, queued, later = (
+        Collective(name, "all_gather", "", engine, 1, 4)
+        for name, engine in (("a", DMA), ("b", CORE), ("c", SPARSECORE), ("d", SPARSECORE))
+    )
+    events = [
+        *(Start("a", beside), Work("w", 6000), Done("a")),  # 4 us of 10: 6 are waited for
+        *(Start("b", alone), Done("b")),
+        *(Start("c", queued), Start("d", later), Work("v", 18000), Done("c"), Done("d")),
+    ]
+    line = timeline.run(events, chip_of("v5e:4x4"), lambda _: 10.0)
+    assert line.compute_us == pytest.approx(16)
+    assert line.exposed_us == pytest.approx(6 + 10 + 0 + 8)
+    assert line.hidden_us == pytest.approx(4 + 0 + 10 + 2)
+    assert line.step_us == pytest.approx(line.compute_us + line.exposed_us)
+    assert [line.served[name].exposed_us for name in "abcd"] == pytest.approx([6, 10, 0, 8])
+    assert (line.served["a"].beside, line.served["a"].beside_what) == (6000, "w")
+    lanes_of = {span.lane for span in line.spans}
+    assert lanes_of == {CORE, DMA, "wire", SPARSECORE}
+
+
+def test_the_engine_that_runs_a_collective() -> None:
+    beside, alone = (Collective("a", "all_gather", "", engine, 1, 4) for engine in (DMA, CORE))
+    assert learning.engine_of("all_gather", [Start("a", beside)] * 2 + [Start("b", alone)]) == DMA
+    assert learning.engine_of("all_gather", [Start("a", beside)] + [Start("b", alone)] * 2) == ""
+    assert learning.engine_of("all_to_all", [Start("a", beside)]) == ""
+
+
+def small(devices: int, form: Form) -> Program:
+    """Two layers whose weights are gathered."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        for number in range(2):
+            x = jnp.tanh(x @ lax.all_gather(w[number], "x", tiled=True))
+        return x
+
+    args = (
+        jax.ShapeDtypeStruct((2, 1024 // devices, 1024), "bfloat16"),
+        jax.ShapeDtypeStruct((1024, 1024), "bfloat16"),
+    )
+    return Program(step, args, {"x": devices})
+
+
+@LIBTPU
+def test_a_program_of_a_users(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the compiler's process
+    file, plot = tmp_path / "step.json", tmp_path / "step.png"
+    name = "test_benchmarks_step:small"
+    status, out, err = bench(
+        *("step", "--topology=v6e:2x2", f"--program={name}", "--pass=forward"),
+        *(f"--json={file}", f"--plot={plot}"),
+    )
+    assert status == 0, err
+    assert "Modelled, not measured" in out and plot.stat().st_size > 1000
+    rows = [Stepped(**row) for row in json.loads(file.read_text())["steps"]]
+    assert [row.under for row in rows] == list(compiling.UNDER)
+    by_lax, _, forced = rows
+    assert {of["by"] for of in by_lax.collectives} == {"lax"}
+    assert all(of["by"].startswith("all_gather_") for of in forced.collectives)
+    for row in rows:
+        assert row.time_us == pytest.approx(row.compute_us + row.exposed_us)
+        assert sum(of["times"] for of in row.collectives) == 2
+        assert row.compute_us > 0 and row.temp is not None
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_built_in_programs_call_lax(
+    name: str, unrolled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "LAYERS", 2)
+    form = Form(gradient=name == "data", unrolled=unrolled)
+    program = programs.named(name)(8, form)
+    auto = (jax.sharding.AxisType.Auto,) * len(program.axes)
+    sizes, names = tuple(program.axes.values()), tuple(program.axes)
+    mesh = jax.sharding.AbstractMesh(sizes, names, axis_types=auto)
+    nothing = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        program.step, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False
+    )
+    text = str(jax.make_jaxpr(mapped)(*program.args))
+    wanted = {"data": "psum", "ring_attention": "ppermute", "tensor": "reduce_scatter"}
+    assert f" {wanted.get(name, 'all_gather')}" in text
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--program=fsdpp"], "it is one of fsdp, tensor"),
+        (["--topology=v9:2x2"], "its generation is one of"),
+        (["--pass=backward"], "it is one of forward, gradient"),
+    ],
+)
+def test_flags_are_checked(bench: Bench, flags: list[str], message: str) -> None:
+    status, _, err = bench("step", *flags)
+    assert status == 2 and message in err
+
+
+def test_a_longer_step_is_a_regression() -> None:
+    about: dict[str, Any] = {"environment": {}, "settings": {}}
+    row = Stepped(op="fsdp", topology="v5e:4x4", under="override", type="bfloat16", time_us=10.0)
+    slower = dataclasses.replace(row, time_us=11.0)
+    (change,) = compare.compare(
+        Saved(**about, parts={"steps": [row]}), Saved(**about, parts={"steps": [slower]})
+    )
+    assert change.verdict == "SLOWER" and change.is_regression
+
+
+def test_nothing_is_drawn_of_what_failed(tmp_path: Path) -> None:
+    row = Stepped(op="fsdp", topology="v5e:4x4", under="lax", type="bfloat16", error="no")
+    lanes.save(str(tmp_path / "none.png"), [row])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,166 @@
+"""Collectives in two halves: values, gradients, batching, order, on GPUs and over a host's wire."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+import nccl_host
+import pallas_collectives as pc
+from pallas_collectives.backends import flights
+from pallas_collectives.errors import CollectiveError
+from pallas_collectives.nccl import copies
+from pallas_collectives.topology.groups import Group
+
+N = min(4, jax.device_count())  # a host may have two GPUs
+SHIFT = [(d, (d + 1) % N) for d in range(N)]
+
+
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def beside(request, monkeypatch):
+    """Where collectives are under way: on GPUs by copy engines, or on the host in their place."""
+    if request.param == "gpu":
+        if jax.default_backend() != "gpu" or N < 2:
+            pytest.skip("needs two GPUs")
+        return
+    nccl_host.serve(monkeypatch)
+    monkeypatch.setattr(copies, "_copiers", {})
+
+
+FORMS = {
+    "all_gather": lambda x, **o: ("all_gather", (x, "x"), {"tiled": True, **o}),
+    "all_gather stacked": lambda x, **o: ("all_gather", (x, "x"), {"axis": -1, **o}),
+    "psum_scatter": lambda x, **o: ("psum_scatter", (x, "x"), {"tiled": True, **o}),
+    "psum_scatter 1": lambda x, **o: (
+        "psum_scatter",
+        (x, "x"),
+        {"tiled": True, "scatter_dimension": 1, **o},
+    ),
+    "all_to_all": lambda x, **o: ("all_to_all", (x, "x", 0, 1), o),
+    "ppermute": lambda x, **o: ("ppermute", (x, "x", SHIFT), o),
+    "ppermute in part": lambda x, **o: ("ppermute", (x, "x", SHIFT[:-1]), o),
+}
+
+
+def split(form, x, **options):
+    """The collective in two halves, with work between them."""
+    name, args, kwargs = FORMS[form](x, **options)
+    started = getattr(pc, f"{name}_start")(*args, **kwargs)
+    between = jnp.tanh(started.before(x))
+    return started.done(after=between), between
+
+
+def whole(form, x):
+    name, args, kwargs = FORMS[form](x)
+    if name == "all_to_all":
+        kwargs["tiled"] = True
+    return getattr(jax.lax, name)(*args, **kwargs)
+
+
+def on_devices(fn, x):
+    return np.asarray(harness.per_device(fn, harness.mesh(N))(x))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex64"])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_laxs(beside, form, dtype):
+    x = harness.random((N, 2 * N, 3 * N), dtype)
+    got = on_devices(lambda x: split(form, x)[0], x)
+    want = on_devices(functools.partial(whole, form), x)
+    assert got.dtype == want.dtype
+    if "scatter" in form:  # lax adds in another order
+        bound = {"bfloat16": 4e-2}.get(dtype, 1e-5)
+        np.testing.assert_allclose(got, want, rtol=bound, atol=bound)
+    else:
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_laxs(beside, form):
+    x = harness.random((N, 2 * N, 3 * N), "float32")
+
+    def loss(collective, x):
+        def scalar(x):
+            y = collective(x)
+            return jnp.sum(jnp.sin(y) * jnp.arange(y.size).reshape(y.shape))
+
+        return jax.grad(scalar)(x)
+
+    got = on_devices(functools.partial(loss, lambda x: split(form, x)[0]), x)
+    want = on_devices(functools.partial(loss, functools.partial(whole, form)), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batched_values_are_laxs(beside, form):
+    x = harness.random((N, 2 * N, 3 * N, 5), "float32")
+    batched = functools.partial(jax.vmap, in_axes=2, out_axes=2)
+    got = on_devices(batched(lambda x: split(form, x)[0]), x)
+    want = on_devices(batched(functools.partial(whole, form)), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_several_are_under_way_at_once_and_in_loops(beside):
+    """More than there are slots, the next one started before the last is done; in a scan too."""
+    x = harness.random((N, 8, 6, 5), "float32")
+
+    def ahead(x):
+        started = [pc.all_gather_start(block, "x", tiled=True) for block in x]
+        return jnp.stack([s.done() for s in started])
+
+    def looped(x):
+        def turn(carry, block):
+            started = pc.all_gather_start(block, "x", tiled=True, after=carry)
+            carry = jnp.tanh(started.before(carry) + block.sum())
+            return carry, started.done(after=carry)
+
+        return jax.lax.scan(turn, x[0], x)[1]
+
+    want = on_devices(lambda x: jax.lax.all_gather(x, "x", axis=1, tiled=True), x)
+    np.testing.assert_array_equal(on_devices(ahead, x), want)
+    np.testing.assert_array_equal(on_devices(looped, x), want)
+
+
+def test_what_serves_is_counted(beside):
+    pc.reset_counts()
+    x = harness.random((N, 4, 3), "float32")
+    on_devices(lambda x: pc.all_gather_start(x, "x").done(), x)
+    assert pc.counts() == {("all_gather", "nccl", "copies"): 1}
+
+
+def test_memory_that_xla_has_copied_is_an_error(beside):
+    """What is under way must not move: a copy of it would hold bytes that had not come."""
+    x = harness.random((N, 4, 3), "float32")
+
+    def moved(x):
+        flight = flights.new("gather", Group(("x",), (N,)))
+        (under_way, operand, spare), _ = flights.start(flight, x)
+        elsewhere = jnp.flip(under_way, -1)
+        return flights.done(flight, [elsewhere, operand, spare])
+
+    with pytest.raises(Exception, match="lies elsewhere"):
+        on_devices(moved, x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_by_kernels_a_collective_is_one_call_where_it_starts(form):
+    x = harness.random((N, 2 * N, 3 * N), "float32")
+    pc.reset_counts()
+    got = on_devices(lambda x: split(form, x)[0], x)
+    np.testing.assert_allclose(got, on_devices(functools.partial(whole, form), x), rtol=1e-5)
+    assert {backend for _, backend, _ in pc.counts()} == {"pallas"}
+
+
+def test_bad_input_is_refused_as_by_the_whole_collective():
+    x = harness.random((N, 3, 5), "float32")
+    for start in (
+        lambda x: pc.all_gather_start(x, "x", axis=4),
+        lambda x: pc.psum_scatter_start(x, "x", tiled=True, scatter_dimension=1),
+        lambda x: pc.all_to_all_start(x, "x", 0, 1),
+        lambda x: pc.ppermute_start(x, "x", [(0, 1), (0, 2)]),
+    ):
+        with pytest.raises(CollectiveError):
+            on_devices(lambda x, start=start: start(x).done(), x)

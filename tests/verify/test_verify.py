@@ -1,0 +1,273 @@
+"""The judge: what it finds in kernels with one fault each, where it points, and what it refuses."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import replay_kernels
+import verify_kernels as kernels
+from pallas_collectives import verify
+from pallas_collectives.replay import Machine, lines
+from pallas_collectives.verify import asked, written
+from pallas_collectives.verify.verdict import FAULTY, SOUND, UNJUDGED
+
+X = "f32[64,128]"
+
+
+def test_a_sound_kernel_is_sound_on_every_mesh_and_schedule() -> None:
+    verdict = verify.check(kernels.sound_gather, X, devices=(2, 3, 4, 8))
+    assert verdict.ok and verdict.status == SOUND
+    assert [case.devices for case in verdict.cases] == [2, 3, 4, 8]
+    assert all(case.report is not None and case.report.time > 0 for case in verdict.cases)
+    assert verdict.taken_as == "the function of one device"
+    text = str(verdict)
+    assert "8 devices, x=8 on v5p:2x2x2  SOUND; modelled" in text and "busiest link" in text
+    assert verify.assert_sound(kernels.sound_gather, X, mesh={"x": 4}).ok
+
+
+@pytest.mark.parametrize(
+    ("function", "rule", "says", "remedy"),
+    [
+        (kernels.without_barrier, "entry", "has entered kernel", "signal the barrier semaphore"),
+        (
+            kernels.stuck,
+            "deadlock",
+            "waits for ever for recv_sem",
+            "leave this wait out, or let recv_sem be signalled 32,768 bytes more",
+        ),
+        (kernels.unwaited, "entry", "device 1 never waits for that", "wait for recv_sem before"),
+        (
+            kernels.unwaited,
+            "leftover",
+            "is 32,768 at the end, not 0 (and 3 more like it)",
+            "32,768 bytes",
+        ),
+        (
+            kernels.half_waited,
+            "bytes",
+            "is 28,672 at the end, not 0 (and 3 more like it)",
+            "28,672 bytes",
+        ),
+        (kernels.past_the_end, "bounds", "device", "wrap the number round"),
+        (kernels.gather, "early-read", "98304 bytes that 3 copies", "a semaphore each"),
+    ],
+)
+def test_each_fault_is_named_at_the_readers_line(
+    function: Any, rule: str, says: str, remedy: str
+) -> None:
+    verdict = verify.check(function, X, devices=(4,))
+    assert verdict.status == FAULTY
+    found = [finding for finding in verdict.findings if finding.rule == rule]
+    assert found, verdict
+    text = " ".join("\n".join(map(str, found)).split())
+    assert says in text
+    assert remedy in text
+    for finding in found:
+        line = finding.places[0].line
+        assert line and line.path == kernels.__file__
+        assert f"verify_kernels.py:{line.number}" in text
+        assert finding.places[0].source in text
+    with pytest.raises(AssertionError, match="NOT SOUND"):
+        verify.assert_sound(function, X, devices=(4,))
+
+
+def test_refs_bear_the_names_that_the_author_gave_them() -> None:
+    """Of a kernel that takes `*refs`, with a record among its scratch."""
+    (finding,) = verify.check(kernels.gather, X, devices=(4,)).findings
+    text = str(finding)
+    assert "o_ref[" in text and "sems.arrived[0]" in text and "sems.sent" in text
+    assert "refs[" not in text
+    assert "wait own_sem" in finding.drawing
+
+
+def test_a_race_is_drawn_as_a_schedule_with_both_accesses_marked() -> None:
+    (finding,) = verify.check(kernels.gather, X, devices=(4,)).findings
+    rows = finding.drawing.splitlines()
+    marks = [row[:5].strip() for row in rows]
+    begins, second, over = (marks.index(mark) for mark in ("A>", "B", ">A"))
+    assert begins < second < over
+    assert "only now" in rows[over]
+    assert rows[0].split() == ["device", "0", "device", "1", "device", "2", "device", "3"]
+    assert all("verify_kernels.py:" in row for row in rows if row[:5].strip())
+    first, other = finding.places
+    device, reader = (int(place.text.split("device ")[1].split("'")[0]) for place in (first, other))
+    column = rows[0].index(f"device {device}")
+    assert rows[begins][column:].startswith("copy o_ref[")
+    assert rows[second][rows[0].index(f"device {reader}") :].startswith("copy o_ref[")
+    waits = [number for number, row in enumerate(rows) if "wait sems.arrived[0]" in row]
+    assert begins < waits[-1] < second, "it passes a wait that other copies satisfy"
+
+
+def test_a_deadlock_says_who_waits_and_is_drawn_to_the_end() -> None:
+    (finding,) = verify.check(kernels.stuck, X, devices=(4,)).findings
+    assert finding.rule == "deadlock" and finding.alike == 3
+    assert "(and 3 more like it)" in str(finding)
+    assert "has signalled it at verify_kernels.py" in finding.why
+    ends = [row for row in finding.drawing.splitlines() if row[:5].strip() == "X"]
+    assert len(ends) == 4 and all("wait recv_sem for" in row for row in ends)
+
+
+def test_a_wait_that_stands_too_late_is_said_to() -> None:
+    def body(x: Any) -> Any:
+        n = jax.lax.axis_size("x")
+
+        def kernel(x_ref: Any, o_ref: Any, landing: Any, send: Any, recv: Any, own: Any) -> None:
+            kernels.greet(n)
+            right = jax.lax.rem(jax.lax.axis_index("x") + 1, n)
+            hop = kernels.pltpu.make_async_remote_copy(
+                x_ref, landing, send, recv, device_id={"x": right}
+            )
+            hop.start()
+            kernels.pltpu.async_copy(landing, o_ref, own).wait()
+            hop.wait()
+
+        scratch = [kernels.pltpu.VMEM(x.shape, x.dtype), kernels.DMA, kernels.DMA, kernels.DMA]
+        return kernels.launched(kernel, x, x.shape, scratch)
+
+    finding = next(f for f in verify.check(body, X, devices=(2,)).findings if "read" in f.rule)
+    assert "waits for that only afterwards, at test_verify.py" in finding.why
+    assert "come before test_verify.py" in finding.remedy
+
+
+def test_barrier_ids_shared_by_calls_in_a_row_are_found() -> None:
+    def two_calls(x: Any) -> Any:
+        return kernels.to_the_right(kernels.to_the_right(x))
+
+    assert verify.check(two_calls, X, devices=(2, 4)).ok
+    verdict = verify.check(two_calls, X, devices=(5,))
+    assert {finding.rule for finding in verdict.findings} == {"entry"}
+    assert "next call" in str(verdict)
+
+
+# How functions, operands and meshes are understood ------------------------------------------------
+
+
+def test_whole_programs_and_meshes_of_their_own() -> None:
+    verdict = verify.check(kernels.whole, "f32[8*n,128]", devices=(2, 8))
+    assert verdict.ok and verdict.taken_as == "a program of whole arrays"
+    assert [case.axes for case in verdict.cases] == [{"x": 2}, {"x": 8}]
+    own = verify.check(kernels.over_its_own_mesh, X, devices=(2, 4, 8))
+    assert own.ok and [case.axes for case in own.cases] == [{"x": 2}]
+
+
+def test_what_is_bound_already_stays() -> None:
+    bound = functools.partial(kernels.whole, mesh=Machine.named("v5p:2").mesh({"x": 2}))
+    verdict = verify.check(bound, "f32[8,128]", devices=(4,))
+    assert verdict.ok and verdict.name == "whole"
+    assert [case.axes for case in verdict.cases] == [{"x": 2}]
+    partial = functools.partial(kernels.to_the_right, fault="stuck")
+    assert verify.check(partial, X, devices=(2,)).status == FAULTY
+
+
+def test_meshes_of_several_axes() -> None:
+    verdict = verify.check(kernels.to_the_right, X, mesh=[{"x": 2, "y": 2}, {"y": 4, "x": 2}])
+    assert verdict.ok and [case.devices for case in verdict.cases] == [4, 8]
+    split = verify.check(kernels.to_the_right, X, devices=(8,), axis_names=("x", "y"))
+    assert split.cases[0].axes == {"x": 4, "y": 2}
+
+
+def test_operands_that_the_kernel_reads_are_followed() -> None:
+    assert verify.check(kernels.depends_on_data, np.array([8], np.int32), X, devices=(2,)).ok
+    unknown = verify.check(kernels.depends_on_data, "s32[1]", X, devices=(2,))
+    assert unknown.status == UNJUDGED
+    (case,) = unknown.cases
+    assert case.line and case.line.path == kernels.__file__
+    assert "verify_kernels.py" in case.unjudged and "array data" in case.unjudged
+    assert "as a numpy array" in case.unjudged
+    with pytest.raises(AssertionError, match="CANNOT BE JUDGED"):
+        verify.assert_sound(kernels.depends_on_data, "s32[1]", X, devices=(2,))
+
+
+def test_a_kernel_that_polls_is_judged_on_one_schedule_alone() -> None:
+    polling = verify.check(lambda x: replay_kernels.polling(x, 2), X, devices=(2,))
+    assert polling.status == UNJUDGED
+    (case,) = polling.cases
+    assert "semaphore_read" in case.unjudged and "replay_kernels.py" in case.unjudged
+    stuck = verify.check(lambda x: replay_kernels.polling(x, 2, needs=1), X, devices=(2,))
+    assert stuck.status == FAULTY and {f.rule for f in stuck.findings} == {"deadlock"}
+
+
+def test_what_holds_no_kernel_is_not_judged() -> None:
+    verdict = verify.check(kernels.no_kernel, X, devices=(2,))
+    assert verdict.status == UNJUDGED and "no Pallas TPU kernel" in str(verdict)
+
+
+def test_what_the_replay_does_not_know_is_named_with_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pallas_collectives.replay import equations
+
+    def strange(stepper: Any, eqn: Any, ins: Any, outs: Any) -> Any:
+        def step(env: Any, lanes: Any) -> None:
+            raise RuntimeError(f"odd {eqn.primitive.name}")
+
+        return step
+
+    monkeypatch.setitem(equations._SPECIAL, "axis_index", strange)
+    (case,) = verify.check(kernels.to_the_right, X, devices=(2,)).cases
+    assert "'axis_index'" in case.unjudged and "RuntimeError" in case.unjudged
+    assert case.line and case.line.path == kernels.__file__
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"devices": (0,)}, "above 0"),
+        ({"devices": (2,), "mesh": {"x": 2, "y": 2}}, "one axis"),
+        ({"machine": "v9:2x2"}, "v5p:4x4x4"),
+        ({"machine": "v5p:2x2x1", "devices": (8,)}, "it has 4"),
+        ({"devices": (2,), "compile": ("v9",)}, "name some of"),
+    ],
+)
+def test_bad_input_is_a_sentence(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(verify.AskError, match=says):
+        verify.check(kernels.to_the_right, X, **how)
+
+
+@pytest.mark.parametrize("text", ["f32", "f32[6q]", "q7[8]", "f32[8,-8]", "f32[1/2]"])
+def test_types_of_operands_are_checked(text: str) -> None:
+    with pytest.raises(verify.AskError, match="an argument is a type"):
+        asked.shape_of(text, 4)
+
+
+def test_types_of_operands() -> None:
+    assert asked.shape_of("bf16[64*n, 2n+8]", 4) == jax.ShapeDtypeStruct((256, 16), "bfloat16")
+    assert asked.shape_of("s32[]", 4) == jax.ShapeDtypeStruct((), "int32")
+    assert asked.shape_of("pred[3]", 4).dtype == bool
+    assert asked.parse_devices("2..4,8") == (2, 3, 4, 8)
+
+
+def test_an_error_of_the_readers_own_is_told_with_its_line() -> None:
+    def broken(x: Any) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(verify.AskError, match=r"raises KeyError: 'mine' \(at test_verify.py:\d+\)"):
+        verify.check(broken, X, devices=(2,))
+
+
+# For programs -------------------------------------------------------------------------------------
+
+
+def test_json_holds_all_of_it() -> None:
+    out = written.as_json(verify.check(kernels.gather, X, devices=(2, 4)))
+    assert out["status"] == "faulty" and out["exit"] == 1
+    assert [case["status"] for case in out["cases"]] == ["sound", "faulty"]
+    (finding,) = out["cases"][1]["findings"]
+    assert finding["places"][0]["line"]["path"] == kernels.__file__
+    assert finding["schedule"] and out["cases"][1]["modelled"]["seconds"] > 0
+
+
+def test_lines_of_jax_and_of_this_package_are_not_the_readers() -> None:
+    """A loop's body that a helper of this package traces is found at the kernel's line."""
+    import pallas_collectives as pc
+
+    verdict = verify.check(lambda x: pc.all_gather(x, "x"), X, devices=(4,))
+    report = verdict.cases[0].report
+    assert verdict.ok and report is not None
+    places = [column.source.place for column in report.engine.program.columns]
+    assert {place.rank for place in places if place} <= {lines.OURS, lines.OUR_MACHINERY}
+    copies = [c.source.place for c in report.engine.program.columns if hasattr(c, "dst")]
+    assert all(place and place.rank == lines.OURS for place in copies)
