@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels import ragged_all_to_all as ragged
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.entry import WIDE
@@ -89,7 +89,7 @@ def all_axes(
     )
 
 
-def _scratch(course: Course, chunk: tuple[int, ...], dtype: Any) -> Scratch:
+def _scratch(course: Course, chunk: tuple[int, ...], dtype: DType) -> Scratch:
     n = math.prod(course.sizes)
 
     def slots(*shape: int) -> jax.ShapeDtypeStruct:
