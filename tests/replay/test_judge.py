@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import program_mutants
@@ -129,3 +131,17 @@ def test_the_interpreter_agrees(case: Case) -> None:
     )
     assert np.array_equal(late, at_once, equal_nan=True)
     assert not harness.race_reported()
+
+
+def test_the_race_in_jaxs_all_gather_shows_in_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which the judge names: see `test_replay_races`. Blocks are sent on before they have come."""
+    launched = pl.pallas_call
+    params = pltpu.InterpretParams(dma_execution_mode="on_wait")
+    monkeypatch.setattr(pl, "pallas_call", lambda *a, **k: launched(*a, **k, interpret=params))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    x = np.arange(4 * 32 * 128, dtype=np.float32).reshape(-1, 128)
+    rows = jax.device_put(x, jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    gathered = np.asarray(replay_kernels.shipped_all_gather(rows, mesh))
+    assert np.isnan(gathered).any()
