@@ -277,6 +277,27 @@ def padded_rows(answer: Any) -> str:
     return _differs(answer, lambda c: c.max() * (c.size - len(c)), cases)
 
 
+def balanced(answer: Any) -> str:
+    rng = np.random.default_rng(5)
+    wishes = np.argsort(rng.exponential(size=(64, 8)) * (1 + np.arange(8)), axis=1)
+    for room in (8, 16):
+        chosen = np.asarray(given(answer(wishes.copy(), room)))
+        if chosen.shape != (64,):
+            return f"an expert for each of 64 tokens is wanted, not an array of {chosen.shape}"
+        if ((chosen < 0) | (chosen >= 8)).any():
+            return "experts are numbered from 0 to 7"
+        busiest = np.bincount(chosen, minlength=8).max()
+        if busiest > room:
+            return f"an expert has {busiest} tokens, and room for {room}"
+        taken = np.zeros(8, int)
+        for token, (expert, order) in enumerate(zip(chosen, wishes, strict=True)):
+            first = next(e for e in order if taken[e] < room)
+            if expert != first:
+                return f"room {room}: token {token} could have expert {first}, and gets {expert}"
+            taken[expert] += 1
+    return ""
+
+
 # 06: tori --------------------------------------------------------------------------------------
 
 
@@ -435,6 +456,7 @@ EXERCISES: dict[str, Callable[[Any], str]] = {
         crossing,
         offsets,
         padded_rows,
+        balanced,
         round_trip,
         bytes_per_link,
         speedup_at_best,

@@ -21,9 +21,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import pallas_collectives as pc
 from pallas_collectives.replay import Machine, Report, replay
 from pallas_collectives.replay.program import Start, at
 from pallas_collectives.replay.regions import box_of
+from pallas_collectives.verify import Finding
 
 # How all pictures look.
 plt.rcParams.update({
@@ -76,6 +78,23 @@ def replayed(
     )
     operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     return replay(function, *operands, machine=machine, races=races, symmetric=alike)
+
+
+def exchanged(sent: np.ndarray, width: int = 8192) -> Report:
+    """What a ragged exchange of sent[from, to] rows of so many float32 does, on a ring of chips."""
+    n, machine, own = len(sent), ring_of(len(sent)), P("x")
+    starts, lands = np.cumsum(sent, 1) - sent, np.cumsum(sent, 0) - sent
+    tables = (t.astype(np.int32).reshape(-1) for t in (starts, sent, lands, sent.T))
+    function = jax.shard_map(
+        lambda *args: pc.ragged_all_to_all(*args, axis_name="x", algorithm="direct"),
+        mesh=machine.mesh({"x": n}),
+        in_specs=(P(), P(), own, own, own, own),
+        out_specs=P(),
+        check_vma=False,
+    )
+    rows = (int(sent.sum(axis).max()) for axis in (1, 0))
+    arrays = (jax.ShapeDtypeStruct((count, width // 128, 128), np.float32) for count in rows)
+    return replay(function, *arrays, *tables, machine=machine)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +187,13 @@ def changed(fn: Callable[..., jax.Array], old: str, new: str = "") -> Callable[.
     names = {**fn.__globals__, **inspect.getclosurevars(fn).nonlocals}
     exec(compile(text, file, "exec"), names)
     return names[fn.__name__]
+
+
+def say(finding: Finding) -> None:
+    """What is wrong, why, and what would mend it."""
+    said = f"{finding.rule}: {finding.what}"
+    for label, text in (("", said), ("  why:  ", finding.why), ("  mend: ", finding.remedy)):
+        print(textwrap.fill(text, 116, initial_indent=label, subsequent_indent=" " * len(label)))
 
 
 def run(

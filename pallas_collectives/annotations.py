@@ -19,9 +19,6 @@ DeviceId: TypeAlias = dict[str | tuple[str, ...], int | jax.Array]
 # False to compile for a TPU, or how to simulate one.
 Interpret: TypeAlias = bool | pltpu.InterpretParams
 
-# A record of scratch has twice the same fields: what to allocate, and in the kernel refs to that.
-Scratch: TypeAlias = Any
-
 
 class Slices(Protocol):
     """`ref.at`, `semaphore.at`: of an index, the part of it."""
@@ -49,6 +46,12 @@ class Semaphore(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def at(self) -> Slices: ...
+
+
+def buffer(shape: tuple[int, ...], dtype: DTypeLike) -> Ref:
+    """What to allocate: memory that other devices write to; in the kernel a ref is in its place."""
+    room: Any = jax.ShapeDtypeStruct(shape, dtype)
+    return room
 
 
 def dma_semaphores(*shape: int) -> Semaphore:

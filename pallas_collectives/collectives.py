@@ -4,7 +4,9 @@ Each takes two more keyword arguments:
 
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
 * `algorithm`: the backend's algorithm by name; "auto" or None lets it choose by size and chip (see
-  `tuning.choice` and `explain`). A name with ":vmem" appended keeps operand and result in VMEM.
+  `tuning.choice` and `explain`). A name with ":vmem" appended keeps operand and result in VMEM;
+  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one and nothing is
+  added. "auto:sc" and the like choose the algorithm.
 
 Semantics are lax's own: its function runs, with our primitives in place of its collectives (see
 `lowering.primitives`). The checks here are for mistakes that lax reports later, or less clearly.
@@ -20,7 +22,6 @@ from jax import lax
 
 from pallas_collectives import catalogue, validation
 from pallas_collectives.backends import choice
-from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import primitives
 from pallas_collectives.validation import AxisName, Groups
 
@@ -38,6 +39,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -51,6 +53,7 @@ def all_gather(
         are concatenated, to size n * s.
       tiled: concatenate instead of stacking.
       to: "varying", or "invarying" for a result typed as equal on all devices.
+      order: "rank" to have its gradient, a `psum_scatter`, add in the order of the ranks.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
         "line" (for devices whose first and last share no link), "torus" (both ways along all axes
@@ -72,7 +75,7 @@ def all_gather(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
-    how = settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
@@ -87,6 +90,7 @@ def psum_scatter(
     axis_index_groups: Groups = None,
     tiled: bool = False,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -99,6 +103,7 @@ def psum_scatter(
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       tiled: keep the scattered dimension, of size s, instead of dropping it.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
+      order: "rank" to have every element added in the order of the ranks, see `psum`.
       backend: see the module.
       algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`'s.
 
@@ -114,7 +119,7 @@ def psum_scatter(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
     """
-    how = settle(axis_name, axis_index_groups, backend, algorithm, precise)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -137,6 +142,7 @@ def psum(
     *,
     axis_index_groups: Groups = None,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -150,18 +156,27 @@ def psum(
       axis_name: mesh axis, or tuple of axes.
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
+      order: "rank" to have every element added in the order of the ranks, that of device 0 first;
+        None for the order of the fastest algorithm.
       backend: see the module.
       algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (for
         devices whose first and last share no link), "torus" (along all axes of the torus at once;
-        for groups over several) or "one_shot" (everyone to everyone in one hop; small arrays).
+        for groups over several), "gather" (whole operands to everyone, by neighbours; small arrays)
+        or "one_shot" (everyone to everyone in one hop; small arrays). With `order` "gather",
+        "one_shot" or "exchange" (each device adds one block of everyone's; large arrays).
 
     Returns:
       Arrays of x's shape and dtype (int32 for bool), with the same bits on every device.
 
+    With order="rank" an element's bits follow from the devices' terms of it and their ranks alone:
+    not from its place, the array's size, the algorithm or the backend. Ranks are positions in the
+    group. Floats narrower than 32 bits are added in float32, and rounded once. So a row's sum is
+    the same bits in a large batch and alone. `explain(..., order="rank")` says what that costs.
+
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise)
+    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
 
 
 all_reduce = psum
@@ -173,11 +188,12 @@ def pmean(
     *,
     axis_index_groups: Groups = None,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
-    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise)
+    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
 
 
 def pmax(
@@ -212,8 +228,9 @@ def _reduce(
     backend: str | None,
     algorithm: str | None,
     precise: bool = False,
+    order: str | None = None,
 ) -> Any:
-    how = settle(axis_name, groups, backend, algorithm, precise)
+    how = choice.settle(axis_name, groups, backend, algorithm, precise, order)
     if name in ("pmax", "pmin"):
         validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)
@@ -250,7 +267,7 @@ def all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
@@ -291,8 +308,9 @@ def ragged_all_to_all(
       axis_name: mesh axis, or tuple of axes, of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
       backend: see the module.
-      algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours) or
-        "line".
+      algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours),
+        "line" (the same on devices whose first and last share no link), or "spread" (over all axes
+        of a torus, for large and unequal slices); with ":vmem" behind it in VMEM.
 
     Returns:
       `output` with the rows received in place.
@@ -305,7 +323,7 @@ def ragged_all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
     slices = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -347,7 +365,7 @@ def ppermute(
         not in the mesh's order.
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
     """
-    how = settle(axis_name, None, backend, algorithm)
+    how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), x)
@@ -362,7 +380,7 @@ def pshuffle(
     algorithm: str | None = "auto",
 ) -> Any:
     """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
-    how = settle(axis_name, None, backend, algorithm)
+    how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_order(axis_name)
     validation.checked_perm(
         [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
@@ -380,7 +398,7 @@ def pswapaxes(
     algorithm: str | None = "auto",
 ) -> Any:
     """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
-    how = settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
     return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), x)
@@ -395,22 +413,6 @@ def pbroadcast(
     algorithm: str | None = "auto",
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
-    how = settle(axis_name, None, backend, algorithm)
+    how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_source(source, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
-
-
-def settle(
-    axis_name: AxisName,
-    groups: Groups,
-    backend: str | None,
-    algorithm: str | None,
-    precise: bool = False,
-) -> How:
-    """Checks axis names and groups against the mesh in scope, and settles what serves."""
-    size = validation.size_of(axis_name)
-    axes = validation.named(axis_name)
-    if groups is not None:
-        validation.check_groups(groups, size)
-    validation.check_flag("precise", precise)
-    return choice.choose(axes, backend, algorithm, precise)

@@ -46,7 +46,7 @@ def override_lax(
       keep: functions to leave to lax.
 
     Raises:
-      CollectiveError: a name that is none of the collectives'.
+      CollectiveError: a name that is not a collective's.
 
     It does not reach:
 
@@ -99,7 +99,7 @@ def overridden(
         by "psum".
 
     Raises:
-      CollectiveError: a name that is none of the collectives'.
+      CollectiveError: a name that is not a collective's.
     """
     names = _checked(only, _CHOOSING) - _checked(keep, ())
 

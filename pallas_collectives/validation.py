@@ -5,7 +5,8 @@ lax reports these mistakes later, in the compiler or on the devices, or less cle
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jax import lax
 from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
-AxisName = Any
-Groups = Any
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
+Groups: TypeAlias = Sequence[Sequence[int]] | None
 
 
 def named(axis_name: AxisName) -> tuple[Any, ...]:
@@ -45,7 +46,7 @@ def size_of(axis_name: AxisName) -> int:
     return size
 
 
-def check_groups(groups: Groups, size: int) -> None:
+def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
     """Checks that groups are of equal size and have each device of an axis once."""
     try:
         members = sorted(device for group in groups for device in group)
@@ -160,6 +161,17 @@ def check_flag(name: str, value: Any) -> None:
     """Checks that `value` is True or False, and not merely truthy or falsy."""
     if not isinstance(value, bool | np.bool_):
         raise CollectiveError(f"{name}={value!r}", "it is True or False", "pass one of them")
+
+
+def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
+    """`order` is None or "rank", and the latter of devices of a mesh, which have ranks."""
+    if order not in (None, "rank"):
+        rule = "sums are added in the order of the ranks ('rank') or as is quickest (None)"
+        raise CollectiveError(f"order={order!r}", rule, "pass one of them")
+    beside = [axis for axis in axes if axis not in jax.sharding.get_abstract_mesh().axis_names]
+    if order is not None and beside:
+        rule = f"{beside[0]!r} is an axis of vmap, whose terms lie on one device"
+        raise CollectiveError(f"order={order!r}", rule, "sum over it by jnp.sum, apart")
 
 
 def check_precision(precision: Any) -> None:

@@ -186,6 +186,8 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ("offsets", _offsets_out_of_order, "ends with rows"),
     ("offsets", lambda counts, me: (counts[me],) * 4, "list 4"),
     ("padded_rows", lambda counts: counts.sum(), "padded_rows"),
+    ("balanced", lambda wishes, room: wishes[:, 0], "room for 8"),
+    ("balanced", lambda wishes, room: np.arange(64) % 8, "could have expert"),
     ("round_trip", lambda rows, columns: [*np.ndindex(rows, columns)], "there is no link"),
     ("bytes_per_link", lambda n, d, nbytes: (n - 1) * nbytes / d, "bytes_per_link"),
     ("speedup_at_best", lambda wire, product: 2.0, "speedup_at_best"),

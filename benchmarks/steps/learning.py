@@ -1,14 +1,15 @@
 """Learns which of its own collectives XLA runs beside compute: `overlaps.json`, by compiling.
 
 For each chip and collective a program is compiled in which products stand beside a collective, and
-the next product takes what it brings. Where XLA's schedule has the core's work between the
-collective's start and its end, it runs beside compute.
+the next product takes what it brings. Where XLA starts it and lets the core go on, it runs beside
+compute, as far as a model has some for it.
 """
 
+import collections
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -58,26 +59,12 @@ def _engines(topology: str) -> dict[str, str]:
     return found
 
 
-def engine_of(op: str, events: Sequence[schedule.Event]) -> str:
-    """The engine that runs most of a collective's calls beside the core's work; "" if none does."""
-    beside: list[str] = []
-    flying: dict[str, Any] = {}
-    for event in events:
-        match event:
-            case schedule.Start(key, collective) if collective.op == op:
-                flying[key] = [collective.engine, 0]
-            case schedule.Work(_, cycles):
-                for state in flying.values():
-                    state[1] += cycles
-            case schedule.Done(key) if key in flying:
-                engine, cycles = flying.pop(key)
-                beside.append(engine if cycles > _PRODUCT_CYCLES else "")
-    hidden = [engine for engine in beside if engine]
-    return hidden[0] if 2 * len(hidden) >= len(beside) > 0 else ""
-
-
-# A product here takes some 80 000 cycles or more; what is less is no product.
-_PRODUCT_CYCLES = 10_000
+def engine_of(op: str, events: Iterable[schedule.Event]) -> str:
+    """The engine that runs most of a collective's calls; "" where that is the core."""
+    of = [e.collective for e in events if isinstance(e, schedule.Start)]
+    engines = collections.Counter(c.engine for c in of if c.op == op)
+    (engine, _), *_ = engines.most_common(1) or [(schedule.CORE, 0)]
+    return "" if engine == schedule.CORE else engine
 
 
 def _collectives(n: int) -> dict[str, Callable[[jax.Array], jax.Array]]:

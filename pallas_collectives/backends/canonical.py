@@ -19,7 +19,7 @@ own parameters, and `axis_name` in place of the group. Such a function is called
 and for single devices too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +27,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_collectives import catalogue, validation
+from pallas_collectives.annotations import DType, DTypeLike
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.validation import AxisName, Groups
 
 
 def run(module: Any, primitive: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
@@ -55,15 +57,15 @@ def _as_it_is(
     function: Callable[..., jax.Array],
     how: How,
     *args: jax.Array,
-    axis_name: Any,
-    axis_index_groups: Any = None,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
     **params: Any,
 ) -> jax.Array:
     """Of a primitive that has the canonical function's parameters, and axes in place of a group."""
     return function(*args, group_of(axis_name, axis_index_groups), **params, how=how)
 
 
-def group_of(axis_name: Any, index_groups: Any = None) -> Group:
+def group_of(axis_name: AxisName, index_groups: Groups = None) -> Group:
     """The group that lax's axis_name and axis_index_groups mean under the mesh in scope."""
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     shape = jax.sharding.get_abstract_mesh().shape
@@ -82,10 +84,10 @@ def _all_gather(
     x: jax.Array,
     *,
     all_gather_dimension: int,
-    axis_name: Any,
+    axis_name: AxisName,
     axis_size: int,
     tiled: bool,
-    axis_index_groups: Any = None,
+    axis_index_groups: Groups = None,
 ) -> jax.Array:
     axis = all_gather_dimension
     if not tiled:
@@ -103,10 +105,10 @@ def _reduce_scatter(
     x: jax.Array,
     *,
     scatter_dimension: int,
-    axis_name: Any,
+    axis_name: AxisName,
     axis_size: int,
     tiled: bool,
-    axis_index_groups: Any = None,
+    axis_index_groups: Groups = None,
 ) -> jax.Array:
     axis = scatter_dimension
     group = group_of(axis_name, axis_index_groups)
@@ -118,7 +120,7 @@ def _reduce_scatter(
 
 
 def _all_reduce(
-    module: Any, how: How, op: str, x: jax.Array, *, axes: Any, axis_index_groups: Any = None
+    module: Any, how: How, op: str, x: jax.Array, *, axes: Any, axis_index_groups: Groups = None
 ) -> jax.Array:
     # vmap turns a named axis into a number: a dimension of x, which is reduced here.
     named = validation.named(axes)
@@ -138,8 +140,8 @@ def _all_to_all(
     *,
     split_axis: int,
     concat_axis: int,
-    axis_name: Any,
-    axis_index_groups: Any = None,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
     tiled: bool = True,
 ) -> jax.Array:
     del tiled  # lax has added the dimension already
@@ -158,8 +160,8 @@ def _ragged_all_to_all(
     operand: jax.Array,
     output: jax.Array,
     *tables: jax.Array,
-    axis_name: Any,
-    axis_index_groups: Any = None,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
 ) -> jax.Array:
     if operand.size == 0 or output.size == 0:
         return output
@@ -167,14 +169,16 @@ def _ragged_all_to_all(
     return module.ragged_all_to_all(operand, output, tables, group, how=how)
 
 
-def _ppermute(module: Any, how: How, x: jax.Array, *, axis_name: Any, perm: Any) -> jax.Array:
+def _ppermute(
+    module: Any, how: How, x: jax.Array, *, axis_name: AxisName, perm: Sequence[tuple[int, int]]
+) -> jax.Array:
     if not perm or x.size == 0:
         return jnp.zeros_like(x)
     return module.ppermute(x, group_of(axis_name), perm=tuple(map(tuple, perm)), how=how)
 
 
 def _pbroadcast(
-    module: Any, how: How, x: jax.Array, source: Any = None, *, axis_name: Any, **params: Any
+    module: Any, how: How, x: jax.Array, source: Any = None, *, axis_name: AxisName, **params: Any
 ) -> jax.Array:
     # Everyone but the source adds zero bits: the sum of unsigned integers is the source's bits.
     group = group_of(axis_name)
@@ -186,21 +190,21 @@ def _pbroadcast(
     return _from_bits(masked, packed_dtype, x.dtype)
 
 
-def _bits(x: jax.Array) -> tuple[jax.Array, Any]:
+def _bits(x: jax.Array) -> tuple[jax.Array, DType]:
     """x as unsigned integers, and the dtype of what they are the bits of (see `packing`)."""
     packed, _ = packing.pack(x)
     unsigned = lax.bitcast_convert_type(packed, _unsigned(packed.dtype))
     return unsigned.astype(jnp.uint8) if _bits_of(packed.dtype) < 8 else unsigned, packed.dtype
 
 
-def _from_bits(bits: jax.Array, packed_dtype: Any, dtype: Any) -> jax.Array:
+def _from_bits(bits: jax.Array, packed_dtype: DType, dtype: DType) -> jax.Array:
     unsigned = bits.astype(_unsigned(packed_dtype))
     return packing.unpack(lax.bitcast_convert_type(unsigned, packed_dtype), dtype)
 
 
-def _unsigned(dtype: Any) -> Any:
+def _unsigned(dtype: DType) -> DTypeLike:
     return getattr(jnp, f"uint{_bits_of(dtype)}")
 
 
-def _bits_of(dtype: Any) -> int:
+def _bits_of(dtype: DType) -> int:
     return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits

@@ -19,13 +19,14 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import _compat, simulation
+from pallas_collectives import _compat, simulation, validation
 from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
 )
+from pallas_collectives.validation import AxisName, Groups
 
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
@@ -56,8 +57,30 @@ def use_backend(name: str | None) -> Iterator[None]:
         yield
 
 
+def settle(
+    axis_name: AxisName,
+    groups: Groups,
+    backend: str | None,
+    algorithm: str | None,
+    precise: bool = False,
+    order: str | None = None,
+) -> How:
+    """Checks axis names and groups against the mesh in scope, and settles what serves."""
+    size = validation.size_of(axis_name)
+    axes = validation.named(axis_name)
+    if groups is not None:
+        validation.check_groups(groups, size)
+    validation.check_flag("precise", precise)
+    validation.check_order_of_sum(order, axes)
+    return choose(axes, backend, algorithm, precise, order)
+
+
 def choose(
-    axes: tuple[Any, ...], backend: str | None, algorithm: str | None, precise: bool = False
+    axes: tuple[Any, ...],
+    backend: str | None,
+    algorithm: str | None,
+    precise: bool = False,
+    order: str | None = None,
 ) -> How:
     """Settles what serves a collective over `axes` under the mesh in scope.
 
@@ -80,7 +103,7 @@ def choose(
                 "lax's own collectives have no algorithms to choose from",
                 "leave them out, or name another backend",
             )
-        return How("xla", named=True)
+        return How("xla", named=True, order=order)
     platform = _platform()
     chosen = name or ("nccl" if platform in _GPU else "pallas")
     if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
@@ -89,8 +112,8 @@ def choose(
             value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
             remedy = "leave backend=None, algorithm=None and precise=False: lax then serves"
             raise BackendError(value, obstacle, remedy)
-        return How("xla", fallback=obstacle)
-    how = How(chosen, name is not None, "", algorithm, precise)
+        return How("xla", fallback=obstacle, order=order)
+    how = How(chosen, name is not None, "", algorithm, precise, order)
     if chosen != "pallas":
         return how
     return dataclasses.replace(

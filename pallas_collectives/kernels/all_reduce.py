@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_collectives.annotations import Interpret, Ref, buffer
 from pallas_collectives.kernels import all_gather, reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
@@ -45,7 +46,7 @@ class Scratch(NamedTuple):
 
 
 def ring(
-    x: jax.Array, group: Group, *, op: str, bidirectional: bool, vmem: bool, interpret: Any
+    x: jax.Array, group: Group, *, op: str, bidirectional: bool, vmem: bool, interpret: Interpret
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group."""
     shape = (1, *x.shape[1:])
@@ -67,9 +68,9 @@ def ring(
     )
 
 
-def one_shot(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
+def one_shot(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interpret) -> jax.Array:
     """Reduces x, whose last two dimensions are whole tiles, over the group."""
-    stack = jax.ShapeDtypeStruct((group.size, *x.shape), x.dtype)
+    stack = buffer((group.size, *x.shape), x.dtype)
     return launch.call(
         functools.partial(_one_shot_kernel, op=op, vmem=vmem),
         group,
@@ -86,8 +87,8 @@ def one_shot(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any)
 
 def _ring_kernel(
     ring: Ring,
-    x_ref: Any,  # n blocks: HBM or VMEM
-    o_ref: Any,  # n blocks: HBM or VMEM
+    x_ref: Ref,  # n blocks: HBM or VMEM
+    o_ref: Ref,  # n blocks: HBM or VMEM
     scratch: Scratch,
     *,
     blocks: Blocks,
@@ -109,8 +110,8 @@ def _ring_kernel(
 
 def _one_shot_kernel(
     ring: Ring,
-    x_ref: Any,  # own operand: HBM or VMEM
-    o_ref: Any,  # result: HBM or VMEM
+    x_ref: Ref,  # own operand: HBM or VMEM
+    o_ref: Ref,  # result: HBM or VMEM
     scratch: DirectScratch,
     *,
     op: str,

@@ -44,6 +44,7 @@ import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import launch, relay, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
@@ -60,16 +61,22 @@ class Scratch(NamedTuple):
     """What the ring's kernel takes beside its arrays."""
 
     relays: tuple[relay.Scratch | None, ...]  # for each schedule that relays
-    copy_sem: Any = pltpu.SemaphoreType.DMA  # own; started and waited for once
+    copy_sem: Semaphore = dma_semaphores()  # own; started and waited for once
     # own; what leaves x_ref, n-1 blocks in all, drained at the end
-    own_sem: Any = pltpu.SemaphoreType.DMA
+    own_sem: Semaphore = dma_semaphores()
     # What comes to stay, n-1 blocks in all. One semaphore for all of them and both directions, as
     #   nothing of it is read before all has come.
-    final_sem: Any = pltpu.SemaphoreType.DMA
+    final_sem: Semaphore = dma_semaphores()
 
 
 def direct(
-    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, vmem: bool, interpret: Any
+    x: jax.Array,
+    group: Group,
+    *,
+    split_axis: int,
+    concat_axis: int,
+    vmem: bool,
+    interpret: Interpret,
 ) -> jax.Array:
     """Exchanges blocks, each device writing to all others.
 
@@ -91,7 +98,13 @@ def direct(
 
 
 def ring(
-    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, vmem: bool, interpret: Any
+    x: jax.Array,
+    group: Group,
+    *,
+    split_axis: int,
+    concat_axis: int,
+    vmem: bool,
+    interpret: Interpret,
 ) -> jax.Array:
     """Exchanges blocks over a ring; a block must be `sliceable` along either axis."""
     layout = _Layout.of(x, group.size, split_axis, concat_axis, halves=2)
@@ -100,7 +113,13 @@ def ring(
 
 
 def line(
-    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, vmem: bool, interpret: Any
+    x: jax.Array,
+    group: Group,
+    *,
+    split_axis: int,
+    concat_axis: int,
+    vmem: bool,
+    interpret: Interpret,
 ) -> jax.Array:
     """Exchanges blocks over a line of at most `catalogue.LONGEST_LINE` devices, as `ring`."""
     chunk = min(CHUNK_BYTES, relay.line_message_bytes(group.size))
@@ -118,7 +137,7 @@ def _passed_on(
     *,
     on_line: bool,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> jax.Array:
     relays = tuple(
         relay.Scratch.of(schedule, schedule.cut(layout.source).chunk_shape, x.dtype)
@@ -187,7 +206,7 @@ class _Schedule(relay.Schedule):
         """Blocks whose chunks are messages."""
         return dataclasses.replace(blocks, chunks=self.cuts)
 
-    def message(self, blocks: Blocks, ref: Any, block: Any, number: Any, way: int) -> Any:
+    def message(self, blocks: Blocks, ref: Ref, block: Number, number: Number, way: int) -> Any:
         """What travels of a block as one message."""
         return self.cut(blocks).at(ref, block, 2 * number + way if self.halved else number)
 
@@ -211,8 +230,8 @@ def _schedules(layout: _Layout, n: int) -> tuple[_Schedule, ...]:
 
 def _direct_kernel(
     ring: Ring,
-    x_ref: Any,  # n blocks along the split axis: HBM or VMEM
-    o_ref: Any,  # n blocks along the concat axis: HBM or VMEM
+    x_ref: Ref,  # n blocks along the split axis: HBM or VMEM
+    o_ref: Ref,  # n blocks along the concat axis: HBM or VMEM
     scratch: PushSemaphores,
     *,
     layout: _Layout,
@@ -229,8 +248,8 @@ def _direct_kernel(
 
 def _ring_kernel(
     ring: Ring,
-    x_ref: Any,  # n blocks along the split axis: HBM or VMEM
-    o_ref: Any,  # n blocks along the concat axis: HBM or VMEM
+    x_ref: Ref,  # n blocks along the split axis: HBM or VMEM
+    o_ref: Ref,  # n blocks along the concat axis: HBM or VMEM
     scratch: Scratch,
     *,
     layout: _Layout,
@@ -242,9 +261,9 @@ def _ring_kernel(
 
     def move(
         schedule: _Schedule,
-        number: Any,
-        hop: Any,
-        distance: Any,
+        number: Number,
+        hop: Number,
+        distance: Number,
         counts: Any,
         first: bool,
         last: bool,

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Number, Ref, Semaphore, Step
+from pallas_collectives.annotations import DType, Number, Ref, Semaphore, Step, buffer
 from pallas_collectives.kernels import all_gather, reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
@@ -89,7 +89,7 @@ class Streams:
             slots=None if slots_ref is None else (slots_ref, index),
         )
 
-    def for_each(self, active: Callable[[Any], Any], body: Callable[[Any], None]) -> None:
+    def for_each(self, active: Callable[[Number], Any], body: Callable[[Number], None]) -> None:
         """body(stream) for every stream that is active; where any is, the last or the first is."""
         first, last = (_as_int(active(i)) for i in (0, self.count - 1))
         stop = first if self.count == 1 else self.count - 1 + last
@@ -132,7 +132,7 @@ def gather_and_consume(
     gathered_ref: Ref,  # n blocks: HBM; all are filled
     scratch: GatherScratch,
     *,
-    consume: Callable[[Any, Any], None],
+    consume: Callable[[Number, Number], None],
     blocks: Blocks,
     streams: tuple[Stream, ...],
     prepare: Callable[[], None] = lambda: None,  # runs when the first sends are under way
@@ -155,7 +155,7 @@ def gather_and_consume(
         source, target = blocks.at(x_ref, chunk=chunk), blocks.at(gathered_ref, ring.me, chunk)
         return pltpu.make_async_copy(source, target, scratch.copy_sems.at[chunk])
 
-    def set_out(index: Any) -> None:
+    def set_out(index: Number) -> None:
         chunk = moving.in_turn(index)
         own, first = blocks.at(x_ref, chunk=chunk), np.int32(0)
         moving.for_each(
@@ -167,7 +167,7 @@ def gather_and_consume(
     # are on a wire together share it, and all would arrive late.
     ahead = max(1, moving.chunks // 2)
 
-    def see_to_own(index: Any) -> None:
+    def see_to_own(index: Number) -> None:
         groups.only_if(index + ahead < moving.chunks, lambda: set_out(index + ahead))
         own_copy(moving.in_turn(index)).wait()
         following = jnp.minimum(index + 1, moving.chunks - 1)
@@ -218,7 +218,7 @@ def scatter_scratch(
     """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out."""
     scratch = reduce_scatter.Scratch.of(streams, blocks, dtype)
     slots = len(streams), blocks.chunks, SLOTS + 1, *blocks.chunk_shape
-    return scratch._replace(slots_ref=jax.ShapeDtypeStruct(slots, dtype))
+    return scratch._replace(slots_ref=buffer(slots, dtype))
 
 
 def produce_and_scatter(
@@ -267,7 +267,7 @@ def produce_and_scatter(
             lambda stream: forward(step, stream, chunk),
         )
 
-    def finish_chunk(index: Any) -> None:
+    def finish_chunk(index: Number) -> None:
         chunk = moving.in_turn(index)
         target = blocks.at(o_ref, chunk=chunk)
 
@@ -299,6 +299,6 @@ def produce_and_scatter(
         sync.for_each(0, moving.chunks, drain)
 
 
-def _for_each_chunk(moving: Streams, steps: int, body: Callable[[Any, Any], None]) -> None:
+def _for_each_chunk(moving: Streams, steps: int, body: Callable[[Number, Number], None]) -> None:
     """body(step, index of a chunk), step by step."""
     sync.for_each(0, steps, lambda step: sync.for_each(0, moving.chunks, lambda i: body(step, i)))

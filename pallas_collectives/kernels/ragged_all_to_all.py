@@ -40,6 +40,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import launch, relay, sync
 from pallas_collectives.kernels.machinery.entry import WIDE
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
@@ -55,10 +56,10 @@ class Scratch(NamedTuple):
     """What the ring's kernel takes beside its arrays and tables."""
 
     slots: relay.Scratch
-    copy_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows that we send to ourselves
-    own_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows of x_ref that we send to others
+    copy_sem: Semaphore = dma_semaphores()  # own; the rows that we send to ourselves
+    own_sem: Semaphore = dma_semaphores()  # own; the rows of x_ref that we send to others
     # What comes to stay: nothing of it is read before all has come.
-    final_sem: Any = pltpu.SemaphoreType.DMA
+    final_sem: Semaphore = dma_semaphores()
 
 
 def direct(
@@ -71,7 +72,7 @@ def direct(
     group: Group,
     *,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> jax.Array:
     """Sends slices of `operand`'s rows into `output`, whose buffer becomes the result's.
 
@@ -106,7 +107,7 @@ def ring(
     group: Group,
     *,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
     on_line: bool = False,
 ) -> jax.Array:
     """As `direct`, round the ring.
@@ -150,40 +151,40 @@ line = functools.partial(ring, on_line=True)
 
 
 def _for_each_slice(
-    first: Any, slices: int, sizes_ref: Any, most: int, body: Callable[[Any, Any], None]
+    first: Any, slices: int, sizes_ref: Ref, most: int, body: Callable[[Any, Any], None]
 ) -> None:
     """body(slice number, rows) for those of the `slices` from `first` on that are not empty."""
 
-    def one(j: Any) -> None:
+    def one(j: Number) -> None:
         i = first + j
-        count = _clipped(sizes_ref[i], most)
+        count = clipped(sizes_ref[i], most)
         pl.when(count > 0)(functools.partial(body, i, count))
 
     sync.for_each(0, slices, one)
 
 
-def _clipped(size: Any, most: int) -> Any:
+def clipped(size: Number, most: int) -> Any:
     """A slice's rows: no more than either array has."""
     return lax.clamp(np.int32(0), size, np.int32(most))
 
 
-def _start(ref: Any, offset: Any, size: Any) -> Any:
+def start(ref: Ref, offset: Number, size: Number) -> Any:
     """Where a slice begins in an array: at its offset, or as near to it as it fits."""
     return lax.clamp(np.int32(0), offset, np.int32(ref.shape[0]) - size)
 
 
-def _rows(ref: Any, offset: Any, size: Any) -> Any:
-    return ref.at[pl.ds(_start(ref, offset, size), size)]
+def _rows(ref: Ref, offset: Number, size: Any) -> Any:
+    return ref.at[pl.ds(start(ref, offset, size), size)]
 
 
 def _direct_kernel(
     ring: Ring,
-    input_offsets_ref: Any,  # (n * slices,): SMEM, as the next three
-    send_sizes_ref: Any,
-    output_offsets_ref: Any,
-    recv_sizes_ref: Any,
-    x_ref: Any,  # (rows, ...): HBM or VMEM
-    o_ref: Any,  # (rows', ...): HBM or VMEM; rows that nobody sends to are as they were
+    input_offsets_ref: Ref,  # (n * slices,): SMEM, as the next three
+    send_sizes_ref: Ref,
+    output_offsets_ref: Ref,
+    recv_sizes_ref: Ref,
+    x_ref: Ref,  # (rows, ...): HBM or VMEM
+    o_ref: Ref,  # (rows', ...): HBM or VMEM; rows that nobody sends to are as they were
     scratch: PushSemaphores,  # of rows, from and to ourselves and others
     *,
     slices: int,
@@ -193,24 +194,24 @@ def _direct_kernel(
     n, (copy_sem, send_sem, recv_sem) = ring.size, scratch
     most = min(x_ref.shape[0], o_ref.shape[0])
 
-    def for_each_slice(position: Any, sizes_ref: Any, body: Callable[[Any, Any], None]) -> None:
+    def for_each_slice(position: Number, sizes_ref: Ref, body: Callable[[Any, Any], None]) -> None:
         _for_each_slice(position * slices, slices, sizes_ref, most, body)
 
-    def copy_to_self(i: Any, count: Any) -> None:
+    def copy_to_self(i: Number, count: Number) -> None:
         source = _rows(x_ref, input_offsets_ref[i], count)
         pltpu.make_async_copy(source, _rows(o_ref, output_offsets_ref[i], count), copy_sem).start()
 
-    def push(distance: Any) -> None:
+    def push(distance: Number) -> None:
         receiver = wrap(ring.me + distance, n)
 
-        def send(i: Any, count: Any) -> None:
+        def send(i: Number, count: Number) -> None:
             source = _rows(x_ref, input_offsets_ref[i], count)
             target = _rows(o_ref, output_offsets_ref[i], count)
             sync.remote_copy(source, target, send_sem, recv_sem, ring.device_id(receiver))
 
         for_each_slice(receiver, send_sizes_ref, send)
 
-    def drain(distance: Any) -> None:
+    def drain(distance: Number) -> None:
         peer = wrap(ring.me + distance, n)
         for_each_slice(peer, recv_sizes_ref, functools.partial(_wait, recv_sem, o_ref))
         for_each_slice(peer, send_sizes_ref, functools.partial(_wait, send_sem, x_ref))
@@ -223,18 +224,18 @@ def _direct_kernel(
         for_each_slice(ring.me, send_sizes_ref, functools.partial(_wait, copy_sem, x_ref))
 
 
-def _wait(semaphore: Any, ref: Any, _: Any, count: Any) -> None:
+def _wait(semaphore: Semaphore, ref: Ref, _: Any, count: Any) -> None:
     sync.wait(semaphore, ref.at[pl.ds(0, count)])
 
 
 def _ring_kernel(
     ring: Ring,
-    chunks_ref: Any,  # (1,): SMEM: chunks of the largest slice of all, as the next three
-    input_offsets_ref: Any,  # (n * slices,)
-    sizes_ref: Any,  # (n * n * slices,): rows of each sender's slices, by receiver
-    places_ref: Any,  # (n * n * slices,): where they begin there
-    x_ref: Any,  # (rows, ...): HBM or VMEM
-    o_ref: Any,  # (rows', ...): HBM or VMEM; rows that nobody sends to are as they were
+    chunks_ref: Ref,  # (1,): SMEM: chunks of the largest slice of all, as the next three
+    input_offsets_ref: Ref,  # (n * slices,)
+    sizes_ref: Ref,  # (n * n * slices,): rows of each sender's slices, by receiver
+    places_ref: Ref,  # (n * n * slices,): where they begin there
+    x_ref: Ref,  # (rows, ...): HBM or VMEM
+    o_ref: Ref,  # (rows', ...): HBM or VMEM; rows that nobody sends to are as they were
     scratch: Scratch,
     *,
     schedule: relay.Schedule,
@@ -246,7 +247,7 @@ def _ring_kernel(
     slots = relay.Slots(ring, schedule, scratch.slots)
 
     def move(
-        _: Any, number: Any, hop: Any, distance: Any, counts: Any, first: bool, last: bool
+        _: Any, number: Number, hop: Number, distance: Number, counts: Any, first: bool, last: bool
     ) -> Any:
         """One hop of chunk `number` / slices of slice `number` % slices, for a distance each way.
 
@@ -257,7 +258,7 @@ def _ring_kernel(
             sender = ring.block(direction * (1 - hop))
             receiver = ring.block(direction * (distance - hop + 1))
             i = receiver * slices + lax.rem(number, np.int32(slices))
-            size = _clipped(sizes_ref[sender * (n * slices) + i], most)
+            size = clipped(sizes_ref[sender * (n * slices) + i], most)
             begin = lax.div(number, np.int32(slices)) * chunk
             whole = lax.clamp(np.int32(0), size - begin, chunk)
             if on_line:
@@ -271,13 +272,14 @@ def _ring_kernel(
 
             def send(_: Any) -> None:
                 if first:
-                    start = _start(x_ref, input_offsets_ref[i], size) + begin
-                    source, sent = x_ref.at[pl.ds(start, count)], scratch.own_sem
+                    first_row = start(x_ref, input_offsets_ref[i], size) + begin
+                    source, sent = x_ref.at[pl.ds(first_row, count)], scratch.own_sem
                 else:
                     source, sent = slots.arrived(way, forwarded, count)
                 if last:
-                    start = _start(o_ref, places_ref[sender * (n * slices) + i], size) + begin
-                    target, peer = o_ref.at[pl.ds(start, count)], ring.peer(direction)
+                    place = places_ref[sender * (n * slices) + i]
+                    first_row = start(o_ref, place, size) + begin
+                    target, peer = o_ref.at[pl.ds(first_row, count)], ring.peer(direction)
                     sync.remote_copy(source, target, sent, scratch.final_sem, peer)
                 else:
                     slots.send(way, relayed, source, sent, count)
@@ -291,11 +293,11 @@ def _ring_kernel(
     def for_each_slice(sender: Any, receiver: Any, body: Callable[[Any, Any], None]) -> None:
         _for_each_slice((sender * n + receiver) * slices, slices, sizes_ref, most, body)
 
-    def copy_to_self(i: Any, count: Any) -> None:
+    def copy_to_self(i: Number, count: Number) -> None:
         source = _rows(x_ref, input_offsets_ref[i - ring.me * (n * slices)], count)
         pltpu.make_async_copy(source, _rows(o_ref, places_ref[i], count), scratch.copy_sem).start()
 
-    def drain(distance: Any) -> None:
+    def drain(distance: Number) -> None:
         peer = wrap(ring.me + distance, n)
         for_each_slice(peer, ring.me, functools.partial(_wait, scratch.final_sem, o_ref))
         for_each_slice(ring.me, peer, functools.partial(_wait, scratch.own_sem, x_ref))

@@ -42,6 +42,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Step, buffer
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
@@ -70,21 +71,21 @@ MOST_CHUNKS_IN_VMEM = 5
 class Scratch(NamedTuple):
     """What `add_on_the_way` takes beside its arrays."""
 
-    slots_ref: Any  # (streams, chunks, SLOTS, one chunk): HBM or VMEM; written by upstream
+    slots_ref: Ref  # (streams, chunks, SLOTS, one chunk): HBM or VMEM; written by upstream
     semaphores: channels.Semaphores  # (streams, chunks)
 
     @classmethod
-    def of(cls, streams: tuple[Stream, ...], blocks: Blocks, dtype: Any) -> "Scratch":
+    def of(cls, streams: tuple[Stream, ...], blocks: Blocks, dtype: DType) -> "Scratch":
         """What to allocate."""
         index = len(streams), blocks.chunks
-        slots = jax.ShapeDtypeStruct((*index, SLOTS, *blocks.chunk_shape), dtype)
+        slots = buffer((*index, SLOTS, *blocks.chunk_shape), dtype)
         return cls(slots, channels.Semaphores.of(*index, window=SLOTS))
 
 
 class DirectScratch(NamedTuple):
     """What a kernel takes that adds what all have pushed to it."""
 
-    stack_ref: Any  # (n, one block): HBM or VMEM; layer p is written by device p
+    stack_ref: Ref  # (n, one block): HBM or VMEM; layer p is written by device p
     push: PushSemaphores
 
 
@@ -96,7 +97,7 @@ def ring(
     op: str,
     bidirectional: bool,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> jax.Array:
     """Reduces x over the group and leaves each device its block along `axis`.
 
@@ -109,7 +110,7 @@ def ring(
 
 
 def line(
-    x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Any
+    x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Interpret
 ) -> jax.Array:
     """Reduces x over a line, as `ring`."""
     blocks = _blocks(x, group, axis, vmem)
@@ -118,11 +119,11 @@ def line(
 
 
 def direct(
-    x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Any
+    x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Interpret
 ) -> jax.Array:
     """Reduces x with one hop a term, as `ring`."""
     blocks = Blocks.of(_block_shape(x, group, axis), axis, x.dtype)
-    stack = jax.ShapeDtypeStruct((group.size, *blocks.shape), x.dtype)
+    stack = buffer((group.size, *blocks.shape), x.dtype)
     return _launch(
         functools.partial(_direct_kernel, blocks=blocks, op=op, vmem=vmem),
         x,
@@ -154,7 +155,7 @@ def _by_hops(
     name: str,
     *,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> jax.Array:
     return _launch(
         functools.partial(add_on_the_way, blocks=blocks, streams=streams, op=op, vmem=vmem),
@@ -183,7 +184,7 @@ def _launch(
     )
 
 
-def chunks_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
+def chunks_of(shape: tuple[int, ...], dtype: DType, vmem: bool) -> int:
     """In how many chunks a block is to travel, so that adding one hides behind sending the others.
 
     What is left to add when the last one arrives is not hidden: more chunks, less of that, until a
@@ -197,8 +198,8 @@ def chunks_of(shape: tuple[int, ...], dtype: Any, vmem: bool) -> int:
 
 def _direct_kernel(
     ring: Ring,
-    x_ref: Any,  # n blocks: HBM or VMEM
-    o_ref: Any,  # one block: HBM or VMEM
+    x_ref: Ref,  # n blocks: HBM or VMEM
+    o_ref: Ref,  # one block: HBM or VMEM
     scratch: DirectScratch,
     *,
     blocks: Blocks,
@@ -215,8 +216,8 @@ def _direct_kernel(
 
 def add_on_the_way(
     ring: Ring,
-    x_ref: Any,  # n blocks: HBM or VMEM
-    o_ref: Any,  # the own block of the result: HBM or VMEM
+    x_ref: Ref,  # n blocks: HBM or VMEM
+    o_ref: Ref,  # the own block of the result: HBM or VMEM
     scratch: Scratch,
     *,
     blocks: Blocks,
@@ -240,7 +241,7 @@ def add_on_the_way(
     on_line = streams[0].line
     behind, ahead = ([s.behind(ring) for s in streams], [s.ahead(ring) for s in streams])
 
-    def channel_of(i: int, chunk: Any) -> Channel:
+    def channel_of(i: int, chunk: Number) -> Channel:
         stream, index = streams[i], (i, chunk)
         comes = ahead[i] + 1 if on_line else stream.hops_of(chunk)
         return Channel(
@@ -253,23 +254,23 @@ def add_on_the_way(
             slots=(scratch.slots_ref, index),
         )
 
-    def wait_sent(i: int, chunk: Any) -> None:
+    def wait_sent(i: int, chunk: Number) -> None:
         channel = channel_of(i, chunk)
         channel.wait_sent(channel.slot(0))
 
     turns = [_Turns(s, functools.partial(wait_sent, i)) for i, s in enumerate(streams)]
 
-    def own_term(number: Any, i: int, chunk: Any) -> Any:
+    def own_term(number: Number, i: int, chunk: Number) -> Any:
         """Our term of the sum that we send as this message."""
         furthest = ahead[i] if on_line else streams[i].hops_of(chunk)
         return blocks.at(x_ref, ring.block(streams[i].direction * (furthest - number)), chunk)
 
-    def set_out(number: Any, i: int, chunk: Any) -> None:
+    def set_out(number: Number, i: int, chunk: Number) -> None:
         channel = channel_of(i, chunk)
         turns[i].end_earlier(number, chunk)
         channel.send(own_term(number, i, chunk), channel.slot(number), number)
 
-    def add(number: Any, i: int, chunk: Any) -> None:
+    def add(number: Number, i: int, chunk: Number) -> None:
         channel, come = channel_of(i, chunk), number if on_line else number - 1
         summed = channel.slot(come)
         channel.receive(come, summed)
@@ -278,11 +279,11 @@ def add_on_the_way(
         channel.release(come - 1)
         channel.send(summed, channel.slot(number), number)
 
-    def begin(_: Any, i: int, chunk: Any) -> None:
+    def begin(_: Any, i: int, chunk: Number) -> None:
         sets_out = behind[i] == 0 if on_line else True
         groups.only_if(sets_out, lambda: set_out(np.int32(0), i, chunk))
 
-    def forward(step: Any, i: int, chunk: Any) -> None:
+    def forward(step: Step, i: int, chunk: Number) -> None:
         if not on_line:
             add(step, i, chunk)
             return
@@ -290,18 +291,18 @@ def add_on_the_way(
         groups.only_if(behind[i] == 0, lambda: set_out(number, i, chunk))
         groups.only_if((behind[i] > 0) & (number >= 0), lambda: add(number, i, chunk))
 
-    def last_sum(i: int, chunk: Any, comes: Any) -> Any:
+    def last_sum(i: int, chunk: Number, comes: Any) -> Any:
         """Where the last sum of our own block's chunk is on a stream, once it has come."""
         channel = channel_of(i, chunk)
         number = channel.arrivals - 1
         groups.only_if(comes, lambda: channel.receive(number, channel.slot(number)))
         return channel.slot(number)
 
-    def with_own(chunk: Any, *sums: Any) -> tuple[Any, ...]:
+    def with_own(chunk: Number, *sums: Any) -> tuple[Any, ...]:
         """What `combine` makes our own block's chunk of: our term, and what has come."""
         return blocks.at(o_ref, chunk=chunk), blocks.at(x_ref, ring.me, chunk), *sums
 
-    def finish_one(chunk: Any) -> None:
+    def finish_one(chunk: Number) -> None:
         """At a line's end, and between two devices: what comes, in one message of one stream."""
         here = [b > 0 if on_line else streams[i].hops_of(chunk) > 0 for i, b in enumerate(behind)]
         sums = [last_sum(i, chunk, comes) for i, comes in enumerate(here)]
@@ -313,7 +314,7 @@ def add_on_the_way(
         groups.only_if(here[0] & here[1], lambda: add(with_own(chunk, *sums)))
         groups.only_if(~(here[0] & here[1]), lambda: add(alone))
 
-    def finish(turn: Any, _: None) -> None:
+    def finish(turn: Number, _: None) -> None:
         """Our own block's chunk; with it that which comes last on the other stream, if any does."""
         chosen = (turn, turn + rounds)[: blocks.chunks // rounds]
         if on_line or (len(streams) > 1 and not streams[0].near):
@@ -349,7 +350,7 @@ class _Turns:
         self._stream, self._wait_sent = stream, wait_sent  # a chunk's oldest send has ended
         self._in_flight = min(IN_FLIGHT, stream.chunks)
 
-    def end_earlier(self, number: Any, chunk: Any) -> None:
+    def end_earlier(self, number: Number, chunk: Number) -> None:
         """Waits, before a chunk's message is sent, for the send that must have ended by then."""
         turn = self._stream.turn(chunk)
 

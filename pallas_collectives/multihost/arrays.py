@@ -21,8 +21,8 @@ from pallas_collectives.multihost.agreement import DEFAULT_TIMEOUT, agree
 
 
 def host_local_array_to_global_array(local_inputs: Any, global_mesh: Mesh, pspecs: Any) -> Any:
-    """Global arrays of which each process gives its part: `jax.experimental.multihost_utils`'
-    function of that name.
+    """Makes global arrays of each process's part, as the function of that name in
+    `jax.experimental.multihost_utils` does.
 
     A mesh axis that spans processes multiplies the dimensions that it shards: on 2 processes,
     (4, 3) on each becomes (8, 3) under `P("x")`. A dimension that no such axis shards must hold

@@ -34,7 +34,8 @@ def assert_equal(in_tree: Any, fail_message: str = "", *, timeout: float = DEFAU
       ProcessMismatchError (an AssertionError): says which leaf, on which processes, and the first
         values that differ; or where structures, shapes or dtypes differ.
       ProcessTimeoutError: names the processes that did not come.
-      CollectiveError: a leaf whose shards lie on several processes, none of which holds it whole.
+      CollectiveError: a leaf whose shards lie on several processes, so that no process holds it
+        whole.
     """
     try:
         _compare(in_tree, timeout)

@@ -50,14 +50,14 @@ def live_devices(
       ProcessFailureError: names the processes that died in the block, and has their
         `failed_devices`; JAX's error of that name, too.
       ProcessTimeoutError: names those that did not come, and have not been found dead.
-      CollectiveError: no devices, none of this process, or a timeout that is not positive and
+      CollectiveError: no devices, no device of this process, or a timeout that is not positive and
         finite.
     """
     check_timeout(_OPERATION, timeout)
     mine = jax.process_index()
     if all(device.process_index != mine for device in devices):
         raise CollectiveError(
-            f"{_OPERATION} of {len(devices)} devices, none of process {mine}",
+            f"{_OPERATION} of {len(devices)} devices, but not one of process {mine}",
             "a process must own at least one of the devices that it asks about",
             "pass jax.devices(), or leave the call to the processes that own the devices",
         )

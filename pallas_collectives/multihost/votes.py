@@ -7,7 +7,7 @@ same one, a late process included: it finds out at once that it is late, and in 
 are in step again.
 
 Rounds are counted per channel, on each process for itself: no name is needed to meet, and processes
-that call different functions meet all the same, and see that they differ.
+that call different functions meet too, and see that they differ.
 """
 
 import collections

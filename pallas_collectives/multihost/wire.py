@@ -1,14 +1,14 @@
 """Host bytes between processes, through the devices, in bounded chunks.
 
-The mesh has one row of devices per process. A chunk is cut into as many lanes as a row has
-devices, so each device carries its share of the traffic and none is sent twice:
+The mesh has one row of devices per process. A chunk is cut into as many shares as a row has
+devices, so each device carries its share of the traffic, and no share is sent twice:
 
-    process 0   lane 0 | lane 1        all_gather along each column leaves every process
-    process 1   lane 0 | lane 1        with all rows; psum, where only the source's row is
-    process 2   lane 0 | lane 1        not zero, leaves it with that row
+    process 0   share 0 | share 1      all_gather along each column leaves every process
+    process 1   share 0 | share 1      with all rows; psum, where only the source's row is
+    process 2   share 0 | share 1      not zero, leaves it with that row
 
-What travels is 32-bit words, so every dtype arrives bit for bit. The words per lane are a power
-of two: a handful of programs is compiled for all the trees of a run.
+What travels is 32-bit words, so every dtype arrives bit for bit. The words per share are a power
+of two, so a handful of programs serves all the trees of a run.
 """
 
 import collections
@@ -118,7 +118,7 @@ def check_chunk_bytes(chunk_bytes: int, operation: str) -> None:
 
 
 def _chunk(wanted: int, limit: int) -> np.ndarray:
-    """Zeros for `wanted` bytes, or the most under `limit`: a power of two of words per lane."""
+    """Zeros for `wanted` bytes, or the most under `limit`: a power of two of words per share."""
     lanes = _mesh().shape["lanes"]
     most = 1 << ((limit // (lanes * _WORD.itemsize)).bit_length() - 1)
     words = 1 << (-(-wanted // (lanes * _WORD.itemsize)) - 1).bit_length()
@@ -134,8 +134,8 @@ def _collective(agreement: Agreement, program: Callable, chunk: np.ndarray) -> n
 
     def move() -> np.ndarray:
         parts = [
-            jax.device_put(lane[None], device)
-            for lane, device in zip(words, mesh.devices[jax.process_index()], strict=True)
+            jax.device_put(share[None], device)
+            for share, device in zip(words, mesh.devices[jax.process_index()], strict=True)
         ]
         shape = (processes, lanes, words.shape[-1])
         out = program(jax.make_array_from_single_device_arrays(shape, sharding, parts))

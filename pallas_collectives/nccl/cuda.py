@@ -261,5 +261,5 @@ class Event:
 
 @functools.cache
 def driver() -> Driver:
-    """This process's driver; raises NcclError where there is none."""
+    """This process's driver; raises NcclError without one."""
     return Driver()

@@ -186,7 +186,7 @@ def choose(path: str | os.PathLike[str] | None, in_process: str | None) -> str:
     """The file that the order at the top of this module names.
 
     in_process: the libnccl already in this process, as `loaded` finds it.
-    Raises LibraryError where there is none, or where the wish comes too late.
+    Raises LibraryError if there is no library, or if the wish comes too late.
     """
     wish = os.fspath(path) if path is not None else os.environ.get(ENVIRONMENT) or None
     if wish is None:

@@ -1,4 +1,4 @@
-"""Pipelines of hops and kernel bodies, for fused kernels that nobody has thought of yet.
+"""Pipelines of hops and kernel bodies, for fused kernels of your own.
 
 A body is a Pallas TPU kernel's: it reads and writes refs to tiles of rows in VMEM. Around it stands
 what `all_gather_matmul` and `matmul_reduce_scatter` are built on (`kernels.pipelines`):
@@ -195,7 +195,7 @@ def _operand(x: Any, name: str) -> jax.Array:
 
 
 def _refuse_jvp(*_: Any, name: str) -> NoReturn:
-    rule = "nobody knows the derivative of what a kernel body computes"
+    rule = "the derivative of what a kernel body computes is not known"
     remedy = "put the call in a jax.custom_vjp, with another body for the backward pass"
     raise CollectiveError(f"a derivative of {name}", rule, remedy)
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import collectives, validation
-from pallas_collectives.backends import canonical, flights
+from pallas_collectives.backends import canonical, choice, flights
 from pallas_collectives.backends.nccl import blocks, side_by_side
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups, varying
@@ -241,7 +241,7 @@ def _start(
     leave: Callable[[jax.Array, Group], _Way],
     after: Any,
 ) -> Started:
-    how = collectives.settle(axis_name, groups, backend, algorithm)
+    how = choice.settle(axis_name, groups, backend, algorithm)
     leaves, tree = jax.tree.flatten(x)
     if not flights.serve(how) or not all(np.size(leaf) for leaf in leaves):
         return Started.of(at_once())

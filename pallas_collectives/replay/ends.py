@@ -55,7 +55,8 @@ class Stuck:
             return f"signal {self.semaphore} of this device, or leave the wait out"
         unit = "byte" if self.counts == "bytes" else "time"
         what = f"{more:,} {unit}{'s' * (more > 1)} more"
-        return f"wait for {self.has:,} only, or let it be signalled {what}"
+        less = f"wait for {self.has:,} only" if self.has else "leave this wait out"
+        return f"{less}, or let {self.semaphore} be signalled {what}"
 
     def __str__(self) -> str:
         who = "; ".join(self.signalled_by) or "nobody ever signals it"

@@ -109,7 +109,7 @@ def never_waited(
                 f"wait for {name} before {before}",
             )
         later = waits[0].column.source.line
-        if later == line or _filled_before(order, other, copy):
+        if later == line or (of_write and _filled_before(order, other, copy)):
             continue
         return (
             f"the copy signals {name} when it {what}, and device {other.device} waits for that "
@@ -117,6 +117,22 @@ def never_waited(
             f"let the wait at {later} come before {line}",
         )
     return None
+
+
+def both_write(one: Event, other: Event, place: str) -> tuple[str, str]:
+    """That two copies write to one place, and nobody waits between them."""
+    senders = sorted({one.device, other.device})
+    if len(senders) == 1:
+        return (
+            f"device {senders[0]} starts the second without knowing that the first has arrived",
+            "wait between the two for a signal that only the first's end can cause, or give each "
+            "a place of its own",
+        )
+    return (
+        f"devices {senders[0]} and {senders[1]} both write to {place}, and neither knows of the "
+        "other's copy",
+        "give each a place of its own, or let one wait for a signal that the other's has arrived",
+    )
 
 
 def _filled_before(order: Order, use: Event, copy: Event) -> bool:

@@ -9,8 +9,8 @@ in between at a device on its way. It crosses as few links as there are. On a ri
 
 Each link then carries n^2/8 of what a device has for one other, each way round; on a line n^2/4 in
 the middle. What is for the opposite device of an even ring goes right from even places and left
-from odd ones, so that both ways carry the same, and in two jumps, of which a jump of half the ring
-could not tell which way it goes.
+from odd ones, so that both ways carry the same. It goes in two jumps, because one jump of half the
+ring could not tell which way it goes.
 """
 
 import dataclasses

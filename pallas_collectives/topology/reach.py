@@ -31,7 +31,7 @@ def reaches(chip: Chip, torus: Torus, a: Place, b: Place) -> bool:
 
     Args:
       chip: the TPU generation.
-      torus: the whole slice's, of which the devices in question may be a part.
+      torus: the whole slice's; the group may be a part of the slice.
       a, b: coordinates of the chip, then the device's number on the chip.
     """
     if chip.far_dma or a == b:

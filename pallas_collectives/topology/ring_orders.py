@@ -57,8 +57,8 @@ class Cost:
 
     Attributes:
       longest: the most links of any hop; on a line, of any but the closing one.
-      line: whether the closing hop had better not be used. Half the way round a ring that closes
-        over as many links as a line has is further than from one end of the line to the other.
+      line: whether to leave the closing hop unused. If a ring closes over as many links as a line
+        has, half the way round it is further than from one end of the line to the other.
       closing: the links from the last device back to the first.
       total: the links of all hops.
     """

@@ -10,9 +10,9 @@ from pallas_collectives.topology.ring_orders import Place, Torus
 
 
 def of_mesh(group: Group) -> tuple[Group, ...]:
-    """The rings along a group's mesh axes, where it has several; () where it has not.
+    """The rings along a group's mesh axes, if it has several; else ().
 
-    For devices of which nobody knows where they are: a mesh's axes are those of its torus.
+    This is for devices whose places are unknown: the mesh's axes are taken for those of its torus.
     """
     long = [(name, size) for name, size in zip(group.axes, group.sizes, strict=True) if size > 1]
     if group.index_groups is not None or len(long) < 2:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from pallas_collectives.replay.machine import GENERATIONS
-from pallas_collectives.verify import asked
+from pallas_collectives.verify import asked, programs
 from pallas_collectives.verify.asked import AskError, Axes
 
 
@@ -62,7 +62,7 @@ def ask(
     mesh = jax.sharding.Mesh(devices.reshape(tuple(axes.values())), tuple(axes))
     try:
         args = asked.arguments(given, n)
-        program = asked.over_mesh(function, args, mesh, axes, inside)
+        program = programs.over_mesh(function, args, mesh, axes, inside)
         if program.mesh != axes:
             return Compilation(generation, None, "not asked: the function has a mesh of its own")
         shapes = jax.tree.map(

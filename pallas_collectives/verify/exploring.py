@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import _compat, simulation
-from pallas_collectives.verify import asked, judge
+from pallas_collectives.verify import asked, judge, programs
 from pallas_collectives.verify.asked import AskError, Axes
 from pallas_collectives.verify.verdict import FAULTY, Verdict
 
@@ -152,7 +152,7 @@ def _runs(
     schedules = _Schedules(detect_races=True)
     held: dict[str, int | None] = {"device": None}
     with pltpu.force_tpu_interpret_mode(schedules):
-        program = asked.over_mesh(function, asked.arguments(args, n), on, axes, inside)
+        program = programs.over_mesh(function, asked.arguments(args, n), on, axes, inside)
         operands = [_made_up(arg, n if program.inside else None) for arg in program.args]
         run = jax.jit(_stacked(function, on, held, seconds) if program.inside else program.function)
         want = expected

@@ -14,7 +14,7 @@ from pallas_collectives.replay.machine import Machine, MachineError
 from pallas_collectives.replay.program import Read
 from pallas_collectives.replay.trace_program import NoShardMap
 from pallas_collectives.replay.views import DataDependent
-from pallas_collectives.verify import asked, compiled, findings
+from pallas_collectives.verify import asked, compiled, findings, programs
 from pallas_collectives.verify.verdict import Case, Verdict
 
 
@@ -54,22 +54,22 @@ def check(
     taken_as, operands = "", ""
     for axes in asked.meshes(mesh, devices, axis_names):
         pod = asked.machine_for(machine, math.prod(axes.values()))
-        program = asked.program(target, args, axes, pod, inside)
+        program = programs.of(target, args, axes, pod, inside)
         if any(case.axes == program.mesh for case in cases):
             continue  # a function with a mesh of its own
         if math.prod(program.mesh.values()) > pod.n_devices:
             pod = asked.machine_for(machine, math.prod(program.mesh.values()))
         cases.append(_judged(program, pod))
         taken_as = "the function of one device" if program.inside else "a program of whole arrays"
-        operands = operands or asked.described(program.args)
+        operands = operands or programs.described(program.args)
     for number, case in enumerate(cases if compile else ()):
         asked_of = (compiled.ask(g, case.axes, target, args, inside) for g in compile)
         cases[number] = dataclasses.replace(case, compilations=tuple(asked_of))
-    name = function if isinstance(function, str) else getattr(target, "__name__", "function")
+    name = function if isinstance(function, str) else programs.name_of(target)
     return Verdict(name, taken_as, operands, tuple(cases))
 
 
-def _judged(program: asked.Asked, pod: Machine) -> Case:
+def _judged(program: programs.Asked, pod: Machine) -> Case:
     case = Case(program.mesh, pod)
     try:
         report = api.replay(program.function, *program.args, machine=pod, races=True, quick=True)

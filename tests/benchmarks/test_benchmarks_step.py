@@ -106,13 +106,11 @@ def test_what_is_exposed_and_hidden() -> None:
     assert lanes_of == {CORE, DMA, "wire", SPARSECORE}
 
 
-def test_the_engine_that_runs_a_collective_beside_products() -> None:
-    of = Collective("a", "all_gather", "", DMA, 1, 4)
-    hidden = [Start("a", of), Work("w", 50_000), Done("a")]
-    exposed = [Start("a", of), Work("w", 50), Done("a"), Work("v", 50_000)]
-    assert learning.engine_of("all_gather", hidden) == DMA
-    assert learning.engine_of("all_gather", [*hidden, *exposed, *exposed]) == ""
-    assert learning.engine_of("all_to_all", hidden) == ""
+def test_the_engine_that_runs_a_collective() -> None:
+    beside, alone = (Collective("a", "all_gather", "", engine, 1, 4) for engine in (DMA, CORE))
+    assert learning.engine_of("all_gather", [Start("a", beside)] * 2 + [Start("b", alone)]) == DMA
+    assert learning.engine_of("all_gather", [Start("a", beside)] + [Start("b", alone)] * 2) == ""
+    assert learning.engine_of("all_to_all", [Start("a", beside)]) == ""
 
 
 def small(devices: int, form: Form) -> Program:

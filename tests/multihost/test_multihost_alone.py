@@ -214,7 +214,7 @@ def test_live_devices_alone_are_all_and_bad_input_is_refused():
     with ours.live_devices(jax.devices()[::-1]) as devices:
         assert devices == jax.devices()
     for devices, options, told in (
-        ([], {}, "none of process 0"),
+        ([], {}, "not one of process 0"),
         (jax.devices(), {"timeout": 0}, "a timeout is a positive, finite number"),
     ):
         with pytest.raises(CollectiveError, match=told), ours.live_devices(devices, **options):

@@ -116,3 +116,13 @@ def test_two_hundred_and_fifty_six_devices_are_checked() -> None:
     assert report.races == []
     faulty = check(lambda x: kernels.ring(x, 64, fault="no_barrier"), 64, "v5e:16x4")
     assert faulty.races
+
+
+def test_what_leaves_two_copies_unordered_is_said() -> None:
+    (early, *_) = check(lambda x: kernels.ring(x, 4, fault="no_wait"), 4, "v5p:4").races or []
+    assert "never waits for that" in early.why and "wait for recv[0] before" in early.remedy
+    relayed = check(lambda x: kernels.relay(x, 4, rounds=6, credits=False), 4, "v5p:4").races or []
+    whys = " ".join(race.why for race in relayed)
+    assert "may have brought to recv[1] by then" in whys
+    assert "nothing tells device 2 that device 3 is done" in whys
+    assert all(race.flights[0] or race.flights[1] for race in relayed)

@@ -1,5 +1,6 @@
 """The judge: what it finds in kernels with one fault each, where it points, and what it refuses."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 import replay_kernels
 import verify_kernels as kernels
 from pallas_collectives import verify
-from pallas_collectives.replay import lines
+from pallas_collectives.replay import Machine, lines
 from pallas_collectives.verify import asked, written
 from pallas_collectives.verify.verdict import FAULTY, SOUND, UNJUDGED
 
@@ -31,7 +32,12 @@ def test_a_sound_kernel_is_sound_on_every_mesh_and_schedule() -> None:
     ("function", "rule", "says", "remedy"),
     [
         (kernels.without_barrier, "entry", "has entered kernel", "signal the barrier semaphore"),
-        (kernels.stuck, "deadlock", "waits for ever for recv_sem", "wait for 0 only"),
+        (
+            kernels.stuck,
+            "deadlock",
+            "waits for ever for recv_sem",
+            "leave this wait out, or let recv_sem be signalled 32,768 bytes more",
+        ),
         (kernels.unwaited, "entry", "device 1 never waits for that", "wait for recv_sem before"),
         (
             kernels.unwaited,
@@ -145,6 +151,15 @@ def test_whole_programs_and_meshes_of_their_own() -> None:
     assert [case.axes for case in verdict.cases] == [{"x": 2}, {"x": 8}]
     own = verify.check(kernels.over_its_own_mesh, X, devices=(2, 4, 8))
     assert own.ok and [case.axes for case in own.cases] == [{"x": 2}]
+
+
+def test_what_is_bound_already_stays() -> None:
+    bound = functools.partial(kernels.whole, mesh=Machine.named("v5p:2").mesh({"x": 2}))
+    verdict = verify.check(bound, "f32[8,128]", devices=(4,))
+    assert verdict.ok and verdict.name == "whole"
+    assert [case.axes for case in verdict.cases] == [{"x": 2}]
+    partial = functools.partial(kernels.to_the_right, fault="stuck")
+    assert verify.check(partial, X, devices=(2,)).status == FAULTY
 
 
 def test_meshes_of_several_axes() -> None:

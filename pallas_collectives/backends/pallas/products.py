@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
 
 from pallas_collectives import _compat, validation
+from pallas_collectives.annotations import DType, DTypeLike, Interpret
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul
@@ -46,9 +48,9 @@ class Spec:
 
     axis_name: Any
     axis: int
-    out_dtype: Any
+    out_dtype: DTypeLike
     transposed: bool
-    precision: Any
+    precision: PrecisionLike
     how: How
     wish: str = ""
     precise: bool = False
@@ -59,7 +61,7 @@ class Spec:
         """How many devices there are."""
         return validation.size_of(self.axis_name)
 
-    def transpose(self, out_dtype: Any) -> "Spec":
+    def transpose(self, out_dtype: DTypeLike) -> "Spec":
         """The parameters of the transposed product, which nobody asked for by name."""
         return dataclasses.replace(
             self,
@@ -121,7 +123,7 @@ def up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def kernel_dtype(out_dtype: Any) -> Any:
+def kernel_dtype(out_dtype: DTypeLike) -> DType:
     """The dtype in which a kernel writes results of `out_dtype`: 8-bit results are written wide."""
     if jnp.dtype(out_dtype).itemsize > 1 and out_dtype not in (jnp.float16, jnp.int16):
         return jnp.dtype(out_dtype)
@@ -129,14 +131,14 @@ def kernel_dtype(out_dtype: Any) -> Any:
     return jnp.dtype(jnp.int32 if integer else jnp.float32)
 
 
-def wire_dtype(out_dtype: Any, precise: bool) -> Any:
+def wire_dtype(out_dtype: DTypeLike, precise: bool) -> DType:
     """The dtype in which sums of products travel: the results', or a wide one on request."""
     dtype = kernel_dtype(out_dtype)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return jnp.dtype(jnp.float32) if precise and is_float else dtype
 
 
-def settled_precision(precision: Any) -> Any:
+def settled_precision(precision: PrecisionLike) -> Any:
     """The precision that a kernel multiplies with: the caller's, or JAX's default."""
     chosen = one_precision(precision)
     return one_precision(_compat.default_matmul_precision()) if chosen is None else chosen
@@ -150,18 +152,22 @@ def one_precision(precision: Any) -> Any:
     return names.get(precision, precision) if isinstance(precision, str) else precision
 
 
-def gather_layout(shape: tuple[int, ...], axis: int, x_dtype: Any, out_dtype: Any) -> Layout:
+def gather_layout(
+    shape: tuple[int, ...], axis: int, x_dtype: DType, out_dtype: DTypeLike
+) -> Layout:
     """The layout of `all_gather_matmul`'s x."""
     return Layout(shape, axis, 1, max(sublanes(x_dtype), sublanes(kernel_dtype(out_dtype))))
 
 
-def scatter_layout(shape: tuple[int, ...], axis: int, n: int, x_dtype: Any, wire: Any) -> Layout:
+def scatter_layout(
+    shape: tuple[int, ...], axis: int, n: int, x_dtype: DType, wire: DType
+) -> Layout:
     """The layout of `matmul_reduce_scatter`'s x."""
     return Layout(shape, axis, n, max(sublanes(x_dtype), sublanes(wire)))
 
 
 def plan(
-    op: str, x_shape: tuple[int, ...], x_dtype: Any, ws: Sequence[Any], spec: Spec
+    op: str, x_shape: tuple[int, ...], x_dtype: DType, ws: Sequence[Any], spec: Spec
 ) -> tuple[collective_matmul.Plan, Any]:
     """How the products of one block go, and the dtype of what travels."""
     columns = [up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
@@ -221,10 +227,10 @@ def all_gather_matmul(
     group: Group,
     *,
     axis: int,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     transposed: bool,
-    precision: Any,
-    interpret: Any,
+    precision: PrecisionLike,
+    interpret: Interpret,
 ) -> list[jax.Array]:
     """The gathered x, and its product with each w."""
     layout = gather_layout(x.shape, axis, x.dtype, out_dtype)
@@ -251,12 +257,12 @@ def matmul_reduce_scatter(
     group: Group,
     *,
     axis: int,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     precise: bool,
     scale: float,
     transposed: bool,
-    precision: Any,
-    interpret: Any,
+    precision: PrecisionLike,
+    interpret: Interpret,
 ) -> jax.Array:
     """Block `me` along `axis` of `scale` times everyone's sum of x @ w, of one pair or several.
 

@@ -1,13 +1,13 @@
 """Canonical reductions on Pallas kernels: dtypes, layout, algorithm, launch."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError
@@ -68,7 +68,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     return _unrows(y, x.shape).astype(x.dtype)
 
 
-def wire_dtype(dtype: Any, op: str, precise: bool) -> Any:
+def wire_dtype(dtype: DType, op: str, precise: bool) -> DType:
     """The dtype in which sums travel.
 
     It is float32 for floats that DMAs or the vector unit do not take, or on request, and int32 if
@@ -87,7 +87,7 @@ def wire_dtype(dtype: Any, op: str, precise: bool) -> Any:
     return dtype
 
 
-def _whole_tiles(shape: tuple[int, ...], axis: int, dtype: Any) -> bool:
+def _whole_tiles(shape: tuple[int, ...], axis: int, dtype: DType) -> bool:
     """Whether blocks of a shape can be addressed along `axis` and added tile by tile."""
     return (
         len(shape) >= 2

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Number, Ref
+from pallas_collectives.annotations import Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology.groups import Ring, wrap_step
 
@@ -42,8 +42,8 @@ from pallas_collectives.topology.groups import Ring, wrap_step
 class Semaphores(NamedTuple):
     """The semaphores of the channels of several streams: what to allocate, or refs to it."""
 
-    sent: Any  # (*streams): own; the bytes that have left
-    arrived: Any  # (*streams, window): signalled by upstream, number k % window by message k
+    sent: Semaphore  # (*streams): own; the bytes that have left
+    arrived: Semaphore  # (*streams, window): signalled by upstream, number k % window by message k
     credit: Any  # (*streams): signalled by downstream, once for each message that may follow
 
     @classmethod
@@ -72,18 +72,18 @@ class Channel:
     ring: Ring
     direction: Number
     semaphores: Semaphores
-    index: tuple[Any, ...]
+    index: tuple[Number, ...]
     arrivals: Any = None
     longest: int | None = None
-    slots: tuple[Any, tuple[Any, ...]] | None = None
-    sent: Any = None
+    slots: tuple[Ref, tuple[Number, ...]] | None = None
+    sent: Semaphore | None = None
 
     @property
     def window(self) -> int:
         """How many messages may be on their way."""
         return self.semaphores.arrived.shape[-1]
 
-    def slot(self, number: Number) -> Any:
+    def slot(self, number: Number) -> Ref:
         """Where a message arrives, here and downstream."""
         assert self.slots is not None, "messages have places of their own"
         ref, index = self.slots
@@ -133,10 +133,10 @@ class Channel:
         sync.wait(self._sent, source, times)
 
     @property
-    def _sent(self) -> Any:
+    def _sent(self) -> Semaphore:
         return self.semaphores.sent.at[self.index] if self.sent is None else self.sent
 
-    def _arrived(self, number: Number) -> Any:
+    def _arrived(self, number: Number) -> Semaphore:
         return self.semaphores.arrived.at[(*self.index, wrap_step(number, self.window))]
 
     @property

@@ -69,6 +69,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Interpret, Ref
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.groups import Group, Ring
@@ -82,7 +83,9 @@ _FIRST = {False: (0, 1 << 29), True: (1 << 14, 3 << 13)}
 _MOST_DIVISORS = 26
 
 
-def barrier_id(barrier: str, group: Group, interpret: Any, on_sparsecore: bool = False) -> int:
+def barrier_id(
+    barrier: str, group: Group, interpret: Interpret, on_sparsecore: bool = False
+) -> int:
     """The collective id of a call.
 
     Args:
@@ -169,9 +172,9 @@ class Entry:
     def enter(
         self,
         rings: Sequence[Ring],
-        scalar_refs: Sequence[Any],
-        table_refs: Sequence[Any],
-        semaphore_refs: Sequence[Any],
+        scalar_refs: Sequence[Ref],
+        table_refs: Sequence[Ref],
+        semaphore_refs: Sequence[Ref],
     ) -> None:
         """Returns when all devices that matter have entered the kernel."""
         if not self.wide:
@@ -183,7 +186,7 @@ class Entry:
             sync.barrier_with(among, table_refs[0], pltpu.get_barrier_semaphore())
             sync.signal_all(among, table_refs[0], semaphore_refs[0])
 
-    def leave(self, table_refs: Sequence[Any], semaphore_refs: Sequence[Any]) -> None:
+    def leave(self, table_refs: Sequence[Ref], semaphore_refs: Sequence[Ref]) -> None:
         """Returns when the kernel may end: all within reach have passed its barrier."""
         if self.peers is not None:
             pl.semaphore_wait(semaphore_refs[0], table_refs[0][0])

@@ -6,10 +6,10 @@ every signal starts once, from the first. `tests/kernels/machinery/test_megacore
 compiled program.
 
 Two cores that shared the DMAs could at the best halve the time to start them. By the replay of v4
-and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to
-4 MiB, that gains at most 4% on an axis of 4, from 1 MiB on 1%; on 64 devices 6%, but 10% of
-all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores would have to agree at
-every wait, at a signal each, of which that says nothing. So one core starts all.
+and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to 4
+MiB, that gains at most 4% on an axis of 4, from 1 MiB on 1%; on 64 devices 6%, but 10% of
+all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores would also have to
+agree at every wait, with a signal each, which this does not count. So one core starts all.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import Interpret, Ref, Semaphore, dma_semaphores
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels.machinery import entry, spaces, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
@@ -54,7 +55,7 @@ def call_many(
     barrier: str,
     prepare: Callable[..., Callable[[], None]] | None = None,
     name: str,
-    interpret: Any,
+    interpret: Interpret,
     vmem: bool = False,
     wire_bytes: int = 0,
     flops: int = 0,
@@ -174,7 +175,7 @@ def call_many(
             out_shape=(spaces.results(out_shapes), spaces.results(buffers)),
             in_specs=([smem] * len(tables), [smem] * len(scalars), [hbm] * len(operands)),
             out_specs=([hbm] * len(out_shapes), [hbm] * len(buffers)),
-            scratch_shapes=allocated,
+            scratch_shapes=allocated,  # type: ignore[arg-type]
             input_output_aliases={first + k: result for k, result in aliases.items()},
             **options,
         )
@@ -199,8 +200,8 @@ class _Vmem(NamedTuple):
 
     operands: list[Any]  # None for one that begins a result: it is copied to that result's place
     results: list[Any]
-    begin_sem: Any  # own; copies to where results are
-    copy_sem: Any  # own; the other copies in, then copies out
+    begin_sem: Semaphore  # own; copies to where results are
+    copy_sem: Semaphore  # own; the other copies in, then copies out
 
     @classmethod
     def of(cls, operands: Any, results: Any, aliases: dict[int, int]) -> "_Vmem":
@@ -209,9 +210,9 @@ class _Vmem(NamedTuple):
             [pltpu.VMEM(x.shape, x.dtype) for x in arrays] for arrays in (operands, results)
         )
         own = [None if k in aliases else place for k, place in enumerate(places)]
-        return cls(own, of_results, *[pltpu.SemaphoreType.DMA] * 2)
+        return cls(own, of_results, dma_semaphores(), dma_semaphores())
 
-    def bring(self, refs: Sequence[Any], aliases: dict[int, int]) -> Callable[[], None]:
+    def bring(self, refs: Sequence[Ref], aliases: dict[int, int]) -> Callable[[], None]:
         """Sets out to copy operands here; what is returned waits until they are.
 
         With what results begin waited for: others may write over it as soon as we have told them,
@@ -229,7 +230,7 @@ class _Vmem(NamedTuple):
         begun()
         return arrived
 
-    def take_back(self, refs: Sequence[Any]) -> None:
+    def take_back(self, refs: Sequence[Ref]) -> None:
         """Copies results to where the program has them."""
         sync.started(self.results, refs, [self.copy_sem] * len(refs))()
 

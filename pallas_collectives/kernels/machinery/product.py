@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
@@ -184,7 +185,7 @@ def multiply(
     tiles: Tiles,
     adds: Any = True,
     scale: float = 1.0,
-    precision: Any = None,
+    precision: PrecisionLike = None,
 ) -> None:
     """out = scale * (x @ w + terms), as the module says; `adds` says whether terms count."""
     t, keep = tiles, tiles.keep

@@ -5,7 +5,7 @@ waits in a slot of its host and is sent on from there. A slot is written again o
 has left it: it is the `channel`'s, and released then.
 
 On a line there is one side. Its schedule serves all n-1 distances in one batch: messages then wait
-for none but those of earlier moves (see `for_each_move`), whichever of them the ends leave out.
+only for those of earlier moves (see `for_each_move`), whichever of them the ends leave out.
 """
 
 import dataclasses

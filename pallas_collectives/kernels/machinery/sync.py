@@ -160,7 +160,7 @@ def signal_all(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
     for_each(0, peers_ref[0], signal)
 
 
-def partners(ring: Ring, partners_ref: Ref) -> tuple[Any, Any]:
+def partners(ring: Ring, partners_ref: Ref) -> tuple[jax.Array, jax.Array]:
     """The positions of our target and our source; negative if we have none but ourselves.
 
     `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
@@ -191,8 +191,8 @@ class PushSemaphores(NamedTuple):
 
 def push_to_everyone(
     ring: Ring,
-    source: Callable[[Any, Any], Any],
-    target: Callable[[Any], Any],
+    source: Callable[[Number, Number | None], Ref],
+    target: Callable[[Number | None], Ref],
     semaphores: PushSemaphores,
     chunks: int = 1,
     in_positions: bool = False,
@@ -222,7 +222,7 @@ def push_to_everyone(
 
 
 def started(
-    sources: Sequence[Any], targets: Sequence[Any], semaphores: Sequence[Any]
+    sources: Sequence[Ref], targets: Sequence[Ref], semaphores: Sequence[Semaphore]
 ) -> Callable[[], None]:
     """Starts copies on this device; what is returned waits for all of them."""
     copies = list(map(pltpu.make_async_copy, sources, targets, semaphores))

@@ -3,7 +3,7 @@
 A block is cut in parts, each of them a stream. A stream goes through all axes, one after the other,
 as a ring along each; what it has met on one axis goes along the next as one piece. Streams differ
 in the axis that they begin with and in their direction, so that every link of the torus carries the
-same load at all times. Gathering on 4 x 4 devices, hops x blocks of which a hop moves the part:
+same load at all times. Gathering on 4 x 4 devices; 3 x 4 means 3 hops, each of 4 blocks' part:
 
     stream  part  phase 0   phase 1
     0       1/4   x+ 3 x 1  y+ 3 x 4
@@ -181,7 +181,7 @@ def ways(
     What begins with axis a moves n_a - 1 times its size along it, then n_a (n_b - 1) times along
     the next axis b, and so on: one linear equation for each axis. The axis `within` chips comes
     last: so what goes to both devices of a chip comes in once. With `both`, parts go on from an
-    axis to the one before it as well as to the one behind it, if so much can be had by that.
+    axis to the one before it as well as to the one behind it, if that can balance the load.
 
     Returns:
       The orders, what share of all goes in each, and the load of each axis of links by each share.
@@ -204,7 +204,7 @@ def ways(
 
 
 def differ(axes: Sequence[Group]) -> bool:
-    """Whether parts had better go through axes in more orders than one from each.
+    """Whether it is better that parts go through axes in more orders than one from each.
 
     On axes that differ parts do too, and the largest is the last to be through: so it is made two.
     By the replay that takes 3% to 17% off a gather, of 64 KiB to 2 MiB on 4 x 4 x 8 and 4 x 8 x 8;
