@@ -11,12 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import harness
+import judged_kernels
 import program_mutants
 import replay_kernels
 import schedules
 from judged_features import ALL as CASES
 from judged_kernels import Case
 from pallas_collectives.replay import Machine, replay
+from pallas_collectives.replay.jaxprs import UnsupportedEquation
 from pallas_collectives.replay.trace_program import trace
 
 _ROWS = [pytest.param(c, n, id=f"{c.name}-{n}") for c in CASES for n in c.devices]
@@ -145,3 +147,19 @@ def test_the_race_in_jaxs_all_gather_shows_in_its_interpreter(
     rows = jax.device_put(x, jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
     gathered = np.asarray(replay_kernels.shipped_all_gather(rows, mesh))
     assert np.isnan(gathered).any()
+
+
+def test_what_cannot_be_judged_names_primitive_and_line() -> None:
+    def body(x: Any) -> Any:
+        def kernel(x_ref: Any, o_ref: Any, done: Any) -> None:
+            pltpu.make_async_copy(x_ref, o_ref, done).start()
+
+        return judged_kernels.launch(kernel, x, replay_kernels.REGULAR)
+
+    machine = Machine.named("v5p:2x1x1")
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    function = replay_kernels.sharded(body, machine.mesh({"x": 2}))
+    with pytest.raises(UnsupportedEquation, match="other semaphores") as caught:
+        replay(function, x, machine=machine)
+    assert caught.value.primitive == "dma_start"
+    assert caught.value.line.startswith("test_judge.py:")
