@@ -53,7 +53,7 @@ SEVERAL = (
 SEVERAL_BLOCKS = (8 << 10, 1 << 20)
 PARTS = (("small", SMALL, SMALL_BLOCKS), ("several", SEVERAL, SEVERAL_BLOCKS))
 SHOWN = ("all_gather", "psum_scatter", "psum", "all_to_all")
-MOST_EXCHANGING = 64  # devices; a replay of more that all send to all takes minutes
+MOST_EXCHANGING = 16  # devices; a replay of more that all send to all takes minutes
 GPU_BLOCKS = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 _DTYPE = "float32"
 
