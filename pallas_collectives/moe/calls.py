@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.backends import choice
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
 from pallas_collectives.moe import linear, plans
@@ -202,7 +202,7 @@ def _is_whole(value: Any) -> bool:
 
 def _check_numbers(experts: Any, num_experts: int) -> None:
     """Those known while tracing are experts, or -1."""
-    if isinstance(experts, jax.core.Tracer):
+    if _compat.is_traced(experts):
         return
     numbers = np.asarray(experts)
     wrong = numbers[(numbers < -1) | (numbers >= num_experts)]
