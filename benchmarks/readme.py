@@ -51,7 +51,8 @@ SEVERAL = (
     *(("v5p:4x4x4", "x,y"), ("v5p:4x4x4", "x,y,z"), ("7x:4x4x4", "x,y,z,core")),
 )
 SEVERAL_BLOCKS = (8 << 10, 1 << 20)
-FROM_ALL_TO_ALL = ("all_gather", "psum_scatter", "psum", "all_to_all")
+PARTS = (("small", SMALL, SMALL_BLOCKS), ("several", SEVERAL, SEVERAL_BLOCKS))
+SHOWN = ("all_gather", "psum_scatter", "psum", "all_to_all")
 GPU_BLOCKS = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 _DTYPE = "float32"
 
@@ -126,7 +127,7 @@ def tasks_over(
     pods: Sequence[tuple[str, str]], blocks: Sequence[int]
 ) -> Iterator[replay_rows.Task]:
     """What is replayed on pods over axes; of a psum an operand is as large as others' blocks."""
-    cases = [case for case in CASES if case.name in FROM_ALL_TO_ALL]
+    cases = [case for case in CASES if case.name in SHOWN]
     for (pod, over), case, block in itertools.product(pods, cases, blocks):
         axes = tuple(over.split(","))
         (task, *_) = replay_rows.plan([pod], [case], [1], axes=axes)
@@ -139,9 +140,9 @@ def small(saved: Saved) -> str:
     """Microseconds of small blocks, and the least of any schedule."""
     rows: list[Replayed] = saved.parts["small"]
     cells = []
-    for pod, name in itertools.product([pod for pod, _ in SMALL], FROM_ALL_TO_ALL):
+    for pod, name in itertools.product([pod for pod, _ in SMALL], SHOWN):
         found = [row for row in rows if (row.machine, row.op) == (pod, name)]
-        first = f"{pod}, {found[0].devices}" if name == FROM_ALL_TO_ALL[0] else ""
+        first = f"{pod}, {found[0].devices}" if name == SHOWN[0] else ""
         what = f"{name}, {'operand' if name == 'psum' else 'block'} of"
         texts = [f"{row.time_us:.1f} ({row.bound_us:.1f})" for row in found]
         if name == "psum":  # of less than a row for each device there is no replay
@@ -159,11 +160,9 @@ def several(saved: Saved) -> str:
     cells = []
     for pod, over in SEVERAL:
         here = [row for row in rows if (row.machine, row.over) == (pod, over)]
-        texts = (
-            _small_and_large(*(row for row in here if row.op == name)) for name in FROM_ALL_TO_ALL
-        )
+        texts = (_small_and_large(*(row for row in here if row.op == name)) for name in SHOWN)
         cells.append((f"{pod} {over}, {here[0].devices}", *texts))
-    headers = ("pod, axes, devices", *FROM_ALL_TO_ALL)
+    headers = ("pod, axes, devices", *SHOWN)
     return grid(headers, cells, (True,) * len(headers))
 
 
@@ -303,10 +302,7 @@ def recompute(screen: Screen) -> None:
     kept = Results(screen, about, {}, str(STORED))
     on_pods = [task for pod in PODS for task in tasks(pod)]
     kept.collect("replayed", replay_rows.rows(on_pods), len(on_pods))
-    for part, pods, blocks in (
-        ("small", SMALL, SMALL_BLOCKS),
-        ("several", SEVERAL, SEVERAL_BLOCKS),
-    ):
+    for part, pods, blocks in PARTS:
         of_part = [*tasks_over(pods, blocks)]
         kept.collect(part, replay_rows.rows(of_part), len(of_part))
     wanted = Settings(tuple(CASES), dtypes=(_DTYPE,), topologies=TOPOLOGIES)

@@ -227,7 +227,7 @@ _RAGGED_ALL_TO_ALL = (
 )
 _SPREAD = Algorithm(
     name="spread",
-    launcher=Kernel("torus.ragged_all_to_all", "spread"),
+    launcher=Kernel("torus.ragged_spread", "spread"),
     reach=EVERYONE,
     barrier="everyone",
     sent="those, and what is passed on, on all axes",

@@ -61,17 +61,16 @@ def choose(
             suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]
-    base = name.partition(":")[0]
     able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
-    suffixes = ("", "hbm") if base == _EXCHANGE else ("", "vmem", "hbm", "sc")
-    if base not in able or suffix not in suffixes:
+    algorithm = able.get(name.partition(":")[0])
+    suffixes = ("", "hbm") if algorithm is ordered.EXCHANGE else ("", "vmem", "hbm", "sc")
+    if algorithm is None or suffix not in suffixes:
         so = "" if how.order is None else f" in order={how.order!r}"
         raise AlgorithmError(
             f"algorithm={name!r} for {op}{so}",
             f"it is one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
-    algorithm = able[base]
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
             f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",

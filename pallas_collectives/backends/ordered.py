@@ -30,20 +30,23 @@ from pallas_collectives.topology.groups import Group
 # bytes. A call of NCCL takes about as long as these many bytes (four H200, see the README).
 CALL_BYTES = 4 << 20
 
+# The backends' modules by name: each enters itself, for it imports this one.
+exchanges: dict[str, Any] = {}
+
 # Terms that one pass adds. XLA's loops write their sum out after each turn.
 _TERMS = 16
 
 
 def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     """The sum of everyone's block `me` along `axis`, by a backend's exchanges."""
-    module, plain = _module(how), _plain(how)
+    module, plain = exchanges[how.backend], _plain(how)
     blocks = module.all_to_all(x, group, split_axis=axis, concat_axis=axis, how=plain)
     return added(blocks, group.size, axis)
 
 
 def all_reduce(x: jax.Array, group: Group, *, how: How) -> jax.Array:
     """The sum, everywhere, by a backend's exchanges."""
-    n, module, plain = group.size, _module(how), _plain(how)
+    n, module, plain = group.size, exchanges[how.backend], _plain(how)
     if (n - 1) * (n - 2) * x.nbytes <= n * CALL_BYTES:
         stack = module.all_gather(x[None], group, axis=0, how=plain)
         return added(stack, n, 0)[0]
@@ -81,12 +84,6 @@ def _rounded(total: jax.Array, dtype: Any) -> jax.Array:
     return total.astype(dtype)
 
 
-def _module(how: How) -> Any:
-    from pallas_collectives.backends import serving  # which serves by what is here
-
-    return serving.backend_module(how.backend)
-
-
 def _plain(how: How) -> How:
     """Of the exchanges, which add nothing and whose algorithms nobody named."""
     return dataclasses.replace(how, algorithm=None, precise=False, order=None)
@@ -99,7 +96,9 @@ def _exchanged(
     del op, vmem  # a sum, from HBM to HBM
     how = How("pallas", interpret=interpret)
     block = reduce_scatter(x, group, axis=axis or 0, how=how)
-    return block if axis is not None else _module(how).all_gather(block, group, axis=0, how=how)
+    if axis is not None:
+        return block
+    return exchanges[how.backend].all_gather(block, group, axis=0, how=how)
 
 
 EXCHANGE = Algorithm(

@@ -1,5 +1,6 @@
 """Canonical collectives by lax's own, where its primitive alone will not do: sums in order."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -52,3 +53,6 @@ def by_lax(
     return jax.shard_map(
         run, in_specs=nothing, out_specs=nothing, axis_names=frozenset(), check_vma=False
     )
+
+
+ordered.exchanges["xla"] = sys.modules[__name__]

@@ -219,3 +219,32 @@ def test_explain_says_what_the_order_costs() -> None:
     assert large.candidates[0].us == pytest.approx(steps, rel=0.05)  # and the additions
     on_v5e = pc.explain("psum_scatter", 16 << 20, devices=16, chip="v5e", order="rank")
     assert on_v5e.algorithm == "exchange"
+
+
+def test_across_slices_lax_adds_so() -> None:
+    x = in_order.numbers((N, 8, 128), "float32")
+    pc.reset_counts()
+
+    def program(x: jax.Array) -> Any:
+        with pc.across_slices("x"):
+            scattered = pc.psum_scatter(x, ("x", "y"), tiled=True, **RANKED)
+            return pc.psum(x, ("x", "y"), **RANKED), scattered
+
+    sums, blocks = run(program, x, on=harness.mesh(2, 2))
+    np.testing.assert_array_equal(sums, in_order.everywhere(x))
+    np.testing.assert_array_equal(blocks.reshape(8, 128), in_order.added(x))
+    assert {backend for _, backend, _ in pc.counts()} == {"xla"}
+    assert "order='rank'" in str(pc.fallback_counts())
+
+
+def test_on_a_mesh_that_is_only_partly_manual_lax_adds_so() -> None:
+    x = in_order.numbers((2, 8, 128), "float32")
+    spec = jax.sharding.PartitionSpec("x")
+    program = jax.shard_map(
+        lambda x: pc.psum(x[0], "x", **RANKED),
+        mesh=harness.mesh(2, 2),
+        in_specs=spec,
+        out_specs=jax.sharding.PartitionSpec(),
+        axis_names={"x"},
+    )
+    np.testing.assert_array_equal(np.asarray(jax.jit(program)(x)), in_order.added(x))

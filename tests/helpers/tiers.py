@@ -80,6 +80,11 @@ def _dtypes(p: Parameters) -> Iterable[Hashable]:
     return ("op", p["row"].op), p["dtype"]
 
 
+def _sound_or_not(p: Parameters) -> Iterable[Hashable]:
+    """One sound kernel and a faulty one."""
+    return (bool(p["case"].finds),)
+
+
 # "module::test", without parameters, and without the folder that the module lies in.
 QUICK: dict[str, Covers] = {
     "test_all_reduce_gather::test_elements_are_added_in_the_order_of_the_ranks": each(
@@ -136,6 +141,11 @@ QUICK: dict[str, Covers] = {
     "test_hierarchy::test_values_are_laxs_by_kernels_inside_and_lax_across": only(
         layout=("two-slices-of-four", "named-in-another-order", "two-outer-axes")
     ),
+    "test_judge::test_mutants_are_caught_or_equivalent_and_all_schedules_agree": only(
+        name=["all_gather:line", "all_to_all:direct"]
+    ),
+    "test_judge::test_the_interpreter_agrees": _sound_or_not,
+    "test_judge::test_verdicts": each("case"),
     "test_kernel_bodies::test_kernel_bodies_compile": once,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
@@ -203,6 +213,9 @@ QUICK: dict[str, Covers] = {
     "test_sparsecore::test_compiles_to_an_asynchronous_call": each("op x algorithm", "generation"),
     "test_sparsecore::test_the_same_kernel_gives_what_it_gives_on_the_tensorcore": each("op"),
     "test_sparsecore::test_replayed_as_a_second_engine": each("op"),
+    "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
+    "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
+    "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=((2, 2, 2),)),
     "test_torus_all_to_all::test_compiles_with_nothing_around_it": each("topology"),
     "test_torus_all_to_all::test_links_of_v5e_are_at_work_almost_all_the_time": only(
         axes=[("x",)], name=["v5e:4x4"]

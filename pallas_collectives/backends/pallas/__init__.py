@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives.backends import algorithms, nested
+from pallas_collectives.backends import algorithms, nested, ordered
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
@@ -173,3 +174,6 @@ def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _of_widened(y: jax.Array, x: jax.Array) -> jax.Array:
     """What a kernel made of `spaces.widened(x)`, with x's own last dimension again."""
     return y[..., :1] if x.size == 1 else y
+
+
+ordered.exchanges["pallas"] = sys.modules[__name__]
