@@ -69,8 +69,8 @@ class Algorithm:
       launcher: (*operands, group, **options, vmem, interpret) -> result, with the operands and
         options that the collective's canonical function lays out for all of its algorithms.
       reach: who writes to whom or signals whom.
-      barrier: its entry barrier, as `kernels.machinery.launch` has it; on a line of devices "line"
-        may take the place of "neighbours".
+      barrier: its entry barrier, as `kernels.machinery.launch` has it; where devices lie on a line
+        or a torus, that of a line or a torus may take the place of "neighbours".
       sent: bytes that a link carries in one direction, in words.
       steps: how many there are, in words.
       lies: the placements of a group on which this algorithm is worth timing.

@@ -9,7 +9,7 @@ from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
-from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
+from pallas_collectives.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, rates, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
@@ -190,7 +190,9 @@ def _fastest(
         for a in algorithms
         if a.name in names and group.torus and a.first_from and block_bytes >= a.first_from
     ]
-    best = candidates[0].algorithm if candidates else (large or names)[0]
+    lies = torus if torus in tables.TORI else ON_SEVERAL
+    fitting = [a.name for a in algorithms if a.name in names and lies in a.lies]
+    best = candidates[0].algorithm if candidates else (large or fitting or names)[0]
     return best, (*candidates, *others)
 
 

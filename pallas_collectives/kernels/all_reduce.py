@@ -14,7 +14,8 @@ into places of its neighbours' results that their reduce-scatter does not touch:
 One shot. Every device pushes its operand to every other, and each adds all n in the same order.
 
              steps         bytes sent per link and direction    scratch
-    ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand, 2 MiB VMEM
+    ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand, 2 MiB VMEM;
+                                                                16 MiB of either at the most
     one_shot 1             as the wires lie                     n operands
 
 Blocks are n equal parts of the operand; see `reduce_scatter` for the order of additions, and
@@ -34,6 +35,7 @@ from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.combine import combine_stack
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.kernels.reduce_scatter import DirectScratch
+from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 
@@ -52,6 +54,11 @@ def ring(
     shape = (1, *x.shape[1:])
     blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.chunks_of(shape, x.dtype, vmem))
     streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
+    if bidirectional and reduce_scatter.goes_in_sections(blocks, x.dtype, vmem):
+        alone = reduce_scatter.one_axis(group, line=False)
+        return torus.all_reduce(
+            x, alone, op=op, vmem=vmem, interpret=interpret, name="all_reduce_ring"
+        )
     return launch.call(
         functools.partial(_ring_kernel, blocks=blocks, streams=streams, op=op, vmem=vmem),
         group,

@@ -163,17 +163,17 @@ def _for_each_slice(
     sync.for_each(0, slices, one)
 
 
-def clipped(size: Any, most: int) -> Any:
+def clipped(size: Number, most: int) -> Any:
     """A slice's rows: no more than either array has."""
     return lax.clamp(np.int32(0), size, np.int32(most))
 
 
-def start(ref: Any, offset: Any, size: Any) -> Any:
+def start(ref: Ref, offset: Number, size: Number) -> Any:
     """Where a slice begins in an array: at its offset, or as near to it as it fits."""
     return lax.clamp(np.int32(0), offset, np.int32(ref.shape[0]) - size)
 
 
-def _rows(ref: Any, offset: Any, size: Any) -> Any:
+def _rows(ref: Ref, offset: Number, size: Any) -> Any:
     return ref.at[pl.ds(start(ref, offset, size), size)]
 
 

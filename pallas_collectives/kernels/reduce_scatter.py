@@ -17,13 +17,15 @@ for small blocks.
 
                      steps       bytes sent per link and direction    scratch
     unidirectional   n-1         (n-1) blocks to the right, 0 left    3 blocks
-    bidirectional    floor(n/2)  (n-1)/2 blocks                       6 blocks
-    line             n-1         at most n-1 blocks                   6 blocks
+    bidirectional    floor(n/2)  (n-1)/2 blocks                       6 blocks, 16 MiB at the most
+    line             n-1         at most n-1 blocks                   6 blocks, 16 MiB at the most
     direct           1           as the wires lie                     n blocks
 
 The scratch of a ring, three blocks for each direction however many devices there are, lies in HBM,
 with at most 2 MiB of VMEM for the tiles being added; or all in VMEM, where the operands are. A
-block goes in chunks: while one is being added the others are on the wire.
+block goes in chunks: while one is being added the others are on the wire. Blocks of which six are
+more than 16 MiB go by section by section, in VMEM, as over a torus of one axis, each half of them
+n-1 hops one way round (`torus.reduce_scatter`); of so large ones that takes no longer.
 
 Order and rounding. The sum is own + (from the left) + (from the right), each side's own sum ordered
 along the ring; `direct` adds in the order of the devices: the same on every run. Within a device
@@ -31,6 +33,7 @@ terms are added in float32 (integers in 32 bits); what goes on the wire is round
 dtype once per hop.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -49,6 +52,7 @@ from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.combine import combine, combine_stack
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
+from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 
@@ -106,6 +110,11 @@ def ring(
     blocks = _blocks(x, group, axis, vmem)
     streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     name = f"reduce_scatter_{'bidirectional' if bidirectional else 'unidirectional'}"
+    if bidirectional and goes_in_sections(blocks, x.dtype, vmem):
+        alone = one_axis(group, line=False)
+        return torus.reduce_scatter(
+            x, alone, axis=axis, op=op, vmem=vmem, interpret=interpret, name=name
+        )
     return _by_hops(x, group, blocks, streams, op, name, vmem=vmem, interpret=interpret)
 
 
@@ -115,6 +124,11 @@ def line(
     """Reduces x over a line, as `ring`."""
     blocks = _blocks(x, group, axis, vmem)
     streams, name = groups.line_streams(group.size, blocks.chunks), "reduce_scatter_line"
+    if goes_in_sections(blocks, x.dtype, vmem):
+        alone = one_axis(group, line=True)
+        return torus.reduce_scatter(
+            x, alone, axis=axis, op=op, vmem=vmem, interpret=interpret, name=name
+        )
     return _by_hops(x, group, blocks, streams, op, name, vmem=vmem, interpret=interpret)
 
 
@@ -135,6 +149,16 @@ def direct(
         interpret=interpret,
         vmem=vmem,
     )
+
+
+def goes_in_sections(blocks: Blocks, dtype: Any, vmem: bool) -> bool:
+    """Whether what both directions' slots take of HBM would be more than scratch may be."""
+    return not vmem and 2 * SLOTS * blocks.nbytes(dtype) > torus.SCRATCH_BYTES
+
+
+def one_axis(group: Group, *, line: bool) -> Group:
+    """A group as a torus of one axis."""
+    return dataclasses.replace(group, torus=(), line=line)
 
 
 def _block_shape(x: jax.Array, group: Group, axis: int) -> tuple[int, ...]:

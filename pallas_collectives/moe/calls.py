@@ -138,6 +138,10 @@ def _weights_of_leaders(weights: jax.Array, plan: Plan, overflow: str) -> jax.Ar
 
 def _wire(axis_name: AxisName, groups: Groups, backend: str | None, algorithm: str | None) -> Wire:
     size = validation.size_of(axis_name)
+    mesh = jax.sharding.get_abstract_mesh().axis_names
+    if mapped := [axis for axis in validation.named(axis_name) if axis not in mesh]:
+        rule = "experts lie on axes of a mesh, and it is one of vmap"
+        raise CollectiveError(f"axis {mapped[0]!r}", rule, "call inside jax.shard_map")
     if groups is not None:
         validation.check_groups(groups, size)
         groups = tuple(map(tuple, groups))

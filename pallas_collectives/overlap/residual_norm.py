@@ -382,10 +382,8 @@ def _primitive() -> core.Primitive:
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)
 
-    mlir.register_lowering(primitive, lowering)
+    _compat.register(primitive, lowering=lowering, jvp=_jvp, batch_alone=_batch)
     remat.register(primitive)
-    ad.primitive_jvps[primitive] = _jvp
-    batching.primitive_batchers[primitive] = _batch
     return primitive
 
 

@@ -77,9 +77,11 @@ def everyone(group: Group) -> Pairs:
 
 
 def torus(group: Group) -> Pairs:
-    """Neighbours on the rings along every axis of a torus; on one ring of all where it has none."""
-    for _, members in _along_axes(group):
-        yield from zip(members, (*members[1:], members[0]), strict=True)
+    """Neighbours along every axis of a torus, rings or lines; on one ring of all if it has none."""
+    for axis, members in _along_axes(group):
+        yield from itertools.pairwise(members)
+        if not axis.line:
+            yield members[-1], members[0]
 
 
 def jumps(group: Group) -> Pairs:

@@ -158,7 +158,6 @@ FAULTS: dict[str, Callable[[ast.AST], Iterator[Edits]]] = {
 _EITHER_ORDER = "each side gets a signal, in either order"
 EQUIVALENT = {
     "wrong-neighbour:ragged_all_to_all:_ring_kernel": _EITHER_ORDER,
-    "wrong-neighbour:machinery.sync:barrier_with_neighbours": _EITHER_ORDER,
     "swap-semaphores:machinery.sync:push_to_everyone.push": (
         "as many leave as come; both are waited for last"
     ),

@@ -216,6 +216,19 @@ QUICK: dict[str, Covers] = {
     "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
     "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
     "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=((2, 2, 2),)),
+    "test_torus_all_to_all::test_compiles_with_nothing_around_it": each("topology"),
+    "test_torus_all_to_all::test_links_of_v5e_are_at_work_almost_all_the_time": only(
+        axes=[("x",)], name=["v5e:4x4"]
+    ),
+    "test_torus_all_to_all::test_missing_wait_is_caught": once,
+    "test_torus_all_to_all::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
+    "test_torus_all_to_all::test_slots_that_serve_again_with_a_late_device": once,
+    "test_torus_all_to_all::test_values_are_laxs_without_races": only(
+        sizes=[(2, 4), (2, 2)], mode=["on_wait"]
+    ),
+    "test_torus_ragged::test_compiles_for_every_generation": only(sizes=[(4, 4)]),
+    "test_torus_ragged::test_missing_wait_is_caught": once,
+    "test_torus_ragged::test_values_without_races": only(sizes=[(3, 2)], mode=["on_wait"]),
     "test_torus_kernels::test_compiles_for_every_generation": each("op", "topology"),
     "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,

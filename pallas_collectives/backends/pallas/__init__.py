@@ -117,8 +117,8 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
     largest = ragged_all_to_all_kernels.LARGEST_TABLES
     if group.size * tables.nbytes > largest:
         raise ReachError(
-            f"algorithms 'ring' and 'line' for ragged_all_to_all over {group.size} devices with "
-            f"{tables.shape[1] // group.size} slices each",
+            f"algorithms 'torus', 'ring' and 'line' for ragged_all_to_all over {group.size} "
+            f"devices with {tables.shape[1] // group.size} slices each",
             f"everyone's sizes and offsets take more than {largest >> 10} KiB of scalar memory",
             "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
             "algorithm, or else lax, then serves",

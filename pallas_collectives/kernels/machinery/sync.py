@@ -9,6 +9,7 @@ Two rules make every kernel here safe, whatever the devices' speeds:
   come are waited for together.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +26,10 @@ from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, wrap
 def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> None:
     """Runs the entry barrier of this name; for `entry.WIDE` see there."""
     match barrier:
-        case "neighbours" | "neighbours on a torus":
-            barrier_with_neighbours(*rings)
+        case "neighbours":
+            barrier_with_neighbours(rings[0])
+        case "neighbours on a torus":
+            barrier_on_torus(*rings)
         case "line":
             barrier_along_line(rings[0])
         case "everyone":
@@ -48,12 +51,7 @@ def barrier_with_neighbours(*rings: Ring) -> None:
     which they send after their own wait; so its second signal cannot stand in for another's first.
     A kernel that can finish without hearing from everyone must be launched with `entry.WIDE`.
     """
-    semaphore = pltpu.get_barrier_semaphore()
-    with jax.named_scope("barrier"):
-        for ring in rings:
-            for direction in (RIGHT, LEFT):
-                pl.semaphore_signal(semaphore, 1, device_id=ring.peer(direction))
-        pl.semaphore_wait(semaphore, 2 * len(rings))
+    _barrier([(ring, False) for ring in rings])
 
 
 def barrier_along_line(ring: Ring) -> None:
@@ -62,16 +60,32 @@ def barrier_along_line(ring: Ring) -> None:
     As `barrier_with_neighbours`: each neighbour adds 1, the wait takes as many as there are, and
     none can finish this call, and signal for its next, before it has had a block of ours.
     """
+    _barrier([(ring, True)])
+
+
+def barrier_on_torus(*rings: Ring) -> None:
+    """Returns when the neighbours along each axis of a torus have entered: rings, and lines."""
+    _barrier([(ring, ring.line) for ring in rings])
+
+
+def _barrier(rings: Sequence[tuple[Ring, bool]]) -> None:
+    """Signals both neighbours on each ring, those that there are on a line, and waits for them."""
     semaphore = pltpu.get_barrier_semaphore()
-    has_right, has_left = ring.place < ring.size - 1, ring.place > 0
+    expected: Any = 0
     with jax.named_scope("barrier"):
-        for direction, there in ((RIGHT, has_right), (LEFT, has_left)):
-
-            @pl.when(there)
-            def _(direction: int = direction) -> None:
-                pl.semaphore_signal(semaphore, 1, device_id=ring.peer(direction))
-
-        pl.semaphore_wait(semaphore, has_right.astype(np.int32) + has_left.astype(np.int32))
+        for ring, is_line in rings:
+            ends = {RIGHT: ring.place < ring.size - 1, LEFT: ring.place > 0}
+            for direction, there in ends.items():
+                signal = functools.partial(
+                    pl.semaphore_signal, semaphore, 1, device_id=ring.peer(direction)
+                )
+                if is_line:
+                    pl.when(there)(signal)
+                    expected += there.astype(np.int32)
+                else:
+                    signal()
+                    expected += 1
+        pl.semaphore_wait(semaphore, expected)
 
 
 def barrier_with_everyone(ring: Ring) -> None:

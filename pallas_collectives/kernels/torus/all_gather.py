@@ -4,7 +4,8 @@
     torus    sum of n_a - 1  (n-1)/(2d) blocks                   none
 
 A phase's hop moves all that the phases before have brought, straight from its place in our result
-to its place in our neighbour's.
+to its place in our neighbour's. Round a ring a stream goes one way. Along a line it goes both, and
+what has come to a device from one side goes on to the other: no hop joins the ends.
 """
 
 import functools
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels.all_gather import Way
@@ -20,20 +22,22 @@ from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.torus import devices, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
-from pallas_collectives.kernels.torus.shares import Plan
-from pallas_collectives.topology.groups import Group, Ring
+from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if
 
 # Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. A kernel
 # has some 500 semaphores.
 WINDOW = 16
-_SEMAPHORES = 256
+SEMAPHORES = 256
+# Of those that know without credits when to send on (see `Plan.is_paired`).
+WINDOW_WITHOUT_CREDITS = 3
 
 
 class Scratch(NamedTuple):
     """What the kernel takes beside its arrays."""
 
-    copy_sems: Any  # (bundles, streams): own; the own block's way into the result
-    semaphores: channels.Semaphores  # see Gather
+    copy_sems: Any  # (streams): own; the own block's way into the result
+    semaphores: list[channels.Semaphores]  # see Gather
 
 
 def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
@@ -67,17 +71,28 @@ def plan_of(axes: Sequence[Group], view: shares.View, dtype: Any) -> Plan:
 
 def way(plan: Plan) -> Way:
     """How blocks so cut are gathered; the kernel takes `devices.tables` behind its rings."""
-    own = Scratch(semaphores(plan).sent, semaphores(plan))
+    own = Scratch(copy_semaphores(plan), semaphores(plan, SEMAPHORES))
     return Way(functools.partial(_kernel, plan=plan), own, "neighbours on a torus")
 
 
-def semaphores(plan: Plan) -> channels.Semaphores:
-    """The channels that `Gather` takes."""
-    bundles, phases = len(plan.bundles), len(plan.sizes)
-    streams = max(bundle.streams for bundle in plan.bundles)
-    window = max(2, min(WINDOW, _SEMAPHORES // (bundles * phases * streams), max(plan.sizes) - 1))
-    every = bundles, phases, streams
-    return channels.Semaphores.of(*every, window=window, sent=(bundles, streams))
+def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:
+    """The channels that `Gather` takes, with about so many semaphores for arrivals."""
+    each = [(bundle, phase) for bundle in plan.bundles for phase in range(len(plan.sizes))]
+    lanes = sum(bundle.streams * plan.ways for bundle, _ in each)
+
+    def of(bundle: Bundle, phase: int) -> channels.Semaphores:
+        count, hops = bundle.streams * plan.ways, plan.hops(bundle, phase) * bundle.sections
+        if plan.is_paired(bundle, phase):
+            alone = channels.Semaphores.of(count, window=min(WINDOW_WITHOUT_CREDITS, hops))
+            return alone._replace(credit=None)
+        return channels.Semaphores.of(count, window=max(2, min(WINDOW, most // lanes, hops)))
+
+    return [of(bundle, phase) for bundle, phase in each]
+
+
+def copy_semaphores(plan: Plan) -> Any:
+    """Those of the own blocks' copies."""
+    return pltpu.SemaphoreType.DMA((plan.streams,))
 
 
 def _kernel(
@@ -90,17 +105,22 @@ def _kernel(
     # x_ref: one block, with dimensions of 1 for the torus: HBM or VMEM
     # o_ref: all blocks: HBM or VMEM
     # scratch: a Scratch
+
+    def own_piece(b: int, section: Any, stream: Any) -> Any:
+        return plan.piece(x_ref, [0] * len(rings), plan.bundles[b], section, stream)
+
     field = Field(plan, o_ref, *numbers)
-    gather = Gather(plan, rings, field, scratch.semaphores, own=(x_ref, scratch.copy_sems))
+    gather = Gather(plan, rings, field, scratch.semaphores, own=(own_piece, scratch.copy_sems))
     timetable.run(plan, (gather, range(len(rings))))
 
 
 class Gather:
     """A `timetable.Stage`: sends the own block and what arrives on, until all is there.
 
-    A stream has a channel for each phase: upstream in the next phase is another device, which may
-    be there while we are in this one. What is sent at hop t is message t of the channel, in one
-    piece or several. Nothing is written twice, so it is released as soon as it is here.
+    A stream has channels for each phase: upstream in the next phase is another device, which may
+    be there while we are in this one. What is sent at hop t is message t of the section, in one
+    piece or several. Nothing is written twice, so it is released as soon as it is here. All sends
+    of a phase have ended when the next one begins: what the own pieces lie in may then change.
     """
 
     def __init__(
@@ -108,98 +128,128 @@ class Gather:
         plan: Plan,
         rings: Sequence[Ring],
         field: Field,  # the result; the own block is there, those of the others are filled
-        # (bundles, phases, streams) channels; `sent`: (bundles, streams): drained at the end
-        semaphores: channels.Semaphores,
+        semaphores: list[channels.Semaphores],  # of each bundle and phase: (streams * ways)
         *,
-        own: tuple[Any, Any] | None = None,  # the own block and, as `sent`, its copies' semaphores
+        # (bundle, section, stream) -> its part of the own block; and the semaphores of its copies
+        own: tuple[Callable[[int, Any, Any], Any], Any] | None = None,
     ) -> None:
         """Without `own` the own block is in the result."""
         self._plan, self._rings, self._field = plan, rings, field
         self._semaphores, self._own = semaphores, own
 
-    def begin(self, b: int, phase: int, stream: Any) -> None:
+    def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
+        source = None
         if phase == 0:
             if self._own:
-                self._send(b, phase, 0, stream, self._own_piece(b, stream))
-                self._copy_own(b, stream, lambda copy: copy.start())
-            else:
-                self._send(b, phase, 0, stream)
-            return
-        self._receive(b, phase - 1, self._hops(b, phase - 1) - 1, stream)
-        if phase == 1 and self._own:
+                source = self._own[0](b, section, stream)
+        else:
+            self._finish(b, phase - 1, section, stream)
+        for leg in self._legs(b, phase, section, stream):
+            only_if(leg.sends(0), functools.partial(self._send, leg, 0, source))
+        if phase == 0:
+            self._copy_own(b, section, stream, lambda copy: copy.start())
+
+    def go_on(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
+        for leg in self._legs(b, phase, section, stream):
+            only_if(leg.comes(hop - 1), functools.partial(self._receive, leg, hop - 1))
+            only_if(leg.sends(hop), functools.partial(self._send, leg, hop))
+
+    def end(self, b: int, section: Any, stream: Any) -> None:
+        self._finish(b, len(self._rings) - 1, section, stream)
+
+    def _finish(self, b: int, phase: int, section: Any, stream: Any) -> None:
+        """Waits for the last hop of a phase, and until all that we have sent in it has left."""
+        last = self._plan.hops(self._plan.bundles[b], phase) - 1
+        for leg in self._legs(b, phase, section, stream):
+            only_if(leg.comes(last), functools.partial(self._receive, leg, last))
+            sent = functools.partial(leg.channel.wait_sent, times=leg.sends_in_all)
+            self._for_each_piece(leg, 0, sent)
+        if phase == 0:
             # What goes along the second axis holds it.
-            self._copy_own(b, stream, lambda copy: copy.wait())
-        self._send(b, phase, 0, stream)
+            self._copy_own(b, section, stream, lambda copy: copy.wait())
 
-    def go_on(self, b: int, phase: int, hop: Any, stream: Any) -> None:
-        self._receive(b, phase, hop - 1, stream)
-        self._send(b, phase, hop, stream)
+    def _copy_own(self, b: int, section: Any, stream: Any, do: Callable[[Any], None]) -> None:
+        if self._own is None:
+            return
+        source, sem = (
+            self._own[0](b, section, stream),
+            self._own[1].at[self._plan.stream(b, stream)],
+        )
+        place = [ring.me for ring in self._rings]
 
-    def end(self, b: int, stream: Any) -> None:
-        last = len(self._rings) - 1
-        self._receive(b, last, self._hops(b, last) - 1, stream)
-        if last == 0 and self._own:
-            self._copy_own(b, stream, lambda copy: copy.wait())
-        for phase in range(last + 1):
-            sent = functools.partial(
-                self._channel(b, phase, stream).wait_sent, times=self._hops(b, phase)
-            )
-            self._for_each_piece(b, phase, 0, stream, sent)
-
-    def _own_piece(self, b: int, stream: Any) -> Any:
-        assert self._own, "the own block is in the result already"
-        return self._plan.piece(self._own[0], [0] * len(self._rings), self._plan.bundles[b], stream)
-
-    def _copy_own(self, b: int, stream: Any, do: Callable[[Any], None]) -> None:
-        assert self._own, "the own block is in the result already"
-        source, sem = self._own_piece(b, stream), self._own[1].at[b, stream]
-
-        def copy(target: Any) -> None:
+        def copy(target: Any, _: Any) -> None:
             do(pltpu.make_async_copy(source, target, sem))
 
-        self._for_each_piece(b, 0, 0, stream, copy)
+        self._field.for_each_piece(place, self._plan.bundles[b], section, stream, copy)
 
-    def _hops(self, b: int, phase: int) -> int:
-        return self._plan.hops(self._plan.bundles[b], phase)
+    def _legs(self, b: int, phase: int, section: Any, stream: Any) -> list["_Leg"]:
+        bundle, hops = self._plan.bundles[b], self._plan.hops(self._plan.bundles[b], phase)
+        axis, ways = bundle.order[phase], self._plan.ways
+        ring = self._rings[axis]
 
-    def _ring(self, b: int, phase: int) -> Ring:
-        return self._rings[self._plan.bundles[b].order[phase]]
+        def leg(way: int, direction: Any, comes: Any, goes: Any) -> _Leg:
+            channel = Channel(
+                ring,
+                direction,
+                self._semaphores[b * len(self._rings) + phase],
+                (stream * ways + way,),
+                arrivals=comes * bundle.sections_of(stream),
+                longest=0 if self._plan.is_paired(bundle, phase) else None,
+            )
+            return _Leg(b, phase, section, stream, channel, comes, goes)
 
-    def _for_each_piece(
-        self, b: int, phase: int, hop: Any, stream: Any, body: Callable[[Any], None]
-    ) -> None:
+        if not self._plan.lines[axis]:
+            return [leg(0, shares.direction_of(stream), hops, hops)]
+        place, last = ring.place, ring.size - 1
+        right = jnp.where(place < last, place + 1, 0)
+        left = jnp.where(place > 0, last - place + 1, 0)
+        return [leg(0, RIGHT, place, right), leg(1, LEFT, last - place, left)]
+
+    def _for_each_piece(self, leg: "_Leg", hop: Any, body: Callable[[Any], None]) -> None:
         """body(piece) for all that we send at a hop: what was there at first, then what came."""
-        bundle = self._plan.bundles[b]
+        bundle = self._plan.bundles[leg.b]
         place: list[Any] = [ring.me for ring in self._rings]
-        for axis in bundle.order[:phase]:
+        for axis in bundle.order[: leg.phase]:
             place[axis] = None
-        back = -shares.direction_of(stream) * hop
-        place[bundle.order[phase]] = self._ring(b, phase).block(back)
-        self._field.for_each_piece(place, bundle, stream, lambda piece, _: body(piece))
-
-    def _channel(self, b: int, phase: int, stream: Any) -> Channel:
-        hops = self._hops(b, phase)
-        return Channel(
-            self._ring(b, phase),
-            shares.direction_of(stream),
-            self._semaphores,
-            (b, phase, stream),
-            arrivals=hops,
-            longest=hops,
-            sent=self._semaphores.sent.at[b, stream],
+        channel = leg.channel
+        place[bundle.order[leg.phase]] = channel.ring.block(-channel.direction * hop)
+        self._field.for_each_piece(
+            place, bundle, leg.section, leg.stream, lambda piece, _: body(piece)
         )
 
-    def _send(self, b: int, phase: int, hop: Any, stream: Any, source: Any = None) -> None:
-        channel = self._channel(b, phase, stream)
-        channel.wait_until_free(hop)
+    def _send(self, leg: "_Leg", hop: Any, source: Any = None) -> None:
+        number = leg.section * leg.sends_in_all + hop
+        leg.channel.wait_until_free(number)
 
         def push(piece: Any) -> None:
-            channel.push(piece if source is None else source, piece, hop)
+            leg.channel.push(piece if source is None else source, piece, number)
 
-        self._for_each_piece(b, phase, hop, stream, push)
+        self._for_each_piece(leg, hop, push)
 
-    def _receive(self, b: int, phase: int, hop: Any, stream: Any) -> None:
-        channel = self._channel(b, phase, stream)
-        receive = functools.partial(channel.receive, hop)
-        self._for_each_piece(b, phase, hop + 1, stream, receive)
-        channel.release(hop)
+    def _receive(self, leg: "_Leg", hop: Any) -> None:
+        number = leg.section * leg.comes_in_all + hop
+        self._for_each_piece(leg, hop + 1, functools.partial(leg.channel.receive, number))
+        leg.channel.release(number)
+
+
+class _Leg(NamedTuple):
+    """One way of a stream along one axis, in one section."""
+
+    b: int
+    phase: int
+    section: Any
+    stream: Any
+    channel: Channel
+    comes_in_all: Any  # messages, in a section: one at each hop from 0 on
+    sends_in_all: Any  # likewise
+
+    def comes(self, hop: Any) -> Any:
+        """Whether a message comes that was sent at a hop."""
+        return self._within(hop, self.comes_in_all)
+
+    def sends(self, hop: Any) -> Any:
+        """Whether we send one."""
+        return self._within(hop, self.sends_in_all)
+
+    def _within(self, hop: Any, count: Any) -> Any:
+        return True if isinstance(count, int) else hop < count

@@ -66,6 +66,7 @@ class Field:
         self,
         place: Sequence[Any],
         bundle: Bundle,
+        section: Any,
         stream: Any,
         body: Callable[[Any, Sequence[Any]], None],
     ) -> None:
@@ -74,7 +75,7 @@ class Field:
         None is all, as one piece where blocks are numbered row-major; else they come one by one.
         """
         if self.numbers_ref is None:
-            body(self.plan.piece(self.ref, place, bundle, stream), place)
+            body(self.plan.piece(self.ref, place, bundle, section, stream), place)
             return
         free = [axis for axis, number in enumerate(place) if number is None]
         count = math.prod(self.plan.sizes[axis] for axis in free)
@@ -88,6 +89,6 @@ class Field:
             for size, number in zip(self.plan.sizes, here, strict=True):
                 flat = flat * size + number
             block = [self.numbers_ref[flat], *(0 for _ in here[1:])]
-            body(self.plan.piece(self.ref, block, bundle, stream), here)
+            body(self.plan.piece(self.ref, block, bundle, section, stream), here)
 
         lax.fori_loop(0, count, one, None)

@@ -1,21 +1,25 @@
 """Reduce-scatter and all-reduce over all axes of a torus at once; see `shares` for when who sends.
 
 The all-gather backwards: a stream goes through the axes in the opposite order. In each phase it
-reduces, as a ring along that axis, the pieces that the gather's phase moves: first all blocks of
-the operand, 1/n_a of them for each device along the axis; then what it has got of these, and so on
-down to its own block. All-reduce goes on with the all-gather, with no barrier between: a stream
-whose own part is finished sends it on at once, into places that nobody's reduction touches.
+reduces, along that axis, the pieces that the gather's phase moves: first all blocks of the operand,
+1/n_a of them for each device along the axis; then what it has got of these, and so on down to its
+own block. All-reduce goes on with the all-gather, with no barrier between: a stream whose own part
+is finished sends it on at once, into places that nobody's reduction touches.
 
                      steps              bytes sent per link and direction
     reduce_scatter   sum of n_a - 1     (n-1)/(2d) blocks
     all_reduce       2 (sum of n_a - 1) (n-1)/d blocks
 
-Scratch: for each hop of a phase, at most `SLOTS`, the piece that it moves. The first phase's are
-the largest: 1/n_a of the operand, for the axes with which the parts begin.
+Scratch: `SCRATCH_BYTES` of VMEM at the most, whatever the operand. An operand for which that is too
+little goes by in sections (`timetable`), all phases at once, each with another section: what the
+phases of a section load links with unevenly, on a line, or between the devices of a chip, others
+make up for. A reduction on a line loads its links with 3, 2, 1 blocks one way, a gather with 1, 2,
+3; together that is the least there is.
 
-Order and rounding. A sum is built up along one axis after the other: own + (from upstream), the
-latter ordered along the ring. It is the same on every run. Within a device terms are added in
-float32 (integers in 32 bits); each hop rounds once to the operand's dtype.
+Order and rounding. A sum is built up along one axis after the other: own + (from upstream), on a
+line own + (from the left) + (from the right), the latter ordered along the ring or line. It is the
+same on every run. Within a device terms are added in float32 (integers in 32 bits); each hop rounds
+once to the operand's dtype.
 """
 
 import functools
@@ -25,70 +29,80 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels.machinery import channel as channels
-from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.kernels.machinery.channel import Channel
-from pallas_collectives.kernels.machinery.combine import combine
-from pallas_collectives.kernels.torus import all_gather, devices, shares, timetable
+from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.torus import all_gather, devices, scatter, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
+from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.kernels.torus.shares import Plan
-from pallas_collectives.topology.groups import Group, Ring
-
-# Slots of a stream and phase for sums that arrive. One is being added to and sent on from, one is
-# being received into; the third lets upstream start before our send from the first has ended.
-SLOTS = 3
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group, Ring, only_if
 
 # A stream that begins along an axis goes in halves, so that adding one hides behind sending the
 # other. By the replay of v5e and v5p smaller ones, and those in VMEM, take less time whole.
 HALVES_FROM_BYTES = 256 << 10
 
+# Of VMEM, and at most half of a core's.
+SCRATCH_BYTES = 16 << 20
 
-class Scratch(NamedTuple):
-    """What `Scatter` takes beside its arrays."""
+# Streams of a bundle, where operands go by in sections: two pairs, while of each pair what has been
+# sent is on the wire the other is seen to; one where there is no room for two.
+STREAMS = (4, 2)
 
-    slots: list[Any]  # for each bundle, for each phase (streams, SLOTS or hops, piece): HBM or VMEM
-    semaphores: channels.Semaphores  # (bundles, phases, streams); `sent`: (bundles, streams)
+# As many sections at least where their phases load links unevenly.
+SECTIONS = 8
+
+_ARRIVALS = 128  # semaphores for those of a gather on lines
+_SPARE = 8  # semaphores
+
+
+class ScatterScratch(NamedTuple):
+    """What the reduce-scatter's kernel takes beside its arrays."""
+
+    scatter: scatter.Scratch
+    copy_sems: Any  # (streams): own; the own block's way from VMEM into the result
 
     @classmethod
-    def of(cls, plan: Plan, dtype: Any) -> "Scratch":
+    def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "ScatterScratch":
         """What to allocate."""
-        bundles, phases = len(plan.bundles), len(plan.sizes)
-        slots = [
-            jax.ShapeDtypeStruct(
-                (
-                    bundle.streams,
-                    min(SLOTS, plan.hops(bundle, phase)),
-                    *plan.piece_shape(bundle, phase),
-                ),
-                dtype,
-            )
-            for bundle in plan.bundles
-            for phase in range(phases)
-        ]
-        streams = max(bundle.streams for bundle in plan.bundles)
-        every, sent = (bundles, phases, streams), (bundles, streams)
-        return cls(slots, channels.Semaphores.of(*every, window=SLOTS, sent=sent))
+        return cls(scatter.Scratch.of(plan, dtype, vmem=vmem), all_gather.copy_semaphores(plan))
 
 
 class ReduceScratch(NamedTuple):
     """What the all-reduce's kernel takes beside its arrays."""
 
-    scatter: Scratch
-    gather: channels.Semaphores  # see torus_all_gather.Gather
+    scatter: scatter.Scratch
+    copy_sems: Any  # (streams): own; the own block's way from VMEM into the result
+    gather: list[channels.Semaphores]  # see all_gather.Gather
+
+    @classmethod
+    def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "ReduceScratch":
+        """What to allocate."""
+        scattering = ScatterScratch.of(plan, dtype, vmem=vmem)
+        return cls(*scattering, all_gather.semaphores(plan, most=_ARRIVALS))
 
 
 def reduce_scatter(
-    x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Any
+    x: jax.Array,
+    group: Group,
+    *,
+    axis: int,
+    op: str,
+    vmem: bool,
+    interpret: Any,
+    name: str = "reduce_scatter_torus",
 ) -> jax.Array:
     """Reduces x over the group and leaves each device its block along `axis`.
 
-    Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
+    Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions. `name` is
+    what profilers show.
     """
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     view = shares.View.of(shape, axis, x.dtype)
-    plan = _plan(axes, view.block, view.at, x.dtype, vmem)
+    plan = _plan(axes, view.block, view.at, x.dtype, vmem, there_and_back=False)
     ones = (1,) * len(axes)
     y = launch.call(
         functools.partial(_scatter_kernel, plan=plan, op=op, vmem=vmem),
@@ -97,9 +111,9 @@ def reduce_scatter(
         axes=axes,
         scalars=devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), x.dtype),
-        scratch=Scratch.of(plan, x.dtype),
+        scratch=ScatterScratch.of(plan, x.dtype, vmem=vmem),
         barrier="neighbours on a torus",
-        name="reduce_scatter_torus",
+        name=name,
         interpret=interpret,
         vmem=vmem,
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
@@ -107,10 +121,18 @@ def reduce_scatter(
     return view.out_of(y, ones)
 
 
-def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
-    """Reduces x, of shape (n, whole tiles), over the group."""
+def all_reduce(
+    x: jax.Array,
+    group: Group,
+    *,
+    op: str,
+    vmem: bool,
+    interpret: Any,
+    name: str = "all_reduce_torus",
+) -> jax.Array:
+    """Reduces x, of shape (n, whole tiles), over the group; `name` as above."""
     axes = devices.axes_of(group)
-    plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem)
+    plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem, there_and_back=True)
     y = launch.call(
         functools.partial(_reduce_kernel, plan=plan, op=op, vmem=vmem),
         group,
@@ -118,9 +140,9 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: An
         axes=axes,
         scalars=devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
-        scratch=ReduceScratch(Scratch.of(plan, x.dtype), all_gather.semaphores(plan)),
+        scratch=ReduceScratch.of(plan, x.dtype, vmem=vmem),
         barrier="neighbours on a torus",
-        name="all_reduce_torus",
+        name=name,
         interpret=interpret,
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
@@ -128,10 +150,58 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: An
     return y.reshape(x.shape)
 
 
-def _plan(axes: Sequence[Group], block: tuple[int, ...], at: int, dtype: Any, vmem: bool) -> Plan:
+def _plan(
+    axes: Sequence[Group],
+    block: tuple[int, ...],
+    at: int,
+    dtype: Any,
+    vmem: bool,
+    there_and_back: bool,
+) -> Plan:
+    """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
     stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes))
     halves = not vmem and stream_bytes >= HALVES_FROM_BYTES
-    return Plan.of(axes, block, at, dtype, chunks=2 if halves else 1)
+    wanted: Any = ReduceScratch if there_and_back else ScatterScratch
+    chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
+    room = min(SCRATCH_BYTES, chip.vmem_bytes // 2)
+
+    def fits(plan: Plan) -> bool:
+        scratch = wanted.of(plan, dtype, vmem=vmem)
+        enough = _semaphores(scratch) <= chip.semaphores - _SPARE
+        return enough and (vmem or scratch.scatter.nbytes <= room)
+
+    for chunks in (2, 1) if halves else (1,):
+        whole = Plan.of(axes, block, at, dtype, chunks, there_and_back=there_and_back)
+        if fits(whole) and not (uneven and halves):
+            return whole
+    units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
+    for streams in STREAMS:
+        most = units // (streams * orders * (SECTIONS if uneven else 1))
+        fitting: list[Plan] = []
+        for size in range(most, 0, -1):
+            if fitting and 2 * size * whole.grain <= fitting[0].bundles[0].size:
+                break
+            plan = whole.in_sections(size * whole.grain, streams)
+            if fits(plan):
+                fitting.append(plan)
+        if fitting:
+            return min(fitting, key=_cost)
+    return whole
+
+
+def _cost(plan: Plan) -> float:
+    """What a plan's time goes by: the busiest links' load, and what its sections cost besides.
+
+    A tick takes some time of its own; in a last section that not all streams have links idle.
+    """
+    idle = max(bundle.sections * bundle.streams / bundle.pieces - 1 for bundle in plan.bundles)
+    return plan.busiest * (1 + 0.002 * plan.sections + 0.1 * idle)
+
+
+def _semaphores(scratch: Any) -> int:
+    """How many there are in what is to be allocated."""
+    kinds = [x for x in jax.tree.leaves(scratch) if x.memory_space == pltpu.SEMAPHORE]
+    return sum(math.prod(kind.shape) for kind in kinds)
 
 
 def _scatter_kernel(
@@ -145,10 +215,32 @@ def _scatter_kernel(
     # numbers: `devices.tables`
     # x_ref: all blocks: HBM or VMEM
     # o_ref: one block, with dimensions of 1 for the torus: HBM or VMEM
-    # scratch: a Scratch
-    operand, own_block, own = Field(plan, x_ref, *numbers), Field(plan, o_ref), [0] * len(rings)
-    scatter = Scatter(plan, rings, operand, own_block, own, scratch, op=op, vmem=vmem)
-    timetable.run(plan, (scatter, range(len(rings))[::-1]))
+    # scratch: a ScatterScratch
+    operand, own = Field(plan, x_ref, *numbers), [0] * len(rings)
+
+    def in_result(b: int, section: Any, stream: Any) -> Any:
+        return plan.piece(o_ref, own, plan.bundles[b], section, stream)
+
+    def copy(b: int, section: Any, stream: Any) -> Any:
+        here, there = stage.own(b, section, stream), in_result(b, section, stream)
+        return pltpu.make_async_copy(here, there, scratch.copy_sems.at[plan.stream(b, stream)])
+
+    def finish(b: int, section: Any, stream: Any, add: Callable[[Any], None]) -> None:
+        if vmem:
+            add(in_result(b, section, stream))
+            return
+        only_if(section > 0, functools.partial(end_copy, b, stream))  # of the one before
+        add(stage.own(b, section, stream))
+        copy(b, section, stream).start()
+
+    def end_copy(b: int, stream: Any) -> None:
+        copy(b, 0, stream).wait()
+
+    stage = Scatter(plan, rings, operand, scratch.scatter, op=op, target=finish)
+    timetable.run(plan, (stage, range(len(rings))[::-1]))
+    if not vmem:
+        for b, bundle in enumerate(plan.bundles):
+            sync.for_each(0, bundle.streams, functools.partial(end_copy, b))
 
 
 def _reduce_kernel(
@@ -166,127 +258,16 @@ def _reduce_kernel(
     # A neighbour may be gathering while we still reduce: what it writes here, other blocks of o_ref
     # than our own, nobody reads or writes in the reduction.
     operand, result = Field(plan, x_ref, *numbers), Field(plan, o_ref, *numbers)
-    own = [ring.me for ring in rings]
-    scatter = Scatter(plan, rings, operand, result, own, scratch.scatter, op=op, vmem=vmem)
-    gather = all_gather.Gather(plan, rings, result, scratch.gather)
+
+    def finish(b: int, section: Any, stream: Any, add: Callable[[Any], None]) -> None:
+        if vmem:
+            place, bundle = [ring.me for ring in rings], plan.bundles[b]
+            result.for_each_piece(place, bundle, section, stream, lambda piece, _: add(piece))
+        else:
+            add(stage.own(b, section, stream))
+
+    stage = Scatter(plan, rings, operand, scratch.scatter, op=op, target=finish)
+    own = None if vmem else (stage.own, scratch.copy_sems)
+    gather = all_gather.Gather(plan, rings, result, scratch.gather, own=own)
     phases = range(len(rings))
-    timetable.run(plan, (scatter, phases[::-1]), (gather, phases))
-
-
-class Scatter:
-    """A `timetable.Stage`: sends sums towards their owners, adding own terms; then the own.
-
-    A stream has a channel for each phase, with slots of its own: upstream in the next phase is
-    another device, which may be there while we are in this one. What is sent at hop t is message t.
-    Upstream may be a hop ahead of us; a message's slot is released when our send from it has ended.
-    What a phase leaves us stays in the slot in which its last sum arrived, which no message follows
-    there; the next phase takes its own terms from it.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        rings: Sequence[Ring],
-        operand: Field,  # all blocks
-        result: Field,
-        own: Sequence[Any],  # the place of the own block in the result
-        scratch: Scratch,
-        *,
-        op: str,
-        vmem: bool,
-    ) -> None:
-        self._plan, self._rings, self._operand, self._result = plan, rings, operand, result
-        self._own, self._scratch = own, scratch
-        self._combine = functools.partial(combine, op, vmem=vmem)
-
-    def begin(self, b: int, phase: int, stream: Any) -> None:
-        if phase + 1 < len(self._rings):
-            self._finish(b, phase + 1, stream)
-        channel = self._channel(b, phase, stream)
-        target = channel.slot(0)
-
-        def push(term: Any, part: Any) -> None:
-            channel.push(term, part, 0)
-
-        self._with_term(b, phase, 0, stream, target, push)
-
-    def go_on(self, b: int, phase: int, hop: Any, stream: Any) -> None:
-        channel = self._channel(b, phase, stream)
-        summed = channel.slot(hop - 1)
-        channel.receive(hop - 1, summed)
-        channel.wait_sent(summed)  # at hop - 1, for we have waited for those before it
-        channel.release(hop - 2)
-        self._with_term(b, phase, hop, stream, summed, self._add)
-        channel.send(summed, channel.slot(hop), hop)
-
-    def end(self, b: int, stream: Any) -> None:
-        self._finish(b, 0, stream)
-
-    def _finish(self, b: int, phase: int, stream: Any) -> None:
-        """What a phase leaves us: our term, and the last sum that has come."""
-        channel, hops = self._channel(b, phase, stream), self._hops(b, phase)
-        summed = channel.slot(hops - 1)
-        channel.receive(hops - 1, summed)
-        channel.wait_sent(summed)
-        if phase:
-            self._with_term(b, phase, hops, stream, summed, self._add)
-            return
-
-        def finish(target: Any, _: Any) -> None:
-            def add(term: Any, so_far: Any) -> None:
-                self._combine((target, term, so_far))
-
-            self._with_term(b, 0, hops, stream, summed, add)
-
-        self._result.for_each_piece(self._own, self._plan.bundles[b], stream, finish)
-
-    def _add(self, term: Any, summed: Any) -> None:
-        self._combine((summed, term, summed))
-
-    def _hops(self, b: int, phase: int) -> int:
-        return self._plan.hops(self._plan.bundles[b], phase)
-
-    def _ring(self, b: int, phase: int) -> Ring:
-        return self._rings[self._plan.bundles[b].order[phase]]
-
-    def _with_term(
-        self,
-        b: int,
-        phase: int,
-        hop: Any,
-        stream: Any,
-        slot: Any,
-        body: Callable[[Any, Any], None],
-    ) -> None:
-        """body(term, its part of a slot): our terms of the sum that we send at a hop.
-
-        First that of the furthest device, our own last. A term is in pieces if the operand is.
-        """
-        bundle, hops = self._plan.bundles[b], self._hops(b, phase)
-        place: list[Any] = [None] * len(self._rings)
-        ahead = shares.direction_of(stream) * (hops - hop)
-        axis = bundle.order[phase]
-        place[axis] = self._ring(b, phase).block(ahead)
-        if phase + 1 < len(self._rings):
-            before = self._channel(b, phase + 1, stream).slot(self._hops(b, phase + 1) - 1)
-            body(self._plan.blocks(before, place), slot)
-            return
-
-        def with_piece(term: Any, here: Sequence[Any]) -> None:
-            inside = [*here[:axis], 0, *here[axis + 1 :]]
-            body(term, self._plan.blocks(slot, inside))
-
-        self._operand.for_each_piece(place, bundle, stream, with_piece)
-
-    def _channel(self, b: int, phase: int, stream: Any) -> Channel:
-        hops, (slots, semaphores) = self._hops(b, phase), self._scratch
-        return Channel(
-            self._ring(b, phase),
-            shares.direction_of(stream),
-            semaphores,
-            (b, phase, stream),
-            arrivals=hops,
-            longest=hops,
-            slots=(slots[b * len(self._rings) + phase], (stream,)),
-            sent=semaphores.sent.at[b, stream],
-        )
+    timetable.run(plan, (stage, phases[::-1]), (gather, phases))

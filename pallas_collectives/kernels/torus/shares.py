@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
@@ -43,15 +44,35 @@ class Bundle:
 
     Attributes:
       order: the axes, in the order in which a gather goes through them.
-      start: where along the cut the first stream begins.
-      size: the extent of one stream along the cut.
-      streams: how many; even ones go RIGHT, odd ones LEFT.
+      start: where along the cut its first piece begins.
+      size: the extent of one piece along the cut.
+      streams: how many; round a ring even ones go RIGHT, odd ones LEFT.
+      pieces: how many there are, dealt out to the streams in turn. A stream's pieces go one after
+        the other, each as a section of its own.
     """
 
     order: tuple[int, ...]
     start: int
     size: int
     streams: int
+    pieces: int
+
+    @property
+    def sections(self) -> int:
+        """Pieces of its first stream, which has the most."""
+        return -(-self.pieces // self.streams)
+
+    def streams_in(self, section: Any) -> Any:
+        """How many streams, from the first on, have a piece in a section; none before section 0."""
+        left = self.pieces - section * self.streams
+        if isinstance(section, int):
+            return min(left, self.streams) if section >= 0 else 0
+        return jnp.where(section < 0, 0, jnp.clip(left, 0, self.streams))
+
+    def sections_of(self, stream: Any) -> Any:
+        """How many pieces a stream has."""
+        most = self.pieces - stream + self.streams - 1
+        return most // self.streams if isinstance(stream, int) else lax.div(most, self.streams)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +90,8 @@ class Plan:
       cut: the dimension along which a block is cut.
       grain: every cut falls on a multiple of it.
       bundles: what a block is cut into.
+      lines: which axes are lines: there every stream goes both ways, and no hop closes a ring.
+      within: the axis that is the devices of a chip, if there is one.
     """
 
     sizes: tuple[int, ...]
@@ -78,6 +101,8 @@ class Plan:
     cut: int
     grain: int
     bundles: tuple[Bundle, ...]
+    lines: tuple[bool, ...]
+    within: int | None
 
     @classmethod
     def of(
@@ -88,27 +113,103 @@ class Plan:
         dtype: Any,
         chunks: int,
         both: bool = False,
+        there_and_back: bool = False,
     ) -> "Plan":
         """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
 
-        With `both`, half of several chunks go on from there in the other order (see `ways`).
+        With `both`, half of several chunks go on from there in the other order (see `ways`). With
+        `there_and_back` what is reduced is gathered again, meanwhile.
         """
-        sizes, sharing = tuple(axis.size for axis in axes), tuple(map(links_shared, axes))
+        sizes = tuple(axis.size for axis in axes)
+        sharing = tuple(links_shared(axis, there_and_back) for axis in axes)
         cut, grain = _finest_cut(block, dtype, 2 * len(sizes) * chunks)
         units = block[cut] // grain
         while chunks > 1 and units % (2 * chunks) != 0:
             chunks //= 2
         within = next((a for a, axis in enumerate(axes) if axis.chip), None)
+        lines = tuple(axis.line for axis in axes)
         orders, exact, load = ways(sizes, sharing, within, both=both and chunks > 1)
         streams = 2 * chunks * len(load) // len(orders)  # as many in all
         bundles, start = [], 0
         for order, share in zip(orders, shares(exact, load, units // streams), strict=True):
             if share:
-                bundles.append(Bundle(order, start, share * grain, streams))
+                bundles.append(Bundle(order, start, share * grain, streams, streams))
                 start += share * grain * streams
         if start < block[cut]:  # an odd one left over
-            bundles.append(Bundle(tuple(range(len(sizes))), start, block[cut] - start, 1))
-        return cls(sizes, sharing, block, at, cut, grain, tuple(bundles))
+            bundles.append(Bundle(tuple(range(len(sizes))), start, block[cut] - start, 1, 1))
+        return cls(sizes, sharing, block, at, cut, grain, tuple(bundles), lines, within)
+
+    def in_sections(self, size: int, streams: int) -> "Plan":
+        """The same blocks in pieces of `size`, which go by in sections, a piece for each stream.
+
+        Bundles have so many sections that all links carry about the same. What is left over is a
+        bundle of small pieces.
+        """
+        orders, exact, load = ways(self.sizes, self.sharing, self.within)
+        units = self.block[self.cut] // self.grain
+        each = size // self.grain * 2  # units that a pair of streams takes
+        near = [range(max(0, int(e)), int(e) + 2) for e in exact * units / each]
+        fitting = [np.array(c) for c in itertools.product(*near) if each * sum(c) <= units]
+
+        def cost(counts: np.ndarray) -> tuple[float, int]:
+            """What the busiest links carry; then what is left over."""
+            total, rest = each * counts, units - each * sum(counts)
+            total[0] += rest
+            return (load @ total).max(), rest
+
+        counts = min(fitting, key=cost).tolist()
+        bundles, start = [], 0
+        for order, count in zip(orders, counts, strict=True):
+            if count:
+                bundles.append(Bundle(order, start, size, min(streams, 2 * count), 2 * count))
+                start += 2 * count * size
+        if rest := units - sum(counts) * each:
+            most = 4 * max(counts) // streams  # pieces of two streams in as many sections
+            pieces = max(n for n in range(1, rest + 1) if rest % n == 0 and n <= max(most, 1))
+            size = rest // pieces * self.grain
+            bundles.append(Bundle(orders[0], start, size, min(2, pieces), pieces))
+        return dataclasses.replace(self, bundles=tuple(bundles))
+
+    @property
+    def busiest(self) -> float:
+        """What the busiest links carry."""
+        load = [0.0] * len(self.sizes)
+        for bundle in self.bundles:
+            met = bundle.pieces * bundle.size
+            for axis in bundle.order:
+                load[axis] += met * (self.sizes[axis] - 1) * float(self.sharing[axis])
+                met *= self.sizes[axis]
+        return max(load)  # XXX chip
+
+    @property
+    def sections(self) -> int:
+        """The most sections of any bundle."""
+        return max(bundle.sections for bundle in self.bundles)
+
+    @property
+    def ways(self) -> int:
+        """Channels that a stream has along an axis: two where some axis is a line."""
+        return 1 + any(self.lines)
+
+    def is_paired(self, bundle: Bundle, phase: int) -> bool:
+        """Whether all that goes one way round an axis has something that goes the other way.
+
+        Then upstream cannot be far ahead of us, and needs no credits where messages have places of
+        their own. Each device sees to the two streams of a pair in turn: hop t to the right, hop t
+        to the left. Before it sends to the right at hop t, it has taken what we sent to the left at
+        hop t - 2; that we sent after we had taken what came from it at hop t - 3. So no more than
+        three of its messages are on their way. At a section's end each takes the last of both.
+        """
+        return bundle.pieces % 2 == 0 and not self.lines[bundle.order[phase]]
+
+    def stream(self, b: int, stream: Any) -> Any:
+        """The number of a stream among those of all bundles."""
+        return sum(bundle.streams for bundle in self.bundles[:b]) + stream
+
+    @property
+    def streams(self) -> int:
+        """How many there are."""
+        return self.stream(len(self.bundles), 0)
 
     def hops(self, bundle: Bundle, phase: int) -> int:
         """Hops of a bundle in a phase: along axis `bundle.order[phase]`, to all others on it."""
@@ -126,9 +227,11 @@ class Plan:
         shape[self._cut_dimension] = bundle.size
         return tuple(shape)
 
-    def piece(self, ref: Any, numbers: Sequence[Any], bundle: Bundle, stream: Any) -> Any:
+    def piece(
+        self, ref: Any, numbers: Sequence[Any], bundle: Bundle, section: Any, stream: Any
+    ) -> Any:
         """A stream's part of some of `ref`'s blocks: on each axis all (None), or one."""
-        start = bundle.start + stream * bundle.size
+        start = bundle.start + (section * bundle.streams + stream) * bundle.size
         if not isinstance(start, int):
             start = pl.multiple_of(start, self.grain)
         index = self._index(ref, numbers)
@@ -252,14 +355,17 @@ def _worst_tile(whole: np.ndarray) -> float:
     return min(tiles, default=1.0)
 
 
-def links_shared(axis: Group) -> int | Fraction:
+def links_shared(axis: Group, there_and_back: bool = False) -> int | Fraction:
     """How many directions share a link: both between two devices, and on a line.
 
-    On a line the hop from the last device to the first goes back over all links. Between devices of
-    a chip both ways go over one link as well, six times as fast as those that the two have.
+    On a line of n devices the busiest link carries n-1 blocks in either direction; where what is
+    reduced goes back meanwhile, n in both, for then it is the busiest one way alone. Between
+    devices of a chip both ways go over one link as well, six times as fast as those of the two.
     """
     if axis.chip:
         return Fraction(1, 6)
+    if axis.line and there_and_back:
+        return Fraction(axis.size, axis.size - 1)
     return 2 if axis.size == 2 or axis.line else 1
 
 

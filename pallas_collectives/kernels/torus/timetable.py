@@ -1,12 +1,14 @@
 """When each part goes through the axes of a torus (see `shares`): the order of a device's hops."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -74,35 +76,110 @@ class Stage(Protocol):
     for the last of all.
     """
 
-    def begin(self, bundle: int, phase: int, stream: Any) -> None: ...
-    def go_on(self, bundle: int, phase: int, hop: Any, stream: Any) -> None: ...
-    def end(self, bundle: int, stream: Any) -> None: ...
+    def begin(self, bundle: int, phase: int, section: Any, stream: Any) -> None: ...
+    def go_on(self, bundle: int, phase: int, hop: Any, section: Any, stream: Any) -> None: ...
+    def end(self, bundle: int, section: Any, stream: Any) -> None: ...
+
+
+Course = list[tuple[Stage, int]]
 
 
 def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
-    """Takes all streams through one stage's phases after the other's, by the timetable.
+    """Takes all streams through one stage's phases after the other's.
 
+    A plan of one section by the timetable; of several, all phases of one after the other at once.
     All devices do the same in the same order, and each waits only for what another did earlier in
     that order: none waits for ever. Loops everywhere: the code grows with the square of the number
     of axes, and not with their lengths.
     """
     course = [(stage, phase) for stage, phases in stages for phase in phases]
+    if plan.sections > 1:
+        _run_sections(plan, course)
+        return
 
     def begin(b: int, k: int, stream: Any) -> None:
-        stage, phase = course[k]
-        if k and course[k - 1][0] is not stage:
-            course[k - 1][0].end(b, stream)
-        stage.begin(b, phase, stream)
+        _begin(course, b, k, 0, stream)
 
     def go_on(b: int, k: int, hop: Any, stream: Any) -> None:
-        course[k][0].go_on(b, course[k][1], hop, stream)
+        course[k][0].go_on(b, course[k][1], hop, 0, stream)
 
     for segment in timetable(plan, [phase for _, phase in course]):
         spans = [(b, span) for b, span in enumerate(segment) if span is not None]
         _for_each_stream(plan, [(b, s) for b, s in spans if s.start == 0], begin)
         _for_each_round(plan, spans, go_on)
-    everything = [(b, Span(len(course) - 1, 0, 0)) for b in range(len(plan.bundles))]
-    _for_each_stream(plan, everything, lambda b, _, stream: course[-1][0].end(b, stream))
+    everything = [(b, Span(len(course), 0, 0)) for b in range(len(plan.bundles))]
+    _for_each_stream(plan, everything, begin)
+
+
+def _begin(course: Course, b: int, k: int, section: Any, stream: Any) -> None:
+    """Begins phase number k of the course; behind the last, ends all."""
+    if k == len(course) or (k and course[k - 1][0] is not course[k][0]):
+        course[k - 1][0].end(b, section, stream)
+    if k < len(course):
+        course[k][0].begin(b, course[k][1], section, stream)
+
+
+def _run_sections(plan: Plan, course: Course) -> None:
+    """In tick t, section t is in the first phase of the course, section t - k in phase number k.
+
+    So all phases are under way at once, each with another section, and hops of all of them take
+    turns. Earlier sections come first: what a section leaves is taken before the next one is there.
+    Streams come in pairs, one for each way round. While what one pair has sent is on the wire, the
+    next pair is seen to.
+
+    Along a line a reduction loads the link behind j others from hop j on, a gather up to hop j. So
+    a gather's hops come one round earlier: then the link carries one of both in each round.
+    """
+    bundles = range(len(plan.bundles))
+    pairs = -(-max(bundle.streams for bundle in plan.bundles) // 2)
+    rounds = max(plan.sizes) - 2  # of hops 1 and on
+    early = [any(plan.lines) and stage is not course[0][0] for stage, _ in course]
+    early.append(early[-1])
+    last = len(course)
+
+    def in_pair(pair: Any, b: int, section: Any, body: Callable[[Any], None]) -> None:
+        stop = jnp.minimum(plan.bundles[b].streams_in(section), 2 * pair + 2)
+        lax.fori_loop(2 * pair, stop, lambda stream, _: body(stream), None)
+
+    def begin(tick: Any, pair: Any, k: int, b: int) -> None:
+        in_pair(pair, b, tick - k, functools.partial(_begin, course, b, k, tick - k))
+
+    def go_on(tick: Any, g: Any, pair: Any, k: int, b: int) -> None:
+        (stage, phase), section = course[k], tick - k
+        hops = plan.hops(plan.bundles[b], phase) - 1
+        bounds = [jnp.minimum(lax.div((g + i) * hops, np.int32(rounds)), hops) for i in (0, 1)]
+
+        def turn(hop: Any, _: None) -> None:
+            in_pair(pair, b, section, lambda stream: stage.go_on(b, phase, hop, section, stream))
+
+        lax.fori_loop(bounds[0] + 1, bounds[1] + 1, turn, None)
+
+    def round_of(*parts: tuple[Callable[[Any, int, int], None], Sequence[int]]) -> None:
+        def of_pair(pair: Any, _: None) -> None:
+            for body, numbers in parts:
+                for k, b in itertools.product(sorted(numbers, reverse=True), bundles):
+                    body(pair, k, b)
+
+        lax.fori_loop(0, pairs, of_pair, None)
+
+    def in_tick(tick: Any, _: None) -> None:
+        first = [k for k in range(last + 1) if early[k]]
+        others = [k for k in range(last + 1) if not early[k]]
+        hops = functools.partial(go_on, tick)
+        if first:
+            round_of((functools.partial(begin, tick), first))
+        ahead = [(functools.partial(hops, np.int32(0)), first[:-1])] if first and rounds else []
+        round_of(*ahead, (functools.partial(begin, tick), others))
+
+        def in_round(g: Any, _: None) -> None:
+            round_of(
+                (functools.partial(hops, g + 1), first[:-1]),
+                (functools.partial(hops, g), [k for k in others if k < last]),
+            )
+
+        lax.fori_loop(0, rounds, in_round, None)
+
+    lax.fori_loop(0, plan.sections + last, in_tick, None)
 
 
 def _for_each_stream(

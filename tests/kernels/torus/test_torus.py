@@ -159,13 +159,13 @@ def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
     begun: dict[tuple[int, int, int], list[int]] = {}
 
     class Record:
-        def begin(self, b: int, phase: int, stream: Any) -> None:
+        def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
             begun.setdefault((b, phase, int(stream)), []).append(0)
 
-        def go_on(self, b: int, phase: int, hop: Any, stream: Any) -> None:
+        def go_on(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
             begun[b, phase, int(stream)].append(int(hop))
 
-        def end(self, b: int, stream: Any) -> None:
+        def end(self, b: int, section: Any, stream: Any) -> None:
             begun[b, -1, int(stream)] = []
 
     with jax.disable_jit(), pytest.MonkeyPatch.context() as patch:

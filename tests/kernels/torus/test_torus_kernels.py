@@ -1,9 +1,10 @@
 """All axes of a torus at once: the kernels' values, faults and loads."""
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from pallas_collectives.kernels.machinery import channel, sync
-from pallas_collectives.kernels.torus import all_gather, reduce_scatter
+from pallas_collectives.kernels.torus import all_gather, reduce_scatter, scatter
 from pallas_collectives.kernels.torus.shares import Plan
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import placement, torus_axes
@@ -147,7 +148,7 @@ def gather_is_caught(mode: str, sizes: tuple[int, ...] = (2, 4), hold: int | Non
     return harness.caught(lambda: run(x), np.broadcast_to(x.reshape(-1, 128), (n, 32 * n, 128)))
 
 
-def sum_is_caught(mode: str, sizes: tuple[int, ...] = (4, 2)) -> bool:
+def sum_is_caught(mode: str, sizes: tuple[int, ...] = (4, 2), vmem: bool = True) -> bool:
     n, on = math.prod(sizes), harness.mesh(*sizes)
     x = harness.random((n, n * 32, 128), "float32")
 
@@ -157,7 +158,7 @@ def sum_is_caught(mode: str, sizes: tuple[int, ...] = (4, 2)) -> bool:
             group_of(*sizes),
             axis=0,
             op="sum",
-            vmem=True,
+            vmem=vmem,
             interpret=harness.ADVERSARIES[mode],
         )
 
@@ -165,22 +166,51 @@ def sum_is_caught(mode: str, sizes: tuple[int, ...] = (4, 2)) -> bool:
     return harness.caught(lambda: run(x), x.sum(0).reshape(n, 32, 128))
 
 
-class OnePhase:
-    """An array of semaphores that gives those of the first phase wherever it is asked."""
+@pytest.fixture
+def in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little scratch that the smallest operands go by in sections."""
+    monkeypatch.setattr(reduce_scatter, "SCRATCH_BYTES", 1 << 17)
 
-    def __init__(self, semaphores: Any) -> None:
-        self._semaphores = semaphores
 
-    @property
-    def at(self) -> "OnePhase":
-        return self
+def on_lines(sizes: tuple[int, ...], lines: Sequence[int]) -> Group:
+    """A group on a mesh some of whose axes are lines."""
+    whole = group_of(*sizes)
+    torus = (dataclasses.replace(a, line=k in lines) for k, a in enumerate(whole.torus))
+    return dataclasses.replace(whole, torus=tuple(torus))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._semaphores.shape
 
-    def __getitem__(self, index: tuple[Any, ...]) -> Any:
-        return self._semaphores.at[(index[0], 0, *index[2:])]
+SECTIONED = [
+    ("psum", (4, 2), (), "on_wait"),
+    ("psum", (2, 4), (1,), "on_wait"),
+    ("psum_scatter", (3, 2), (0,), "on_wait"),
+    ("psum_scatter", (2, 2, 2), (), "on_wait"),
+    ("psum_scatter", (2, 4), (), "eager"),
+    ("psum", (3, 2), (0,), "eager"),
+    ("psum", (8,), (), "on_wait"),
+]
+
+
+@pytest.mark.parametrize(
+    "op, sizes, lines, mode",
+    [pytest.param(*case, marks=() if k < 3 else SLOW) for k, case in enumerate(SECTIONED)],
+)
+def test_sections_add_up_without_races(
+    op: str, sizes: tuple[int, ...], lines: Sequence[int], mode: str, in_sections: None
+) -> None:
+    n, on, group = math.prod(sizes), harness.mesh(*sizes), on_lines(sizes, lines)
+    how: Any = {"op": "sum", "vmem": False, "interpret": harness.ADVERSARIES[mode]}
+    xs = harness.random((n, n, 13 * 8, 128), "float32")
+
+    def program(x: jax.Array) -> jax.Array:
+        if op == "psum":
+            return reduce_scatter.all_reduce(x, group, **how)
+        return reduce_scatter.reduce_scatter(x, group, axis=0, **how)
+
+    got = np.asarray(harness.per_device(program, on, check_vma=False)(xs))
+    assert not harness.race_reported()
+    total = xs.astype(np.float64).sum(0)
+    want = np.broadcast_to(total, xs.shape) if op == "psum" else total.reshape(n, 1, 13 * 8, 128)
+    np.testing.assert_array_equal(got.reshape(want.shape), want.astype(got.dtype))
 
 
 def test_sound_gather_is_not_caught() -> None:
@@ -190,7 +220,7 @@ def test_sound_gather_is_not_caught() -> None:
 def test_few_semaphores_do_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_gather, "WINDOW", 2)
     assert not gather_is_caught("on_wait")
-    monkeypatch.setattr(reduce_scatter, "SLOTS", 2)
+    monkeypatch.setattr(scatter, "SLOTS", 2)
     assert not sum_is_caught("on_wait")
 
 
@@ -202,19 +232,26 @@ def test_hops_that_share_a_semaphore_are_caught(monkeypatch: pytest.MonkeyPatch)
 def test_phases_that_share_semaphores_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = all_gather.Gather
 
-    def faulty(plan: Plan, rings: Any, o: Any, semaphores: channel.Semaphores, **own: Any) -> Any:
-        shared = semaphores._replace(arrived=OnePhase(semaphores.arrived))
-        return sound(plan, rings, o, shared, **own)
+    def faulty(plan: Plan, rings: Any, o: Any, semaphores: list[Any], **own: Any) -> Any:
+        phases = len(plan.sizes)
+        first = [semaphores[k - k % phases] for k in range(len(semaphores))]
+        return sound(plan, rings, o, first, **own)
 
     monkeypatch.setattr(all_gather, "Gather", faulty)
-    assert gather_is_caught("on_wait")
+    assert gather_is_caught("on_wait", (4, 2))
+
+
+def test_a_window_too_small_without_credits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream is up to two messages ahead of what we have waited for, and no more."""
+    monkeypatch.setattr(all_gather, "WINDOW_WITHOUT_CREDITS", 1)
+    assert gather_is_caught("on_wait", (4, 2))
 
 
 def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = sync.wait
 
     def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if len(semaphore.ref.shape) != 4:  # `arrived` is the 4-D one
+        if len(semaphore.ref.shape) != 2:  # `arrived` is the 2-D one
             wait(semaphore, ref, times)
 
     monkeypatch.setattr(sync, "wait", for_sends_only)
@@ -230,7 +267,7 @@ def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
             wait(semaphore, *args, **kwargs)
 
     monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
-    monkeypatch.setattr(reduce_scatter, "SLOTS", 1)
+    monkeypatch.setattr(scatter, "SLOTS", 1)
     assert sum_is_caught("on_wait")
 
 
@@ -238,7 +275,7 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*rings: Any) -> None:
         pltpu.get_barrier_semaphore()
 
-    monkeypatch.setattr(sync, "barrier_with_neighbours", none)
+    monkeypatch.setattr(sync, "barrier_on_torus", none)
     assert gather_is_caught("eager", (2, 2), hold=1)
 
 
@@ -271,6 +308,56 @@ def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int,
     assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
 
 
+@pytest.mark.parametrize(
+    "topology, sizes, mib",
+    [
+        ("v4:2x2x1", (2, 2, 2), 64),
+        ("v5e:4x4", (4, 4), 8),
+        pytest.param("v5p:4x4x4", (4, 4, 4), 64, marks=SLOW),
+        pytest.param("tpu7x:2x2x1", (2, 2, 2), 64, marks=SLOW),
+        pytest.param("v6e:2x4", (8,), 64, marks=SLOW),
+    ],
+)
+def test_sections_compile_for_every_generation(
+    topology: str, sizes: tuple[int, ...], mib: int
+) -> None:
+    pytest.importorskip("libtpu")
+    axes = NAMES[: len(sizes)]
+    algorithm = "torus" if len(sizes) > 1 else "ring"
+    program = harness.compile_for_tpu(
+        lambda x: pallas_collectives.psum(x, axes, algorithm=algorithm, backend="pallas"),
+        topology,
+        (mib << 11, 128),
+        sizes=sizes,
+    )
+    assert "custom-call" in program.ops
+    assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
+
+
+@pytest.mark.parametrize(
+    "op, machine, mesh, mib, share",
+    [
+        ("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4}, 64, 0.925),
+        ("psum", "v5e:16x16", {"x": 16}, 64, 0.99),
+        pytest.param("psum_scatter", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
+        pytest.param("psum", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
+        pytest.param("psum", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.92, marks=SLOW),
+        pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.87, marks=SLOW),
+    ],
+)
+def test_large_sums_keep_the_wires_busy_in_16_mib(
+    op: str, machine: str, mesh: dict[str, int], mib: int, share: float
+) -> None:
+    n = math.prod(mesh.values())
+    whole = dict(zip(NAMES, Machine.named(machine).shape, strict=False))
+    how = {"algorithm": "torus"} if len(mesh) > 1 else {}
+    report, least = replayed(op, machine, whole, (mib << 20) // n, over=tuple(mesh), **how)
+    assert not report.findings
+    assert report.hbm_scratch_bytes == 0 and report.vmem_bytes <= 16 << 20
+    rate = report.machine.generation.link_bandwidth * report.machine.generation.link_efficiency
+    assert share * report.time <= least / rate
+
+
 def test_columns_are_gathered_in_place() -> None:
     pytest.importorskip("libtpu")
     program = harness.compile_for_tpu(
@@ -285,10 +372,19 @@ def test_columns_are_gathered_in_place() -> None:
 
 
 def replayed(
-    op: str, name: str, mesh: dict[str, int], nbytes: int, **how: Any
+    op: str,
+    name: str,
+    mesh: dict[str, int],
+    nbytes: int,
+    over: tuple[str, ...] | None = None,
+    **how: Any,
 ) -> tuple[Report, float]:
-    """The replay of a collective of blocks of `nbytes` over a whole pod, and its bound in bytes."""
-    machine, n, axes = Machine.named(name), math.prod(mesh.values()), tuple(mesh)
+    """The replay of a collective of blocks of `nbytes` on a whole pod, and its bound in bytes.
+
+    Over all axes of the mesh, or over some, the first ones.
+    """
+    machine, axes = Machine.named(name), over or tuple(mesh)
+    n = math.prod(mesh[axis] for axis in axes)
     call = functools.partial(CASES[op][0], pallas_collectives, backend="pallas", **how)
     function = jax.shard_map(
         lambda x: call(x, axes),
@@ -302,7 +398,8 @@ def replayed(
     report = replay(function, operand, machine=machine)
     canonical = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}.get(op, op)
     rate = machine.generation.link_bandwidth * machine.generation.link_efficiency
-    return report, bound(canonical, machine, np.arange(n)[None], nbytes).wire * rate
+    groups = np.arange(math.prod(mesh.values())).reshape(n, -1).T
+    return report, bound(canonical, machine, groups, nbytes).wire * rate
 
 
 @pytest.mark.parametrize(

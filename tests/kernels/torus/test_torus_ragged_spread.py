@@ -82,8 +82,9 @@ def of_all(tables: Any) -> tuple[Any, Any, Any]:
 
 def run_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> bool:
     n, kernel, wait = 4, ragged_spread._kernel, sync.wait
-    send = np.full((n, n), 8, np.int32)
-    operand, output = (harness.random((n, 40, 8, 128), "float32", seed) for seed in (1, 2))
+    send = np.ones((n, n), np.int32)
+    send[:, n - 1] = 16  # so that rows for it are passed on
+    operand, output = (harness.random((n, 80, 8, 128), "float32", seed) for seed in (1, 2))
     tables = routed(send, into=0)
     torus = Group(("x",), (2,)), Group(("y",), (2,))
     group = Group(("x", "y"), (2, 2), torus=torus)

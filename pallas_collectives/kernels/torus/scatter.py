@@ -1,0 +1,331 @@
+"""Reduction along all axes of a torus: the stage that `reduce_scatter` makes its kernels of.
+
+Sums arrive in slots in VMEM, our own terms are added to them there, and from there they go on: of
+HBM that takes one read for each byte that arrives. What a phase leaves stays in VMEM too, and the
+next phase takes its own terms from it.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.kernels.machinery import channel as channels
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.combine import combine
+from pallas_collectives.kernels.torus import shares
+from pallas_collectives.kernels.torus.devices import Field
+from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
+
+# Slots of a channel for sums that arrive. One is being added to and sent on from, one is being
+# received into; the third lets upstream start before our send from the first has ended.
+SLOTS = 3
+
+
+def _window(plan: Plan, bundle: Bundle, phase: int) -> int:
+    """How many slots a channel has; where no hop follows the first, none is sent on from."""
+    return min(SLOTS, plan.sizes[bundle.order[phase]])
+
+
+class Scratch(NamedTuple):
+    """What `Scatter` takes beside its arrays. Ways: two where a torus has lines, else one."""
+
+    # for each bundle and phase: VMEM
+    slots: list[Any]  # (streams * ways, SLOTS or fewer, piece); written by upstream
+    semaphores: list[channels.Semaphores]  # (streams * ways)
+    left: list[Any]  # (streams, piece): what the phase leaves, of the section that it was in last
+    # for each bundle: VMEM
+    terms: list[Any]  # (streams * ways, piece): our terms, on their way from HBM; none if there
+    term_sems: Any  # (all streams * ways): own; a term is here
+
+    @classmethod
+    def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "Scratch":
+        """What to allocate; `vmem` as `launch.call` has it."""
+        ways, phases = plan.ways, len(plan.sizes)
+        each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
+        pieces = [(bundle, plan.piece_shape(bundle, phase)) for bundle, phase in each]
+        windows = [_window(plan, bundle, phase) for bundle, phase in each]
+        return cls(
+            slots=[
+                pltpu.VMEM((bundle.streams * ways, window, *piece), dtype)
+                for (bundle, piece), window in zip(pieces, windows, strict=True)
+            ],
+            semaphores=[
+                channels.Semaphores.of(bundle.streams * ways, window=window)
+                for (bundle, _), window in zip(each, windows, strict=True)
+            ],
+            left=[pltpu.VMEM((bundle.streams, *piece), dtype) for bundle, piece in pieces],
+            terms=[
+                pltpu.VMEM((bundle.streams * ways, *piece), dtype)
+                for bundle, piece in pieces[phases - 1 :: phases]
+                if not vmem
+            ],
+            term_sems=pltpu.SemaphoreType.DMA((plan.streams * ways,)),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of VMEM, of what is to be allocated."""
+        places = [*self.slots, *self.left, *self.terms]
+        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in places)
+
+
+class _Leg(NamedTuple):
+    """One way of a stream along one axis, in one section.
+
+    Round a ring we send our own term of the furthest block as message 0, and as message k our term
+    added to what message k - 1 has brought, at hop k. Along a line messages number the owners, the
+    furthest first; a sum that comes as message k goes on as message k, in the hop that comes as
+    many after as there are devices behind us. Either way our own block's sum comes last.
+    """
+
+    b: int
+    phase: int
+    section: Any
+    stream: Any
+    lane: Any  # the stream's way, among those of all streams
+    channel: Channel
+    ahead: Any  # devices that we send to: messages in a section
+    arrivals: Any  # messages that come in a section
+    behind: Any  # on a line, the devices behind us; None on a ring
+
+    def comes(self, number: Any) -> Any:
+        """The number in its channel of a message that comes in this section."""
+        return self.section * self.arrivals + number
+
+    def goes(self, number: Any) -> Any:
+        """The number in its channel of a message that we send in this section."""
+        return self.section * self.ahead + number
+
+
+class Scatter:
+    """A `timetable.Stage`: sends sums towards their owners, adding own terms; then the own.
+
+    A stream has channels for each phase, with slots of their own: upstream in the next phase is
+    another device, which may be there while we are in this one. A channel has one send under way at
+    a time. Upstream may be ahead of us; a message's slot is released when our send from it has
+    ended, or, of a section's last, when it is added to what the phase leaves. That is written again
+    a section later, when the next phase has sent all that it sends from it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rings: Sequence[Ring],
+        operand: Field,  # all blocks
+        scratch: Scratch,
+        *,
+        op: str,
+        # (bundle, section, stream, body): body(place) for where the own block's sum is to be; in
+        #   VMEM
+        target: Callable[[int, Any, Any, Callable[[Any], None]], None],
+    ) -> None:
+        self._plan, self._rings, self._operand = plan, rings, operand
+        self._s, self._target = scratch, target
+        self._combine = functools.partial(combine, op, vmem=True)
+
+    def own(self, b: int, section: Any, stream: Any) -> Any:
+        """Where a stream's part of the own block may be, in VMEM; a section later it changes."""
+        del section
+        return self._left(b, 0, stream)
+
+    def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
+        if phase + 1 < len(self._rings):
+            self._finish(b, phase + 1, section, stream)
+        for way, leg in enumerate(self._legs(b, phase, section, stream)):
+            sets_out = True if leg.behind is None else leg.behind == 0
+            if leg.behind is None and self._from_hbm(leg) and self._plan.sections > 1:
+                only_if((section == 0) & (stream >= 2), functools.partial(self._be_late, leg))
+            only_if(sets_out, functools.partial(self._set_out, leg, 0))
+            self._fetch(leg, 1, way == 0)
+
+    def go_on(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
+        for way, leg in enumerate(self._legs(b, phase, section, stream)):
+            if leg.behind is None:
+                self._add(leg, hop - 1, hop)
+            else:
+                number = hop - leg.behind
+                adds = (leg.behind > 0) & (number >= 0) & (number < leg.ahead)
+                only_if(leg.behind == 0, functools.partial(self._set_out, leg, hop))
+                only_if(adds, functools.partial(self._add, leg, number, number))
+            self._fetch(leg, hop + 1, way == 0)
+
+    def _be_late(self, leg: _Leg) -> None:
+        """Holds up a pair of streams at the start, so that it sends while another's is on the wire.
+
+        What is sent together shares the wire and comes together, and the wire idles till it goes
+        on. Pairs once apart stay apart. To bring a term takes about as long as a hop.
+        """
+        self._fetch(leg, 1, first=True)
+        fetched, semaphore = self._fetched(leg)
+        sync.wait(semaphore, fetched)
+
+    def end(self, b: int, section: Any, stream: Any) -> None:
+        self._finish(b, 0, section, stream)
+
+    def _legs(self, b: int, phase: int, section: Any, stream: Any) -> list[_Leg]:
+        bundle, ways = self._plan.bundles[b], self._plan.ways
+        axis, number = bundle.order[phase], b * len(self._rings) + phase
+        ring, last = self._rings[axis], self._plan.sizes[axis] - 1
+
+        def leg(way: int, direction: Any, ahead: Any, behind: Any) -> _Leg:
+            arrivals = ahead if behind is None else jnp.where(behind > 0, ahead + 1, 0)
+            lane = stream * ways + way
+            channel = Channel(
+                ring,
+                direction,
+                self._s.semaphores[number],
+                (lane,),
+                arrivals=arrivals * bundle.sections_of(stream),
+                longest=ring.size * bundle.sections,
+                slots=(self._s.slots[number], (lane,)),
+            )
+            return _Leg(b, phase, section, stream, lane, channel, ahead, arrivals, behind)
+
+        if not self._plan.lines[axis]:
+            return [leg(0, shares.direction_of(stream), last, None)]
+        return [
+            leg(0, RIGHT, last - ring.place, ring.place),
+            leg(1, LEFT, ring.place, last - ring.place),
+        ]
+
+    def _set_out(self, leg: _Leg, number: Any) -> None:
+        """Sends our own term alone."""
+        channel, goes = leg.channel, leg.goes(number)
+        slot = channel.slot(goes)
+        only_if(number > 0, lambda: channel.wait_sent(slot))
+        channel.wait_until_free(goes)
+
+        def push(term: Any, part: Callable[[Any], Any]) -> None:
+            channel.push(term, part(slot), goes)
+
+        self._with_term(leg, leg.ahead - number, push)
+
+    def _add(self, leg: _Leg, comes: Any, goes: Any) -> None:
+        """Adds our term to a sum that has come, and sends it on."""
+        channel, comes_before = leg.channel, comes - 1
+        summed = channel.slot(leg.comes(comes))
+        channel.receive(leg.comes(comes), summed)
+        self._add_term(leg, leg.ahead - goes, (summed, summed))
+
+        def end_earlier() -> None:
+            channel.wait_sent(summed)
+            only_if(comes_before >= 0, lambda: channel.release(leg.comes(comes_before)))
+
+        only_if(True if leg.behind is None else goes > 0, end_earlier)
+        channel.send(summed, channel.slot(leg.goes(goes)), leg.goes(goes))
+
+    def _finish(self, b: int, phase: int, section: Any, stream: Any) -> None:
+        """What a phase leaves us: our term, and the last sums that have come."""
+        legs = self._legs(b, phase, section, stream)
+
+        def into(target: Any) -> None:
+            if legs[0].behind is None:
+                self._sum_up(legs, target)
+                return
+            right, left = (leg.behind > 0 for leg in legs)
+            only_if(right & left, lambda: self._sum_up(legs, target))
+            only_if(~left, lambda: self._sum_up(legs, target, [0]))
+            only_if(~right, lambda: self._sum_up(legs, target, [1]))
+
+        if phase:
+            into(self._left(b, phase, stream))
+        else:
+            self._target(b, section, stream, into)
+        for leg in legs:
+            self._end(leg)
+
+    def _sum_up(self, legs: list[_Leg], target: Any, sides: Sequence[int] = (0, 1)) -> None:
+        """target = our term + what has come, from these sides of a line."""
+        come = []
+        for leg in [legs[side] for side in sides[: len(legs)]]:
+            number = leg.comes(leg.arrivals - 1)
+            come.append(leg.channel.slot(number))
+            leg.channel.receive(number, come[-1])
+        self._add_term(legs[0], 0, (target, *come))
+
+    def _end(self, leg: _Leg) -> None:
+        """The last send of a section ends, and nothing lies in slots any more."""
+        channel, last = leg.channel, leg.arrivals - 1
+
+        def release() -> None:
+            only_if(last > 0, lambda: channel.release(leg.comes(last - 1)))
+            channel.release(leg.comes(last))
+
+        only_if(leg.ahead > 0, lambda: channel.wait_sent(channel.slot(0)))
+        only_if(last >= 0, release)
+
+    # Our own terms.
+
+    def _add_term(self, leg: _Leg, ahead: Any, refs: Sequence[Any]) -> None:
+        """refs[0] = our term for the device so far ahead + refs[1] + ..."""
+
+        def add(term: Any, part: Callable[[Any], Any]) -> None:
+            out, *come = map(part, refs)
+            self._combine((out, term, *come))
+
+        if self._from_hbm(leg):
+            fetched, semaphore = self._fetched(leg)
+            sync.wait(semaphore, fetched)
+            add(fetched, lambda ref: ref)
+        else:
+            self._with_term(leg, ahead, add)
+
+    def _from_hbm(self, leg: _Leg) -> bool:
+        return leg.phase + 1 == len(self._rings) and bool(self._s.terms)
+
+    def _fetched(self, leg: _Leg) -> tuple[Any, Any]:
+        """Where the term that a leg needs next is in VMEM, and the semaphore of its copy."""
+        number = self._plan.stream(leg.b, 0) * self._plan.ways + leg.lane
+        return self._s.terms[leg.b].at[leg.lane], self._s.term_sems.at[number]
+
+    def _fetch(self, leg: _Leg, hop: Any, first: bool) -> None:
+        """Starts to bring the term that a leg needs at a hop; our own block's behind the last.
+
+        The leg that is `first` on its axis brings that one.
+        """
+        if not self._from_hbm(leg):
+            return
+        ref, semaphore = self._fetched(leg)
+
+        def start(term: Any, part: Callable[[Any], Any]) -> None:
+            pltpu.make_async_copy(term, part(ref), semaphore).start()
+
+        if leg.behind is None:
+            self._with_term(leg, leg.ahead - hop, start)
+            return
+        number = hop - leg.behind
+        wanted = (leg.behind > 0) & (number >= 0) & (number < leg.ahead)
+        if first:
+            wanted |= number == leg.ahead
+        only_if(wanted, lambda: self._with_term(leg, leg.ahead - number, start))
+
+    def _with_term(
+        self, leg: _Leg, ahead: Any, body: Callable[[Any, Callable[[Any], Any]], None]
+    ) -> None:
+        """body(term, part) for our terms for the device so far ahead, where they lie.
+
+        They are in pieces if the operand is; part(ref) is where in a whole such piece one belongs.
+        """
+        bundle = self._plan.bundles[leg.b]
+        axis = bundle.order[leg.phase]
+        place: list[Any] = [None] * len(self._rings)
+        place[axis] = self._rings[axis].block(leg.channel.direction * ahead)
+        if leg.phase + 1 < len(self._rings):
+            left = self._left(leg.b, leg.phase + 1, leg.stream)
+            body(self._plan.blocks(left, place), lambda ref: ref)
+            return
+
+        def with_piece(term: Any, here: Sequence[Any]) -> None:
+            inside = [*here[:axis], 0, *here[axis + 1 :]]
+            body(term, lambda ref: self._plan.blocks(ref, inside))
+
+        self._operand.for_each_piece(place, bundle, leg.section, leg.stream, with_piece)
+
+    def _left(self, b: int, phase: int, stream: Any) -> Any:
+        return self._s.left[b * len(self._rings) + phase].at[stream]
