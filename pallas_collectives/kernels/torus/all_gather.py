@@ -22,6 +22,7 @@ from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.torus import devices, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if
 
 # Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. A kernel
@@ -42,7 +43,7 @@ class Scratch(NamedTuple):
 def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
     """Gathers x along `axis`; `axis` must be `sliceable` for x's shape."""
     axes = devices.axes_of(group)
-    view = shares.View.of(x.shape, axis, x.dtype)
+    view = View.of(x.shape, axis, x.dtype)
     both = shares.differ(axes)
     plan = Plan.of(axes, view.block, view.at, x.dtype, chunks=1 + both, both=both)
     y = launch.call(

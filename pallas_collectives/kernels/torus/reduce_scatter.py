@@ -33,10 +33,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.torus import all_gather, devices, scatter, shares, timetable
+from pallas_collectives.kernels.torus import all_gather, devices, scatter, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
@@ -101,7 +102,7 @@ def reduce_scatter(
     """
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
-    view = shares.View.of(shape, axis, x.dtype)
+    view = View.of(shape, axis, x.dtype)
     plan = _plan(axes, view.block, view.at, x.dtype, vmem, there_and_back=False)
     ones = (1,) * len(axes)
     y = launch.call(
