@@ -187,7 +187,8 @@ def _plan(
                 fitting.append(plan)
         if fitting:
             return min(fitting, key=_cost)
-    return whole
+    # Blocks that are too coarse to be cut so finely: as finely as they go.
+    return whole if vmem else whole.in_sections(whole.grain, STREAMS[-1])
 
 
 def _cost(plan: Plan) -> float:

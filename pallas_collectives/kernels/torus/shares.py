@@ -200,7 +200,8 @@ class Plan:
         hop t - 2; that we sent after we had taken what came from it at hop t - 3. So no more than
         three of its messages are on their way. At a section's end each takes the last of both.
         """
-        return bundle.pieces % 2 == 0 and not self.lines[bundle.order[phase]]
+        in_pairs = bundle.pieces % 2 == bundle.streams % 2 == 0
+        return in_pairs and not self.lines[bundle.order[phase]]
 
     def stream(self, b: int, stream: Any) -> Any:
         """The number of a stream among those of all bundles."""
