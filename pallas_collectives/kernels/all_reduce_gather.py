@@ -30,7 +30,8 @@ from pallas_collectives.kernels import all_gather
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.combine import combine_stack
 from pallas_collectives.kernels.torus import all_gather as torus_gather
-from pallas_collectives.kernels.torus import devices, shares
+from pallas_collectives.kernels.torus import devices
+from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import placement, reach
 from pallas_collectives.topology.groups import Group, Ring
 
@@ -75,7 +76,7 @@ def gathered(
     """
     block = x[None]
     if placement.nearest(group) is reach.torus:
-        axes, view = devices.axes_of(group), shares.View.of(block.shape, 0, x.dtype)
+        axes, view = devices.axes_of(group), View.of(block.shape, 0, x.dtype)
         plan, tables = torus_gather.plan_of(axes, view, x.dtype), devices.tables(axes)
         block, stack = view.into(block, (1,) * len(axes)), plan.shape(devices.field_sizes(axes))
         way = torus_gather.way(plan)

@@ -24,6 +24,7 @@ from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.torus import devices, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if
 
 # Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. A kernel
@@ -46,7 +47,7 @@ def all_axes(
 ) -> jax.Array:
     """Gathers x along `axis`; `axis` must be `sliceable` for x's shape."""
     axes = devices.axes_of(group)
-    view = shares.View.of(x.shape, axis, x.dtype)
+    view = View.of(x.shape, axis, x.dtype)
     plan = plan_of(axes, view, x.dtype)
     gathering = way(plan)
     y = launch.call(
@@ -66,7 +67,7 @@ def all_axes(
     return view.out_of(y, plan.sizes)
 
 
-def plan_of(axes: Sequence[Group], view: shares.View, dtype: DType) -> Plan:
+def plan_of(axes: Sequence[Group], view: View, dtype: DType) -> Plan:
     """How blocks are cut that are gathered over the axes of a torus."""
     both = shares.differ(axes)
     return Plan.of(axes, view.block, view.at, dtype, chunks=1 + both, both=both)

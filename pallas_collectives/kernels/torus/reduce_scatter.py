@@ -34,10 +34,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import DType, Interpret, Number, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.torus import all_gather, devices, scatter, shares, timetable
+from pallas_collectives.kernels.torus import all_gather, devices, scatter, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
@@ -102,7 +103,7 @@ def reduce_scatter(
     """
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
-    view = shares.View.of(shape, axis, x.dtype)
+    view = View.of(shape, axis, x.dtype)
     plan = _plan(axes, view.block, view.at, x.dtype, vmem, there_and_back=False)
     ones = (1,) * len(axes)
     y = launch.call(
@@ -187,7 +188,8 @@ def _plan(
                 fitting.append(plan)
         if fitting:
             return min(fitting, key=_cost)
-    return whole
+    # Blocks that are too coarse to be cut so finely: as finely as they go.
+    return whole if vmem else whole.in_sections(whole.grain, STREAMS[-1])
 
 
 def _cost(plan: Plan) -> float:

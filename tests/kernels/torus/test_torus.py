@@ -179,6 +179,52 @@ def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
     }
 
 
+@pytest.mark.parametrize("sizes, lines", [((2, 3), [False] * 2), ((4, 3), [True, False])])
+def test_in_sections_each_phase_comes_in_its_turn(
+    sizes: tuple[int, ...], lines: list[bool]
+) -> None:
+    """Every hop of every piece once and in order; and what a section leaves is taken in time."""
+    plan = plan_of(sizes, lines, 29).in_sections(16, 4)
+    seen: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+
+    class Record:
+        def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
+            seen.setdefault((b, int(section), int(stream)), []).append((phase, 0))
+            before = (b, int(section) - 1, int(stream))
+            assert section == 0 or len(seen[before]) > len(seen[b, int(section), int(stream)])
+
+        def go_on(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
+            seen[b, int(section), int(stream)].append((phase, int(hop)))
+
+        def end(self, b: int, section: Any, stream: Any) -> None:
+            seen[b, int(section), int(stream)].append((-1, 0))
+
+    with jax.disable_jit(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timetable.lax, "fori_loop", _python_loop)
+        course = range(len(sizes))
+        timetable.run(plan, (Record(), course[::-1]), (Record(), course))
+    assert len(seen) == sum(bundle.pieces for bundle in plan.bundles)
+    for (b, section, stream), hops in seen.items():
+        assert stream < plan.bundles[b].streams_in(section)
+        ways = [(p, t) for p in course[::-1] for t in range(plan.hops(plan.bundles[b], p))]
+        back = [(p, t) for p in course for t in range(plan.hops(plan.bundles[b], p))]
+        assert hops == [*ways, (-1, 0), *back, (-1, 0)]
+
+
+@hypothesis.given(SIZES, LINES, ROWS, st.integers(1, 9), st.sampled_from([2, 4]))
+def test_sections_cover_a_block_without_overlap(
+    sizes: tuple[int, ...], lines: list[bool], rows: int, size: int, streams: int
+) -> None:
+    plan = plan_of(sizes, lines, rows).in_sections(8 * size, streams)
+    at = 0
+    for bundle in plan.bundles:
+        assert bundle.start == at
+        assert sum(map(bundle.streams_in, range(bundle.sections))) == bundle.pieces
+        assert sum(map(bundle.sections_of, range(bundle.streams))) == bundle.pieces
+        at += bundle.pieces * bundle.size
+    assert at == 8 * rows
+
+
 def _python_loop(start: Any, stop: Any, body: Callable[..., Any], _: None) -> None:
     for i in range(int(start), int(stop)):
         body(np.int32(i), None)
