@@ -16,6 +16,9 @@ with few tokens, the bound is latency, and all times are in µs.
 On GPUs it times both ways, of balanced routing, beside two dense all-to-alls of all choices' bytes
 and beside the same by lax: `experts_gpu`.
 
+A row of 16 devices takes seconds to replay; one of 64 minutes, and more where most pairs' rows are
+passed on.
+
 The plan, a gather of counts and sums on small tables, and the passes over HBM that lay rows out,
 are not in these times.
 """
@@ -39,7 +42,7 @@ from pallas_collectives.replay import Machine, MachineError, Report, bound, repl
 from pallas_collectives.replay.bound import Bound
 
 _PODS = flags.DEFINE_list(
-    "expert_pods", ["v5p:4x4x4", "7x:4x4x2", "v5e:16", "v6e:16", "v6e:4x4"], "Pods to model."
+    "expert_pods", ["v6e:16", "v6e:4x4", "v5e:16", "v5p:4x4x4", "7x:4x4x2"], "Pods to model."
 )
 _TOKENS = flags.DEFINE_list("tokens", ["4096", "256", "64", "16"], "Tokens of each device.")
 _WIDTH = flags.DEFINE_integer("width", 7168, "Elements of a token, in bfloat16.", lower_bound=128)

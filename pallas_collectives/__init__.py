@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     )
     from pallas_collectives.overlap.kernel_bodies import gather_and_consume as gather_and_consume
     from pallas_collectives.overlap.kernel_bodies import produce_and_scatter as produce_and_scatter
+    from pallas_collectives.overlap.layer_scan import scan_gathered as scan_gathered
     from pallas_collectives.overlap.products import all_gather_matmul as all_gather_matmul
     from pallas_collectives.overlap.products import matmul_reduce_scatter as matmul_reduce_scatter
     from pallas_collectives.overlap.residual_norm import (
@@ -104,6 +105,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "gather_and_consume",
         "produce_and_scatter",
     ),
+    "overlap.layer_scan": ("scan_gathered",),
     "overlap.products": (
         "all_gather_matmul",
         "matmul_reduce_scatter",

@@ -21,7 +21,7 @@ from pallas_collectives.errors import (
     UnboundAxisError,
 )
 
-OURS_ALONE = ("backend", "algorithm", "precise")
+OURS_ALONE = ("backend", "algorithm", "precise", "order")
 
 
 @pytest.mark.parametrize("name", vars(collectives.LAX))

@@ -44,6 +44,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Interpret, Number, Ref, Step
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
@@ -83,7 +84,7 @@ def ring(
     axis: int,
     bidirectional: bool,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
     most_parts: int = MOST_CHUNKS,
 ) -> jax.Array:
     """Gathers x along `axis` over a ring; `axis` must be `sliceable` for x's shape."""
@@ -94,7 +95,7 @@ def ring(
     return _launch(*way, x, group, axis, name=name, vmem=vmem, interpret=interpret)
 
 
-def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
+def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Interpret) -> jax.Array:
     """Gathers x along `axis` over a line, as `ring`."""
     blocks = Blocks.of(x.shape, axis, x.dtype, MOST_CHUNKS)
     way = _by_hops(blocks, groups.line_streams(group.size, blocks.chunks))
@@ -110,7 +111,7 @@ def way(x: jax.Array, group: Group) -> Way:
     return _by_hops(blocks, of_group(group.size, chunks=blocks.chunks))
 
 
-def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
+def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Interpret) -> jax.Array:
     """Gathers x along `axis`, each device writing to all others."""
     kernel = functools.partial(_direct_kernel, blocks=Blocks.of(x.shape, axis, x.dtype))
     pushed = Way(kernel, PushSemaphores(), "everyone")
@@ -157,8 +158,8 @@ def semaphores(streams: tuple[Stream, ...]) -> channels.Semaphores:
 
 def _ring_kernel(
     ring: Ring,
-    x_ref: Any,  # one block: HBM or VMEM
-    o_ref: Any,  # n blocks: HBM or VMEM
+    x_ref: Ref,  # one block: HBM or VMEM
+    o_ref: Ref,  # n blocks: HBM or VMEM
     scratch: Scratch,
     *,
     blocks: Blocks,
@@ -179,8 +180,8 @@ def _ring_kernel(
 
 def pass_on(
     ring: Ring,
-    x_ref: Any,  # own block, from which the first sends leave
-    o_ref: Any,  # n blocks; those of the others are filled
+    x_ref: Ref,  # own block, from which the first sends leave
+    o_ref: Ref,  # n blocks; those of the others are filled
     semaphores: channels.Semaphores,  # (streams, chunks); all sends of a chunk drain at the end
     *,
     blocks: Blocks,
@@ -200,38 +201,38 @@ def pass_on(
     sends = [b < ring.size - 1 if on_line else True for b in behind]
     keeps = [b == ring.size - 1 if on_line else True for b in behind]
 
-    def place(number: Any, i: int, chunk: Any) -> Any:
+    def place(number: Number, i: int, chunk: Number) -> Any:
         """Where we keep message `number` of those that we send."""
         return blocks.at(o_ref, ring.block(-streams[i].direction * number), chunk)
 
-    def arrivals(i: int, chunk: Any) -> Any:
+    def arrivals(i: int, chunk: Number) -> Any:
         return behind[i] if on_line else streams[i].hops_of(chunk)
 
-    def channel_of(i: int, chunk: Any) -> Channel:
+    def channel_of(i: int, chunk: Number) -> Channel:
         stream, index = streams[i], (i, chunk)
         return Channel(ring, stream.direction, semaphores, index, arrivals(*index), stream.hops)
 
-    def send_own(_: Any, i: int, chunk: Any) -> None:
+    def send_own(_: Any, i: int, chunk: Number) -> None:
         own, target = blocks.at(x_ref, chunk=chunk), place(0, i, chunk)
         groups.only_if(sends[i], lambda: channel_of(i, chunk).send(own, target, 0))
 
-    def receive(number: Any, i: int, chunk: Any) -> None:
+    def receive(number: Number, i: int, chunk: Number) -> None:
         arriving = channel_of(i, chunk)
         arriving.receive(number, place(number + 1, i, chunk))
         arriving.release(number)
 
-    def send_on(step: Any, i: int, chunk: Any) -> None:
+    def send_on(step: Step, i: int, chunk: Number) -> None:
         receive(step - 1, i, chunk)
         block = place(step, i, chunk)
         channel_of(i, chunk).send(block, block, step)
 
-    def forward(step: Any, i: int, chunk: Any) -> None:
+    def forward(step: Step, i: int, chunk: Number) -> None:
         comes = step <= behind[i] if on_line else True
         groups.only_if(comes & sends[i], lambda: send_on(step, i, chunk))
         if on_line:
             groups.only_if(comes & keeps[i], lambda: receive(step - 1, i, chunk))
 
-    def drain(_: Any, i: int, chunk: Any) -> None:
+    def drain(_: Any, i: int, chunk: Number) -> None:
         count = arrivals(i, chunk)
         groups.only_if(keeps[i], lambda: receive(count - 1, i, chunk))
         sent = jnp.where(sends[i], count + 1, 0) if on_line else count
@@ -248,8 +249,8 @@ def pass_on(
 
 def _direct_kernel(
     ring: Ring,
-    x_ref: Any,  # one block: HBM or VMEM
-    o_ref: Any,  # n blocks: HBM or VMEM
+    x_ref: Ref,  # one block: HBM or VMEM
+    o_ref: Ref,  # n blocks: HBM or VMEM
     scratch: PushSemaphores,
     *,
     blocks: Blocks,

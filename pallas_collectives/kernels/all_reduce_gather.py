@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_collectives.annotations import Interpret, Ref
 from pallas_collectives.kernels import all_gather
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.combine import combine_stack
@@ -41,10 +42,10 @@ class Scratch(NamedTuple):
     gather: Any  # what the gather takes
 
 
-def gather(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Any) -> jax.Array:
+def gather(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interpret) -> jax.Array:
     """Reduces x, whose last two dimensions are whole tiles, over the group."""
 
-    def after(stack_ref: Any, o_ref: Any) -> None:
+    def after(stack_ref: Ref, o_ref: Ref) -> None:
         combine_stack(op, o_ref, stack_ref, vmem=vmem)
 
     (total,) = gathered(

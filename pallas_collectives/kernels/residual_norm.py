@@ -14,13 +14,12 @@ Rounding. The sum is added in the order of the ranks in float32 and rounded to x
 residual's, normed to x's: each once, where the three written apart round.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_collectives.annotations import Interpret, Ref
 from pallas_collectives.kernels import all_reduce_gather
 from pallas_collectives.kernels.machinery.combine import combined
 from pallas_collectives.topology.groups import Group
@@ -35,7 +34,7 @@ def psum_residual_rmsnorm(
     high: int,
     eps: float,
     columns: int,
-    interpret: Any,
+    interpret: Interpret,
 ) -> tuple[jax.Array, jax.Array]:
     """(normed, new), in VMEM.
 
@@ -51,7 +50,7 @@ def psum_residual_rmsnorm(
       interpret: see `launch.call`.
     """
 
-    def after(stack_ref: Any, *refs: Any) -> None:
+    def after(stack_ref: Ref, *refs: Ref) -> None:
         for_each_step(stack_ref, *refs, high=high, eps=eps, columns=columns)
 
     normed, new = all_reduce_gather.gathered(
@@ -72,11 +71,11 @@ def psum_residual_rmsnorm(
 
 
 def for_each_step(
-    stack_ref: Any,  # (n, steps * high, wide): VMEM; or several dimensions for n
-    residual_ref: Any,  # (steps * high, wide): VMEM
-    weight_ref: Any,  # (1, wide) or (high, wide): VMEM
-    normed_ref: Any,  # (steps * high, wide): VMEM
-    new_ref: Any,  # (steps * high, wide): VMEM
+    stack_ref: Ref,  # (n, steps * high, wide): VMEM; or several dimensions for n
+    residual_ref: Ref,  # (steps * high, wide): VMEM
+    weight_ref: Ref,  # (1, wide) or (high, wide): VMEM
+    normed_ref: Ref,  # (steps * high, wide): VMEM
+    new_ref: Ref,  # (steps * high, wide): VMEM
     *,
     high: int,
     eps: float,
@@ -86,7 +85,7 @@ def for_each_step(
     lines, wide = residual_ref.shape
     ranks = tuple(pl.ds(0, n) for n in stack_ref.shape[:-2])
 
-    def one(step: Any, _: None) -> None:
+    def one(step: jax.Array, _: None) -> None:
         at = pl.ds(pl.multiple_of(step * high, high), high)
         total = combined("sum", stack_ref.at[(*ranks, at)], (high, wide))
         new = added(residual_ref[at], total.astype(normed_ref.dtype))

@@ -18,6 +18,10 @@ So each gather and scatter but the first and the last has a layer's products bes
 is settled as `override_lax` settles it (`tuning.overlaps`): lax where XLA runs it beside compute,
 else a SparseCore if the chip has one, else the core. Memory: the weights of two layers, and, for
 the gradient, each layer's input; layers are computed again on the way back.
+
+XLA starts its own gathers early in a turn (v5e, 7x). A SparseCore's call it starts as late as it
+may: in a loop right before the turn ends, with nothing beside it, but before a product that does
+not need it where the next layer is in the same turn. So there several layers go into one turn.
 """
 
 import functools
@@ -30,11 +34,19 @@ from jax import lax
 from pallas_collectives import collectives, validation
 from pallas_collectives.backends import choice
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import overlaps
 
 Layer = Callable[[Any, Any], Any]
 
 
-def scan_gathered(layer: Layer, carry: Any, weights: Any, axis_name: Any) -> Any:
+# Layers of a turn where a SparseCore gathers: all gathers of a turn but one are hidden.
+_UNROLLED = 8
+
+
+def scan_gathered(
+    layer: Layer, carry: Any, weights: Any, axis_name: Any, *, unroll: int | None = None
+) -> Any:
     """A scan of layers over weights that are gathered one layer ahead, inside `jax.shard_map`.
 
     Equals, but for the time it takes,
@@ -49,6 +61,7 @@ def scan_gathered(layer: Layer, carry: Any, weights: Any, axis_name: Any) -> Any
       carry: pytree of arrays.
       weights: pytree of arrays (layers, s, ...): this device's piece of each layer's weights.
       axis_name: mesh axis, or tuple of axes, of the n devices that hold the pieces.
+      unroll: layers in one turn of the loop; by default 8 where a SparseCore gathers, else 1.
 
     Returns:
       The carry behind the last layer. Reverse-mode derivatives gather weights anew, one layer
@@ -67,7 +80,9 @@ def scan_gathered(layer: Layer, carry: Any, weights: Any, axis_name: Any) -> Any
     if len(depths) != 1 or depths <= {(), (0,)}:
         rule = "all have one leading dimension, the layers, of which there is at least one"
         raise CollectiveError(f"weights with leading dimensions {depths}", rule, "stack layers")
-    return _scan(layer, axis_name, carry, weights)
+    if unroll is None:
+        unroll = _UNROLLED if overlaps.gathers_on_sparsecore(chips.current()) else 1
+    return _scan(layer, axis_name, unroll, carry, weights)
 
 
 def _gathered(weights: Any, axis_name: Any) -> Any:
@@ -84,12 +99,14 @@ def _at(weights: Any, layers: Any) -> Any:
     return jax.tree.map(lambda w: w[layers], weights)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(layer: Layer, axis_name: Any, carry: Any, weights: Any) -> Any:
-    return _forward(layer, axis_name, carry, weights)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scan(layer: Layer, axis_name: Any, unroll: int, carry: Any, weights: Any) -> Any:
+    return _forward(layer, axis_name, unroll, carry, weights)[0]
 
 
-def _forward(layer: Layer, axis_name: Any, carry: Any, weights: Any) -> tuple[Any, Any]:
+def _forward(
+    layer: Layer, axis_name: Any, unroll: int, carry: Any, weights: Any
+) -> tuple[Any, Any]:
     """The last carry; and the weights with each layer's input."""
 
     def turn(state: Any, following: Any) -> tuple[Any, Any]:
@@ -98,11 +115,15 @@ def _forward(layer: Layer, axis_name: Any, carry: Any, weights: Any) -> tuple[An
         return (layer(carry, whole), ahead), carry
 
     first = _gathered(_at(weights, 0), axis_name)
-    (last, whole), inputs = lax.scan(turn, (carry, first), _at(weights, slice(1, None)))
+    (last, whole), inputs = lax.scan(
+        turn, (carry, first), _at(weights, slice(1, None)), unroll=unroll
+    )
     return layer(last, whole), (weights, inputs, last)
 
 
-def _backward(layer: Layer, axis_name: Any, saved: Any, cotangent: Any) -> tuple[Any, Any]:
+def _backward(
+    layer: Layer, axis_name: Any, unroll: int, saved: Any, cotangent: Any
+) -> tuple[Any, Any]:
     weights, inputs, last = saved
     scatter = functools.partial(_scattered, axis_name=axis_name)
 
@@ -127,7 +148,9 @@ def _backward(layer: Layer, axis_name: Any, saved: Any, cotangent: Any) -> tuple
     # A turn computes layer i, and gathers for i - 1: so the first layer is left for afterwards.
     pieces = _at(weights, slice(0, depth - 2))
     behind = _at(inputs, slice(1, None))
-    state, scattered = lax.scan(turn, (cotangent, ahead, gradient), (behind, pieces), reverse=True)
+    state, scattered = lax.scan(
+        turn, (cotangent, ahead, gradient), (behind, pieces), reverse=True, unroll=unroll
+    )
     cotangent, whole, gradient = state
     second = scatter(gradient)
     cotangent, gradient = derived(_at(inputs, 0), whole, cotangent)

@@ -141,6 +141,11 @@ def _view(ref: Any, transforms: Sequence[Any] = ()) -> RefView:
     return RefView(ref, tuple(_transform(t) for t in transforms if not hasattr(t, "memory_space")))
 
 
+def _first(view: RefView) -> int:
+    """Which operand a view is of; of several to select from, the first."""
+    return view.ref.index if isinstance(view.ref, Slot) else _first(view.ref.refs[0])
+
+
 def selectors(op: Any) -> list[Slot]:
     """The operands by which an operation selects its refs."""
     found: list[Slot] = []
@@ -185,6 +190,10 @@ def _is_logical(eqn: Any) -> bool:
 def _dma_start(eqn: Any) -> DmaStart:
     src, dst, dst_sem, src_sem, device_id = _unflatten(eqn, "tree", _slots(eqn))
     src_sem_view = None if src_sem is None else _view(src_sem)
+    for sem in (_view(dst_sem), src_sem_view):
+        if sem is not None and "dma" not in str(eqn.invars[_first(sem)].aval.dtype):
+            what = "replay does not know copies that count on other semaphores than a DMA's"
+            raise UnsupportedEquation(what, eqn)
     return DmaStart(
         _view(src), _view(dst), _view(dst_sem), src_sem_view, device_id, _is_logical(eqn)
     )

@@ -50,3 +50,8 @@ def by_xla(op: str, chip: Chip) -> str:
 def by_sparsecore(us: float | None, chip: Chip) -> bool:
     """Whether a kernel that takes so long alone is better run on a SparseCore, beside compute."""
     return chip.name in learned().engines and not chip.no_sparsecore and (us or 0.0) >= _WORTH_US
+
+
+def gathers_on_sparsecore(chip: Chip) -> bool:
+    """Whether large gathers of a step are a SparseCore's: where XLA's would stop the core."""
+    return not by_xla("all_gather", chip) and by_sparsecore(_WORTH_US, chip)

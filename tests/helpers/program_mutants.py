@@ -36,6 +36,7 @@ import pallas_collectives
 import schedules
 import tokens
 from benchmarks.cases import CASES
+from pallas_collectives import errors
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import Machine, rules, symmetry
 from pallas_collectives.replay.engine import Engine
@@ -343,7 +344,7 @@ def program_of(name: str, n: int) -> Program | None:
             generation=machine.generation,
             where=lambda mesh: machine.places(machine.default_placement(n)),
         )
-    except pallas_collectives.errors.Error:
+    except errors.CollectiveError:
         return None
     return program
 

@@ -149,6 +149,7 @@ QUICK: dict[str, Covers] = {
     "test_kernel_bodies::test_kernel_bodies_compile": once,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
+    "test_moe::test_compiles_for_every_generation": only(generation=("v5e",)),
     "test_moe::test_hostile_routings_move_nothing_out_of_bounds": each("mode"),
     "test_moe::test_values_and_gradients_are_those_of_a_dense_layer": each("how"),
     "test_moe::test_what_fits_and_what_does_not": only(how=("ragged",), rows=(7,)),

@@ -291,3 +291,16 @@ def test_an_axis_of_vmap_is_refused() -> None:
     visit = functools.partial(moe.dispatch, axis_name="v", num_experts=4)
     with pytest.raises(CollectiveError, match="axis 'v': experts lie on axes of a mesh"):
         jax.vmap(visit, axis_name="v")(np.ones((2, 3, 4)), np.zeros((2, 3, 1), np.int32))
+
+
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_compiles_for_every_generation(generation: str) -> None:
+    def call(x: Any) -> Any:
+        experts = (x[:, :2].astype(jnp.int32) + jnp.arange(2)) % E
+        rows, plan = moe.dispatch(x, experts, "x", num_experts=E, rows=512, backend="pallas")
+        weights = x[:, :2].astype(jnp.float32)
+        return moe.combine(rows, weights, plan, "x", backend="pallas")
+
+    topology = harness.GENERATIONS[generation]
+    compiled = harness.compile_for_tpu(call, topology, (128, 1024), dtype=jnp.bfloat16)
+    assert compiled.ops.count("custom-call") >= 2  # there and back

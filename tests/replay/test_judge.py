@@ -7,14 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import harness
+import judged_kernels
 import program_mutants
 import replay_kernels
 import schedules
 from judged_features import ALL as CASES
 from judged_kernels import Case
 from pallas_collectives.replay import Machine, replay
+from pallas_collectives.replay.jaxprs import UnsupportedEquation
 from pallas_collectives.replay.trace_program import trace
 
 _ROWS = [pytest.param(c, n, id=f"{c.name}-{n}") for c in CASES for n in c.devices]
@@ -129,3 +133,33 @@ def test_the_interpreter_agrees(case: Case) -> None:
     )
     assert np.array_equal(late, at_once, equal_nan=True)
     assert not harness.race_reported()
+
+
+def test_the_race_in_jaxs_all_gather_shows_in_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which the judge names: see `test_replay_races`. Blocks are sent on before they have come."""
+    launched = pl.pallas_call
+    params = pltpu.InterpretParams(dma_execution_mode="on_wait")
+    monkeypatch.setattr(pl, "pallas_call", lambda *a, **k: launched(*a, **k, interpret=params))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    x = np.arange(4 * 32 * 128, dtype=np.float32).reshape(-1, 128)
+    rows = jax.device_put(x, jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    gathered = np.asarray(replay_kernels.shipped_all_gather(rows, mesh))
+    assert np.isnan(gathered).any()
+
+
+def test_what_cannot_be_judged_names_primitive_and_line() -> None:
+    def body(x: Any) -> Any:
+        def kernel(x_ref: Any, o_ref: Any, done: Any) -> None:
+            pltpu.make_async_copy(x_ref, o_ref, done).start()
+
+        return judged_kernels.launch(kernel, x, replay_kernels.REGULAR)
+
+    machine = Machine.named("v5p:2x1x1")
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    function = replay_kernels.sharded(body, machine.mesh({"x": 2}))
+    with pytest.raises(UnsupportedEquation, match="other semaphores") as caught:
+        replay(function, x, machine=machine)
+    assert caught.value.primitive == "dma_start"
+    assert caught.value.line.startswith("test_judge.py:")

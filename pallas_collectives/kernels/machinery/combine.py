@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 
 TILE_BYTES = 256 << 10  # of each operand; the pipeline holds two tiles of each and of the result
@@ -35,7 +36,7 @@ def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
     ins = [ref for _, *terms in sums for ref in terms]
     dtype, each = outs[0].dtype, len(ins) // len(outs)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         for i, out in enumerate(refs[len(ins) :]):
             terms = [ref[...].astype(wide(dtype)) for ref in refs[i * each : (i + 1) * each]]
             out[...] = functools.reduce(OPS[op], terms).astype(dtype)
@@ -43,7 +44,7 @@ def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
     _over_tiles(body, outs, ins, vmem=vmem)
 
 
-def combine_stack(op: str, out_ref: Any, stack_ref: Any, *, vmem: bool) -> None:
+def combine_stack(op: str, out_ref: Ref, stack_ref: Ref, *, vmem: bool) -> None:
     """out = stack[0] op stack[1] op ..., as `combine`; the code does not grow with the stack.
 
     A stack of several dimensions is taken row-major.
@@ -59,7 +60,7 @@ def combined(op: str, stack: Any, shape: tuple[int, ...]) -> Any:
     """The layers of a shape that a stack in VMEM has, one after the other, in `wide` numbers."""
     sizes = stack.shape[: -len(shape)]
 
-    def layer(number: Any) -> Any:
+    def layer(number: Number) -> Any:
         index = []
         for size in reversed(sizes):
             index.append(lax.rem(number, np.int32(size)))
@@ -72,7 +73,7 @@ def combined(op: str, stack: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _over_tiles(
-    body: Callable[..., None], out_refs: Sequence[Any], in_refs: Sequence[Any], *, vmem: bool
+    body: Callable[..., None], out_refs: Sequence[Ref], in_refs: Sequence[Ref], *, vmem: bool
 ) -> None:
     """body(*input tiles, *output tiles) for each; stacked inputs come with all their layers."""
     shape, dtype = out_refs[0].shape, out_refs[0].dtype
@@ -83,7 +84,7 @@ def _over_tiles(
         _for_each_tile(grid, tile, body, *in_refs, *out_refs)
         return
 
-    def spec(ref: Any) -> pl.BlockSpec:
+    def spec(ref: Ref) -> pl.BlockSpec:
         stacked = ref.shape[: -len(shape)]
         return pl.BlockSpec((*stacked, *tile), lambda *index: (*(0 for _ in stacked), *index))
 
@@ -93,7 +94,7 @@ def _over_tiles(
     )
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: DType) -> Any:
     """The dtype in which values of a dtype are combined."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize >= 4:
@@ -103,7 +104,7 @@ def wide(dtype: Any) -> Any:
     return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
 
 
-def tile_shape(shape: tuple[int, ...], dtype: Any, limit: int) -> tuple[int, ...]:
+def tile_shape(shape: tuple[int, ...], dtype: DType, limit: int) -> tuple[int, ...]:
     """The largest tile of whole hardware tiles, or of all rows where they are fewer, that cuts a
     shape evenly, of `limit` bytes.
 
@@ -133,15 +134,15 @@ def _divisors(n: int) -> list[int]:
 
 
 def _for_each_tile(
-    grid: tuple[int, ...], tile: tuple[int, ...], body: Callable[..., None], *refs: Any
+    grid: tuple[int, ...], tile: tuple[int, ...], body: Callable[..., None], *refs: Ref
 ) -> None:
     strides = tuple(itertools.accumulate(reversed(grid[1:]), int.__mul__, initial=1))[::-1]
 
-    def at(number: Any) -> tuple[Any, ...]:
+    def at(number: Number) -> tuple[Any, ...]:
         index = [lax.rem(lax.div(number, s), g) for s, g in zip(strides, grid, strict=True)]
         return tuple(pl.ds(pl.multiple_of(i * t, t), t) for i, t in zip(index, tile, strict=True))
 
-    def step(number: Any, _: None) -> None:
+    def step(number: Number, _: None) -> None:
         index = at(number)
         body(*(ref.at[(*map(_all, ref.shape[: -len(index)]), *index)] for ref in refs))
 

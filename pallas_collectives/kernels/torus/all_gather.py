@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.all_gather import Way
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch
@@ -36,11 +37,13 @@ WINDOW_WITHOUT_CREDITS = 3
 class Scratch(NamedTuple):
     """What the kernel takes beside its arrays."""
 
-    copy_sems: Any  # (streams): own; the own block's way into the result
+    copy_sems: Semaphore  # (streams): own; the own block's way into the result
     semaphores: list[channels.Semaphores]  # see Gather
 
 
-def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
+def all_axes(
+    x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Interpret
+) -> jax.Array:
     """Gathers x along `axis`; `axis` must be `sliceable` for x's shape."""
     axes = devices.axes_of(group)
     view = shares.View.of(x.shape, axis, x.dtype)
@@ -63,7 +66,7 @@ def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: An
     return view.out_of(y, plan.sizes)
 
 
-def plan_of(axes: Sequence[Group], view: shares.View, dtype: Any) -> Plan:
+def plan_of(axes: Sequence[Group], view: shares.View, dtype: DType) -> Plan:
     """How blocks are cut that are gathered over the axes of a torus."""
     both = shares.differ(axes)
     return Plan.of(axes, view.block, view.at, dtype, chunks=1 + both, both=both)
@@ -106,7 +109,7 @@ def _kernel(
     # o_ref: all blocks: HBM or VMEM
     # scratch: a Scratch
 
-    def own_piece(b: int, section: Any, stream: Any) -> Any:
+    def own_piece(b: int, section: Any, stream: Number) -> Any:
         return plan.piece(x_ref, [0] * len(rings), plan.bundles[b], section, stream)
 
     field = Field(plan, o_ref, *numbers)
@@ -137,7 +140,7 @@ class Gather:
         self._plan, self._rings, self._field = plan, rings, field
         self._semaphores, self._own = semaphores, own
 
-    def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
+    def begin(self, b: int, phase: int, section: Any, stream: Number) -> None:
         source = None
         if phase == 0:
             if self._own:
@@ -149,15 +152,15 @@ class Gather:
         if phase == 0:
             self._copy_own(b, section, stream, lambda copy: copy.start())
 
-    def go_on(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
+    def go_on(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
         for leg in self._legs(b, phase, section, stream):
             only_if(leg.comes(hop - 1), functools.partial(self._receive, leg, hop - 1))
             only_if(leg.sends(hop), functools.partial(self._send, leg, hop))
 
-    def end(self, b: int, section: Any, stream: Any) -> None:
+    def end(self, b: int, section: Any, stream: Number) -> None:
         self._finish(b, len(self._rings) - 1, section, stream)
 
-    def _finish(self, b: int, phase: int, section: Any, stream: Any) -> None:
+    def _finish(self, b: int, phase: int, section: Any, stream: Number) -> None:
         """Waits for the last hop of a phase, and until all that we have sent in it has left."""
         last = self._plan.hops(self._plan.bundles[b], phase) - 1
         for leg in self._legs(b, phase, section, stream):
@@ -168,7 +171,7 @@ class Gather:
             # What goes along the second axis holds it.
             self._copy_own(b, section, stream, lambda copy: copy.wait())
 
-    def _copy_own(self, b: int, section: Any, stream: Any, do: Callable[[Any], None]) -> None:
+    def _copy_own(self, b: int, section: Any, stream: Number, do: Callable[[Any], None]) -> None:
         if self._own is None:
             return
         source, sem = (
@@ -177,17 +180,17 @@ class Gather:
         )
         place = [ring.me for ring in self._rings]
 
-        def copy(target: Any, _: Any) -> None:
+        def copy(target: Ref, _: Any) -> None:
             do(pltpu.make_async_copy(source, target, sem))
 
         self._field.for_each_piece(place, self._plan.bundles[b], section, stream, copy)
 
-    def _legs(self, b: int, phase: int, section: Any, stream: Any) -> list["_Leg"]:
+    def _legs(self, b: int, phase: int, section: Any, stream: Number) -> list["_Leg"]:
         bundle, hops = self._plan.bundles[b], self._plan.hops(self._plan.bundles[b], phase)
         axis, ways = bundle.order[phase], self._plan.ways
         ring = self._rings[axis]
 
-        def leg(way: int, direction: Any, comes: Any, goes: Any) -> _Leg:
+        def leg(way: int, direction: Number, comes: Any, goes: Any) -> _Leg:
             channel = Channel(
                 ring,
                 direction,
@@ -205,7 +208,7 @@ class Gather:
         left = jnp.where(place > 0, last - place + 1, 0)
         return [leg(0, RIGHT, place, right), leg(1, LEFT, last - place, left)]
 
-    def _for_each_piece(self, leg: "_Leg", hop: Any, body: Callable[[Any], None]) -> None:
+    def _for_each_piece(self, leg: "_Leg", hop: Number, body: Callable[[Any], None]) -> None:
         """body(piece) for all that we send at a hop: what was there at first, then what came."""
         bundle = self._plan.bundles[leg.b]
         place: list[Any] = [ring.me for ring in self._rings]
@@ -217,7 +220,7 @@ class Gather:
             place, bundle, leg.section, leg.stream, lambda piece, _: body(piece)
         )
 
-    def _send(self, leg: "_Leg", hop: Any, source: Any = None) -> None:
+    def _send(self, leg: "_Leg", hop: Number, source: Ref | None = None) -> None:
         number = leg.section * leg.sends_in_all + hop
         leg.channel.wait_until_free(number)
 
@@ -226,7 +229,7 @@ class Gather:
 
         self._for_each_piece(leg, hop, push)
 
-    def _receive(self, leg: "_Leg", hop: Any) -> None:
+    def _receive(self, leg: "_Leg", hop: Number) -> None:
         number = leg.section * leg.comes_in_all + hop
         self._for_each_piece(leg, hop + 1, functools.partial(leg.channel.receive, number))
         leg.channel.release(number)
@@ -238,18 +241,18 @@ class _Leg(NamedTuple):
     b: int
     phase: int
     section: Any
-    stream: Any
+    stream: Number
     channel: Channel
     comes_in_all: Any  # messages, in a section: one at each hop from 0 on
     sends_in_all: Any  # likewise
 
-    def comes(self, hop: Any) -> Any:
+    def comes(self, hop: Number) -> Any:
         """Whether a message comes that was sent at a hop."""
         return self._within(hop, self.comes_in_all)
 
-    def sends(self, hop: Any) -> Any:
+    def sends(self, hop: Number) -> Any:
         """Whether we send one."""
         return self._within(hop, self.sends_in_all)
 
-    def _within(self, hop: Any, count: Any) -> Any:
+    def _within(self, hop: Number, count: Number) -> Any:
         return True if isinstance(count, int) else hop < count

@@ -32,8 +32,9 @@ from jax.experimental import pallas as pl
 from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
-from pallas_collectives.kernels.torus import devices, exchange
-from pallas_collectives.kernels.torus.exchange import Course, Exchange, Move
+from pallas_collectives.kernels.torus import devices
+from pallas_collectives.kernels.torus.course import Course, Semaphores
+from pallas_collectives.kernels.torus.exchange import Exchange, Move
 from pallas_collectives.topology.groups import Group, Ring
 
 SCRATCH_BYTES = 16 << 20
@@ -52,7 +53,7 @@ class Scratch(NamedTuple):
     # for each order and phase: (window, slots, a bundle's chunks): HBM or VMEM; written by peers;
     #   None where no bundle waits on its way
     on_way: list[list[Any]]
-    semaphores: exchange.Semaphores
+    semaphores: Semaphores
 
 
 def all_axes(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_collectives.annotations import Number, Ref
 from pallas_collectives.kernels.torus.shares import Bundle, Plan
 from pallas_collectives.topology.groups import Group
 
@@ -59,7 +60,7 @@ class Field:
     """
 
     plan: Plan
-    ref: Any
+    ref: Ref
     numbers_ref: Any = None
 
     def for_each_piece(
@@ -67,7 +68,7 @@ class Field:
         place: Sequence[Any],
         bundle: Bundle,
         section: Any,
-        stream: Any,
+        stream: Number,
         body: Callable[[Any, Sequence[Any]], None],
     ) -> None:
         """body(ref, place) for a stream's part of the blocks at a place: on an axis one, or None.
@@ -80,7 +81,7 @@ class Field:
         free = [axis for axis, number in enumerate(place) if number is None]
         count = math.prod(self.plan.sizes[axis] for axis in free)
 
-        def one(j: Any, _: None) -> None:
+        def one(j: Number, _: None) -> None:
             here = list(place)
             for axis in reversed(free):
                 here[axis] = lax.rem(j, np.int32(self.plan.sizes[axis]))

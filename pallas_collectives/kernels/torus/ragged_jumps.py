@@ -24,12 +24,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels import ragged_all_to_all as ragged
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.entry import WIDE
-from pallas_collectives.kernels.torus import devices, exchange
-from pallas_collectives.kernels.torus.exchange import Course, Exchange, Move
+from pallas_collectives.kernels.torus import devices
+from pallas_collectives.kernels.torus.course import Course, Semaphores
+from pallas_collectives.kernels.torus.exchange import Exchange, Move
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring
 
@@ -45,7 +46,7 @@ class Scratch(NamedTuple):
     # for each order and phase: (window, slots, n of other axes, *chunk): HBM or VMEM; written by
     #   peers; None where nothing waits on its way
     on_way: list[list[Any]]
-    semaphores: exchange.Semaphores
+    semaphores: Semaphores
 
 
 def all_axes(
@@ -89,7 +90,7 @@ def all_axes(
     )
 
 
-def _scratch(course: Course, chunk: tuple[int, ...], dtype: Any) -> Scratch:
+def _scratch(course: Course, chunk: tuple[int, ...], dtype: DType) -> Scratch:
     n = math.prod(course.sizes)
 
     def slots(*shape: int) -> jax.ShapeDtypeStruct:

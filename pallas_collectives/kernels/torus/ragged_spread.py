@@ -42,6 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.topology.groups import Group, Ring, wrap
 
@@ -52,11 +53,11 @@ class Scratch(NamedTuple):
     """What the kernel takes beside its arrays and tables."""
 
     waiting_ref: Any  # (rows, ...): HBM or VMEM; what is to be passed on. None on one axis
-    come_sems: Any  # (CHUNKS,): from the senders of what we pass on
-    copy_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows that we send to ourselves
-    own_sem: Any = pltpu.SemaphoreType.DMA  # own; the rows of x_ref that we send to others
-    on_sem: Any = pltpu.SemaphoreType.DMA  # own; what we pass on
-    final_sem: Any = pltpu.SemaphoreType.DMA  # what comes to stay
+    come_sems: Semaphore  # (CHUNKS,): from the senders of what we pass on
+    copy_sem: Semaphore = dma_semaphores()  # own; the rows that we send to ourselves
+    own_sem: Semaphore = dma_semaphores()  # own; the rows of x_ref that we send to others
+    on_sem: Semaphore = dma_semaphores()  # own; what we pass on
+    final_sem: Semaphore = dma_semaphores()  # what comes to stay
 
 
 class Tables(NamedTuple):
@@ -98,7 +99,7 @@ def spread(
     group: Group,
     *,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> jax.Array:
     """As `ragged_all_to_all.ring`, by all axes of the torus that the group lies on."""
     rings = _rings(group)
@@ -271,13 +272,13 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
     def of_peers(body: Callable[[Any, Any], None]) -> None:
         """body(peer, number of a slice) for each slice of each other, beginning behind us."""
 
-        def of_peer(distance: Any) -> None:
+        def of_peer(distance: Number) -> None:
             peer = wrap(ring.me + distance, n)
             sync.for_each(0, slices, lambda j: body(peer, peer * slices + j))
 
         sync.for_each(1, n, of_peer)
 
-    def copy(chunk: Any, rows: Any, ends: tuple[Any, ...], sems: Any, peer: Any) -> None:
+    def copy(chunk: Number, rows: Any, ends: tuple[Any, ...], sems: Any, peer: Any) -> None:
         """Sends a chunk of so many rows, if it has any."""
         source_ref, start, target_ref, place = ends
         sent, come = sems
@@ -289,8 +290,8 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
             target = target_ref.at[pl.ds(place + first, size)]
             sync.remote_copy(source, target, sent, come, ring.device_id(peer))
 
-    def push(chunk: Any) -> None:
-        def send(peer: Any, i: Any) -> None:
+    def push(chunk: Number) -> None:
+        def send(peer: Any, i: Number) -> None:
             begin, sent = tables.starts[i] + tables.rows[i], scratch.own_sem
             for way in range(ways):
                 at, rows = way * count + i, tables.rows[(way + 1) * count + i]
@@ -302,11 +303,11 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
 
         of_peers(send)
 
-    def pass_on(chunk: Any) -> None:
-        def arrive(i: Any) -> None:
+    def pass_on(chunk: Number) -> None:
+        def arrive(i: Number) -> None:
             _wait(scratch.come_sems.at[chunk], x_ref, _chunk(tables.on_rows[i], chunk, chunks)[1])
 
-        def on(i: Any) -> None:
+        def on(i: Number) -> None:
             ends = scratch.waiting_ref, tables.on_spots[i], o_ref, tables.on_places[i]
             sems = scratch.on_sem, scratch.final_sem
             copy(chunk, tables.on_rows[i], ends, sems, tables.on_peers[i])
@@ -314,7 +315,7 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
         sync.for_each(0, ways * count, arrive)
         sync.for_each(0, ways * count, on)
 
-    def to_self(j: Any) -> None:
+    def to_self(j: Number) -> None:
         i = ring.me * slices + j
         rows = tables.rows[i]
 
@@ -324,7 +325,7 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
             target = o_ref.at[pl.ds(tables.places[i], rows)]
             pltpu.make_async_copy(source, target, scratch.copy_sem).start()
 
-    def drain(_: Any, i: Any) -> None:
+    def drain(_: Any, i: Number) -> None:
         _wait(scratch.final_sem, o_ref, tables.come[i])
         for part in range(ways + 1):
             _wait(scratch.own_sem, x_ref, tables.rows[part * count + i])
@@ -343,12 +344,12 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
         sync.for_each(0, slices, lambda j: _wait(scratch.copy_sem, x_ref, tables.rows[own + j]))
 
 
-def _chunk(rows: Any, number: Any, chunks: Any) -> tuple[Any, Any]:
+def _chunk(rows: Any, number: Number, chunks: Any) -> tuple[Any, Any]:
     """Where a chunk of so many rows begins, and how many it has."""
     first, end = (lax.div(rows * (number + i), chunks) for i in (0, 1))
     return first, end - first
 
 
-def _wait(semaphore: Any, ref: Any, rows: Any) -> None:
+def _wait(semaphore: Semaphore, ref: Ref, rows: Any) -> None:
     """Waits for so many rows, if there are any."""
     pl.when(rows > 0)(lambda: sync.wait(semaphore, ref.at[pl.ds(0, rows)]))

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DType, Interpret, Number, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.torus import all_gather, devices, scatter, shares, timetable
@@ -62,10 +63,10 @@ class ScatterScratch(NamedTuple):
     """What the reduce-scatter's kernel takes beside its arrays."""
 
     scatter: scatter.Scratch
-    copy_sems: Any  # (streams): own; the own block's way from VMEM into the result
+    copy_sems: Semaphore  # (streams): own; the own block's way from VMEM into the result
 
     @classmethod
-    def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "ScatterScratch":
+    def of(cls, plan: Plan, dtype: DType, *, vmem: bool) -> "ScatterScratch":
         """What to allocate."""
         return cls(scatter.Scratch.of(plan, dtype, vmem=vmem), all_gather.copy_semaphores(plan))
 
@@ -74,11 +75,11 @@ class ReduceScratch(NamedTuple):
     """What the all-reduce's kernel takes beside its arrays."""
 
     scatter: scatter.Scratch
-    copy_sems: Any  # (streams): own; the own block's way from VMEM into the result
+    copy_sems: Semaphore  # (streams): own; the own block's way from VMEM into the result
     gather: list[channels.Semaphores]  # see all_gather.Gather
 
     @classmethod
-    def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "ReduceScratch":
+    def of(cls, plan: Plan, dtype: DType, *, vmem: bool) -> "ReduceScratch":
         """What to allocate."""
         scattering = ScatterScratch.of(plan, dtype, vmem=vmem)
         return cls(*scattering, all_gather.semaphores(plan, most=_ARRIVALS))
@@ -91,7 +92,7 @@ def reduce_scatter(
     axis: int,
     op: str,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
     name: str = "reduce_scatter_torus",
 ) -> jax.Array:
     """Reduces x over the group and leaves each device its block along `axis`.
@@ -127,7 +128,7 @@ def all_reduce(
     *,
     op: str,
     vmem: bool,
-    interpret: Any,
+    interpret: Interpret,
     name: str = "all_reduce_torus",
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group; `name` as above."""
@@ -154,7 +155,7 @@ def _plan(
     axes: Sequence[Group],
     block: tuple[int, ...],
     at: int,
-    dtype: Any,
+    dtype: DType,
     vmem: bool,
     there_and_back: bool,
 ) -> Plan:
@@ -218,14 +219,14 @@ def _scatter_kernel(
     # scratch: a ScatterScratch
     operand, own = Field(plan, x_ref, *numbers), [0] * len(rings)
 
-    def in_result(b: int, section: Any, stream: Any) -> Any:
+    def in_result(b: int, section: Any, stream: Number) -> Any:
         return plan.piece(o_ref, own, plan.bundles[b], section, stream)
 
-    def copy(b: int, section: Any, stream: Any) -> Any:
+    def copy(b: int, section: Any, stream: Number) -> Any:
         here, there = stage.own(b, section, stream), in_result(b, section, stream)
         return pltpu.make_async_copy(here, there, scratch.copy_sems.at[plan.stream(b, stream)])
 
-    def finish(b: int, section: Any, stream: Any, add: Callable[[Any], None]) -> None:
+    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
         if vmem:
             add(in_result(b, section, stream))
             return
@@ -233,7 +234,7 @@ def _scatter_kernel(
         add(stage.own(b, section, stream))
         copy(b, section, stream).start()
 
-    def end_copy(b: int, stream: Any) -> None:
+    def end_copy(b: int, stream: Number) -> None:
         copy(b, 0, stream).wait()
 
     stage = Scatter(plan, rings, operand, scratch.scatter, op=op, target=finish)
@@ -259,7 +260,7 @@ def _reduce_kernel(
     # than our own, nobody reads or writes in the reduction.
     operand, result = Field(plan, x_ref, *numbers), Field(plan, o_ref, *numbers)
 
-    def finish(b: int, section: Any, stream: Any, add: Callable[[Any], None]) -> None:
+    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
         if vmem:
             place, bundle = [ring.me for ring in rings], plan.bundles[b]
             result.for_each_piece(place, bundle, section, stream, lambda piece, _: add(piece))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.annotations import DType, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
@@ -41,10 +42,10 @@ class Scratch(NamedTuple):
     left: list[Any]  # (streams, piece): what the phase leaves, of the section that it was in last
     # for each bundle: VMEM
     terms: list[Any]  # (streams * ways, piece): our terms, on their way from HBM; none if there
-    term_sems: Any  # (all streams * ways): own; a term is here
+    term_sems: Semaphore  # (all streams * ways): own; a term is here
 
     @classmethod
-    def of(cls, plan: Plan, dtype: Any, *, vmem: bool) -> "Scratch":
+    def of(cls, plan: Plan, dtype: DType, *, vmem: bool) -> "Scratch":
         """What to allocate; `vmem` as `launch.call` has it."""
         ways, phases = plan.ways, len(plan.sizes)
         each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
@@ -87,18 +88,18 @@ class _Leg(NamedTuple):
     b: int
     phase: int
     section: Any
-    stream: Any
+    stream: Number
     lane: Any  # the stream's way, among those of all streams
     channel: Channel
     ahead: Any  # devices that we send to: messages in a section
     arrivals: Any  # messages that come in a section
     behind: Any  # on a line, the devices behind us; None on a ring
 
-    def comes(self, number: Any) -> Any:
+    def comes(self, number: Number) -> Any:
         """The number in its channel of a message that comes in this section."""
         return self.section * self.arrivals + number
 
-    def goes(self, number: Any) -> Any:
+    def goes(self, number: Number) -> Any:
         """The number in its channel of a message that we send in this section."""
         return self.section * self.ahead + number
 
@@ -129,12 +130,12 @@ class Scatter:
         self._s, self._target = scratch, target
         self._combine = functools.partial(combine, op, vmem=True)
 
-    def own(self, b: int, section: Any, stream: Any) -> Any:
+    def own(self, b: int, section: Any, stream: Number) -> Any:
         """Where a stream's part of the own block may be, in VMEM; a section later it changes."""
         del section
         return self._left(b, 0, stream)
 
-    def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
+    def begin(self, b: int, phase: int, section: Any, stream: Number) -> None:
         if phase + 1 < len(self._rings):
             self._finish(b, phase + 1, section, stream)
         for way, leg in enumerate(self._legs(b, phase, section, stream)):
@@ -144,7 +145,7 @@ class Scatter:
             only_if(sets_out, functools.partial(self._set_out, leg, 0))
             self._fetch(leg, 1, way == 0)
 
-    def go_on(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
+    def go_on(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
         for way, leg in enumerate(self._legs(b, phase, section, stream)):
             if leg.behind is None:
                 self._add(leg, hop - 1, hop)
@@ -165,15 +166,15 @@ class Scatter:
         fetched, semaphore = self._fetched(leg)
         sync.wait(semaphore, fetched)
 
-    def end(self, b: int, section: Any, stream: Any) -> None:
+    def end(self, b: int, section: Any, stream: Number) -> None:
         self._finish(b, 0, section, stream)
 
-    def _legs(self, b: int, phase: int, section: Any, stream: Any) -> list[_Leg]:
+    def _legs(self, b: int, phase: int, section: Any, stream: Number) -> list[_Leg]:
         bundle, ways = self._plan.bundles[b], self._plan.ways
         axis, number = bundle.order[phase], b * len(self._rings) + phase
         ring, last = self._rings[axis], self._plan.sizes[axis] - 1
 
-        def leg(way: int, direction: Any, ahead: Any, behind: Any) -> _Leg:
+        def leg(way: int, direction: Number, ahead: Any, behind: Any) -> _Leg:
             arrivals = ahead if behind is None else jnp.where(behind > 0, ahead + 1, 0)
             lane = stream * ways + way
             channel = Channel(
@@ -194,14 +195,14 @@ class Scatter:
             leg(1, LEFT, ring.place, last - ring.place),
         ]
 
-    def _set_out(self, leg: _Leg, number: Any) -> None:
+    def _set_out(self, leg: _Leg, number: Number) -> None:
         """Sends our own term alone."""
         channel, goes = leg.channel, leg.goes(number)
         slot = channel.slot(goes)
         only_if(number > 0, lambda: channel.wait_sent(slot))
         channel.wait_until_free(goes)
 
-        def push(term: Any, part: Callable[[Any], Any]) -> None:
+        def push(term: Ref, part: Callable[[Any], Any]) -> None:
             channel.push(term, part(slot), goes)
 
         self._with_term(leg, leg.ahead - number, push)
@@ -220,11 +221,11 @@ class Scatter:
         only_if(True if leg.behind is None else goes > 0, end_earlier)
         channel.send(summed, channel.slot(leg.goes(goes)), leg.goes(goes))
 
-    def _finish(self, b: int, phase: int, section: Any, stream: Any) -> None:
+    def _finish(self, b: int, phase: int, section: Any, stream: Number) -> None:
         """What a phase leaves us: our term, and the last sums that have come."""
         legs = self._legs(b, phase, section, stream)
 
-        def into(target: Any) -> None:
+        def into(target: Ref) -> None:
             if legs[0].behind is None:
                 self._sum_up(legs, target)
                 return
@@ -240,7 +241,7 @@ class Scatter:
         for leg in legs:
             self._end(leg)
 
-    def _sum_up(self, legs: list[_Leg], target: Any, sides: Sequence[int] = (0, 1)) -> None:
+    def _sum_up(self, legs: list[_Leg], target: Ref, sides: Sequence[int] = (0, 1)) -> None:
         """target = our term + what has come, from these sides of a line."""
         come = []
         for leg in [legs[side] for side in sides[: len(legs)]]:
@@ -262,10 +263,10 @@ class Scatter:
 
     # Our own terms.
 
-    def _add_term(self, leg: _Leg, ahead: Any, refs: Sequence[Any]) -> None:
+    def _add_term(self, leg: _Leg, ahead: Any, refs: Sequence[Ref]) -> None:
         """refs[0] = our term for the device so far ahead + refs[1] + ..."""
 
-        def add(term: Any, part: Callable[[Any], Any]) -> None:
+        def add(term: Ref, part: Callable[[Any], Any]) -> None:
             out, *come = map(part, refs)
             self._combine((out, term, *come))
 
@@ -284,7 +285,7 @@ class Scatter:
         number = self._plan.stream(leg.b, 0) * self._plan.ways + leg.lane
         return self._s.terms[leg.b].at[leg.lane], self._s.term_sems.at[number]
 
-    def _fetch(self, leg: _Leg, hop: Any, first: bool) -> None:
+    def _fetch(self, leg: _Leg, hop: Number, first: bool) -> None:
         """Starts to bring the term that a leg needs at a hop; our own block's behind the last.
 
         The leg that is `first` on its axis brings that one.
@@ -293,7 +294,7 @@ class Scatter:
             return
         ref, semaphore = self._fetched(leg)
 
-        def start(term: Any, part: Callable[[Any], Any]) -> None:
+        def start(term: Ref, part: Callable[[Any], Any]) -> None:
             pltpu.make_async_copy(term, part(ref), semaphore).start()
 
         if leg.behind is None:
@@ -321,11 +322,11 @@ class Scatter:
             body(self._plan.blocks(left, place), lambda ref: ref)
             return
 
-        def with_piece(term: Any, here: Sequence[Any]) -> None:
+        def with_piece(term: Ref, here: Sequence[Any]) -> None:
             inside = [*here[:axis], 0, *here[axis + 1 :]]
             body(term, lambda ref: self._plan.blocks(ref, inside))
 
         self._operand.for_each_piece(place, bundle, leg.section, leg.stream, with_piece)
 
-    def _left(self, b: int, phase: int, stream: Any) -> Any:
+    def _left(self, b: int, phase: int, stream: Number) -> Any:
         return self._s.left[b * len(self._rings) + phase].at[stream]

@@ -34,6 +34,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group
 
@@ -69,7 +70,7 @@ class Bundle:
             return min(left, self.streams) if section >= 0 else 0
         return jnp.where(section < 0, 0, jnp.clip(left, 0, self.streams))
 
-    def sections_of(self, stream: Any) -> Any:
+    def sections_of(self, stream: Number) -> Any:
         """How many pieces a stream has."""
         most = self.pieces - stream + self.streams - 1
         return most // self.streams if isinstance(stream, int) else lax.div(most, self.streams)
@@ -110,7 +111,7 @@ class Plan:
         axes: Sequence[Group],
         block: tuple[int, ...],
         at: int,
-        dtype: Any,
+        dtype: DType,
         chunks: int,
         both: bool = False,
         there_and_back: bool = False,
@@ -202,7 +203,7 @@ class Plan:
         """
         return bundle.pieces % 2 == 0 and not self.lines[bundle.order[phase]]
 
-    def stream(self, b: int, stream: Any) -> Any:
+    def stream(self, b: int, stream: Number) -> Any:
         """The number of a stream among those of all bundles."""
         return sum(bundle.streams for bundle in self.bundles[:b]) + stream
 
@@ -228,7 +229,7 @@ class Plan:
         return tuple(shape)
 
     def piece(
-        self, ref: Any, numbers: Sequence[Any], bundle: Bundle, section: Any, stream: Any
+        self, ref: Ref, numbers: Sequence[Any], bundle: Bundle, section: Any, stream: Number
     ) -> Any:
         """A stream's part of some of `ref`'s blocks: on each axis all (None), or one."""
         start = bundle.start + (section * bundle.streams + stream) * bundle.size
@@ -238,11 +239,11 @@ class Plan:
         index[self._cut_dimension] = pl.ds(start, bundle.size)
         return ref.at[tuple(index)]
 
-    def blocks(self, ref: Any, numbers: Sequence[Any]) -> Any:
+    def blocks(self, ref: Ref, numbers: Sequence[Any]) -> Any:
         """Some of `ref`'s blocks, or the part of them that `ref` has: on each axis all, or one."""
         return ref.at[tuple(self._index(ref, numbers))]
 
-    def _index(self, ref: Any, numbers: Sequence[Any]) -> list[Any]:
+    def _index(self, ref: Ref, numbers: Sequence[Any]) -> list[Any]:
         index = [pl.ds(0, size) for size in ref.shape]
         for axis, number in enumerate(numbers):
             if number is not None:
@@ -254,14 +255,14 @@ class Plan:
         return self.cut if self.cut < self.at else self.cut + len(self.sizes)
 
 
-def cuts(shape: tuple[int, ...], axis: int, dtype: Any) -> int:
+def cuts(shape: tuple[int, ...], axis: int, dtype: DType) -> int:
     """Into how many parts blocks of a shape, along an axis, can be cut."""
     block = View.of(shape, axis, dtype).block
     cut, grain = _finest_cut(block, dtype, 1)
     return block[cut] // grain
 
 
-def _finest_cut(block: tuple[int, ...], dtype: Any, wanted: int) -> tuple[int, int]:
+def _finest_cut(block: tuple[int, ...], dtype: DType, wanted: int) -> tuple[int, int]:
     """The dimension to cut, and in multiples of what: the first that is fine enough, or the finest.
 
     Fine enough: shares may be off by one unit; with 32 units each that is 3% of one in four.
@@ -369,7 +370,7 @@ def links_shared(axis: Group, there_and_back: bool = False) -> int | Fraction:
     return 2 if axis.size == 2 or axis.line else 1
 
 
-def direction_of(stream: Any) -> Any:
+def direction_of(stream: Number) -> Any:
     """Which way round a stream of a bundle goes."""
     return RIGHT - (RIGHT - LEFT) * (stream & 1)
 
@@ -411,7 +412,7 @@ class View:
     at: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], axis: int, dtype: Any) -> "View":
+    def of(cls, shape: tuple[int, ...], axis: int, dtype: DType) -> "View":
         """The view of blocks of a shape along an axis."""
         if axis < len(shape) - 1:
             return cls(shape, axis, shape, axis)

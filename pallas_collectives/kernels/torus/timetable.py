@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_collectives.annotations import Number
 from pallas_collectives.kernels.torus.shares import Plan
 
 # Bundles that are less than so much of a hop apart at the end of a phase end it together.
@@ -76,9 +77,9 @@ class Stage(Protocol):
     for the last of all.
     """
 
-    def begin(self, bundle: int, phase: int, section: Any, stream: Any) -> None: ...
-    def go_on(self, bundle: int, phase: int, hop: Any, section: Any, stream: Any) -> None: ...
-    def end(self, bundle: int, section: Any, stream: Any) -> None: ...
+    def begin(self, bundle: int, phase: int, section: Any, stream: Number) -> None: ...
+    def go_on(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
+    def end(self, bundle: int, section: Any, stream: Number) -> None: ...
 
 
 Course = list[tuple[Stage, int]]
@@ -97,10 +98,10 @@ def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
         _run_sections(plan, course)
         return
 
-    def begin(b: int, k: int, stream: Any) -> None:
+    def begin(b: int, k: int, stream: Number) -> None:
         _begin(course, b, k, 0, stream)
 
-    def go_on(b: int, k: int, hop: Any, stream: Any) -> None:
+    def go_on(b: int, k: int, hop: Number, stream: Number) -> None:
         course[k][0].go_on(b, course[k][1], hop, 0, stream)
 
     for segment in timetable(plan, [phase for _, phase in course]):
@@ -111,7 +112,7 @@ def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
     _for_each_stream(plan, everything, begin)
 
 
-def _begin(course: Course, b: int, k: int, section: Any, stream: Any) -> None:
+def _begin(course: Course, b: int, k: int, section: Any, stream: Number) -> None:
     """Begins phase number k of the course; behind the last, ends all."""
     if k == len(course) or (k and course[k - 1][0] is not course[k][0]):
         course[k - 1][0].end(b, section, stream)
@@ -149,7 +150,7 @@ def _run_sections(plan: Plan, course: Course) -> None:
         hops = plan.hops(plan.bundles[b], phase) - 1
         bounds = [jnp.minimum(lax.div((g + i) * hops, np.int32(rounds)), hops) for i in (0, 1)]
 
-        def turn(hop: Any, _: None) -> None:
+        def turn(hop: Number, _: None) -> None:
             in_pair(pair, b, section, lambda stream: stage.go_on(b, phase, hop, section, stream))
 
         lax.fori_loop(bounds[0] + 1, bounds[1] + 1, turn, None)
@@ -189,7 +190,7 @@ def _for_each_stream(
     by_streams = itertools.groupby(spans, lambda item: plan.bundles[item[0]].streams)
     for streams, alike in by_streams:
 
-        def in_all_bundles(stream: Any, _: None, alike: Any = tuple(alike)) -> None:
+        def in_all_bundles(stream: Number, _: None, alike: Any = tuple(alike)) -> None:
             for b, span in alike:
                 body(b, span.number, stream)
 
@@ -205,7 +206,7 @@ def _for_each_round(
     rounds = max(count.values())
 
     def in_round(g: Any, _: None) -> None:
-        def hops(b: int, number: int, stream: Any) -> None:
+        def hops(b: int, number: int, stream: Number) -> None:
             if count[b] == rounds:
                 go_on(b, number, first[b] + g, stream)
                 return

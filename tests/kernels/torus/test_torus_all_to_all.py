@@ -28,6 +28,27 @@ def group_of(*sizes: int) -> Group:
     return Group(plain.axes, sizes, torus=torus_axes.of_mesh(plain))
 
 
+def test_the_table_in_the_docstring_is_what_phases_bring() -> None:
+    """On 2 x 2 devices, where a block for the other place along an axis goes there."""
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    blocks = {d: [(d, to) for to in range(4)] for d in range(4)}
+    lines = [blocks[0]]
+    for axis in (0, 1):
+        sent = [(block, places[block[1]][axis], d) for d in blocks for block in blocks[d]]
+        blocks = {
+            d: [b for b, goal, at in sent if places[d][axis] == goal and _alike(axis, d, at)]
+            for d in range(4)
+        }
+        lines.append(blocks[0])
+    cells = [" ".join(f"{a}>{b}" for a, b in sorted(line)) for line in lines]
+    assert " ".join(["device 0", *cells]) in " ".join((exchange.__doc__ or "").split())
+
+
+def _alike(axis: int, a: int, b: int) -> bool:
+    """Whether two devices differ along an axis alone, if at all."""
+    return a & (1 << axis) == b & (1 << axis)
+
+
 # Values and races.
 
 

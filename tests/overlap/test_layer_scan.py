@@ -1,0 +1,133 @@
+"""`scan_gathered`: what a scan over gathered weights gives, and its gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives.errors import CollectiveError
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import overlaps
+
+Arrays = dict[str, Any]
+
+
+def layer(x: jax.Array, w: Arrays) -> jax.Array:
+    return x + jnp.tanh(x @ w["up"]) @ w["down"] / 8
+
+
+def by_scan(x: jax.Array, weights: Arrays) -> jax.Array:
+    def turn(x: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
+        return layer(x, jax.tree.map(lambda w: lax.all_gather(w, "x", tiled=True), w)), None
+
+    return lax.scan(turn, x, weights)[0]
+
+
+def ours(x: jax.Array, weights: Arrays) -> jax.Array:
+    return pc.scan_gathered(layer, x, weights, "x")
+
+
+def arrays(depth: int, side: int = 16) -> tuple[np.ndarray, Arrays]:
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.standard_normal((depth, side, side)).astype(np.float32) for name in ("up", "down")
+    }
+    return rng.standard_normal((4, side)).astype(np.float32), weights
+
+
+def derived(fn: Any, depth: int, *, check_vma: bool = True, side: int = 16) -> Any:
+    """Result and gradients, on two devices."""
+
+    def loss(x: jax.Array, weights: Arrays) -> jax.Array:
+        return jnp.sum(fn(x, weights) ** 2)
+
+    def both(x: jax.Array, weights: Arrays) -> Any:
+        return fn(x, weights), jax.grad(loss, argnums=(0, 1))(x, weights)
+
+    specs = P("x"), P(None, "x")
+    run = jax.shard_map(
+        both,
+        mesh=harness.mesh(2),
+        in_specs=specs,
+        out_specs=(P("x"), specs),
+        check_vma=check_vma,
+    )
+    return jax.tree.map(np.asarray, jax.jit(run)(*arrays(depth, side)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_it_equals_a_scan_over_gathered_weights(depth: int, check_vma: bool) -> None:
+    with pc.use_backend("xla"):
+        got = derived(ours, depth, check_vma=check_vma)
+        want = derived(by_scan, depth, check_vma=check_vma)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_kernels_serve_it() -> None:
+    pc.reset_counts()
+    got = derived(ours, 3, side=128)
+    assert {(op, backend) for op, backend, _ in pc.counts()} == {
+        ("all_gather", "pallas"),
+        ("reduce_scatter", "pallas"),
+    }
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3),
+        got,
+        derived(by_scan, 3, side=128),
+    )
+
+
+def test_layers_of_several_in_a_turn() -> None:
+    def unrolled(x: jax.Array, weights: Arrays) -> jax.Array:
+        return pc.scan_gathered(layer, x, weights, "x", unroll=2)
+
+    with pc.use_backend("xla"):
+        got, want = derived(unrolled, 5), derived(by_scan, 5)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    v5e, v6e = (chips.BY_NAME[name] for name in ("v5e", "v6e"))
+    assert overlaps.gathers_on_sparsecore(v6e) and not overlaps.gathers_on_sparsecore(v5e)
+
+
+def test_it_can_be_checkpointed() -> None:
+    with pc.use_backend("xla"):
+        got = derived(jax.checkpoint(ours), 3)
+        want = derived(by_scan, 3)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_turn_gathers_before_it_needs_the_weights() -> None:
+    """The gather in the loop does not feed that turn's products."""
+    x, weights = arrays(3)
+    on = harness.mesh(2)
+    specs: Any = {"mesh": on, "in_specs": (P("x"), P(None, "x")), "out_specs": P("x")}
+    with pc.use_backend("xla"):
+        closed = jax.make_jaxpr(jax.shard_map(ours, **specs))(x, weights)
+    (scan,) = [eqn for eqn in _equations(closed.jaxpr) if eqn.primitive.name == "scan"]
+    body = scan.params["jaxpr"].jaxpr
+    brought = [v for eqn in body.eqns if "all_gather" in eqn.primitive.name for v in eqn.outvars]
+    assert len(brought) == 2
+    used = [v for eqn in body.eqns for v in eqn.invars]
+    assert not any(v in used for v in brought), "they go into the next turn"
+
+
+def _equations(jaxpr: Any) -> Any:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns") and eqn.primitive.name != "scan":
+                yield from _equations(inner)
+
+
+def test_weights_without_layers_are_refused() -> None:
+    def run(x: jax.Array) -> jax.Array:
+        return pc.scan_gathered(layer, x, {"up": x, "down": x[:2]}, "x")
+
+    harness.fails(CollectiveError, "leading dimension, the layers.*stack layers", run)
