@@ -51,7 +51,6 @@ def test_sound_kernel_is_not_caught(name: str) -> None:
     [
         ("ring", "barrier_with_neighbours"),
         ("line", "barrier_along_line"),
-        ("torus", "barrier_with_neighbours"),
     ],
 )
 def test_dropped_barrier_is_caught(
@@ -123,13 +122,11 @@ def test_takes_hardly_longer_than_gathering_the_operands(
     size_of = replay_rows.Machine.named(machine).shape
     n = math.prod(size_of["xyz".index(axis)] for axis in axes)
 
-    def seconds(case: str, size: int, algorithms: tuple[str, ...] = ()) -> float:
-        (task,) = replay_rows.plan(
-            [machine], [by_name[case]], [size], algorithms=algorithms, axes=axes
-        )
-        report = replay_rows.run(task, races=n == 16 and bool(algorithms))
+    def seconds(case: str, size: int) -> float:
+        (task,) = replay_rows.plan([machine], [by_name[case]], [size], axes=axes)
+        report = replay_rows.run(task, races=n == 16)
         assert not report.findings
         return report.time
 
     gathered = seconds("all_gather", n * nbytes)
-    assert seconds("psum", nbytes, ("gather:vmem",)) < 1.15 * gathered
+    assert seconds("psum", nbytes) < 1.15 * gathered
