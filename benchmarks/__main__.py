@@ -4,6 +4,7 @@ python -m benchmarks [flags]                  all of that, on the devices there 
 python -m benchmarks certify [flags]          what to run first on new TPUs or GPUs: one report file
 python -m benchmarks tune [flags]             which algorithm is fastest, for the library's choice
 python -m benchmarks fused [flags]            products with their collective: what is hidden
+python -m benchmarks norms [flags]            a sum with residual and norm: one kernel or apart
 python -m benchmarks experts [flags]          tokens to their experts and back
 python -m benchmarks step [flags]             a model's step: which collectives the core waits for
 python -m benchmarks host [flags]             what a small call costs the host, on GPUs
@@ -26,7 +27,7 @@ from benchmarks.settings import FlagError
 
 # A command is a module with a function `main(argv) -> exit status`.
 COMMANDS = (
-    *("sweep", "certify", "tune", "fused", "experts", "step", "host", "layers"),
+    *("sweep", "certify", "tune", "fused", "norms", "experts", "step", "host", "layers"),
     *("report", "compare", "readme"),
 )
 

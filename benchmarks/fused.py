@@ -35,7 +35,7 @@ from pallas_collectives.replay import Machine, MachineError, replay
 flags.adopt_module_key_flags(timing)
 
 OPS = (GATHER, SCATTER)
-_PODS = flags.DEFINE_list(
+PODS = flags.DEFINE_list(
     "pods", ["v4:4x4x4", "v5e:16", "v5p:4x4x4", "v6e:16", "7x:4x4x4"], "Pods to model, over axis x."
 )
 _SHAPES = flags.DEFINE_list(
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         raise FlagError(f"--fused={min(unknown)}", rule, "name one, or both with a comma")
     devices.prepare(8)
     if devices.kind() == "simulated":
-        found = modelled(_PODS.value, _FUSED.value, shapes)
+        found = modelled(PODS.value, _FUSED.value, shapes)
         title = "Modelled, not measured: one axis (x) of each pod, bfloat16."
     else:
         found = measured(_FUSED.value, shapes, timing.ITERS.value)
@@ -118,11 +118,16 @@ def modelled(
     Raises:
       FlagError: a pod that is none, or has one device along x.
     """
-    machines = list(map(_machine, pods))  # all of them checked before the first is replayed
+    machines = list(map(machine_of, pods))  # all of them checked before the first is replayed
     return itertools.starmap(_modelled, itertools.product(machines, ops, shapes))
 
 
-def _machine(pod: str) -> Machine:
+def machine_of(pod: str) -> Machine:
+    """The pod of a name.
+
+    Raises:
+      FlagError: it is none, or has one device along x.
+    """
     try:
         machine = Machine.named(pod)
     except MachineError as error:

@@ -152,6 +152,7 @@ def _row(task: Task, races: bool) -> Replayed:
         size=task.size,
         count=0,
         type=task.dtype,
+        over=",".join(task.axes) if len(task.axes) > 1 else "",
     )
     try:
         sizes = mesh_axes(task.machine)

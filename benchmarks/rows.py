@@ -166,6 +166,7 @@ class Replayed(Row):
       bound_us: the least time that any schedule takes (see `replay.bound`).
       of_bound: bound_us / time_us, in percent.
       of_wire: the least time on the busiest link alone / time_us, in percent.
+      over: the mesh axes, where they are several.
       faults: deadlocks, semaphores left over and races, where looked for; "" if none.
     """
 
@@ -179,6 +180,7 @@ class Replayed(Row):
     bound_us: float | None = None
     of_bound: float | None = None
     of_wire: float | None = None
+    over: str = ""
     faults: str = ""
 
     @property
@@ -191,7 +193,7 @@ class Replayed(Row):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.machine, *super().key, self.size)
+        return (self.machine, *super().key, self.size, self.over)
 
     def __str__(self) -> str:
         return f"{super().__str__()} on {self.machine}"
@@ -282,5 +284,7 @@ PARTS: dict[str, type[Row]] = {
     "compiled": Compiled,
     "steps": Stepped,
     "replayed": Replayed,
+    "small": Replayed,
+    "several": Replayed,
     "asked": Asked,
 }

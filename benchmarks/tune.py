@@ -27,7 +27,7 @@ from benchmarks.settings import Settings
 from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.errors import CollectiveError, ReachError, VmemError
-from pallas_collectives.records import JUMPS, ON_SEVERAL, TORUS
+from pallas_collectives.records import JUMPS, NEIGHBOURS, ON_SEVERAL, TORUS
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.tuning import choice, tables
@@ -171,7 +171,7 @@ def model(
         unfit: set[object] = {JUMPS} if reach.everywhere(chips.BY_NAME[chip]) else set()
         # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
         if torus not in tables.TORI and n > algorithms.FEW_DEVICES:
-            unfit |= {a.reach for a in record.algorithms} - {JUMPS, TORUS}
+            unfit |= {a.reach for a in record.algorithms} - {JUMPS, TORUS, NEIGHBOURS}
         fit = {a.name for a in record.algorithms if a.reach not in unfit}
         offered = [name for name in candidates(case.op, torus) if name.partition(":")[0] in fit]
         us = {name: times for name, times in us.items() if name in offered}

@@ -25,6 +25,7 @@ import pallas_collectives as pc
 from pallas_collectives.replay import Machine, Report, replay
 from pallas_collectives.replay.program import Start, at
 from pallas_collectives.replay.regions import box_of
+from pallas_collectives.verify import Finding
 
 # How all pictures look.
 plt.rcParams.update({
@@ -186,6 +187,13 @@ def changed(fn: Callable[..., jax.Array], old: str, new: str = "") -> Callable[.
     names = {**fn.__globals__, **inspect.getclosurevars(fn).nonlocals}
     exec(compile(text, file, "exec"), names)
     return names[fn.__name__]
+
+
+def say(finding: Finding) -> None:
+    """What is wrong, why, and what would mend it."""
+    said = f"{finding.rule}: {finding.what}"
+    for label, text in (("", said), ("  why:  ", finding.why), ("  mend: ", finding.remedy)):
+        print(textwrap.fill(text, 116, initial_indent=label, subsequent_indent=" " * len(label)))
 
 
 def run(

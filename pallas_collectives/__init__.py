@@ -50,6 +50,9 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives.overlap.kernel_bodies import produce_and_scatter as produce_and_scatter
     from pallas_collectives.overlap.products import all_gather_matmul as all_gather_matmul
     from pallas_collectives.overlap.products import matmul_reduce_scatter as matmul_reduce_scatter
+    from pallas_collectives.overlap.residual_norm import (
+        psum_residual_rmsnorm as psum_residual_rmsnorm,
+    )
     from pallas_collectives.overlap.split import Started as Started
     from pallas_collectives.overlap.split import all_gather_start as all_gather_start
     from pallas_collectives.overlap.split import all_to_all_start as all_to_all_start
@@ -105,6 +108,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "all_gather_matmul",
         "matmul_reduce_scatter",
     ),
+    "overlap.residual_norm": ("psum_residual_rmsnorm",),
     "overlap.split": (
         "Started",
         "all_gather_start",

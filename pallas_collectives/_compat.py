@@ -44,7 +44,7 @@ _TABLES: dict[str, Any] = {
     "dce": partial_eval.dce_rules,
 }
 _BEFORE_0_11 = jax.__version_info__ < (0, 11)
-_waiting: list[tuple[core.Primitive, Rule | None, dict[str, Rule]]] = []
+_waiting: list[tuple[core.Primitive, dict[str, Rule]]] = []
 _prepared = False
 
 
@@ -64,8 +64,8 @@ def prepare() -> None:
     _tpu_info.registry.setdefault("cpu", _simulated_info)
     if _BEFORE_0_11:
         mlir.register_lowering(_shard_map.shard_map_p, _lower_shard_map)
-    for primitive, lowering, rules in _waiting:
-        _register(primitive, lowering, rules)
+    for primitive, rules in _waiting:
+        _register(primitive, rules)
     _waiting.clear()
     _prepared = True
 
@@ -78,19 +78,23 @@ def _simulated_info() -> Any:
     return dataclasses.replace(v5e, sparse_core=v6e.sparse_core)
 
 
-def register(primitive: core.Primitive, lowering: Rule | None = None, **rules: Rule) -> None:
-    """Gives a primitive rules, each by the name of its table; at once, or when `prepare` runs."""
+def register(primitive: core.Primitive, **rules: Rule) -> None:
+    """Gives a primitive rules, at once or when `prepare` runs.
+
+    Rules have the names of their tables; `lowering` is for all platforms, `on_cpu` for CPUs.
+    """
     if _prepared:
-        _register(primitive, lowering, rules)
+        _register(primitive, rules)
     else:
-        _waiting.append((primitive, lowering, rules))
+        _waiting.append((primitive, rules))
 
 
-def _register(primitive: core.Primitive, lowering: Rule | None, rules: dict[str, Rule]) -> None:
-    if lowering is not None:
-        mlir.register_lowering(primitive, lowering)
+def _register(primitive: core.Primitive, rules: dict[str, Rule]) -> None:
     for table, rule in rules.items():
-        _TABLES[table][primitive] = rule
+        if table in ("lowering", "on_cpu"):
+            mlir.register_lowering(primitive, rule, platform="cpu" if table == "on_cpu" else None)
+        else:
+            _TABLES[table][primitive] = rule
 
 
 def has_rule(primitive: core.Primitive, table: str) -> bool:

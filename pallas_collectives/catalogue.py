@@ -20,6 +20,7 @@ from pallas_collectives.records import (
     EVERYONE,
     JUMPS,
     LINE,
+    NEIGHBOURS,
     ON_LINE,
     ON_RING,
     ON_SEVERAL,
@@ -86,6 +87,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         barrier="everyone",
         sent="as the wires lie",
         steps="1",
+        in_order=True,
         # Everyone's term is kept, beside operand and result.
         in_vmem=whole and (lambda block, n: block * (2 * n + 1)),
     )
@@ -124,12 +126,25 @@ _ALL_REDUCE = (
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
+        name="gather",
+        launcher=Kernel("all_reduce_gather", "gather"),
+        reach=NEIGHBOURS,
+        barrier="neighbours",
+        sent="as all_gather, of whole operands",
+        steps="as all_gather",
+        in_order=True,
+        takes_whole=True,
+        # Everyone's operand is kept, beside the own and the result.
+        in_vmem=lambda block, n: block * (n + 2),
+    ),
+    Algorithm(
         name="one_shot",
         launcher=Kernel("all_reduce", "one_shot"),
         reach=EVERYONE,
         barrier="everyone",
         sent="as the wires lie",
         steps="1",
+        in_order=True,
         takes_whole=True,
         # Everyone's operand is kept, beside the own and the result.
         in_vmem=lambda block, n: block * (n + 2),
@@ -181,6 +196,16 @@ _RAGGED_ALL_TO_ALL = (
         steps="1",
     ),
     Algorithm(
+        name="torus",
+        launcher=Kernel("torus.ragged_jumps", "all_axes"),
+        reach=JUMPS,
+        barrier="wide",
+        sent="those, and what is passed on, on all axes at once",
+        steps="log₂ of each axis, added up",
+        lies=(ON_LINE, ON_SEVERAL),  # on a ring it is 2% slower than the ring's
+        takes_everyones=True,
+    ),
+    Algorithm(
         name="ring",
         launcher=Kernel("ragged_all_to_all", "ring"),
         reach=RING,
@@ -202,7 +227,7 @@ _RAGGED_ALL_TO_ALL = (
 )
 _SPREAD = Algorithm(
     name="spread",
-    launcher=Kernel("torus.ragged_all_to_all", "spread"),
+    launcher=Kernel("torus.ragged_spread", "spread"),
     reach=EVERYONE,
     barrier="everyone",
     sent="those, and what is passed on, on all axes",

@@ -39,6 +39,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -52,6 +53,7 @@ def all_gather(
         are concatenated, to size n * s.
       tiled: concatenate instead of stacking.
       to: "varying", or "invarying" for a result typed as equal on all devices.
+      order: "rank" to have its gradient, a `psum_scatter`, add in the order of the ranks.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
         "line" (for devices whose first and last share no link), "torus" (both ways along all axes
@@ -73,7 +75,7 @@ def all_gather(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
@@ -88,6 +90,7 @@ def psum_scatter(
     axis_index_groups: Groups = None,
     tiled: bool = False,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -100,6 +103,7 @@ def psum_scatter(
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       tiled: keep the scattered dimension, of size s, instead of dropping it.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
+      order: "rank" to have every element added in the order of the ranks, see `psum`.
       backend: see the module.
       algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`'s.
 
@@ -115,7 +119,7 @@ def psum_scatter(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise)
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -138,6 +142,7 @@ def psum(
     *,
     axis_index_groups: Groups = None,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -151,18 +156,27 @@ def psum(
       axis_name: mesh axis, or tuple of axes.
       axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
+      order: "rank" to have every element added in the order of the ranks, that of device 0 first;
+        None for the order of the fastest algorithm.
       backend: see the module.
       algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (for
         devices whose first and last share no link), "torus" (along all axes of the torus at once;
-        for groups over several) or "one_shot" (everyone to everyone in one hop; small arrays).
+        for groups over several), "gather" (whole operands to everyone, by neighbours; small arrays)
+        or "one_shot" (everyone to everyone in one hop; small arrays). With `order` "gather",
+        "one_shot" or "exchange" (each device adds one block of everyone's; large arrays).
 
     Returns:
       Arrays of x's shape and dtype (int32 for bool), with the same bits on every device.
 
+    With order="rank" an element's bits follow from the devices' terms of it and their ranks alone:
+    not from its place, the array's size, the algorithm or the backend. Ranks are positions in the
+    group. Floats narrower than 32 bits are added in float32, and rounded once. So a row's sum is
+    the same bits in a large batch and alone. `explain(..., order="rank")` says what that costs.
+
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise)
+    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
 
 
 all_reduce = psum
@@ -174,11 +188,12 @@ def pmean(
     *,
     axis_index_groups: Groups = None,
     precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
-    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise)
+    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
 
 
 def pmax(
@@ -213,8 +228,9 @@ def _reduce(
     backend: str | None,
     algorithm: str | None,
     precise: bool = False,
+    order: str | None = None,
 ) -> Any:
-    how = choice.settle(axis_name, groups, backend, algorithm, precise)
+    how = choice.settle(axis_name, groups, backend, algorithm, precise, order)
     if name in ("pmax", "pmin"):
         validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)

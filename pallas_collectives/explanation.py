@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from pallas_collectives import catalogue
+from pallas_collectives import catalogue, validation
 from pallas_collectives.backends import algorithms, canonical, counters, serving
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan
@@ -45,8 +45,8 @@ class Explanation:
         sent, "" across slices. Of a product "fused" (one kernel), "pipelined" or "unfused".
       why: in a sentence.
       candidates: all algorithms, the fastest first.
-      inside: across slices, what serves inside each of them; of an unfused product, what serves
-        its collective.
+      inside: the steps of what is served in several, one after the other: across slices, in the
+        order of the ranks; of an unfused product, what serves its collective.
     """
 
     op: str
@@ -68,9 +68,19 @@ class Explanation:
         for c in self.candidates:
             us, latency = ("-" if t is None else f"{t:.1f}" for t in (c.us, c.latency_us))
             lines.append(f"  {c.algorithm:<22}{us:>9}{latency:>9}   {c.source}")
+        if (best := self.candidates[:1]) and _is_latency(best[0]):
+            lines.append("  Modelled times of small messages are good to 45%: they rest on launch,")
+            lines.append("  hop and DMA costs that nobody has measured alone.")
         for step in self.inside:
             lines += [f"  {line}" for line in str(step).splitlines()]
         return "\n".join(lines)
+
+
+def _is_latency(best: Candidate) -> bool:
+    """Whether most of a modelled time is what assumed latencies make it."""
+    if best.us is None or best.latency_us is None:
+        return False
+    return best.source.startswith("modelled") and 2 * best.latency_us > best.us
 
 
 def explain(
@@ -85,6 +95,7 @@ def explain(
     chip: str | None = None,
     torus: str | None = None,
     axis: int = 0,
+    order: str | None = None,
     columns: int | Sequence[int] | None = None,
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
@@ -106,6 +117,7 @@ def explain(
       torus: "ring" or "line", where devices are given by number; by default what an axis of so
         many devices is on that chip.
       axis: the dimension of the operand that is gathered, scattered or split.
+      order: "rank" for a sum in the order of the ranks, as `psum` takes it.
       columns: of a product, N of its right-hand side (K, N), or of each; x has `shape` and `dtype`.
 
     Raises:
@@ -133,8 +145,9 @@ def explain(
         else:
             operand = jax.ShapeDtypeStruct(tuple(shape), _dtype(op, dtype))
             _check_axis(op, collective, operand.shape, axis, group.size)
+        validation.check_order_of_sum(order, group.axes)
         size = nbytes if nbytes is not None else _bytes(operand)
-        plans = _planned(op, operand, group, axis)
+        plans = _planned(op, operand, group, axis, order)
         return _explained(op, size, placement.arranged(group), plans)
 
 
@@ -211,10 +224,12 @@ def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, np.float32)
 
 
-def _planned(op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int) -> list[Plan]:
+def _planned(
+    op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int, order: str | None = None
+) -> list[Plan]:
     """The plans that a call makes: its own code runs, with nothing to launch at its end."""
     primitive, plainly = catalogue.functions()[op].functions[op]
-    how = How("pallas", across=hierarchy.marked())
+    how = How("pallas", across=hierarchy.marked(), order=order)
 
     def call(x: jax.Array) -> jax.Array:
         operands, params = plainly(x, group.axes, group.size, axis)
@@ -244,7 +259,7 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         return Explanation(*about, torus, NOTHING, why, ())
     first = steps[0]
     if first.devices == group.size:
-        return dataclasses.replace(first, op=op, nbytes=nbytes)
+        return dataclasses.replace(first, op=op, nbytes=nbytes, inside=steps[1:])
     slices = group.size // first.devices
     why = f"kernels inside each of {slices} slices, lax between them"
     return Explanation(*about, first.torus, "", why, (), steps)

@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_collectives.examples import Example
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology.placement import nearest
 from pallas_collectives.topology.reach import (
+    Pairs,
     Pattern,
     alone,
     everyone,
@@ -19,10 +22,16 @@ from pallas_collectives.topology.reach import (
     torus,
 )
 
+
+def _neighbours(group: Group) -> Pairs:
+    return nearest(group)(group)
+
+
 # Who writes to whom or signals whom: what a chip must reach.
 RING = ring  # neighbours, the first and the last too
 LINE = line  # neighbours, but for the first and the last
 TORUS = torus  # neighbours along each axis of the torus
+NEIGHBOURS = _neighbours  # on the torus, the line or the ring, as the group lies
 JUMPS = jumps  # devices at distances of 1, 2, 4, ... along each axis of the torus
 EVERYONE = everyone
 PARTNERS = alone  # the pairs of a permutation, which a call names
@@ -60,13 +69,14 @@ class Algorithm:
       launcher: (*operands, group, **options, vmem, interpret) -> result, with the operands and
         options that the collective's canonical function lays out for all of its algorithms.
       reach: who writes to whom or signals whom.
-      barrier: its entry barrier, as `kernels.machinery.launch` has it; on a line of devices "line"
-        may take the place of "neighbours".
+      barrier: its entry barrier, as `kernels.machinery.launch` has it; where devices lie on a line
+        or a torus, that of a line or a torus may take the place of "neighbours".
       sent: bytes that a link carries in one direction, in words.
       steps: how many there are, in words.
       lies: the placements of a group on which this algorithm is worth timing.
       in_vmem: (bytes of a block, n) -> bytes that are kept in VMEM with ":vmem". None if that gains
         nothing, and is done only on request.
+      in_order: it adds every element in the order of the ranks, and rounds once.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not only this device's.
       most_devices: the largest group that it serves; None for any.
@@ -82,6 +92,7 @@ class Algorithm:
     steps: str
     lies: tuple[str, ...] = _ANYWHERE
     in_vmem: Callable[[int, int], int] | None = None
+    in_order: bool = False
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None

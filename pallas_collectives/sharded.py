@@ -1,7 +1,7 @@
 """Collectives on whole arrays: each calls the collective of its name inside `jax.shard_map`.
 
 `**how` takes the collective's own keyword arguments that say what serves it: `backend`, `algorithm`
-and, for sums, `precise` (see `collectives`).
+and, for sums, `precise` and `order` (see `collectives`).
 """
 
 import math

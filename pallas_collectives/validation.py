@@ -163,6 +163,17 @@ def check_flag(name: str, value: Any) -> None:
         raise CollectiveError(f"{name}={value!r}", "it is True or False", "pass one of them")
 
 
+def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
+    """`order` is None or "rank", and the latter of devices of a mesh, which have ranks."""
+    if order not in (None, "rank"):
+        rule = "sums are added in the order of the ranks ('rank') or as is quickest (None)"
+        raise CollectiveError(f"order={order!r}", rule, "pass one of them")
+    beside = [axis for axis in axes if axis not in jax.sharding.get_abstract_mesh().axis_names]
+    if order is not None and beside:
+        rule = f"{beside[0]!r} is an axis of vmap, whose terms lie on one device"
+        raise CollectiveError(f"order={order!r}", rule, "sum over it by jnp.sum, apart")
+
+
 def check_precision(precision: Any) -> None:
     """Checks that lax's products know a precision."""
     one = jax.ShapeDtypeStruct((1,), np.float32)

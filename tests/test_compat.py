@@ -78,7 +78,8 @@ def tables():
 
 before = tables()
 import pallas_collectives as pc
-import pallas_collectives.backends.nccl, pallas_collectives.multihost, pallas_collectives.replay
+import pallas_collectives.backends.nccl, pallas_collectives.moe, pallas_collectives.multihost
+import pallas_collectives.replay, pallas_collectives.verify
 assert tables() == before, "an import changed JAX"
 pc.simulate(2)
 assert tables() != before, "nothing is ever prepared"

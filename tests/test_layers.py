@@ -24,7 +24,7 @@ LAYERS = (
     ("backends",),
     ("nccl", "tuning"),
     ("catalogue", "records"),
-    ("kernels", "kernels.torus"),
+    ("kernels",),
     ("kernels.machinery", "topology"),
     ("_compat", "annotations", "errors", "examples", "simulation", "validation"),
 )

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import jax
 
 from pallas_collectives import catalogue
-from pallas_collectives.backends import counters
+from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
-from pallas_collectives.records import LINE, PARTNERS, RING, TORUS, Algorithm
-from pallas_collectives.topology import chips, placement, reach
+from pallas_collectives.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
+from pallas_collectives.topology import chips, placement, rates, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import choice, overlaps, tables
@@ -49,24 +49,26 @@ def choose(
             "it is a name, a string",
             "see the function's docstring for the names",
         )
-    if not reaches(perm, group, chip):
+    if not placement.reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
     torus, name = torus_of(group, chip), how.algorithm or "auto"
     candidates: tuple[Candidate, ...] = ()
     base, _, suffix = name.partition(":")
     if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        base, candidates = _fastest(op, block, group, chip, cuts, torus, perm)
+        base, candidates = _fastest(op, block, group, chip, cuts, torus, perm, how.order)
         if how.beside and not record.example.adds:
             suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]
-    algorithm = record.algorithm(name)
-    if algorithm is None or suffix not in ("", "vmem", "hbm", "sc"):
-        names = ", ".join(catalogue.ALGORITHMS[op])
+    able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
+    algorithm = able.get(name.partition(":")[0])
+    suffixes = ("", "hbm") if algorithm is ordered.EXCHANGE else ("", "vmem", "hbm", "sc")
+    if algorithm is None or suffix not in suffixes:
+        so = "" if how.order is None else f" in order={how.order!r}"
         raise AlgorithmError(
-            f"algorithm={name!r} for {op}",
-            f"it is one of {names}, alone or with ':vmem', ':hbm' or ':sc' behind it",
+            f"algorithm={name!r} for {op}{so}",
+            f"it is one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
             "name one of them, or 'auto' to have it chosen",
         )
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
@@ -104,6 +106,41 @@ def choose(
     return plan
 
 
+def in_order(op: str, order: str | None) -> tuple[Algorithm, ...]:
+    """The algorithms of a collective; of a sum in the order of the ranks those that add so."""
+    algorithms = catalogue.COLLECTIVES[op].algorithms
+    if order is None or op not in ordered.STEPS:
+        return algorithms
+    return (*(algorithm for algorithm in algorithms if algorithm.in_order), ordered.EXCHANGE)
+
+
+_EXCHANGE = ordered.EXCHANGE.name
+
+
+def _exchange(
+    op: str, block_bytes: int, group: Group, chip: Chip, cuts: int, torus: str
+) -> tuple[float, Candidate] | None:
+    """The time of `ordered.EXCHANGE`, of its steps one after the other; None if no table has one.
+
+    With what there is to say of it: a figure where each step's is one.
+    """
+    part = block_bytes if op == "reduce_scatter" else -(-block_bytes // group.size)
+    steps = []
+    for step in ordered.STEPS[op]:
+        able = reachable(step, group, chip, cuts)
+        found = choice.predict(step, part, group.size, chip, able, torus)
+        if not found:
+            return None
+        steps.append(found[choice.fastest_first(step, found)[0]])
+    bandwidth = rates.of_chip(chip.name).hbm_bandwidth
+    adding = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, bandwidth)
+    us, latency = (sum(getattr(step, name) for step in steps) for name in ("us", "latency_us"))
+    source = "; ".join(dict.fromkeys(map(_source, steps)))
+    if not all(step.close for step in steps):
+        return us + adding, Candidate(_EXCHANGE, None, None, f"{_NO_FIGURE}; order: {source}")
+    return us + adding, Candidate(_EXCHANGE, us + adding, latency, source)
+
+
 def _fastest(
     op: str,
     block_bytes: int,
@@ -112,10 +149,12 @@ def _fastest(
     cuts: int,
     torus: str,
     perm: Sequence[tuple[int, int]],
+    order: str | None,
 ) -> tuple[str, tuple[Candidate, ...]]:
     """The algorithm with the least predicted time, of those that can serve; and all of them."""
-    algorithms = catalogue.COLLECTIVES[op].algorithms
-    names = reachable(op, group, chip, cuts)
+    algorithms = in_order(op, order)
+    fit = {algorithm.name for algorithm in algorithms}
+    names = tuple(name for name in reachable(op, group, chip, cuts) if name in fit)
     one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
     if not one_axis or entry.shift_of(perm, group) is None:
         shifts = {a.name for a in algorithms if a.barrier == "partners"}
@@ -126,22 +165,43 @@ def _fastest(
                 "leave backend and algorithm unset: lax then serves",
             )
         names = tuple(name for name in names if name not in shifts)
-    if not names:
+    exchanges = ordered.EXCHANGE in algorithms
+    if not names and not exchanges:
         raise unreachable(f"{op} over {_devices(group)} as they are placed", chip)
     predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
-    order = choice.fastest_first(op, predicted)
-    timed = [_candidate(name, predicted[name]) for name in order]
+    timed = [
+        (predicted[name].us, _candidate(name, predicted[name]))
+        for name in choice.fastest_first(op, predicted)
+    ]
     others = [
         Candidate(a.name, None, None, _no_time(a, a.name in names, group, chip))
         for a in algorithms
-        if a.name not in predicted
+        if a.name not in predicted and a is not ordered.EXCHANGE
     ]
+    if exchanges:
+        names = (*names, _EXCHANGE)
+        if composed := _exchange(op, block_bytes, group, chip, cuts, torus):
+            timed = sorted([*timed, composed], key=lambda entry: entry[0])
+        else:
+            others.append(Candidate(_EXCHANGE, None, None, _UNTIMED))
+    candidates = [candidate for _, candidate in timed]
     large = [
         a.name
         for a in algorithms
         if a.name in names and group.torus and a.first_from and block_bytes >= a.first_from
     ]
-    return (order or large or list(names))[0], (*timed, *others)
+    lies = torus if torus in tables.TORI else ON_SEVERAL
+    fitting = [a.name for a in algorithms if a.name in names and lies in a.lies]
+    best = candidates[0].algorithm if candidates else (large or fitting or names)[0]
+    return best, (*candidates, *others)
+
+
+def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:
+    """Microseconds of the algorithms that can serve a group, of those that have a time."""
+    chip = chips.current()
+    names = reachable(op, group, chip, cuts)
+    found = choice.predict(op, block_bytes, group.size, chip, names, torus_of(group, chip))
+    return {name: prediction.us for name, prediction in found.items()}
 
 
 def _devices(group: Group) -> str:
@@ -242,21 +302,14 @@ def serves(algorithm: Algorithm, group: Group, chip: Chip) -> bool:
     """Whether an algorithm can serve a group: every device reaches those that it writes to."""
     if algorithm.most_devices is not None and group.size > algorithm.most_devices:
         return False
-    return reaches(algorithm.reach(group), group, chip)
+    return placement.reaches(algorithm.reach(group), group, chip)
 
 
 def check_ring(what: str, group: Group) -> None:
     """Raises ReachError for a kernel round a ring that the chip's devices cannot go round."""
     chip = chips.current()
-    if not reaches(reach.ring(group), group, chip):
+    if not placement.reaches(reach.ring(group), group, chip):
         raise unreachable(f"{what} over {group.size} devices as they are placed", chip)
-
-
-def reaches(pairs: reach.Pairs, group: Group, chip: Chip) -> bool:
-    """Whether devices of a group, by their numbers, reach each other, as far as is known here."""
-    if reach.everywhere(chip) or placement.are_settled_later():
-        return True
-    return reach.all_reach(chip, *placement.lying(group, chip), pairs)
 
 
 def unreachable(what: str, chip: Chip) -> ReachError:

@@ -63,6 +63,7 @@ def settle(
     backend: str | None,
     algorithm: str | None,
     precise: bool = False,
+    order: str | None = None,
 ) -> How:
     """Checks axis names and groups against the mesh in scope, and settles what serves."""
     size = validation.size_of(axis_name)
@@ -70,11 +71,16 @@ def settle(
     if groups is not None:
         validation.check_groups(groups, size)
     validation.check_flag("precise", precise)
-    return choose(axes, backend, algorithm, precise)
+    validation.check_order_of_sum(order, axes)
+    return choose(axes, backend, algorithm, precise, order)
 
 
 def choose(
-    axes: tuple[Any, ...], backend: str | None, algorithm: str | None, precise: bool = False
+    axes: tuple[Any, ...],
+    backend: str | None,
+    algorithm: str | None,
+    precise: bool = False,
+    order: str | None = None,
 ) -> How:
     """Settles what serves a collective over `axes` under the mesh in scope.
 
@@ -97,7 +103,7 @@ def choose(
                 "lax's own collectives have no algorithms to choose from",
                 "leave them out, or name another backend",
             )
-        return How("xla", named=True)
+        return How("xla", named=True, order=order)
     platform = _platform()
     chosen = name or ("nccl" if platform in _GPU else "pallas")
     if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
@@ -106,8 +112,8 @@ def choose(
             value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
             remedy = "leave backend=None, algorithm=None and precise=False: lax then serves"
             raise BackendError(value, obstacle, remedy)
-        return How("xla", fallback=obstacle)
-    how = How(chosen, name is not None, "", algorithm, precise)
+        return How("xla", fallback=obstacle, order=order)
+    how = How(chosen, name is not None, "", algorithm, precise, order)
     if chosen != "pallas":
         return how
     return dataclasses.replace(

@@ -87,15 +87,19 @@ def note(plan: Plan) -> None:
 def recorded(*, built: bool = False) -> Iterator[list[Plan]]:
     """The plans that are followed within this context, in their order.
 
-    With `built` only those of programs that are being built, and no traces that ask what would be.
+    With `built` only those of programs that are being built, and no traces that ask what would be;
+    a context around this one records them as well.
     """
     plans: list[Plan] = []
     kept = _built if built else _made
+    outer = kept.get() if built else None
     token = kept.set(plans)
     try:
         yield plans
     finally:
         kept.reset(token)
+        if outer is not None:
+            outer.extend(plans)
 
 
 @contextlib.contextmanager

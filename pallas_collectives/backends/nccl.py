@@ -18,6 +18,7 @@ first dimension costs a transpose, which XLA does.
 import dataclasses
 import math
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from pallas_collectives import _compat, nccl
-from pallas_collectives.backends import counters
+from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 from pallas_collectives.nccl import dtypes, ffi, tape
@@ -53,6 +54,8 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
 def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     """The sum of everyone's block `me`."""
     dtype = _summed("reduce_scatter", x.dtype, "sum", how)
+    if how.order is not None:
+        return ordered.reduce_scatter(x, group, axis=axis, how=how)
     terms = blocks(x, axis, group.size).astype(dtype)
     shape = terms.shape[1:]
 
@@ -66,6 +69,8 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
 def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     """The sum, maximum or minimum, everywhere."""
     dtype = _summed("all_reduce", x.dtype, op, how)
+    if how.order is not None and op == "sum":
+        return ordered.all_reduce(x, group, how=how)
 
     def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
         c.all_reduce(inputs[0], outputs[0], x.size, dtype, op, stream)
@@ -287,3 +292,6 @@ def device_groups(mesh: Any, group: Group) -> list[list[jax.Device]]:
     if group.index_groups is None:
         return [list(row) for row in rows]
     return [[row[i] for i in indices] for row in rows for indices in group.index_groups]
+
+
+ordered.exchanges["nccl"] = sys.modules[__name__]

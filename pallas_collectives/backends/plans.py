@@ -43,6 +43,7 @@ class How:
       fallback: why lax serves a call whose backend was not named; "" where it does not.
       algorithm: the caller's choice, or None for the backend's own.
       precise: sums travel in float32 where the operand is a narrower float.
+      order: "rank" where every element is to be added in the order of the ranks; else None.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
       beside: whether the step around the call matters: lax then serves what XLA runs beside
@@ -54,6 +55,7 @@ class How:
     fallback: str = ""
     algorithm: str | None = None
     precise: bool = False
+    order: str | None = None
     interpret: Any = False
     across: tuple[str, ...] | None = None
     beside: bool = False

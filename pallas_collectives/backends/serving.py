@@ -36,8 +36,10 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
         except UNSERVABLE as error:
             if how.strict:
                 raise
-            how = How("xla", fallback=str(error))
+            how = How("xla", fallback=str(error), order=how.order)
     note(Plan(op=op, backend="xla", why=how.fallback))
+    if how.order is not None and _adds(op):
+        return run(op, how, *args, **params)
     with choice.rebound(frozenset()):
         return by_lax(*args, **params)
 
@@ -48,8 +50,20 @@ def _kept(op: str) -> str:
     return overlaps.by_xla(collective.name, chips.current())
 
 
+def _adds(op: str) -> bool:
+    collective, primitive = catalogue.primitives()[op]
+    return "scatter" in collective.phases and primitive.reduction in ("", "sum")
+
+
 def backend_module(name: str) -> Any:
-    """The canonical functions of "pallas" or "nccl"; imported when one is needed first."""
+    """The canonical functions of a backend; imported when one is needed first.
+
+    Those of "xla" are for what lax's primitives alone do not do.
+    """
+    if name == "xla":
+        from pallas_collectives.backends import xla
+
+        return xla
     if name == "nccl":
         from pallas_collectives.backends import nccl
 

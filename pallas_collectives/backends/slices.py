@@ -19,7 +19,6 @@ lowered. Or `across_slices` says it. All of this stands above a backend's canoni
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -34,9 +33,9 @@ from jax.lax import pmax as lax_pmax
 from jax.lax import pmin as lax_pmin
 from jax.lax import psum as lax_psum
 from jax.lax import psum_scatter as lax_psum_scatter
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from pallas_collectives.backends import counters
+from pallas_collectives.backends import counters, xla
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, SliceError, UnboundAxisError
 from pallas_collectives.topology.groups import Group
@@ -202,6 +201,7 @@ class InSlices:
         parts = _parts(group, how)
         if parts is None:
             return self._kernels.reduce_scatter(x, group, axis=axis, how=how)
+        _check_order(group, how)
         wire = _wide(x, how)
         if parts.minor:
             sums = self._kernels.reduce_scatter(wire, parts.inside, axis=axis, how=how)
@@ -221,6 +221,7 @@ class InSlices:
         parts = _parts(group, how)
         if parts is None:
             return self._kernels.all_reduce(x, group, op=op, how=how)
+        _check_order(group, how)
         if how.algorithm is not None:
             raise AlgorithmError(
                 f"algorithm={how.algorithm!r} for all_reduce across slices",
@@ -244,6 +245,12 @@ class InSlices:
         if whole.shape != x.shape:
             whole = whole[: x.size].reshape(x.shape)
         return whole.astype(x.dtype)
+
+
+def _check_order(group: Group, how: How) -> None:
+    """Sums inside slices first are in another order than that of the ranks."""
+    if how.order is not None:
+        raise _not_in_steps(group, f"its sum is to be in order={how.order!r}")
 
 
 def _parts(group: Group, how: How) -> Split | None:
@@ -292,13 +299,7 @@ def _by_lax(
 ) -> Callable[[jax.Array], jax.Array]:
     """lax's collective across slices, uninterpreted by shard_map's types, and counted."""
     counters.note(Plan(op=name, backend="xla", algorithm=ACROSS))
-    across = parts.across
-    groups = across.index_groups and [list(row) for row in across.index_groups]
-    run = functools.partial(function, axis_name=across.axes, axis_index_groups=groups, **options)
-    nothing = PartitionSpec()
-    return jax.shard_map(
-        run, in_specs=nothing, out_specs=nothing, axis_names=frozenset(), check_vma=False
-    )
+    return xla.by_lax(function, parts.across, **options)
 
 
 def _wide(x: jax.Array, how: How) -> jax.Array:

@@ -61,6 +61,14 @@ WINDOW = 16
 MOST_CHUNKS = 8
 
 
+class Way(NamedTuple):
+    """A way to gather, for a launcher."""
+
+    kernel: Callable[..., None]  # of (ring, block, gathered blocks, scratch)
+    scratch: Any  # what the kernel takes beside its arrays
+    barrier: str
+
+
 class Scratch(NamedTuple):
     """What the ring's kernel takes beside its arrays."""
 
@@ -82,59 +90,59 @@ def ring(
     blocks = Blocks.of(x.shape, axis, x.dtype, most_parts)
     streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     name = f"all_gather_{'bidirectional' if bidirectional else 'unidirectional'}"
-    return _by_hops(x, group, axis, blocks, streams, name=name, vmem=vmem, interpret=interpret)
+    way = _by_hops(blocks, streams)
+    return _launch(*way, x, group, axis, name=name, vmem=vmem, interpret=interpret)
 
 
 def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
     """Gathers x along `axis` over a line, as `ring`."""
     blocks = Blocks.of(x.shape, axis, x.dtype, MOST_CHUNKS)
-    streams, name = groups.line_streams(group.size, blocks.chunks), "all_gather_line"
-    return _by_hops(x, group, axis, blocks, streams, name=name, vmem=vmem, interpret=interpret)
+    way = _by_hops(blocks, groups.line_streams(group.size, blocks.chunks))
+    options: Any = {"vmem": vmem, "interpret": interpret}
+    return _launch(*way, x, group, axis, name="all_gather_line", **options)
+
+
+def way(x: jax.Array, group: Group) -> Way:
+    """How a group gathers x along its first dimension: both ways round, or along a line."""
+    blocks = Blocks.of(x.shape, 0, x.dtype, MOST_CHUNKS)
+    both_ways = functools.partial(groups.streams, bidirectional=True)
+    of_group = groups.line_streams if group.line else both_ways
+    return _by_hops(blocks, of_group(group.size, chunks=blocks.chunks))
 
 
 def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Any) -> jax.Array:
     """Gathers x along `axis`, each device writing to all others."""
-    return _launch(
-        functools.partial(_direct_kernel, blocks=Blocks.of(x.shape, axis, x.dtype)),
-        x,
-        group,
-        axis,
-        scratch=PushSemaphores(),
-        barrier="everyone",
-        name="all_gather_direct",
-        interpret=interpret,
-        vmem=vmem,
-    )
+    kernel = functools.partial(_direct_kernel, blocks=Blocks.of(x.shape, axis, x.dtype))
+    pushed = Way(kernel, PushSemaphores(), "everyone")
+    options: Any = {"vmem": vmem, "interpret": interpret}
+    return _launch(*pushed, x, group, axis, name="all_gather_direct", **options)
 
 
-def _by_hops(
-    x: jax.Array,
-    group: Group,
-    axis: int,
-    blocks: Blocks,
-    streams: tuple[Stream, ...],
-    **options: Any,
-) -> jax.Array:
-    return _launch(
+def _by_hops(blocks: Blocks, streams: tuple[Stream, ...]) -> Way:
+    return Way(
         functools.partial(_ring_kernel, blocks=blocks, streams=streams),
-        x,
-        group,
-        axis,
-        scratch=Scratch(pltpu.SemaphoreType.DMA, semaphores(streams)),
-        barrier=groups.barrier_of(streams),
-        **options,
+        Scratch(pltpu.SemaphoreType.DMA, semaphores(streams)),
+        groups.barrier_of(streams),
     )
 
 
 def _launch(
-    kernel: Callable[..., None], x: jax.Array, group: Group, axis: int, **options: Any
+    kernel: Callable[..., None],
+    scratch: Any,
+    barrier: str,
+    x: jax.Array,
+    group: Group,
+    axis: int,
+    **options: Any,
 ) -> jax.Array:
-    """Runs a kernel of (ring, block, gathered blocks, scratch)."""
+    """Gathers in a way."""
     shape = (*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
     return launch.call(
         kernel,
         group,
         x,
+        scratch=scratch,
+        barrier=barrier,
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
         wire_bytes=(group.size - 1) * x.nbytes,
         **options,

@@ -147,12 +147,12 @@ def all_gather_matmul(
     n, (batch, rows, depth) = group.size, x.shape
     columns = [w.shape[0 if transposed else 1] for w in ws]
     weights = [(size, w.dtype) for size, w in zip(columns, ws, strict=True)]
-    how = plan((batch, rows, depth), weights, x.dtype, out_dtype, transposed=transposed)
-    streams = groups.streams(n, bidirectional=True, chunks=how.blocks.chunks)
+    tiling = plan((batch, rows, depth), weights, x.dtype, out_dtype, transposed=transposed)
+    streams = groups.streams(n, bidirectional=True, chunks=tiling.blocks.chunks)
     shapes = [jax.ShapeDtypeStruct((batch, n * rows, depth), x.dtype)]
     shapes += [jax.ShapeDtypeStruct((batch, n * rows, size), out_dtype) for size in columns]
-    kernel = functools.partial(_gather_kernel, how=how, streams=streams, precision=precision)
-    tiles = TileScratch.of(how)
+    kernel = functools.partial(_gather_kernel, tiling=tiling, streams=streams, precision=precision)
+    tiles = TileScratch.of(tiling)
     return launch.call_many(
         kernel,
         group,
@@ -164,8 +164,8 @@ def all_gather_matmul(
         name="all_gather_matmul",
         interpret=interpret,
         wire_bytes=(n - 1) * x.nbytes,
-        flops=n * how.blocks.chunks * sum(problem.flops for problem in how.problems),
-        pipeline_bytes=how.vmem_bytes - tiles.nbytes,
+        flops=n * tiling.blocks.chunks * sum(problem.flops for problem in tiling.problems),
+        pipeline_bytes=tiling.vmem_bytes - tiles.nbytes,
     )
 
 
@@ -197,7 +197,7 @@ def matmul_reduce_scatter(
     """
     n, (batch, all_rows, depth) = group.size, x.shape
     columns, rows = w.shape[0 if transposed else 1], all_rows // n
-    how = plan(
+    tiling = plan(
         (batch, rows, depth),
         [(columns, w.dtype)],
         x.dtype,
@@ -205,12 +205,12 @@ def matmul_reduce_scatter(
         terms=2,
         transposed=transposed,
     )
-    streams = groups.streams(n, bidirectional=True, chunks=how.blocks.chunks)
-    out = how.blocks_of(columns)
+    streams = groups.streams(n, bidirectional=True, chunks=tiling.blocks.chunks)
+    out = tiling.blocks_of(columns)
     kernel = functools.partial(
-        _scatter_kernel, how=how, streams=streams, scale=scale, precision=precision
+        _scatter_kernel, tiling=tiling, streams=streams, scale=scale, precision=precision
     )
-    tiles = TileScratch.of(how)
+    tiles = TileScratch.of(tiling)
     return launch.call_many(
         kernel,
         group,
@@ -220,13 +220,13 @@ def matmul_reduce_scatter(
         scratch=Scratch(pipelines.scatter_scratch(streams, out, wire_dtype), tiles),
         barrier="neighbours",
         prepare=lambda ring, x_ref, w_ref, o_ref, scratch: _Weights(
-            how, [w_ref], scratch.tiles
+            tiling, [w_ref], scratch.tiles
         ).bring(),
         name="matmul_reduce_scatter",
         interpret=interpret,
         wire_bytes=(n - 1) * out.nbytes(wire_dtype),
-        flops=n * how.blocks.chunks * how.problems[0].flops,
-        pipeline_bytes=how.vmem_bytes - tiles.nbytes,
+        flops=n * tiling.blocks.chunks * tiling.problems[0].flops,
+        pipeline_bytes=tiling.vmem_bytes - tiles.nbytes,
     )[0]
 
 
@@ -238,9 +238,9 @@ class TileScratch(NamedTuple):
     copy_sems: dict[int, Any]  # own; their copies
 
     @classmethod
-    def of(cls, how: Plan) -> "TileScratch":
+    def of(cls, tiling: Plan) -> "TileScratch":
         """What to allocate."""
-        each = list(zip(how.problems, how.tiles, strict=True))
+        each = list(zip(tiling.problems, tiling.tiles, strict=True))
         resident = {
             i: pltpu.VMEM(product.resident_shape(problem, tiles), problem.w_dtype)
             for i, (problem, tiles) in enumerate(each)
@@ -269,8 +269,8 @@ class Scratch(NamedTuple):
 class _Weights:
     """The weights of a kernel, where its products find them."""
 
-    def __init__(self, how: Plan, w_refs: Sequence[Ref], scratch: TileScratch) -> None:
-        self.how, self.sums = how, scratch.sums
+    def __init__(self, tiling: Plan, w_refs: Sequence[Ref], scratch: TileScratch) -> None:
+        self.tiling, self.sums = tiling, scratch.sums
         self.refs = [scratch.resident.get(i, w_ref) for i, w_ref in enumerate(w_refs)]
         self._w_refs, self._copy_sems = w_refs, scratch.copy_sems
 
@@ -279,21 +279,21 @@ class _Weights:
         stay = list(self._copy_sems)
         return sync.started(
             [self._w_refs[i] for i in stay],
-            [product.resident(self.how.problems[i], self.refs[i]) for i in stay],
+            [product.resident(self.tiling.problems[i], self.refs[i]) for i in stay],
             [self._copy_sems[i] for i in stay],
         )
 
     def multiply(self, i: int, x_ref: Ref, out_ref: Ref, *terms: Any, **options: Any) -> None:
         """out = x @ w[i] + terms."""
-        how = self.how
+        tiling = self.tiling
         product.multiply(
             x_ref,
             self.refs[i],
             out_ref,
             *terms,
             sum_ref=self.sums[i],
-            problem=how.problems[i],
-            tiles=how.tiles[i],
+            problem=tiling.problems[i],
+            tiles=tiling.tiles[i],
             **options,
         )
 
@@ -303,18 +303,18 @@ def _gather_kernel(
     x_ref: Ref,  # (A, rows, K): HBM
     *refs: Any,  # the ws; the gathered x, (A, n * rows, K), and the products, (A, n * rows, N):
     # HBM; then a Scratch
-    how: Plan,
+    tiling: Plan,
     streams: tuple[Stream, ...],
     precision: PrecisionLike,
 ) -> None:
-    count, (*arrays, scratch) = len(how.problems), refs
+    count, (*arrays, scratch) = len(tiling.problems), refs
     w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
-    weights = _Weights(how, w_refs, scratch.tiles)
+    weights = _Weights(tiling, w_refs, scratch.tiles)
 
     def consume(block: Number, chunk: Number) -> None:
-        arrived = how.blocks.at(gathered_ref, block, chunk)
+        arrived = tiling.blocks.at(gathered_ref, block, chunk)
         for i, out_ref in enumerate(out_refs):
-            target = how.blocks_of(out_ref.shape[2]).at(out_ref, block, chunk)
+            target = tiling.blocks_of(out_ref.shape[2]).at(out_ref, block, chunk)
             weights.multiply(i, arrived, target, precision=precision)
 
     pipelines.gather_and_consume(
@@ -323,7 +323,7 @@ def _gather_kernel(
         gathered_ref,
         scratch.pipeline,
         consume=consume,
-        blocks=how.blocks,
+        blocks=tiling.blocks,
         streams=streams,
         prepare=lambda: weights.bring()(),
     )
@@ -336,19 +336,19 @@ def _scatter_kernel(
     o_ref: Ref,  # (A, rows, N): HBM
     scratch: Scratch,
     *,
-    how: Plan,
+    tiling: Plan,
     streams: tuple[Stream, ...],
     scale: float,
     precision: PrecisionLike,
 ) -> None:
-    weights = _Weights(how, [w_ref], scratch.tiles)
+    weights = _Weights(tiling, [w_ref], scratch.tiles)
 
     def produce(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:
-        own = how.blocks.at(x_ref, block, chunk)
+        own = tiling.blocks.at(x_ref, block, chunk)
         weights.multiply(0, own, sum_ref, sum_ref, adds=adds, precision=precision)
 
     def finish(chunk: Number, target_ref: Ref, *sum_refs: Ref) -> None:
-        own = how.blocks.at(x_ref, ring.me, chunk)
+        own = tiling.blocks.at(x_ref, ring.me, chunk)
         weights.multiply(0, own, target_ref, *sum_refs, scale=scale, precision=precision)
 
     pipelines.produce_and_scatter(
@@ -357,6 +357,6 @@ def _scatter_kernel(
         scratch.pipeline,
         produce=produce,
         finish=finish,
-        blocks=how.blocks_of(o_ref.shape[2]),
+        blocks=tiling.blocks_of(o_ref.shape[2]),
         streams=streams,
     )

@@ -157,24 +157,24 @@ def _for_each_slice(
 
     def one(j: Number) -> None:
         i = first + j
-        count = _clipped(sizes_ref[i], most)
+        count = clipped(sizes_ref[i], most)
         pl.when(count > 0)(functools.partial(body, i, count))
 
     sync.for_each(0, slices, one)
 
 
-def _clipped(size: Number, most: int) -> Any:
+def clipped(size: Number, most: int) -> Any:
     """A slice's rows: no more than either array has."""
     return lax.clamp(np.int32(0), size, np.int32(most))
 
 
-def _start(ref: Ref, offset: Number, size: Number) -> Any:
+def start(ref: Ref, offset: Number, size: Number) -> Any:
     """Where a slice begins in an array: at its offset, or as near to it as it fits."""
     return lax.clamp(np.int32(0), offset, np.int32(ref.shape[0]) - size)
 
 
 def _rows(ref: Ref, offset: Number, size: Any) -> Any:
-    return ref.at[pl.ds(_start(ref, offset, size), size)]
+    return ref.at[pl.ds(start(ref, offset, size), size)]
 
 
 def _direct_kernel(
@@ -258,7 +258,7 @@ def _ring_kernel(
             sender = ring.block(direction * (1 - hop))
             receiver = ring.block(direction * (distance - hop + 1))
             i = receiver * slices + lax.rem(number, np.int32(slices))
-            size = _clipped(sizes_ref[sender * (n * slices) + i], most)
+            size = clipped(sizes_ref[sender * (n * slices) + i], most)
             begin = lax.div(number, np.int32(slices)) * chunk
             whole = lax.clamp(np.int32(0), size - begin, chunk)
             if on_line:
@@ -272,13 +272,14 @@ def _ring_kernel(
 
             def send(_: Any) -> None:
                 if first:
-                    start = _start(x_ref, input_offsets_ref[i], size) + begin
-                    source, sent = x_ref.at[pl.ds(start, count)], scratch.own_sem
+                    first_row = start(x_ref, input_offsets_ref[i], size) + begin
+                    source, sent = x_ref.at[pl.ds(first_row, count)], scratch.own_sem
                 else:
                     source, sent = slots.arrived(way, forwarded, count)
                 if last:
-                    start = _start(o_ref, places_ref[sender * (n * slices) + i], size) + begin
-                    target, peer = o_ref.at[pl.ds(start, count)], ring.peer(direction)
+                    place = places_ref[sender * (n * slices) + i]
+                    first_row = start(o_ref, place, size) + begin
+                    target, peer = o_ref.at[pl.ds(first_row, count)], ring.peer(direction)
                     sync.remote_copy(source, target, sent, scratch.final_sem, peer)
                 else:
                     slots.send(way, relayed, source, sent, count)

@@ -113,11 +113,13 @@ def gather_and_consume(
     rows: list[Any] = [x, *outs]
     whole = max(sublanes(a.dtype) for a in rows)
     row_bytes = 2 * sum(map(_row_bytes, rows))
-    how = cut(len(x), whole, row_bytes, _resident_bytes(operands), tile)
-    streams = groups.streams(n, bidirectional=True, chunks=how.chunks)
+    tiling = cut(len(x), whole, row_bytes, _resident_bytes(operands), tile)
+    streams = groups.streams(n, bidirectional=True, chunks=tiling.chunks)
     shapes = [jax.ShapeDtypeStruct((n * a.shape[0], a.shape[1]), a.dtype) for a in rows]
     return launch.call_many(
-        functools.partial(_consume_kernel, how=how, streams=streams, consume=consume, given=given),
+        functools.partial(
+            _consume_kernel, tiling=tiling, streams=streams, consume=consume, given=given
+        ),
         group,
         x,
         *operands,
@@ -127,7 +129,7 @@ def gather_and_consume(
         name="gather_and_consume",
         interpret=interpret,
         wire_bytes=(n - 1) * x.nbytes,
-        pipeline_bytes=how.tile * row_bytes,
+        pipeline_bytes=tiling.tile * row_bytes,
     )
 
 
@@ -162,12 +164,17 @@ def produce_and_scatter(
     term = jax.ShapeDtypeStruct(out.shape, wide(out.dtype))
     whole = max(sublanes(x.dtype), sublanes(out.dtype))
     row_bytes = 2 * _row_bytes(x) + 6 * _row_bytes(out) + _row_bytes(term)
-    how = cut(out.shape[0], whole, row_bytes, _resident_bytes(operands), tile)
-    streams = groups.streams(n, bidirectional=True, chunks=how.chunks)
-    blocks = how.blocks(out.shape[1])
+    tiling = cut(out.shape[0], whole, row_bytes, _resident_bytes(operands), tile)
+    streams = groups.streams(n, bidirectional=True, chunks=tiling.chunks)
+    blocks = tiling.blocks(out.shape[1])
     return launch.call_many(
         functools.partial(
-            _produce_kernel, how=how, streams=streams, produce=produce, given=given, scale=scale
+            _produce_kernel,
+            tiling=tiling,
+            streams=streams,
+            produce=produce,
+            given=given,
+            scale=scale,
         ),
         group,
         x,
@@ -176,14 +183,14 @@ def produce_and_scatter(
         scratch=Scratch.of(
             pipelines.scatter_scratch(streams, blocks, out.dtype),
             operands,
-            pltpu.VMEM((how.tile, out.shape[1]), term.dtype),
+            pltpu.VMEM((tiling.tile, out.shape[1]), term.dtype),
         ),
         barrier="neighbours",
         prepare=lambda ring, x_ref, *refs: refs[-1].bring(refs[: len(operands)]),
         name="produce_and_scatter",
         interpret=interpret,
         wire_bytes=(n - 1) * blocks.nbytes(out.dtype),
-        pipeline_bytes=how.tile * (row_bytes - _row_bytes(term)),
+        pipeline_bytes=tiling.tile * (row_bytes - _row_bytes(term)),
     )[0]
 
 
@@ -227,15 +234,15 @@ def _as(shapes: Sequence[tuple[int, ...]], refs: Sequence[Ref]) -> list[Ref]:
     return [ref if ref.shape == shape else ref.at[cut] for shape, ref, cut in pairs]
 
 
-def _tiles(how: Cut, ref: Ref) -> pl.BlockSpec:
-    return pl.BlockSpec((how.tile, ref.shape[1]), lambda i: (i, 0))
+def _tiles(tiling: Cut, ref: Ref) -> pl.BlockSpec:
+    return pl.BlockSpec((tiling.tile, ref.shape[1]), lambda i: (i, 0))
 
 
 def _consume_kernel(
     ring: Ring,
     x_ref: Ref,  # (rows, columns): HBM
     *refs: Any,  # operands, the gathered x, the results: HBM; then a Scratch
-    how: Cut,
+    tiling: Cut,
     streams: tuple[Stream, ...],
     consume: Callable[..., None],
     given: tuple[tuple[int, ...], ...],  # shapes of the operands, some of which are widened
@@ -243,20 +250,20 @@ def _consume_kernel(
     *arrays, scratch = refs
     count = len(scratch.operands)
     operand_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
-    blocks = how.blocks(x_ref.shape[1])
+    blocks = tiling.blocks(x_ref.shape[1])
 
     def of_chunk(block: Number, chunk: Number) -> None:
         arrived = blocks.at(gathered_ref, block, chunk)
-        targets = [how.blocks(out.shape[1]).at(out, block, chunk) for out in out_refs]
+        targets = [tiling.blocks(out.shape[1]).at(out, block, chunk) for out in out_refs]
 
         def body(x: Ref, *out_tiles: Ref) -> None:
             consume(x, *_as(given, scratch.operands), *out_tiles)
 
         pltpu.emit_pipeline(
             body,
-            grid=(how.rows // how.chunks // how.tile,),
-            in_specs=[_tiles(how, arrived)],
-            out_specs=[_tiles(how, target) for target in targets],
+            grid=(tiling.rows // tiling.chunks // tiling.tile,),
+            in_specs=[_tiles(tiling, arrived)],
+            out_specs=[_tiles(tiling, target) for target in targets],
         )(arrived, *targets)
 
     pipelines.gather_and_consume(
@@ -275,7 +282,7 @@ def _produce_kernel(
     ring: Ring,
     x_ref: Ref,  # (n * rows, columns): HBM
     *refs: Any,  # operands, the result: HBM; then a Scratch
-    how: Cut,
+    tiling: Cut,
     streams: tuple[Stream, ...],
     produce: Callable[..., None],
     given: tuple[tuple[int, ...], ...],  # shapes of the operands, some of which are widened
@@ -286,7 +293,7 @@ def _produce_kernel(
     def over_tiles(
         block: Number, chunk: Number, target: Ref, sums: Sequence[Ref], adds: Any, factor: float
     ) -> None:
-        own = how.blocks(x_ref.shape[1]).at(x_ref, block, chunk)
+        own = tiling.blocks(x_ref.shape[1]).at(x_ref, block, chunk)
 
         def body(x: Ref, *tiles: Ref) -> None:
             *arrived, out = tiles
@@ -299,9 +306,9 @@ def _produce_kernel(
 
         pltpu.emit_pipeline(
             body,
-            grid=(how.rows // how.chunks // how.tile,),
-            in_specs=[_tiles(how, own), *(_tiles(how, target) for _ in sums)],
-            out_specs=[_tiles(how, target)],
+            grid=(tiling.rows // tiling.chunks // tiling.tile,),
+            in_specs=[_tiles(tiling, own), *(_tiles(tiling, target) for _ in sums)],
+            out_specs=[_tiles(tiling, target)],
         )(own, *sums, target)
 
     def add(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:
@@ -316,6 +323,6 @@ def _produce_kernel(
         scratch.pipeline,
         produce=add,
         finish=finish,
-        blocks=how.blocks(o_ref.shape[1]),
+        blocks=tiling.blocks(o_ref.shape[1]),
         streams=streams,
     )

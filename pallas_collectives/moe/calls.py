@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.backends import choice
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
 from pallas_collectives.moe import linear, plans
@@ -138,6 +138,10 @@ def _weights_of_leaders(weights: jax.Array, plan: Plan, overflow: str) -> jax.Ar
 
 def _wire(axis_name: AxisName, groups: Groups, backend: str | None, algorithm: str | None) -> Wire:
     size = validation.size_of(axis_name)
+    mesh = jax.sharding.get_abstract_mesh().axis_names
+    if mapped := [axis for axis in validation.named(axis_name) if axis not in mesh]:
+        rule = "experts lie on axes of a mesh, and it is one of vmap"
+        raise CollectiveError(f"axis {mapped[0]!r}", rule, "call inside jax.shard_map")
     if groups is not None:
         validation.check_groups(groups, size)
         groups = tuple(map(tuple, groups))
@@ -198,7 +202,7 @@ def _is_whole(value: Any) -> bool:
 
 def _check_numbers(experts: Any, num_experts: int) -> None:
     """Those known while tracing are experts, or -1."""
-    if isinstance(experts, jax.core.Tracer):
+    if _compat.is_traced(experts):
         return
     numbers = np.asarray(experts)
     wrong = numbers[(numbers < -1) | (numbers >= num_experts)]

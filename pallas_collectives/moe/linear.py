@@ -93,20 +93,14 @@ def from_everyone(x: jax.Array, axis_name: Any, groups: Any, how: How) -> jax.Ar
 
 
 def _of_everyone(x: jax.Array, back: bool, axis_name: Any, groups: Any, how: How) -> jax.Array:
-    x = _varying(x, frozenset(validation.named(axis_name)))
+    x = _compat.as_varying(x, frozenset(validation.named(axis_name)))
     return _everyone_p.bind(x, back=back, axis_name=axis_name, groups=groups, how=how)
 
 
 def _alike(*operands: jax.Array) -> list[jax.Array]:
     """Operands typed as varying over the same axes."""
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
-    return [_varying(x, axes) for x in operands]
-
-
-def _varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """x, typed as varying over these axes at least."""
-    missing = tuple(sorted(axes - set(jax.typeof(x).mat.varying)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    axes = frozenset().union(*map(_compat.varying, operands))
+    return [_compat.as_varying(x, axes) for x in operands]
 
 
 # Lowering -----------------------------------------------------------------------------------------
@@ -207,7 +201,7 @@ def _type(run: Any, rows: int, avals: Any, params: Any) -> Any:
 def _primitive(name: str) -> core.Primitive:
     primitive = core.Primitive(name)
     remat.register(primitive)
-    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    _compat.register(primitive, jvp=functools.partial(_jvp, primitive))
     return primitive
 
 
@@ -250,12 +244,15 @@ def _lowering(rule: Any) -> Any:
     return lower
 
 
-mlir.register_lowering(_gather_sum_p, mlir.lower_fun(_sums, multiple_results=False))
-mlir.register_lowering(_route_p, _lowering(mlir.lower_fun(_routed, multiple_results=False)))
-mlir.register_lowering(_everyone_p, _lowering(mlir.lower_fun(_everyones, multiple_results=False)))
 _on_cpus = functools.partial(_routed, emulated=True)
-mlir.register_lowering(
-    _route_p, _lowering(mlir.lower_fun(_on_cpus, multiple_results=False)), platform="cpu"
+_compat.register(_gather_sum_p, lowering=mlir.lower_fun(_sums, multiple_results=False))
+_compat.register(
+    _route_p,
+    lowering=_lowering(mlir.lower_fun(_routed, multiple_results=False)),
+    on_cpu=_lowering(mlir.lower_fun(_on_cpus, multiple_results=False)),
+)
+_compat.register(
+    _everyone_p, lowering=_lowering(mlir.lower_fun(_everyones, multiple_results=False))
 )
 
 
@@ -285,9 +282,9 @@ def _everyone_transpose(ct: Any, x: Any, *, back: bool, how: How, **params: Any)
     return [_everyone_p.bind(ct, back=not back, how=how, **params)]
 
 
-ad.primitive_transposes[_everyone_p] = _everyone_transpose
-ad.primitive_transposes[_gather_sum_p] = _gather_sum_transpose
-ad.primitive_transposes[_route_p] = _route_transpose
+_compat.register(_everyone_p, transpose=_everyone_transpose)
+_compat.register(_gather_sum_p, transpose=_gather_sum_transpose)
+_compat.register(_route_p, transpose=_route_transpose)
 
 
 def _in_front(args: Sequence[Any], dims: Sequence[Any]) -> tuple[int, list[Any]]:
@@ -343,6 +340,6 @@ def _everyone_batch(args: Any, dims: Any, **params: Any) -> Any:
     return _batch_of_rows(_everyone_p, args, dims[0], **params)
 
 
-batching.primitive_batchers[_everyone_p] = _everyone_batch
-batching.primitive_batchers[_gather_sum_p] = _gather_sum_batch
-batching.primitive_batchers[_route_p] = _route_batch
+_compat.register(_everyone_p, batch_alone=_everyone_batch)
+_compat.register(_gather_sum_p, batch_alone=_gather_sum_batch)
+_compat.register(_route_p, batch_alone=_route_batch)

@@ -76,7 +76,8 @@ def _dense(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
     """By one exchange: of everyone's choices."""
     n, T, me = sizes.devices, sizes.tokens, wire.me
     every = jax.vmap(lambda own: _Choices.of(own, sizes))(wire.everyones(experts))
-    room = _room(every.counts[:, 0], sizes)  # [home, device]
+    # [home, device]; where there is room for all, nothing is counted.
+    room = None if sizes.rows >= sizes.most_rows else _room(every.counts[:, 0], sizes)
     admitted = jax.vmap(_Choices.admitted)(every, room)
     there = admitted & (every.device == me)
     visitor = jnp.arange(n * T, dtype=jnp.int32).reshape(n, T, 1)
@@ -178,16 +179,16 @@ class _Choices(NamedTuple):
             jnp.stack([each.sum(0, dtype=jnp.int32), visits.sum(0, dtype=jnp.int32)]),
         )
 
-    def admitted(self, room: jax.Array) -> jax.Array:
-        """bool[T, k]: the choices that there is room for, with so much on each device for all."""
-        n = room.shape[0]
+    def admitted(self, room: jax.Array | None) -> jax.Array:
+        """bool[T, k]: the choices that there is room for: for so many of each device's, or all."""
+        n = self.counts.shape[1]
+        if room is None:
+            return self.device < n
         return (self.device < n) & (self.in_block < room[jnp.minimum(self.device, n - 1)])
 
 
 def _room(choices: jax.Array, sizes: Sizes) -> jax.Array:
     """Of each home's choices of each device, how many there are rows for: [home, device]."""
-    if sizes.rows >= sizes.most_rows:
-        return choices
     return jnp.clip(sizes.rows - _exclusive(choices), 0, choices)
 
 

@@ -23,17 +23,10 @@ Blocks go both ways round the ring. Device 0 of 5 in a gather, an exchange, and 
     2> 3<       1 4
     1> 4<       0
 
-<<<<<<< HEAD
-Whether the wire is hidden is the backend's matter. lax's permutes (backend "xla") are asynchronous:
-XLA starts them, computes, and waits for them. On the GPUs of one process blocks come by copy
-engines (see `split`). Our TPU kernels hold the core until all is there, and NCCL's calls stand in
-line on XLA's stream: with those the results are the same, and nothing overlaps.
-=======
 The backend decides whether the wire is hidden. lax's permutes (backend "xla") are asynchronous: XLA
-starts them, computes, and waits for them. Our TPU kernels hold the core until everything has
-arrived, and NCCL's calls queue on XLA's stream: with these two backends the results are the same,
-but nothing overlaps.
->>>>>>> main
+starts them, computes, and waits for them. On the GPUs of one process blocks come by copy engines
+(see `split`). Our TPU kernels hold the core until everything has arrived, and NCCL's calls queue on
+XLA's stream: with these two the results are the same, but nothing overlaps.
 """
 
 import functools

@@ -25,7 +25,7 @@ from jax import lax
 
 from pallas_collectives.backends import algorithms, canonical, slices
 from pallas_collectives.backends.pallas import products
-from pallas_collectives.backends.pallas.products import GATHER, Spec
+from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import (
     FUSED,
     PIPELINED,
@@ -63,6 +63,8 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
     how = spec.how
     if spec.wish == UNFUSED:
         return _plan(op, spec, UNFUSED, "it was asked for")
+    if op == SCATTER and how.order is not None:
+        return refused(op, spec, f"on its way round the ring it adds in no order={how.order!r}")
     if how.backend != "pallas":
         why = how.fallback or f"backend {how.backend!r} has no kernels"
         if spec.wish == FUSED:
@@ -145,6 +147,8 @@ def _pipelined(op: str, ndim: int, spec: Spec, why: str) -> ProductPlan:
         obstacle = "there is one device"
     elif spec.axis == ndim - 1:
         obstacle = "the axis is the last, along which products are not cut into blocks"
+    elif spec.how.order is not None:
+        obstacle = f"a pipeline, backward too, adds in no order={spec.how.order!r}"
     elif spec.precision is not None:
         obstacle = f"pipelined products do not support precision={spec.precision!r}"
     return refused(op, spec, obstacle) if obstacle else _plan(op, spec, PIPELINED, why)

@@ -48,7 +48,12 @@ def all_gather_matmul(x: jax.Array, ws: Sequence[jax.Array], spec: Spec) -> list
         )
         return [gathered, *products]
     gathered = collectives.all_gather(
-        x, spec.axis_name, axis=spec.axis, tiled=True, backend=_named(spec)
+        x,
+        spec.axis_name,
+        axis=spec.axis,
+        tiled=True,
+        order=spec.how.order,
+        backend=_named(spec),
     )
     return [gathered, *(product(gathered, w, spec) for w in ws)]
 
@@ -77,7 +82,12 @@ def matmul_reduce_scatter(
     total = sum(product(x, w, wire) for x, w in zip(xs[1:], ws[1:], strict=True))
     total = product(xs[0], ws[0], wire) + total
     scattered = collectives.psum_scatter(
-        total, spec.axis_name, scatter_dimension=spec.axis, tiled=True, backend=_named(spec)
+        total,
+        spec.axis_name,
+        scatter_dimension=spec.axis,
+        tiled=True,
+        order=spec.how.order,
+        backend=_named(spec),
     )
     scattered = scattered if spec.scale == 1.0 else scattered * spec.scale
     return scattered.astype(spec.out_dtype)
@@ -227,7 +237,7 @@ def _gather_transpose(
             spec.axis_name,
             scatter_dimension=spec.axis,
             tiled=True,
-            precise=False,
+            order=spec.how.order,
             backend=_named(spec),
         )
         dx = own if dx is None else dx + own

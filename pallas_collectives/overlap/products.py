@@ -34,6 +34,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     preferred_element_type: Any = None,
     precision: Any = None,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> Any:
@@ -50,6 +51,8 @@ def all_gather_matmul(
       return_gathered: return the gathered x as well.
       preferred_element_type: as `jnp.matmul`'s: the dtype of the products.
       precision: as `jnp.matmul`'s.
+      order: "rank" to have the backward pass add in the order of the ranks, see
+        `matmul_reduce_scatter`.
       backend: see `collectives`.
       algorithm: "fused", "unfused", or None: on TPUs the one that a model of the chip says is
         faster, elsewhere "unfused". "fused" is one kernel on TPUs, and elsewhere
@@ -77,7 +80,9 @@ def all_gather_matmul(
     x, weights = jnp.asarray(x_shard), [jnp.asarray(w) for w in (ws if several else [ws])]
     contracted = validation.size_of(axis_name) * x.shape[-1] if _is_last(gather_axis, x) else None
     axis = _check_operands("gather_axis", gather_axis, x, weights, axis_name, contracted)
-    spec = _spec(axis_name, axis, x, weights, preferred_element_type, precision, backend, algorithm)
+    spec = _spec(
+        axis_name, axis, x, weights, preferred_element_type, precision, order, backend, algorithm
+    )
     gathered, *products = primitives.all_gather_matmul(x, weights, spec)
     result = jax.tree.unflatten(jax.tree.structure(ws), products) if several else products[0]
     return (result, gathered) if return_gathered else result
@@ -93,6 +98,7 @@ def matmul_reduce_scatter(
     precise: bool = False,
     preferred_element_type: Any = None,
     precision: Any = None,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> jax.Array:
@@ -110,6 +116,8 @@ def matmul_reduce_scatter(
       precise: sums travel in float32, whatever the result's dtype.
       preferred_element_type: as `jnp.matmul`'s: the dtype of the result, in which sums travel.
       precision: as `jnp.matmul`'s.
+      order: "rank" to have products added in the order of the ranks, see `psum`; unfused, as the
+        kernel adds them on their way round the ring.
       backend: see `collectives`.
       algorithm: "fused", "unfused" or None, as `all_gather_matmul`'s; on other chips than TPUs
         "fused" is `pipelined_produce_and_all_to_all`.
@@ -141,7 +149,7 @@ def matmul_reduce_scatter(
         raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
     validation.check_flag("precise", precise)
     spec = _spec(
-        axis_name, axis, x, [w], preferred_element_type, precision, backend, algorithm,
+        axis_name, axis, x, [w], preferred_element_type, precision, order, backend, algorithm,
         precise=precise, scale=1.0 if reduce == "sum" else 1 / n,
     )  # fmt: skip
     if reduce == "mean" and not jnp.issubdtype(spec.out_dtype, jnp.inexact):
@@ -191,6 +199,7 @@ def _spec(
     ws: Sequence[jax.Array],
     dtype: Any,
     precision: Any,
+    order: str | None,
     backend: str | None,
     algorithm: str | None,
     **more: Any,
@@ -199,7 +208,9 @@ def _spec(
     if algorithm not in (None, "fused", "unfused"):
         rule = "it is 'fused', 'unfused', 'auto' or None"
         raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
-    how = choice.choose(validation.named(axis_name), backend, None)
+    axes = validation.named(axis_name)
+    validation.check_order_of_sum(order, axes)
+    how = choice.choose(axes, backend, None, order=order)
     try:
         out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
     except TypeError:

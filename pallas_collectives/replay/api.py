@@ -70,9 +70,10 @@ def replay(
         where=lambda mesh: pod.places(_placement(pod, mesh, placement)),
     )
     where = _placement(pod, mesh, placement)
-    if len(where) != program.n_devices or len(set(where.tolist())) != len(where):
+    n_devices = program.n_devices // program.cores
+    if len(where) != n_devices or len(set(where.tolist())) != len(where):
         raise MachineError(
-            f"placement of {len(where)} positions for a mesh of {program.n_devices}: "
+            f"placement of {len(where)} positions for a mesh of {n_devices}: "
             "want one device number each, all different"
         )
     for device in (where.min(), where.max()):

@@ -89,7 +89,8 @@ class Engine:
         shared: bool = True,
     ):
         """`shared`: copies slow one another down; else each goes as if it were alone."""
-        self.program, self.machine, self.placement = program, machine, placement
+        self.program, self.machine = program, machine
+        self.placement = np.tile(placement, program.cores)
         self.classes, self.shared = classes, shared
         n_classes, n_links = len(classes.representatives), len(classes.link_count)
         self._memories = {"hbm": n_links, "vmem": n_links + n_classes}

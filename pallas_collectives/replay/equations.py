@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.replay import jaxprs, kernels, names, twins, values
+from pallas_collectives.replay import control, cores, jaxprs, kernels, names, twins, values
+from pallas_collectives.replay.program import Access, Work
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent, View
@@ -26,12 +27,12 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
     nothing to do.
     """
     name = eqn.primitive.name
-    op = jaxprs.operation(eqn)
-    if op is not None:
-        return _operation(stepper, eqn, op, ins, outs)
     special = _SPECIAL.get(name)
     if special is not None:
         return _explained(eqn, special(stepper, eqn, ins, outs))
+    op = jaxprs.operation(eqn)
+    if op is not None:
+        return _operation(stepper, eqn, op, ins, outs)
     if name in _NO_WORK:
         return None
     if name in values.IDENTITY and len(ins) == len(outs) == 1:
@@ -41,6 +42,8 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
         return _scalar(eqn, values.SCALAR[name], ins, outs)
     if twins.is_twin(eqn):
         return _twin(stepper, eqn, ins, outs)
+    if name == "all_gather":
+        return _gathered(stepper, eqn, ins, outs, _other(stepper, eqn, ins, outs))
     called = jaxprs.called_jaxpr(eqn)
     if called is not None:
         return _call(stepper, called, ins, outs)
@@ -48,10 +51,31 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
 
 
 def _operation(stepper: Stepper, eqn: Any, op: Any, ins: list[int], outs: list[int]) -> Step:
+    selectors = [ins[slot.index] for slot in jaxprs.selectors(op)]
+
     def step(env: list[Any], lanes: np.ndarray) -> None:
+        for slot in selectors:
+            if isinstance(env[slot], np.ndarray):  # each part of the lanes has a ref of its own
+                _by_value(env, env[slot], lanes)
+                return
         out = stepper.perform(eqn, op, [env[i] for i in ins], lanes)
         if outs:
             env[outs[0]] = out
+
+    def _by_value(env: list[Any], which: np.ndarray, lanes: np.ndarray) -> None:
+        stepper.flush_busy(eqn, lanes)
+        parts = []
+        for index in np.unique(which):
+            at = np.nonzero(which == index)[0]
+            part = [take(value, at) for value in env]
+            for slot in selectors:
+                if part[slot] is not UNKNOWN and np.all(part[slot] == np.min(part[slot])):
+                    part[slot] = int(np.min(part[slot]))
+            step(part, lanes[at])
+            stepper.flush_busy(eqn, lanes[at])
+            parts.append((at, part[outs[0]] if outs else None))
+        if outs:
+            env[outs[0]] = merge(parts, len(lanes))
 
     return _explained(eqn, step)
 
@@ -69,8 +93,8 @@ def _explained(eqn: Any, step: Step) -> Step:
                 f"{error} at {jaxprs.where(eqn)} depends on array data, which replay does not hold."
                 "\nPass the argument that it comes from (sizes, offsets, tables) as a numpy array "
                 "instead of a shape: its contents are then followed into scalar memory.\n"
-                "Of collectives on the way only pallas_collectives.all_gather hands them on: in "
-                "place of another, or of lax's, gather by that and take each device's part."
+                "Of collectives on the way only all_gather hands them on: in place of another "
+                "gather, and take each device's part."
             ) from None
         except IndexError as error:
             if "\n" in str(error):
@@ -140,13 +164,20 @@ def _call(stepper: Stepper, called: Any, ins: list[int], outs: list[int]) -> Ste
 def _twin(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     """One of our collectives: its kernels and, of an all-gather of known arrays, its result."""
     call = _call(stepper, twins.expand(eqn, stepper.mesh), ins, outs)
+    if eqn.primitive.name != "pallas_all_gather":
+        return call
+    return _gathered(stepper, eqn, ins, outs, call)
+
+
+def _gathered(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int], call: Step) -> Step:
+    """An all-gather: what `call` does and, if what is gathered is known, the result."""
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         operand = env[ins[0]]
         call(env, lanes)
         small = math.prod(eqn.outvars[0].aval.shape) <= _LARGEST_KNOWN
-        if eqn.primitive.name == "pallas_all_gather" and small and isinstance(operand, Known):
-            env[outs[0]] = twins.gathered(operand, stepper.axes, **eqn.params)
+        if small and isinstance(operand, Known):
+            env[outs[0]] = twins.gathered(operand, stepper.devices.axes, **eqn.params)
 
     return step
 
@@ -155,11 +186,8 @@ def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     """Any other equation: computed on the host where all operands are known and small, else priced
     and unknown.
     """
-    if any(jaxprs.memory_space(v.aval) in ("vmem", "smem", "semaphore_mem") for v in eqn.invars):
-        raise jaxprs.UnsupportedEquation(
-            f"replay does not know the primitive {eqn.primitive.name!r} on refs, "
-            f"at {jaxprs.where(eqn)}"
-        )
+    if jaxprs.works_on_refs(eqn):
+        raise jaxprs.UnsupportedEquation("replay does not know this primitive on refs", eqn)
     seconds = _price(stepper, eqn)
     spend = stepper.multiply if eqn.primitive.name == "dot_general" else stepper.work
     size = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
@@ -170,7 +198,12 @@ def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     def step(env: list[Any], lanes: np.ndarray) -> None:
         args = [env[i] for i in ins]
         largest = _LARGEST_KNOWN if stepper.kernel is None else 1
-        if not local or size > largest or any(a is UNKNOWN for a in args):
+        handed_on = [
+            a for a in args if isinstance(a, View)
+        ]  # of a kernel that goes on: see kernels
+        for view in handed_on:
+            stepper.emit(Access(lanes, 0.0, stepper.source(eqn), view, writes=False))
+        if not local or size > largest or handed_on or any(a is UNKNOWN for a in args):
             spend(seconds)
             if stepper.kernel is None:
                 stepper.unmodelled[eqn.primitive.name] += 1
@@ -220,98 +253,7 @@ def _price(stepper: Stepper, eqn: Any) -> float:
     return size / generation.vector_rate
 
 
-# Control flow and scopes --------------------------------------------------------------------------
-
-
-def _cond(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    branches = eqn.params["branches"]
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        which, *args = (env[i] for i in ins)
-        if which is UNKNOWN:
-            raise DataDependent("a conditional")
-        if not isinstance(which, np.ndarray):
-            branch = branches[min(max(int(which), 0), len(branches) - 1)]
-            results = stepper.run(branch, args, lanes)
-            for o, value in zip(outs, results, strict=True):
-                env[o] = value
-            return
-        stepper.flush_busy(eqn, lanes)
-        which = np.clip(which.astype(np.int64), 0, len(branches) - 1)
-        positions = []
-        parts = []
-        for b in np.unique(which):
-            at = np.nonzero(which == b)[0]
-            whole = len(at) == len(lanes)
-            operands = args if whole else [take(a, at) for a in args]
-            parts.append(stepper.run(branches[b], operands, lanes if whole else lanes[at]))
-            stepper.flush_busy(eqn, lanes[at])
-            positions.append(at)
-        for k, o in enumerate(outs):
-            by_branch = [(at, part[k]) for at, part in zip(positions, parts, strict=True)]
-            env[o] = merge(by_branch, len(lanes))
-
-    return step
-
-
-def _scan(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
-    order = range(length - 1, -1, -1) if eqn.params.get("reverse") else range(length)
-
-    def slice_of(value: Any, i: int) -> Any:
-        if isinstance(value, Known):
-            part = value.values[:, i] if value.per_lane else value.values[i]
-            if part.ndim == int(value.per_lane) and not value.per_lane:
-                return part.item()
-            return part if part.ndim == 1 and value.per_lane else Known(part, value.per_lane)
-        return UNKNOWN
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        consts, carry, xs = jaxprs.scan_parts(eqn, [env[i] for i in ins])
-        n_carry = len(carry)
-        for i in order:
-            rows = [slice_of(x, i) for x in xs]
-            carry = stepper.run(body, [*consts, *carry, *rows], lanes)[:n_carry]
-        stacked = [UNKNOWN] * (len(outs) - n_carry)
-        for o, value in zip(outs, [*carry, *stacked], strict=True):
-            env[o] = value
-
-    return step
-
-
-def _while(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_jaxpr, body_jaxpr = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        args = [env[i] for i in ins]
-        cond_consts, body_consts = args[:n_cond], args[n_cond : n_cond + n_body]
-        carry = args[n_cond + n_body :]
-        positions = np.arange(len(lanes))
-        finished: list[tuple[np.ndarray, list[Any]]] = []
-        while True:
-            (go_on,) = stepper.run(cond_jaxpr, [*cond_consts, *carry], lanes[positions])
-            if go_on is UNKNOWN:
-                raise DataDependent("a loop's condition")
-            if isinstance(go_on, np.ndarray) and not go_on.all():
-                stepper.flush_busy(eqn, lanes[positions])
-                stop, stay = np.nonzero(~go_on)[0], np.nonzero(go_on)[0]
-                finished.append((positions[stop], [take(c, stop) for c in carry]))
-                positions = positions[stay]
-                carry = [take(v, stay) for v in carry]
-                cond_consts = [take(v, stay) for v in cond_consts]
-                body_consts = [take(v, stay) for v in body_consts]
-                if not len(positions):
-                    break
-            elif not isinstance(go_on, np.ndarray) and not go_on:
-                finished.append((positions, carry))
-                break
-            carry = stepper.run(body_jaxpr, [*body_consts, *carry], lanes[positions])
-        for k, o in enumerate(outs):
-            parts = [(at, results[k]) for at, results in finished]
-            env[o] = parts[0][1] if len(parts) == 1 else merge(parts, len(lanes))
-
-    return step
+# Scopes -------------------------------------------------------------------------------------------
 
 
 def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
@@ -320,6 +262,8 @@ def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         assert stepper.kernel is not None, "run_scoped outside a kernel"
+        if eqn.params.get("collective_axes"):
+            raise jaxprs.UnsupportedEquation("replay does not know what cores allocate as one", eqn)
         views = []
         for i, var in enumerate(jaxpr.invars):
             key = (id(eqn), i, stepper.kernel_number)
@@ -327,18 +271,63 @@ def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
             views.append(stepper.allocate(key, var.aval, name))
         kernel, held = stepper.kernel, [v.buffer for v in views]
         kernel.held.take(held, stepper.source(eqn).line)
-        consts = [env[i] for i in ins]
-        block = stepper.block(jaxpr)  # the captured refs are the jaxpr's constvars
-        inner = block.template.copy()
-        for var_slot, value in zip(block.constants, consts, strict=True):
-            inner[var_slot] = value
-        for var_slot, view in zip(block.inputs, views, strict=True):
-            inner[var_slot] = view
-        for inner_step in block.steps:
-            inner_step(inner, lanes)
+        results = stepper.run(jaxpr, views, lanes, [env[i] for i in ins])
         kernel.held.give_back(held)
-        for o, slot in zip(outs, block.outputs, strict=True):
-            env[o] = inner[slot]
+        for o, value in zip(outs, results, strict=True):
+            env[o] = value
+
+    return step
+
+
+# Refs outside kernels ----------------------------------------------------------------------------
+
+
+def _array(stepper: Stepper, key: Any, aval: Any, name: str, value: Any, lanes: np.ndarray) -> View:
+    """A ref to an array in HBM that no kernel has made."""
+    view = stepper.allocate(key, aval, name, "hbm")
+    stepper.follow(view, aval, value, lanes)
+    return view
+
+
+def _run_state(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        refs = [
+            _array(stepper, (id(eqn), i), v.aval, f"state{i}", env[ins[i]], lanes)
+            for i, v in enumerate(jaxpr.invars)
+        ]
+        stepper.run(jaxpr, refs, lanes)
+        for o in outs:
+            env[o] = UNKNOWN
+
+    return step
+
+
+def _new_ref(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    aval = eqn.outvars[0].aval
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        value = env[ins[0]] if ins else UNKNOWN
+        env[outs[0]] = _array(stepper, id(eqn), aval, "ref", value, lanes)
+
+    return step
+
+
+def _freeze(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        for o in outs:
+            env[o] = UNKNOWN
+
+    return step
+
+
+def _get_global(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+    aval = eqn.params["what"]
+
+    def step(env: list[Any], lanes: np.ndarray) -> None:
+        key = (id(eqn), stepper.kernel_number)
+        env[outs[0]] = stepper.allocate(key, aval, f"global@{stepper.source(eqn).line}")
 
     return step
 
@@ -349,14 +338,14 @@ def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
 def _axis_index(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     axis = eqn.params["axis_name"]
     names = axis if isinstance(axis, (tuple, list)) else (axis,)
-    for name in names:
-        if name not in stepper.axes:
-            raise jaxprs.UnsupportedEquation(f"axis {name!r} is no axis of the mesh {stepper.axes}")
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
+        sizes = stepper.devices.sizes()
         index: Any = 0
         for name in names:
-            index = index * stepper.axes[name] + stepper.axis_index(name, lanes)
+            if name not in sizes:
+                raise jaxprs.UnsupportedEquation(f"{name!r} is no axis of {sizes}", eqn)
+            index = index * sizes[name] + stepper.devices.axis_index(name, lanes)
         env[outs[0]] = index
 
     return step
@@ -387,24 +376,37 @@ def _delay(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
         nanoseconds = env[ins[0]]
         if nanoseconds is UNKNOWN:
             raise DataDependent("a delay")
-        if isinstance(nanoseconds, np.ndarray):
-            raise jaxprs.UnsupportedEquation("replay does not know delays that differ by device")
-        stepper.work(nanoseconds * 1e-9)
+        if not isinstance(nanoseconds, np.ndarray):
+            stepper.work(nanoseconds * 1e-9)
+            return
+        stepper.flush_busy(eqn, lanes)
+        for duration in np.unique(nanoseconds):
+            at = lanes[nanoseconds == duration]
+            stepper.emit(Work(at, duration * 1e-9, stepper.source(eqn)))
 
     return step
 
 
 _SPECIAL: dict[str, Any] = {
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
+    "cond": control.cond,
+    "scan": control.scan,
+    "while": control.while_loop,
+    "parallel_loop": control.parallel_loop,
     "run_scoped": _run_scoped,
+    "run_state": _run_state,
+    "new_ref": _new_ref,
+    "empty_ref": _new_ref,
+    "freeze": _freeze,
+    "free_ref": _freeze,
+    "get_global": _get_global,
     "axis_index": _axis_index,
     "program_id": _program_id,
     "num_programs": _program_id,
     "get_barrier_semaphore": _barrier_semaphore,
     "pallas_call": kernels.compile_kernel,
-    "mpmd_map": kernels.compile_kernel,
+    "mpmd_map": cores.compile_kernel,
+    "core_map": cores.compile_kernel,
+    "barrier": cores.compile_barrier,
     "delay": _delay,
 }
-_NO_WORK = frozenset({"debug_callback", "debug_print", "trace_value", "touch"})
+_NO_WORK = frozenset({"debug_callback", "debug_print", "trace_value", "touch", "add_dependency"})

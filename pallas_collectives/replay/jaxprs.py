@@ -9,7 +9,7 @@ compiled, so that stepping it costs no tree work.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,8 +29,16 @@ class Slot:
 class RefView:
     """A ref operand and the transforms (slices, reshapes, …) applied to it, in order."""
 
-    ref: Slot
+    ref: Slot | Select
     transforms: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Select:
+    """One of several refs, the `index`-th (a `Slot` or an int)."""
+
+    refs: tuple[RefView, ...]
+    index: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +86,7 @@ class Signal:
     sem: RefView
     value: Any
     device_id: Any
+    core: Any  # the core's number on its chip, or None: as its device id says
     logical: bool
 
 
@@ -103,7 +112,18 @@ class Access:
 
 
 class UnsupportedEquation(NotImplementedError):
-    """The program contains an equation that replay does not know how to step."""
+    """The program contains an equation that replay does not know how to step.
+
+    Attributes:
+      primitive: the equation's, or "" where it is none's fault.
+      line: `file:line (function)` of the code that made it, or "".
+    """
+
+    def __init__(self, what: str, eqn: Any = None):
+        self.primitive = eqn.primitive.name if eqn is not None else ""
+        self.line = where(eqn) if eqn is not None else ""
+        at = f", in {self.primitive!r} at {self.line}" if self.line else ""
+        super().__init__(what + at)
 
 
 def _slots(eqn: Any) -> list[Slot]:
@@ -112,10 +132,30 @@ def _slots(eqn: Any) -> list[Slot]:
 
 def _view(ref: Any, transforms: Sequence[Any] = ()) -> RefView:
     transforms = tuple(transforms)
-    while not isinstance(ref, Slot):  # a TransformedRef, possibly of a TransformedRef
+    while not isinstance(ref, (Slot, tuple, list)):  # a TransformedRef, possibly of another
         transforms = (*ref.transforms, *transforms)
         ref = ref.ref
+    if not isinstance(ref, Slot):  # several, of which the first transform selects one
+        select, *transforms = transforms
+        ref = Select(tuple(_view(r) for r in ref), select.idx)
     return RefView(ref, tuple(_transform(t) for t in transforms if not hasattr(t, "memory_space")))
+
+
+def selectors(op: Any) -> list[Slot]:
+    """The operands by which an operation selects its refs."""
+    found: list[Slot] = []
+
+    def visit(item: Any) -> None:
+        if isinstance(item, RefView):
+            visit(item.ref)
+        elif isinstance(item, Select):
+            found.extend([item.index] if isinstance(item.index, Slot) else [])
+            for ref in item.refs:
+                visit(ref)
+
+    for field in dataclasses.fields(op):
+        visit(getattr(op, field.name))
+    return found
 
 
 def _transform(t: Any) -> Any:
@@ -143,8 +183,6 @@ def _is_logical(eqn: Any) -> bool:
 
 
 def _dma_start(eqn: Any) -> DmaStart:
-    if eqn.params.get("add"):
-        raise UnsupportedEquation("replay does not know accumulating DMAs (add=True)")
     src, dst, dst_sem, src_sem, device_id = _unflatten(eqn, "tree", _slots(eqn))
     src_sem_view = None if src_sem is None else _view(src_sem)
     return DmaStart(
@@ -159,9 +197,7 @@ def _dma_wait(eqn: Any) -> DmaWait:
 
 def _semaphore_signal(eqn: Any) -> Signal:
     ref, transforms, value, device_id, core_index = _unflatten(eqn, "args_tree", _slots(eqn))
-    if core_index is not None:
-        raise UnsupportedEquation("replay does not know signals to another core (core_index)")
-    return Signal(_view(ref, transforms), value, device_id, _is_logical(eqn))
+    return Signal(_view(ref, transforms), value, device_id, core_index, _is_logical(eqn))
 
 
 def _semaphore_wait(eqn: Any) -> Wait:
@@ -180,8 +216,18 @@ def _get(eqn: Any) -> Access:
 
 
 def _swap(eqn: Any) -> Access:
-    ref, value, *rest = _slots(eqn)
+    ref, value, *rest = _unmasked(eqn)
     return Access(_view(ref, _unflatten(eqn, "tree", rest)), writes=True, value=value)
+
+
+def _load(eqn: Any) -> Access:
+    """A vector subcore's load."""
+    ref, *rest = _unmasked(eqn)
+    return Access(_view(ref, _unflatten(eqn, "tree", rest)), writes=False)
+
+
+def _unmasked(eqn: Any) -> list[Slot]:
+    return _slots(eqn)[: -1 if eqn.params.get("has_mask") else None]
 
 
 def _masked_load(eqn: Any) -> Access:
@@ -203,6 +249,7 @@ _OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "get": _get,
     "swap": _swap,
     "addupdate": _swap,
+    "load": _load,
     "masked_load": _masked_load,
     "masked_swap": _masked_swap,
 }
@@ -211,7 +258,38 @@ _OPERATIONS: dict[str, Callable[[Any], Any]] = {
 def operation(eqn: Any) -> Any | None:
     """The DMA, semaphore or memory operation that `eqn` is, its operands as `Slot`s, or None."""
     decode = _OPERATIONS.get(eqn.primitive.name)
-    return None if decode is None else decode(eqn)
+    if decode is None:
+        return None
+    try:
+        return decode(eqn)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedEquation(f"replay cannot read its operands ({error})", eqn) from error
+
+
+def works_on_refs(eqn: Any) -> bool:
+    """Whether an operand of an equation is a ref."""
+    return any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
+
+
+def core_meshes(eqn: Any) -> list[tuple[dict[str, int], Any]]:
+    """(axes with their sizes, jaxpr) of each mesh of cores that a `pl.kernel` or `core_map` runs
+    on.
+    """
+    if eqn.primitive.name == "core_map":
+        return [(dict(eqn.params["mesh"].shape), eqn.params["jaxpr"])]
+    pairs = zip(eqn.params["meshes"], eqn.params["jaxprs"], strict=True)
+    return [(dict(mesh.shape), jaxpr) for mesh, jaxpr in pairs]
+
+
+def cores_of(aval: Any) -> dict[str, int] | None:
+    """The axes of the mesh of cores whose memory a ref is said to be in, or None."""
+    mesh = getattr(getattr(aval, "memory_space", None), "mesh", None)
+    return None if mesh is None else dict(mesh.shape)
+
+
+def parallel_loop(eqn: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """(lower, upper, step, constants, carry) of a vector subcore's loop, as `Slot`s."""
+    return _unflatten(eqn, "tree", _slots(eqn))
 
 
 def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -245,58 +323,54 @@ def pallas_name(eqn: Any) -> str:
     """The kernel's name as its author wrote it, best effort."""
     name = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
     if not name:
-        debug = getattr(open_jaxpr(eqn.params["jaxpr"])[0], "debug_info", None)
+        body = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["jaxprs"][0]
+        debug = getattr(open_jaxpr(body)[0], "debug_info", None)
         name = getattr(debug, "func_name", None)
     return str(name or "pallas_call").split(" at ")[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelCall:
-    """A kernel and how it is called: on the TensorCore (`pallas_call`), or on a SparseCore
-    (`pl.kernel` on a mesh of scalar subcores), where no grid and no blocks are.
-    """
-
-    jaxpr: Any
-    grid: tuple[Any, ...]
-    num_index_operands: int
-    num_inputs: int
-    num_outputs: int
-    block_mappings: Sequence[Any]
-    aliases: dict[int, int]  # result -> operand
-    on_sparsecore: bool
-
-
-def kernel_call(eqn: Any) -> KernelCall:
-    """What a `pallas_call` or `mpmd_map` equation calls.
-
-    Raises UnsupportedEquation for kernels on vector subcores or on several cores.
-    """
-    if eqn.primitive.name == "pallas_call":
-        mapping = eqn.params["grid_mapping"]
-        return KernelCall(
-            eqn.params["jaxpr"],
-            mapping.grid,
-            mapping.num_index_operands,
-            mapping.num_inputs,
-            mapping.num_outputs,
-            mapping.block_mappings,
-            {o: i for i, o in eqn.params["input_output_aliases"]},
-            on_sparsecore=False,
-        )
-    meshes, jaxprs = eqn.params["meshes"], eqn.params["jaxprs"]
-    if len(meshes) != 1 or type(meshes[0]).__name__ != "ScalarSubcoreMesh" or meshes[0].size != 1:
-        raise UnsupportedEquation("replay knows kernels on one scalar subcore of a SparseCore only")
-    n_inputs, n_outputs = len(eqn.invars), len(eqn.outvars)
-    aliases = {o: i for i, o in dict(eqn.params["input_output_aliases"]).items()}
-    return KernelCall(jaxprs[0], (), 0, n_inputs, n_outputs, (), aliases, on_sparsecore=True)
+def on_sparsecore(eqn: Any) -> bool:
+    """Whether a SparseCore's subcores run a kernel, and not the TensorCore."""
+    meshes = eqn.params.get("meshes") or (eqn.params.get("mesh"),)
+    return all("Subcore" in type(mesh).__name__ for mesh in meshes)
 
 
 def collective_id(eqn: Any) -> int | None:
     """The collective id that a kernel was given."""
-    params = eqn.params["compiler_params"]
-    if isinstance(params, dict):
-        params = next(iter(params.values()), None)
-    return getattr(params, "collective_id", None)
+    return getattr(_compiler_params(eqn), "collective_id", None)
+
+
+def _compiler_params(eqn: Any) -> Any:
+    params = eqn.params.get("compiler_params")
+    return next(iter(params.values()), None) if isinstance(params, dict) else params
+
+
+def has_default_barrier(eqn: Any) -> bool:
+    """Whether the compiler begins a kernel with a barrier of all devices: see `meetings`."""
+    params = _compiler_params(eqn)
+    if collective_id(eqn) is not None or getattr(params, "skip_device_barrier", False):
+        return False
+    bodies = [eqn.params["jaxpr"]] if "jaxpr" in eqn.params else eqn.params["jaxprs"]
+    inside = [inner for body in bodies for inner in equations(body)]
+    if any(inner.primitive.name == "get_barrier_semaphore" for inner in inside):
+        return False
+    return any(_communicates(inner) for inner in inside)
+
+
+def _communicates(eqn: Any) -> bool:
+    """Whether an operation names a device."""
+    op = operation(eqn)
+    return isinstance(op, (DmaStart, Signal)) and op.device_id is not None
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr and of those within it."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(open_jaxpr(inner)[0], "eqns"):
+                    yield from equations(inner)
 
 
 def memory_space(aval: Any) -> str:
@@ -304,17 +378,35 @@ def memory_space(aval: Any) -> str:
     space = getattr(aval, "memory_space", None)
     if space is None:  # a kernel's ref without a memory space is in VMEM; anything else is an array
         return "vmem" if hasattr(aval, "inner_aval") else "hbm"
+    space = getattr(space, "memory_space", space)  # of a named mesh of cores
     name = str(space).lower().removeprefix("memoryspace.")
     return {"any": "hbm", "device": "hbm", "default": "vmem"}.get(name, name)
 
 
-def block_dims(block_mapping: Any) -> list[tuple[int, bool]]:
-    """A block mapping's (size, is squeezed) per dimension of the array."""
+@dataclasses.dataclass(frozen=True)
+class BlockDim:
+    """One dimension of a block: its size; whether the kernel does not see it; whether its index
+    counts elements instead of blocks.
+    """
+
+    size: int
+    squeezed: bool = False
+    by_element: bool = False
+
+
+def block_dims(block_mapping: Any) -> list[BlockDim]:
+    """A block mapping's blocks, per dimension of the array."""
     dims = []
     for b in block_mapping.block_shape:
         size = b if isinstance(b, int) else getattr(b, "block_size", None)
-        dims.append((1, True) if size is None else (int(size), False))
+        by_element = type(b).__name__ == "Element"
+        dims.append(BlockDim(1, True) if size is None else BlockDim(int(size), False, by_element))
     return dims
+
+
+def buffer_count(block_mapping: Any) -> int:
+    """How many blocks of an operand Pallas holds at a time."""
+    return getattr(getattr(block_mapping, "pipeline_mode", None), "buffer_count", 2)
 
 
 def where(eqn: Any) -> str:

@@ -21,7 +21,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _JAX = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MACHINERY = os.path.join(_HERE, "kernels", "machinery") + os.sep
-_KERNEL_CALLS = ("pallas_call", "core_map")
+_KERNEL_CALLS = ("pallas_call", "core_map", "mpmd_map")
 
 # Whose code a frame is, the more telling first.
 READERS, OURS, OUR_MACHINERY, JAXS, JAXS_INSIDES, NOBODYS = range(6)

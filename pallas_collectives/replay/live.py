@@ -39,6 +39,7 @@ class LiveProgram:
         self._steppers: list[Stepper] = []
         self._lock = threading.Lock()
         self.n_devices = self._shared.n_devices
+        self.cores = 1
         self.unmodelled: dict[str, int] = {}
         self.columns: list[Any] = []
 

@@ -18,6 +18,9 @@ from pallas_collectives.replay.lines import Line
 from pallas_collectives.replay.memory import Held
 from pallas_collectives.replay.views import Buffer, View
 
+# Memories that all cores of a chip share.
+SHARED = frozenset({"hbm", "vmem_shared"})
+
 
 @dataclasses.dataclass
 class Source:
@@ -65,6 +68,7 @@ class Signal(Instruction):
     sem: Any
     target: Any
     value: Any
+    implicit: bool = False
 
 
 @dataclasses.dataclass
@@ -126,10 +130,13 @@ class Semaphore:
 
 @dataclasses.dataclass
 class Kernel:
-    """One kernel of the program. Bytes are per device; `line`: where it is called."""
+    """One kernel of the program. Bytes are per device; `line`: where it is called;
+    `results`: the numbers of the buffers that hold what it returns.
+    """
 
     name: str
     line: str = ""
+    results: tuple[int, ...] = ()
     hbm_scratch_bytes: int = 0
     on_sparsecore: bool = False
     held: Held = dataclasses.field(default_factory=Held)
@@ -142,7 +149,12 @@ class Kernel:
 
 @dataclasses.dataclass
 class Program:
-    """All instructions of all devices, in program order per device."""
+    """All instructions of all devices, in program order per device.
+
+    `cores`: on each chip, of those that run kernels; each has a stream of instructions. Core c of
+    device d counts as device `d + c * n`, n being the mesh's devices: all of these have number
+    c = 0, and their first cores run everything but kernels on meshes of cores.
+    """
 
     n_devices: int
     columns: list[Any]
@@ -150,6 +162,11 @@ class Program:
     semaphores: list[Semaphore]
     kernels: list[Kernel]
     unmodelled: dict[str, int]  # equations outside kernels that are not timed, by primitive
+    cores: int = 1
+
+    def home(self, device: int, buffer: Buffer) -> int:
+        """Whose memory a buffer lies in: the cores of a chip share what is in HBM."""
+        return int(home(device, buffer, self.n_devices // self.cores))
 
     def of_device(self, device: int) -> Iterator[tuple[int, int, Any]]:
         """(column number, the device's position in it, column) of each of `device`'s
@@ -162,6 +179,11 @@ class Program:
             position = int(np.searchsorted(column.lanes, device))
             if position < len(column.lanes) and column.lanes[position] == device:
                 yield k, position, column
+
+
+def home(lane: Any, buffer: Buffer, n_devices: int) -> Any:
+    """The core, of one or an array of them, whose memory a buffer lies in."""
+    return lane % n_devices if buffer.space in SHARED else lane
 
 
 def at(field: Any, position: int) -> Any:

@@ -105,17 +105,19 @@ def _uses(order: Order) -> Iterator[tuple[tuple[int, int], _Use]]:
             owned[buffer.kernel].append(buffer)
     for event in order.events:
         column, position, d = event.column, event.position, event.device
+        home = order.program.home
         if isinstance(column, (Enter, Leave)):
             for buffer in owned[column.kernel]:
-                yield (d, buffer.id), _Use(event, whole(buffer), True, None)
+                if home(d, buffer) == d:
+                    yield (d, buffer.id), _Use(event, whole(buffer), True, None)
         elif isinstance(column, Access):
-            view = column.view
-            yield (d, view.buffer.id), _Use(event, box_of(view, position), column.writes, None)
+            buffer, box = column.view.buffer, box_of(column.view, position)
+            yield (home(d, buffer), buffer.id), _Use(event, box, column.writes, None)
         elif isinstance(column, Start):
             read_over = [*event.read_known, *event.write_known]  # what was written has been read
             source = _Use(event, box_of(column.src, position), False, read_over)
-            yield (d, column.src.buffer.id), source
-            key = (event.target, column.dst.buffer.id)
+            yield (home(d, column.src.buffer), column.src.buffer.id), source
+            key = (home(event.target, column.dst.buffer), column.dst.buffer.id)
             yield key, _Use(event, box_of(column.dst, position), True, event.write_known)
 
 

@@ -100,20 +100,22 @@ def _beyond_reach(program: Program, generation: Generation, places: Places) -> I
 
     @functools.cache
     def reached(source: int, goal: int) -> bool:
-        return reaches(chip, places.torus, places.at[source], places.at[goal])
+        return source == goal or reaches(chip, places.torus, places.at[source], places.at[goal])
 
+    n_devices = program.n_devices // program.cores
     patterns: dict[tuple[int, bytes], list[tuple[int, int]]] = {}  # who does not reach whom
     first: dict[tuple[str, str, type], tuple[int, Any, tuple[int, int]]] = {}
     count: Counter[tuple[str, str, type]] = Counter()
     for k, column in enumerate(program.columns):
-        if not isinstance(column, (Start, Signal)) or column.target is None:
+        if not isinstance(column, (Start, Signal)) or column.target is None or column.implicit:
             continue
         target = column.target
         key = (id(target) if isinstance(target, np.ndarray) else target, column.lanes.tobytes())
         if key not in patterns:
             targets = np.broadcast_to(target, column.lanes.shape).tolist()
             pairs = zip(column.lanes.tolist(), targets, strict=True)
-            patterns[key] = [pair for pair in pairs if not reached(*pair)]
+            chips_of = ((a % n_devices, b % n_devices) for a, b in pairs)
+            patterns[key] = [pair for pair in chips_of if not reached(*pair)]
         if patterns[key]:
             where = (column.source.kernel, column.source.line, type(column))
             first.setdefault(where, (k, column, patterns[key][0]))

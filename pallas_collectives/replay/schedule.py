@@ -45,13 +45,14 @@ class Schedule:
     """
 
     devices: tuple[int, ...]
+    heads: tuple[str, ...]  # of the lanes
     steps: tuple[Step, ...]
     left_out: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         width = min(38, _WIDTH // max(len(self.devices), 1))
         lanes = {device: k for k, device in enumerate(self.devices)}
-        heads = "".join(f"device {d}".ljust(width) for d in self.devices)
+        heads = "".join(head.ljust(width) for head in self.heads)
         rows = [f"     {heads}".rstrip()]
         if self.left_out[0]:
             rows.append(f"     ... after {self.left_out[0]} steps that are not shown")
@@ -92,7 +93,7 @@ def of_race(program: Program, first: Mark, later: Mark, *, reads: bool) -> Sched
     steps.append(_step(program, held, "A" if first not in done else ">A", late))
     movers = [event.device for event in events if _moves(event, needed)]
     goals = [event.target for event in (held, done.get(later)) if event and _is_copy(event)]
-    return _shortened(steps, [first[0], later[0], *goals, *movers])
+    return _shortened(program, steps, [first[0], later[0], *goals, *movers])
 
 
 def of_deadlock(program: Program, stuck: Sequence[int], others: int = 0) -> Schedule:
@@ -112,7 +113,7 @@ def of_deadlock(program: Program, stuck: Sequence[int], others: int = 0) -> Sche
     for device in shown:
         waiting = _event(program, (device, last.get(device, 0) + 1))
         steps.append(_step(program, waiting, "X", after=" for ever"))
-    return _shortened(steps, shown, len(set(stuck)) - len(shown) + others)
+    return _shortened(program, steps, shown, len(set(stuck)) - len(shown) + others)
 
 
 def _event(program: Program, mark: Mark) -> Event:
@@ -223,7 +224,15 @@ def part(box: Box, shape: tuple[int, ...]) -> str:
     return f"[{', '.join(dims)}]" if dims else ""
 
 
-def _shortened(steps: list[Step], first: Sequence[int], more_devices: int = 0) -> Schedule:
+def _head(program: Program, device: int) -> str:
+    """What a lane is called: of programs on several cores each core is a device of its own."""
+    core, number = divmod(device, program.n_devices // program.cores)
+    return f"device {number}" + (f", core {core}" if program.cores > 1 else "")
+
+
+def _shortened(
+    program: Program, steps: list[Step], first: Sequence[int], more_devices: int = 0
+) -> Schedule:
     """As much as a page holds: the devices that matter first, the latest steps."""
     everyone = list(dict.fromkeys([*first, *(step.device for step in steps)]))
     shown = sorted(list(dict.fromkeys(first))[:_LANES])
@@ -232,7 +241,8 @@ def _shortened(steps: list[Step], first: Sequence[int], more_devices: int = 0) -
     begins = [step for step in kept[:cut] if step.mark]  # what is marked stays
     hidden = cut - len(begins)
     left_out = (hidden, more_devices + len(everyone) - len(shown))
-    return Schedule(tuple(shown), tuple(begins + kept[cut:]), left_out)
+    heads = tuple(_head(program, device) for device in shown)
+    return Schedule(tuple(shown), heads, tuple(begins + kept[cut:]), left_out)
 
 
 def _cut(text: str, width: int) -> str:

@@ -14,13 +14,15 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from pallas_collectives import _compat
 from pallas_collectives.replay import jaxprs, values
+from pallas_collectives.replay.contents import Contents
+from pallas_collectives.replay.devices import CoreMesh, Devices
 from pallas_collectives.replay.lines import Lines
 from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import (
@@ -37,6 +39,8 @@ from pallas_collectives.replay.program import (
 )
 from pallas_collectives.replay.values import UNKNOWN, Known
 from pallas_collectives.replay.views import Buffer, DataDependent, View, element_size
+
+_LARGEST_FOLLOWED = 1 << 16  # elements of an operand in HBM whose contents are kept in mind
 
 Step = Callable[[list[Any], np.ndarray], None]
 
@@ -66,8 +70,9 @@ class Stepper:
         read_semaphore: Callable[[Any], int] | None = None,
     ):
         self.mesh = mesh
-        self.axes = axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        self.n_devices = math.prod(axes.values())
+        axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        self.devices = Devices(axes)
+        self.n_devices = self.devices.n_devices
         self.generation = generation
         self.compile_equation = compile_equation
         self.columns: list[Any] = []
@@ -83,42 +88,42 @@ class Stepper:
         self.grid: tuple[
             tuple[int, int], ...
         ] = ()  # (program id, number of programs) per grid axis
-        self.smem: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # buffer id -> values, is known
-        self.contents: dict[int, Any] = {}  # HBM buffer id -> what a SparseCore's kernel reads
+        self.homes: dict[tuple[str, int], CoreMesh] = {}  # of memory that names a mesh of cores
+        self.contents = Contents(self.n_devices)
+        self.unfinished: dict[int, set[int]] = {}  # kernels, by a semaphore that they handed on
         self._allocated: dict[Any, Buffer] = {}
         self._lock: Any = contextlib.nullcontext()
         self._blocks: dict[int, tuple[Any, Block]] = {}
         self._sources: dict[int, tuple[Any, Source]] = {}
         self._lines = Lines()
-        self._targets: dict[bytes, np.ndarray] = {}
         self._busy = 0.0
         self._multiplying = 0.0  # work of the matrix unit since the last DMA or semaphore
         self._beside = 0.0  # other work since then that instructions have been charged with
-        every = np.arange(self.n_devices)
-        shape = tuple(axes.values())
-        self._coordinates = dict(
-            zip(axes, (c.astype(np.int32) for c in np.unravel_index(every, shape)), strict=True)
-        )
-        self._strides = dict(
-            zip(axes, (math.prod(shape[i + 1 :]) for i in range(len(shape))), strict=True)
-        )
 
     def program(self) -> Program:
         return Program(
-            self.n_devices,
+            self.devices.n_lanes,
             self.columns,
             self.buffers,
             self.semaphores,
             self.kernels,
             dict(self.unmodelled),
+            self.devices.n_cores,
         )
 
     # Running --------------------------------------------------------------------------------------
 
-    def run(self, jaxpr: Any, args: list[Any], lanes: np.ndarray) -> list[Any]:
-        """Steps `jaxpr` (open or closed) on the devices `lanes`; returns its outputs."""
+    def run(
+        self, jaxpr: Any, args: list[Any], lanes: np.ndarray, constants: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Steps `jaxpr` (open or closed) on the devices `lanes`; returns its outputs.
+
+        `constants`: what an open jaxpr has captured, refs for example.
+        """
         block = self.block(jaxpr)
         env = block.template.copy()
+        for slot, value in zip(block.constants, constants, strict=False):
+            env[slot] = value
         for slot, arg in zip(block.inputs, args, strict=True):
             env[slot] = arg
         for step in block.steps:
@@ -218,50 +223,12 @@ class Stepper:
         if self.kernel is not None and self.kernel.on_sparsecore:
             self.work(self.generation.sparsecore_issue_cost - self.generation.issue_cost)
 
-    def axis_index(self, name: str, lanes: np.ndarray) -> Any:
-        coordinates = self._coordinates[name]
-        if len(lanes) == 1:
-            return int(coordinates[lanes[0]])
-        return coordinates if len(lanes) == self.n_devices else coordinates[lanes]
-
-    def device(self, device_id: Any, logical: bool, lanes: np.ndarray) -> Any:
-        """The device (its row-major position in the mesh) that a kernel's `device_id` names."""
-        if device_id is None:
-            return None
-        if isinstance(device_id, dict):
-            by_axis = device_id
-        elif logical:
-            return self._canonical(device_id)
-        else:
-            ids = device_id if isinstance(device_id, (tuple, list)) else (device_id,)
-            by_axis = dict(zip(self.axes, ids, strict=True))
-        device: Any = 0
-        for name, stride in self._strides.items():
-            index = by_axis[name] if name in by_axis else self.axis_index(name, lanes)
-            if index is UNKNOWN:
-                raise DataDependent("a device id")
-            if not isinstance(index, np.ndarray) and not 0 <= index < self.axes[name]:
-                raise IndexError(f"device {index} on axis {name!r} of size {self.axes[name]}")
-            device = device + index * stride
-        return self._canonical(device)
-
-    def _canonical(self, device: Any) -> Any:
-        """One array object per distinct array of devices: later stages work per distinct
-        pattern.
-        """
-        if not isinstance(device, np.ndarray):
-            return device
-        if device.size and not 0 <= device.min() <= device.max() < self.n_devices:
-            raise IndexError(f"device ids {device.min()} to {device.max()} of {self.n_devices}")
-        device = device.astype(np.int32, copy=False)
-        return self._targets.setdefault(device.tobytes(), device)
-
     def share_memory(self, other: Stepper, lock: Any) -> None:
         """Allocates from `other`'s buffers and semaphores: live devices must agree on their
         numbers.
         """
         self.buffers, self.semaphores = other.buffers, other.semaphores
-        self._allocated, self.smem, self._lock = other._allocated, other.smem, lock
+        self._allocated, self.contents, self._lock = other._allocated, other.contents, lock
 
     # Memory ---------------------------------------------------------------------------------------
 
@@ -287,9 +254,16 @@ class Stepper:
         buffer = Buffer(number, name, space, shape, element_size(aval), self.kernel_number)
         self.buffers.append(buffer)
         if space == "smem":
-            size = (self.n_devices, math.prod(shape))
-            self.smem[number] = (np.zeros(size, aval.dtype), np.zeros(size, bool))
+            self.contents.hold(buffer, aval.dtype, self.devices.n_lanes)
         return buffer
+
+    def follow(self, view: View, aval: Any, value: Any, lanes: np.ndarray) -> None:
+        """Keeps the contents of an operand in mind if they are known: tables, sizes, offsets."""
+        small = math.prod(view.buffer.shape) <= _LARGEST_FOLLOWED
+        if small and isinstance(value, Known) and value.values.dtype.kind in "iub":
+            with self._lock:
+                self.contents.hold(view.buffer, aval.dtype, self.devices.n_lanes)
+        self.contents.store(view, value, lanes)
 
     def view(self, view: jaxprs.RefView, operands: list[Any]) -> View:
         """A ref operand's view with its transforms applied."""
@@ -297,7 +271,13 @@ class Stepper:
         def read(item: Any) -> Any:
             return operands[item.index] if isinstance(item, jaxprs.Slot) else item
 
-        out = operands[view.ref.index]
+        if isinstance(view.ref, jaxprs.Select):
+            which = read(view.ref.index)
+            if which is UNKNOWN:
+                raise DataDependent("which ref is selected")
+            out = self.view(view.ref.refs[int(which)], operands)
+        else:
+            out = operands[view.ref.index]
         for transform in view.transforms:
             out = out.transformed(transform, read)
         return out
@@ -306,33 +286,6 @@ class Stepper:
         """The number (or one per lane) of the semaphore that a view names."""
         at = self.view(view, operands)
         return at.buffer.id + at.base
-
-    def load_smem(self, view: View, lanes: np.ndarray) -> Any:
-        data, known = self.smem[view.buffer.id]
-        if any(size != 1 for size, _ in view.dims):
-            if view.nbytes == view.buffer.nbytes and known[lanes].all():
-                shape = tuple(size for size, _ in view.dims)
-                return Known(data[lanes].reshape(len(lanes), *shape), True)
-            return UNKNOWN
-        index = view.base // view.buffer.itemsize
-        if not known[lanes, index].all():
-            return UNKNOWN
-        loaded = data[lanes, index]
-        return loaded[0].item() if (loaded == loaded[0]).all() else loaded
-
-    def store_smem(self, view: View, value: Any, lanes: np.ndarray) -> None:
-        data, known = self.smem[view.buffer.id]
-        index: Any = view.base // view.buffer.itemsize
-        n = math.prod(size for size, _ in view.dims)
-        columns = np.asarray(index).reshape(-1, 1) + np.arange(n)
-        rows = lanes.reshape(-1, 1)
-        if isinstance(value, Known):
-            value = value.values.reshape(len(lanes) if value.per_lane else 1, -1)
-        elif isinstance(value, np.ndarray):
-            value = value.reshape(-1, 1)
-        known[rows, columns] = value is not UNKNOWN
-        if value is not UNKNOWN:
-            data[rows, columns] = value
 
     # DMAs and semaphores --------------------------------------------------------------------------
 
@@ -349,11 +302,12 @@ class Stepper:
         match op:
             case jaxprs.DmaStart():
                 device_id = _read_tree(op.device_id, operands)
+                home = None if device_id is None else self._home(op.dst_sem, operands)
+                target = self.devices.target(device_id, op.logical, lanes, None, home)
                 src, dst = self.view(op.src, operands), self.view(op.dst, operands)
-                if dst.buffer.space == "smem" and src.nbytes == src.buffer.nbytes:
-                    self.store_smem(dst, self.contents.get(src.buffer.id, UNKNOWN), lanes)
                 self._issue()
                 src_sem = None if op.src_sem is None else self.semaphore(op.src_sem, operands)
+                self.contents.copy(src, dst, lanes, target)
                 self.emit(
                     Start(
                         lanes,
@@ -361,7 +315,7 @@ class Stepper:
                         source,
                         src,
                         dst,
-                        self.device(device_id, op.logical, lanes),
+                        target,
                         src_sem,
                         self.semaphore(op.dst_sem, operands),
                         src.nbytes,
@@ -372,7 +326,9 @@ class Stepper:
                 nbytes = self.view(op.sized_by, operands).nbytes
                 self.emit(Wait(lanes, self.take_busy(), source, sem, nbytes, is_dma=True))
             case jaxprs.Signal():
-                device = self.device(_read_tree(op.device_id, operands), op.logical, lanes)
+                device_id, core = (_read_tree(i, operands) for i in (op.device_id, op.core))
+                home = self._home(op.sem, operands)
+                device = self.devices.target(device_id, op.logical, lanes, core, home)
                 sem = self.semaphore(op.sem, operands)
                 amount = value(op.value)
                 self._issue()
@@ -388,6 +344,10 @@ class Stepper:
                 return self._access(source, op, operands, lanes)
         return None
 
+    def _home(self, view: jaxprs.RefView, operands: list[Any]) -> CoreMesh | None:
+        buffer = self.view(view, operands).buffer
+        return self.homes.get((buffer.space, buffer.id))
+
     def _read(self, source: Source, sem: Any, lanes: np.ndarray) -> int:
         assert self.read_semaphore is not None, "programs that read semaphores are stepped live"
         self.emit(Read(lanes, self.take_busy(), source, sem))
@@ -398,9 +358,9 @@ class Stepper:
     ) -> Any:
         view = self.view(op.view, operands)
         if view.buffer.space == "smem":
-            loaded = self.load_smem(view, lanes)
+            loaded = self.contents.load(view, lanes)
             if op.writes:
-                self.store_smem(view, operands[op.value.index], lanes)
+                self.contents.store(view, operands[op.value.index], lanes)
             return loaded
         nbytes = view.nbytes
         if not isinstance(nbytes, np.ndarray):

@@ -40,6 +40,7 @@ def discrete(n_devices: int, n_links: int) -> Classes:
 
 def refine(program: Program, machine: Machine, placement: np.ndarray) -> Classes:
     """The coarsest equitable partition of `program`'s devices at `placement` on `machine`."""
+    placement = np.tile(placement, program.cores)
     device = _by_own_instructions(program)
     link = _number(machine.link_capacity)
     groups = list(_groups(program))

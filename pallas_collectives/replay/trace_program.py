@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,22 +33,13 @@ def trace(
     mesh.
 
     `where(mesh)` is where the mesh's devices are: our own collectives choose their rings by that.
-    `args` are pytrees of `jax.ShapeDtypeStruct`s (only shapes matter) or numpy arrays (their
+    `args` are pytrees of `jax.ShapeDtypeStruct`s (only shapes matter) or arrays (their
     contents are followed, e.g. sizes that a kernel reads from scalar memory). Raises NoShardMap,
     and DataDependent where the kernel's addresses or control flow depend on an argument given by
     shape only.
     """
-    shapes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(np.shape(a), jax.dtypes.result_type(a)), args
-    )
-    closed = jax.make_jaxpr(function)(*shapes)
-    leaves = jax.tree.leaves(args)
-    contents = [
-        Known(np.asarray(a), False)
-        if isinstance(a, (np.ndarray, np.generic, int, float))
-        else UNKNOWN
-        for a in leaves
-    ]
+    closed = jax.make_jaxpr(function)(*jax.tree.map(_shape, args))
+    contents = [_contents(a) for a in jax.tree.leaves(args)]
     shard_map, operands = find_shard_map(closed, contents)
     mesh = shard_map.params["mesh"]
     axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -61,6 +52,24 @@ def trace(
     with placement.scope(where(mesh)):
         stepper.run(body, per_device, np.arange(stepper.n_devices))
     return stepper.program(), mesh
+
+
+def _shape(a: Any) -> jax.ShapeDtypeStruct:
+    """What is traced in an argument's place: sharded as it is, where a mesh's axes are explicit."""
+    sharding = getattr(a, "sharding", None)
+    of_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+    dtype = jax.dtypes.result_type(a)
+    return jax.ShapeDtypeStruct(np.shape(a), dtype, sharding=sharding if of_mesh else None)
+
+
+def _contents(a: Any) -> Any:
+    """What is known of an argument: of a `jax.Array`, what can be fetched and may be an index."""
+    if isinstance(a, (np.ndarray, np.generic, int, float)):
+        return Known(np.asarray(a), False)
+    fetched = isinstance(a, jax.Array) and a.is_fully_addressable
+    if fetched and (jax.dtypes.issubdtype(a.dtype, np.integer) or a.dtype == np.bool_):
+        return Known(np.asarray(a), False)
+    return UNKNOWN
 
 
 def find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
@@ -107,13 +116,4 @@ def _shard(value: Any, spec: Any, axes: dict[str, int]) -> Any:
 
 
 def _reads_semaphores(jaxpr: Any) -> bool:
-    return any(eqn.primitive.name == "semaphore_read" for eqn in _equations(jaxpr))
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(jaxprs.open_jaxpr(inner)[0], "eqns"):
-                    yield from _equations(inner)
+    return any(eqn.primitive.name == "semaphore_read" for eqn in jaxprs.equations(jaxpr))

@@ -46,12 +46,13 @@ def expand(eqn: Any, mesh: Any) -> Any:
     return _local(lambda *xs: bundles.reduced(run, xs, how, params["axes"]), eqn, mesh)
 
 
-def _fused_kernel(*args: Any, **params: Any) -> Any:
-    from pallas_collectives.overlap import (
-        primitives,  # which asks this package for the chips' rates
-    )
+def _fused_kernel(op: str, *args: Any, **params: Any) -> Any:
+    # They ask this package for the chips' rates.
+    from pallas_collectives.overlap import primitives, residual_norm
 
-    return primitives.lowered(*args, **params)
+    if op == residual_norm.NAME:
+        return residual_norm.lowered(*args, **params)
+    return primitives.lowered(op, *args, **params)
 
 
 def _local(run: Any, eqn: Any, mesh: Any) -> Any:

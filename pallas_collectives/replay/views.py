@@ -116,13 +116,21 @@ class View:
             raise IndexError(f"indices {first} to {last} of {length} of {self.buffer.name}")
 
     def _bitcast(self, itemsize: int) -> View:
-        self._require_dense("bitcast")
+        """As elements of another size: JAX packs narrower ones along the second minor dimension."""
         if itemsize == self.itemsize or not self.dims:
             return dataclasses.replace(self, itemsize=itemsize)
-        shape = [size for size, _ in self.dims]
-        axis = max(len(shape) - 2, 0)  # JAX packs narrower types along the second minor dimension
-        shape[axis] = shape[axis] * self.itemsize // itemsize
-        return dataclasses.replace(self, dims=dense_dims(tuple(shape), itemsize), itemsize=itemsize)
+        *outer, (rows, row), (lanes, lane) = ((1, 0), *self.dims)
+        if len(self.dims) == 1:
+            self._require_dense("bitcast")
+            only = ((lanes * self.itemsize // itemsize, itemsize),)
+            return dataclasses.replace(self, dims=only, itemsize=itemsize)
+        if lane != self.itemsize or row * itemsize % self.itemsize:
+            self._require_dense("bitcast")
+        column = self.base % row  # bytes before it in its row
+        base = self.base - column + column * itemsize // self.itemsize
+        packed = (rows * self.itemsize // itemsize, row * itemsize // self.itemsize)
+        dims = (*outer[1:], packed, (lanes, itemsize))
+        return dataclasses.replace(self, base=base, dims=dims, itemsize=itemsize)
 
     def _require_dense(self, what: str) -> None:
         sizes = tuple(size for size, _ in self.dims)

@@ -195,3 +195,19 @@ def _on(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> Group:
         line=cost.line,
         torus=torus_axes.on_wires(group, torus, rows),
     )
+
+
+def reaches(pairs: reach.Pairs, group: Group, chip: chips.Chip) -> bool:
+    """Whether devices of a group, by their numbers, reach each other, as far as is known here."""
+    if reach.everywhere(chip) or are_settled_later():
+        return True
+    return reach.all_reach(chip, *lying(group, chip), pairs)
+
+
+def nearest(group: Group) -> reach.Pattern:
+    """Who writes to whom where all goes from neighbour to neighbour: along all axes of the torus
+    that a group lies on, where that can be; else along its line, or round its ring.
+    """
+    if group.torus and reaches(reach.torus(group), group, chips.current()):
+        return reach.torus
+    return reach.line if group.line else reach.ring

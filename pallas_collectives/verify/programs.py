@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_collectives import _compat
 from pallas_collectives.replay.machine import Machine
 from pallas_collectives.replay.trace_program import NoShardMap, find_shard_map
 from pallas_collectives.verify.asked import AskError, Axes, arguments
@@ -67,6 +68,7 @@ def over_mesh(
     function: Callable[..., Any], args: tuple[Any, ...], mesh: Any, axes: Axes, inside: bool | None
 ) -> Asked:
     """As `of`, over a mesh that is there, abstract or of devices."""
+    _compat.prepare()
     whole = _with_mesh(function, mesh)
     replicated = jax.sharding.PartitionSpec()
     within = jax.shard_map(

@@ -110,11 +110,14 @@ def _lines(verdict: Verdict) -> Iterator[str]:
 
 
 def _numbering(case: Case) -> str:
-    """How devices of a mesh of several axes are numbered."""
-    if len(case.axes) == 1:
-        return ""
-    *_, last = case.axes
-    return f"; devices are numbered row-major, {last} the fastest"
+    """How devices of a mesh of several axes, and cores, are numbered."""
+    *others, last = case.axes
+    said = f"; devices are numbered row-major, {last} the fastest" if others else ""
+    cores = case.report.engine.program.cores if case.report else 1
+    n = case.devices
+    for core in range(1, cores):
+        said += f"; core {core} of devices 0 to {n - 1} counts as {core * n} to {core * n + n - 1}"
+    return said
 
 
 def _conclusion(verdict: Verdict) -> str:

@@ -94,6 +94,11 @@ def test_stored_results_are_right_and_whole(stored: results.Saved) -> None:
     assert without == {("v5e:4x4", "ppermute")}  # the ends of a line are three links apart
     assert {row.topology for row in stored.parts["compiled"]} == set(readme.TOPOLOGIES)
     assert len(stored.parts["replayed"]) == len(readme.PODS) * len(CASES) * len(readme.BLOCKS)
+    for part, pods, blocks in readme.PARTS:
+        asked = {(pod, axes if "," in axes else "") for pod, axes in pods}
+        rows = stored.parts[part]
+        assert {(row.machine, row.over) for row in rows} == asked
+        assert len(rows) == len(pods) * len(readme.SHOWN) * len(blocks)
     on_gpus = results.load(str(readme.GPUS))
     assert not [str(row) for row in on_gpus.parts["measured"] if row.reason or not row.time_us]
 

@@ -74,7 +74,8 @@ def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str
         group = Group(names, sizes)
         row = [there.place(number) for number in range(group.size)]
         order = ring_orders.ring_order(there, [row])
-        group = dataclasses.replace(group, order=order, torus=torus_axes.of_mesh(group))
+        along = torus_axes.on_wires(group, there, [row])
+        group = dataclasses.replace(group, order=order, torus=along)
     row = [there.place(number) for number in range(group.size)]
     with on_torus(Places(there, tuple(row)), dict(zip(group.axes, group.sizes, strict=True))):
         return algorithms.reachable(op, group, chip, cuts=512)

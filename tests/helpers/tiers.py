@@ -80,8 +80,17 @@ def _dtypes(p: Parameters) -> Iterable[Hashable]:
     return ("op", p["row"].op), p["dtype"]
 
 
+def _sound_or_not(p: Parameters) -> Iterable[Hashable]:
+    """One sound kernel and a faulty one."""
+    return (bool(p["case"].finds),)
+
+
 # "module::test", without parameters, and without the folder that the module lies in.
 QUICK: dict[str, Covers] = {
+    "test_all_reduce_gather::test_elements_are_added_in_the_order_of_the_ranks": each(
+        "dtype", "vmem"
+    ),
+    "test_all_reduce_gather::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
     "test_all_reduce_line::test_all_devices_have_the_documented_bits_however_late_one_is": each(
         "dtype", "vmem"
     ),
@@ -118,6 +127,9 @@ QUICK: dict[str, Covers] = {
     "test_conformance::test_algorithm_on_n_devices_without_races": _algorithms,
     "test_conformance::test_row_with_every_algorithm": _rows,
     "test_conformance::test_row_with_the_algorithm_chosen": _dtypes,
+    "test_explanation::test_figures_are_the_replays_within_a_tenth_or_there_is_none": each(
+        "pod", "name"
+    ),
     "test_fused::test_all_gather_matmul_of_any_layout": once,
     "test_fused::test_dtypes_are_those_of_matmul": each("op"),
     "test_fused::test_matmul_reduce_scatter_of_any_layout": once,
@@ -129,6 +141,11 @@ QUICK: dict[str, Covers] = {
     "test_hierarchy::test_values_are_laxs_by_kernels_inside_and_lax_across": only(
         layout=("two-slices-of-four", "named-in-another-order", "two-outer-axes")
     ),
+    "test_judge::test_mutants_are_caught_or_equivalent_and_all_schedules_agree": only(
+        name=["all_gather:line", "all_to_all:direct"]
+    ),
+    "test_judge::test_the_interpreter_agrees": _sound_or_not,
+    "test_judge::test_verdicts": each("case"),
     "test_kernel_bodies::test_kernel_bodies_compile": once,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
@@ -152,6 +169,12 @@ QUICK: dict[str, Covers] = {
     "test_operands::test_every_dtype_of_laxs": once,
     "test_operands::test_float0_tangents_and_integer_gradients": never,
     "test_operands::test_shapes": each("op", "shape"),
+    "test_ordered::test_groups_add_in_the_order_that_they_are_given_in": once,
+    "test_ordered::test_ranks_are_numbered_over_several_axes_as_they_are_named": once,
+    "test_ordered::test_scattered_sums_and_means": only(algorithm=[None]),
+    "test_ordered::test_sums_have_the_documented_bits_in_every_dtype": only(
+        algorithm=["gather", "exchange"]
+    ),
     "test_packaging::test_the_sdist_holds_the_package_and_what_builds_it": never,
     "test_packaging::test_the_wheel_holds_the_package_alone": never,
     "test_packaging::test_the_wheel_runs_where_it_is_installed": never,
@@ -184,9 +207,28 @@ QUICK: dict[str, Covers] = {
     "test_replay_rows::test_lines_come_near_the_bound_at_every_size": each("name", "machine"),
     "test_replay_rows::test_our_collectives_have_no_fault_on_any_schedule": _in_either_space,
     "test_replay_truth::test_events_of_our_collectives_equal_the_interpreters": _in_either_space,
+    "test_residual_norm::test_compiles_to_the_kernel_alone": once,
+    "test_residual_norm::test_gradients_are_those_apart": once,
+    "test_residual_norm::test_one_kernel_and_three_passes_give_the_same": once,
     "test_sparsecore::test_compiles_to_an_asynchronous_call": each("op x algorithm", "generation"),
     "test_sparsecore::test_the_same_kernel_gives_what_it_gives_on_the_tensorcore": each("op"),
     "test_sparsecore::test_replayed_as_a_second_engine": each("op"),
+    "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
+    "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
+    "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=((2, 2, 2),)),
+    "test_torus_all_to_all::test_compiles_with_nothing_around_it": each("topology"),
+    "test_torus_all_to_all::test_links_of_v5e_are_at_work_almost_all_the_time": only(
+        axes=[("x",)], name=["v5e:4x4"]
+    ),
+    "test_torus_all_to_all::test_missing_wait_is_caught": once,
+    "test_torus_all_to_all::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
+    "test_torus_all_to_all::test_slots_that_serve_again_with_a_late_device": once,
+    "test_torus_all_to_all::test_values_are_laxs_without_races": only(
+        sizes=[(2, 4), (2, 2)], mode=["on_wait"]
+    ),
+    "test_torus_ragged::test_compiles_for_every_generation": only(sizes=[(4, 4)]),
+    "test_torus_ragged::test_missing_wait_is_caught": once,
+    "test_torus_ragged::test_values_without_races": only(sizes=[(3, 2)], mode=["on_wait"]),
     "test_torus_kernels::test_compiles_for_every_generation": each("op", "topology"),
     "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,

@@ -285,3 +285,9 @@ def test_bad_answers_are_refused_before_launch(
         return moe.combine(**(given | wrong), backend="xla")
 
     harness.fails(error, match, program)
+
+
+def test_an_axis_of_vmap_is_refused() -> None:
+    visit = functools.partial(moe.dispatch, axis_name="v", num_experts=4)
+    with pytest.raises(CollectiveError, match="axis 'v': experts lie on axes of a mesh"):
+        jax.vmap(visit, axis_name="v")(np.ones((2, 3, 4)), np.zeros((2, 3, 1), np.int32))

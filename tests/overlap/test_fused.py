@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import harness
+import in_order
 import pallas_collectives as pc
 from pallas_collectives import errors
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
@@ -303,3 +304,26 @@ def test_the_benchmark_says_what_is_hidden() -> None:
     assert row.product < row.fused < row.unfused
     assert 0.4 < row.overlap <= 1
     assert len(row.line()) == len(fused.HEADER)
+
+
+def test_products_in_the_order_of_the_ranks_run_apart_forward_and_backward() -> None:
+    n = 4
+    x = in_order.numbers((n, 16 * n, 128), "float32")
+    w = np.stack([2 * np.eye(128, dtype="float32")] * n)  # products are exact
+    ct = in_order.numbers((n, 16, 128), "float32", seed=1)
+    rank: Any = {"order": "rank"}
+
+    def program(x: jax.Array, w: jax.Array, ct: jax.Array) -> Any:
+        scattered = pc.matmul_reduce_scatter(x, w, "x", **rank)
+        _, back = jax.vjp(lambda y: pc.all_gather_matmul(y, w, "x", **rank), ct)
+        (d_ct,) = back(x)
+        return scattered, d_ct
+
+    want = np.stack(np.split(in_order.added(2 * x), n))
+    for got in per_device(program, x, w, ct, n=n, check_vma=False):
+        np.testing.assert_array_equal(got, want)
+    assert "adds in no order='rank'" in reasons()
+    with pytest.raises(errors.AlgorithmError, match="order='rank'"):
+        per_device(
+            lambda x, w: pc.matmul_reduce_scatter(x, w, "x", algorithm="fused", **rank), x, w, n=n
+        )

@@ -67,7 +67,7 @@ import verify_kernels as kernels
 def body(x):
     rows = (x[:1, 0] * 0 + 8).astype("int32")
     return kernels.to_the_right(kernels.depends_on_data(rows, x), fault="stuck")
-found = pc.verify.explore(body, "f32[8,128]", devices=(2,), late=1, timeout=20)
+found = pc.verify.explore(body, "f32[8,128]", devices=(2,), late=1, timeout=8)
 print(found.ok, len(found.runs), found.runs[0].wrong, flush=True)
 import os
 os._exit(0)
@@ -84,4 +84,4 @@ def test_a_run_that_hangs_is_given_up() -> None:
         timeout=150,
         env={**os.environ, **paths},
     )
-    assert done.stdout.startswith("False 1 did not end within 20 s"), done.stderr
+    assert done.stdout.startswith("False 1 did not end within 8 s"), done.stderr

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives.backends import algorithms, nested
+from pallas_collectives.backends import algorithms, nested, ordered
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
@@ -116,8 +117,8 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
     largest = ragged_all_to_all_kernels.LARGEST_TABLES
     if group.size * tables.nbytes > largest:
         raise ReachError(
-            f"algorithms 'ring' and 'line' for ragged_all_to_all over {group.size} devices with "
-            f"{tables.shape[1] // group.size} slices each",
+            f"algorithms 'torus', 'ring' and 'line' for ragged_all_to_all over {group.size} "
+            f"devices with {tables.shape[1] // group.size} slices each",
             f"everyone's sizes and offsets take more than {largest >> 10} KiB of scalar memory",
             "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
             "algorithm, or else lax, then serves",
@@ -173,3 +174,6 @@ def _at_least_2d(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _of_widened(y: jax.Array, x: jax.Array) -> jax.Array:
     """What a kernel made of `spaces.widened(x)`, with x's own last dimension again."""
     return y[..., :1] if x.size == 1 else y
+
+
+ordered.exchanges["pallas"] = sys.modules[__name__]

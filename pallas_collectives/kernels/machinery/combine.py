@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -43,17 +44,31 @@ def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
 
 
 def combine_stack(op: str, out_ref: Any, stack_ref: Any, *, vmem: bool) -> None:
-    """out = stack[0] op stack[1] op ..., as `combine`; the code does not grow with the stack."""
-    dtype = out_ref.dtype
+    """out = stack[0] op stack[1] op ..., as `combine`; the code does not grow with the stack.
+
+    A stack of several dimensions is taken row-major.
+    """
 
     def body(stack: Any, out: Any) -> None:
-        def add(i: Any, so_far: Any) -> Any:
-            return OPS[op](so_far, stack[i].astype(wide(dtype)))
-
-        first = stack[0].astype(wide(dtype))
-        out[...] = lax.fori_loop(1, stack.shape[0], add, first).astype(dtype)
+        out[...] = combined(op, stack, out.shape).astype(out.dtype)
 
     _over_tiles(body, [out_ref], [stack_ref], vmem=vmem)
+
+
+def combined(op: str, stack: Any, shape: tuple[int, ...]) -> Any:
+    """The layers of a shape that a stack in VMEM has, one after the other, in `wide` numbers."""
+    sizes = stack.shape[: -len(shape)]
+
+    def layer(number: Any) -> Any:
+        index = []
+        for size in reversed(sizes):
+            index.append(lax.rem(number, np.int32(size)))
+            number = lax.div(number, np.int32(size))
+        return stack[tuple(reversed(index))].astype(wide(stack.dtype))
+
+    return lax.fori_loop(
+        1, math.prod(sizes), lambda i, so_far: OPS[op](so_far, layer(i)), layer(np.int32(0))
+    )
 
 
 def _over_tiles(

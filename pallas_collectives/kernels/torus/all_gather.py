@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.kernels.all_gather import Way
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.channel import Channel
@@ -44,23 +45,35 @@ def all_axes(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: An
     """Gathers x along `axis`; `axis` must be `sliceable` for x's shape."""
     axes = devices.axes_of(group)
     view = View.of(x.shape, axis, x.dtype)
-    both = shares.differ(axes)
-    plan = Plan.of(axes, view.block, view.at, x.dtype, chunks=1 + both, both=both)
+    plan = plan_of(axes, view, x.dtype)
+    gathering = way(plan)
     y = launch.call(
-        functools.partial(_kernel, plan=plan),
+        gathering.kernel,
         group,
         view.into(x, (1,) * len(axes)),
         axes=axes,
         scalars=devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
-        scratch=Scratch(copy_semaphores(plan), semaphores(plan, SEMAPHORES)),
-        barrier="neighbours on a torus",
+        scratch=gathering.scratch,
+        barrier=gathering.barrier,
         name="all_gather_torus",
         interpret=interpret,
         vmem=vmem,
         wire_bytes=(group.size - 1) * x.nbytes,
     )
     return view.out_of(y, plan.sizes)
+
+
+def plan_of(axes: Sequence[Group], view: View, dtype: Any) -> Plan:
+    """How blocks are cut that are gathered over the axes of a torus."""
+    both = shares.differ(axes)
+    return Plan.of(axes, view.block, view.at, dtype, chunks=1 + both, both=both)
+
+
+def way(plan: Plan) -> Way:
+    """How blocks so cut are gathered; the kernel takes `devices.tables` behind its rings."""
+    own = Scratch(copy_semaphores(plan), semaphores(plan, SEMAPHORES))
+    return Way(functools.partial(_kernel, plan=plan), own, "neighbours on a torus")
 
 
 def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:

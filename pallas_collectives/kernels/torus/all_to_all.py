@@ -187,15 +187,8 @@ def _kernel(
     # x_ref: all blocks, with dimensions for the torus: HBM or VMEM
     # o_ref: likewise
     # scratch: a Scratch
-    chunks, orders = plan.blocks.chunks, plan.course.orders
     bundles = Bundles(plan, x_ref, o_ref, scratch, *numbers)
-    with jax.named_scope("exchange"):
-        Exchange(plan.course, rings, table_ref, scratch.semaphores, bundles).run(chunks)
-    with jax.named_scope("drain"):
-        for o, order in enumerate(orders):
-            others = plan.course.sizes[order[-1]] - 1
-            times = -(-(chunks - o) // len(orders)) * others
-            bundles.wait_for(scratch.semaphores.final, order[-1], times)
+    Exchange(plan.course, rings, table_ref, scratch.semaphores, bundles).run(plan.blocks.chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,17 +239,13 @@ class Bundles:
         sync.for_each(0, math.prod(sizes[axis] for axis in others), one)
 
     def wait(self, semaphore: Semaphore, move: Move) -> None:
-        self.wait_for(semaphore, move.axis)
-
-    def wait_for(self, semaphore: Semaphore, axis: int, times: int = 1) -> None:
-        """Waits for so many bundles along an axis."""
+        sizes = self.plan.course.sizes
         some = Part(self.x_ref, self.plan.view.split, 0, 0, self.numbers_ref)
         if self.numbers_ref is None:
-            sync.wait(semaphore, self._bundle(some, axis), times)
+            sync.wait(semaphore, self._bundle(some, move.axis))
             return
-        blocks = math.prod(self.plan.course.sizes) // self.plan.course.sizes[axis]
-        one = self._block(some, axis, [0] * len(self.plan.course.sizes))
-        sync.wait(semaphore, one, times * blocks)
+        one = self._block(some, move.axis, [0] * len(sizes))
+        sync.wait(semaphore, one, times=math.prod(sizes) // sizes[move.axis])
 
     def _source(self, move: Move) -> Part:
         if move.at is not None:

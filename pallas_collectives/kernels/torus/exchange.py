@@ -37,6 +37,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -89,7 +90,7 @@ class Semaphores(NamedTuple):
 
     # (orders, steps, window): from peers: what a step needs; of a chunk's first step not used
     arrived: Semaphore
-    final: Semaphore  # from peers: what ends the last phase; the kernel waits for it
+    final: Semaphore  # from peers: what ends the last phase, waited for at the end
     left: Semaphore  # (orders, steps): own; what a step has sent, and what stays here in a phase
     credits: Semaphore  # (orders, phases, peers): from each peer one for a chunk that it has let go
 
@@ -210,9 +211,10 @@ class Exchange:
     cargo: Cargo
 
     def run(self, chunks: Number) -> None:
-        """Takes so many chunks through all their steps; what comes to stay is not waited for."""
+        """Takes so many chunks through all their steps, and waits for all that comes to stay."""
         course, n = self.course, len(self.course.orders)
-        counts = [lax.div(np.int32(chunks) - o + n - 1, np.int32(n)) for o in range(n)]
+        total = np.int32(chunks) if isinstance(chunks, int) else chunks
+        counts = [lax.div(total + (n - 1 - o), np.int32(n)) for o in range(n)]
 
         def go_on(o: int, step: int, c: Number) -> None:
             if step:
@@ -227,7 +229,15 @@ class Exchange:
                     exists = (c >= 0) & (c < counts[o])
                     groups.only_if(exists, functools.partial(go_on, o, step, c))
 
-        sync.for_each(0, counts[0] + course.steps, round_of_all)
+        def drain(o: int, c: Number) -> None:
+            wait = functools.partial(self.cargo.wait, self.semaphores.final)
+            self._for_each_other(o, len(self.rings) - 1, c, wait)
+
+        with jax.named_scope("exchange"):
+            sync.for_each(0, counts[0] + course.steps, round_of_all)
+        with jax.named_scope("drain"):
+            for o in range(n):
+                sync.for_each(0, counts[o], functools.partial(drain, o))
 
     def _advance(self, o: int, step: int, c: Number) -> None:
         """Waits for what a step of a chunk needs, and sends it on."""

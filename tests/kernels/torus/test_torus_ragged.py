@@ -1,7 +1,6 @@
-"""The ragged all-to-all over all axes of a torus: routings, faults, what the compiler makes."""
+"""Ragged all-to-all in jumps over all axes of a torus: values, faults, links, the compiler."""
 
-import functools
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -9,196 +8,116 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
 import conformance
 import harness
-import pallas_collectives as pc
+import pallas_collectives
+from benchmarks import replay_rows
+from benchmarks.cases import CASES
 from conformance import routed
-from pallas_collectives import replay
-from pallas_collectives.kernels.machinery import sync
-from pallas_collectives.kernels.torus import ragged_all_to_all
-from pallas_collectives.topology.groups import Group
+from pallas_collectives.kernels.torus import ragged_jumps
+from pallas_collectives.topology import placement
 
-AXES = ("x", "y", "z")
-
-
-def program(sizes: tuple[int, ...], groups: Any = None) -> Callable[..., Any]:
-    axes = AXES[: len(sizes)]
-    call = functools.partial(
-        pc.ragged_all_to_all, axis_name=axes, axis_index_groups=groups, algorithm="spread"
-    )
-    return harness.per_device(call, harness.mesh(*sizes))
+MIB = 1 << 20
+NAMES = ("x", "y", "z")
 
 
-def routings(n: int, most: int = 9) -> dict[str, np.ndarray]:
-    """What each sends to each, by name."""
-    to_one, from_one = np.zeros((2, n, n), np.int32)
-    to_one[:, n - 1] = from_one[0] = most
-    return {
-        "random": np.random.default_rng(n).integers(0, most + 1, (n, n)),
-        "to one": to_one,
-        "from one": from_one,
-        "none": np.zeros((n, n), np.int32),
-    }
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one row of a tile: slots serve again and again."""
+    monkeypatch.setattr(ragged_jumps, "SCRATCH_BYTES", 1 << 10)
 
 
-@pytest.mark.parametrize("mode", harness.ADVERSARIES)
-@pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 3), (4, 2), (2, 2, 2)], ids=str)
-def test_routings_of_one_program(sizes: tuple[int, ...], mode: str) -> None:
-    n = int(np.prod(sizes))
-    operand, output = (harness.random((n, 80, 2, 128), "float32", seed) for seed in (1, 2))
-    run = program(sizes)
-    for name, send in routings(n).items():
-        tables = routed(send, into=1)
-        with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
-            got = np.asarray(run(operand, output, *tables))
-        assert not harness.race_reported()
+def is_caught(sizes: tuple[int, ...], send: np.ndarray, mode: str, devices: Any = None) -> bool:
+    n = math.prod(sizes)
+    on = harness.mesh(*sizes) if devices is None else jax.sharding.Mesh(devices, ("x",))
+    operand, output = (harness.random((n, 8 * n, 8, 128), "float32", seed) for seed in (1, 2))
+    tables = routed(send)
+
+    def program(*args: jax.Array) -> jax.Array:
+        return pallas_collectives.ragged_all_to_all(
+            *args, axis_name=on.axis_names, algorithm="torus"
+        )
+
+    run = harness.per_device(program, on)
+    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
         want = conformance.ragged_reference(operand, output, tables)
-        np.testing.assert_array_equal(got, want, err_msg=name)
+        return harness.caught(lambda: run(operand, output, *tables), want)
 
 
-def test_several_slices_for_each_device_and_hostile_ones() -> None:
-    n, sizes = 4, (2, 2)
-    operand, output = (harness.random((n, 20, 128), "float32", seed) for seed in (1, 2))
-    run = program(sizes)
-    tables = conformance.ragged_arguments(n, slices=2)
-    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES["on_wait"]):
-        got = np.asarray(run(operand, output, *tables))
-        np.testing.assert_array_equal(got, conformance.ragged_reference(operand, output, tables))
-        send = np.zeros((n, n), np.int32)
-        send[:, 0], send[0, 1] = -3, 2**31 - 1
-        offsets = np.full((n, n), -(2**31), np.int32)
-        places = np.full((n, n), 2**31 - 1, np.int32)
-        hostile = offsets, send, places, np.ascontiguousarray(send.T)
-        got = np.asarray(program(sizes)(operand, output, *hostile))
-    np.testing.assert_array_equal(got, conformance.ragged_reference(operand, output, hostile))
+def random_sizes(n: int) -> np.ndarray:
+    """Some slices are empty, one device gets nothing, and one sends nothing."""
+    rng = np.random.default_rng(n)
+    send = rng.integers(0, 8, (n, n)) * rng.integers(0, 2, (n, n))
+    send[:, -1] = 0
+    send[0] = 0
+    return send.astype(np.int32)
 
 
-def of_all(tables: Any) -> tuple[Any, Any, Any]:
-    n = len(tables[0])
-    return tables[0], *(np.tile(table.reshape(-1), (n, 1)) for table in tables[1:3])
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+@pytest.mark.parametrize("sizes", [(4,), (7,), (2, 2), (2, 4), (3, 2), (2, 2, 2)])
+def test_values_without_races(sizes: tuple[int, ...], mode: str) -> None:
+    assert not is_caught(sizes, random_sizes(math.prod(sizes)), mode)
 
 
-def run_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> bool:
-    n, kernel, wait = 4, ragged_all_to_all._kernel, sync.wait
-    send = np.full((n, n), 8, np.int32)
-    operand, output = (harness.random((n, 40, 8, 128), "float32", seed) for seed in (1, 2))
-    tables = routed(send, into=0)
-    torus = Group(("x",), (2,)), Group(("y",), (2,))
-    group = Group(("x", "y"), (2, 2), torus=torus)
-
-    def faulty(ring: Any, *refs: Any, **static: Any) -> None:
-        *others, scratch = refs
-        dropped = {
-            "no final": scratch.final_sem,
-            "no leaving": scratch.own_sem,
-            "no arrival": scratch.come_sems,
-        }.get(fault)
-
-        def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
-            if dropped is None or dropped not in (semaphore, getattr(semaphore, "ref", None)):
-                wait(semaphore, ref, times)
-
-        monkeypatch.setattr(sync, "wait", some)
-        if fault == "one semaphore":
-            scratch = scratch._replace(come_sems=First(scratch.come_sems))
-        kernel(ring, *others, scratch, **static)
-
-    monkeypatch.setattr(ragged_all_to_all, "_kernel", faulty)
-    if fault == "no barrier":
-        monkeypatch.setattr(
-            sync, "barrier_with_everyone", lambda ring: pltpu.get_barrier_semaphore()
-        )
-
-    def call(x: jax.Array, *rest: jax.Array) -> jax.Array:
-        x = held(x) if fault in ("no barrier", "none") else x
-        return ragged_all_to_all.spread(
-            x, *rest, group, vmem=False, interpret=harness.ADVERSARIES[mode]
-        )
-
-    run = harness.per_device(call, harness.mesh(2, 2), check_vma=False)
-    want = conformance.ragged_reference(operand, output, tables)
-    return harness.caught(lambda: run(operand, output, *of_all(tables)), want)
+def test_devices_that_are_numbered_in_any_order() -> None:
+    devices = np.array(jax.devices())[[5, 0, 3, 6, 1, 7, 2, 4]]
+    with placement.torus("v5p:2x2x2"):
+        assert not is_caught((8,), random_sizes(8), "on_wait", devices)
 
 
-def held(x: jax.Array) -> jax.Array:
-    return harness.delayed(x, 1, 1.0)
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("fault", ["arrived", "left"])
+def test_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    class Deaf(ragged_jumps.Rows):
+        def wait(self, semaphore: Any, move: Any) -> None:
+            is_left = semaphore.ref is self.scratch.semaphores.left
+            if (fault == "left") != is_left:
+                super().wait(semaphore, move)
 
-
-class First:
-    """Semaphores of which the first serves for all."""
-
-    def __init__(self, semaphores: Any) -> None:
-        self._semaphores = semaphores
-
-    @property
-    def at(self) -> "First":
-        return self
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._semaphores.at[0]
+    monkeypatch.setattr(ragged_jumps, "Rows", Deaf)
+    assert is_caught((2, 2), random_sizes(4), "on_wait")
 
 
 @pytest.mark.parametrize(
-    "fault, mode",
+    "name, axes, share",
     [
-        *[("none", mode) for mode in harness.ADVERSARIES],
-        *[("no final", "on_wait"), ("no leaving", "on_wait"), ("no arrival", "on_wait")],
-        *[("one semaphore", "on_wait"), ("no barrier", "eager")],
+        ("v5e:4x4", ("x",), 0.9),
+        pytest.param("v5e:4x4", ("x", "y"), 0.84, marks=pytest.mark.slow),
     ],
 )
-def test_faults_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> None:
-    assert run_caught(monkeypatch, fault, mode) == (fault != "none")
+def test_links_of_v5e_are_at_work(name: str, axes: tuple[str, ...], share: float) -> None:
+    """Chosen by itself; rows that everyone sends to everyone, more to some than to others."""
+    case = next(case for case in CASES if case.op == "ragged_all_to_all")
+    (row,) = replay_rows.rows(replay_rows.plan([name], [case], [16 * MIB], axes=axes))
+    assert row.kernel.endswith("ragged_all_to_all_torus")
+    assert not row.faults and not row.error
+    assert row.of_wire >= 100 * share
 
 
-def replayed(machine: replay.Machine, axes: dict[str, int], send: np.ndarray, races: bool) -> Any:
-    tables = [table.astype(np.int32).reshape(-1) for table in routed(send)]
-    rows = max(1, int(send.sum(1).max())), max(1, int(send.sum(0).max()))
+@pytest.mark.parametrize(
+    "topology, sizes",
+    [
+        ("v4:2x2x1", (2, 2, 2)),
+        ("v5e:4x4", (4, 4)),
+        ("v5e:16x16", (16, 16)),
+        ("v5p:4x4x4", (4, 4, 4)),
+        ("v6e:4x4", (16,)),
+        ("tpu7x:2x2x1", (2, 2, 2)),
+    ],
+)
+def test_compiles_for_every_generation(topology: str, sizes: tuple[int, ...]) -> None:
+    pytest.importorskip("libtpu")
+    n, axes = math.prod(sizes), NAMES[: len(sizes)]
 
-    def shard(x: jax.Array, o: jax.Array, *tables: jax.Array) -> jax.Array:
-        return pc.ragged_all_to_all(
-            x, o, *tables, axis_name=tuple(axes), backend="pallas", algorithm="spread"
-        )
+    def program(x: jax.Array, output: jax.Array) -> jax.Array:
+        i = jnp.arange(n, dtype=jnp.int32) + jax.lax.axis_index(axes)
+        how: Any = {"axis_name": axes, "algorithm": "torus", "backend": "pallas"}
+        return pallas_collectives.ragged_all_to_all(x, output, i, i % 3, i, i % 3, **how)
 
-    everywhere, own = PartitionSpec(), PartitionSpec(tuple(axes))
-    mapped = jax.shard_map(
-        shard, mesh=machine.mesh(axes), in_specs=(everywhere, everywhere, *(own,) * 4),
-        out_specs=everywhere, check_vma=False,
-    )  # fmt: skip
-    arrays = (jax.ShapeDtypeStruct((count, 56, 128), jnp.bfloat16) for count in rows)
-    return replay.replay(mapped, *arrays, *tables, machine=machine, races=races)
-
-
-@pytest.mark.parametrize("name", ["to one", "from one"])
-def test_what_one_device_has_to_do_with_uses_all_its_links(name: str) -> None:
-    machine, n = replay.Machine.named("v6e:4x4"), 16
-    send = routings(n, 512)[name]
-    report = replayed(machine, {"x": 4, "y": 4}, send, races=False)
-    least = replay.bound("ragged_all_to_all", machine, np.arange(n)[None], 14336.0 * send)
-    assert not report.findings
-    assert least.wire / report.time >= 0.9
-
-
-def test_no_race_on_16_devices() -> None:
-    report = replayed(
-        replay.Machine.named("v6e:4x4"), {"x": 4, "y": 4}, routings(16)["random"], True
+    shape = (4096, 16, 128)
+    compiled = harness.compile_for_tpu(
+        program, topology, shape, shape, dtype=jnp.bfloat16, sizes=sizes
     )
-    assert not report.findings
-
-
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
-def test_compiles_on_all_that_reach_all(topology: str) -> None:
-    devices = harness._topology(topology).devices
-    n = len(devices)
-    sizes = {8: (2, 2, 2), 4: (2, 2)}[n]
-
-    def call(x: jax.Array, *table: jax.Array) -> jax.Array:
-        words = [t[:n, 0, 0].astype(jnp.int32) for t in table]
-        axes = AXES[: len(sizes)]
-        return pc.ragged_all_to_all(
-            x, jnp.zeros_like(x), *words, axis_name=axes, backend="pallas", algorithm="spread"
-        )
-
-    shapes = [(1 << 12, 8, 128), *[(128, 8, 128)] * 4]
-    assert "custom-call" in harness.compile_for_tpu(call, topology, *shapes, sizes=sizes).ops
+    assert "custom-call" in compiled.ops

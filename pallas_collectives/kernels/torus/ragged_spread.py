@@ -2,14 +2,15 @@
 
 A torus sends along its first axis first and its last axis last. So what many devices send to one
 comes to it over the links of its last axis, and those of the others are idle: at a corner of 4 x 4,
-12 of 15 devices' rows come by one link. Here rows are cut in as many parts as there are axes, and
-each part takes another axis for the last:
+12 of 15 devices' rows come by one link. Here rows are cut in as many parts as there are axes
+on their way, and each part takes another axis for the last:
 
     part of the last axis   straight to where it is for
     part of another, a      to the device of the receiver's ring along a that is next to the sender,
                             so over all axes but a; and from there along a
 
-Parts go in chunks, so that what is passed on is on the wire together with what is yet to come:
+Only rows from and to devices that have to do with more than others are cut so: equal loads leave no
+axis idle. Parts go in chunks, so that what is passed on is on the wire with what is yet to come:
 
     push      chunk by chunk: the parts of all receivers, those first that others pass on
     pass_on   chunk by chunk: once all of a chunk is here, on to whom it is for
@@ -72,6 +73,7 @@ class Tables(NamedTuple):
       on_places: (ways, slices): where they are for.
       on_peers: (ways, slices): on whom.
       come: (slices,): rows of each sender's slices for us.
+      chunks: (1,): into how many each part is cut; no more than one if nobody passes anything on.
     """
 
     starts: Any
@@ -84,6 +86,7 @@ class Tables(NamedTuple):
     on_places: Any
     on_peers: Any
     come: Any
+    chunks: Any
 
 
 def spread(
@@ -99,11 +102,13 @@ def spread(
 ) -> jax.Array:
     """As `ragged_all_to_all.ring`, by all axes of the torus that the group lies on."""
     rings = _rings(group)
-    ways = [_Way.of(of_axis) for of_axis in rings[:-1]]
+    ways, parts = _ways(rings)
     # A part of what each sends on average, or of what one receives that all send to.
     of_one = len(output) // min(of_axis.shape[1] for of_axis in rings)
     room = -(-max(len(operand), of_one) // len(rings))
-    tables = _tables(operand, output, input_offsets, all_sizes, all_places, group, ways, room=room)
+    tables = _tables(
+        operand, output, input_offsets, all_sizes, all_places, group, ways, parts, room=room
+    )
     buffer = jax.ShapeDtypeStruct((room * len(ways), *operand.shape[1:]), operand.dtype)
     return launch.call(
         functools.partial(_kernel, ways=len(ways)),
@@ -138,28 +143,42 @@ def _rings(group: Group) -> list[np.ndarray]:
 
 
 class _Way(NamedTuple):
-    """Who passes on along one axis, whose.
+    """Who passes on along one axis, whose, and which of a pair's parts.
 
     Attributes:
-      hosts: [sender, receiver] -> position of the device that passes on; -1 where that is either.
+      hosts: [sender, receiver] -> position of the device that passes on; -1 where none does: where
+        it would be either of them, or the part would go as what goes straight.
       pairs: [host] -> its pairs, sender * n + receiver: as many for each.
+      part: [sender, receiver] -> number of the part that goes this way.
     """
 
     hosts: np.ndarray
     pairs: np.ndarray
+    part: np.ndarray
 
-    @classmethod
-    def of(cls, rings: np.ndarray) -> "_Way":
-        """Of an axis with these rings."""
-        n = rings.size
-        ring, place = np.zeros(n, int), np.zeros(n, int)
-        for number, members in enumerate(rings):
-            ring[members], place[members] = number, np.arange(len(members))
-        hosts = rings[ring[None, :], place[:, None]]
+
+def _ways(rings: Sequence[np.ndarray]) -> tuple[list[_Way], np.ndarray]:
+    """The ways of all axes but the last, and in how many parts each pair's rows are cut."""
+    n = rings[0].size
+    found: list[_Way] = []
+    parts, everyone = np.zeros((n, n), np.int32), np.arange(n)
+    coordinates = np.zeros((len(rings), n), int)
+    for axis, of_axis in enumerate(rings):
+        for members in of_axis:
+            coordinates[axis, members] = np.arange(len(members))
+    differ = coordinates[:, :, None] != coordinates[:, None, :]
+    for axis, of_axis in enumerate(rings[:-1]):
+        ring = np.zeros(n, int)
+        for number, members in enumerate(of_axis):
+            ring[members] = number
+        hosts = of_axis[ring[None, :], coordinates[axis][:, None]]
         pairs = np.argsort(hosts.reshape(-1), kind="stable").reshape(n, -1)
-        everyone = np.arange(n)
         either = (hosts == everyone[:, None]) | (hosts == everyone)
-        return cls(np.where(either, -1, hosts).astype(np.int32), pairs.astype(np.int32))
+        straight = ~differ[axis + 1 :].any(axis=0)  # what goes straight takes this axis last
+        hosts = np.where(either | straight, -1, hosts).astype(np.int32)
+        found.append(_Way(hosts, pairs.astype(np.int32), parts.copy()))
+        parts += hosts >= 0
+    return found, parts + 1
 
 
 def _tables(
@@ -170,6 +189,7 @@ def _tables(
     all_places: jax.Array,
     group: Group,
     ways: Sequence[_Way],
+    parts: np.ndarray,
     *,
     room: int,
 ) -> Tables:
@@ -178,12 +198,14 @@ def _tables(
     sizes = jnp.clip(all_sizes.reshape(n, n, -1), 0, most)  # [sender, receiver, slice]
     places = jnp.clip(all_places.reshape(sizes.shape), 0, len(output) - sizes)
     starts = jnp.clip(input_offsets.reshape(n, -1), 0, len(operand) - sizes[me])
-    slices, parts = sizes.shape[2], len(ways) + 1
+    slices, cut = sizes.shape[2], parts[:, :, None]
+    uneven = _is_more(sizes.sum((0, 2)))[None, :] | _is_more(sizes.sum((1, 2)))[:, None]
     rows: list[jax.Array] = []
     spots: list[jax.Array] = []
     for number, way in enumerate(ways):
-        wanted = sizes * (number + 1) // parts - sizes * number // parts
-        wanted = jnp.where((way.hosts >= 0)[:, :, None], wanted, 0)
+        part = way.part[:, :, None]
+        wanted = sizes * (part + 1) // cut - sizes * part // cut
+        wanted = jnp.where(((way.hosts >= 0) & uneven)[:, :, None], wanted, 0)
         of_host = wanted.reshape(n * n, slices)[way.pairs].reshape(n, -1)
         before = jnp.cumsum(of_host, axis=1, dtype=jnp.int32) - of_host
         fits = jnp.clip(room - before, 0, of_host)
@@ -220,7 +242,14 @@ def _tables(
         on_places=of_each(passed_on(places + begin[1 + i], way) for i, way in numbered),
         on_peers=of_each(passed_on(jnp.asarray(receivers), way) for _, way in numbered),
         come=sizes[:, me],
+        chunks=jnp.where(jnp.any(straight != sizes), CHUNKS, 1).astype(jnp.int32),
     )
+
+
+def _is_more(loads: jax.Array) -> jax.Array:
+    """Which devices' loads are a quarter more than the average."""
+    loads = loads.astype(jnp.float32)
+    return loads * (4 * len(loads)) > 5 * jnp.sum(loads)
 
 
 def _position(group: Group) -> Any:
@@ -236,7 +265,7 @@ def _position(group: Group) -> Any:
 
 def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
     tables, (x_ref, o_ref, scratch) = Tables(*refs[:-3]), refs[-3:]
-    n, count = ring.size, tables.starts.shape[0]
+    n, count, chunks = ring.size, tables.starts.shape[0], tables.chunks[0]
     slices = count // n
 
     def of_peers(body: Callable[[Any, Any], None]) -> None:
@@ -252,7 +281,7 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
         """Sends a chunk of so many rows, if it has any."""
         source_ref, start, target_ref, place = ends
         sent, come = sems
-        first, size = _chunk(rows, chunk)
+        first, size = _chunk(rows, chunk, chunks)
 
         @pl.when(size > 0)
         def _() -> None:
@@ -275,7 +304,7 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
 
     def pass_on(chunk: Any) -> None:
         def arrive(i: Any) -> None:
-            _wait(scratch.come_sems.at[chunk], x_ref, _chunk(tables.on_rows[i], chunk)[1])
+            _wait(scratch.come_sems.at[chunk], x_ref, _chunk(tables.on_rows[i], chunk, chunks)[1])
 
         def on(i: Any) -> None:
             ends = scratch.waiting_ref, tables.on_spots[i], o_ref, tables.on_places[i]
@@ -301,11 +330,11 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
             _wait(scratch.own_sem, x_ref, tables.rows[part * count + i])
 
     with jax.named_scope("push"):
-        sync.for_each(0, CHUNKS, push)
+        sync.for_each(0, chunks, push)
         sync.for_each(0, slices, to_self)
     if ways:
         with jax.named_scope("pass_on"):
-            sync.for_each(0, CHUNKS, pass_on)
+            sync.for_each(0, chunks, pass_on)
     with jax.named_scope("drain"):
         of_peers(drain)
         left = lambda i: _wait(scratch.on_sem, x_ref, tables.on_rows[i])  # noqa: E731
@@ -314,9 +343,9 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
         sync.for_each(0, slices, lambda j: _wait(scratch.copy_sem, x_ref, tables.rows[own + j]))
 
 
-def _chunk(rows: Any, number: Any) -> tuple[Any, Any]:
+def _chunk(rows: Any, number: Any, chunks: Any) -> tuple[Any, Any]:
     """Where a chunk of so many rows begins, and how many it has."""
-    first, end = (lax.div(rows * (number + i), np.int32(CHUNKS)) for i in (0, 1))
+    first, end = (lax.div(rows * (number + i), chunks) for i in (0, 1))
     return first, end - first
 
 

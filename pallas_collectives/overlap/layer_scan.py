@@ -1,0 +1,144 @@
+"""A scan over layers whose weights are gathered while the layer before them computes.
+
+Weights are cut in pieces, one a device. A scan that gathers them where it uses them waits for each
+gather: XLA carries nothing over from one turn to the next. Here a turn asks for the weights of the
+next, and holds what it has been brought:
+
+    turn            gathers     computes                    scatters
+    (before)        w 0
+    0               w 1         layer 0
+    1               w 2         layer 1
+    2                           layer 2
+    backward, 2     w 1         layer 2 and its derivative
+    backward, 1     w 0         layer 1 ...                 gradient of w 2
+    backward, 0                 layer 0 ...                 gradient of w 1
+    (behind)                                                gradient of w 0
+
+So each gather and scatter but the first and the last has a layer's products beside it. Who runs it
+is settled as `override_lax` settles it (`tuning.overlaps`): lax where XLA runs it beside compute,
+else a SparseCore if the chip has one, else the core. Memory: the weights of two layers, and, for
+the gradient, each layer's input; layers are computed again on the way back.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from pallas_collectives import collectives, validation
+from pallas_collectives.backends import choice
+from pallas_collectives.errors import CollectiveError
+
+Layer = Callable[[Any, Any], Any]
+
+
+def scan_gathered(layer: Layer, carry: Any, weights: Any, axis_name: Any) -> Any:
+    """A scan of layers over weights that are gathered one layer ahead, inside `jax.shard_map`.
+
+    Equals, but for the time it takes,
+
+        lax.scan(lambda c, w: (layer(c, gathered(w)), None), carry, weights)[0]
+
+    where `gathered` is `lax.all_gather(w, axis_name, tiled=True)` of each leaf.
+
+    Args:
+      layer: (carry, the weights of one layer) -> carry, of equal shapes and dtypes. It closes over
+        no traced value.
+      carry: pytree of arrays.
+      weights: pytree of arrays (layers, s, ...): this device's piece of each layer's weights.
+      axis_name: mesh axis, or tuple of axes, of the n devices that hold the pieces.
+
+    Returns:
+      The carry behind the last layer. Reverse-mode derivatives gather weights anew, one layer
+      ahead, and scatter each gradient while the next one is computed.
+
+    Raises:
+      CollectiveError: no weights, or not as many layers in all of them.
+      UnboundAxisError: no mesh in scope has the axis.
+
+    Example, inside `jax.shard_map` over 8 devices:
+      x: f32[64, 512], w: f32[12, 64, 512] ->
+        scan_gathered(lambda x, w: jnp.tanh(x @ w), x, w, "x"): f32[64, 512]
+    """
+    validation.size_of(axis_name)
+    depths = {leaf.shape[:1] for leaf in jax.tree.leaves(weights)}
+    if len(depths) != 1 or depths <= {(), (0,)}:
+        rule = "all have one leading dimension, the layers, of which there is at least one"
+        raise CollectiveError(f"weights with leading dimensions {depths}", rule, "stack layers")
+    return _scan(layer, axis_name, carry, weights)
+
+
+def _gathered(weights: Any, axis_name: Any) -> Any:
+    with choice.beside_compute(True):
+        return collectives.all_gather(weights, axis_name, tiled=True)
+
+
+def _scattered(gradients: Any, axis_name: Any) -> Any:
+    with choice.beside_compute(True):
+        return collectives.psum_scatter(gradients, axis_name, tiled=True)
+
+
+def _at(weights: Any, layers: Any) -> Any:
+    return jax.tree.map(lambda w: w[layers], weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scan(layer: Layer, axis_name: Any, carry: Any, weights: Any) -> Any:
+    return _forward(layer, axis_name, carry, weights)[0]
+
+
+def _forward(layer: Layer, axis_name: Any, carry: Any, weights: Any) -> tuple[Any, Any]:
+    """The last carry; and the weights with each layer's input."""
+
+    def turn(state: Any, following: Any) -> tuple[Any, Any]:
+        carry, whole = state
+        ahead = _gathered(following, axis_name)
+        return (layer(carry, whole), ahead), carry
+
+    first = _gathered(_at(weights, 0), axis_name)
+    (last, whole), inputs = lax.scan(turn, (carry, first), _at(weights, slice(1, None)))
+    return layer(last, whole), (weights, inputs, last)
+
+
+def _backward(layer: Layer, axis_name: Any, saved: Any, cotangent: Any) -> tuple[Any, Any]:
+    weights, inputs, last = saved
+    scatter = functools.partial(_scattered, axis_name=axis_name)
+
+    def derived(carry: Any, whole: Any, cotangent: Any) -> tuple[Any, Any]:
+        return jax.vjp(layer, carry, whole)[1](cotangent)
+
+    def turn(state: Any, before: Any) -> tuple[Any, Any]:
+        cotangent, whole, gradient = state
+        carry, piece = before
+        ahead = _gathered(piece, axis_name)
+        scattered = scatter(gradient)
+        cotangent, gradient = derived(carry, whole, cotangent)
+        return (cotangent, ahead, gradient), scattered
+
+    depth = len(jax.tree.leaves(weights)[0])
+    whole = _gathered(_at(weights, depth - 1), axis_name)
+    if depth == 1:
+        cotangent, gradient = derived(last, whole, cotangent)
+        return cotangent, jax.tree.map(lambda g: g[None], scatter(gradient))
+    ahead = _gathered(_at(weights, depth - 2), axis_name)
+    cotangent, gradient = derived(last, whole, cotangent)
+    # A turn computes layer i, and gathers for i - 1: so the first layer is left for afterwards.
+    pieces = _at(weights, slice(0, depth - 2))
+    behind = _at(inputs, slice(1, None))
+    state, scattered = lax.scan(turn, (cotangent, ahead, gradient), (behind, pieces), reverse=True)
+    cotangent, whole, gradient = state
+    second = scatter(gradient)
+    cotangent, gradient = derived(_at(inputs, 0), whole, cotangent)
+    first = scatter(gradient)
+    gradients = jax.tree.map(
+        lambda a, b, others: jax.numpy.concatenate([a[None], b[None], others]),
+        first,
+        second,
+        scattered,
+    )
+    return cotangent, gradients
+
+
+_scan.defvjp(_forward, _backward)

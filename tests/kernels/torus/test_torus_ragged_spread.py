@@ -1,0 +1,205 @@
+"""The ragged all-to-all over all axes of a torus: routings, faults, what the compiler makes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+import conformance
+import harness
+import pallas_collectives as pc
+from conformance import routed
+from pallas_collectives import replay
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.torus import ragged_spread
+from pallas_collectives.topology.groups import Group
+
+AXES = ("x", "y", "z")
+
+
+def program(sizes: tuple[int, ...], groups: Any = None) -> Callable[..., Any]:
+    axes = AXES[: len(sizes)]
+    call = functools.partial(
+        pc.ragged_all_to_all, axis_name=axes, axis_index_groups=groups, algorithm="spread"
+    )
+    return harness.per_device(call, harness.mesh(*sizes))
+
+
+def routings(n: int, most: int = 9) -> dict[str, np.ndarray]:
+    """What each sends to each, by name."""
+    to_one, from_one = np.zeros((2, n, n), np.int32)
+    to_one[:, n - 1] = from_one[0] = most
+    return {
+        "random": np.random.default_rng(n).integers(0, most + 1, (n, n)),
+        "to one": to_one,
+        "from one": from_one,
+        "none": np.zeros((n, n), np.int32),
+    }
+
+
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 3), (4, 2), (2, 2, 2)], ids=str)
+def test_routings_of_one_program(sizes: tuple[int, ...], mode: str) -> None:
+    n = int(np.prod(sizes))
+    operand, output = (harness.random((n, 80, 2, 128), "float32", seed) for seed in (1, 2))
+    run = program(sizes)
+    for name, send in routings(n).items():
+        tables = routed(send, into=1)
+        with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
+            got = np.asarray(run(operand, output, *tables))
+        assert not harness.race_reported()
+        want = conformance.ragged_reference(operand, output, tables)
+        np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+def test_several_slices_for_each_device_and_hostile_ones() -> None:
+    n, sizes = 4, (2, 2)
+    operand, output = (harness.random((n, 20, 128), "float32", seed) for seed in (1, 2))
+    run = program(sizes)
+    tables = conformance.ragged_arguments(n, slices=2)
+    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES["on_wait"]):
+        got = np.asarray(run(operand, output, *tables))
+        np.testing.assert_array_equal(got, conformance.ragged_reference(operand, output, tables))
+        send = np.zeros((n, n), np.int32)
+        send[:, 0], send[0, 1] = -3, 2**31 - 1
+        offsets = np.full((n, n), -(2**31), np.int32)
+        places = np.full((n, n), 2**31 - 1, np.int32)
+        hostile = offsets, send, places, np.ascontiguousarray(send.T)
+        got = np.asarray(program(sizes)(operand, output, *hostile))
+    np.testing.assert_array_equal(got, conformance.ragged_reference(operand, output, hostile))
+
+
+def of_all(tables: Any) -> tuple[Any, Any, Any]:
+    n = len(tables[0])
+    return tables[0], *(np.tile(table.reshape(-1), (n, 1)) for table in tables[1:3])
+
+
+def run_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> bool:
+    n, kernel, wait = 4, ragged_spread._kernel, sync.wait
+    send = np.ones((n, n), np.int32)
+    send[:, n - 1] = 16  # so that rows for it are passed on
+    operand, output = (harness.random((n, 80, 8, 128), "float32", seed) for seed in (1, 2))
+    tables = routed(send, into=0)
+    torus = Group(("x",), (2,)), Group(("y",), (2,))
+    group = Group(("x", "y"), (2, 2), torus=torus)
+
+    def faulty(ring: Any, *refs: Any, **static: Any) -> None:
+        *others, scratch = refs
+        dropped = {
+            "no final": scratch.final_sem,
+            "no leaving": scratch.own_sem,
+            "no arrival": scratch.come_sems,
+        }.get(fault)
+
+        def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
+            if dropped is None or dropped not in (semaphore, getattr(semaphore, "ref", None)):
+                wait(semaphore, ref, times)
+
+        monkeypatch.setattr(sync, "wait", some)
+        if fault == "one semaphore":
+            scratch = scratch._replace(come_sems=First(scratch.come_sems))
+        kernel(ring, *others, scratch, **static)
+
+    monkeypatch.setattr(ragged_spread, "_kernel", faulty)
+    if fault == "no barrier":
+        monkeypatch.setattr(
+            sync, "barrier_with_everyone", lambda ring: pltpu.get_barrier_semaphore()
+        )
+
+    def call(x: jax.Array, *rest: jax.Array) -> jax.Array:
+        x = held(x) if fault in ("no barrier", "none") else x
+        return ragged_spread.spread(
+            x, *rest, group, vmem=False, interpret=harness.ADVERSARIES[mode]
+        )
+
+    run = harness.per_device(call, harness.mesh(2, 2), check_vma=False)
+    want = conformance.ragged_reference(operand, output, tables)
+    return harness.caught(lambda: run(operand, output, *of_all(tables)), want)
+
+
+def held(x: jax.Array) -> jax.Array:
+    return harness.delayed(x, 1, 1.0)
+
+
+class First:
+    """Semaphores of which the first serves for all."""
+
+    def __init__(self, semaphores: Any) -> None:
+        self._semaphores = semaphores
+
+    @property
+    def at(self) -> "First":
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._semaphores.at[0]
+
+
+@pytest.mark.parametrize(
+    "fault, mode",
+    [
+        *[("none", mode) for mode in harness.ADVERSARIES],
+        *[("no final", "on_wait"), ("no leaving", "on_wait"), ("no arrival", "on_wait")],
+        *[("one semaphore", "on_wait"), ("no barrier", "eager")],
+    ],
+)
+def test_faults_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> None:
+    assert run_caught(monkeypatch, fault, mode) == (fault != "none")
+
+
+def replayed(machine: replay.Machine, axes: dict[str, int], send: np.ndarray, races: bool) -> Any:
+    tables = [table.astype(np.int32).reshape(-1) for table in routed(send)]
+    rows = max(1, int(send.sum(1).max())), max(1, int(send.sum(0).max()))
+
+    def shard(x: jax.Array, o: jax.Array, *tables: jax.Array) -> jax.Array:
+        return pc.ragged_all_to_all(
+            x, o, *tables, axis_name=tuple(axes), backend="pallas", algorithm="spread"
+        )
+
+    everywhere, own = PartitionSpec(), PartitionSpec(tuple(axes))
+    mapped = jax.shard_map(
+        shard, mesh=machine.mesh(axes), in_specs=(everywhere, everywhere, *(own,) * 4),
+        out_specs=everywhere, check_vma=False,
+    )  # fmt: skip
+    arrays = (jax.ShapeDtypeStruct((count, 56, 128), jnp.bfloat16) for count in rows)
+    return replay.replay(mapped, *arrays, *tables, machine=machine, races=races)
+
+
+@pytest.mark.parametrize("name", ["to one", "from one"])
+def test_what_one_device_has_to_do_with_uses_all_its_links(name: str) -> None:
+    machine, n = replay.Machine.named("v6e:4x4"), 16
+    send = routings(n, 512)[name]
+    report = replayed(machine, {"x": 4, "y": 4}, send, races=False)
+    least = replay.bound("ragged_all_to_all", machine, np.arange(n)[None], 14336.0 * send)
+    assert not report.findings
+    assert least.wire / report.time >= 0.9
+
+
+def test_no_race_on_16_devices() -> None:
+    report = replayed(
+        replay.Machine.named("v6e:4x4"), {"x": 4, "y": 4}, routings(16)["random"], True
+    )
+    assert not report.findings
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
+def test_compiles_on_all_that_reach_all(topology: str) -> None:
+    devices = harness._topology(topology).devices
+    n = len(devices)
+    sizes = {8: (2, 2, 2), 4: (2, 2)}[n]
+
+    def call(x: jax.Array, *table: jax.Array) -> jax.Array:
+        words = [t[:n, 0, 0].astype(jnp.int32) for t in table]
+        axes = AXES[: len(sizes)]
+        return pc.ragged_all_to_all(
+            x, jnp.zeros_like(x), *words, axis_name=axes, backend="pallas", algorithm="spread"
+        )
+
+    shapes = [(1 << 12, 8, 128), *[(128, 8, 128)] * 4]
+    assert "custom-call" in harness.compile_for_tpu(call, topology, *shapes, sizes=sizes).ops

@@ -1,0 +1,131 @@
+"""The judge's verdicts on kernels, sound and faulty; on small ones against all schedules."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+import program_mutants
+import replay_kernels
+import schedules
+from judged_features import ALL as CASES
+from judged_kernels import Case
+from pallas_collectives.replay import Machine, replay
+from pallas_collectives.replay.trace_program import trace
+
+_ROWS = [pytest.param(c, n, id=f"{c.name}-{n}") for c in CASES for n in c.devices]
+_SMALL = [
+    pytest.param(c, id=c.name) for c in CASES if c.searched and not c.finds & {"bounds", "memory"}
+]
+
+
+def _function(case: Case, n: int) -> tuple[Any, Any, Machine]:
+    machine = Machine.named(f"v5e:{n}" if case.machine == "v5e" else f"{case.machine}:{n}x1x1")
+    body = lambda x: case.body(x, n)  # noqa: E731
+    x = jax.ShapeDtypeStruct((n * 8 * n, 128), jnp.float32)
+    return replay_kernels.sharded(body, machine.mesh({"x": n})), x, machine
+
+
+def _program(name: str, n: int) -> Any:
+    (case,) = (case for case in CASES if case.name == name)
+    function, x, machine = _function(case, n)
+    return trace(function, x, generation=machine.generation)[0]
+
+
+def _kinds(report: Any) -> set[str]:
+    kinds = {"deadlock": report.stuck, "left over": report.leftovers, "race": report.races}
+    return {f.name for f in report.faults} | {kind for kind, found in kinds.items() if found}
+
+
+@pytest.mark.parametrize(("case", "n"), _ROWS)
+def test_verdicts(case: Case, n: int) -> None:
+    function, x, machine = _function(case, n)
+    if "bounds" in case.finds:
+        with pytest.raises(IndexError):
+            replay(function, x, machine=machine, races=True)
+        return
+    report = replay(function, x, machine=machine, races=True)
+    assert _kinds(report) == case.finds, "\n".join(map(str, report.findings))
+    assert report.ok == (not case.finds)
+
+
+def test_there_are_enough_of_either_kind() -> None:
+    sound = [case for case in CASES if not case.finds]
+    assert len(CASES) >= 60
+    assert min(len(sound), len(CASES) - len(sound)) >= 20
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", _SMALL)
+def test_verdicts_are_what_all_schedules_show(case: Case) -> None:
+    outcome = schedules.search(_program(case.name, min(case.devices)), limit=50_000)
+    assert program_mutants.shown(outcome) == case.finds & program_mutants.SEARCHED
+
+
+@pytest.mark.parametrize("name", program_mutants.kernels())
+def test_mutants_are_caught_or_equivalent_and_all_schedules_agree(name: str) -> None:
+    """A sample of a kernel's, spread over faults, on the fewest devices that have a ring."""
+    program = program_mutants.program_of(name, 3)
+    assert program is not None
+    mutants = list(program_mutants.mutants_of(program))
+    verdicts = [
+        program_mutants.verdict(program, mutant, search=True)
+        for mutant in mutants[:: max(1, len(mutants) // 12)]
+    ]
+    assert all(found.agrees for found in verdicts), verdicts
+    assert any(found.searched is not None for found in verdicts)
+    assert sum(found.name == "caught" for found in verdicts) >= 5
+
+
+def test_a_judge_that_sees_no_races_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_mutants, "find_races", lambda *args, **kwargs: [])
+    program = _program("ring ", 3)
+    verdicts = [
+        program_mutants.verdict(program, mutant, search=True)
+        for mutant in program_mutants.mutants_of(program)
+        if mutant.fault in ("late-wait", "share-semaphore")
+    ]
+    assert not all(found.agrees for found in verdicts)
+
+
+def test_what_a_program_leaves_tells_a_wrong_slice() -> None:
+    program = _program("both ways", 3)
+    found = [
+        program_mutants.verdict(program, mutant)
+        for mutant in program_mutants.mutants_of(program)
+        if mutant.fault == "wrong-source"
+    ]
+    assert found and not any(verdict.name == "equivalent" for verdict in found)
+
+
+_INTERPRETED = [
+    pytest.param(case, id=case.name)
+    for case in CASES
+    if "how" in inspect.signature(case.body).parameters
+    and case.finds <= {"race"}
+    and case.name != "ring shared"  # which it shows on some runs only
+]
+
+
+@pytest.mark.parametrize("case", _INTERPRETED)
+def test_the_interpreter_agrees(case: Case) -> None:
+    """It runs one schedule at a time: copies as late as they may be, or at once. Deadlocks, what is
+    left over, and devices that are not there yet it does not show.
+    """
+    n = max(case.devices)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]), ("x",))
+    x = np.arange(n * 8 * n * 128, dtype=np.float32).reshape(-1, 128)
+    body = lambda x: case.body(x, n, interpret=harness.EITHER)  # noqa: E731
+    run = jax.jit(replay_kernels.sharded(body, mesh))
+    if case.finds:
+        assert harness.caught_under(("on_wait", "eager"), lambda: run(x), None)
+        return
+    late, at_once = (
+        harness.EITHER.under(mode, lambda: np.asarray(run(x))) for mode in ("on_wait", "eager")
+    )
+    assert np.array_equal(late, at_once, equal_nan=True)
+    assert not harness.race_reported()
