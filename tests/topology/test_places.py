@@ -26,9 +26,9 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     seen: list[Group] = []
     barrier_id = entry.barrier_id
 
-    def spy(barrier: Any, group: Group, interpret: Any) -> int:
+    def spy(barrier: Any, group: Group, *others: Any) -> int:
         seen.append(group)
-        return barrier_id(barrier, group, interpret)
+        return barrier_id(barrier, group, *others)
 
     monkeypatch.setattr(entry, "barrier_id", spy)
     return seen
