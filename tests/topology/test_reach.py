@@ -252,7 +252,8 @@ def test_some_kernel_serves_every_axis_of_a_slice(
         ("all_to_all", "line", (4, 4), "b", True),
         ("ragged_all_to_all", "ring", (4, 4), "b", False),
         ("ragged_all_to_all", "line", (4, 4), "b", True),
-        ("all_gather", "torus", (4, 4), "ab", False),
+        ("all_gather", "torus", (4, 4), "ab", True),  # along lines, no closing hop
+        ("all_reduce", "torus", (4, 4), "ab", True),
         ("all_gather", "torus", (16, 16), "ab", True),
         ("all_gather", "bidirectional", (4, 4), "ab", True),  # a ring over both
         ("all_to_all", "ring", (8, 16), "b", True),  # this axis closes
