@@ -65,7 +65,7 @@ def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str
     """The algorithms that a group of all n devices can choose from, of one axis or of several."""
     if torus is None or " " not in torus:
         closes = (torus or choice.torus_of(n, chip)) == "ring"
-        there, group = Torus((n,), (closes,)), Group(("x",), (n,))
+        there, group = Torus((n,), (closes,)), Group(("x",), (n,), line=not closes)
     else:
         sizes, word = tables.sizes_and_word(torus)
         closing = chip.wraps(sizes) if word == "cylinder" else (word == "torus",) * len(sizes)
