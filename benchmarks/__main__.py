@@ -54,7 +54,15 @@ def run(arguments: Sequence[str], start: Callable[..., Any] = app.run) -> Any:
     if named:
         sys.modules["__main__"].__doc__ = module.__doc__  # and what the command is
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
-    return start(main, [command, *arguments[named:]])
+    return start(main, [command, *arguments[named:]], flags_parser=_parsed)
+
+
+def _parsed(arguments: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(arguments)
+    except flags.Error as error:
+        print(f"{error} (see --help)", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -58,20 +58,25 @@ def main(argv: Sequence[str]) -> int:
     if unknown := set(_ROUTINGS.value) - set(ROUTINGS):
         rule = f"the routings are {', '.join(ROUTINGS)}"
         raise FlagError(f"--routings={min(unknown)}", rule, "name some of them")
+    if not 1 <= _CHOICES.value <= _EXPERTS.value:
+        rule = f"it is from 1 to the {_EXPERTS.value} experts"
+        raise FlagError(f"--choices={_CHOICES.value}", rule, "correct one of them")
+    tokens = [_count(text) for text in _TOKENS.value]
+    machines = [_machine(pod) for pod in _PODS.value]
     devices.prepare(8)
     if devices.kind() == "gpu":
-        problem = experts_gpu.Problem(
-            _count(_TOKENS.value[0]), _WIDTH.value, _EXPERTS.value, _CHOICES.value
-        )
+        problem = experts_gpu.Problem(tokens[0], _WIDTH.value, _EXPERTS.value, _CHOICES.value)
         rng, sizes = np.random.default_rng(0), (problem.tokens, problem.experts, problem.choices)
         routing = [balanced(rng, *sizes) for _ in range(jax.device_count())]
         experts_gpu.run(problem, np.array(routing))
         return 0
-    print(f"Modelled, not measured: {_WIDTH.value} bfloat16 a token, {_CHOICES.value} of")
+    print(
+        f"Modelled, not measured: {_WIDTH.value} elements of bfloat16 a token, {_CHOICES.value} of"
+    )
     print(f"{_EXPERTS.value} experts over all devices of a pod.")
     print(HEADER)
-    for pod, tokens, name in itertools.product(_PODS.value, _TOKENS.value, _ROUTINGS.value):
-        for row in rows(_machine(pod), name, _count(tokens)):
+    for machine, count, name in itertools.product(machines, tokens, _ROUTINGS.value):
+        for row in rows(machine, name, count):
             print(row.line(), flush=True)
     return 0
 

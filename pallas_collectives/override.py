@@ -64,7 +64,7 @@ def override_lax(
         _installed(),
         _overridden(names),
         choice.beside_compute(not everything),
-        overrides.told(),
+        overrides.told(frozenset(_CHOOSING) - names),
     ):
         yield
 

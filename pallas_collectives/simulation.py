@@ -18,8 +18,11 @@ def simulate(devices: int = 8) -> None:
     that is set already.
 
     Raises:
-      BackendError: JAX has been used already and has fewer devices.
+      BackendError: no such number, or JAX has been used already and has fewer devices.
     """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        rule = "it is the number of devices, a whole number of 1 or more"
+        raise BackendError(f"devices={devices!r}", rule, "pass 8, for example")
     _compat.prepare()
     asked = _DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     split_cpu(int(asked[-1]) if asked else devices)

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 from absl import logging
@@ -41,16 +41,21 @@ class OverrideReport:
       replaced: those that ours serve.
       left: those that lax serves.
       programs: how many programs were built.
+      kept: the functions that `only=` and `keep=` left to lax; their calls are not noted.
     """
 
     replaced: tuple[Line, ...] = ()
     left: tuple[Line, ...] = ()
     programs: int = 0
+    kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        kept = f"; only= and keep= leave to lax: {', '.join(self.kept)}" if self.kept else ""
         if not self.replaced and not self.left:
-            return f"override_lax: {self.programs} programs built, no collective of lax's called"
-        lines = [f"override_lax: {_count(self.replaced)} replaced, {_count(self.left)} left to lax"]
+            return f"override_lax: programs built: {self.programs}, collectives in them: 0{kept}"
+        lines = [
+            f"override_lax: {_count(self.replaced)} replaced, {_count(self.left)} left to lax{kept}"
+        ]
         for line in (*self.replaced, *self.left):
             lines.append(f"  {line.times} x {line.op} by {line.by}: {line.why}")
         return "\n".join(lines)
@@ -78,23 +83,27 @@ jax.monitoring.register_event_duration_secs_listener(_lowered)
 def override_report() -> OverrideReport:
     """What the last `override_lax` that ended did, to programs that were built within it.
 
+    What `overridden` does is counted, by `counts` and `fallback_counts`, and not told here.
+
     Calls of functions that were compiled before are not in it: nothing is built for them.
     """
     return _last
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def told(kept: Iterable[str]) -> Iterator[None]:
     """Within this context what is built is noted; at its end it is told, each news once.
 
     A context in which programs were built without any collective of ours is warned of, unless one
-    before has replaced some: then a program that is there already may hold them.
+    before has replaced some: then a program that is there already may hold them. Nor is it where
+    functions were left to lax by name, `kept`.
     """
     global _last, _ever_replaced
     before = getattr(_programs, "number", 0)
     with counters.recorded(built=True) as plans:
         yield
-    report = _last = _report(plans, getattr(_programs, "number", 0) - before)
+    report = _report(plans, getattr(_programs, "number", 0) - before)
+    report = _last = dataclasses.replace(report, kept=tuple(sorted(kept)))
     _ever_replaced = _ever_replaced or bool(report.replaced)
     text = str(report)
     if text in _told:
@@ -102,13 +111,14 @@ def told() -> Iterator[None]:
     if report.replaced or report.left:
         _told.add(text)
         logging.info("pallas_collectives: %s", text)
-    elif report.programs and not _ever_replaced and jax.device_count() > 1:
+    elif report.programs and not report.kept and not _ever_replaced and jax.device_count() > 1:
         _told.add(text)
         logging.warning(
             "pallas_collectives: override_lax has replaced nothing: %d programs were built in its "
-            "context, and no collective of jax.lax was called. Under jax.jit with shardings XLA "
-            "makes the collectives: call them in jax.shard_map. Names that were bound before, as "
-            "by `from jax.lax import psum`, are lax's still: use pallas_collectives.overridden",
+            "context, and none has a collective that was called by its name in jax.lax. Under "
+            "jax.jit with shardings XLA makes the collectives: call them in jax.shard_map. Names "
+            "that were bound before, as by `from jax.lax import psum`, are lax's still: use "
+            "pallas_collectives.overridden",
             report.programs,
         )
 

@@ -114,9 +114,9 @@ def _run(given: Any) -> int:
         compile=[name for name in (given.compile or "").split(",") if name],
     )
     verdict = dataclasses.replace(verdict, name=given.function)
-    _write(verdict, given)
     if given.json != "-":
         print(verdict)
+    _write(verdict, given)
     from pallas_collectives.verify.verdict import EXIT
 
     return EXIT[verdict.status]
