@@ -191,6 +191,8 @@ def test_of_an_operand_that_xla_would_compute_twice(beside):
     got = on_devices(lambda x: split("all_to_all", jnp.eye(2 * N)[:, :N])[0], x)
     want = on_devices(lambda x: whole("all_to_all", jnp.eye(2 * N)[:, :N]), x)
     np.testing.assert_array_equal(got, want)
+    if jax.__version_info__ < (0, 11):
+        return  # XLA lays out a transposed operand twice: an error, see copies.Copier.failed
 
     def derivatives(gather, x):
         return jax.jacrev(lambda y: gather(jnp.concatenate([y] * N)))(x[:2, :4])
