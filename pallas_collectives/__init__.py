@@ -128,6 +128,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
 _SUBMODULES = ("errors", "moe", "multihost", "nccl", "replay", "sharded", "verify")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 PUBLIC = (*_PLACES, *_SUBMODULES)
+__all__ = list(PUBLIC)  # what `import *` asks for
 
 
 def __getattr__(name: str) -> Any:

@@ -88,3 +88,8 @@ assert tables() != before, "nothing is ever prepared"
 
 def test_importing_the_package_changes_nothing_of_jax() -> None:
     subprocess.run([sys.executable, "-c", UNUSED], check=True, timeout=120)
+
+
+def test_a_star_imports_what_is_public():
+    program = "from pallas_collectives import *; psum, all_gather_start, moe.dispatch, torus"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -22,7 +22,7 @@ from pallas_collectives import _compat, nccl
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.nccl import Addresses, device_groups
 from pallas_collectives.backends.plans import How, Plan
-from pallas_collectives.nccl import copies, ffi, tape
+from pallas_collectives.nccl import copies, dtypes, ffi, tape
 from pallas_collectives.topology.groups import Group
 
 # Exchanges that a program may have under way at a time; one more waits for the first to be read.
@@ -85,6 +85,15 @@ def serve(how: How) -> bool:
     return how.backend == "nccl" and how.algorithm is None and jax.process_count() == 1
 
 
+def moves(x: Any) -> bool:
+    """Whether x has bytes to move: not where it is empty, or its elements share bytes."""
+    try:
+        dtypes.moved(jnp.result_type(x))
+    except TypeError:
+        return False
+    return np.size(x) > 0
+
+
 def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = ()) -> Flight:
     """An exchange that may be under way beside the others begun lately."""
     return Flight(op, group, next(_numbers) % _AT_A_TIME, tuple((s, t) for s, t in perm))
@@ -140,6 +149,9 @@ def _start_lowered(
 ) -> Sequence[Any]:
     result, operand, *spare, token = ctx.avals_out
     lower = _lowering(ctx, flight, "start", operand)
+    # XLA would compute what is cheap once for each half, or lay it out twice.
+    once = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
+    (x,) = once(ctx.replace(avals_in=[operand], avals_out=[operand]), x)
     under_way, started = lower(ctx.avals_in, [result, token], x, *after)
     zeros = mlir.lower_fun(
         lambda: [jnp.zeros(s.shape, s.dtype) for s in spare], multiple_results=True
@@ -239,12 +251,16 @@ def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
 def _batch(primitive: core.Primitive, operands: Any, dims: Any, *, flight: Flight) -> Any:
     """A mapped dimension lies behind that of the devices; an operand that is gathered has none."""
     first, behind = {"gather": (0, 1), "exchange": (1, 1), "permute": (0, 0)}[flight.op]
-    if primitive is _start_p:
-        x = jnp.moveaxis(operands[0], dims[0], first)
-        outs = _start_p.bind(x, *operands[1:], flight=flight)
-        spare = [behind] if flight.op == "gather" else []
-        return outs, [behind, first, *spare, None]
-    return _done_p.bind(*operands, flight=flight), dims[0]
+    if primitive is _done_p:  # what it takes came of a start, all of it batched or none
+        return _done_p.bind(*operands, flight=flight), dims[0]
+    spare = [behind] if flight.op == "gather" else []
+    places: list[int | None] = [behind, first, *spare]
+    x = operands[0]
+    if dims[0] is None:  # only of `after`
+        places = [None] * len(places)
+    else:
+        x = jnp.moveaxis(x, dims[0], first)
+    return _start_p.bind(x, *operands[1:], flight=flight), [*places, None]
 
 
 _compat.register(_start_p, lowering=_start_lowered, jvp=_start_jvp, transpose=_start_transpose)

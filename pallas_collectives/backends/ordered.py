@@ -80,7 +80,9 @@ def _rounded(total: jax.Array, dtype: Any) -> jax.Array:
     """In a dtype. XLA may leave a rounding out between two types, but not one that is asked for."""
     if dtype in (jnp.bfloat16, jnp.float16):
         kept = jnp.finfo(dtype)
-        total = lax.reduce_precision(total, kept.nexp, kept.nmant)
+        rounded = lax.reduce_precision(total, kept.nexp, kept.nmant)
+        # It makes subnormal numbers of narrower exponents 0.
+        total = jnp.where(jnp.abs(total) < kept.tiny, total, rounded)
     return total.astype(dtype)
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_collectives.annotations import Interpret, Ref
+from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import all_gather
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.combine import combine_stack
@@ -34,6 +35,8 @@ from pallas_collectives.kernels.torus import devices
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import placement, reach
 from pallas_collectives.topology.groups import Group, Ring
+
+_MOST_BYTES = 1 << 31  # of all operands
 
 
 class Scratch(NamedTuple):
@@ -74,6 +77,12 @@ def gathered(
       *others: operands that stay on this device.
       **options: as `launch.call_many`'s.
     """
+    if group.size * x.nbytes >= _MOST_BYTES:
+        raise AlgorithmError(
+            f"a gather of {group.size} operands of {x.nbytes >> 20} MiB",
+            "the TPU compiler counts bytes of what is added up in 32 bits",
+            "leave the algorithm to 'auto', which takes it for small operands alone",
+        )
     block = x[None]
     if placement.nearest(group) is reach.torus:
         axes, view = devices.axes_of(group), View.of(block.shape, 0, x.dtype)

@@ -42,6 +42,7 @@ from pallas_collectives.nccl.errors import CommunicatorError, ProcessError
 from pallas_collectives.nccl.group import Group
 
 _WORD = 4  # bytes
+_FLIGHTS = 16  # of a slot, of which it is known where they lie
 
 
 class Pull(NamedTuple):
@@ -80,7 +81,9 @@ class Slot:
     Attributes:
       words: of each rank, the address of its words.
       began, arrived: events: the operand is there; a result is, and the operand has been read.
-      flight: where the operand and the results under way lie.
+      flights: where operand and results lie of the last exchanges, each in a row. A slot's
+        exchanges go one after the other, yet a second may start before the first is done: one of
+        tangents beside that of values, say, or a function that is called twice.
     """
 
     def __init__(self, driver: Any, ordinal: int, size: int, results: int) -> None:
@@ -90,7 +93,7 @@ class Slot:
         self.words: dict[int, int] = {}
         self.began = driver.new_event(ordinal)
         self.arrived = [driver.new_event(ordinal) for _ in range(results)]
-        self.flight = (ctypes.c_uint64 * (results + 1))()
+        self.flights = (ctypes.c_uint64 * (_FLIGHTS * (results + 1)))()
 
     def ready(self, at: int, of: int) -> int:
         """The address of rank `at`'s word that says that `of`'s operand is there."""
@@ -143,8 +146,10 @@ class Copier:
         token: the address of 32 bits, which will be 0.
         """
         driver, me, beside, calls = self.communicator.driver, self.rank, self.stream, self._calls
+        width = len(results) + 1
+        calls.pc_begin(slot.flights, _FLIGHTS, width)
         for i, address in enumerate((operand, *results)):
-            calls.pc_note(ctypes.byref(slot.flight, 8 * i), address)
+            calls.pc_note(slot.flights, i, address)
         with driver.device(self.ordinal):
             driver.record_again(slot.began, stream)
             driver.wait_event(beside, slot.began)
@@ -181,8 +186,8 @@ class Copier:
     def finish(self, slot: Slot, number: int, operand: Any, result: Any, stream: Any) -> None:
         """Has `stream` wait for result `number` of the exchange in `slot`."""
         self.communicator.check()
-        self._calls.pc_same(ctypes.byref(slot.flight), operand)
-        self._calls.pc_same(ctypes.byref(slot.flight, 8 * (number + 1)), result)
+        width = len(slot.arrived) + 1
+        self._calls.pc_take(slot.flights, _FLIGHTS, width, number + 1, operand, result)
         with self.communicator.driver.device(self.ordinal):
             self.communicator.driver.wait_event(stream, slot.arrived[number])
 
@@ -193,7 +198,7 @@ class Copier:
 
     def failed(self, function: str, result: int) -> Exception:
         """What to raise for a result of a C function that is not 0."""
-        if function == "pc_same":
+        if function == "pc_take":
             return CommunicatorError(
                 "an array that a started collective reads or writes lies elsewhere when it is "
                 "done: XLA has copied it, and bytes that had not come with it. Call done() in the "
@@ -230,12 +235,18 @@ class _InPython:
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
 
-    def pc_note(self, cell: Any, address: int) -> None:
-        _words(cell)[0] = address
+    def pc_begin(self, rows: Any, count: int, width: int) -> None:
+        rows[:] = [0] * width + rows[: (count - 1) * width]
 
-    def pc_same(self, cell: Any, address: int) -> None:
-        if _words(cell)[0] != address:
-            raise self._copier.failed("pc_same", 1)
+    def pc_note(self, rows: Any, i: int, address: int) -> None:
+        rows[i] = address
+
+    def pc_take(self, rows: Any, count: int, width: int, i: int, operand: int, result: int) -> None:
+        for row in range(0, count * width, width):
+            if (rows[row], rows[row + i]) == (operand, result):
+                rows[row + i] = 0
+                return
+        raise self._copier.failed("pc_take", 1)
 
     def pc_meet(
         self, turns: Any, operands: Any, me: int, size: int, operand: int, unusable: Any
@@ -252,10 +263,6 @@ class _InPython:
     ) -> None:  # fmt: skip
         source = operands[turns[me] % 2 * size + rank] + offset
         self._copier.communicator.driver.copy(target, source, nbytes, stream)
-
-
-def _words(cell: Any) -> Any:
-    return ctypes.cast(cell, ctypes.POINTER(ctypes.c_uint64))
 
 
 _copiers: dict[Group, dict[int, Copier]] = {}

@@ -90,12 +90,26 @@ static int make(const Step *step, const XLA_FFI_CallFrame *frame, void *stream) 
   return step->function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
 }
 
-/* Functions for tapes. A cell holds an address between two calls. */
-int pc_note(Word *cell, Word address) {
-  *cell = address;
+/* Functions for tapes. Rows hold the addresses of operand and results of the last exchanges, the
+   newest first: pc_begin makes a row for another one, pc_note fills it, and pc_take strikes result
+   `i` of the exchange off that it belongs to. */
+int pc_begin(Word *rows, Word count, Word width) {
+  memmove(rows + width, rows, (count - 1) * width * sizeof *rows);
+  memset(rows, 0, width * sizeof *rows);
   return 0;
 }
-int pc_same(const Word *cell, Word address) { return *cell != address; }
+int pc_note(Word *rows, Word i, Word address) {
+  rows[i] = address;
+  return 0;
+}
+int pc_take(Word *rows, Word count, Word width, Word i, Word operand, Word result) {
+  for (Word *row = rows; row < rows + count * width; row += width)
+    if (row[0] == operand && row[i] == result) {
+      row[i] = 0;
+      return 0;
+    }
+  return 1;
+}
 
 /* The threads of `size` ranks meet: returns once all others have come as often as this one, or once
    `unusable` says that they may never. They leave word where their operands lie, in one half of

@@ -243,7 +243,7 @@ def _start(
 ) -> Started:
     how = choice.settle(axis_name, groups, backend, algorithm)
     leaves, tree = jax.tree.flatten(x)
-    if not flights.serve(how) or not all(np.size(leaf) for leaf in leaves):
+    if not flights.serve(how) or not all(map(flights.moves, leaves)):
         return Started.of(at_once())
     group = canonical.group_of(axis_name, groups)
     tokens = jax.tree.leaves(after)

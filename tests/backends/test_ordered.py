@@ -248,3 +248,12 @@ def test_on_a_mesh_that_is_only_partly_manual_lax_adds_so() -> None:
         axis_names={"x"},
     )
     np.testing.assert_array_equal(np.asarray(jax.jit(program)(x)), in_order.added(x))
+
+
+def test_subnormal_sums_are_kept() -> None:
+    x = np.array([[0.00269, 6.294e-05, -3e-5], [-0.00268, -1.717e-05, 3e-5]], "float16")
+    want = (x[0].astype("float32") + x[1].astype("float32")).astype("float16")
+    assert 0 < abs(want[0]) < np.finfo("float16").tiny
+    call = lambda a: pc.psum(a, "x", order="rank", backend="xla")  # noqa: E731
+    got = np.asarray(harness.per_device(call, harness.mesh(2))(x))
+    np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape), strict=True)

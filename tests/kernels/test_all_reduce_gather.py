@@ -15,6 +15,7 @@ import in_order
 import pallas_collectives
 from benchmarks import replay_rows
 from benchmarks.cases import CASES
+from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import all_reduce_gather
 from pallas_collectives.kernels.machinery import combine, sync
 from pallas_collectives.topology import placement, torus_axes
@@ -130,3 +131,13 @@ def test_takes_hardly_longer_than_gathering_the_operands(
 
     gathered = seconds("all_gather", n * nbytes)
     assert seconds("psum", nbytes) < 1.15 * gathered
+
+
+def test_operands_that_the_compiler_cannot_count_the_bytes_of_are_refused() -> None:
+    """It would end the process."""
+    with pytest.raises(AlgorithmError, match="8 operands of 512 MiB"):
+        harness.compile_for_tpu(
+            lambda x: pallas_collectives.psum(x, "x", algorithm="gather"),
+            "v5p:2x2x2",
+            (1 << 15, 1 << 12),
+        )
