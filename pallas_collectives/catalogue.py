@@ -234,7 +234,7 @@ _SPREAD = Algorithm(
     steps="2",
     lies=(ON_SEVERAL,),
     takes_everyones=True,
-    first_from=1 << 20,
+    first_from=1 << 19,
 )
 _PPERMUTE = (
     Algorithm(

@@ -117,7 +117,7 @@ def spread(
         operand,
         output,
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
-        scalars=[table.reshape(-1) for table in tables],
+        scalars=[getattr(tables, name).reshape(-1) for name in _read(len(ways))],
         scratch=Scratch(buffer if ways else None, pltpu.SemaphoreType.DMA((CHUNKS,))),
         barrier="everyone",
         name="ragged_all_to_all_spread",
@@ -126,6 +126,15 @@ def spread(
         wire_bytes=2 * operand.nbytes,
         input_output_aliases={1: 0},
     )
+
+
+def _read(ways: int) -> tuple[str, ...]:
+    """The tables that are read: those of ways where there are any. No kernel takes what it ignores.
+
+    XLA may treat an operand that is not read as none at all (jax#39744).
+    """
+    of_ways = ("spots", "hosts", "on_rows", "on_spots", "on_places", "on_peers")
+    return tuple(name for name in Tables._fields if ways or name not in of_ways)
 
 
 def _rings(group: Group) -> list[np.ndarray]:
@@ -265,7 +274,9 @@ def _position(group: Group) -> Any:
 
 
 def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
-    tables, (x_ref, o_ref, scratch) = Tables(*refs[:-3]), refs[-3:]
+    x_ref, o_ref, scratch = refs[-3:]
+    unread = dict.fromkeys(Tables._fields)
+    tables = Tables(**(unread | dict(zip(_read(ways), refs[:-3], strict=True))))
     n, count, chunks = ring.size, tables.starts.shape[0], tables.chunks[0]
     slices = count // n
 
@@ -338,8 +349,9 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
             sync.for_each(0, chunks, pass_on)
     with jax.named_scope("drain"):
         of_peers(drain)
-        left = lambda i: _wait(scratch.on_sem, x_ref, tables.on_rows[i])  # noqa: E731
-        sync.for_each(0, ways * count, left)
+        if ways:
+            left = lambda i: _wait(scratch.on_sem, x_ref, tables.on_rows[i])  # noqa: E731
+            sync.for_each(0, ways * count, left)
         own = ring.me * slices
         sync.for_each(0, slices, lambda j: _wait(scratch.copy_sem, x_ref, tables.rows[own + j]))
 
