@@ -43,7 +43,19 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def run(arguments: Sequence[str], start: Callable[..., Any] = app.run) -> Any:
+def _parsed(arguments: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(arguments)
+    except flags.Error as error:
+        print(f"{error} (see --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def _start(main: Callable[..., Any], arguments: Sequence[str]) -> Any:
+    return app.run(main, list(arguments), flags_parser=_parsed)
+
+
+def run(arguments: Sequence[str], start: Callable[..., Any] = _start) -> Any:
     """Runs the command line's arguments; `start` parses the flags among them and calls `main`."""
     named = bool(arguments) and arguments[0] in COMMANDS
     command = arguments[0] if named else "sweep"
@@ -54,15 +66,7 @@ def run(arguments: Sequence[str], start: Callable[..., Any] = app.run) -> Any:
     if named:
         sys.modules["__main__"].__doc__ = module.__doc__  # and what the command is
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
-    return start(main, [command, *arguments[named:]], flags_parser=_parsed)
-
-
-def _parsed(arguments: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(arguments)
-    except flags.Error as error:
-        print(f"{error} (see --help)", file=sys.stderr)
-        sys.exit(2)
+    return start(main, [command, *arguments[named:]])
 
 
 if __name__ == "__main__":
