@@ -174,7 +174,10 @@ def test_sums_are_refused(op: str) -> None:
 @pytest.mark.parametrize("name", ["v5p:4x4x4", "v6e:4x4", "7x:4x4x4"])
 @pytest.mark.parametrize("op, algorithm", MOVES)
 def test_replayed_as_a_second_engine(op: str, algorithm: str, name: str) -> None:
-    """The same DMAs, later by what the engine's launch and starts take longer."""
+    """The same DMAs, later by what the engine's launch and starts take longer.
+
+    Not by all of it: what starts later meets less on its link. At the core's rates it is as quick.
+    """
     machine, example = Machine.named(name), catalogue.COLLECTIVES[op].example
     mesh = machine.mesh({"y": machine.n_devices // 4, "x": 4})
     shape = jax.ShapeDtypeStruct(example.operand(4, 512), "float32")
@@ -191,5 +194,8 @@ def test_replayed_as_a_second_engine(op: str, algorithm: str, name: str) -> None
     assert there.ok and here.ok
     g = machine.generation
     more = g.sparsecore_launch_cost - g.launch_cost
-    assert more < there.time - here.time < more + 0.5 * here.time
+    assert 0.5 * more < there.time - here.time < more + 0.5 * here.time
     assert report(":sc", sparsecore_launch_cost=g.launch_cost).time < there.time or not more
+    like_the_core = {"sparsecore_launch_cost": g.launch_cost, "sparsecore_issue_cost": g.issue_cost}
+    if op != "ragged_all_to_all":  # there its result begins as a copy, which the core need not make
+        assert report(":sc", **like_the_core).time <= 1.1 * here.time
