@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import collectives, validation
-from pallas_collectives.backends import canonical, choice, flights
+from pallas_collectives.backends import canonical, choice, flights, ordered
 from pallas_collectives.backends.nccl import blocks, side_by_side
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups, varying
@@ -157,7 +157,9 @@ def psum_scatter_start(
         place = scatter_dimension % leaf.ndim
 
         def arrive(terms: jax.Array) -> jax.Array:
-            total = _added_in_order(terms)
+            if terms.dtype == jnp.bool_:
+                terms = terms.astype(jnp.int32)
+            total = ordered.added(terms, group.size, 0)[0]
             return total if tiled else jnp.squeeze(total, place)
 
         return flights.new("exchange", group), blocks(leaf, place, group.size), arrive
@@ -252,13 +254,3 @@ def _start(
         flight, operand, arrive = leave(varying(jnp.asarray(leaf), axis_name), group)
         under_way.append(_UnderWay(flight, operand, arrive, tokens))
     return Started(tree, (), under_way)
-
-
-def _added_in_order(terms: jax.Array) -> jax.Array:
-    """The sum over the first dimension, from its beginning to its end."""
-    dtype = jnp.int32 if terms.dtype == jnp.bool_ else terms.dtype
-    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-    total, *others = terms.astype(wide)
-    for term in others:
-        total = total + term
-    return total.astype(dtype)
