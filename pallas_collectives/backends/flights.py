@@ -51,7 +51,7 @@ class Flight:
         if self.op == "permute":
             readers = tuple(t for s, t in self.perm if s == rank != t)
             pulls = tuple(copies.Pull(s, 0, 0, nbytes) for s, t in self.perm if t == rank)
-            return copies.Plan(readers, (pulls,), 0 if pulls else nbytes)
+            return copies.Plan(readers, pulls, 0 if pulls else nbytes)
         n = self.group.size
         block = nbytes if self.op == "gather" else nbytes // n
         # The own block comes last: multiprocessors copy it, and it waits for them.
@@ -60,7 +60,7 @@ class Flight:
             copies.Pull(p, 0 if self.op == "gather" else rank * block, p * block, block)
             for p in ranks
         )
-        return copies.Plan(tuple(ranks[:-1]), (pulls,))
+        return copies.Plan(tuple(ranks[:-1]), pulls)
 
     def by_lax(self, x: Any) -> jax.Array:
         """What comes of it."""
@@ -178,7 +178,7 @@ def _lowering(
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
             group = nccl.get(devices, name="copies")
-            for rank, (copier, slot) in copies.slots(group, flight.number, 1).items():
+            for rank, (copier, slot) in copies.slots(group, flight.number).items():
                 at[copier.ordinal] = copier, slot, flight.plan(rank, nbytes)
     ids = [[d.id for d in devices] for devices in members]
     text = f"{flight.op} {half} {nbytes} {flight.number} {flight.perm} over {ids}"
@@ -188,9 +188,9 @@ def _lowering(
     ) -> None:
         _, slot, plan = at[ordinal]
         if half == "start":
-            copier.start(slot, plan, text, inputs[0], outputs[:1], outputs[1], stream)
+            copier.start(slot, plan, text, inputs[0], outputs[0], outputs[1], stream)
         else:
-            copier.finish(slot, 0, inputs[1], inputs[0], stream)
+            copier.finish(slot, inputs[1], inputs[0], stream)
 
     def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
         enqueue(at[ordinal][0], ordinal, stream, inputs, outputs)

@@ -33,7 +33,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pallas_collectives.nccl import tape
@@ -43,10 +43,11 @@ from pallas_collectives.nccl.group import Group
 
 _WORD = 4  # bytes
 _FLIGHTS = 16  # of a slot, of which it is known where they lie
+_IN_A_ROW = 2  # the addresses of an operand and its result
 
 
 class Pull(NamedTuple):
-    """Bytes that come to a result from a rank's operand.
+    """Bytes that come to the result from a rank's operand.
 
     Attributes:
       rank: whose operand; it may be the own one.
@@ -66,12 +67,12 @@ class Plan:
 
     Attributes:
       readers: the other ranks that pull from its operand.
-      pulls: what comes, for each result; the last pull from a rank is the last of all results.
-      clear: bytes to set to zero in each result first.
+      pulls: what comes, at most once from each rank.
+      clear: bytes to set to zero in the result first.
     """
 
     readers: tuple[int, ...]
-    pulls: tuple[tuple[Pull, ...], ...]
+    pulls: tuple[Pull, ...]
     clear: int = 0
 
 
@@ -80,20 +81,20 @@ class Slot:
 
     Attributes:
       words: of each rank, the address of its words.
-      began, arrived: events: the operand is there; a result is, and the operand has been read.
-      flights: where operand and results lie of the last exchanges, each in a row. A slot's
+      began, arrived: events: the operand is there; the result is, and the operand has been read.
+      flights: where operand and result lie of the last exchanges, each in a row. A slot's
         exchanges go one after the other, yet a second may start before the first is done: one of
         tangents beside that of values, say, or a function that is called twice.
     """
 
-    def __init__(self, driver: Any, ordinal: int, size: int, results: int) -> None:
+    def __init__(self, driver: Any, ordinal: int, size: int) -> None:
         self.size = size
         self.own_words = driver.allocate(ordinal, 2 * size * _WORD)
         driver.fill_words(ordinal, self.own_words, 0, 2 * size)
         self.words: dict[int, int] = {}
         self.began = driver.new_event(ordinal)
-        self.arrived = [driver.new_event(ordinal) for _ in range(results)]
-        self.flights = (ctypes.c_uint64 * (_FLIGHTS * (results + 1)))()
+        self.arrived = driver.new_event(ordinal)
+        self.flights = (ctypes.c_uint64 * (_FLIGHTS * _IN_A_ROW))()
 
     def ready(self, at: int, of: int) -> int:
         """The address of rank `at`'s word that says that `of`'s operand is there."""
@@ -137,7 +138,7 @@ class Copier:
         plan: Plan,
         text: str,
         operand: Any,
-        results: Sequence[Any],
+        result: Any,
         token: Any,
         stream: Any,
     ) -> None:
@@ -146,9 +147,8 @@ class Copier:
         token: the address of 32 bits, which will be 0.
         """
         driver, me, beside, calls = self.communicator.driver, self.rank, self.stream, self._calls
-        width = len(results) + 1
-        calls.pc_begin(slot.flights, _FLIGHTS, width)
-        for i, address in enumerate((operand, *results)):
+        calls.pc_begin(slot.flights, _FLIGHTS, _IN_A_ROW)
+        for i, address in enumerate((operand, result)):
             calls.pc_note(slot.flights, i, address)
         with driver.device(self.ordinal):
             driver.record_again(slot.began, stream)
@@ -161,35 +161,28 @@ class Copier:
             turns, operands = self._meeting.turns, self._meeting.operands
             size = len(turns)
             calls.pc_meet(turns, operands, me, size, operand, ctypes.byref(self.unusable))
-            last = {pull.rank: pull for pulls in plan.pulls for pull in pulls if pull.rank != me}
-            waiting = set(last)
-            for result, pulls in zip(results, plan.pulls, strict=True):
-                if plan.clear:
-                    driver.clear(self.ordinal, result, plan.clear, beside)
-                for pull in pulls:
-                    if pull.rank in waiting:
-                        waiting.remove(pull.rank)
-                        driver.take_word(slot.ready(me, pull.rank), beside)
-                    calls.pc_pull(
-                        driver.address("cuMemcpyDtoDAsync_v2"), turns, operands, me, size,
-                        pull.rank, pull.source, tape.behind(result, pull.target), pull.nbytes,
-                        beside,
-                    )  # fmt: skip
-                    if pull is last.get(pull.rank):
-                        driver.give_word(slot.read(pull.rank, me), beside)
+            if plan.clear:
+                driver.clear(self.ordinal, result, plan.clear, beside)
+            for pull in plan.pulls:
+                if pull.rank != me:
+                    driver.take_word(slot.ready(me, pull.rank), beside)
+                calls.pc_pull(
+                    driver.address("cuMemcpyDtoDAsync_v2"), turns, operands, me, size,
+                    pull.rank, pull.source, tape.behind(result, pull.target), pull.nbytes, beside,
+                )  # fmt: skip
+                if pull.rank != me:
+                    driver.give_word(slot.read(pull.rank, me), beside)
             for peer in plan.readers:
                 driver.take_word(slot.read(me, peer), beside)
-            for arrived in slot.arrived:
-                driver.record_again(arrived, beside)
+            driver.record_again(slot.arrived, beside)
         self.communicator.end(beside)
 
-    def finish(self, slot: Slot, number: int, operand: Any, result: Any, stream: Any) -> None:
-        """Has `stream` wait for result `number` of the exchange in `slot`."""
+    def finish(self, slot: Slot, operand: Any, result: Any, stream: Any) -> None:
+        """Has `stream` wait for the result of the exchange in `slot`."""
         self.communicator.check()
-        width = len(slot.arrived) + 1
-        self._calls.pc_take(slot.flights, _FLIGHTS, width, number + 1, operand, result)
+        self._calls.pc_take(slot.flights, _FLIGHTS, _IN_A_ROW, 1, operand, result)
         with self.communicator.driver.device(self.ordinal):
-            self.communicator.driver.wait_event(stream, slot.arrived[number])
+            self.communicator.driver.wait_event(stream, slot.arrived)
 
     def address(self, function: str) -> int:
         """The address of a C function of the driver's, or of the tape's own."""
@@ -269,10 +262,8 @@ _copiers: dict[Group, dict[int, Copier]] = {}
 _making = threading.Lock()
 
 
-def slots(group: Group, key: Any, results: int) -> dict[int, tuple[Copier, Slot]]:
+def slots(group: Group, key: Any) -> dict[int, tuple[Copier, Slot]]:
     """The slot that `key` names of each rank of the group; made if it is not there yet.
-
-    results: how many come of an exchange.
 
     Raises:
       ProcessError: some GPUs of the group are another process's.
@@ -280,7 +271,6 @@ def slots(group: Group, key: Any, results: int) -> dict[int, tuple[Copier, Slot]
     communicators = group.communicators
     if len(communicators) < len(group.devices):
         raise ProcessError(f"{group}: copy engines serve the GPUs of one process")
-    key = key, results
     with _making:
         if group not in _copiers:
             ordinals = [c.ordinal for c in communicators.values()]
@@ -291,7 +281,7 @@ def slots(group: Group, key: Any, results: int) -> dict[int, tuple[Copier, Slot]
         copiers = _copiers[group]
         if any(key not in copier.slots for copier in copiers.values()):
             made = {
-                rank: Slot(c.communicator.driver, c.ordinal, len(copiers), results)
+                rank: Slot(c.communicator.driver, c.ordinal, len(copiers))
                 for rank, c in copiers.items()
             }
             for rank, slot in made.items():
