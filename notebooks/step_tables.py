@@ -3,7 +3,9 @@
 Notebooks print them, and tests compare them with the docstrings.
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 
 from pallas_collectives.kernels import all_reduce_line as line_kernel
 from pallas_collectives.kernels.machinery import relay
+from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import LEFT, RIGHT, Stream
 
@@ -132,6 +135,23 @@ def permute(n: int, pairs: Sequence[tuple[int, int]]) -> str:
         rows["copy"].append(f"{device}>{to[device]}" if device in to else ".")
         rows["result"].append("0" if source is None else f"[{source}]")
     return _lines(rows.items(), first=8, width=8)
+
+
+def torus(plan: shares.Plan) -> str:
+    """Which way each stream of a gather goes, as `shares` prints it."""
+    phases = range(len(plan.sizes))
+    lines = ["stream  part  " + "  ".join(f"phase {phase} " for phase in phases)]
+    for bundle in plan.bundles:
+        for stream in range(bundle.streams):
+            sign = "+" if shares.direction_of(stream) == RIGHT else "-"
+            hops = (
+                f"{'xyz'[bundle.order[p]]}{sign} {plan.hops(bundle, p)} x "
+                f"{math.prod(plan.sizes[axis] for axis in bundle.order[:p])}"
+                for p in phases
+            )
+            part = Fraction(bundle.size, plan.block[plan.cut])
+            lines.append(f"{len(lines) - 1:<8}{part!s:<6}" + "  ".join(hops))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _lines(rows: Iterable[tuple[str, Sequence[str]]], *, first: int, width: int) -> str:

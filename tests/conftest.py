@@ -67,6 +67,20 @@ def hops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def by_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the NCCL backend serves: over the wire of host memory, or on GPUs."""
+    import jax
+
+    import nccl_host
+
+    if request.param == "host":
+        nccl_host.serve(monkeypatch)
+    elif jax.default_backend() != "gpu" or jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return request.param
+
+
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     """`python -m benchmarks` in this process: a `benchmarking.Bench`."""

@@ -10,7 +10,6 @@ import pytest
 
 import conformance
 import harness
-import nccl_host
 import pallas_collectives as pc
 import recording
 from pallas_collectives import nccl
@@ -34,16 +33,7 @@ SUMMED = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int
           "uint16", "uint32", "complex64"]  # fmt: skip
 
 
-@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
-def where(request, monkeypatch):
-    """Where the collectives run: over the wire of host memory, or on GPUs with NCCL."""
-    if request.param == "gpu":
-        if jax.default_backend() != "gpu" or N < 2:
-            pytest.skip("needs two GPUs")
-        yield request.param
-        return
-    nccl_host.serve(monkeypatch)
-    yield request.param
+pytestmark = pytest.mark.usefixtures("by_nccl")
 
 
 def both(fn, x, on=None):
@@ -197,8 +187,8 @@ def test_ragged_all_to_all():
     np.testing.assert_array_equal(f(*(jnp.asarray(a) for a in arguments)), want)
 
 
-def test_ragged_sizes_that_leave_the_arrays_fail_the_program(where):
-    if where == "gpu":
+def test_ragged_sizes_that_leave_the_arrays_fail_the_program(by_nccl):
+    if by_nccl == "gpu":
         pytest.skip("the peers would wait: see the watchdog's tests")
     arguments, _ = ragged_case()
     arguments[3][:] += 7
@@ -282,9 +272,9 @@ def test_a_failed_group_fails_the_program_and_lowering_anew_mends_it(monkeypatch
     np.testing.assert_array_equal(first(x), np.ones((N, N, 2)))
 
 
-def calls_out(where, f, x, runs=10):
+def calls_out(by_nccl, f, x, runs=10):
     """How often each of `runs` runs called out of the program."""
-    if where != "gpu":
+    if by_nccl != "gpu":
         pytest.skip("graphs are a matter of GPUs")
     counts = []
     for _ in range(runs):
@@ -295,7 +285,7 @@ def calls_out(where, f, x, runs=10):
 
 
 @pytest.mark.gpu
-def test_a_chain_in_one_process_is_captured_too(where):
+def test_a_chain_in_one_process_is_captured_too(by_nccl):
     """Calls are made at capture only, in a single process with all GPUs as well."""
 
     def chain(x):
@@ -304,12 +294,12 @@ def test_a_chain_in_one_process_is_captured_too(where):
         return x
 
     f = harness.per_device(chain, harness.mesh(N))
-    counts = calls_out(where, f, np.ones((N, 1024), np.float32))
+    counts = calls_out(by_nccl, f, np.ones((N, 1024), np.float32))
     assert counts[-5:] == [0] * 5 and sum(counts) <= 4 * 20 * N, counts
 
 
 @pytest.mark.gpu
-def test_one_collective_alone_is_captured_where_graphs_may_be_that_small(where):
+def test_one_collective_alone_is_captured_where_graphs_may_be_that_small(by_nccl):
     """XLA makes no graph of fewer than five operations unless told to."""
     on = harness.mesh(N)
     gather = jax.shard_map(
@@ -317,13 +307,13 @@ def test_one_collective_alone_is_captured_where_graphs_may_be_that_small(where):
         mesh=on, in_specs=P("x"), out_specs=P(), check_vma=False,
     )  # fmt: skip
     x = jax.device_put(np.ones((N, 1024), np.float32), jax.NamedSharding(on, P("x")))
-    assert calls_out(where, jax.jit(gather), x)[-1] == N
+    assert calls_out(by_nccl, jax.jit(gather), x)[-1] == N
     small = jax.jit(gather, compiler_options={"xla_gpu_graph_min_graph_size": 1})
-    assert calls_out(where, small, x)[-5:] == [0] * 5
+    assert calls_out(by_nccl, small, x)[-5:] == [0] * 5
 
 
 @pytest.mark.gpu
-def test_graphs_can_be_turned_off(where):
+def test_graphs_can_be_turned_off(by_nccl):
     """Programs that XLA must not capture call out every time, and are right."""
     options = {"xla_gpu_enable_command_buffer": ""}
     f = jax.jit(jax.shard_map(
@@ -332,6 +322,6 @@ def test_graphs_can_be_turned_off(where):
     ), compiler_options=options)  # fmt: skip
     x = np.ones((N, 8), np.float32)
     python = ffi.counters.python
-    assert calls_out(where, f, x) == [2 * N] * 10
+    assert calls_out(by_nccl, f, x) == [2 * N] * 10
     assert ffi.counters.python == python, "calls are made from tapes, not by Python"
     np.testing.assert_array_equal(f(x), np.full((N, 8), N * N))

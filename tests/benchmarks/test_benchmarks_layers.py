@@ -2,27 +2,14 @@
 
 import jax
 import numpy as np
-import pytest
 
 import harness
-import nccl_host
 from benchmarks import layers
-from pallas_collectives.nccl import copies
 
 N = min(4, jax.device_count())
 
 
-@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
-def where(request, monkeypatch):
-    if request.param == "gpu":
-        if jax.default_backend() != "gpu" or N < 2:
-            pytest.skip("needs two GPUs")
-        return
-    nccl_host.serve(monkeypatch)
-    monkeypatch.setattr(copies, "_copiers", {})
-
-
-def test_all_forms_give_the_same_bits():
+def test_all_forms_give_the_same_bits(by_nccl):
     mesh, size = harness.mesh(N), {"layers": 6, "width": 128, "tokens": 8}
     results = {
         name: np.asarray(

@@ -16,7 +16,7 @@ import pytest
 from nccl_wire import SECONDS, SUCCESS, Wire, WireError
 from pallas_collectives import nccl
 from pallas_collectives.backends import choice
-from pallas_collectives.nccl import group, progress, runtime
+from pallas_collectives.nccl import copies, group, progress, runtime
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.store import LocalStore
 
@@ -234,6 +234,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_missing", lambda name, platform: "")
     monkeypatch.setattr(group, "_options", {"runtime": runtime})
     monkeypatch.setattr(group, "_groups", {})
+    monkeypatch.setattr(copies, "_copiers", {})
 
 
 @dataclasses.dataclass(frozen=True)

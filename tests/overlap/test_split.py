@@ -8,26 +8,13 @@ import numpy as np
 import pytest
 
 import harness
-import nccl_host
 import pallas_collectives as pc
 from pallas_collectives.backends import flights
 from pallas_collectives.errors import CollectiveError
-from pallas_collectives.nccl import copies
 from pallas_collectives.topology.groups import Group
 
 N = min(4, jax.device_count())  # a host may have two GPUs
 SHIFT = [(d, (d + 1) % N) for d in range(N)]
-
-
-@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
-def beside(request, monkeypatch):
-    """Where collectives are under way: on GPUs by copy engines, or on the host in their place."""
-    if request.param == "gpu":
-        if jax.default_backend() != "gpu" or N < 2:
-            pytest.skip("needs two GPUs")
-        return
-    nccl_host.serve(monkeypatch)
-    monkeypatch.setattr(copies, "_copiers", {})
 
 
 FORMS = {
@@ -66,7 +53,7 @@ def on_devices(fn, x):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex64"])
 @pytest.mark.parametrize("form", FORMS)
-def test_values_are_laxs(beside, form, dtype):
+def test_values_are_laxs(by_nccl, form, dtype):
     x = harness.random((N, 2 * N, 3 * N), dtype)
     got = on_devices(lambda x: split(form, x)[0], x)
     want = on_devices(functools.partial(whole, form), x)
@@ -79,7 +66,7 @@ def test_values_are_laxs(beside, form, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_laxs(beside, form):
+def test_gradients_are_laxs(by_nccl, form):
     x = harness.random((N, 2 * N, 3 * N), "float32")
 
     def loss(collective, x):
@@ -95,7 +82,7 @@ def test_gradients_are_laxs(beside, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_batched_values_are_laxs(beside, form):
+def test_batched_values_are_laxs(by_nccl, form):
     x = harness.random((N, 2 * N, 3 * N, 5), "float32")
     batched = functools.partial(jax.vmap, in_axes=2, out_axes=2)
     got = on_devices(batched(lambda x: split(form, x)[0]), x)
@@ -103,7 +90,7 @@ def test_batched_values_are_laxs(beside, form):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_several_are_under_way_at_once_and_in_loops(beside):
+def test_several_are_under_way_at_once_and_in_loops(by_nccl):
     """More than there are slots, the next one started before the last is done; in a scan too."""
     x = harness.random((N, 8, 6, 5), "float32")
 
@@ -124,14 +111,14 @@ def test_several_are_under_way_at_once_and_in_loops(beside):
     np.testing.assert_array_equal(on_devices(looped, x), want)
 
 
-def test_what_serves_is_counted(beside):
+def test_what_serves_is_counted(by_nccl):
     pc.reset_counts()
     x = harness.random((N, 4, 3), "float32")
     on_devices(lambda x: pc.all_gather_start(x, "x").done(), x)
     assert pc.counts() == {("all_gather", "nccl", "copies"): 1}
 
 
-def test_memory_that_xla_has_copied_is_an_error(beside):
+def test_memory_that_xla_has_copied_is_an_error(by_nccl):
     """What is under way must not move: a copy of it would hold bytes that had not come."""
     x = harness.random((N, 4, 3), "float32")
 
@@ -178,7 +165,7 @@ BOTH_AT_ONCE = {
 
 
 @pytest.mark.parametrize("program", BOTH_AT_ONCE)
-def test_one_start_may_be_under_way_twice(beside, program):
+def test_one_start_may_be_under_way_twice(by_nccl, program):
     x = harness.random((N, 2 * N, 3 * N), "float32")
     program = BOTH_AT_ONCE[program]
     got = on_devices(functools.partial(program, lambda x: split("all_gather", x)[0]), x)
@@ -186,7 +173,7 @@ def test_one_start_may_be_under_way_twice(beside, program):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_of_an_operand_that_xla_would_compute_twice(beside):
+def test_of_an_operand_that_xla_would_compute_twice(by_nccl):
     x = harness.random((N, 2 * N, 3 * N), "float32")
     got = on_devices(lambda x: split("all_to_all", jnp.eye(2 * N)[:, :N])[0], x)
     want = on_devices(lambda x: whole("all_to_all", jnp.eye(2 * N)[:, :N]), x)
@@ -202,7 +189,7 @@ def test_of_an_operand_that_xla_would_compute_twice(beside):
     np.testing.assert_array_equal(got, want)
 
 
-def test_what_comes_after_a_batch_need_not_be_batched_itself(beside):
+def test_what_comes_after_a_batch_need_not_be_batched_itself(by_nccl):
     x = harness.random((N, 2, 3), "float32")
 
     def program(x):
@@ -212,7 +199,7 @@ def test_what_comes_after_a_batch_need_not_be_batched_itself(beside):
     np.testing.assert_array_equal(on_devices(program, x), want)
 
 
-def test_elements_that_share_bytes_go_as_by_the_whole_collective(beside):
+def test_elements_that_share_bytes_go_as_by_the_whole_collective(by_nccl):
     x = harness.random((N, 2 * N, 3 * N), "int4")
     pc.reset_counts()
     for form in FORMS:

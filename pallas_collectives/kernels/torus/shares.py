@@ -374,20 +374,3 @@ def links_shared(axis: Group, there_and_back: bool = False) -> int | Fraction:
 def direction_of(stream: Number) -> Any:
     """Which way round a stream of a bundle goes."""
     return RIGHT - (RIGHT - LEFT) * (stream & 1)
-
-
-def course_table(plan: Plan) -> str:
-    """Which way each stream of a gather goes, as printed above."""
-    phases = range(len(plan.sizes))
-    lines = ["stream  part  " + "  ".join(f"phase {phase} " for phase in phases)]
-    for bundle in plan.bundles:
-        for stream in range(bundle.streams):
-            sign = "+" if direction_of(stream) == RIGHT else "-"
-            hops = (
-                f"{'xyz'[bundle.order[p]]}{sign} {plan.hops(bundle, p)} x "
-                f"{math.prod(plan.sizes[axis] for axis in bundle.order[:p])}"
-                for p in phases
-            )
-            part = Fraction(bundle.size, plan.block[plan.cut])
-            lines.append(f"{len(lines) - 1:<8}{part!s:<6}" + "  ".join(hops))
-    return "\n".join(line.rstrip() for line in lines)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import step_tables
 from pallas_collectives.kernels.torus import devices, timetable
 from pallas_collectives.kernels.torus import shares as torus
 from pallas_collectives.kernels.torus.shares import Plan
@@ -121,7 +122,7 @@ def test_uneven_shares_can_be_cut_into_good_tiles(
 
 
 def test_the_table_in_the_docstring_is_the_course() -> None:
-    table = torus.course_table(plan_of((4, 4), [False] * 2, 16))
+    table = step_tables.torus(plan_of((4, 4), [False] * 2, 16))
     assert all(line in (torus.__doc__ or "") for line in table.splitlines()), f"\n{table}"
 
 
