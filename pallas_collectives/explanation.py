@@ -183,7 +183,7 @@ def _check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: A
 
 def _mesh_of(devices: int, chip: str | None) -> AbstractMesh:
     """So many devices of a chip on one axis, "x"."""
-    kind = None if chip is None else chips.kind_of(chip)
+    kind = None if chip is None else chips.BY_NAME[chip].device_kind
     device = kind and jax.sharding.AbstractDevice(kind, None, platform="tpu")
     auto = (jax.sharding.AxisType.Auto,)
     return AbstractMesh((devices,), ("x",), axis_types=auto, abstract_device=device)

@@ -24,7 +24,8 @@ from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeErro
 from pallas_collectives.kernels import residual_norm
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.lowering import remat
-from pallas_collectives.topology import chips, placement, rates
+from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
 
@@ -221,18 +222,17 @@ def _pays(x: Any, residual: Any, group: Group) -> bool:
     sums = algorithms.predicted("all_reduce", nbytes, group, cuts=nbytes // (group.size << 12))
     gathered = [us for name, us in sums.items() if name.partition(":")[0] == _GATHER]
     x_bytes, residual_bytes = (math.prod(a.shape) * a.dtype.itemsize for a in (x, residual))
-    passes = seconds_of_passes(x_bytes, residual_bytes, chips.current().name)
+    passes = seconds_of_passes(x_bytes, residual_bytes, chips.current())
     return bool(gathered) and min(gathered) <= min(sums.values()) + 1e6 * passes
 
 
-def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: str) -> float:
+def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: Chip) -> float:
     """What XLA's one pass over the sum takes at least: it reads both operands, writes both results.
 
     That is two DMAs, one after the other, at HBM's rate. What it takes to start the pass is left
     out, in favour of the form apart.
     """
-    g = rates.of_chip(chip)
-    return 2 * g.dma_latency + 2 * (x_bytes + residual_bytes) / g.hbm_bandwidth
+    return 2 * chip.dma_latency + 2 * (x_bytes + residual_bytes) / chip.hbm_bandwidth
 
 
 @dataclasses.dataclass(frozen=True)

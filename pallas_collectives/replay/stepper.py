@@ -24,7 +24,6 @@ from pallas_collectives.replay import jaxprs, values
 from pallas_collectives.replay.contents import Contents
 from pallas_collectives.replay.devices import CoreMesh, Devices
 from pallas_collectives.replay.lines import Lines
-from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import (
     Access,
     Kernel,
@@ -39,6 +38,7 @@ from pallas_collectives.replay.program import (
 )
 from pallas_collectives.replay.values import UNKNOWN, Known
 from pallas_collectives.replay.views import Buffer, DataDependent, View, element_size
+from pallas_collectives.topology.chips import Chip
 
 _LARGEST_FOLLOWED = 1 << 16  # elements of an operand in HBM whose contents are kept in mind
 
@@ -64,7 +64,7 @@ class Stepper:
     def __init__(
         self,
         mesh: Any,
-        generation: Generation,
+        generation: Chip,
         compile_equation: Callable[..., Step | None],
         emit: Callable[[Any], None] | None = None,
         read_semaphore: Callable[[Any], int] | None = None,

@@ -126,13 +126,13 @@ def _on_slice(name: str, numbers: Sequence[int]) -> Places:
     assert found is not None, name
     chip, shape = found
     there = Torus(shape, chip.wraps(shape))
-    if max(numbers) >= math.prod(shape) * chip.devices:
+    if max(numbers) >= math.prod(shape) * chip.devices_per_chip:
         raise BackendError(
             f"a mesh with simulated device {max(numbers)}",
-            f"torus {name!r} has {math.prod(shape) * chip.devices} devices",
+            f"torus {name!r} has {math.prod(shape) * chip.devices_per_chip} devices",
             "use fewer devices or a larger torus",
         )
-    return Places(there, tuple(there.place(number, chip.devices) for number in numbers))
+    return Places(there, tuple(there.place(number, chip.devices_per_chip) for number in numbers))
 
 
 def arranged(group: Group) -> Group:

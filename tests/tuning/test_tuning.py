@@ -53,7 +53,7 @@ def test_the_fastest_that_is_allowed_is_chosen_everywhere(
 ) -> None:
     reach = reachable(op, n, chip, torus)
     longest = {"all_reduce": 64, "all_to_all": 32}.get(op, n)
-    if n > longest and not chip.far_dma and not reach:
+    if n > longest and not chip.reaches_all and not reach:
         return  # no kernel sums or exchanges on so long a line: lax serves
     predicted = choice.predict(op, block, n, chip, reach, torus)
     best = fastest(op, block, n, chip, reach, torus)
