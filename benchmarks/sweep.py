@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -86,13 +87,30 @@ def _settings() -> Settings:
         raise compiled.CompilerError(f"--compile_for: {compiled.INSTALL}")
     pods = tuple(map(_pod, _REPLAY.value or []))
     topologies = tuple(settings.parse_topology(t, "--compile_for") for t in _COMPILE_FOR.value)
+    if pods and _COMPILE_FOR.value and flags.FLAGS["compile_for"].present:
+        rule = "a replay compiles nothing"
+        raise FlagError("--compile_for", rule, "leave out this or --replay")
     wanted = selection.chosen(_SIZES, pods)
+    for pod in pods:
+        settings.check_axes_of(wanted.axes, replay_rows.mesh_axes(Machine.named(pod)), pod)
+    if devices.kind() == "simulated" and not pods:
+        _check_simulable(wanted)
     if _PLOT.value:
-        plots.check_installed()
         if devices.kind() == "simulated" and not pods:
             rule = "simulated devices have no times to plot"
             raise FlagError("--plot", rule, "plot a model's, with --replay=v5e:4x4 or another pod")
+        plots.check_installed()
     return dataclasses.replace(wanted, topologies=topologies)
+
+
+def _check_simulable(wanted: Settings) -> None:
+    """Refuses sizes of which one row would take longer than a run may without a warning."""
+    most = _LONG_MINUTES * 60 // 5 * (16 << 20) // math.prod(wanted.mesh)
+    if max(wanted.sizes) > most:
+        rule = f"the interpreter takes minutes a row above {most >> 20} MiB on these devices"
+        raise FlagError(
+            f"--sizes with {max(wanted.sizes)}", rule, "name less, or a pod with --replay"
+        )
 
 
 def _pod(text: str) -> str:
