@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay import jaxprs, operations
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent
@@ -107,11 +107,11 @@ def parallel_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -
     """A vector subcore's loop, turn after turn: its turns are independent."""
     body = eqn.params["jaxpr"]
     inner, _ = jaxprs.open_jaxpr(body)
-    lower, upper, step_by, constants, carried = jaxprs.parallel_loop(eqn)
+    lower, upper, step_by, constants, carried = operations.parallel_loop(eqn)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         def value(item: Any) -> Any:
-            return env[ins[item.index]] if isinstance(item, jaxprs.Slot) else item
+            return env[ins[item.index]] if isinstance(item, operations.Slot) else item
 
         bounds = [value(item) for item in (lower, upper, step_by)]
         if any(bound is UNKNOWN for bound in bounds):

@@ -10,7 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.replay import control, cores, jaxprs, kernels, names, twins, values
+from pallas_collectives.replay import (
+    control,
+    cores,
+    jaxprs,
+    kernels,
+    operations,
+    refs,
+    twins,
+    values,
+)
 from pallas_collectives.replay.program import Access, Work
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
@@ -30,7 +39,7 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
     special = _SPECIAL.get(name)
     if special is not None:
         return _explained(eqn, special(stepper, eqn, ins, outs))
-    op = jaxprs.operation(eqn)
+    op = operations.operation(eqn)
     if op is not None:
         return _operation(stepper, eqn, op, ins, outs)
     if name in _NO_WORK:
@@ -51,7 +60,7 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
 
 
 def _operation(stepper: Stepper, eqn: Any, op: Any, ins: list[int], outs: list[int]) -> Step:
-    selectors = [ins[slot.index] for slot in jaxprs.selectors(op)]
+    selectors = [ins[slot.index] for slot in operations.selectors(op)]
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         for slot in selectors:
@@ -253,85 +262,6 @@ def _price(stepper: Stepper, eqn: Any) -> float:
     return size / generation.vector_rate
 
 
-# Scopes -------------------------------------------------------------------------------------------
-
-
-def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
-    ref_names = names.of_refs(jaxpr)
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        assert stepper.kernel is not None, "run_scoped outside a kernel"
-        if eqn.params.get("collective_axes"):
-            raise jaxprs.UnsupportedEquation("replay does not know what cores allocate as one", eqn)
-        views = []
-        for i, var in enumerate(jaxpr.invars):
-            key = (id(eqn), i, stepper.kernel_number)
-            name = f"{ref_names[i] or f'ref {i}'} (scoped)"
-            views.append(stepper.allocate(key, var.aval, name))
-        kernel, held = stepper.kernel, [v.buffer for v in views]
-        kernel.held.take(held, stepper.source(eqn).line)
-        results = stepper.run(jaxpr, views, lanes, [env[i] for i in ins])
-        kernel.held.give_back(held)
-        for o, value in zip(outs, results, strict=True):
-            env[o] = value
-
-    return step
-
-
-# Refs outside kernels ----------------------------------------------------------------------------
-
-
-def _array(stepper: Stepper, key: Any, aval: Any, name: str, value: Any, lanes: np.ndarray) -> View:
-    """A ref to an array in HBM that no kernel has made."""
-    view = stepper.allocate(key, aval, name, "hbm")
-    stepper.follow(view, aval, value, lanes)
-    return view
-
-
-def _run_state(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        refs = [
-            _array(stepper, (id(eqn), i), v.aval, f"state{i}", env[ins[i]], lanes)
-            for i, v in enumerate(jaxpr.invars)
-        ]
-        stepper.run(jaxpr, refs, lanes)
-        for o in outs:
-            env[o] = UNKNOWN
-
-    return step
-
-
-def _new_ref(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    aval = eqn.outvars[0].aval
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        value = env[ins[0]] if ins else UNKNOWN
-        env[outs[0]] = _array(stepper, id(eqn), aval, "ref", value, lanes)
-
-    return step
-
-
-def _freeze(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        for o in outs:
-            env[o] = UNKNOWN
-
-    return step
-
-
-def _get_global(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    aval = eqn.params["what"]
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        key = (id(eqn), stepper.kernel_number)
-        env[outs[0]] = stepper.allocate(key, aval, f"global@{stepper.source(eqn).line}")
-
-    return step
-
-
 # Places and kernels -------------------------------------------------------------------------------
 
 
@@ -360,17 +290,6 @@ def _program_id(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
     return step
 
 
-def _barrier_semaphore(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    aval = eqn.outvars[0].aval
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        number = stepper.collective_id
-        key = ("barrier", number, eqn.params.get("tag"))
-        env[outs[0]] = stepper.allocate(key, aval, f"barrier[collective_id={number}]")
-
-    return step
-
-
 def _delay(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     def step(env: list[Any], lanes: np.ndarray) -> None:
         nanoseconds = env[ins[0]]
@@ -392,17 +311,17 @@ _SPECIAL: dict[str, Any] = {
     "scan": control.scan,
     "while": control.while_loop,
     "parallel_loop": control.parallel_loop,
-    "run_scoped": _run_scoped,
-    "run_state": _run_state,
-    "new_ref": _new_ref,
-    "empty_ref": _new_ref,
-    "freeze": _freeze,
-    "free_ref": _freeze,
-    "get_global": _get_global,
+    "run_scoped": refs.run_scoped,
+    "run_state": refs.run_state,
+    "new_ref": refs.new_ref,
+    "empty_ref": refs.new_ref,
+    "freeze": refs.freeze,
+    "free_ref": refs.freeze,
+    "get_global": refs.get_global,
     "axis_index": _axis_index,
     "program_id": _program_id,
     "num_programs": _program_id,
-    "get_barrier_semaphore": _barrier_semaphore,
+    "get_barrier_semaphore": refs.barrier_semaphore,
     "pallas_call": kernels.compile_kernel,
     "mpmd_map": cores.compile_kernel,
     "core_map": cores.compile_kernel,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay import jaxprs, operations
 from pallas_collectives.replay.program import Signal, Wait
 from pallas_collectives.replay.stepper import Stepper
 
@@ -21,7 +21,7 @@ def on_entry(stepper: Stepper, eqn: Any, lanes: np.ndarray) -> None:
     it is told not to (JAX's docs/pallas/tpu/distributed.md, `CompilerParams.skip_device_barrier`).
     In round k each device tells the one 2**k after it, so that after all of them all have come.
     """
-    if not jaxprs.has_default_barrier(eqn) or stepper.n_devices == 1:
+    if not _has_default_barrier(eqn) or stepper.n_devices == 1:
         return
     source, distance = stepper.source(eqn), 1
     while distance < stepper.n_devices:
@@ -54,3 +54,20 @@ def _semaphore(stepper: Stepper, name: str, *which: int) -> int:
     scalar = jax.ShapeDtypeStruct((), np.int32)
     view = stepper.allocate(("barrier", name, *which), scalar, name, "semaphore_mem")
     return int(view.buffer.id)
+
+
+def _has_default_barrier(eqn: Any) -> bool:
+    """Whether the compiler begins a kernel with a barrier of all devices."""
+    if jaxprs.collective_id(eqn) is not None or jaxprs.skips_device_barrier(eqn):
+        return False
+    bodies = [eqn.params["jaxpr"]] if "jaxpr" in eqn.params else eqn.params["jaxprs"]
+    inside = [inner for body in bodies for inner in jaxprs.equations(body)]
+    if any(inner.primitive.name == "get_barrier_semaphore" for inner in inside):
+        return False
+    return any(_communicates(inner) for inner in inside)
+
+
+def _communicates(eqn: Any) -> bool:
+    """Whether an operation names a device."""
+    op = operations.operation(eqn)
+    return isinstance(op, (operations.DmaStart, operations.Signal)) and op.device_id is not None
