@@ -79,7 +79,7 @@ def explore(
     function: Callable[..., Any] | str,
     *args: Any,
     mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
-    devices: Iterable[int] | None = None,
+    devices: int | Iterable[int] | None = None,
     axis_names: Sequence[str] = ("x",),
     inside: bool | None = None,
     expected: Any = None,
