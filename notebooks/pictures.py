@@ -11,12 +11,8 @@ from matplotlib.collections import PolyCollection
 
 from lesson import copies, signals
 from pallas_collectives.replay import Report
-
-COLOURS = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf"),
-    "#bcbd22",
-)
-EMPTY, WAITING = "#f0f0f0", "#d9d9d9"
+from pallas_collectives.replay.style import DEVICES as COLOURS
+from pallas_collectives.replay.style import EMPTY, WAITING
 
 
 def cells(axes: Any, x: float, y: float, colours: Sequence[str], size: float = 1.0) -> None:
