@@ -37,6 +37,7 @@ from pallas_collectives.errors import CollectiveError
 from pallas_collectives.overlap import split
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
+from pallas_collectives.validation import AxisName
 
 Layer = Callable[[Any, Any], Any]
 
@@ -46,7 +47,7 @@ _UNROLLED = 8
 
 
 def scan_gathered(
-    layer: Layer, carry: Any, weights: Any, axis_name: Any, *, unroll: int | None = None
+    layer: Layer, carry: Any, weights: Any, axis_name: AxisName, *, unroll: int | None = None
 ) -> Any:
     """A scan of layers over weights that are gathered one layer ahead, inside `jax.shard_map`.
 
@@ -95,12 +96,12 @@ def _at(weights: Any, layers: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _scan(layer: Layer, axis_name: Any, unroll: int, carry: Any, weights: Any) -> Any:
+def _scan(layer: Layer, axis_name: AxisName, unroll: int, carry: Any, weights: Any) -> Any:
     return _forward(layer, axis_name, unroll, carry, weights)[0]
 
 
 def _forward(
-    layer: Layer, axis_name: Any, unroll: int, carry: Any, weights: Any
+    layer: Layer, axis_name: AxisName, unroll: int, carry: Any, weights: Any
 ) -> tuple[Any, Any]:
     """The last carry; and the weights with each layer's input."""
 
@@ -118,7 +119,7 @@ def _forward(
 
 
 def _backward(
-    layer: Layer, axis_name: Any, unroll: int, saved: Any, cotangent: Any
+    layer: Layer, axis_name: AxisName, unroll: int, saved: Any, cotangent: Any
 ) -> tuple[Any, Any]:
     weights, inputs, last = saved
 
