@@ -260,29 +260,38 @@ def _ungrouped(groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 # One buffer ---------------------------------------------------------------------------------------
 
 LANES = 128
-_TILE_BYTES = 32 * LANES  # of one-byte numbers: DMAs move whole ones as they lie
+_TILE_BYTES = 32 * LANES  # of one-byte numbers
+_WHOLE_FROM_BYTES = 16 * _TILE_BYTES
 
 
-def packed_bytes(shape: tuple[int, ...], wire: Wire, whole: int = 0) -> int:
-    """Bytes of one block on the wire, scales and padding to multiples of `whole` included."""
+def packed_bytes(shape: tuple[int, ...], wire: Wire) -> int:
+    """Bytes of one block on the wire, scales and padding included."""
     if not wire.scaled:
         return 2 * math.prod(shape)
     nbytes = math.prod(shape) + 4 * math.prod(shape[:-1]) * groups_of(shape[-1], wire)
-    whole = whole or _TILE_BYTES
+    return _padded(nbytes)
+
+
+def _padded(nbytes: int) -> int:
+    """In whole rows of lanes; if large, in so many tiles that kernels can cut them evenly.
+
+    A power of two divides their number, as large as adds no more than a 128th.
+    """
+    whole = LANES
+    if nbytes >= _WHOLE_FROM_BYTES:
+        whole = _TILE_BYTES << max(0, (nbytes // (128 * _TILE_BYTES)).bit_length() - 1)
     return -(-nbytes // whole) * whole
 
 
-def pack(values: jax.Array, scales: jax.Array, whole: int = 0) -> jax.Array:
-    """Blocks' values with their scales behind them: (blocks, rows, 128) int8.
-
-    Padded to a multiple of `whole` bytes, by default those of a tile.
-    """
+def pack(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Blocks' values with their scales behind them: (blocks, rows, 128) int8."""
     blocks = len(values)
     parts = [
         lax.bitcast_convert_type(part, jnp.int8).reshape(blocks, -1) for part in (values, scales)
     ]
     joined = jnp.concatenate(parts, axis=1)
-    padded = jnp.pad(joined, ((0, 0), (0, -joined.shape[1] % (whole or _TILE_BYTES))))
+    nbytes = joined.shape[1]
+    padded = jnp.pad(joined, ((0, 0), (0, _padded(nbytes) - nbytes)))
     return padded.reshape(blocks, -1, LANES)
 
 

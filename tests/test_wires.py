@@ -111,7 +111,7 @@ def test_what_has_been_sent_once_arrives_as_it_is(wire: Wire) -> None:
 def test_stochastic_rounding_is_unbiased_and_takes_either_neighbour(dtype: str) -> None:
     """The mean of many draws is the number, within five deviations of such a mean."""
     x = jnp.asarray(data("normal", rows=1)[:, :256])
-    wire, draws = Wire(dtype, rounding="stochastic", key=jax.random.key(0)), 4000
+    wire, draws = Wire(dtype, rounding="stochastic", key=jax.random.key(0)), 2000
     keys = jax.random.split(jax.random.key(3), draws)
     drawn = jax.vmap(lambda key: wires.as_sent(x, wire, jax.random.uniform(key, x.shape)))(keys)
     drawn = np.asarray(drawn, np.float64)
@@ -143,7 +143,7 @@ def test_one_buffer_has_values_and_scales(wire: Wire, shape: tuple[int, ...]) ->
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32))
     values, scales = wires.quantize(x, wire)
     packed = wires.pack(values, scales)
-    assert packed.shape[1] % 32 == 0 and packed.shape[2] == 128
+    assert packed.shape[2] == 128
     assert packed.nbytes == 4 * wires.packed_bytes(shape, wire)
     again = wires.unpack(packed, shape, wire)
     np.testing.assert_array_equal(again[0].astype(jnp.float32), values.astype(jnp.float32))

@@ -34,7 +34,7 @@ from pallas_collectives.backends.plans import How, WirePlan
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.topology import chips, placement, rates
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.wires import LANES, Wire
+from pallas_collectives.wires import Wire
 
 # From so many bytes of an operand a wire is taken where no times tell: smaller ones are latency.
 AUTO_BYTES = 2 << 20
@@ -97,14 +97,14 @@ class OnWire:
     ) -> jax.Array:
         """Rows to each device; every row has its scales behind it. Rows that do not come stay."""
         rows = operand.reshape(len(operand), -1)
-        wire, plain = _settled("ragged_all_to_all", operand, rows.shape[1:], group, how, LANES)
+        wire, plain = _settled("ragged_all_to_all", operand, rows.shape[1:], group, how)
         exchange = self._module.ragged_all_to_all
         if wire is None or not wire.scaled:
             narrow = _cast(operand, wire), _cast(output, wire)
             come = exchange(*narrow, tables, group, how=plain).astype(output.dtype)
             if wire is None:
                 return come
-        packed = wires.pack(*wires.quantize(rows, wire), whole=LANES)
+        packed = wires.pack(*wires.quantize(rows, wire))
         blank = jnp.full((len(output), *packed.shape[1:]), -1, jnp.int8)  # no scale is all ones
         come = exchange(packed, blank, tables, group, how=plain)
         values, scales = wires.unpack(come, rows.shape[1:], wire)
@@ -179,7 +179,7 @@ def _cast(x: jax.Array, wire: Wire | None) -> jax.Array:
 
 
 def _settled(
-    op: str, x: jax.Array, block: tuple[int, ...], group: Group, how: How, whole: int = 0
+    op: str, x: jax.Array, block: tuple[int, ...], group: Group, how: How
 ) -> tuple[Wire | None, How]:
     """The wire that a call takes, and what is asked of the backend then; counted.
 
@@ -189,7 +189,6 @@ def _settled(
       block: the shape that is quantised by itself: of one block, or of a row.
       group: the devices.
       how: the caller's wishes.
-      whole: bytes that a block takes a multiple of, where those are not a tile's.
 
     Raises:
       DtypeError, WireError, AlgorithmError: a wire that was named cannot be had, or loses.
@@ -204,7 +203,7 @@ def _settled(
         _note_left_out(op, wire, why)
         return None, plain
     blocks = max(1, x.size // math.prod(block))
-    sent = blocks * wires.packed_bytes(block, wire, whole)
+    sent = blocks * wires.packed_bytes(block, wire)
     if sent >= x.nbytes:
         lost = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
         if not wire.optional:
