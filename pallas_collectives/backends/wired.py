@@ -259,9 +259,7 @@ def predicted(
     n, record = group.size, catalogue.COLLECTIVES[op]
     plain = _least(op, record.block_bytes(nbytes, n), group)
     if record.example.adds:
-        part = sent // n if record.of_blocks else sent
-        steps = [_least("all_to_all", part, group)]
-        steps += [_least("all_gather", part, group)] if op == "all_reduce" else []
+        steps = [_least(step, sent // n, group) for step in ordered.STEPS[op]]
     else:
         steps = [_least(op, record.block_bytes(sent, n), group)]
     if plain is None or None in steps:
@@ -269,6 +267,23 @@ def predicted(
     hbm = rates.of_chip(chips.current().name).hbm_bandwidth
     passes = seconds_of_passes(op, nbytes, sent, n, hbm)
     return plain, sum(filter(None, steps)) + 1e6 * passes
+
+
+def error_in_words(op: str, wire: Wire, n: int) -> str:
+    """How far a result may be from the exact one, before it is rounded to the operand's dtype."""
+    if not wire.scaled:
+        return "rounded to bfloat16, 2^-9 of each number, at every hop"
+    shares = {"int8": "1/254 of the largest number of its group", "float8_e4m3fn": "1/16 of itself"}
+    half = shares.get(wire.dtype, "1/8 of itself")
+    if wire.scales != "float32" and wire.dtype == "int8":
+        half = "1/127 of the largest number of its group"
+    once = f"each number is off by {half} at most"
+    match op:
+        case "reduce_scatter":
+            return f"{once}, in each of the {n} terms"
+        case "all_reduce":
+            return f"{once}, in each of the {n} terms and in their sum"
+    return once
 
 
 def _least(op: str, block_bytes: int, group: Group) -> float | None:

@@ -437,11 +437,12 @@ def test_auto_is_left_out_where_it_would_lose_and_counted() -> None:
 
 def test_bfloat16_of_float32_is_a_cast() -> None:
     x = data(2)
-    program = lambda x: [
-        *moves(x, 2, wire="bfloat16", **BY_XLA),
-        *sums(x, wire="bfloat16", **BY_XLA),
-    ]
-    plain = lambda x: [*moves(x, 2, **BY_XLA), *sums(x, **BY_XLA)]  # noqa: E731
-    for got, exact in zip(run(program, x, n=2), run(plain, x, n=2), strict=True):
+
+    def program(x: jax.Array) -> Any:
+        over: Any = {"wire": "bfloat16", **BY_XLA}
+        narrow = [*moves(x, 2, **over), *sums(x, **over)]
+        return narrow, [*moves(x, 2, **BY_XLA), *sums(x, **BY_XLA)]
+
+    for got, exact in zip(*run(program, x, n=2), strict=True):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, exact, rtol=2**-8, atol=0.03)
