@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.steps.schedule import CORE, SPARSECORE, Collective, Done, Event, Loop, Start, Work
 from pallas_collectives import catalogue
 from pallas_collectives.backends.algorithms import KernelPlan
-from pallas_collectives.replay.machine import GENERATIONS
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.tuning import choice
@@ -80,8 +79,7 @@ class Timeline:
 
 def run(events: Iterable[Event], chip: Chip, time_of: Callable[[Collective], float]) -> Timeline:
     """What the events take; `time_of` gives microseconds of a collective."""
-    generation = GENERATIONS[chip.name]
-    clock = generation.vector_rate / (_LANES * generation.cores)
+    clock = chip.vector_rate / (_LANES * chip.cores)
     return _Clock(clock, time_of).after(events)
 
 
@@ -163,12 +161,9 @@ def times(chip: Chip, plans: Iterable[Any]) -> Callable[[Collective], float]:
         block = block // devices if c.op == "all_to_all" else block
         served = (plan.record.name,) if plan else tuple(a.name for a in record.algorithms)
         found = choice.predict(c.op, block, devices, chip, served, plan.torus if plan else None)
-        if found:
-            us = min(p.us for p in found.values())
-        else:
-            us = c.nbytes / GENERATIONS[chip.name].link_bandwidth / US
-        g = GENERATIONS[chip.name]
-        slower = (g.sparsecore_launch_cost - g.launch_cost) / US
+        by_link = c.nbytes / chip.link_bandwidth / US
+        us = min((p.us for p in found.values()), default=by_link)
+        slower = (chip.sparsecore_launch_cost - chip.launch_cost) / US
         return us + (slower if c.engine == SPARSECORE else 0.0)
 
     return time_of

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.combine import wide
@@ -83,7 +84,7 @@ def total(term: Callable[[Any], jax.Array], n: int) -> jax.Array:
     return so_far
 
 
-def _rounded(total: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(total: jax.Array, dtype: DTypeLike) -> jax.Array:
     """In a dtype. XLA may leave a rounding out between two types, but not one that is asked for."""
     if dtype in (jnp.bfloat16, jnp.float16):
         kept = jnp.finfo(dtype)
@@ -114,7 +115,7 @@ EXCHANGE = Algorithm(
     name="exchange",
     launcher=_exchanged,
     reach=PARTNERS,  # what reaches what is asked of its exchanges
-    barrier="everyone",
+    wide=True,
     sent="as all_to_all, and all_gather",
     steps="theirs",
     in_order=True,

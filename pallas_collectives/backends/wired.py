@@ -32,7 +32,7 @@ from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.plans import How, WirePlan
 from pallas_collectives.errors import AlgorithmError, WireError
-from pallas_collectives.topology import chips, placement, rates
+from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
@@ -264,8 +264,7 @@ def predicted(
         steps = [_least(op, record.block_bytes(sent, n), group)]
     if plain is None or None in steps:
         return plain, None
-    hbm = rates.of_chip(chips.current().name).hbm_bandwidth
-    passes = seconds_of_passes(op, nbytes, sent, n, hbm)
+    passes = seconds_of_passes(op, nbytes, sent, n, chips.current().hbm_bandwidth)
     return plain, sum(filter(None, steps)) + 1e6 * passes
 
 

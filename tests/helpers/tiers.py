@@ -146,6 +146,7 @@ QUICK: dict[str, Covers] = {
     ),
     "test_judge::test_the_interpreter_agrees": _sound_or_not,
     "test_judge::test_verdicts": each("case"),
+    "test_judge::test_verdicts_are_what_all_schedules_show": each("case"),
     "test_kernel_bodies::test_kernel_bodies_compile": once,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
