@@ -69,11 +69,13 @@ def all_gather_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `all_gather(x, axis_name, ...)`; arguments, shapes and errors are that function's.
 
     Args:
       after: arrays, in any pytree: on GPUs, what is to be computed before it starts.
+      **narrower: `wire` and the like; then the collective is one call, where it is started.
 
     Returns:
       What gives the result when it is asked for: see `Started.done`.
@@ -92,11 +94,11 @@ def all_gather_start(
         return Way(flights.new("gather", group, to=to), leaf, arrive)
 
     how: Any = {"backend": backend, "algorithm": algorithm, "order": order}
-    call = functools.partial(collectives.all_gather, x, axis_name, **how, **options)
+    call = functools.partial(collectives.all_gather, x, axis_name, **how, **options, **narrower)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     settled = choice.settle(axis_name, axis_index_groups, **how)
-    if to != "varying" and (to != "invarying" or axis_index_groups is not None):
+    if narrower or (to != "varying" and (to != "invarying" or axis_index_groups is not None)):
         return at_once(call)
     return start(x, axis_name, axis_index_groups, settled, call, leave, after)
 
@@ -113,6 +115,7 @@ def psum_scatter_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `psum_scatter(x, axis_name, ...)`; see `all_gather_start`.
 
@@ -136,8 +139,10 @@ def psum_scatter_start(
     )
     validation.check_added("psum_scatter_start", x)
     how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
-    call = functools.partial(collectives.psum_scatter, x, axis_name, **how, **options)
+    call = functools.partial(collectives.psum_scatter, x, axis_name, **how, **options, **narrower)
     settled = choice.settle(axis_name, axis_index_groups, **how)
+    if narrower:
+        return at_once(call)
     return start(x, axis_name, axis_index_groups, settled, call, leave, after)
 
 
@@ -154,6 +159,7 @@ def psum_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `psum(x, axis_name, ...)`; see `all_gather_start`.
 
@@ -162,7 +168,7 @@ def psum_start(
     added in the order of the devices.
     """
     how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
-    return _sum(collectives.psum, x, axis_name, axis_index_groups, how, after)
+    return _sum(collectives.psum, x, axis_name, axis_index_groups, how, after, narrower)
 
 
 all_reduce_start = psum_start
@@ -178,17 +184,24 @@ def pmean_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `pmean(x, axis_name, ...)`; see `psum_start`."""
     how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
-    return _sum(collectives.pmean, x, axis_name, axis_index_groups, how, after)
+    return _sum(collectives.pmean, x, axis_name, axis_index_groups, how, after, narrower)
 
 
 def _sum(
-    whole: Any, x: Any, axis_name: AxisName, groups: Groups, how: dict[str, Any], after: Any
+    whole: Any,
+    x: Any,
+    axis_name: AxisName,
+    groups: Groups,
+    how: dict[str, Any],
+    after: Any,
+    narrower: dict[str, Any],
 ) -> Started:
     settled = choice.settle(axis_name, groups, **how)
-    call = functools.partial(whole, x, axis_name, axis_index_groups=groups, **how)
+    call = functools.partial(whole, x, axis_name, axis_index_groups=groups, **how, **narrower)
 
     def leave(leaf: jax.Array, group: Group) -> Way:
         # Typed as lax types a sum: as equal everywhere, where types are told at all.
@@ -214,7 +227,8 @@ def _sum(
 
         return Way(flights.new("exchange", group), blocks(flat, 0, group.size), arrive)
 
-    if groups is not None or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
+    traced = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
+    if narrower or groups is not None or not traced:
         return at_once(call)  # a constant's sum is one, and lax types no sums of groups
     return start(x, axis_name, None, settled, call, leave, after)
 
@@ -230,6 +244,7 @@ def all_to_all_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `all_to_all(x, axis_name, split_axis, concat_axis, ...)`; see `all_gather_start`."""
     options: Any = {"axis_index_groups": axis_index_groups, "tiled": tiled}
@@ -250,8 +265,10 @@ def all_to_all_start(
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
     how: Any = {"backend": backend, "algorithm": algorithm}
     options |= {"split_axis": split_axis, "concat_axis": concat_axis}
-    call = functools.partial(collectives.all_to_all, x, axis_name, **how, **options)
+    call = functools.partial(collectives.all_to_all, x, axis_name, **how, **options, **narrower)
     settled = choice.settle(axis_name, axis_index_groups, **how)
+    if narrower:
+        return at_once(call)
     return start(x, axis_name, axis_index_groups, settled, call, leave, after)
 
 
@@ -278,6 +295,7 @@ def ppermute_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `ppermute(x, axis_name, perm)`; see `all_gather_start`."""
     how: Any = {"backend": backend, "algorithm": algorithm}
@@ -288,7 +306,9 @@ def ppermute_start(
     def leave(leaf: jax.Array, group: Group) -> Way:
         return Way(flights.new("permute", group, pairs), leaf, lambda came: came)
 
-    call = functools.partial(collectives.ppermute, x, axis_name, pairs, **how)
+    call = functools.partial(collectives.ppermute, x, axis_name, pairs, **how, **narrower)
+    if narrower:
+        return at_once(call)
     return start(x, axis_name, None, settled, call, leave, after)
 
 

@@ -216,6 +216,23 @@ def test_started_collectives_can_be_checkpointed(by_nccl):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def test_narrower_numbers_go_as_by_the_whole_collective():
+    x = harness.random((2, 16, 512), "float32")
+    for name, options in (("all_gather", {"tiled": True}), ("psum_scatter", {"tiled": True})):
+        got, want = (
+            harness.per_device(call, harness.mesh(2))(x)
+            for call in (
+                lambda x, n=name, o=options: getattr(pc, f"{n}_start")(
+                    x, "x", wire="bfloat16", **o
+                ).done(),
+                lambda x, n=name, o=options: getattr(pc, n)(x, "x", wire="bfloat16", **o),
+            )
+        )
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(TypeError, match="wires"):
+        harness.per_device(lambda x: pc.psum_start(x, "x", wires="int8").done(), harness.mesh(2))(x)
+
+
 def test_gpus_of_several_processes_have_it_at_once(monkeypatch):
     """The copy engines of one process know no other's memory."""
     nccl_host.serve(monkeypatch)
