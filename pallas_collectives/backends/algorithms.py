@@ -184,15 +184,10 @@ def _fastest(
         else:
             others.append(Candidate(_EXCHANGE, None, None, _UNTIMED))
     candidates = [candidate for _, candidate in timed]
-    large = [
-        a.name
-        for a in algorithms
-        if a.name in names and group.torus and a.first_from and block_bytes >= a.first_from
-    ]
-    lies = torus if torus in tables.TORI else ON_SEVERAL
-    fitting = [a.name for a in algorithms if a.name in names and lies in a.lies]
-    best = candidates[0].algorithm if candidates else (large or fitting or names)[0]
-    return best, (*candidates, *others)
+    lies = torus if torus in tables.ONE_AXIS else ON_SEVERAL
+    able = (a for a in algorithms if a.name in names)
+    preferred = min(able, key=lambda a: a.rank(lies, block_bytes)).name
+    return candidates[0].algorithm if candidates else preferred, (*candidates, *others)
 
 
 def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:
