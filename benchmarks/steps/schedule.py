@@ -47,6 +47,8 @@ class Collective:
       engine: `CORE`, `DMA` or `SPARSECORE`.
       nbytes: of one device's result.
       devices: that take part together; 0 where the text does not say.
+      axes: the mesh axes that they lie along, where the text names them.
+      members: the numbers of such devices, where it lists them; of a permute, the first pair's.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Collective:
     engine: str
     nbytes: int
     devices: int
+    axes: tuple[str, ...] = ()
+    members: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +215,8 @@ class _Walk:
         # The type of a start holds the operand before the result.
         arrays = _arrays(i.type)
         nbytes = arrays[min(1, len(arrays) - 1)] if i.op.endswith("-start") else sum(arrays)
-        return Collective(i.name, op, "", engine, nbytes, _devices(i.rest))
+        said = _devices(i.rest), _axes(i.rest), _members(i.rest)
+        return Collective(i.name, op, "", engine, nbytes, *said)
 
     def _times(self, condition: str) -> int:
         """How often a loop turns: the number that its counter is compared with."""
@@ -252,9 +257,24 @@ def _arrays(type_: str) -> list[int]:
     return sizes or [0]
 
 
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+
+
+def _axes(rest: str) -> tuple[str, ...]:
+    """The mesh axes of the groups that an instruction names."""
+    named = _MESH.search(rest)
+    return tuple(re.findall(r"'(\w+)'", named[2])) if named else ()
+
+
+def _members(rest: str) -> tuple[int, ...]:
+    """The devices of the first group, or pair, that an instruction lists."""
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", rest)
+    return tuple(map(int, listed[1].split(","))) if listed else ()
+
+
 def _devices(rest: str) -> int:
     """How many devices take part together, from the groups that an instruction names."""
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
+    if named := _MESH.search(rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
     if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):

@@ -17,10 +17,10 @@ from benchmarking import Bench
 from benchmarks import compare
 from benchmarks.results import Saved
 from benchmarks.rows import Stepped
-from benchmarks.steps import compiling, lanes, learning, programs, schedule, timeline
+from benchmarks.steps import compiling, lanes, learning, programs, schedule, timeline, wires
 from benchmarks.steps.programs import BUILT_IN, Form, Program
 from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, Work
-from benchmarks.steps.timeline import chip_of
+from pallas_collectives.replay import Machine
 
 LIBTPU = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
@@ -67,14 +67,14 @@ def test_events_of_a_schedule() -> None:
     assert loop == Loop(
         3,
         (
-            Start("start", Collective("start", "ppermute", "", DMA, 4096, 3)),
+            Start("start", Collective("start", "ppermute", "", DMA, 4096, 3, (), (0, 1))),
             Work("work.1", 1000),
             Done("start"),
         ),
     )
     key, by_kernel = "s.call-update", "all_gather_bidirectional"
     assert rest == [
-        Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4)),
+        Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4, ("x",))),
         Work("work.2", 2000),
         Done("chain 7"),
         Start(key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0)),
@@ -95,12 +95,15 @@ def test_what_is_exposed_and_hidden() -> None:
         *(Start("b", alone), Done("b")),
         *(Start("c", queued), Start("d", later), Work("v", 18000), Done("c"), Done("d")),
     ]
-    line = timeline.run(events, chip_of("v5e:4x4"), lambda _: 10.0)
+    machine = Machine.named("v5e:4")
+    line = timeline.run(events, machine, machine.default_placement(4), lambda _: 10e-6)
     assert line.compute_us == pytest.approx(16)
-    assert line.exposed_us == pytest.approx(6 + 10 + 0 + 8)
-    assert line.hidden_us == pytest.approx(4 + 0 + 10 + 2)
+    to_tell = 0.3  # what it takes the core to tell engines, in all
+    assert line.exposed_us == pytest.approx(6 + 10 + 0 + 8, abs=to_tell)
+    assert line.hidden_us == pytest.approx(4 + 0 + 10 + 2, abs=to_tell)
     assert line.step_us == pytest.approx(line.compute_us + line.exposed_us)
-    assert [line.served[name].exposed_us for name in "abcd"] == pytest.approx([6, 10, 0, 8])
+    exposed = [line.served[name].exposed_us for name in "abcd"]
+    assert exposed == pytest.approx([6, 10, 0, 8], abs=to_tell)
     assert (line.served["a"].beside, line.served["a"].beside_what) == (6000, "w")
     lanes_of = {span.lane for span in line.spans}
     assert lanes_of == {CORE, DMA, "wire", SPARSECORE}
@@ -126,6 +129,18 @@ def small(devices: int, form: Form) -> Program:
         jax.ShapeDtypeStruct((1024, 1024), "bfloat16"),
     )
     return Program(step, args, {"x": devices})
+
+
+def test_the_axes_of_a_listed_group() -> None:
+    axes = {"data": 4, "model": 2}
+
+    def over(*said: Any) -> tuple[str, ...]:
+        return wires._over(Collective("a", "all_gather", "", CORE, 1, 4, *said), axes)
+
+    assert over((), (0, 2, 4, 6)) == ("data",)
+    assert over((), (2, 3)) == ("model",)
+    assert over((), (0, 1, 2, 3, 4, 5, 6, 7)) == ("data", "model")
+    assert over(("model",)) == ("model",) and over() == ()
 
 
 @LIBTPU
@@ -167,8 +182,10 @@ def test_built_in_programs_call_lax(
     mapped = jax.shard_map(
         program.step, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False
     )
-    text = str(jax.make_jaxpr(mapped)(*program.args))
+    with compiling.UNDER["lax"]():
+        text = str(jax.make_jaxpr(mapped)(*program.args))
     wanted = {"data": "psum", "ring_attention": "ppermute", "tensor": "reduce_scatter"}
+    wanted["experts"] = "moe_route"
     assert f" {wanted.get(name, 'all_gather')}" in text
 
 
