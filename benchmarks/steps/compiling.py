@@ -88,9 +88,14 @@ def rows_of(task: Task) -> Iterator[Stepped]:
             yield dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
 
 
+def mesh_of(program: Program, devices: np.ndarray) -> Mesh:
+    """The mesh that a program runs on."""
+    return Mesh(devices.reshape(tuple(program.axes.values())), tuple(program.axes))
+
+
 def lower(program: Program, devices: np.ndarray, under: str) -> Any:
     """The program lowered for these devices, with the collectives of one of `UNDER`."""
-    mesh = Mesh(devices.reshape(tuple(program.axes.values())), tuple(program.axes))
+    mesh = mesh_of(program, devices)
     spec = PartitionSpec(tuple(program.axes))
 
     def shard(*args: Any) -> Any:

@@ -10,14 +10,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from benchmarking import Bench
 from benchmarks import compare
 from benchmarks.results import Saved
-from benchmarks.rows import Stepped
-from benchmarks.steps import compiling, lanes, learning, programs, schedule, timeline, wires
+from benchmarks.rows import Ran, Stepped
+from benchmarks.steps import (
+    compiling,
+    exposed,
+    lanes,
+    learning,
+    programs,
+    running,
+    schedule,
+    timeline,
+    wires,
+)
 from benchmarks.steps.programs import BUILT_IN, Form, Program
 from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, Work
 from pallas_collectives.replay import Machine
@@ -155,6 +166,7 @@ def test_a_program_of_a_users(
         *(f"--json={file}", f"--plot={plot}"),
     )
     assert status == 0, err
+    assert "Left out: --topology=v4:2x2x2" in out and "--pass=gradient" in out
     assert "Modelled, not measured" in out and plot.stat().st_size > 1000
     rows = [Stepped(**row) for row in json.loads(file.read_text())["steps"]]
     assert [row.under for row in rows] == list(compiling.UNDER)
@@ -216,3 +228,44 @@ def test_nothing_is_drawn_of_what_failed(tmp_path: Path) -> None:
     row = Stepped(op="fsdp", topology="v5e:4x4", under="lax", type="bfloat16", error="no")
     lanes.save(str(tmp_path / "none.png"), [row])
     assert not list(tmp_path.iterdir())
+
+
+# On devices ---------------------------------------------------------------------------------------
+
+
+def test_what_is_exposed_is_what_has_no_compute_beside_it() -> None:
+    """A core that waits in a loop, a SparseCore beside it, and another device with nothing."""
+    found = [
+        exposed.Event("TPU:0", "core", "while.1", 0, 100),
+        exposed.Event("TPU:0", "core", "fusion.1", 0, 40),
+        exposed.Event("TPU:0", "core", "all-gather-done.2", 40, 60),
+        exposed.Event("TPU:0", "core", "reduce_scatter_bidirectional.3", 60, 90),
+        exposed.Event("TPU:0", "core", "fusion.4", 90, 100),
+        exposed.Event("TPU:0", "aside", "all-gather-start.2", 10, 60),
+        exposed.Event("TPU:1", "core", "fusion.5", 0, 7),
+    ]
+    assert exposed.shares(found) == {
+        "TPU:0": exposed.Share(50, 50, 30),
+        "TPU:1": exposed.Share(7, 0, 0),
+    }
+
+
+def test_a_folder_without_a_profile(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no profile"):
+        exposed.of(str(tmp_path))
+
+
+def test_a_step_is_run_and_profiled() -> None:
+    """On CPU devices, as on TPUs: the clock's time, and shares of a recorded profile."""
+    program = small(4, Form(False, True))
+    base = Ran(op="small", under="lax", type="bfloat16", devices=4)
+    row = running.measured(base, program, np.array(jax.devices()[:4]))
+    assert row.time_us and row.time_us_min and row.time_us_max
+    assert row.time_us_min <= row.time_us <= row.time_us_max
+    assert row.compute_us and row.exposed_us and row.hidden_us is not None
+    slower = dataclasses.replace(row, time_us_min=2 * row.time_us_max, time_us_max=1e9)
+    about: dict[str, Any] = {"environment": {}, "settings": {}}
+    (change,) = compare.compare(
+        Saved(**about, parts={"ran": [row]}), Saved(**about, parts={"ran": [slower]})
+    )
+    assert change.verdict == "SLOWER"
