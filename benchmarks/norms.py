@@ -104,6 +104,6 @@ def _row(machine: Machine, count: int) -> Row:
     summed = run(pallas_collectives.psum, shape).time
     (kernel,) = run(norm, shape, shape, weight).kernels
     nbytes = count * COLUMNS * 2
-    unfused = summed + residual_norm.seconds_of_passes(nbytes, nbytes, machine.generation.name)
+    unfused = summed + residual_norm.seconds_of_passes(nbytes, nbytes, machine.generation)
     runs = "fused" if kernel.name == residual_norm.NAME else "unfused"
     return Row(str(machine), count, fused, summed, unfused, runs)

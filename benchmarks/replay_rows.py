@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import pallas_collectives
-from benchmarks import peaks
 from benchmarks.cases import LANES, Case
 from benchmarks.rows import Replayed
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
+from pallas_collectives.topology import chips
 
 AXES = ("x", "y", "z")
 
@@ -119,7 +119,7 @@ def run(task: Task, *, races: bool = False, mesh: Mesh | AbstractMesh | None = N
 def machine_of(mesh: Mesh) -> Machine | None:
     """The slice of a pod that TPU devices make up; None where the model does not know it."""
     devices = mesh.devices.flat
-    chip = peaks.generation(devices[0].device_kind)
+    chip = chips.listed(devices[0].device_kind)
     if chip is None or not hasattr(devices[0], "coords"):
         return None
     coords = np.array([device.coords for device in devices])

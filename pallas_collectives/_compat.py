@@ -167,6 +167,11 @@ def mesh_of(ctx: Any) -> Any:
     return getattr(ctx.module_context.axis_context, "mesh", None)
 
 
+def kept_in_module(ctx: Any, key: str, make: Callable[[], Any]) -> Any:
+    """What a key stands for while one program is lowered; made when it is first asked for."""
+    return ctx.module_context.cached_primitive_lowerings.setdefault(key, make())
+
+
 def saved(policy: Any, eqn: Any) -> bool:
     """Whether jax.checkpoint keeps an equation's results; what it would offload, it keeps."""
     types = (var.aval for var in eqn.invars)

@@ -18,7 +18,7 @@ from pallas_collectives.replay.program import Program
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.chips import Chip
 
-_LANES = 8 * 128 * 4  # operations in a cycle of one core (`topology.rates`)
+_LANES = 8 * 128 * 4  # operations in a cycle of one core (`topology.chips`)
 US = 1e-6
 
 

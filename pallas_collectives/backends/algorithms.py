@@ -10,7 +10,7 @@ from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
-from pallas_collectives.topology import chips, placement, rates, reach
+from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import choice, overlaps, tables
@@ -133,8 +133,7 @@ def _exchange(
         if not found:
             return None
         steps.append(found[choice.fastest_first(step, found)[0]])
-    bandwidth = rates.of_chip(chip.name).hbm_bandwidth
-    adding = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, bandwidth)
+    adding = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, chip.hbm_bandwidth)
     us, latency = (sum(getattr(step, name) for step in steps) for name in ("us", "latency_us"))
     source = "; ".join(dict.fromkeys(map(_source, steps)))
     if not all(step.close for step in steps):
@@ -186,15 +185,10 @@ def _fastest(
         else:
             others.append(Candidate(_EXCHANGE, None, None, _UNTIMED))
     candidates = [candidate for _, candidate in timed]
-    large = [
-        a.name
-        for a in algorithms
-        if a.name in names and group.torus and a.first_from and block_bytes >= a.first_from
-    ]
-    lies = torus if torus in tables.TORI else ON_SEVERAL
-    fitting = [a.name for a in algorithms if a.name in names and lies in a.lies]
-    best = candidates[0].algorithm if candidates else (large or fitting or names)[0]
-    return best, (*candidates, *others)
+    lies = torus if torus in tables.ONE_AXIS else ON_SEVERAL
+    able = (a for a in algorithms if a.name in names)
+    preferred = min(able, key=lambda a: a.rank(lies, block_bytes)).name
+    return candidates[0].algorithm if candidates else preferred, (*candidates, *others)
 
 
 def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:

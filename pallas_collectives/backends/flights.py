@@ -27,7 +27,7 @@ from pallas_collectives.topology.groups import Group
 
 # Exchanges that a program may have under way at a time; one more waits for the first to be read.
 _AT_A_TIME = 4
-_numbers = itertools.count()
+_names = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,14 @@ class Flight:
     Attributes:
       op: "gather", operand (...) to (n, ...); "exchange", (n, ...) to (n, ...); or "permute".
       group: the devices.
-      number: which of those that may be under way.
+      name: a number that joins its halves while they are traced. No program has it in its text,
+        which is the same each time a function is traced: see `_place`.
       perm: (source, target) pairs, of a permutation.
     """
 
     op: str
     group: Group
-    number: int
+    name: int
     perm: tuple[tuple[int, int], ...] = ()
 
     def plan(self, rank: int, nbytes: int) -> copies.Plan:
@@ -95,8 +96,8 @@ def moves(x: Any) -> bool:
 
 
 def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = ()) -> Flight:
-    """An exchange that may be under way beside the others begun lately."""
-    return Flight(op, group, next(_numbers) % _AT_A_TIME, tuple((s, t) for s, t in perm))
+    """An exchange that may be under way beside the others of its program."""
+    return Flight(op, group, next(_names), tuple((s, t) for s, t in perm))
 
 
 def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -168,20 +169,29 @@ def _done_lowered(
     return lower(types, ctx.avals_out, under_way, x, *others[spare:])
 
 
+def _place(ctx: mlir.LoweringRuleContext, flight: Flight) -> int:
+    """Which of those that may be under way: exchanges take turns, in the order of the program.
+
+    Processes of one program, and runs on other days, which share its compiled form, so agree.
+    """
+    places = _compat.kept_in_module(ctx, "pallas_collectives flights", dict)
+    return places.setdefault(flight.name, len(places) % _AT_A_TIME)
+
+
 def _lowering(
     ctx: mlir.LoweringRuleContext, flight: Flight, half: str, x: Any, in_place: bool = False
 ) -> Callable[..., Any]:
     """(types of operands and results, *operands) -> results of a call of one half."""
-    nbytes = x.size * x.dtype.itemsize
+    nbytes, place = x.size * x.dtype.itemsize, _place(ctx, flight)
     at: dict[int, tuple[copies.Copier, copies.Slot, copies.Plan]] = {}
     members = device_groups(_compat.mesh_of(ctx), flight.group)
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
             group = nccl.get(devices, name="copies")
-            for rank, (copier, slot) in copies.slots(group, flight.number).items():
+            for rank, (copier, slot) in copies.slots(group, place).items():
                 at[copier.ordinal] = copier, slot, flight.plan(rank, nbytes)
     ids = [[d.id for d in devices] for devices in members]
-    text = f"{flight.op} {half} {nbytes} {flight.number} {flight.perm} over {ids}"
+    text = f"{flight.op} {half} {nbytes} {place} {flight.perm} over {ids}"
 
     def enqueue(
         copier: copies.Copier, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.combine import wide
@@ -76,7 +77,7 @@ def added(blocks: jax.Array, n: int, axis: int) -> jax.Array:
     return _rounded(total, dtype)
 
 
-def _rounded(total: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(total: jax.Array, dtype: DTypeLike) -> jax.Array:
     """In a dtype. XLA may leave a rounding out between two types, but not one that is asked for."""
     if dtype in (jnp.bfloat16, jnp.float16):
         kept = jnp.finfo(dtype)
@@ -107,7 +108,7 @@ EXCHANGE = Algorithm(
     name="exchange",
     launcher=_exchanged,
     reach=PARTNERS,  # what reaches what is asked of its exchanges
-    barrier="everyone",
+    wide=True,
     sent="as all_to_all, and all_gather",
     steps="theirs",
     in_order=True,

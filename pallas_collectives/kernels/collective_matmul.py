@@ -66,7 +66,7 @@ class Plan:
     @property
     def seconds_per_block(self) -> float:
         """What the products of one block take by the chip's rates."""
-        chip = chips.current().name
+        chip = chips.current()
         once = sum(
             product.seconds(p, t, chip) for p, t in zip(self.problems, self.tiles, strict=True)
         )
@@ -110,7 +110,7 @@ def plan(
     )
     chip = chips.current()
     budget = int(chip.vmem_bytes * VMEM_SHARE) // len(problems)
-    tiles = [product.choose_tiles(problem, budget, chip.name) for problem in problems]
+    tiles = [product.choose_tiles(problem, budget, chip) for problem in problems]
     if None in tiles:
         raise VmemError(
             f"products of {shape} with {len(problems)} weights",

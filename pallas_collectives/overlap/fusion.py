@@ -37,7 +37,6 @@ from pallas_collectives.backends.plans import (
 from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul
 from pallas_collectives.topology import chips, placement
-from pallas_collectives.topology import rates as generations
 from pallas_collectives.topology.groups import Group
 
 
@@ -211,16 +210,16 @@ def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -
       group: the devices.
       wire_dtype: of what travels.
     """
-    rates, n = generations.of_chip(chips.current().name), group.size
+    chip, n = chips.current(), group.size
     batch, rows, depth = plan.blocks.shape
     gathers = op == GATHER
     columns = depth if gathers else plan.problems[0].columns
     block = batch * rows * columns * jnp.dtype(wire_dtype).itemsize
-    links = rates.link_bandwidth * rates.link_efficiency / (2 if group.line else 1)
-    hops = (n // 2) * (rates.hop_latency + rates.dma_latency)
+    links = chip.link_bandwidth * chip.link_efficiency / (2 if group.line else 1)
+    hops = (n // 2) * (chip.hop_latency + chip.dma_latency)
     wire = (n - 1) / 2 * block / links + hops
     by_kernel = n * plan.seconds_per_block
-    by_all_cores = by_kernel / rates.cores
+    by_all_cores = by_kernel / chip.cores
     last = min(wire / max(1, n // 2), by_kernel / n) / plan.blocks.chunks
-    starts = 2 * rates.dma_latency * n * plan.blocks.chunks
+    starts = 2 * chip.dma_latency * n * plan.blocks.chunks
     return Cost(max(wire, by_kernel) + last + starts, wire + by_all_cores)

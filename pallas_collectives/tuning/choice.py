@@ -183,7 +183,7 @@ def _predict(
     own = entries[0].torus == torus and devices in around
     alike = {tables.family(entry.torus) for entry in entries} == {tables.family(torus)}
     # Over several axes sums wait for HBM beyond what the table has, and take longer than its line.
-    bends = torus not in tables.TORI and catalogue.COLLECTIVES[entries[0].op].example.adds
+    bends = torus not in tables.ONE_AXIS and catalogue.COLLECTIVES[entries[0].op].example.adds
     listed = not bends or block_bytes <= max(entry.bytes[-1] for entry in entries)
     close = listed and (own or (alike and around[0] < devices < around[-1]))
     return Prediction(us, latency, table, around, close)

@@ -136,7 +136,8 @@ def _conclusion(verdict: Verdict) -> str:
 
 
 def _where(case: Case) -> str:
-    return f"{case.devices} devices, {mesh_said(case)} on {case.machine}"
+    plural = "s" * (case.devices > 1)
+    return f"{case.devices} device{plural}, {mesh_said(case)} on {case.machine}"
 
 
 def mesh_said(case: Case) -> str:

@@ -166,7 +166,7 @@ case(
 )
 case("a pipeline", lambda x, n: _pipelined(x, n, early=False))
 case("a pipeline of three buffers", lambda x, n: _pipelined(x, n, early=False, buffers=3))
-case("a pipeline too early", lambda x, n: _pipelined(x, n, early=True), "race", searched=False)
+case("a pipeline too early", lambda x, n: _pipelined(x, n, early=True), "race")
 
 
 # Refs ---------------------------------------------------------------------------------------------

@@ -208,3 +208,21 @@ def test_elements_that_share_bytes_go_as_by_the_whole_collective(by_nccl):
             want = on_devices(lambda x, form=form: whole(form, x).astype("int8"), x)
             np.testing.assert_array_equal(got, want)
     assert not any(algorithm == "copies" for _, _, algorithm in pc.counts())
+
+
+def test_a_program_has_one_text_whenever_it_is_traced(by_nccl):
+    """Processes share compiled programs by their text: a history of traces must not enter it."""
+    x = jax.ShapeDtypeStruct((N, 2 * N, 3 * N), "float32")
+
+    def text():
+        def program(x):
+            both = sum(split("all_gather", x + k)[0].sum() for k in range(2))
+            return jax.grad(lambda x: jnp.sum(split("psum_scatter", x)[0] * both))(x)
+
+        return harness.per_device(program, harness.mesh(N)).lower(x).as_text()
+
+    first = text()
+    between = harness.per_device(lambda x: [split(f, x)[0] for f in FORMS], harness.mesh(N))
+    between.lower(jax.ShapeDtypeStruct((N, 2 * N, 3 * N), "float32"))
+    assert text() == first
+    assert all(f"gather start {24 * N * N} {place} " in first for place in range(2))

@@ -45,7 +45,7 @@ def test_small_messages_go_in_few_hops_and_large_ones_over_few_links() -> None:
     block=st.integers(1, 1 << 32),
     n=st.integers(2, 512),
     chip=st.sampled_from([*chips.BY_NAME.values(), chips.SIMULATED]),
-    torus=st.sampled_from([None, *tables.TORI, "2x2x2 grid", "8x16 cylinder", "4x4x2x2 torus"]),
+    torus=st.sampled_from([None, *tables.ONE_AXIS, "2x2x2 grid", "8x16 cylinder", "4x4x2x2 torus"]),
 )
 @settings(max_examples=100, deadline=None)
 def test_the_fastest_that_is_allowed_is_chosen_everywhere(
@@ -53,7 +53,7 @@ def test_the_fastest_that_is_allowed_is_chosen_everywhere(
 ) -> None:
     reach = reachable(op, n, chip, torus)
     longest = {"all_reduce": 64, "all_to_all": 32}.get(op, n)
-    if n > longest and not chip.far_dma and not reach:
+    if n > longest and not chip.reaches_all and not reach:
         return  # no kernel sums or exchanges on so long a line: lax serves
     predicted = choice.predict(op, block, n, chip, reach, torus)
     best = fastest(op, block, n, chip, reach, torus)

@@ -25,7 +25,7 @@ from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
-from pallas_collectives.topology import rates
+from pallas_collectives.topology.chips import Chip
 
 # The compiler unrolls a product of tiles: 2^30 multiplications take it about two seconds. Deeper
 # tiles are multiplied in a loop.
@@ -91,7 +91,7 @@ def accumulator_dtype(dtype: DType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tiles(problem: Problem, vmem_bytes: int, chip: str) -> Tiles | None:
+def choose_tiles(problem: Problem, vmem_bytes: int, chip: Chip) -> Tiles | None:
     """The tiles with which a product takes least time, or None if none fits `vmem_bytes`."""
     found = [
         (seconds(problem, tiles, chip), vmem(problem, tiles), tiles)
@@ -140,9 +140,9 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
     )
 
 
-def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
+def seconds(problem: Problem, tiles: Tiles, chip: Chip) -> float:
     """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM."""
-    p, t, chip_rates = problem, tiles, rates.of_chip(chip)
+    p, t = problem, tiles
     down, across = -(-p.rows // t.rows), -(-p.columns // t.columns)
     steps = p.batch * down * across * (p.depth // t.depth)
     flops = 2 * steps * t.rows * t.depth * t.columns
@@ -152,8 +152,8 @@ def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
         + weights * p.w_dtype.itemsize
         + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
     )
-    core = flops / (chip_rates.matrix_rate / chip_rates.cores)
-    hbm = chip_rates.hbm_bandwidth * _HBM_SHARE
+    core = flops / (chip.matrix_rate / chip.cores)
+    hbm = chip.hbm_bandwidth * _HBM_SHARE
     tile_of_x = t.rows * t.depth * p.x_dtype.itemsize
     tile_of_w = 0 if t.keep == "all" else t.columns * p.w_dtype.itemsize
     tile_of_w *= p.depth if t.keep == "panel" else t.depth

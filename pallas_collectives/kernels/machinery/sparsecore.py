@@ -25,7 +25,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
 from pallas_collectives.errors import EngineError
-from pallas_collectives.topology import rates
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 
@@ -75,10 +74,9 @@ def bytes_for_as_long(wire_bytes: int, rings: Sequence[Group], chip: Chip) -> in
       rings: on whose links they travel, both ways round; on a line the fullest link has them all.
       chip: the TPU generation.
     """
-    rate = rates.of_chip(chip.name)
     links = sum(1 if ring.line else 2 for ring in rings)
-    wire = links * rate.link_bandwidth * rate.link_efficiency
-    return math.ceil(wire_bytes * rate.hbm_bandwidth / wire)
+    wire = links * chip.link_bandwidth * chip.link_efficiency
+    return math.ceil(wire_bytes * chip.hbm_bandwidth / wire)
 
 
 def kernel(
