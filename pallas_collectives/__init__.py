@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives.backends.counters import fallback_counts as fallback_counts
     from pallas_collectives.backends.counters import fusion_counts as fusion_counts
     from pallas_collectives.backends.counters import reset_counts as reset_counts
+    from pallas_collectives.backends.counters import wire_counts as wire_counts
     from pallas_collectives.backends.overrides import OverrideReport as OverrideReport
     from pallas_collectives.backends.overrides import override_report as override_report
     from pallas_collectives.backends.slices import across_slices as across_slices
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives.override import override_lax as override_lax
     from pallas_collectives.simulation import simulate as simulate
     from pallas_collectives.topology.placement import torus as torus
+    from pallas_collectives.wires import Wire as Wire
 
     __version__: str
 
@@ -74,6 +76,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "fallback_counts",
         "fusion_counts",
         "reset_counts",
+        "wire_counts",
     ),
     "backends.overrides": (
         "OverrideReport",
@@ -124,6 +127,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "simulation": ("simulate",),
     "topology.placement": ("torus",),
+    "wires": ("Wire",),
 }
 _SUBMODULES = ("errors", "moe", "multihost", "nccl", "replay", "sharded", "verify")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import catalogue, validation
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.backends import algorithms, canonical, counters, serving
+from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wired
 from pallas_collectives.backends import slices as hierarchy
-from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan
+from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels.machinery import launch
@@ -49,7 +49,9 @@ class Explanation:
       why: in a sentence.
       candidates: all algorithms, the fastest first.
       inside: the steps of what is served in several, one after the other: across slices, in the
-        order of the ranks; of an unfused product, what serves its collective.
+        order of the ranks; of an unfused product, what serves its collective; over a wire, what
+        moves its numbers.
+      wire: in what numbers it sends, and why; None if none was asked for.
     """
 
     op: str
@@ -61,11 +63,14 @@ class Explanation:
     why: str
     candidates: tuple[Candidate, ...]
     inside: tuple["Explanation", ...] = ()
+    wire: WirePlan | None = None
 
     def __str__(self) -> str:
         on = f"a {self.torus} of {self.devices} x {self.chip}"
         lines = [f"{self.op} of {self.nbytes} bytes a device on {on}: {self.algorithm or 'steps'}"]
         lines.append(f"  {self.why}")
+        if self.wire is not None and self.wire.algorithm is None:
+            lines.append(f"  wire {self.wire.wire} is left out: {self.wire.why}")
         if self.candidates:
             lines.append(f"  {'algorithm':<22}{'us':>9}{'latency':>9}   source")
         for c in self.candidates:
@@ -100,6 +105,7 @@ def explain(
     axis: int = 0,
     order: str | None = None,
     columns: int | Sequence[int] | None = None,
+    wire: Any = None,
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
@@ -121,6 +127,8 @@ def explain(
         many devices is on that chip.
       axis: the dimension of the operand that is gathered, scattered or split.
       order: "rank" for a sum in the order of the ranks, as `psum` takes it.
+      wire: the narrower numbers that it is to send, as `psum` takes them: told are their bytes,
+        modelled time and error.
       columns: of a product, N of its right-hand side (K, N), or of each; x has `shape` and `dtype`.
 
     Raises:
@@ -150,7 +158,7 @@ def explain(
             _check_axis(op, collective, operand.shape, axis, group.size)
         validation.check_order_of_sum(order, group.axes)
         size = nbytes if nbytes is not None else _bytes(operand)
-        plans = _planned(op, operand, group, axis, order)
+        plans = _planned(op, operand, group, axis, order, wire)
         return _explained(op, size, placement.arranged(group), plans)
 
 
@@ -228,11 +236,16 @@ def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruc
 
 
 def _planned(
-    op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int, order: str | None = None
+    op: str,
+    operand: jax.ShapeDtypeStruct,
+    group: Group,
+    axis: int,
+    order: str | None = None,
+    wire: Any = None,
 ) -> list[Plan]:
     """The plans that a call makes: its own code runs, with nothing to launch at its end."""
     primitive, plainly = catalogue.functions()[op].functions[op]
-    how = How("pallas", across=hierarchy.marked(), order=order)
+    how = choice.over_wires(How("pallas", across=hierarchy.marked(), order=order), wire, None)
 
     def call(x: jax.Array) -> jax.Array:
         operands, params = plainly(x, group.axes, group.size, axis)
@@ -261,11 +274,26 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         why = "the operand is empty" if nbytes == 0 else "the group is one device"
         return Explanation(*about, torus, NOTHING, why, ())
     first = steps[0]
+    over = next((plan for plan in plans if isinstance(plan, WirePlan)), None)
+    if over is not None and over.algorithm is not None:
+        told = _over_wire(over, group.size)
+        return Explanation(*about, torus, f"wire {over.algorithm}", told, (), steps, over)
+    first = dataclasses.replace(first, wire=over)
     if first.devices == group.size:
         return dataclasses.replace(first, op=op, nbytes=nbytes, inside=steps[1:])
     slices = group.size // first.devices
     why = f"kernels inside each of {slices} slices, lax between them"
     return Explanation(*about, first.torus, "", why, (), steps)
+
+
+def _over_wire(plan: WirePlan, devices: int) -> str:
+    """Bytes, time and error of a collective over a wire, in a sentence."""
+    share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
+    error = wired.error_in_words(plan.op, plan.wire, devices)
+    if plan.us is None or plan.wired_us is None:
+        return f"{share}; no table has its time; {error}"
+    time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, XLA's passes included"
+    return f"{share}; {time}; {error}"
 
 
 _PRODUCTS: dict[str, Callable[..., Any]] = {

@@ -1,21 +1,27 @@
 """`jax.lax`'s collectives replaced by ours, for code that you do not want to edit."""
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from pallas_collectives import _compat, catalogue, collectives, validation
+from pallas_collectives import _compat, catalogue, collectives, validation, wires
 from pallas_collectives.backends import choice, overrides
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.lowering import primitives
+from pallas_collectives.wires import Wire
 
 # The names of lax's functions that are ours. JAX keeps this value per thread and in the key of its
 # caches: what was traced without ours is traced again with them.
 _overridden = jax.make_user_context(frozenset())
+
+# Pairs of such a name and the wire of its calls.
+_over = jax.make_user_context(frozenset())
 
 _lock = threading.Lock()
 _entered = 0  # contexts open, in all threads together; `jax.lax` is as it was while there are none
@@ -23,7 +29,11 @@ _entered = 0  # contexts open, in all threads together; `jax.lax` is as it was w
 
 @contextlib.contextmanager
 def override_lax(
-    *, everything: bool = False, only: Iterable[str] | None = None, keep: Iterable[str] = ()
+    *,
+    everything: bool = False,
+    only: Iterable[str] | None = None,
+    keep: Iterable[str] = (),
+    wire: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
 
@@ -44,9 +54,14 @@ def override_lax(
       everything: replace also what XLA would run beside compute; and run all on the TensorCore.
       only: the functions to replace, by lax's names ("all_gather", ...); all by default.
       keep: functions to leave to lax.
+      wire: in what narrower numbers functions send floats, by lax's names: {"psum": "int8"} (see
+        `wires`). Where a wire would lose, or cannot be had, it is left out, and counted
+        (`wire_counts`). Derivatives of these calls travel as they are; the sums that
+        `check_vma=True` adds to gradients go by that of psum.
 
     Raises:
       CollectiveError: a name that is not a collective's.
+      WireError: a wire that there is not, or for a function that takes none.
 
     It does not reach:
 
@@ -63,6 +78,7 @@ def override_lax(
     with (
         _installed(),
         _overridden(names),
+        _over(_checked_wires(wire)),
         choice.beside_compute(not everything),
         overrides.told(frozenset(_CHOOSING) - names),
     ):
@@ -76,6 +92,27 @@ def _checked(names: Iterable[str] | None, default: Iterable[str]) -> frozenset[s
         rule = f"lax's collectives are {', '.join(sorted(_CHOOSING))}"
         raise CollectiveError(f"the name {unknown[0]!r}", rule, "name some of them")
     return found
+
+
+def _checked_wires(given: Mapping[str, Any] | None) -> frozenset[tuple[str, Wire]]:
+    """The wires of functions by name; each may be left out."""
+    checked = []
+    for name, value in (given or {}).items():
+        takes = [f for f in _CHOOSING if "wire" in inspect.signature(_ours(f)).parameters]
+        if name not in takes:
+            rule = f"the functions that take one are {', '.join(sorted(takes))}"
+            raise WireError(f"a wire for {name!r}", rule, "name some of them")
+        found = wires.named(value)
+        if found is None or found.key is not None:
+            rule = "it is a wire that rounds to nearest: a context has no key for each call"
+            raise WireError(f"wire={{{name!r}: {value!r}}}", rule, "write it like {'psum': 'int8'}")
+        checked.append((name, dataclasses.replace(found, optional=True)))
+    return frozenset(checked)
+
+
+def _ours(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(collectives, name)
+    return function
 
 
 def overridden(
@@ -167,11 +204,15 @@ def _bind(primitive: Any, *args: Any, **params: Any) -> Any:
 
 def _choosing(name: str) -> Callable[..., Any]:
     """lax's function in threads outside of all contexts, ours in others."""
-    of_lax, ours = getattr(collectives.LAX, name), getattr(collectives, name)
+    of_lax, ours = getattr(collectives.LAX, name), _ours(name)
 
     @functools.wraps(of_lax)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (ours if name in _overridden.value else of_lax)(*args, **kwargs)
+        if name not in _overridden.value:
+            return of_lax(*args, **kwargs)
+        if (wire := dict(_over.value).get(name)) is not None:
+            kwargs = {"wire": wire, **kwargs}
+        return ours(*args, **kwargs)
 
     return function
 
@@ -187,4 +228,5 @@ def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:
     if "psum" not in _overridden.value | choice.rebound.value:
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
-    return primitives.with_twins(choice.choose(axes, None, None), rule, cotangent, *args)
+    how = choice.over_wires(choice.choose(axes, None, None), dict(_over.value).get("psum"), None)
+    return primitives.with_twins(how, rule, cotangent, *args)

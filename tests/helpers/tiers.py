@@ -237,6 +237,12 @@ QUICK: dict[str, Covers] = {
     "test_torus_kernels::test_compiles_for_every_generation": each("op", "topology"),
     "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
+    "test_wired::test_gradients_pass_straight_through": each("op", "check_vma"),
+    "test_wired::test_kernels_give_the_bits_that_lax_gives": once,
+    "test_wired::test_sums_are_within_the_stated_bound": only(n=[3]),
+    "test_wired::test_vmap_groups_each_element_by_itself": each("op", "where"),
+    "test_wired::test_what_is_moved_is_within_half_a_step": only(n=[3]),
+    "test_wired::test_what_is_refused": only(backend=["pallas"]),
 }
 
 
