@@ -5,6 +5,7 @@ cycles that it estimates for each. Collectives come in four forms:
 
     form                                       engine        beside what lies between
     all-gather, ..., a kernel's custom-call    core          nothing: the core waits
+    fusion of an all-reduce and a slice        core          nothing: XLA's reduce-scatter
     x-start ... x-done                         DMA           start and done
     async-collective-start ... -done           DMA           start and done (v5e: fusions that carry
                                                              the collective on, step by step)
@@ -163,6 +164,9 @@ class _Walk:
         elif i.op == "fusion" and (inner := self._collective_fusion(i)):
             start, chain, collective = inner
             yield Start(chain, self._by_xla(collective, DMA)) if start else Done(chain)
+        elif i.op == "fusion" and (summed := self._fused_sum(i)):
+            yield Start(i.name, summed)
+            yield Done(i.name)
         elif "tpu_custom_call" in i.rest and i.op == "custom-call":
             yield from self._own(i, i, "", "")
         elif cycles := _CYCLES.search(i.rest):
@@ -209,6 +213,21 @@ class _Walk:
         collective = next(x for x in inner if x.op in _OPS)
         chain = re.search(r'chain_id="(\w+)"', collective.rest)
         return found == "Start", f"chain {chain[1] if chain else ''}", collective
+
+    def _fused_sum(self, i: _Instruction) -> Collective | None:
+        """The collective of a fusion that is all of it: a sum and the part that is wanted of it.
+
+        Other fusions of v5e hold a collective that they carry on beside their own work; those have
+        cycles.
+        """
+        inner = self._computations.get(i.named("calls"), [])
+        found = next((x for x in inner if x.op == "all-reduce"), None)
+        if found is None or _CYCLES.search(i.rest):
+            return None
+        of_sum = self._by_xla(found, CORE)
+        part = sum(_arrays(i.type))
+        op = "reduce_scatter" if part < of_sum.nbytes else of_sum.op
+        return dataclasses.replace(of_sum, name=i.name, op=op, nbytes=part)
 
     def _by_xla(self, i: _Instruction, engine: str) -> Collective:
         op = _OPS[re.sub("-(start|done)$", "", i.op)]

@@ -58,6 +58,14 @@ HLO = """
   %work.1 = f32[8,128]{1,0} add(%p, %p), backend_config={"window_config":{"estimated_cycles":"1000"}}
   %done = f32[8,128]{1,0} collective-permute-done(%start)
 }
+%scattered (p: bf16[8,128]) -> bf16[2,128] {
+  %a = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %d = bf16[2,128]{1,0} dynamic-slice(%a, %i, %j)
+}
+%carried (p: bf16[8,128]) -> bf16[8,128] {
+  %a.1 = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %w = bf16[8,128]{1,0} add(%a.1, %p)
+}
 ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %loop = (s32[], f32[8,128]{1,0}) while(%t), condition=%condition, body=%body
   %async-collective-start = (bf16[8,128]{1,0}, bf16[32,128]{1,0}) fusion(%x), kind=kCustom, calls=%async
@@ -69,6 +77,8 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %s.call-update = ((f32[8,128]{1,0}), f32[64,128]{1,0}) call-update(%s.call-start, %x)
   %s.call-done = f32[64,128]{1,0} call-done(%s.call-update)
   %sum = bf16[8,128]{1,0} all-reduce(%z), replica_groups=[2,4]<=[8], to_apply=%add
+  %fusion.9 = bf16[2,128]{1,0} fusion(%x), kind=kCustom, calls=%scattered
+  %fusion.8 = bf16[8,128]{1,0} fusion(%x), kind=kOutput, calls=%carried, backend_config={"window_config":{"estimated_cycles":"700"}}
 }
 """  # noqa: E501
 
@@ -83,6 +93,7 @@ def test_events_of_a_schedule() -> None:
             Done("start"),
         ),
     )
+    scattered = (0, 2, 4, 6)
     key, by_kernel = "s.call-update", "all_gather_bidirectional"
     assert rest == [
         Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4, ("x",))),
@@ -92,6 +103,11 @@ def test_events_of_a_schedule() -> None:
         Done(key),
         Start("sum", Collective("sum", "all_reduce", "", CORE, 2048, 4)),
         Done("sum"),
+        Start(
+            "fusion.9", Collective("fusion.9", "reduce_scatter", "", CORE, 512, 4, (), scattered)
+        ),
+        Done("fusion.9"),
+        Work("fusion.8", 700),
     ]
 
 

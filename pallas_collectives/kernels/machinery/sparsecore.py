@@ -15,7 +15,6 @@ What differs from a launch on the TensorCore:
 
 import contextlib
 import contextvars
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from jax.experimental.pallas import tpu_sc as plsc
 
 from pallas_collectives.errors import EngineError
 from pallas_collectives.topology.chips import Chip
-from pallas_collectives.topology.groups import Group
 
 # The name of a SparseCore among a device's, an axis of size 1 within kernels.
 _CORES = "sparsecores"
@@ -61,22 +59,6 @@ def check(what: str, chip: Chip, *, adds: bool) -> None:
     if adds:
         rule = "it adds, and a SparseCore's scalar subcore has no vector memory to add in"
         raise EngineError(f"{what} on a SparseCore", rule, remedy)
-
-
-def bytes_for_as_long(wire_bytes: int, rings: Sequence[Group], chip: Chip) -> int:
-    """Bytes that take HBM as long as a kernel's take the wire, to tell XLA how long it runs.
-
-    XLA's scheduler knows no other measure of a kernel, and starts an asynchronous call as long
-    before its end as it believes that the call takes.
-
-    Args:
-      wire_bytes: bytes that each device sends.
-      rings: on whose links they travel, both ways round; on a line the fullest link has them all.
-      chip: the TPU generation.
-    """
-    links = sum(1 if ring.line else 2 for ring in rings)
-    wire = links * chip.link_bandwidth * chip.link_efficiency
-    return math.ceil(wire_bytes * chip.hbm_bandwidth / wire)
 
 
 def kernel(
