@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.rows import Asked, Compiled, Measured, Probed, Replayed, Row, Soaked, Stepped
+from benchmarks.rows import Asked, Compiled, Measured, Probed, Replayed, Row, Soaked, Stepped, Wired
 
 MIB = 1 << 20
 
@@ -21,6 +21,8 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
     match rows[0]:
         case Measured():
             return _measured([row for row in rows if isinstance(row, Measured)])
+        case Wired():
+            return _WIRED
         case Soaked():
             return _SOAKED
         case Compiled():
@@ -143,6 +145,20 @@ _SOAKED = (
     _number("calls", "calls"),
     _number("seconds", "seconds", 3),
     _WRONG,
+)
+_WIRED = (
+    _text("where", "where"),
+    _text("op", "op"),
+    _text("wire", "wire"),
+    _number("size", "size"),
+    _text("type", "type"),
+    _number("devices", "devices"),
+    _number("time us", "time_us", 1),
+    _number("passes", "passes_us", 1),
+    _number("% of plain", "of_plain"),
+    _number("% bytes", "of_bytes", 1),
+    _number("% off", "off", 3),
+    Column("ran", lambda row: "refused" if row.refused else "ERROR" if row.failed else "ok"),
 )
 _REPLAYED = (
     _text("pod", "machine"),

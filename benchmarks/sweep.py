@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from benchmarks import (
     results,
     selection,
     settings,
+    wired_rows,
 )
 from benchmarks.results import Results
 from benchmarks.settings import FlagError, Settings
@@ -42,6 +44,12 @@ _REPLAY = flags.DEFINE_list(
 _JSON = flags.DEFINE_string("json", "", "File for the results, kept up to date while they come.")
 _CSV = flags.DEFINE_string("csv", "", "File for what was measured, likewise.")
 _PLOT = flags.DEFINE_string("plot", "", "PNG for bandwidth and time against size.")
+_WIRE = flags.DEFINE_list(
+    "wire",
+    [],
+    "Numbers to send floats as, as int8,float8_e4m3fn: time and error beside those without, of "
+    "bfloat16 by default, measured, or replayed with --replay.",
+)
 _RESUME = flags.DEFINE_bool("resume", False, "Keep the rows that --json's file has, and go on.")
 
 _SIZES = {
@@ -86,13 +94,14 @@ def _settings() -> Settings:
         raise compiled.CompilerError(f"--compile_for: {compiled.INSTALL}")
     pods = tuple(map(_pod, _REPLAY.value or []))
     topologies = tuple(settings.parse_topology(t, "--compile_for") for t in _COMPILE_FOR.value)
-    wanted = selection.chosen(_SIZES, pods)
+    wanted = selection.chosen(_SIZES, pods, ("bfloat16",) if _WIRE.value else ("float32",))
+    narrow = settings.check_wires(_WIRE.value, wanted.dtypes)
     if _PLOT.value:
         plots.check_installed()
         if devices.kind() == "simulated" and not pods:
             rule = "simulated devices have no times to plot"
             raise FlagError("--plot", rule, "plot a model's, with --replay=v5e:4x4 or another pod")
-    return dataclasses.replace(wanted, topologies=topologies)
+    return dataclasses.replace(wanted, topologies=topologies, wires=narrow)
 
 
 def _pod(text: str) -> str:
@@ -111,7 +120,9 @@ def _run(wanted: Settings, screen: Screen) -> int:
     environment = devices.environment(mesh)
     kept = Results(screen, environment, wanted.named(), *files, resume=_RESUME.value)
     try:
-        if wanted.pods:
+        if wanted.wires:
+            _over_wires(kept, screen, wanted, mesh)
+        elif wanted.pods:
             _replay(kept, screen, wanted)
         else:
             _measure(kept, screen, wanted, mesh)
@@ -127,6 +138,22 @@ def _run(wanted: Settings, screen: Screen) -> int:
     screen.say()
     screen.say(kept.verdict)
     return int(kept.failed)
+
+
+def _over_wires(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:
+    """Time beside error, over each wire and without."""
+    tasks = wired_rows.plan(wanted)
+    each, done = 1 + len(wanted.wires), kept.kept("wires")
+    title = (
+        "Over narrower wires. On pods: modelled, kernels by replay, XLA's passes at HBM's rate.\n"
+        "% off: the largest error of any number, in percent of the result's largest."
+    )
+    try:
+        rows = wired_rows.rows(tasks[done // each :], wanted, mesh)
+        rows = itertools.islice(rows, done % each, None)
+        kept.collect("wires", rows, each * len(tasks))
+    finally:
+        kept.show("wires", title)
 
 
 def _measure(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:
