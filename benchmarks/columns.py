@@ -38,6 +38,21 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
     raise AssertionError(rows[0])
 
 
+def few(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """The columns that matter most, for 80 columns of text; of some parts all."""
+    match rows[0]:
+        case Measured():
+            timed = any(row.time_us for row in rows if isinstance(row, Measured))
+            return (*_FEW, *(_FEW_TIMES if timed else ()), _WRONG)
+        case Compiled():
+            return tuple(c for c in _COMPILED if c.header in _FEW_COMPILED)
+        case Replayed():
+            wire = _number("% wire", "of_wire")
+            pod, op = _text("pod", "machine"), _text("op", "op")
+            return (pod, op, _SERVED, _BYTES, _number("model us", "time_us", 1), wire, _SOUND)
+    return of(rows)
+
+
 def _text(header: str, name: str) -> Column:
     return Column(header, lambda row: str(getattr(row, name) or "-"), is_text=True)
 
@@ -106,6 +121,25 @@ def _of_model(row: Any) -> str:
     return f"{100 * row.time_us / row.model_us:.0f}"
 
 
+def _bytes(row: Any) -> str:
+    """A size as --sizes takes it: 256M."""
+    units = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K"))
+    unit, name = next((u for u in units if row.size % u[0] == 0), (1, ""))
+    return f"{row.size // unit}{name}"
+
+
+_BYTES = Column("size", _bytes)
+_FEW = (
+    _text("op", "op"),
+    Column("algorithm", lambda row: row.algorithm or row.backend, is_text=True),
+    _BYTES,
+)
+_FEW_TIMES = (
+    _number("us", "time_us", 1),
+    _number("busbw", "busbw", 1),
+    _number("% peak", "of_peak"),
+)
+_FEW_COMPILED = ("topology", "op", "temp MiB", "lax temp", "program")
 _WHAT = (_text("op", "op"), _text("algorithm", "algorithm"))
 _SIZE = (
     _number("size", "size"),
@@ -160,17 +194,21 @@ _WIRED = (
     _number("% off", "off", 3),
     Column("ran", lambda row: "refused" if row.refused else "ERROR" if row.failed else "ok"),
 )
+_SERVED = Column(
+    "algorithm", lambda row: row.algorithm or row.served or row.kernel or "-", is_text=True
+)
+_SOUND = Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok")
 _REPLAYED = (
     _text("pod", "machine"),
     _text("op", "op"),
-    Column("algorithm", lambda row: row.algorithm or row.kernel or "-", is_text=True),
+    _SERVED,
     *_SIZE,
     _number("model us", "time_us", 1),
     *_RATES,
     _number("bound us", "bound_us", 1),
     _number("% of bound", "of_bound"),
     _number("% of wire", "of_wire"),
-    Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok"),
+    _SOUND,
 )
 
 

@@ -183,6 +183,7 @@ def _row(task: Task, races: bool) -> Replayed:
     return dataclasses.replace(
         base,
         kernel=_kernel_names(report),
+        served=" + ".join(dict.fromkeys(a or b for _, b, a in pallas_collectives.counts())),
         time_us=report.time * 1e6,
         algbw=nbytes / report.time / 1e9,
         busbw=nbytes / report.time / 1e9 * task.case.busbw(n),

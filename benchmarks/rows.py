@@ -158,6 +158,7 @@ class Replayed(Row):
     Attributes:
       machine: the pod, as "v5e:16x16".
       kernel: the kernels that ran.
+      served: the algorithms that served.
       size: bytes of the full array.
       count: see `cases`.
       time_us: modelled time of one call, by itself.
@@ -172,6 +173,7 @@ class Replayed(Row):
 
     machine: str
     kernel: str = ""
+    served: str = ""
     size: int
     count: int
     time_us: float | None = None

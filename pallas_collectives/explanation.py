@@ -20,7 +20,7 @@ from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, Pr
 from pallas_collectives.backends.plans import Candidate as Candidate
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.overlap import fusion, products
+from pallas_collectives.overlap import fusion, products, split
 from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
@@ -116,7 +116,8 @@ def explain(
     measured.
 
     Args:
-      op: the collective, by lax's name or this library's: "psum", "all_gather", ...; or the
+      op: the collective, by lax's name or this library's: "psum", "all_gather", ...; or its start,
+        "psum_start", ..., which is run by what lets the core go on, if anything does; or the
         product, "all_gather_matmul" or "matmul_reduce_scatter".
       nbytes: bytes of one device's operand, what is given to the function; or
       shape, dtype: of that operand. Of a dtype that no kernel adds, lax's own serves.
@@ -139,6 +140,7 @@ def explain(
     Example:
       print(explain("psum", 32 << 10, devices=8, chip="v5p"))
     """
+    chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
     _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
     _check_columns(op, shape, columns)
     if mesh is None:
@@ -150,7 +152,7 @@ def explain(
         return _product(op, mesh, where, axis_name, x, widths, axis)
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
-        collective = catalogue.functions()[op]
+        collective = catalogue.functions()[_whole(op)]
         if shape is None:
             operand = _operand(collective, nbytes or 0, group.size)
         else:
@@ -166,8 +168,7 @@ def _dtype(op: str, dtype: DTypeLike) -> Any:
     try:
         found = jnp.dtype(dtype)
     except TypeError:
-        rule = "it is a dtype, or the name of one"
-        raise CollectiveError(f"dtype={dtype!r}", rule, "write it like 'bfloat16'") from None
+        raise CollectiveError(f"dtype={dtype!r}", "it is no dtype", "write 'bfloat16'") from None
     if op in ("pmax", "pmin") and jnp.issubdtype(found, jnp.complexfloating):
         raise DtypeError(f"{op} of {found}", "complex numbers have no order", "take the modulus")
     return found
@@ -235,6 +236,25 @@ def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, np.float32)
 
 
+def _whole(op: str) -> str:
+    """The collective that is started."""
+    return op.removesuffix("_start") if op in split.NAMES else op
+
+
+def _engine(plan: KernelPlan) -> str:
+    """What runs a collective that is started, and why nothing else does."""
+    if plan.on_sparsecore:
+        return "a SparseCore runs it, beside compute"
+    chip = chips.current()
+    if chip.no_sparsecore:
+        why = f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
+    elif catalogue.COLLECTIVES[plan.op].example.adds:
+        why = "no SparseCore adds"
+    else:
+        why = "it is too short to be worth a SparseCore's launch"
+    return f"the core stops for it, where it is started ({why})"
+
+
 def _planned(
     op: str,
     operand: jax.ShapeDtypeStruct,
@@ -244,8 +264,9 @@ def _planned(
     wire: Any = None,
 ) -> list[Plan]:
     """The plans that a call makes: its own code runs, with nothing to launch at its end."""
-    primitive, plainly = catalogue.functions()[op].functions[op]
-    how = choice.over_wires(How("pallas", across=hierarchy.marked(), order=order), wire, None)
+    primitive, plainly = catalogue.functions()[_whole(op)].functions[_whole(op)]
+    how = How("pallas", across=hierarchy.marked(), order=order, beside=op in split.NAMES)
+    how = choice.over_wires(how, wire, None)
 
     def call(x: jax.Array) -> jax.Array:
         operands, params = plainly(x, group.axes, group.size, axis)
@@ -265,7 +286,14 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         return Explanation(*about, torus, LAX, by_lax[0].why, ())
     steps = tuple(
         Explanation(
-            p.op, p.nbytes, p.devices, p.chip, p.torus, str(p.algorithm), p.why, p.candidates
+            p.op,
+            p.nbytes,
+            p.devices,
+            p.chip,
+            p.torus,
+            str(p.algorithm),
+            f"{_engine(p)}; {p.why}" if op in split.NAMES else p.why,
+            p.candidates,
         )
         for p in plans
         if isinstance(p, KernelPlan)
@@ -392,10 +420,9 @@ def _check(
     chip: str | None,
     torus: str | None,
 ) -> None:
-    known = sorted([*catalogue.functions(), *_PRODUCTS])
+    known = sorted([*catalogue.functions(), *split.NAMES, *_PRODUCTS])
     if op not in known:
-        rule = f"it is one of {', '.join(known)}"
-        raise CollectiveError(f"op={op!r}", rule, "name one of them")
+        raise CollectiveError(f"op={op!r}", f"it is one of {', '.join(known)}", "name one of them")
     if (nbytes is None) == (shape is None):
         rule = "the operand's size is given either as nbytes or as shape and dtype"
         raise CollectiveError(f"nbytes={nbytes}, shape={shape}", rule, "give one of them")
@@ -405,15 +432,16 @@ def _check(
             "the group is given either by mesh and axis_name or by a number of devices",
             "give one of them",
         )
-    for name, number, least in (("devices", devices, 2), ("nbytes", nbytes, 0)):
+    several = ", or mesh= and axis_name= for devices on several axes"
+    for name, number, least, or_ in (("devices", devices, 2, several), ("nbytes", nbytes, 0, "")):
         if number is not None and (not isinstance(number, int | np.integer) or number < least):
-            rule = f"it is a whole number, {least} or more"
-            raise CollectiveError(f"{name}={number!r}", rule, f"pass an int of {least} or more")
+            remedy = f"pass an int of {least} or more{or_}"
+            raise CollectiveError(f"{name}={number!r}", "it is a whole number", remedy)
     if shape is not None and not (
         isinstance(shape, list | tuple)
         and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
     ):
-        rule = "it is a tuple of sizes: whole numbers, 0 or more"
+        rule = "it is a tuple of sizes, whole numbers of 0 or more"
         raise CollectiveError(f"shape={shape!r}", rule, "write it like (8, 128)")
     if mesh is not None and not hasattr(mesh, "axis_names"):
         rule = "it is a jax.sharding.Mesh or AbstractMesh"

@@ -14,6 +14,7 @@ from pallas_collectives import _compat, catalogue, collectives, validation, wire
 from pallas_collectives.backends import choice, overrides
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.lowering import primitives
+from pallas_collectives.overlap import split
 from pallas_collectives.wires import Wire
 
 # The names of lax's functions that are ours. JAX keeps this value per thread and in the key of its
@@ -24,7 +25,7 @@ _overridden = jax.make_user_context(frozenset())
 _over = jax.make_user_context(frozenset())
 
 _lock = threading.Lock()
-_entered = 0  # contexts open, in all threads together; `jax.lax` is as it was while there are none
+_entered = 0  # contexts open, in all threads together; at 0 `jax.lax` is as it was
 
 
 @contextlib.contextmanager
@@ -66,8 +67,8 @@ def override_lax(
     It does not reach:
 
     * names bound to lax's functions earlier, as by `from jax.lax import psum`: see `overridden`;
-    * halves of a collective, which only XLA joins: `psum_scatter_start`, whose result is a future
-      (JAX 0.12), and `psend` and `precv` between GPUs (JAX 0.10);
+    * halves of a collective, which only XLA joins: `psend` and `precv` between GPUs (JAX 0.10); but
+      JAX 0.12's `psum_scatter_start` is ours (`overlap.split`), and so is what it gives;
     * code that runs or is traced outside: a vjp function made inside but first called outside runs
       our collectives where the forward pass did, and lax's for the sums that it adds;
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
@@ -111,8 +112,7 @@ def _checked_wires(given: Mapping[str, Any] | None) -> frozenset[tuple[str, Wire
 
 
 def _ours(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(collectives, name)
-    return function
+    return _BOTH[name][1]
 
 
 def overridden(
@@ -167,7 +167,7 @@ def _installed() -> Iterator[None]:
         with _lock:
             _entered -= 1
             if not _entered:
-                for name, function in vars(collectives.LAX).items():
+                for name, (function, _) in _BOTH.items():
                     setattr(jax.lax, name, function)
                 for primitive in _bindable().values():
                     del primitive.bind
@@ -204,7 +204,7 @@ def _bind(primitive: Any, *args: Any, **params: Any) -> Any:
 
 def _choosing(name: str) -> Callable[..., Any]:
     """lax's function in threads outside of all contexts, ours in others."""
-    of_lax, ours = getattr(collectives.LAX, name), _ours(name)
+    of_lax, ours = _BOTH[name]
 
     @functools.wraps(of_lax)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,16 @@ def _choosing(name: str) -> Callable[..., Any]:
     return function
 
 
-_CHOOSING = {name: _choosing(name) for name in vars(collectives.LAX)}
+# Name -> lax's function and ours.
+_BOTH = {
+    name: (of_lax, getattr(collectives, name)) for name, of_lax in vars(collectives.LAX).items()
+}
+_BOTH |= {
+    name: (getattr(jax.lax, name), getattr(split, name))
+    for name in split.NAMES
+    if hasattr(jax.lax, name)
+}
+_CHOOSING = {name: _choosing(name) for name in _BOTH}
 
 # What types an equal operand as different on every device; JAX inserts it, and its transpose sums.
 _PVARY = _compat.transposed("pvary")

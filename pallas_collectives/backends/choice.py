@@ -38,8 +38,8 @@ _GPU = ("gpu", "cuda", "rocm")
 
 _named_backend = jax.make_user_context(None)
 
-# Whether the step around a call matters (`How.beside`); set by `override_lax`.
-beside_compute = jax.make_user_context(False)
+# Whether the step around a call matters (`How.beside`); set by `override_lax`, None outside it.
+beside_compute = jax.make_user_context(None)
 
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
 # are where our own code means lax's.
@@ -142,7 +142,7 @@ def choose(
         how,
         interpret=_interpret(platform),
         across=slices.marked(),
-        beside=beside_compute.value and not how.strict,
+        beside=bool(beside_compute.value) and not how.strict,
     )
 
 

@@ -50,6 +50,11 @@ def never(_: Parameters) -> Iterable[Hashable]:
     return ()
 
 
+def _some_forms(p: Parameters) -> Iterable[Hashable]:
+    """One form of each collective."""
+    yield p["form"].split(" ")[0]
+
+
 def _algorithms(p: Parameters) -> Iterable[Hashable]:
     """Each algorithm on 4 or more devices, each collective on an odd and an even number of them."""
     if p["n"] >= 4:
@@ -218,6 +223,9 @@ QUICK: dict[str, Covers] = {
     "test_sparsecore::test_compiles_to_an_asynchronous_call": each("op x algorithm", "generation"),
     "test_sparsecore::test_the_same_kernel_gives_what_it_gives_on_the_tensorcore": each("op"),
     "test_sparsecore::test_replayed_as_a_second_engine": each("op"),
+    "test_split::test_batched_values_are_laxs": each("form"),
+    "test_split::test_by_kernels_a_collective_is_one_call_where_it_starts": _some_forms,
+    "test_split::test_values_are_laxs": each("form", "dtype"),
     "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
     "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
     "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=((2, 2, 2),)),
