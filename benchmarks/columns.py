@@ -3,7 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.rows import Asked, Compiled, Measured, Probed, Replayed, Row, Soaked, Stepped, Wired
+from benchmarks.rows import (
+    Asked,
+    Compiled,
+    Measured,
+    Probed,
+    Ran,
+    Replayed,
+    Row,
+    Soaked,
+    Stepped,
+    Wired,
+)
 
 MIB = 1 << 20
 
@@ -29,6 +40,8 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
             return _COMPILED
         case Stepped():
             return _STEPPED
+        case Ran():
+            return _RAN
         case Replayed():
             return _REPLAYED
         case Probed():
@@ -171,6 +184,16 @@ _STEPPED = (
     _mib("temp MiB", "temp"),
     Column("beside compute", lambda row: _beside(row)),
 )
+_RAN = (
+    _text("step", "op"),
+    _text("under", "under"),
+    _number("devices", "devices"),
+    _number("time(us)", "time_us"),
+    Column("min-max", _spread),
+    _number("compute us", "compute_us"),
+    _number("exposed us", "exposed_us"),
+    _number("hidden us", "hidden_us"),
+)
 _SOAKED = (
     _text("collectives", "op"),
     _text("type", "type"),
@@ -214,7 +237,7 @@ _REPLAYED = (
 
 def _beside(row: Any) -> str:
     """How many collectives run beside compute, of how many."""
-    apart = sum(of["times"] for of in row.collectives if of["engine"] != "core")
+    apart = sum(of["times"] for of in row.collectives if of["engine"] != "core" and of["beside"])
     return f"{apart} of {sum(of['times'] for of in row.collectives)}"
 
 

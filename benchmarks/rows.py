@@ -152,6 +152,34 @@ class Stepped(Row):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Ran(Row):
+    """A model's step, run on the devices there are.
+
+    Attributes:
+      op: the program, and how it is run.
+      under: whose collectives: "lax" or "override".
+      time_us, time_us_min, time_us_max: of one step, by the clock: median, fastest, slowest.
+      compute_us, exposed_us, hidden_us: of one step, by the profiler: the median device's (see
+        `steps.exposed`).
+    """
+
+    under: str
+    time_us: float | None = None
+    time_us_min: float | None = None
+    time_us_max: float | None = None
+    compute_us: float | None = None
+    exposed_us: float | None = None
+    hidden_us: float | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.op, self.under, self.devices)
+
+    def __str__(self) -> str:
+        return f"{self.op} under {self.under}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Replayed(Row):
     """A collective replayed on the model of a pod.
 
@@ -318,6 +346,7 @@ PARTS: dict[str, type[Row]] = {
     "wires": Wired,
     "compiled": Compiled,
     "steps": Stepped,
+    "ran": Ran,
     "replayed": Replayed,
     "small": Replayed,
     "several": Replayed,

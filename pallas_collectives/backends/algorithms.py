@@ -98,6 +98,7 @@ def choose(
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,
+        axes=group.axes,
         chip=chip.name,
         torus=torus,
         candidates=candidates,
