@@ -13,6 +13,7 @@ from benchmarks.rows import (
     Row,
     Soaked,
     Stepped,
+    Wired,
 )
 
 MIB = 1 << 20
@@ -31,6 +32,8 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
     match rows[0]:
         case Measured():
             return _measured([row for row in rows if isinstance(row, Measured)])
+        case Wired():
+            return _WIRED
         case Soaked():
             return _SOAKED
         case Compiled():
@@ -199,6 +202,20 @@ _SOAKED = (
     _number("calls", "calls"),
     _number("seconds", "seconds", 3),
     _WRONG,
+)
+_WIRED = (
+    _text("where", "where"),
+    _text("op", "op"),
+    _text("wire", "wire"),
+    _number("size", "size"),
+    _text("type", "type"),
+    _number("devices", "devices"),
+    _number("time us", "time_us", 1),
+    _number("passes", "passes_us", 1),
+    _number("% of plain", "of_plain"),
+    _number("% bytes", "of_bytes", 1),
+    _number("% off", "off", 3),
+    Column("ran", lambda row: "refused" if row.refused else "ERROR" if row.failed else "ok"),
 )
 _SERVED = Column(
     "algorithm", lambda row: row.algorithm or row.served or row.kernel or "-", is_text=True

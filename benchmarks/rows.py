@@ -230,6 +230,38 @@ class Replayed(Row):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Wired(Row):
+    """A collective over a wire of narrower numbers, or without one.
+
+    Attributes:
+      where: the pod, or the devices and the backend.
+      wire: "none" without one.
+      size: bytes of the full array.
+      time_us: measured, or on a pod modelled, XLA's passes included.
+      passes_us: of these, XLA's passes; None where they are measured with the rest.
+      of_plain: time in percent of that without a wire.
+      of_bytes: bytes on the wire in percent of those without one.
+      off: the largest error of any number, in percent of the result's largest number.
+    """
+
+    where: str
+    wire: str
+    size: int
+    time_us: float | None = None
+    passes_us: float | None = None
+    of_plain: float | None = None
+    of_bytes: float | None = None
+    off: float | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.where, self.wire, *super().key, self.size)
+
+    def __str__(self) -> str:
+        return f"{self.op} by wire {self.wire} on {self.where}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Soaked(Row):
     """A program of many collectives, one after another without a pause, run again and again.
 
@@ -311,6 +343,7 @@ PARTS: dict[str, type[Row]] = {
     "conformance": Measured,
     "soak": Soaked,
     "measured": Measured,
+    "wires": Wired,
     "compiled": Compiled,
     "steps": Stepped,
     "ran": Ran,

@@ -159,12 +159,14 @@ class WirePlan(Plan):
       wire: the one asked for.
       nbytes: of one device's operand.
       sent: of these, as they travel, scales and padding included.
-      us, wired_us: predicted times without and with it; None where no table tells.
+      passes_us: what XLA's passes over HBM take before and behind, at the least, on a TPU.
+      us, wired_us: predicted times without and with it, passes included; None where no table tells.
     """
 
     wire: Wire
     nbytes: int = 0
     sent: int = 0
+    passes_us: float = 0.0
     us: float | None = None
     wired_us: float | None = None
 

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import catalogue
-from pallas_collectives.backends import canonical, choice, measured, slices, untyped, wired
+from pallas_collectives.backends import canonical, choice, measured, slices, untyped
 from pallas_collectives.backends.counters import note
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import UnservedError
@@ -107,7 +107,5 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
         module = slices.InSlices(module)
     elif how.backend != "xla" and not how.strict:
         module = measured.Measured(module, how.backend)
-    if how.wire is not None:
-        module = wired.OnWire(module)
     with within:
         return canonical.run(module, op, how, *operands, **params)
