@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from pallas_collectives import catalogue, validation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, counters, serving
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan
@@ -24,6 +26,7 @@ from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.ring_orders import Torus
+from pallas_collectives.validation import AxisName
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
 LAX, NOTHING = "lax's own", "nothing"
@@ -88,9 +91,9 @@ def explain(
     nbytes: int | None = None,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: Any = jnp.float32,
-    mesh: Any = None,
-    axis_name: Any = None,
+    dtype: DTypeLike = jnp.float32,
+    mesh: AnyMesh | None = None,
+    axis_name: AxisName = None,
     devices: int | None = None,
     chip: str | None = None,
     torus: str | None = None,
@@ -151,7 +154,7 @@ def explain(
         return _explained(op, size, placement.arranged(group), plans)
 
 
-def _dtype(op: str, dtype: Any) -> Any:
+def _dtype(op: str, dtype: DTypeLike) -> Any:
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -196,21 +199,21 @@ def _places(devices: int, torus: str) -> Places:
 
 
 @contextlib.contextmanager
-def _traced_on(mesh: Any) -> Iterator[None]:
+def _traced_on(mesh: AnyMesh) -> Iterator[None]:
     """Within this context decisions are those of tracing on a mesh, and are not counted."""
-    abstract = getattr(mesh, "abstract_mesh", mesh)
+    abstract: Any = getattr(mesh, "abstract_mesh", mesh)
     with jax.sharding.use_abstract_mesh(abstract), counters.uncounted():
         yield
 
 
 @contextlib.contextmanager
-def _on(mesh: Any, where: Places | None) -> Iterator[None]:
+def _on(mesh: AnyMesh, where: Places | None) -> Iterator[None]:
     """Within this context decisions are those of a lowering for a mesh, and are not counted."""
     with _traced_on(mesh), placement.scope(where), hierarchy.scope(mesh), launch.left_out():
         yield
 
 
-def _enough_bits(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+def _enough_bits(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
     """Within this context there are arrays of the dtype: 64-bit ones need x64."""
     wide = jax.dtypes.canonicalize_dtype(dtype) != dtype
     return jax.enable_x64(True) if wide else contextlib.nullcontext()
@@ -277,9 +280,9 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {
 
 def _product(
     op: str,
-    mesh: Any,
+    mesh: AnyMesh,
     where: Places | None,
-    axis_name: Any,
+    axis_name: AxisName,
     x: jax.ShapeDtypeStruct,
     widths: tuple[int, ...],
     axis: int,
@@ -355,8 +358,8 @@ def _check(
     op: str,
     nbytes: int | None,
     shape: Any,
-    mesh: Any,
-    axis_name: Any,
+    mesh: AnyMesh | None,
+    axis_name: AxisName,
     devices: int | None,
     chip: str | None,
     torus: str | None,

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.combine import wide
@@ -76,7 +77,7 @@ def added(blocks: jax.Array, n: int, axis: int) -> jax.Array:
     return _rounded(total, dtype)
 
 
-def _rounded(total: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(total: jax.Array, dtype: DTypeLike) -> jax.Array:
     """In a dtype. XLA may leave a rounding out between two types, but not one that is asked for."""
     if dtype in (jnp.bfloat16, jnp.float16):
         kept = jnp.finfo(dtype)

@@ -35,6 +35,7 @@ from jax.lax import psum as lax_psum
 from jax.lax import psum_scatter as lax_psum_scatter
 from jax.sharding import Mesh
 
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import counters, xla
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, SliceError, UnboundAxisError
@@ -80,7 +81,7 @@ def marked() -> tuple[str, ...] | None:
 
 
 @contextlib.contextmanager
-def scope(mesh: Any) -> Iterator[None]:
+def scope(mesh: AnyMesh) -> Iterator[None]:
     """Within this context, a lowering, these are the mesh's devices; None if they are unknown."""
     token = _mesh.set(mesh if isinstance(mesh, Mesh) else None)
     try:

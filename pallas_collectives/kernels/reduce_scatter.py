@@ -151,7 +151,7 @@ def direct(
     )
 
 
-def goes_in_sections(blocks: Blocks, dtype: Any, vmem: bool) -> bool:
+def goes_in_sections(blocks: Blocks, dtype: DType, vmem: bool) -> bool:
     """Whether what both directions' slots take of HBM would be more than scratch may be."""
     return not vmem and 2 * SLOTS * blocks.nbytes(dtype) > torus.SCRATCH_BYTES
 

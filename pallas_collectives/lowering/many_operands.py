@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
 
 from pallas_collectives import _compat
@@ -74,7 +75,9 @@ def _partial_eval(primitive: core.Primitive, trace: Any, *operands: Any, **param
     return [next(results[is_known]) for is_known in known]
 
 
-def _checkpoint(policy: Rule, unknown: Sequence[bool], at_hand: Sequence[bool], eqn: Any) -> Any:
+def _checkpoint(
+    policy: Rule, unknown: Sequence[bool], at_hand: Sequence[bool], eqn: JaxprEqn
+) -> Any:
     """Known operands now, the others later; all of them later, unless the policy saves results."""
     saved = _compat.saved(policy, eqn)
     now = _part(eqn, [not later for later in unknown])
@@ -89,7 +92,8 @@ def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     return used, _part(rest[-1], used)
 
 
-def _part(eqn: Any, wanted: list[bool]) -> Any:
+def _part(eqn: JaxprEqn, wanted: list[bool]) -> Any:
     """The equation of the wanted operands alone; None if there are none."""
-    invars, outvars = (list(itertools.compress(v, wanted)) for v in (eqn.invars, eqn.outvars))
+    invars = list(itertools.compress(eqn.invars, wanted))
+    outvars = list(itertools.compress(eqn.outvars, wanted))
     return eqn.replace(invars=invars, outvars=outvars) if invars else None

@@ -15,16 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, catalogue, validation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import choice, counters, nested, serving, slices
 from pallas_collectives.backends.plans import UNSERVABLE, How
 from pallas_collectives.lowering import bundles, many_operands, remat
 from pallas_collectives.topology import placement
+from pallas_collectives.validation import AxisName
 
 
-def _is_collective(eqn: Any) -> bool:
+def _is_collective(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in catalogue.primitives()
 
 
@@ -137,7 +140,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     primitive.def_effectful_abstract_eval(each if many else abstract_eval)
     lowered = mlir.lower_fun(implementation, multiple_results=many)
 
-    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lowered(ctx, *args, **params)
@@ -188,7 +191,7 @@ def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
 
 
 def _pbroadcast_transpose(
-    cotangent: Any, x: Any, *dynamic: Any, axis_name: Any, source: Any = None
+    cotangent: Any, x: Any, *dynamic: Any, axis_name: AxisName, source: Any = None
 ) -> list[Any]:
     """The source's cotangent is everyone's sum. lax's own rule works for scalars only."""
     if isinstance(cotangent, ad.Zero):
@@ -207,7 +210,7 @@ def _ragged_transpose(
     output_offsets: jax.Array,
     recv_sizes: jax.Array,
     *,
-    axis_name: Any,
+    axis_name: AxisName,
     axis_index_groups: Any,
 ) -> list[Any]:
     """Rows' cotangents go back to where the rows came from; `output` keeps those of other rows.
@@ -267,7 +270,9 @@ def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset
 
 
 @functools.lru_cache(maxsize=4096)
-def _traced_effects(op: str, how: How, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
+def _traced_effects(
+    op: str, how: How, shapes: Any, params: dict[str, Any], mesh: AnyMesh
+) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope, not in params
     run = functools.partial(serving.run, op, how, **dict(params))
     with counters.uncounted(), placement.settled_later():

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_collectives.errors import CollectiveError
 
@@ -53,7 +53,7 @@ def explain(
     k: int,
     num_experts: int,
     devices: int,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> Explanation:
     """What a dispatch sends from each device, and a combine back, by either exchange.
 

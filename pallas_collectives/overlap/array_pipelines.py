@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.overlap.ring_shifts import Places, Ring, Ways
@@ -229,7 +230,7 @@ def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
 
         return jax.tree.map(counted, produced(destination))
 
-    def on_wire(dtype: Any) -> Any:
+    def on_wire(dtype: DTypeLike) -> Any:
         floats = jnp.issubdtype(dtype, jnp.floating)
         return wire_dtype if floats and wire_dtype is not None else dtype
 

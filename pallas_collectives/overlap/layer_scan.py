@@ -36,6 +36,7 @@ from pallas_collectives.backends import choice
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
+from pallas_collectives.validation import AxisName
 
 Layer = Callable[[Any, Any], Any]
 
@@ -45,7 +46,7 @@ _UNROLLED = 8
 
 
 def scan_gathered(
-    layer: Layer, carry: Any, weights: Any, axis_name: Any, *, unroll: int | None = None
+    layer: Layer, carry: Any, weights: Any, axis_name: AxisName, *, unroll: int | None = None
 ) -> Any:
     """A scan of layers over weights that are gathered one layer ahead, inside `jax.shard_map`.
 
@@ -85,12 +86,12 @@ def scan_gathered(
     return _scan(layer, axis_name, unroll, carry, weights)
 
 
-def _gathered(weights: Any, axis_name: Any) -> Any:
+def _gathered(weights: Any, axis_name: AxisName) -> Any:
     with choice.beside_compute(True):
         return collectives.all_gather(weights, axis_name, tiled=True)
 
 
-def _scattered(gradients: Any, axis_name: Any) -> Any:
+def _scattered(gradients: Any, axis_name: AxisName) -> Any:
     with choice.beside_compute(True):
         return collectives.psum_scatter(gradients, axis_name, tiled=True)
 
@@ -100,12 +101,12 @@ def _at(weights: Any, layers: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _scan(layer: Layer, axis_name: Any, unroll: int, carry: Any, weights: Any) -> Any:
+def _scan(layer: Layer, axis_name: AxisName, unroll: int, carry: Any, weights: Any) -> Any:
     return _forward(layer, axis_name, unroll, carry, weights)[0]
 
 
 def _forward(
-    layer: Layer, axis_name: Any, unroll: int, carry: Any, weights: Any
+    layer: Layer, axis_name: AxisName, unroll: int, carry: Any, weights: Any
 ) -> tuple[Any, Any]:
     """The last carry; and the weights with each layer's input."""
 
@@ -122,7 +123,7 @@ def _forward(
 
 
 def _backward(
-    layer: Layer, axis_name: Any, unroll: int, saved: Any, cotangent: Any
+    layer: Layer, axis_name: AxisName, unroll: int, saved: Any, cotangent: Any
 ) -> tuple[Any, Any]:
     weights, inputs, last = saved
     scatter = functools.partial(_scattered, axis_name=axis_name)

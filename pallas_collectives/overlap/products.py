@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_collectives import validation
 from pallas_collectives.backends import choice
@@ -197,7 +198,7 @@ def _spec(
     axis: int,
     x: jax.Array,
     ws: Sequence[jax.Array],
-    dtype: Any,
+    dtype: DTypeLike,
     precision: Any,
     order: str | None,
     backend: str | None,

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, slices
 from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
 from pallas_collectives.collectives import LAX
@@ -259,7 +261,7 @@ class _Tiles:
         least = min(together, alone, key=math.prod) if columns > LANES else together
         return cls(rows, columns, least)
 
-    def nbytes(self, dtype: Any) -> int:
+    def nbytes(self, dtype: DTypeLike) -> int:
         """Of an operand so laid out."""
         return math.prod(self.shape) * jnp.dtype(dtype).itemsize
 
@@ -317,7 +319,7 @@ def _abstract_eval(*avals: Any, spec: Spec) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _effects(shapes: Any, spec: Spec, mesh: Any) -> frozenset[Any]:
+def _effects(shapes: Any, spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
     """TPU interpret mode's, or none."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
@@ -377,7 +379,7 @@ def _primitive() -> core.Primitive:
     primitive.def_effectful_abstract_eval(_abstract_eval)
     lower = mlir.lower_fun(lowered, multiple_results=True)
 
-    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_collectives.replay.program import home
 from pallas_collectives.replay.values import UNKNOWN, Known
@@ -24,7 +25,7 @@ class Contents:
         self.n_devices = n_devices
         self._held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def hold(self, buffer: Buffer, dtype: Any, n_lanes: int) -> None:
+    def hold(self, buffer: Buffer, dtype: DTypeLike, n_lanes: int) -> None:
         """Follows a buffer's contents from now on; so far all are unknown."""
         if buffer.id in self._held:
             return

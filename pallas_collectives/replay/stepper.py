@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.replay import jaxprs, operations, values
 from pallas_collectives.replay.contents import Contents
 from pallas_collectives.replay.devices import CoreMesh, Devices
@@ -63,7 +65,7 @@ class Stepper:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: AnyMesh,
         generation: Chip,
         compile_equation: Callable[..., Step | None],
         emit: Callable[[Any], None] | None = None,
@@ -197,12 +199,12 @@ class Stepper:
             self._multiplying = self._beside = 0.0
         return busy
 
-    def flush_busy(self, eqn: Any, lanes: np.ndarray) -> None:
+    def flush_busy(self, eqn: JaxprEqn, lanes: np.ndarray) -> None:
         """Ends the work counted so far on these lanes, before the set of lanes changes."""
         if self._busy or self._multiplying:
             self.emit(Work(lanes, self.take_busy(), self.source(eqn)))
 
-    def source(self, eqn: Any) -> Source:
+    def source(self, eqn: JaxprEqn) -> Source:
         cached = self._sources.get(id(eqn))
         if cached is None:
             name = self.kernel.name if self.kernel else ""
@@ -289,7 +291,7 @@ class Stepper:
 
     # DMAs and semaphores --------------------------------------------------------------------------
 
-    def perform(self, eqn: Any, op: Any, operands: list[Any], lanes: np.ndarray) -> Any:
+    def perform(self, eqn: JaxprEqn, op: Any, operands: list[Any], lanes: np.ndarray) -> Any:
         """Performs one operation of `jaxprs`; returns the loaded value of loads and reads."""
 
         def value(item: Any) -> Any:

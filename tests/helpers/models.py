@@ -195,6 +195,12 @@ def experts(devices: np.ndarray) -> Model:
         mixed = _expert_parallel(tokens, chosen, w["up"][0], w["down"][0]) * share[:, None]
         return x + mixed.reshape(x.shape), None
 
+    return _of_experts(devices, layer)
+
+
+def _of_experts(devices: np.ndarray, layer: Callable[..., tuple[jax.Array, None]]) -> Model:
+    """A scan of layers, in which each device has its experts and its share of the batch."""
+
     def loss(w: Params, tokens: jax.Array) -> jax.Array:
         x, _ = lax.scan(layer, w["embed"][tokens[:, :-1]], w["layers"])
         return lax.pmean(jnp.mean(_losses(x, w["embed"], tokens[:, 1:])), "x")
@@ -270,15 +276,7 @@ def routed(devices: np.ndarray, mix: Mix, choices: int = 2) -> Model:
         mixed = mix(tokens, chosen, shares, w["up"], w["down"])
         return x + mixed.reshape(x.shape), None
 
-    def loss(w: Params, tokens: jax.Array) -> jax.Array:
-        x, _ = lax.scan(layer, w["embed"][tokens[:, :-1]], w["layers"])
-        return lax.pmean(jnp.mean(_losses(x, w["embed"], tokens[:, 1:])), "x")
-
-    layers = {
-        **dict.fromkeys(("qkv", "project", "route"), P()),
-        **dict.fromkeys(("up", "down"), P(None, "x")),
-    }
-    return Model(Mesh(devices, ("x",)), {"embed": P(), "layers": layers}, P("x"), loss)
+    return _of_experts(devices, layer)
 
 
 def mix_by_lax(

@@ -181,6 +181,9 @@ QUICK: dict[str, Covers] = {
     ),
     "test_nccl_transfer::test_every_dtype_arrives_bit_for_bit": once,
     "test_notebooks::test_notebook_runs_and_its_solutions_are_right": once,
+    "test_notebooks::test_wrong_answers_are_not_passed_and_the_mistake_is_named": only(
+        answers=["three"]
+    ),
     "test_operands::test_every_dtype_of_laxs": once,
     "test_operands::test_float0_tangents_and_integer_gradients": never,
     "test_operands::test_shapes": each("op", "shape"),
