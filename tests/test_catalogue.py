@@ -239,7 +239,7 @@ def test_a_records_barrier_is_the_kernels(
     call_many = launch.call_many
     monkeypatch.setattr(launch, "call_many", recorded)
     (case,) = (case for case in CASES if case.op == op)
-    (task,) = replay_rows.plan(["v5p:4x4x1"], [case], [1 << 18], algorithms=[name], axes=("x", "y"))
+    (task,) = replay_rows.plan(["v5p:4x4x1"], [case], [1 << 13], algorithms=[name], axes=("x", "y"))
     replay_rows.run(task)
     barrier = launched[f"{op}_{name}"]
     name = barrier if isinstance(barrier, str) else barrier[0]

@@ -99,6 +99,9 @@ QUICK: dict[str, Covers] = {
         "dtype", "vmem"
     ),
     "test_all_reduce_gather::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
+    "test_all_reduce_gather::test_takes_hardly_longer_than_gathering_the_operands": each(
+        "machine", "nbytes"
+    ),
     "test_all_reduce_line::test_all_devices_have_the_documented_bits_however_late_one_is": each(
         "dtype", "vmem"
     ),
