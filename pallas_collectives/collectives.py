@@ -8,6 +8,16 @@ Each takes two more keyword arguments:
   with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one and nothing is
   added. "auto:sc" and the like choose the algorithm.
 
+Those that gather, exchange, permute or sum floats can send narrower numbers (see `wires`):
+
+* `wire`: "int8", "float8_e4m3fn", "float8_e5m2", "bfloat16" (of float32), a `Wire`, "auto" (int8
+  where that is worth it), or None. Results are within half a step of each group of 128 numbers;
+  sums are added in float32. A wire that would take more bytes than it saves is a WireError;
+* `wire_backward`: that of derivatives, which pass straight through rounding; None for full numbers;
+* `dequantize`: False to have (values, scales) of what comes, for a product of quantised numbers;
+* `return_residue`: True to have (sum, residue): what this device's own term has lost, to be added
+  to its next one (error feedback).
+
 Semantics are lax's own: its function runs, with our primitives in place of its collectives (see
 `lowering.primitives`). The checks here are for mistakes that lax reports later, or less clearly.
 """
@@ -22,7 +32,7 @@ from jax import lax
 
 from pallas_collectives import catalogue, validation
 from pallas_collectives.backends import choice
-from pallas_collectives.lowering import primitives
+from pallas_collectives.lowering import primitives, quantized
 from pallas_collectives.validation import AxisName, Groups
 
 # lax's functions as they were on import: `override_lax` may have put ours in their place since.
@@ -40,6 +50,9 @@ def all_gather(
     tiled: bool = False,
     to: str = "varying",
     order: str | None = None,
+    wire: Any = None,
+    wire_backward: Any = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -75,11 +88,17 @@ def all_gather(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order, **over)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
-    return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), x)
+    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    if not dequantize:
+        rows: Any = {**options, "axis": 0, "tiled": True, "backend": backend}
+        gather = functools.partial(all_gather, axis_name=axis_name, algorithm=algorithm, **rows)
+        return quantized.gathered(given, quantized.checked(wire), gather, axis, tiled)
+    return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), given)
 
 
 def psum_scatter(
@@ -91,6 +110,9 @@ def psum_scatter(
     tiled: bool = False,
     precise: bool = False,
     order: str | None = None,
+    wire: Any = None,
+    wire_backward: Any = None,
+    return_residue: bool = False,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -119,7 +141,8 @@ def psum_scatter(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **over)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -130,7 +153,11 @@ def psum_scatter(
         dimension = scatter_dimension % np.ndim(leaf)  # JAX 0.10 takes no negative axes
         return LAX.psum_scatter(leaf, axis_name, scatter_dimension=dimension, **options)
 
-    return primitives.with_twins(how, lambda x: jax.tree.map(scatter, x), x)
+    devices = validation.devices_of(axis_name, axis_index_groups)
+    groups = quantized.Groups(scatter_dimension, devices, flat=True)
+    given = quantized.sent(x, wire, axis_name, groups)
+    sums = primitives.with_twins(how, lambda x: jax.tree.map(scatter, x), given)
+    return (sums, quantized.residue(x, given, wire, groups)) if return_residue else sums
 
 
 reduce_scatter = psum_scatter
@@ -143,6 +170,9 @@ def psum(
     axis_index_groups: Groups = None,
     precise: bool = False,
     order: str | None = None,
+    wire: Any = None,
+    wire_backward: Any = None,
+    return_residue: bool = False,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -176,7 +206,11 @@ def psum(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    given = quantized.sent(x, wire, axis_name, quantized.FLAT)
+    options: Any = {"precise": precise, "order": order, **over}
+    sums = _reduce("psum", given, axis_name, axis_index_groups, backend, algorithm, **options)
+    return (sums, quantized.residue(x, given, wire, quantized.FLAT)) if return_residue else sums
 
 
 all_reduce = psum
@@ -189,11 +223,18 @@ def pmean(
     axis_index_groups: Groups = None,
     precise: bool = False,
     order: str | None = None,
+    wire: Any = None,
+    wire_backward: Any = None,
+    return_residue: bool = False,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
-    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    given = quantized.sent(x, wire, axis_name, quantized.FLAT)
+    options: Any = {"precise": precise, "order": order, **over}
+    sums = _reduce("pmean", given, axis_name, axis_index_groups, backend, algorithm, **options)
+    return (sums, quantized.residue(x, given, wire, quantized.FLAT)) if return_residue else sums
 
 
 def pmax(
@@ -227,10 +268,9 @@ def _reduce(
     groups: Groups,
     backend: str | None,
     algorithm: str | None,
-    precise: bool = False,
-    order: str | None = None,
+    **wishes: Any,
 ) -> Any:
-    how = choice.settle(axis_name, groups, backend, algorithm, precise, order)
+    how = choice.settle(axis_name, groups, backend, algorithm, **wishes)
     if name in ("pmax", "pmin"):
         validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)
@@ -245,6 +285,9 @@ def all_to_all(
     *,
     axis_index_groups: Groups = None,
     tiled: bool = False,
+    wire: Any = None,
+    wire_backward: Any = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -267,7 +310,8 @@ def all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
@@ -277,7 +321,21 @@ def all_to_all(
         ndim = np.ndim(leaf)  # JAX 0.10 takes no negative axes
         return LAX.all_to_all(leaf, axis_name, split_axis % ndim, concat_axis % ndim, **options)
 
-    return primitives.with_twins(how, lambda x: jax.tree.map(exchange, x), x)
+    n = validation.devices_of(axis_name, axis_index_groups)
+    given = quantized.sent(x, wire, axis_name, quantized.Groups(split_axis, n))
+    if not dequantize:
+        rows: Any = {"axis_index_groups": axis_index_groups, "tiled": True, "backend": backend}
+        move = functools.partial(
+            all_to_all,
+            axis_name=axis_name,
+            split_axis=0,
+            concat_axis=0,
+            algorithm=algorithm,
+            **rows,
+        )
+        at = split_axis, concat_axis
+        return quantized.exchanged(given, quantized.checked(wire), move, *at, n, tiled)
+    return primitives.with_twins(how, lambda x: jax.tree.map(exchange, x), given)
 
 
 def ragged_all_to_all(
@@ -290,6 +348,8 @@ def ragged_all_to_all(
     *,
     axis_name: AxisName,
     axis_index_groups: Groups = None,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -323,7 +383,8 @@ def ragged_all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     slices = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -335,7 +396,9 @@ def ragged_all_to_all(
     )
     options = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
     exchange = functools.partial(LAX.ragged_all_to_all, **options)
-    return primitives.with_twins(how, exchange, operand, output, *slices.values())
+    rows = quantized.Groups(0, np.shape(operand)[0], flat=True)
+    given = quantized.sent(operand, wire, axis_name, rows)
+    return primitives.with_twins(how, exchange, given, output, *slices.values())
 
 
 def ppermute(
@@ -343,6 +406,9 @@ def ppermute(
     axis_name: AxisName,
     perm: Any,
     *,
+    wire: Any = None,
+    wire_backward: Any = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -365,10 +431,16 @@ def ppermute(
         not in the mesh's order.
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
     """
-    how = choice.settle(axis_name, None, backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
-    return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), x)
+    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    if not dequantize:
+        options: Any = {"perm": pairs, "backend": backend, "algorithm": algorithm}
+        move = functools.partial(ppermute, axis_name=axis_name, **options)
+        return quantized.permuted(given, quantized.checked(wire), move)
+    return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), given)
 
 
 def pshuffle(
@@ -376,16 +448,20 @@ def pshuffle(
     axis_name: AxisName,
     perm: Any,
     *,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
-    how = choice.settle(axis_name, None, backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
     validation.checked_perm(
         [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
     )
-    return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), x)
+    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), given)
 
 
 def pswapaxes(
@@ -394,14 +470,19 @@ def pswapaxes(
     axis: int,
     *,
     axis_index_groups: Groups = None,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
-    return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), x)
+    n = validation.devices_of(axis_name, axis_index_groups)
+    given = quantized.sent(x, wire, axis_name, quantized.Groups(axis, n))
+    return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), given)
 
 
 def pbroadcast(

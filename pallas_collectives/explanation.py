@@ -14,13 +14,13 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import catalogue, validation
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.backends import algorithms, canonical, counters, serving
+from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wired
 from pallas_collectives.backends import slices as hierarchy
-from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan
+from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.overlap import fusion, products
+from pallas_collectives.overlap import fusion, products, split
 from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
@@ -49,7 +49,9 @@ class Explanation:
       why: in a sentence.
       candidates: all algorithms, the fastest first.
       inside: the steps of what is served in several, one after the other: across slices, in the
-        order of the ranks; of an unfused product, what serves its collective.
+        order of the ranks; of an unfused product, what serves its collective; over a wire, what
+        moves its numbers.
+      wire: in what numbers it sends, and why; None if none was asked for.
     """
 
     op: str
@@ -61,11 +63,14 @@ class Explanation:
     why: str
     candidates: tuple[Candidate, ...]
     inside: tuple["Explanation", ...] = ()
+    wire: WirePlan | None = None
 
     def __str__(self) -> str:
         on = f"a {self.torus} of {self.devices} x {self.chip}"
         lines = [f"{self.op} of {self.nbytes} bytes a device on {on}: {self.algorithm or 'steps'}"]
         lines.append(f"  {self.why}")
+        if self.wire is not None and self.wire.algorithm is None:
+            lines.append(f"  wire {self.wire.wire} is left out: {self.wire.why}")
         if self.candidates:
             lines.append(f"  {'algorithm':<22}{'us':>9}{'latency':>9}   source")
         for c in self.candidates:
@@ -100,6 +105,7 @@ def explain(
     axis: int = 0,
     order: str | None = None,
     columns: int | Sequence[int] | None = None,
+    wire: Any = None,
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
@@ -110,7 +116,8 @@ def explain(
     measured.
 
     Args:
-      op: the collective, by lax's name or this library's: "psum", "all_gather", ...; or the
+      op: the collective, by lax's name or this library's: "psum", "all_gather", ...; or its start,
+        "psum_start", ..., which is run by what lets the core go on, if anything does; or the
         product, "all_gather_matmul" or "matmul_reduce_scatter".
       nbytes: bytes of one device's operand, what is given to the function; or
       shape, dtype: of that operand. Of a dtype that no kernel adds, lax's own serves.
@@ -121,6 +128,8 @@ def explain(
         many devices is on that chip.
       axis: the dimension of the operand that is gathered, scattered or split.
       order: "rank" for a sum in the order of the ranks, as `psum` takes it.
+      wire: the narrower numbers that it is to send, as `psum` takes them: told are their bytes,
+        modelled time and error.
       columns: of a product, N of its right-hand side (K, N), or of each; x has `shape` and `dtype`.
 
     Raises:
@@ -142,7 +151,7 @@ def explain(
         return _product(op, mesh, where, axis_name, x, widths, axis)
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
-        collective = catalogue.functions()[op]
+        collective = catalogue.functions()[_whole(op)]
         if shape is None:
             operand = _operand(collective, nbytes or 0, group.size)
         else:
@@ -150,7 +159,7 @@ def explain(
             _check_axis(op, collective, operand.shape, axis, group.size)
         validation.check_order_of_sum(order, group.axes)
         size = nbytes if nbytes is not None else _bytes(operand)
-        plans = _planned(op, operand, group, axis, order)
+        plans = _planned(op, operand, group, axis, order, wire)
         return _explained(op, size, placement.arranged(group), plans)
 
 
@@ -227,12 +236,37 @@ def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, np.float32)
 
 
+def _whole(op: str) -> str:
+    """The collective that is started."""
+    return op.removesuffix("_start") if op in split.NAMES else op
+
+
+def _engine(plan: KernelPlan) -> str:
+    """What runs a collective that is started, and why nothing else does."""
+    if plan.on_sparsecore:
+        return "a SparseCore runs it, beside compute"
+    chip = chips.current()
+    if chip.no_sparsecore:
+        why = f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
+    elif catalogue.COLLECTIVES[plan.op].example.adds:
+        why = "no SparseCore adds"
+    else:
+        why = "it is too short to be worth a SparseCore's launch"
+    return f"the core stops for it, where it is started ({why})"
+
+
 def _planned(
-    op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int, order: str | None = None
+    op: str,
+    operand: jax.ShapeDtypeStruct,
+    group: Group,
+    axis: int,
+    order: str | None = None,
+    wire: Any = None,
 ) -> list[Plan]:
     """The plans that a call makes: its own code runs, with nothing to launch at its end."""
-    primitive, plainly = catalogue.functions()[op].functions[op]
-    how = How("pallas", across=hierarchy.marked(), order=order)
+    primitive, plainly = catalogue.functions()[_whole(op)].functions[_whole(op)]
+    how = How("pallas", across=hierarchy.marked(), order=order, beside=op in split.NAMES)
+    how = choice.over_wires(how, wire, None)
 
     def call(x: jax.Array) -> jax.Array:
         operands, params = plainly(x, group.axes, group.size, axis)
@@ -252,7 +286,14 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         return Explanation(*about, torus, LAX, by_lax[0].why, ())
     steps = tuple(
         Explanation(
-            p.op, p.nbytes, p.devices, p.chip, p.torus, str(p.algorithm), p.why, p.candidates
+            p.op,
+            p.nbytes,
+            p.devices,
+            p.chip,
+            p.torus,
+            str(p.algorithm),
+            f"{_engine(p)}; {p.why}" if op in split.NAMES else p.why,
+            p.candidates,
         )
         for p in plans
         if isinstance(p, KernelPlan)
@@ -261,11 +302,26 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         why = "the operand is empty" if nbytes == 0 else "the group is one device"
         return Explanation(*about, torus, NOTHING, why, ())
     first = steps[0]
+    over = next((plan for plan in plans if isinstance(plan, WirePlan)), None)
+    if over is not None and over.algorithm is not None:
+        told = _over_wire(over, group.size)
+        return Explanation(*about, torus, f"wire {over.algorithm}", told, (), steps, over)
+    first = dataclasses.replace(first, wire=over)
     if first.devices == group.size:
         return dataclasses.replace(first, op=op, nbytes=nbytes, inside=steps[1:])
     slices = group.size // first.devices
     why = f"kernels inside each of {slices} slices, lax between them"
     return Explanation(*about, first.torus, "", why, (), steps)
+
+
+def _over_wire(plan: WirePlan, devices: int) -> str:
+    """Bytes, time and error of a collective over a wire, in a sentence."""
+    share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
+    error = wired.error_in_words(plan.op, plan.wire, devices)
+    if plan.us is None or plan.wired_us is None:
+        return f"{share}; no table has its time; {error}"
+    time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, XLA's passes included"
+    return f"{share}; {time}; {error}"
 
 
 _PRODUCTS: dict[str, Callable[..., Any]] = {
@@ -364,7 +420,7 @@ def _check(
     chip: str | None,
     torus: str | None,
 ) -> None:
-    known = sorted([*catalogue.functions(), *_PRODUCTS])
+    known = sorted([*catalogue.functions(), *split.NAMES, *_PRODUCTS])
     if op not in known:
         rule = f"it is one of {', '.join(known)}"
         raise CollectiveError(f"op={op!r}", rule, "name one of them")

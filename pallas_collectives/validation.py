@@ -46,6 +46,11 @@ def size_of(axis_name: AxisName) -> int:
     return size
 
 
+def devices_of(axis_name: AxisName, groups: Groups) -> int:
+    """Devices of a group."""
+    return size_of(axis_name) if groups is None else len(groups[0])
+
+
 def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
     """Checks that groups are of equal size and have each device of an axis once."""
     try:
@@ -191,7 +196,7 @@ def check_blocks(
     name: str, axis: int, x: Any, axis_name: AxisName, groups: Groups, tiled: bool
 ) -> None:
     """Checks that every leaf has a block for each device along `axis`."""
-    devices = size_of(axis_name) if groups is None else len(groups[0])
+    devices = devices_of(axis_name, groups)
     for leaf, where in leaves(x):
         check_axis(name, axis, np.ndim(leaf), where)
         size = np.shape(leaf)[axis]

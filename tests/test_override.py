@@ -16,7 +16,7 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import collectives
 from pallas_collectives.backends import overrides
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, WireError
 
 NAMES = sorted(vars(collectives.LAX))
 
@@ -274,3 +274,31 @@ def test_a_context_that_replaces_nothing_warns_once(
     assert (line.op, line.times, line.nbytes) == ("all_reduce", 1, 8 * 128 * 4)
     monkeypatch.setattr(overrides, "_told", set())
     assert not warnings(lambda x: bound_before(x, "x")), "an earlier program may hold ours"
+
+
+def test_wires_of_functions_by_name() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 1024, 512)).astype(np.float32)
+
+    def program(x: jax.Array) -> Any:
+        return jax.lax.psum(x, "x"), jax.lax.psum(jnp.float32(1) * x[0, 0], "x")
+
+    def sums(**options: Any) -> list[np.ndarray]:
+        with pc.override_lax(**options), pc.use_backend("xla"):
+            return [np.asarray(y) for y in harness.per_device(program, harness.mesh(2))(x)]
+
+    exact, narrow = sums(), sums(wire={"psum": "int8"})
+    error = np.abs(exact[0] - narrow[0])
+    assert 0 < error.max() < 0.1
+    np.testing.assert_array_equal(exact[1], narrow[1])  # too small: left out, and counted
+    assert ("all_reduce", "int8", "") in pc.wire_counts()
+    assert any(wire == "" for _, wire, _ in pc.wire_counts())
+
+
+def test_wires_that_no_function_takes() -> None:
+    for wrong, match in (
+        ({"pmax": "int8"}, "take one are all_gather"),
+        ({"psum": "int5"}, "int8"),
+        ({"psum": None}, "rounds to nearest"),
+    ):
+        with pytest.raises(WireError, match=match), pc.override_lax(wire=wrong):
+            pass

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
-from pallas_collectives.backends.plans import FUSED, Plan, ProductPlan
+from pallas_collectives.backends.plans import FUSED, Plan, ProductPlan, WirePlan
 
 _counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
 
@@ -17,6 +17,9 @@ _fallbacks: collections.Counter[str] = collections.Counter()
 
 
 _fusions: collections.Counter[tuple[str, str, str]] = collections.Counter()
+
+
+_wires: collections.Counter[tuple[str, str, str]] = collections.Counter()
 
 
 _counts_lock = threading.Lock()
@@ -54,11 +57,20 @@ def fusion_counts() -> dict[tuple[str, str, str], int]:
     return dict(_fusions)
 
 
+def wire_counts() -> dict[tuple[str, str, str], int]:
+    """How often each (collective, wire, reason) was built into a program, since `reset_counts`.
+
+    The wire is "" where it was left out, and the reason says why; else the reason is "".
+    """
+    return dict(_wires)
+
+
 def reset_counts() -> None:
     """Sets all counters to zero."""
     _counts.clear()
     _fallbacks.clear()
     _fusions.clear()
+    _wires.clear()
 
 
 def note(plan: Plan) -> None:
@@ -67,12 +79,16 @@ def note(plan: Plan) -> None:
         plans.append(plan)
     if not _counting.get():
         return
-    if (built := _built.get()) is not None:
+    if (built := _built.get()) is not None and not isinstance(plan, WirePlan):
         built.append(plan)
     if isinstance(plan, ProductPlan):
         reason = "" if plan.algorithm == FUSED else plan.why
         with _counts_lock:
             _fusions[plan.op, str(plan.algorithm), reason] += 1
+        return
+    if isinstance(plan, WirePlan):
+        with _counts_lock:
+            _wires[plan.op, plan.algorithm or "", plan.why] += 1
         return
     fallback = plan.backend == "xla" and plan.why
     with _counts_lock:

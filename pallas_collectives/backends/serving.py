@@ -1,5 +1,7 @@
 """Serves a collective of lax's from a backend; lowerings and `explain` call this."""
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +10,7 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import catalogue
-from pallas_collectives.backends import canonical, choice, measured, slices, untyped
+from pallas_collectives.backends import canonical, choice, measured, slices, untyped, wired
 from pallas_collectives.backends.counters import note
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import UnservedError
@@ -28,7 +30,7 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
     """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it."""
-    if how.beside and (why := _kept(op)):
+    if how.beside and how.wire is None and (why := _kept(op)):
         how = How("xla", fallback=why)
     if how.backend != "xla":
         try:
@@ -36,9 +38,13 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
         except UNSERVABLE as error:
             if how.strict:
                 raise
-            how = How("xla", fallback=str(error), order=how.order)
+            how = dataclasses.replace(
+                How("xla", fallback=str(error), order=how.order),
+                wire=how.wire,
+                wire_backward=how.wire_backward,
+            )
     note(Plan(op=op, backend="xla", why=how.fallback))
-    if how.order is not None and _adds(op):
+    if how.wire is not None or (how.order is not None and _adds(op)):
         return run(op, how, *args, **params)
     with choice.rebound(frozenset()):
         return by_lax(*args, **params)
@@ -94,9 +100,13 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
             "leave backend=None: lax then serves",
         )
     operands = [untyped.untyped(x) for x in args]
+    within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if how.backend == "pallas":
-        with entry.in_slices(functools.partial(slices.slices, axes=how.across)):
-            return canonical.run(slices.InSlices(module), op, how, *operands, **params)
-    if not how.strict:
+        within = entry.in_slices(functools.partial(slices.slices, axes=how.across))
+        module = slices.InSlices(module)
+    elif how.backend != "xla" and not how.strict:
         module = measured.Measured(module, how.backend)
-    return canonical.run(module, op, how, *operands, **params)
+    if how.wire is not None:
+        module = wired.OnWire(module)
+    with within:
+        return canonical.run(module, op, how, *operands, **params)

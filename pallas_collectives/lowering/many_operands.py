@@ -20,11 +20,13 @@ from pallas_collectives.lowering import remat
 Rule = Callable[..., Any]
 
 
-def register(primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rule], Rule]) -> None:
+def register(
+    primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rule, str], Rule]
+) -> None:
     """Gives `primitive`, for each operand, the rules that `one` has, as `ours` changes them."""
     _compat.register(
         primitive,
-        batch=ours(functools.partial(_batch, _compat.rule(one, "batch"))),
+        batch=ours(functools.partial(_batch, _compat.rule(one, "batch")), "batch"),
         partial_eval=functools.partial(_partial_eval, primitive),
         checkpoint=_checkpoint,
         dce=_dce,
@@ -33,7 +35,9 @@ def register(primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rul
         _compat.register(
             primitive,
             jvp=functools.partial(_jvp, primitive),
-            transpose=ours(functools.partial(_transpose, _compat.rule(one, "transpose"))),
+            transpose=ours(
+                functools.partial(_transpose, _compat.rule(one, "transpose")), "transpose"
+            ),
         )
 
 
@@ -56,6 +60,7 @@ def _transpose(rule: Rule, cotangents: Any, *operands: Any, **params: Any) -> li
 def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
     """Binds the tangents that exist apart from the primals, which are known first."""
     results = primitive.bind(*primals, **params)
+    params["how"] = params["how"].differentiated
     moving = [not isinstance(tangent, ad.Zero) for tangent in tangents]
     operands = list(itertools.compress(tangents, moving))
     moved = iter(primitive.bind(*operands, **params) if operands else ())

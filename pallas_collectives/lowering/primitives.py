@@ -147,18 +147,18 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
 
     _compat.register(primitive, lowering=lowering)
 
-    def with_twins_of(rule: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(_rule, rule, lax_p.name)
+    def with_twins_of(rule: Callable[..., Any], table: str) -> Callable[..., Any]:
+        return functools.partial(_RULES[table], rule, primitive, lax_p.name)
 
     if many:
         many_operands.register(primitive, lax_p, with_twins_of)
         return primitive
     remat.register(primitive)
-    for table in ("batch", "jvp", "transpose"):
-        if _compat.has_rule(lax_p, table):
-            _compat.register(primitive, **{table: with_twins_of(_compat.rule(lax_p, table))})
+    rules = {t: _compat.rule(lax_p, t) for t in _RULES if _compat.has_rule(lax_p, t)}
     if lax_p.name in _TRANSPOSES:
-        _compat.register(primitive, transpose=with_twins_of(_TRANSPOSES[lax_p.name]))
+        rules["transpose"] = _TRANSPOSES[lax_p.name]
+    for table, rule in rules.items():
+        _compat.register(primitive, **{table: with_twins_of(rule, table)})
     return primitive
 
 
@@ -253,9 +253,47 @@ _TRANSPOSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _rule(lax_rule: Callable[..., Any], op: str, *args: Any, how: How, **params: Any) -> Any:
+Rule = Callable[..., Any]
+
+
+def _rule(lax_rule: Rule, _: Any, op: str, *args: Any, how: How, **params: Any) -> Any:
     """A rule of lax's for `op`, with twins: a gather's transpose is our scatter."""
     return with_twins(how, functools.partial(lax_rule, **params), *args, op=op)
+
+
+def _transpose(*args: Any, how: How, **params: Any) -> Any:
+    """lax's, over the wire of derivatives."""
+    return _rule(*args, how=how.differentiated, **params)
+
+
+def _batch(
+    lax_rule: Rule, primitive: Any, op: str, axis: Any, operands: Any, dims: Any, **params: Any
+) -> Any:
+    """lax's; over a wire what is mapped comes first, so that no group is of several elements."""
+    if params["how"].wire is not None:
+        pairs = zip(operands, dims, strict=True)
+        operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
+        dims = [d if d is None else 0 for d in dims]
+    return _rule(lax_rule, primitive, op, axis, operands, dims, **params)
+
+
+def _jvp(
+    lax_rule: Rule, primitive: Any, op: str, primals: Any, tangents: Any, how: How, **params: Any
+) -> Any:
+    """lax's; over a wire the derivative of a collective is the collective, by its own wire."""
+    if how.wire is how.wire_backward is None:
+        return _rule(lax_rule, primitive, op, primals, tangents, how=how, **params)
+    out = primitive.bind(*primals, how=how, **params)
+    if all(isinstance(t, ad.Zero) for t in tangents):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    moving = [
+        ad.instantiate_zeros(t) if jnp.issubdtype(jax.typeof(x).dtype, jnp.floating) else x
+        for x, t in zip(primals, tangents, strict=True)
+    ]
+    return out, primitive.bind(*moving, how=how.differentiated, **params)
+
+
+_RULES: dict[str, Rule] = {"batch": _batch, "jvp": _jvp, "transpose": _transpose}
 
 
 def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset[Any]:

@@ -14,10 +14,11 @@ next, and holds what it has been brought:
     backward, 0                 layer 0 ...                 gradient of w 1
     (behind)                                                gradient of w 0
 
-So each gather and scatter but the first and the last has a layer's products beside it. Who runs it
-is settled as `override_lax` settles it (`tuning.overlaps`): lax where XLA runs it beside compute,
-else a SparseCore if the chip has one, else the core. Memory: the weights of two layers, and, for
-the gradient, each layer's input; layers are computed again on the way back.
+So each gather and scatter but the first and the last has a layer's products beside it. They are
+started and done as split collectives are (`overlap.split`), so what lets the core go on runs them:
+copy engines on the GPUs of one process, lax where XLA runs it beside compute, else a SparseCore.
+Memory: the weights of two layers, and, for the gradient, each layer's input; layers are computed
+again on the way back.
 
 XLA starts its own gathers early in a turn (v5e, 7x). A SparseCore's call it starts as late as it
 may: in a loop right before the turn ends, with nothing beside it, but before a product that does
@@ -31,9 +32,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from pallas_collectives import collectives, validation
-from pallas_collectives.backends import choice
+from pallas_collectives import validation
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.overlap import split
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
 from pallas_collectives.validation import AxisName
@@ -86,14 +87,8 @@ def scan_gathered(
     return _scan(layer, axis_name, unroll, carry, weights)
 
 
-def _gathered(weights: Any, axis_name: AxisName) -> Any:
-    with choice.beside_compute(True):
-        return collectives.all_gather(weights, axis_name, tiled=True)
-
-
-def _scattered(gradients: Any, axis_name: AxisName) -> Any:
-    with choice.beside_compute(True):
-        return collectives.psum_scatter(gradients, axis_name, tiled=True)
+_gather = functools.partial(split.all_gather_start, tiled=True)
+_scatter = functools.partial(split.psum_scatter_start, tiled=True)
 
 
 def _at(weights: Any, layers: Any) -> Any:
@@ -112,10 +107,11 @@ def _forward(
 
     def turn(state: Any, following: Any) -> tuple[Any, Any]:
         carry, whole = state
-        ahead = _gathered(following, axis_name)
-        return (layer(carry, whole), ahead), carry
+        ahead = _gather(following, axis_name)
+        result = layer(ahead.before(carry), whole)
+        return (result, ahead.done(after=result)), carry
 
-    first = _gathered(_at(weights, 0), axis_name)
+    first = _gather(_at(weights, 0), axis_name).done()
     (last, whole), inputs = lax.scan(
         turn, (carry, first), _at(weights, slice(1, None)), unroll=unroll
     )
@@ -126,7 +122,9 @@ def _backward(
     layer: Layer, axis_name: AxisName, unroll: int, saved: Any, cotangent: Any
 ) -> tuple[Any, Any]:
     weights, inputs, last = saved
-    scatter = functools.partial(_scattered, axis_name=axis_name)
+
+    def scattered_now(gradient: Any) -> Any:
+        return _scatter(gradient, axis_name).done()
 
     def derived(carry: Any, whole: Any, cotangent: Any) -> tuple[Any, Any]:
         return jax.vjp(layer, carry, whole)[1](cotangent)
@@ -134,18 +132,21 @@ def _backward(
     def turn(state: Any, before: Any) -> tuple[Any, Any]:
         cotangent, whole, gradient = state
         carry, piece = before
-        ahead = _gathered(piece, axis_name)
-        scattered = scatter(gradient)
-        cotangent, gradient = derived(carry, whole, cotangent)
-        return (cotangent, ahead, gradient), scattered
+        ahead, scattered = _gather(piece, axis_name), _scatter(gradient, axis_name)
+        carry, cotangent = scattered.before(ahead.before((carry, cotangent)))
+        results = derived(carry, whole, cotangent)
+        cotangent, gradient = results
+        return (cotangent, ahead.done(after=results), gradient), scattered.done(after=results)
 
     depth = len(jax.tree.leaves(weights)[0])
-    whole = _gathered(_at(weights, depth - 1), axis_name)
+    whole = _gather(_at(weights, depth - 1), axis_name).done()
     if depth == 1:
         cotangent, gradient = derived(last, whole, cotangent)
-        return cotangent, jax.tree.map(lambda g: g[None], scatter(gradient))
-    ahead = _gathered(_at(weights, depth - 2), axis_name)
-    cotangent, gradient = derived(last, whole, cotangent)
+        return cotangent, jax.tree.map(lambda g: g[None], scattered_now(gradient))
+    second = _gather(_at(weights, depth - 2), axis_name)
+    last, cotangent = second.before((last, cotangent))
+    results = derived(last, whole, cotangent)
+    (cotangent, gradient), ahead = results, second.done(after=results)
     # A turn computes layer i, and gathers for i - 1: so the first layer is left for afterwards.
     pieces = _at(weights, slice(0, depth - 2))
     behind = _at(inputs, slice(1, None))
@@ -153,13 +154,14 @@ def _backward(
         turn, (cotangent, ahead, gradient), (behind, pieces), reverse=True, unroll=unroll
     )
     cotangent, whole, gradient = state
-    second = scatter(gradient)
-    cotangent, gradient = derived(_at(inputs, 0), whole, cotangent)
-    first = scatter(gradient)
+    under_way = _scatter(gradient, axis_name)
+    carry, cotangent = under_way.before((_at(inputs, 0), cotangent))
+    results = derived(carry, whole, cotangent)
+    cotangent, gradient = results
     gradients = jax.tree.map(
         lambda a, b, others: jax.numpy.concatenate([a[None], b[None], others]),
-        first,
-        second,
+        scattered_now(gradient),
+        under_way.done(after=results),
         scattered,
     )
     return cotangent, gradients

@@ -50,6 +50,11 @@ def never(_: Parameters) -> Iterable[Hashable]:
     return ()
 
 
+def _some_forms(p: Parameters) -> Iterable[Hashable]:
+    """One form of each collective."""
+    yield p["form"].split(" ")[0]
+
+
 def _algorithms(p: Parameters) -> Iterable[Hashable]:
     """Each algorithm on 4 or more devices, each collective on an odd and an even number of them."""
     if p["n"] >= 4:
@@ -234,6 +239,9 @@ QUICK: dict[str, Covers] = {
     "test_sparsecore::test_compiles_to_an_asynchronous_call": each("op x algorithm", "generation"),
     "test_sparsecore::test_the_same_kernel_gives_what_it_gives_on_the_tensorcore": each("op"),
     "test_sparsecore::test_replayed_as_a_second_engine": each("op"),
+    "test_split::test_batched_values_are_laxs": each("form"),
+    "test_split::test_by_kernels_a_collective_is_one_call_where_it_starts": _some_forms,
+    "test_split::test_values_are_laxs": each("form", "dtype"),
     "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
     "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
     "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=((2, 2, 2),)),
@@ -256,6 +264,12 @@ QUICK: dict[str, Covers] = {
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
     "test_torus_kernels::test_sections_add_up_without_races": once,
     "test_torus_kernels::test_sections_compile_for_every_generation": only(topology=["v5e:4x4"]),
+    "test_wired::test_gradients_pass_straight_through": each("op", "check_vma"),
+    "test_wired::test_kernels_give_the_bits_that_lax_gives": once,
+    "test_wired::test_sums_are_within_the_stated_bound": only(n=[3]),
+    "test_wired::test_vmap_groups_each_element_by_itself": each("op", "where"),
+    "test_wired::test_what_is_moved_is_within_half_a_step": only(n=[3]),
+    "test_wired::test_what_is_refused": only(backend=["pallas"]),
 }
 
 
