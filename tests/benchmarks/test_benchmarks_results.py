@@ -128,8 +128,8 @@ def test_report_says_what_results_depend_on_and_shows_every_row(
     assert first["min-max"] == "3.6-4.4"
     status, out, err = bench("report", file, f"--out={tmp_path / 'page.md'}")
     assert (status, out) == (0, f"written: {tmp_path / 'page.md'}\n")
-    assert "(run.png)" in (tmp_path / "page.md").read_text()
-    picture = matplotlib.image.imread(tmp_path / "run.png")
+    assert "(page-run.png)" in (tmp_path / "page.md").read_text()
+    picture = matplotlib.image.imread(tmp_path / "page-run.png")
     assert picture.shape[0] > 300 and np.ptp(picture) > 0.5
     status, _, err = bench("report")
     assert status == 2 and "files of results" in err
