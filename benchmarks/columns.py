@@ -3,7 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.rows import Asked, Compiled, Measured, Probed, Replayed, Row, Soaked, Stepped
+from benchmarks.rows import (
+    Asked,
+    Compiled,
+    Measured,
+    Probed,
+    Ran,
+    Replayed,
+    Row,
+    Soaked,
+    Stepped,
+    Wired,
+)
 
 MIB = 1 << 20
 
@@ -21,12 +32,16 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
     match rows[0]:
         case Measured():
             return _measured([row for row in rows if isinstance(row, Measured)])
+        case Wired():
+            return _WIRED
         case Soaked():
             return _SOAKED
         case Compiled():
             return _COMPILED
         case Stepped():
             return _STEPPED
+        case Ran():
+            return _RAN
         case Replayed():
             return _REPLAYED
         case Probed():
@@ -169,6 +184,16 @@ _STEPPED = (
     _mib("temp MiB", "temp"),
     Column("beside compute", lambda row: _beside(row)),
 )
+_RAN = (
+    _text("step", "op"),
+    _text("under", "under"),
+    _number("devices", "devices"),
+    _number("time(us)", "time_us"),
+    Column("min-max", _spread),
+    _number("compute us", "compute_us"),
+    _number("exposed us", "exposed_us"),
+    _number("hidden us", "hidden_us"),
+)
 _SOAKED = (
     _text("collectives", "op"),
     _text("type", "type"),
@@ -177,6 +202,20 @@ _SOAKED = (
     _number("calls", "calls"),
     _number("seconds", "seconds", 3),
     _WRONG,
+)
+_WIRED = (
+    _text("where", "where"),
+    _text("op", "op"),
+    _text("wire", "wire"),
+    _number("size", "size"),
+    _text("type", "type"),
+    _number("devices", "devices"),
+    _number("time us", "time_us", 1),
+    _number("passes", "passes_us", 1),
+    _number("% of plain", "of_plain"),
+    _number("% bytes", "of_bytes", 1),
+    _number("% off", "off", 3),
+    Column("ran", lambda row: "refused" if row.refused else "ERROR" if row.failed else "ok"),
 )
 _SERVED = Column(
     "algorithm", lambda row: row.algorithm or row.served or row.kernel or "-", is_text=True
@@ -198,7 +237,7 @@ _REPLAYED = (
 
 def _beside(row: Any) -> str:
     """How many collectives run beside compute, of how many."""
-    apart = sum(of["times"] for of in row.collectives if of["engine"] != "core")
+    apart = sum(of["times"] for of in row.collectives if of["engine"] != "core" and of["beside"])
     return f"{apart} of {sum(of['times'] for of in row.collectives)}"
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import CASES, Case
+from pallas_collectives import wires
 from pallas_collectives.backends.plans import NAMES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
@@ -128,6 +129,18 @@ def _bits(dtype: Any) -> int:
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize * 8
 
 
+def check_wires(names: Sequence[str], dtypes: Sequence[str]) -> tuple[str, ...]:
+    """Dtypes of wires, each narrower than all element types."""
+    for name in names:
+        if name not in wires.DTYPES:
+            rule = f"it is one of {', '.join(wires.DTYPES)}"
+            raise FlagError(f"--wire={name}", rule, "name one, or several with commas")
+        for dtype in dtypes:
+            if why := wires.obstacle(wires.Wire(name), dtype):
+                raise FlagError(f"--wire={name} with --dtype={dtype}", why, "name another")
+    return tuple(names)
+
+
 def choose_cases(names: Sequence[str]) -> tuple[Case, ...]:
     """The records of the collectives named; all that have kernels if none is."""
     known = {case.name: case for case in CASES}
@@ -183,6 +196,7 @@ class Settings:
       trace: folder for profiles of what is timed; "" for none.
       topologies: TPUs to compile for.
       pods: TPUs to replay on, instead of measuring and compiling.
+      wires: dtypes of wires to compare with none, instead of all else.
     """
 
     cases: tuple[Case, ...]
@@ -201,6 +215,7 @@ class Settings:
     trace: str = ""
     topologies: tuple[str, ...] = ()
     pods: tuple[str, ...] = ()
+    wires: tuple[str, ...] = ()
 
     def named(self) -> dict[str, Any]:
         """The settings as JSON takes them: cases by their names."""

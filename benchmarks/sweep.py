@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from benchmarks import (
     results,
     selection,
     settings,
+    wired_rows,
 )
 from benchmarks.results import Results
 from benchmarks.settings import FlagError, Settings
@@ -47,6 +49,12 @@ _ALL = flags.DEFINE_bool(
 _JSON = flags.DEFINE_string("json", "", "File for the results, kept up to date while they come.")
 _CSV = flags.DEFINE_string("csv", "", "File for what was measured, likewise.")
 _PLOT = flags.DEFINE_string("plot", "", "PNG for bandwidth and time against size.")
+_WIRE = flags.DEFINE_list(
+    "wire",
+    [],
+    "Numbers to send floats as, as int8,float8_e4m3fn: time and error beside those without, of "
+    "bfloat16 by default, measured, or replayed with --replay.",
+)
 _RESUME = flags.DEFINE_bool("resume", False, "Keep the rows that --json's file has, and go on.")
 
 _FEW_TO_COMPILE_FOR = ["v5e:2x4", "v5p:2x2x2"]
@@ -97,7 +105,8 @@ def _settings() -> Settings:
         rule = "a replay compiles nothing"
         raise FlagError("--compile_for", rule, "leave out this or --replay")
     sizes = {**_SIZES, "simulated": "8K:512K:64x"} if _ALL.value else _SIZES
-    wanted = selection.chosen(sizes, pods)
+    wanted = selection.chosen(sizes, pods, ("bfloat16",) if _WIRE.value else ("float32",))
+    narrow = settings.check_wires(_WIRE.value, wanted.dtypes)
     simulated = devices.kind() == "simulated" and not pods
     if _ALL.value and not simulated:
         raise FlagError("--all", "elsewhere than on simulated devices all is run", "leave it out")
@@ -112,7 +121,7 @@ def _settings() -> Settings:
             rule = "simulated devices have no times to plot"
             raise FlagError("--plot", rule, "plot a model's, with --replay=v5e:4x4 or another pod")
         plots.check_installed()
-    return dataclasses.replace(wanted, topologies=topologies)
+    return dataclasses.replace(wanted, topologies=topologies, wires=narrow)
 
 
 def _check_simulable(wanted: Settings) -> None:
@@ -141,7 +150,9 @@ def _run(wanted: Settings, screen: Screen) -> int:
     environment = devices.environment(mesh)
     kept = Results(screen, environment, wanted.named(), *files, resume=_RESUME.value)
     try:
-        if wanted.pods:
+        if wanted.wires:
+            _over_wires(kept, screen, wanted, mesh)
+        elif wanted.pods:
             _replay(kept, screen, wanted)
         else:
             _measure(kept, screen, wanted, mesh)
@@ -159,6 +170,22 @@ def _run(wanted: Settings, screen: Screen) -> int:
     screen.say()
     screen.say(kept.verdict)
     return int(kept.failed)
+
+
+def _over_wires(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:
+    """Time beside error, over each wire and without."""
+    tasks = wired_rows.plan(wanted)
+    each, done = 1 + len(wanted.wires), kept.kept("wires")
+    title = (
+        "Over narrower wires. On pods: modelled, kernels by replay, XLA's passes at HBM's rate.\n"
+        "% off: the largest error of any number, in percent of the result's largest."
+    )
+    try:
+        rows = wired_rows.rows(tasks[done // each :], wanted, mesh)
+        rows = itertools.islice(rows, done % each, None)
+        kept.collect("wires", rows, each * len(tasks))
+    finally:
+        kept.show("wires", title)
 
 
 def _measure(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:

@@ -90,7 +90,7 @@ def link_heat(report: Report) -> Any:
     from matplotlib.collections import LineCollection
 
     colours: Any = {"cmap": "viridis", "norm": plt.Normalize(0, max(busy.max(), 1e-9))}
-    point = cell * 72  # of which a chip's distance to the next has so many
+    point = cell * 72  # in points, from a chip to the next
     for layer, axes in enumerate(panels[0]):
         lines: list[Any] = []
         shares: list[float] = []

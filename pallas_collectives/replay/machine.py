@@ -37,7 +37,7 @@ def _overridden(generation: Chip, overrides: dict[str, float]) -> Chip:
 
 
 def _generation_of(fields: dict[str, Any]) -> Chip:
-    """A generation from what a file says of it; ValueError if that makes none."""
+    """A generation from what a file says of it; ValueError if something is missing or wrong."""
     known = GENERATIONS[fields["name"]]
     wanted = {name: getattr(known, name) for name in _FIGURES}
     if set(fields) != set(wanted):
