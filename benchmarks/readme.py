@@ -71,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
             print(line)
     elif after != before:
         results.write(str(README), lambda file: file.write(after))
+    changed = "out of date" if _ONLY_CHECK.value else "written anew"
+    print(f"{README.name}: {len(TABLES)} tables, {'all current' if after == before else changed}")
     return int(_ONLY_CHECK.value and after != before)
 
 

@@ -11,12 +11,8 @@ from matplotlib.collections import PolyCollection
 
 from lesson import copies, signals
 from pallas_collectives.replay import Report
-
-COLOURS = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf"),
-    "#bcbd22",
-)
-EMPTY, WAITING = "#f0f0f0", "#d9d9d9"
+from pallas_collectives.replay.style import DEVICES as COLOURS
+from pallas_collectives.replay.style import EMPTY, WAITING
 
 
 def cells(axes: Any, x: float, y: float, colours: Sequence[str], size: float = 1.0) -> None:
@@ -34,10 +30,17 @@ def boxes(axes: Any, places: Sequence[Any], colours: Sequence[str], **look: Any)
     axes.add_collection(PolyCollection(corners, facecolors=colours, **look), autolim=False)
 
 
-def grid(panels: dict[str, np.ndarray], *, x: str, y: str = "device", size: float = 0.42) -> Any:
+def grid(
+    panels: dict[str, np.ndarray],
+    *,
+    x: str,
+    y: str = "device",
+    size: float = 0.42,
+    numbers: dict[str, np.ndarray] | None = None,
+) -> Any:
     """Panels side by side of cells coloured by the device that each number names; -1 is empty.
 
-    Rows are devices; `size` is a cell's, in inches.
+    Rows are devices; `size` is a cell's, in inches; `numbers` are written into a panel's cells.
     """
     widths = [np.shape(panel)[1] for panel in panels.values()]
     height = size * max(np.shape(panel)[0] for panel in panels.values()) + 1.0
@@ -53,6 +56,8 @@ def grid(panels: dict[str, np.ndarray], *, x: str, y: str = "device", size: floa
         for row, owners_here in enumerate(np.asarray(owners)):
             colours = [EMPTY if d < 0 else COLOURS[d % len(COLOURS)] for d in owners_here]
             cells(axes, -0.5, row - 0.5, colours)
+        for (row, column), number in np.ndenumerate((numbers or {}).get(title, np.empty((0, 0)))):
+            axes.text(column, row, number, ha="center", va="center", color="white", fontsize=8)
         rows, columns = np.shape(owners)
         axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), title=title, xlabel=x)
         axes.set(yticks=range(rows), aspect="equal")

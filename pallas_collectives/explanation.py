@@ -140,6 +140,7 @@ def explain(
     Example:
       print(explain("psum", 32 << 10, devices=8, chip="v5p"))
     """
+    chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
     _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
     _check_columns(op, shape, columns)
     if mesh is None:
@@ -167,8 +168,7 @@ def _dtype(op: str, dtype: DTypeLike) -> Any:
     try:
         found = jnp.dtype(dtype)
     except TypeError:
-        rule = "it is a dtype, or the name of one"
-        raise CollectiveError(f"dtype={dtype!r}", rule, "write it like 'bfloat16'") from None
+        raise CollectiveError(f"dtype={dtype!r}", "it is no dtype", "write 'bfloat16'") from None
     if op in ("pmax", "pmin") and jnp.issubdtype(found, jnp.complexfloating):
         raise DtypeError(f"{op} of {found}", "complex numbers have no order", "take the modulus")
     return found
@@ -422,8 +422,7 @@ def _check(
 ) -> None:
     known = sorted([*catalogue.functions(), *split.NAMES, *_PRODUCTS])
     if op not in known:
-        rule = f"it is one of {', '.join(known)}"
-        raise CollectiveError(f"op={op!r}", rule, "name one of them")
+        raise CollectiveError(f"op={op!r}", f"it is one of {', '.join(known)}", "name one of them")
     if (nbytes is None) == (shape is None):
         rule = "the operand's size is given either as nbytes or as shape and dtype"
         raise CollectiveError(f"nbytes={nbytes}, shape={shape}", rule, "give one of them")
@@ -433,15 +432,16 @@ def _check(
             "the group is given either by mesh and axis_name or by a number of devices",
             "give one of them",
         )
-    for name, number, least in (("devices", devices, 2), ("nbytes", nbytes, 0)):
+    several = ", or mesh= and axis_name= for devices on several axes"
+    for name, number, least, or_ in (("devices", devices, 2, several), ("nbytes", nbytes, 0, "")):
         if number is not None and (not isinstance(number, int | np.integer) or number < least):
-            rule = f"it is a whole number, {least} or more"
-            raise CollectiveError(f"{name}={number!r}", rule, f"pass an int of {least} or more")
+            remedy = f"pass an int of {least} or more{or_}"
+            raise CollectiveError(f"{name}={number!r}", "it is a whole number", remedy)
     if shape is not None and not (
         isinstance(shape, list | tuple)
         and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
     ):
-        rule = "it is a tuple of sizes: whole numbers, 0 or more"
+        rule = "it is a tuple of sizes, whole numbers of 0 or more"
         raise CollectiveError(f"shape={shape!r}", rule, "write it like (8, 128)")
     if mesh is not None and not hasattr(mesh, "axis_names"):
         rule = "it is a jax.sharding.Mesh or AbstractMesh"

@@ -25,7 +25,7 @@ _overridden = jax.make_user_context(frozenset())
 _over = jax.make_user_context(frozenset())
 
 _lock = threading.Lock()
-_entered = 0  # contexts open, in all threads together; `jax.lax` is as it was while there are none
+_entered = 0  # contexts open, in all threads together; at 0 `jax.lax` is as it was
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_collectives import collectives
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, UnboundAxisError
 from pallas_collectives.validation import AxisName
 
 
@@ -337,8 +337,30 @@ def _mapped(
     *arrays: jax.Array,
 ) -> jax.Array:
     """fn on each device's shards of arrays, which are laid over the mesh first if they are not."""
+    for x in arrays:
+        _check_layout(x, mesh, before)
     laid = (jax.device_put(x, NamedSharding(mesh, before)) for x in arrays)
     return jax.shard_map(fn, mesh=mesh, in_specs=before, out_specs=after)(*laid)
+
+
+def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
+    """Refuses axes that the mesh lacks, and dimensions that its devices do not divide."""
+    there = getattr(mesh, "shape", None)
+    if there is None:
+        raise CollectiveError(f"mesh={mesh!r}", "it is a jax.sharding.Mesh", "make one")
+    for dimension, names in enumerate(spec):
+        axes = names if isinstance(names, tuple) else () if names is None else (names,)
+        for name in axes:
+            if name not in there:
+                rule = f"the mesh has the axes {', '.join(map(str, there))}"
+                raise UnboundAxisError(f"axis_name={name!r}", rule, "name one of them")
+        devices = math.prod(there[name] for name in axes)
+        if x.shape[dimension] % devices:
+            raise CollectiveError(
+                f"dimension {dimension} of size {x.shape[dimension]}",
+                f"it is laid over {devices} devices, and must be a multiple of that",
+                "pad it",
+            )
 
 
 def _dimension(x: jax.Array, axis: int) -> int:

@@ -169,7 +169,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
-    """`order` is None or "rank", and the latter of devices of a mesh, which have ranks."""
+    """Refuses an `order` other than None and "rank", and "rank" over an axis without devices."""
     if order not in (None, "rank"):
         rule = "sums are added in the order of the ranks ('rank') or as is quickest (None)"
         raise CollectiveError(f"order={order!r}", rule, "pass one of them")

@@ -238,6 +238,20 @@ def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> No
     assert not any(name.endswith(":sc") for name in by["reduce_scatter"])
 
 
+def test_the_report_says_what_is_exposed_before_and_after() -> None:
+    """A SparseCore's gather stops the core no longer; one that XLA would have hidden, now does."""
+    by_op = {line.op: line for line in build("v6e:4x4").replaced}
+    gather, scatter = by_op["all_gather"], by_op["reduce_scatter"]
+    assert gather.before_us and gather.before_us > 50 and gather.after_us == 0
+    assert scatter.before_us == scatter.after_us  # the core's
+    left = {line.op: line for line in build("v5e:4x4").left}
+    assert (left["all_gather"].before_us, left["all_gather"].after_us) == (0, 0)
+    forced = build("v5e:4x4", everything=True)
+    (line,) = (line for line in forced.replaced if line.op == "all_gather")
+    assert line.before_us == 0 and line.after_us and line.after_us > 50
+    assert "stops the core 0 -> " in str(forced)
+
+
 def test_everything_is_replaced_on_request() -> None:
     for topology in ("v6e:4x4", "tpu7x:2x2x1"):
         report = build(topology, everything=True)

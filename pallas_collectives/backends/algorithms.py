@@ -40,7 +40,7 @@ def choose(
 
     Raises:
       AlgorithmError: there is no such algorithm, or it is not for this group or permutation.
-      ReachError: it writes to devices that the chip cannot reach, or none is without that.
+      ReachError: it, or every algorithm, writes to devices that the chip cannot reach.
     """
     chip, record = chips.current(), catalogue.COLLECTIVES[op]
     if how.algorithm is not None and not isinstance(how.algorithm, str):
@@ -102,6 +102,7 @@ def choose(
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,
+        axes=group.axes,
         chip=chip.name,
         torus=torus,
         candidates=candidates,

@@ -106,6 +106,7 @@ class Plan:
       why: in a sentence; where lax serves, what no other backend can, and "" if lax was named.
       candidates: all algorithms that were compared, the fastest first; empty where the caller named
         this one.
+      beside: whether lax serves because XLA runs the collective beside compute.
     """
 
     op: str
@@ -113,6 +114,7 @@ class Plan:
     algorithm: str | None = None
     why: str = ""
     candidates: tuple[Candidate, ...] = ()
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,7 @@ class KernelPlan(Plan):
       nbytes: of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
       devices: devices in the group.
+      axes: the mesh axes that the group lies along.
       chip: the TPU generation.
       torus: how the group lies on the links (see `tables.Entry`).
     """
@@ -136,6 +139,7 @@ class KernelPlan(Plan):
     nbytes: int
     cuts: int
     devices: int
+    axes: tuple[str, ...]
     chip: str
     torus: str
 
@@ -155,12 +159,14 @@ class WirePlan(Plan):
       wire: the one asked for.
       nbytes: of one device's operand.
       sent: of these, as they travel, scales and padding included.
-      us, wired_us: predicted times without and with it; None where no table tells.
+      passes_us: what XLA's passes over HBM take before and behind, at the least, on a TPU.
+      us, wired_us: predicted times without and with it, passes included; None where no table tells.
     """
 
     wire: Wire
     nbytes: int = 0
     sent: int = 0
+    passes_us: float = 0.0
     us: float | None = None
     wired_us: float | None = None
 

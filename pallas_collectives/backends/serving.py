@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import catalogue
-from pallas_collectives.backends import canonical, choice, measured, slices, untyped, wired
+from pallas_collectives.backends import canonical, choice, measured, slices, untyped
 from pallas_collectives.backends.counters import note
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import UnservedError
@@ -30,8 +30,9 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
     """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it."""
-    if how.beside and how.wire is None and (why := _kept(op)):
-        how = How("xla", fallback=why)
+    kept = _kept(op) if how.beside and how.wire is None else ""
+    if kept:
+        how = How("xla", fallback=kept)
     if how.backend != "xla":
         try:
             return run(op, how, *args, **params)
@@ -43,7 +44,7 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
                 wire=how.wire,
                 wire_backward=how.wire_backward,
             )
-    note(Plan(op=op, backend="xla", why=how.fallback))
+    note(Plan(op=op, backend="xla", why=how.fallback, beside=bool(kept)))
     if how.wire is not None or (how.order is not None and _adds(op)):
         return run(op, how, *args, **params)
     with choice.rebound(frozenset()):
@@ -106,7 +107,5 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
         module = slices.InSlices(module)
     elif how.backend != "xla" and not how.strict:
         module = measured.Measured(module, how.backend)
-    if how.wire is not None:
-        module = wired.OnWire(module)
     with within:
         return canonical.run(module, op, how, *operands, **params)

@@ -58,7 +58,13 @@ def across_slices(*axes: str) -> Iterator[None]:
       mesh = jax.make_mesh((2, 4), ("dcn", "x"))
       with pallas_collectives.across_slices("dcn"):
           ...  # psum(x, ("dcn", "x")): scatter and gather over "x" by kernels, lax over "dcn"
+
+    Raises:
+      SliceError: what is no name of an axis, or one twice.
     """
+    if len(set(map(str, axes))) < len(axes) or not all(isinstance(axis, str) for axis in axes):
+        rule = "they are different names of mesh axes"
+        raise SliceError(f"across_slices{axes}", rule, "write it like across_slices('dcn')")
     with _marked(axes):
         yield
 

@@ -211,7 +211,8 @@ def _settled(
             raise WireError(f"wire {wire} for {op} of {x.dtype}{list(x.shape)}", lost, remedy)
         _note_left_out(op, wire, lost)
         return None, plain
-    us, wired_us = predicted(op, x.nbytes, sent, group, how.backend)
+    passes_us = 1e6 * seconds_of_passes(op, x.nbytes, sent, group.size)
+    us, wired_us = predicted(op, x.nbytes, sent, group, how.backend, passes_us)
     if wire.optional and us is not None and wired_us is not None and wired_us >= us:
         _note_left_out(op, wire, f"it would take {wired_us:.0f} us in place of {us:.0f}")
         return None, plain
@@ -220,7 +221,7 @@ def _settled(
         return None, plain
     counters.note(
         WirePlan(op=op, backend=how.backend, algorithm=str(wire), wire=wire, nbytes=x.nbytes,
-                 sent=sent, us=us, wired_us=wired_us)
+                 sent=sent, passes_us=passes_us, us=us, wired_us=wired_us)
     )  # fmt: skip
     return wire, plain
 
@@ -247,7 +248,7 @@ def _note_left_out(op: str, wire: Wire, why: str) -> None:
 
 
 def predicted(
-    op: str, nbytes: int, sent: int, group: Group, backend: str
+    op: str, nbytes: int, sent: int, group: Group, backend: str, passes_us: float
 ) -> tuple[float | None, float | None]:
     """Microseconds of a collective without a wire and with one; None where no table tells.
 
@@ -264,8 +265,7 @@ def predicted(
         steps = [_least(op, record.block_bytes(sent, n), group)]
     if plain is None or None in steps:
         return plain, None
-    passes = seconds_of_passes(op, nbytes, sent, n, chips.current().hbm_bandwidth)
-    return plain, sum(filter(None, steps)) + 1e6 * passes
+    return plain, sum(filter(None, steps)) + passes_us
 
 
 def error_in_words(op: str, wire: Wire, n: int) -> str:
@@ -290,15 +290,14 @@ def _least(op: str, block_bytes: int, group: Group) -> float | None:
     return min(times.values(), default=None)
 
 
-def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, hbm_bandwidth: float) -> float:
-    """What quantising an operand and dequantising what comes takes at the least.
+def seconds_of_passes(op: str, nbytes: int, sent: int, n: int) -> float:
+    """What quantising an operand and dequantising what comes takes at the least, on the chip here.
 
     Args:
       op: the canonical collective.
       nbytes: of the operand.
       sent: its bytes on the wire.
       n: devices.
-      hbm_bandwidth: bytes a second.
     """
     copies = n if op == "all_gather" else 1
     moved_bytes = nbytes + sent  # read and written
@@ -309,4 +308,4 @@ def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, hbm_bandwidth: fl
             moved_bytes += sent + sent // n + sent + nbytes
         case _:
             moved_bytes += copies * (sent + nbytes)
-    return moved_bytes / hbm_bandwidth
+    return moved_bytes / chips.current().hbm_bandwidth

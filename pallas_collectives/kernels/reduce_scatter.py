@@ -23,9 +23,9 @@ for small blocks.
 
 The scratch of a ring, three blocks for each direction however many devices there are, lies in HBM,
 with at most 2 MiB of VMEM for the tiles being added; or all in VMEM, where the operands are. A
-block goes in chunks: while one is being added the others are on the wire. Blocks of which six are
-more than 16 MiB go by section by section, in VMEM, as over a torus of one axis, each half of them
-n-1 hops one way round (`torus.reduce_scatter`); of so large ones that takes no longer.
+block goes in chunks: while one is being added the others are on the wire. If six
+blocks are more than 16 MiB, they go by section by section, in VMEM, as over a torus of one axis:
+each half n-1 hops one way round (`torus.reduce_scatter`), which takes no longer for such blocks.
 
 Order and rounding. The sum is own + (from the left) + (from the right), each side's own sum ordered
 along the ring; `direct` adds in the order of the devices: the same on every run. Within a device
@@ -406,7 +406,7 @@ def add_on_the_way(
 
 
 class _Turns:
-    """The sends of a stream, of which at most IN_FLIGHT are under way at a time.
+    """The sends of a stream, at most IN_FLIGHT of them under way at a time.
 
     They take turns, chunk by chunk and step by step. Before one starts, that IN_FLIGHT turns
     earlier has ended, and with it all before that: also the same chunk's of the step before, as

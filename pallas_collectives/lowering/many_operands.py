@@ -98,7 +98,7 @@ def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
 
 
 def _part(eqn: JaxprEqn, wanted: list[bool]) -> Any:
-    """The equation of the wanted operands alone; None if there are none."""
+    """The equation of the wanted operands alone; None if no operand is wanted."""
     invars = list(itertools.compress(eqn.invars, wanted))
     outvars = list(itertools.compress(eqn.outvars, wanted))
     return eqn.replace(invars=invars, outvars=outvars) if invars else None

@@ -332,7 +332,7 @@ def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: A
         first = jnp.arange(size, dtype=jnp.int32)[:, None] * each
         return jnp.moveaxis((table + first).reshape(size, peers, -1), 0, 1).reshape(-1)
 
-    ends = rows_back, rows, 0, rows, rows_back, 0  # of which array starts and landings are
+    ends = rows_back, rows, 0, rows, rows_back, 0  # whose starts and landings these are
     tables = [slices_of(table, each) for table, each in zip(tables, ends, strict=True)]
     flat = _route_p.bind(
         *_alike(x.reshape(-1, *x.shape[2:]), *tables),

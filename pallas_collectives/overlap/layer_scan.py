@@ -80,8 +80,10 @@ def scan_gathered(
     validation.size_of(axis_name)
     depths = {leaf.shape[:1] for leaf in jax.tree.leaves(weights)}
     if len(depths) != 1 or depths <= {(), (0,)}:
-        rule = "all have one leading dimension, the layers, of which there is at least one"
-        raise CollectiveError(f"weights with leading dimensions {depths}", rule, "stack layers")
+        rule = "all have the same leading dimension: the number of layers, 1 or more"
+        raise CollectiveError(
+            f"weights with leading dimensions {depths}", rule, "stack the layers of each weight"
+        )
     if unroll is None:
         unroll = _UNROLLED if overlaps.gathers_on_sparsecore(chips.current()) else 1
     return _scan(layer, axis_name, unroll, carry, weights)

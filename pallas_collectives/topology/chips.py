@@ -11,6 +11,7 @@ per cycle. [C] is fitted to measured times by `replay.calibration`.
 """
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -31,6 +32,7 @@ class Chip:
     name: str  # as in topology names ("v5e")
     device_kind: str  # as jax.Device reports it, or the start of that
     dims: int = 3  # axes of the torus that chips are linked in
+    largest: int  # chips of a pod, the most that links join [V]
     wrap_at: int = 4  # an axis with a multiple of so many chips is a ring, others are lines
     wraps_alone: bool = False  # each axis wraps by itself; else all axes do, or no axis does
     link_bandwidth: float  # one ICI link, one way [SB, V]
@@ -78,6 +80,7 @@ def _chip(*, clock_ghz: float, cores: int = 1, **figures: Any) -> Chip:
 _V5E = _chip(
     name="v5e",
     device_kind="TPU v5 lite",
+    largest=256,
     dims=2,
     wrap_at=16,
     wraps_alone=True,
@@ -97,6 +100,7 @@ BY_NAME = {
         _chip(
             name="v4",
             device_kind="TPU v4",
+            largest=4096,
             link_bandwidth=45e9,
             hbm_bandwidth=1.23e12,
             matrix_rate=275e12,
@@ -110,6 +114,7 @@ BY_NAME = {
         _chip(
             name="v5p",
             device_kind="TPU v5",
+            largest=8960,
             link_bandwidth=90e9,
             hbm_bandwidth=2.46e12,
             matrix_rate=459e12,
@@ -121,6 +126,7 @@ BY_NAME = {
         _chip(
             name="v6e",
             device_kind="TPU v6 lite",
+            largest=256,
             dims=2,
             wrap_at=16,
             wraps_alone=True,
@@ -134,6 +140,7 @@ BY_NAME = {
         _chip(
             name="7x",
             device_kind="TPU7x",
+            largest=9216,
             link_bandwidth=100e9,
             link_efficiency=0.90,
             launch_cost=3.9 * US,
@@ -202,10 +209,10 @@ def slice_of(name: str) -> tuple[Chip, tuple[int, ...]] | None:
 
     Axes that are not named are of one chip.
     """
-    match = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", name)
+    match = re.fullmatch(r"(?:tpu)?(\w+):(\d{1,4}(?:x\d{1,4})*)", name)
     if match is None or match[1] not in BY_NAME:
         return None
     chip, shape = BY_NAME[match[1]], tuple(map(int, match[2].split("x")))
-    if len(shape) > chip.dims or not all(shape):
+    if len(shape) > chip.dims or not 0 < math.prod(shape) <= chip.largest:
         return None
     return chip, shape + (1,) * (chip.dims - len(shape))

@@ -40,7 +40,7 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
 # larger ones would take from VMEM what XLA keeps there between operations.
 VMEM_UP_TO_BYTES = 1 << 20
-# Whose times stand for a chip that has none: simulated devices reach each other as v5p's do.
+# Whose times stand for a chip without times: simulated devices reach each other as v5p's do.
 _STAND_IN = "v5p"
 
 _table_in_scope = jax.make_user_context(None)
@@ -87,7 +87,7 @@ def predict(
     """The predicted time of each algorithm for a collective, of those in some table.
 
     A measured table serves the very groups that were measured. What it does not have is the
-    modelled table's, between whose group sizes times are interpolated: of tori of as many axes.
+    modelled table's, which is interpolated between group sizes on as many torus axes.
     Beyond its largest group they go on as a power of the number of devices, which for some
     collectives is 1, for others 2.
 

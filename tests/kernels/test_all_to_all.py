@@ -1,4 +1,4 @@
-"""The all-to-all kernels: table, faults, chunks and waves, wire load, what the compiler makes."""
+"""The all-to-all kernels: table, faults, chunks and steps, wire load, what the compiler makes."""
 
 import functools
 import types

@@ -97,7 +97,7 @@ def call_many(
     Raises:
       CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
       VmemError: what is to be in VMEM does not fit the chip's.
-      EngineError: a SparseCore is wanted (`sparsecore`) and there is none, or the kernel uses VMEM.
+      EngineError: no SparseCore can run it (`sparsecore`), though one is wanted.
     """
     if _left_out.get():
         return tuple(jnp.zeros(result.shape, result.dtype) for result in out_shapes)

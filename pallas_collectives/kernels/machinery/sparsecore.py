@@ -109,7 +109,7 @@ def check(what: str, chip: Chip, *, adds: bool) -> None:
     """Refuses what no SparseCore can run.
 
     Raises:
-      EngineError: the chip has none that Pallas reaches, or sums that none adds.
+      EngineError: Pallas reaches no SparseCore of the chip, or the kernel adds what none adds.
     """
     remedy = "leave ':sc' out: the TensorCore then runs it"
     if chip.no_sparsecore:
