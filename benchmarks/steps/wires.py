@@ -13,7 +13,7 @@ from benchmarks.steps.schedule import Collective
 from pallas_collectives import catalogue
 from pallas_collectives.backends.plans import KernelPlan
 from pallas_collectives.errors import CollectiveError
-from pallas_collectives.replay import Machine, trace_program
+from pallas_collectives.replay import Machine, steps
 from pallas_collectives.replay.program import Program
 
 _DTYPE = np.dtype("uint16")  # of bfloat16's width
@@ -53,10 +53,7 @@ def programs(
             body, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False
         )
         operand = jax.ShapeDtypeStruct(example.operand(n, rows), _DTYPE)
-        places = machine.places(placement)
-        return trace_program.trace(
-            mapped, operand, generation=machine.generation, where=lambda _: places
-        )[0]
+        return steps.program(mapped, operand, machine=machine, placement=placement)
 
     def what_of(c: Collective) -> Program | float:
         plan = (known.get((c.op, c.nbytes)) or known.get((c.op, 0))) if c.kernel else None

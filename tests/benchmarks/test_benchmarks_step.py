@@ -158,6 +158,11 @@ def small(devices: int, form: Form) -> Program:
     return Program(step, args, {"x": devices})
 
 
+def test_a_v4_has_two_devices_ahead_of_time() -> None:
+    assert compiling.machine_of("v4:2x2x2", 16).n_devices == 16
+    assert compiling.machine_of("tpu7x:2x2x1", 8) == Machine.named("tpu7x:2x2x1")
+
+
 def test_the_axes_of_a_listed_group() -> None:
     axes = {"data": 4, "model": 2}
 
