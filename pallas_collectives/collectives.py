@@ -5,8 +5,8 @@ Sums and their like are in `reductions`. Each takes two more keyword arguments:
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
 * `algorithm`: the backend's algorithm by name; "auto" or None lets it choose by size and chip (see
   `tuning.choice` and `explain`). A name with ":vmem" appended keeps operand and result in VMEM;
-  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one and nothing is
-  added. "auto:sc" and the like choose the algorithm.
+  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one; sums by rings
+  and lines alone (see `kernels.machinery.sparsecore`). "auto:sc" and the like choose the algorithm.
 
 Those that gather, exchange, permute or sum floats can send narrower numbers (see `wires`):
 

@@ -219,7 +219,7 @@ def _engine(plan: KernelPlan) -> str:
     if chip.no_sparsecore:
         why = f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
     elif catalogue.COLLECTIVES[plan.op].example.adds:
-        why = "no SparseCore adds"
+        why = "a SparseCore adds on request alone: algorithm='auto:sc'"
     else:
         why = "it is too short to be worth a SparseCore's launch"
     return f"the core stops for it, where it is started ({why})"
