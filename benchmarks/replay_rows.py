@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 import pallas_collectives
 from benchmarks.cases import LANES, Case
 from benchmarks.rows import Replayed
-from pallas_collectives.catalogue import ALGORITHMS
+from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
@@ -183,7 +183,7 @@ def _row(task: Task, races: bool) -> Replayed:
     return dataclasses.replace(
         base,
         kernel=_kernel_names(report),
-        served=" + ".join(dict.fromkeys(a or b for _, b, a in pallas_collectives.counts())),
+        served=" + ".join(dict.fromkeys(algorithm_of(k.name) for k in report.kernels)),
         time_us=report.time * 1e6,
         algbw=nbytes / report.time / 1e9,
         busbw=nbytes / report.time / 1e9 * task.case.busbw(n),
@@ -205,6 +205,12 @@ def _groups(task: Task, sizes: dict[str, int]) -> np.ndarray:
 
 def _kernel_names(report: Report) -> str:
     return "+".join(dict.fromkeys(kernel.name for kernel in report.kernels)) or "no kernel"
+
+
+def algorithm_of(kernel: str) -> str:
+    """The algorithm of a kernel of ours, by the kernel's name; of another its name."""
+    ops = (op for op in COLLECTIVES if kernel.startswith(f"{op}_"))
+    return kernel.removeprefix(f"{max(ops, key=len, default='')}_")
 
 
 def _faults(report: Report) -> str:

@@ -186,7 +186,7 @@ class Replayed(Row):
     Attributes:
       machine: the pod, as "v5e:16x16".
       kernel: the kernels that ran.
-      served: the algorithms that served.
+      served: their algorithms.
       size: bytes of the full array.
       count: see `cases`.
       time_us: modelled time of one call, by itself.

@@ -145,7 +145,8 @@ def test_replay_models_instead_of_measuring(bench: Bench, tmp_path: Path) -> Non
         assert row["bound_us"] > 0
         assert math.isclose(row["of_bound"], 100 * row["bound_us"] / row["time_us"])
         assert math.isclose(row["algbw"], row["size"] / row["time_us"] / 1e3)
-    assert "Modelled" in out and "time(us)" not in out
+        assert row["served"] == "line" and row["kernel"].endswith("_line")
+    assert "Modelled" in out and "time(us)" not in out and "all_gather_line" not in out
 
 
 def test_fused_says_what_is_hidden(bench: Bench) -> None:

@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks import columns
+from benchmarks.replay_rows import algorithm_of
 from benchmarks.rows import Compiled, Measured, Replayed, Row
 from benchmarks.tables import Screen
+from pallas_collectives.catalogue import ALGORITHMS
 
 MEASURED = Measured(
     op="ragged_all_to_all",
@@ -76,6 +78,12 @@ def test_a_row_is_a_line_on_80_columns(row: Row, monkeypatch: pytest.MonkeyPatch
     ):
         header = next(line for line in wide if row.op not in line and "op" in line)
         assert all(column.header in header for column in columns.of([row]))
+
+
+@pytest.mark.parametrize("op", ALGORITHMS)
+def test_kernels_are_told_by_their_algorithms(op: str) -> None:
+    assert [algorithm_of(f"{op}_{name}") for name in ALGORITHMS[op]] == list(ALGORITHMS[op])
+    assert algorithm_of("mine") == "mine"
 
 
 def test_one_name_for_an_algorithm_and_sizes_as_flags_take_them() -> None:
