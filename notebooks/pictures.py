@@ -11,8 +11,9 @@ from matplotlib.collections import PolyCollection
 
 from lesson import copies, signals
 from pallas_collectives.replay import Report
+from pallas_collectives.replay.steps import CORE, Compute, Course
+from pallas_collectives.replay.style import COMPUTE, EMPTY, LINK, LOST, WAITING
 from pallas_collectives.replay.style import DEVICES as COLOURS
-from pallas_collectives.replay.style import EMPTY, WAITING
 
 
 def cells(axes: Any, x: float, y: float, colours: Sequence[str], size: float = 1.0) -> None:
@@ -180,4 +181,31 @@ def overlap(panels: dict[str, tuple[Report, float]]) -> Any:
         axes.set_yticks([1, 0], ["on the wire", "multiplies"])
         axes.set(xlim=(0, end * us), title=title)
     all_axes[-1].set_xlabel("modelled time, µs")
+    return figure
+
+
+def lanes(panels: dict[str, Course]) -> Any:
+    """The engines of a device in each of some steps: its core, and what runs beside it.
+
+    What the core waits for is exposed, in the colour of lost time.
+    """
+    us, end = 1e6, max(course.time for course in panels.values())
+    figure, all_axes = plt.subplots(
+        len(panels), 1, figsize=(9, 1.4 * len(panels) + 0.6), sharex=True, layout="constrained"
+    )
+    for axes, (title, course) in zip(all_axes, panels.items(), strict=True):
+        engines = list(dict.fromkeys([CORE, *(span.engine for span in course.spans)]))
+        for span in course.spans:
+            part = course.parts[span.part]
+            works = isinstance(part, Compute)
+            colour = COMPUTE if works else LOST if span.engine == CORE else LINK
+            row = engines.index(span.engine)
+            bar = (span.begin * us, (span.end - span.begin) * us)
+            axes.broken_barh([bar], (row - 0.35, 0.7), facecolors=colour, edgecolors="white")
+        axes.set_yticks(range(len(engines)), engines)
+        axes.set(xlim=(0, end * us), title=title)
+        axes.invert_yaxis()
+    all_axes[-1].set_xlabel("modelled time, µs")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COMPUTE, LOST, LINK)]
+    figure.legend(handles, ["computes", "waits", "gathers"], loc="outside lower center", ncols=3)
     return figure

@@ -1,12 +1,12 @@
 """The collectives of `jax.lax`, by the same names and with the same arguments.
 
-Each takes two more keyword arguments:
+Sums and their like are in `reductions`. Each takes two more keyword arguments:
 
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
 * `algorithm`: the backend's algorithm by name; "auto" or None lets it choose by size and chip (see
   `tuning.choice` and `explain`). A name with ":vmem" appended keeps operand and result in VMEM;
-  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one and nothing is
-  added. "auto:sc" and the like choose the algorithm.
+  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one; sums by rings
+  and lines alone (see `kernels.machinery.sparsecore`). "auto:sc" and the like choose the algorithm.
 
 Those that gather, exchange, permute or sum floats can send narrower numbers (see `wires`):
 
@@ -19,26 +19,27 @@ Those that gather, exchange, permute or sum floats can send narrower numbers (se
   to its next one (error feedback).
 
 Semantics are lax's own: its function runs, with our primitives in place of its collectives (see
-`lowering.primitives`). The checks here are for mistakes that lax reports later, or less clearly.
+`lowering.primitives`). The checks are for mistakes that lax reports later, or less clearly.
 """
 
 import functools
-import types
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
-from pallas_collectives import catalogue, validation
+from pallas_collectives import validation
 from pallas_collectives.backends import choice
 from pallas_collectives.lowering import primitives, quantized
+from pallas_collectives.lowering.of_lax import LAX as LAX
+from pallas_collectives.reductions import all_reduce as all_reduce
+from pallas_collectives.reductions import pmax as pmax
+from pallas_collectives.reductions import pmean as pmean
+from pallas_collectives.reductions import pmin as pmin
+from pallas_collectives.reductions import psum as psum
+from pallas_collectives.reductions import psum_scatter as psum_scatter
+from pallas_collectives.reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.validation import AxisName, Groups
-
-# lax's functions as they were on import: `override_lax` may have put ours in their place since.
-LAX = types.SimpleNamespace(
-    **{name: getattr(lax, name) for name in catalogue.functions() if hasattr(lax, name)}
-)
 
 
 def all_gather(
@@ -67,6 +68,7 @@ def all_gather(
       tiled: concatenate instead of stacking.
       to: "varying", or "invarying" for a result typed as equal on all devices.
       order: "rank" to have its gradient, a `psum_scatter`, add in the order of the ranks.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
         "line" (for devices whose first and last share no link), "torus" (both ways along all axes
@@ -87,6 +89,11 @@ def all_gather(
 
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.all_gather(x, "x"), axis_name="x")(jnp.arange(2.0))
+      Array([[0., 1.],
+             [0., 1.]], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order, **over)
@@ -99,182 +106,6 @@ def all_gather(
         gather = functools.partial(all_gather, axis_name=axis_name, algorithm=algorithm, **rows)
         return quantized.gathered(given, quantized.checked(wire), gather, axis, tiled)
     return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), given)
-
-
-def psum_scatter(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    scatter_dimension: int = 0,
-    axis_index_groups: Groups = None,
-    tiled: bool = False,
-    precise: bool = False,
-    order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
-    return_residue: bool = False,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """Sums x over devices and leaves each one block, as `jax.lax.psum_scatter` does.
-
-    Args:
-      x: array or pytree of arrays, each (..., n * s, ...) per device; (..., n, ...) if not tiled.
-      axis_name: mesh axis, or tuple of axes, of n devices together.
-      scatter_dimension: the dimension that is cut into n blocks.
-      axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
-      tiled: keep the scattered dimension, of size s, instead of dropping it.
-      precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
-      order: "rank" to have every element added in the order of the ranks, see `psum`.
-      backend: see the module.
-      algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`'s.
-
-    Returns:
-      Arrays of one block: device p's is block p of the sum.
-
-    The order of additions is fixed by the ring, so results are bit-identical from run to run.
-    Floats narrower than 32 bits are added in float32 on each device and rounded once per hop.
-
-    Raises:
-      UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
-
-    Example, inside `jax.shard_map` over 8 devices:
-      x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
-    """
-    over = {"wire": wire, "wire_backward": wire_backward}
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **over)
-    validation.check_blocks(
-        "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
-    )
-    validation.check_added("psum_scatter", x)
-    options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
-
-    def scatter(leaf: Any) -> Any:
-        dimension = scatter_dimension % np.ndim(leaf)  # JAX 0.10 takes no negative axes
-        return LAX.psum_scatter(leaf, axis_name, scatter_dimension=dimension, **options)
-
-    devices = validation.devices_of(axis_name, axis_index_groups)
-    groups = quantized.Groups(scatter_dimension, devices, flat=True)
-    given = quantized.sent(x, wire, axis_name, groups)
-    sums = primitives.with_twins(how, lambda x: jax.tree.map(scatter, x), given)
-    return (sums, quantized.residue(x, given, wire, groups)) if return_residue else sums
-
-
-reduce_scatter = psum_scatter
-
-
-def psum(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    axis_index_groups: Groups = None,
-    precise: bool = False,
-    order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
-    return_residue: bool = False,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """Sums x over devices, as `jax.lax.psum` does.
-
-    Args:
-      x: array or pytree of arrays, of any shape; Python scalars and other constants fold to
-        multiples of themselves, so that psum(1, axis) is the number of devices. A tree's arrays of
-        at most 64 KiB travel together, by dtype and up to 1 MiB at a time, unless the algorithm is
-        asked for in VMEM.
-      axis_name: mesh axis, or tuple of axes.
-      axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
-      precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
-      order: "rank" to have every element added in the order of the ranks, that of device 0 first;
-        None for the order of the fastest algorithm.
-      backend: see the module.
-      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (for
-        devices whose first and last share no link), "torus" (along all axes of the torus at once;
-        for groups over several), "gather" (whole operands to everyone, by neighbours; small arrays)
-        or "one_shot" (everyone to everyone in one hop; small arrays). With `order` "gather",
-        "one_shot" or "exchange" (each device adds one block of everyone's; large arrays).
-
-    Returns:
-      Arrays of x's shape and dtype (int32 for bool), with the same bits on every device.
-
-    With order="rank" an element's bits follow from the devices' terms of it and their ranks alone:
-    not from its place, the array's size, the algorithm or the backend. Ranks are positions in the
-    group. Floats narrower than 32 bits are added in float32, and rounded once. So a row's sum is
-    the same bits in a large batch and alone. `explain(..., order="rank")` says what that costs.
-
-    Raises:
-      UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
-    """
-    over = {"wire": wire, "wire_backward": wire_backward}
-    given = quantized.sent(x, wire, axis_name, quantized.FLAT)
-    options: Any = {"precise": precise, "order": order, **over}
-    sums = _reduce("psum", given, axis_name, axis_index_groups, backend, algorithm, **options)
-    return (sums, quantized.residue(x, given, wire, quantized.FLAT)) if return_residue else sums
-
-
-all_reduce = psum
-
-
-def pmean(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    axis_index_groups: Groups = None,
-    precise: bool = False,
-    order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
-    return_residue: bool = False,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
-    over = {"wire": wire, "wire_backward": wire_backward}
-    given = quantized.sent(x, wire, axis_name, quantized.FLAT)
-    options: Any = {"precise": precise, "order": order, **over}
-    sums = _reduce("pmean", given, axis_name, axis_index_groups, backend, algorithm, **options)
-    return (sums, quantized.residue(x, given, wire, quantized.FLAT)) if return_residue else sums
-
-
-def pmax(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    axis_index_groups: Groups = None,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """The elementwise maximum of x over devices, as `jax.lax.pmax`; arguments as `psum`'s."""
-    return _reduce("pmax", x, axis_name, axis_index_groups, backend, algorithm)
-
-
-def pmin(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    axis_index_groups: Groups = None,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """The elementwise minimum of x over devices, as `jax.lax.pmin`; arguments as `psum`'s."""
-    return _reduce("pmin", x, axis_name, axis_index_groups, backend, algorithm)
-
-
-def _reduce(
-    name: str,
-    x: Any,
-    axis_name: AxisName,
-    groups: Groups,
-    backend: str | None,
-    algorithm: str | None,
-    **wishes: Any,
-) -> Any:
-    how = choice.settle(axis_name, groups, backend, algorithm, **wishes)
-    if name in ("pmax", "pmin"):
-        validation.check_ordered(name, x, how.backend)
-    reduce = getattr(LAX, name)
-    return primitives.with_twins(how, lambda x: reduce(x, axis_name, axis_index_groups=groups), x)
 
 
 def all_to_all(
@@ -301,6 +132,7 @@ def all_to_all(
         position of a new dimension for them.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
       tiled: cut and concatenate, instead of dropping one dimension and adding another.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "direct" (n-1 sends at once), "ring" (neighbours only, both ways round) or "line".
 
@@ -309,6 +141,11 @@ def all_to_all(
 
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.all_to_all(x, "x", 0, 0), axis_name="x")(jnp.eye(2))
+      Array([[1., 0.],
+             [0., 1.]], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
@@ -367,6 +204,7 @@ def ragged_all_to_all(
         alone.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
+      wire, wire_backward: see the module.
       backend: see the module.
       algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours),
         "line" (the same on devices whose first and last share no link), or "spread" (over all axes
@@ -419,6 +257,7 @@ def ppermute(
       axis_name: mesh axis, or tuple of axes, in the mesh's order.
       perm: (source, target) pairs of device numbers. Numbers below 0 count from the last device; no
         number is a source or a target twice.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "partners" (a source waits for its target alone; for shifts by one position) or
         "everyone" (a source waits for all devices within reach).
@@ -430,6 +269,10 @@ def ppermute(
       CollectiveError: a source or a target that occurs twice or does not exist, or axes that are
         not in the mesh's order.
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.ppermute(x, "x", [(0, 1), (1, 0)]), axis_name="x")(jnp.arange(2.0))
+      Array([1., 0.], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, None, backend, algorithm, **over)
@@ -453,7 +296,12 @@ def pshuffle(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
+    """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i].
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pshuffle(x, "x", [1, 2, 3, 0]), axis_name="x")(jnp.arange(4.0))
+      Array([1., 2., 3., 0.], dtype=float32)
+    """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
@@ -475,7 +323,13 @@ def pswapaxes(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
+    """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pswapaxes(x, "x", 0), axis_name="x")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 2.],
+             [1., 3.]], dtype=float32)
+    """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
@@ -493,7 +347,13 @@ def pbroadcast(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
+    """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`.
+
+    Example:
+      >>> mesh = jax.make_mesh((2,), ("x",))
+      >>> pc.sharded.pbroadcast(np.float32([0, 1]), mesh=mesh, axis_name="x", source=1).tolist()
+      [1.0, 1.0]
+    """
     how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_source(source, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)

@@ -12,13 +12,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_collectives import catalogue, validation
+from pallas_collectives import catalogue, explain_checks, validation
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wired
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
-from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.overlap import fusion, products, split
 from pallas_collectives.records import Collective
@@ -139,15 +138,20 @@ def explain(
 
     Example:
       print(explain("psum", 32 << 10, devices=8, chip="v5p"))
+
+    Example:
+      >>> found = pc.explain("psum", 32 << 10, devices=8, chip="v5p")
+      >>> found.torus, len(found.candidates) > 1
+      ('ring', True)
     """
     chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
-    _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
-    _check_columns(op, shape, columns)
+    explain_checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
+    explain_checks.check_columns(op, shape, columns)
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)
     if columns is not None:
-        x = jax.ShapeDtypeStruct(tuple(shape or ()), _dtype(op, dtype))
+        x = jax.ShapeDtypeStruct(tuple(shape or ()), explain_checks.dtype_of(op, dtype))
         widths = (columns,) if isinstance(columns, int | np.integer) else tuple(columns)
         return _product(op, mesh, where, axis_name, x, widths, axis)
     with _on(mesh, where):
@@ -156,41 +160,12 @@ def explain(
         if shape is None:
             operand = _operand(collective, nbytes or 0, group.size)
         else:
-            operand = jax.ShapeDtypeStruct(tuple(shape), _dtype(op, dtype))
-            _check_axis(op, collective, operand.shape, axis, group.size)
+            operand = jax.ShapeDtypeStruct(tuple(shape), explain_checks.dtype_of(op, dtype))
+            explain_checks.check_axis(op, collective, operand.shape, axis, group.size)
         validation.check_order_of_sum(order, group.axes)
         size = nbytes if nbytes is not None else _bytes(operand)
         plans = _planned(op, operand, group, axis, order, wire)
         return _explained(op, size, placement.arranged(group), plans)
-
-
-def _dtype(op: str, dtype: DTypeLike) -> Any:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        raise CollectiveError(f"dtype={dtype!r}", "it is no dtype", "write 'bfloat16'") from None
-    if op in ("pmax", "pmin") and jnp.issubdtype(found, jnp.complexfloating):
-        raise DtypeError(f"{op} of {found}", "complex numbers have no order", "take the modulus")
-    return found
-
-
-def _check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: Any, n: int) -> None:
-    """What a call would say of a dimension to gather, scatter or split along."""
-    if not (collective.phases or collective.of_blocks) or collective.is_cut:
-        return  # it has none
-    if not isinstance(axis, int | np.integer) or not -len(shape) <= axis < max(1, len(shape)):
-        rule = f"it must be a dimension of an operand of shape {shape}"
-        raise CollectiveError(f"axis={axis!r} for {op}", rule, "count dimensions from 0")
-    if not shape and collective.of_blocks:
-        raise CollectiveError(f"shape=() for {op}", "a scalar has no blocks", "give it a dimension")
-    wanted = n if op == "pswapaxes" else None
-    if (
-        collective.of_blocks
-        and collective.timed
-        and (shape[axis] % n or shape[axis] != (wanted or shape[axis]))
-    ):
-        rule = f"dimension {axis} is {'' if wanted else 'a multiple of '}the {n} devices"
-        raise CollectiveError(f"shape={shape} for {op}", rule, "give another shape or axis")
 
 
 def _mesh_of(devices: int, chip: str | None) -> AbstractMesh:
@@ -249,7 +224,7 @@ def _engine(plan: KernelPlan) -> str:
     if chip.no_sparsecore:
         why = f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
     elif catalogue.COLLECTIVES[plan.op].example.adds:
-        why = "no SparseCore adds"
+        why = "a SparseCore adds on request alone: algorithm='auto:sc'"
     else:
         why = "it is too short to be worth a SparseCore's launch"
     return f"the core stops for it, where it is started ({why})"
@@ -387,73 +362,3 @@ def _product(
 
 def _bytes(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
-
-
-def _check_columns(op: str, shape: Any, columns: Any) -> None:
-    """Products have right-hand sides, and collectives none."""
-    if op not in _PRODUCTS:
-        if columns is not None:
-            rule = "a collective has no right-hand side"
-            raise CollectiveError(f"columns={columns!r} for {op}", rule, "leave columns out")
-        return
-    if shape is None:
-        rule = "the time of a product depends on more than bytes"
-        raise CollectiveError(f"shape=None for {op}", rule, "give shape and dtype of x")
-    numbers = (columns,) if isinstance(columns, int | np.integer) else columns
-    if (
-        not isinstance(numbers, list | tuple)
-        or not numbers
-        or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
-        or (op == "matmul_reduce_scatter" and len(numbers) > 1)
-    ):
-        rule = "it is N of the right-hand side (K, N), or of each that all_gather_matmul has"
-        raise CollectiveError(f"columns={columns!r} for {op}", rule, "write it like 4096")
-
-
-def _check(
-    op: str,
-    nbytes: int | None,
-    shape: Any,
-    mesh: AnyMesh | None,
-    axis_name: AxisName,
-    devices: int | None,
-    chip: str | None,
-    torus: str | None,
-) -> None:
-    known = sorted([*catalogue.functions(), *split.NAMES, *_PRODUCTS])
-    if op not in known:
-        raise CollectiveError(f"op={op!r}", f"it is one of {', '.join(known)}", "name one of them")
-    if (nbytes is None) == (shape is None):
-        rule = "the operand's size is given either as nbytes or as shape and dtype"
-        raise CollectiveError(f"nbytes={nbytes}, shape={shape}", rule, "give one of them")
-    if (mesh is None) == (devices is None) or (mesh is None) != (axis_name is None):
-        raise CollectiveError(
-            f"mesh={mesh}, axis_name={axis_name!r}, devices={devices}",
-            "the group is given either by mesh and axis_name or by a number of devices",
-            "give one of them",
-        )
-    several = ", or mesh= and axis_name= for devices on several axes"
-    for name, number, least, or_ in (("devices", devices, 2, several), ("nbytes", nbytes, 0, "")):
-        if number is not None and (not isinstance(number, int | np.integer) or number < least):
-            remedy = f"pass an int of {least} or more{or_}"
-            raise CollectiveError(f"{name}={number!r}", "it is a whole number", remedy)
-    if shape is not None and not (
-        isinstance(shape, list | tuple)
-        and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
-    ):
-        rule = "it is a tuple of sizes, whole numbers of 0 or more"
-        raise CollectiveError(f"shape={shape!r}", rule, "write it like (8, 128)")
-    if mesh is not None and not hasattr(mesh, "axis_names"):
-        rule = "it is a jax.sharding.Mesh or AbstractMesh"
-        raise CollectiveError(f"mesh={mesh!r}", rule, "give one, or a number of devices")
-    if mesh is not None:
-        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-        if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
-            rule = f"it is one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
-            raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name axes of this mesh")
-    if chip is not None and (chip not in chips.BY_NAME or mesh is not None):
-        rule = f"it is one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
-        raise CollectiveError(f"chip={chip!r}", rule, "name one of them")
-    if torus not in (None, "ring", "line") or (torus is not None and mesh is not None):
-        rule = "it is 'ring' or 'line', and goes with a number of devices"
-        raise CollectiveError(f"torus={torus!r}", rule, "name one of the two, or leave torus out")

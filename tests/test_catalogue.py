@@ -247,7 +247,7 @@ def test_a_records_barrier_is_the_kernels(
     call_many = launch.call_many
     monkeypatch.setattr(launch, "call_many", recorded)
     (case,) = (case for case in CASES if case.op == op)
-    (task,) = replay_rows.plan(["v5p:4x4x1"], [case], [1 << 18], algorithms=[name], axes=("x", "y"))
+    (task,) = replay_rows.plan(["v5p:4x4x1"], [case], [1 << 13], algorithms=[name], axes=("x", "y"))
     replay_rows.run(task)
     of_all = [(r.name, a) for r in COLLECTIVES.values() for a in r.algorithms]
     (kernel, *_) = (f"{o}_{a.name}" for o, a in of_all if a.launcher == record.launcher)

@@ -18,9 +18,9 @@ PACKAGE = "pallas_collectives"
 # From the top; a folder stands for all its modules but those of a folder that is named itself.
 LAYERS = (
     (PACKAGE, "__main__", "replay", "verify"),
-    ("explanation", "multihost", "override", "sharded"),
+    ("explain_checks", "explanation", "multihost", "override", "sharded"),
     ("moe", "overlap"),
-    ("collectives", "lowering"),
+    ("collectives", "lowering", "reductions"),
     ("backends",),
     ("nccl", "tuning"),
     ("catalogue", "records"),

@@ -112,10 +112,21 @@ def lower(program: Program, devices: np.ndarray, under: str) -> Any:
         return jax.jit(mapped).lower(*args)
 
 
+def machine_of(topology: str, n_devices: int) -> Machine:
+    """The model of a topology that has so many devices.
+
+    Ahead of time libtpu shows the two cores of a v4 as devices, where the model has one of both.
+    """
+    machine = Machine.named(topology)
+    each = n_devices // machine.n_chips
+    generation = dataclasses.replace(machine.generation, devices_per_chip=each)
+    return dataclasses.replace(machine, generation=generation)
+
+
 def _figures(
     task: Task, program: Program, devices: np.ndarray, compiled_: Any, plans: list[Any]
 ) -> dict[str, Any]:
-    machine = Machine.named(task.topology)
+    machine = machine_of(task.topology, devices.size)
     placement = machine.placement_of(devices)
     what_of = wires.programs(machine, placement, program.axes, plans)
     line = timeline.run(schedule.events(compiled_.as_text()), machine, placement, what_of)

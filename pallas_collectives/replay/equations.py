@@ -262,7 +262,7 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
         return 2.0 * size * depth * generation.cores / generation.matrix_rate
     if name.startswith("reduce_") or name in ("argmax", "argmin"):
         size = max(math.prod(getattr(v.aval, "shape", ())) for v in eqn.invars)
-    return size / generation.vector_rate
+    return size / stepper.vector_rate
 
 
 # Places and kernels -------------------------------------------------------------------------------

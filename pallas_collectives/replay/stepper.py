@@ -216,13 +216,27 @@ class Stepper:
     @property
     def launch_cost(self) -> float:
         """From the call of the kernel to its first instruction, and from its last back."""
-        on_sparsecore = self.kernel is not None and self.kernel.on_sparsecore
         at_all = self.generation
-        return at_all.sparsecore_launch_cost if on_sparsecore else at_all.launch_cost
+        return at_all.sparsecore_launch_cost if self._on_sparsecore else at_all.launch_cost
+
+    @property
+    def vector_rate(self) -> float:
+        """Elementwise operations a second."""
+        return self.generation.subcore_rate if self._on_sparsecore else self.generation.vector_rate
+
+    @property
+    def vmem_bandwidth(self) -> float:
+        """Bytes a second that are loaded or stored."""
+        at_all = self.generation
+        return 4 * at_all.subcore_rate if self._on_sparsecore else at_all.vmem_bandwidth
+
+    @property
+    def _on_sparsecore(self) -> bool:
+        return self.kernel is not None and self.kernel.on_sparsecore
 
     def _issue(self) -> None:
         """A SparseCore takes longer to start a DMA or to signal: what it takes more."""
-        if self.kernel is not None and self.kernel.on_sparsecore:
+        if self._on_sparsecore:
             self.work(self.generation.sparsecore_issue_cost - self.generation.issue_cost)
 
     def share_memory(self, other: Stepper, lock: Any) -> None:
@@ -255,7 +269,8 @@ class Stepper:
         number = len(self.buffers)
         buffer = Buffer(number, name, space, shape, element_size(aval), self.kernel_number)
         self.buffers.append(buffer)
-        if space == "smem":
+        table = space == "vmem" and len(shape) == 1 and aval.dtype == np.int32
+        if space == "smem" or (table and shape[0] <= _LARGEST_FOLLOWED):
             self.contents.hold(buffer, aval.dtype, self.devices.n_lanes)
         return buffer
 
@@ -366,9 +381,12 @@ class Stepper:
             return loaded
         nbytes = view.nbytes
         if not isinstance(nbytes, np.ndarray):
-            self.work(nbytes / self.generation.vmem_bandwidth)
+            self.work(nbytes / self.vmem_bandwidth)
         self.emit(Access(lanes, self.take_busy(waits=False), source, view, op.writes))
-        return UNKNOWN
+        loaded = self.contents.load(view, lanes)
+        if op.writes:
+            self.contents.store(view, UNKNOWN, lanes)
+        return loaded
 
 
 def _read_tree(device_id: Any, operands: list[Any]) -> Any:

@@ -1,25 +1,26 @@
 """Replays a step: kernels on several engines of a device, and what its core computes between them.
 
+    gather = steps.program(function, shard, machine=machine, placement=placement)
     course = steps.run(
-        [Launch("w", "gather", "SparseCore", program), Compute("product", 80e-6), Await("w")],
+        [Launch("w", "gather", "SparseCore", gather), Compute("product", 80e-6), Await("w")],
         machine, placement)
 
-A program of one kernel or several is stepped as ever (`trace_program.trace`). Here such programs
-become the instructions of engines: each engine of a device has a stream of its own, beside the
-core's, which tells an engine to begin and later waits until it is done. All streams share links and
-memories, so that collectives under way together slow one another down. An engine runs one program
-at a time, in the order of their launches.
+A program of one kernel or several is stepped as `replay` steps it. Here such programs become the
+instructions of engines: each engine of a device has a stream of its own, beside the core's, which
+tells an engine to begin and later waits until it is done. All streams share links and memories, so
+that collectives under way together slow one another down. An engine runs one program at a time, in
+the order of their launches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import symmetry
+from pallas_collectives.replay import symmetry, trace_program
 from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.machine import Machine
 from pallas_collectives.replay.program import (
@@ -86,6 +87,7 @@ class Span:
 class Course:
     """What a step did: the spans of the device that is done last, and a report of all devices."""
 
+    parts: Sequence[Part]
     spans: list[Span]
     report: Report
 
@@ -93,6 +95,16 @@ class Course:
     def time(self) -> float:
         """Seconds of the whole step."""
         return max((span.end for span in self.spans if span.engine == CORE), default=0.0)
+
+
+def program(
+    function: Callable[..., Any], *args: Any, machine: Machine, placement: np.ndarray
+) -> Program:
+    """The stepped program of a function's kernels, for a `Launch`; arguments as `replay`'s."""
+    places = machine.places(placement)
+    return trace_program.trace(
+        function, *args, generation=machine.generation, where=lambda mesh: places
+    )[0]
 
 
 def run(parts: Sequence[Part], machine: Machine, placement: np.ndarray) -> Course:
@@ -110,7 +122,7 @@ def run(parts: Sequence[Part], machine: Machine, placement: np.ndarray) -> Cours
         for name, first in composed.first.items()
         for span in _spans(engine, composed, name, device + first * len(placement))
     ]
-    return Course(sorted(spans, key=lambda span: (span.begin, span.part)), found)
+    return Course(parts, sorted(spans, key=lambda span: (span.begin, span.part)), found)
 
 
 class _Composed:

@@ -53,9 +53,13 @@ class Chip:
     semaphores: int  # that a kernel can have at a time, beside barrier semaphores [AOT]
     reaches_all: bool = True  # a remote DMA reaches every device (v5e: power-of-two offsets only)
     devices_per_chip: int = 1
-    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there
+    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there; a vector
+    # subcore's registers hold 16 numbers, one in a cycle of 1 GHz
     sparsecore_issue_cost: float = 0.1 * US
     sparsecore_launch_cost: float = 3.9 * US
+    subcore_rate: float = (
+        16e9  # 32-bit numbers a second that a vector subcore loads, stores or adds
+    )
     no_sparsecore: str = ""  # why no kernel can run on one (`kernels.machinery.sparsecore`)
     cores: int = 1  # of a device; a kernel runs on one of them
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]

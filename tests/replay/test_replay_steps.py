@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_collectives as pc
-from pallas_collectives.replay import Machine, replay, steps, trace_program
+from pallas_collectives.replay import Machine, replay, steps
 from pallas_collectives.replay.program import Program
 from pallas_collectives.replay.steps import CORE, Await, Compute, Launch
 
@@ -28,10 +28,7 @@ def gather(algorithm: str, rows: int = 4096) -> tuple[Any, jax.ShapeDtypeStruct]
 
 def program(algorithm: str) -> Program:
     mapped, x = gather(algorithm)
-    generation = MACHINE.generation
-    return trace_program.trace(
-        mapped, x, generation=generation, where=lambda mesh: MACHINE.places(PLACEMENT)
-    )[0]
+    return steps.program(mapped, x, machine=MACHINE, placement=PLACEMENT)
 
 
 def alone(algorithm: str) -> float:
