@@ -50,6 +50,7 @@ class Collective:
       devices: that take part together; 0 where the text does not say.
       axes: the mesh axes that they lie along, where the text names them.
       members: the numbers of such devices, where it lists them; of a permute, the first pair's.
+      shape: of a kernel's first result.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Collective:
     devices: int
     axes: tuple[str, ...] = ()
     members: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +253,16 @@ def _by_kernel(i: _Instruction, engine: str) -> Collective:
     found = re.search(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)', i.rest)
     kernel = found[1] if found else i.name
     ops = [op for op in set(_OPS.values()) if kernel.startswith(op)]
-    arrays = _arrays(i.type)
-    return Collective(i.name, max(ops, key=len, default=""), kernel, engine, arrays[0], 0)
+    _, dims = next(iter(_ARRAY.findall(i.type)), ("", ""))
+    return Collective(
+        i.name,
+        max(ops, key=len, default=""),
+        kernel,
+        engine,
+        _arrays(i.type)[0],
+        0,
+        shape=tuple(int(d) for d in dims.split(",") if d),
+    )
 
 
 def _cycles(found: tuple[Event, ...]) -> int:

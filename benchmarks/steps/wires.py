@@ -1,7 +1,7 @@
 """What stands for a collective in the replay of a step: its kernel's program."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,7 @@ def programs(
     collective, or does not say over which axes it goes, takes as long as its bytes on one link; a
     ragged exchange sends as many rows as the catalogue's example does.
     """
-    known: dict[tuple[str, int], KernelPlan] = {}
-    for plan in plans:
-        if isinstance(plan, KernelPlan):
-            known[plan.op, _result(plan)] = known[plan.op, 0] = plan
+    known = [plan for plan in plans if isinstance(plan, KernelPlan)]
 
     @functools.cache
     def stepped(op: str, over: tuple[str, ...], algorithm: str | None, block: int) -> Any:
@@ -56,7 +53,7 @@ def programs(
         return steps.program(mapped, operand, machine=machine, placement=placement)
 
     def what_of(c: Collective) -> Program | float:
-        plan = (known.get((c.op, c.nbytes)) or known.get((c.op, 0))) if c.kernel else None
+        plan = _plan(c, known) if c.kernel else None
         over = plan.axes if plan else _over(c, axes)
         if c.op in catalogue.COLLECTIVES and over and set(over) <= set(axes):
             algorithm = plan.algorithm if plan else None
@@ -91,7 +88,26 @@ def _block(
     return c.nbytes // n if c.op in ("all_gather", "all_to_all") else c.nbytes
 
 
+def _plan(c: Collective, plans: Sequence[KernelPlan]) -> KernelPlan | None:
+    """The plan of a kernel: of those for its collective the one that fits its result best."""
+    of_op = [plan for plan in plans if plan.op == c.op]
+    by_bytes = [plan for plan in of_op if _result(plan) == c.nbytes]
+    by_shape = [plan for plan in by_bytes if _fits(plan, c.shape)]
+    return next(iter(by_shape or by_bytes or of_op), None)
+
+
+def _fits(plan: KernelPlan, shape: tuple[int, ...]) -> bool:
+    """Whether a result has an operand's dimensions, but for the one that the collective changes."""
+    if len(plan.shape) != len(shape):
+        return False
+    changed = sum(a != b for a, b in zip(plan.shape, shape, strict=True))
+    return changed == (plan.op in _FACTORS)
+
+
+# By what a result is larger than its operand, as a power of the number of devices.
+_FACTORS = {"all_gather": 1, "reduce_scatter": -1}
+
+
 def _result(plan: KernelPlan) -> int:
     """Bytes of the result that a plan's kernel has on a device."""
-    factor = {"all_gather": plan.devices, "reduce_scatter": 1 / plan.devices}
-    return round(plan.nbytes * factor.get(plan.op, 1))
+    return round(plan.nbytes * float(plan.devices) ** _FACTORS.get(plan.op, 0))

@@ -99,6 +99,7 @@ def choose(
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
+        shape=operand.shape,
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,

@@ -125,7 +125,7 @@ class KernelPlan(Plan):
       record: of its algorithm.
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
-      nbytes: of one device's operand, as it is laid out for the kernel.
+      shape, nbytes: of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
       devices: devices in the group.
       axes: the mesh axes that the group lies along.
@@ -136,6 +136,7 @@ class KernelPlan(Plan):
     record: Algorithm
     vmem: bool
     on_sparsecore: bool
+    shape: tuple[int, ...]
     nbytes: int
     cuts: int
     devices: int

@@ -31,6 +31,8 @@ from benchmarks.steps import (
 )
 from benchmarks.steps.programs import BUILT_IN, Form, Program
 from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, Work
+from pallas_collectives import catalogue
+from pallas_collectives.backends.plans import KernelPlan
 from pallas_collectives.replay import Machine
 
 LIBTPU = pytest.mark.skipif(
@@ -99,7 +101,9 @@ def test_events_of_a_schedule() -> None:
         Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4, ("x",))),
         Work("work.2", 2000),
         Done("chain 7"),
-        Start(key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0)),
+        Start(
+            key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0, shape=(64, 128))
+        ),
         Done(key),
         Start("sum", Collective("sum", "all_reduce", "", CORE, 2048, 4)),
         Done("sum"),
@@ -173,6 +177,37 @@ def test_the_axes_of_a_listed_group() -> None:
     assert over((), (2, 3)) == ("model",)
     assert over((), (0, 1, 2, 3, 4, 5, 6, 7)) == ("data", "model")
     assert over(("model",)) == ("model",) and over() == ()
+
+
+def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
+    """Weights and tokens of as many bytes, gathered over axes of as many devices."""
+
+    def plan(shape: tuple[int, ...], axis: str) -> KernelPlan:
+        record = catalogue.COLLECTIVES["all_gather"].algorithms[0]
+        return KernelPlan(
+            op="all_gather",
+            backend="pallas",
+            record=record,
+            vmem=False,
+            on_sparsecore=False,
+            shape=shape,
+            nbytes=1 << 23,
+            cuts=1,
+            devices=4,
+            axes=(axis,),
+            chip="v6e",
+            torus="line",
+        )
+
+    plans = [plan((2, 512, 4096), "model"), plan((1024, 4096), "data")]
+
+    def axes(shape: tuple[int, ...], nbytes: int) -> tuple[str, ...]:
+        found = wires._plan(Collective("a", "all_gather", "k", CORE, nbytes, 0, shape=shape), plans)
+        return found.axes if found else ()
+
+    assert axes((4096, 4096), 1 << 25) == ("data",)
+    assert axes((2, 2048, 4096), 1 << 25) == ("model",)
+    assert axes((7,), 14) == ("model",)  # the first of the collective
 
 
 @LIBTPU
