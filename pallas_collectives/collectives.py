@@ -69,6 +69,7 @@ def all_gather(
       tiled: concatenate instead of stacking.
       to: "varying", or "invarying" for a result typed as equal on all devices.
       order: "rank" to have its gradient, a `psum_scatter`, add in the order of the ranks.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
         "line" (for devices whose first and last share no link), "torus" (both ways along all axes
@@ -89,6 +90,11 @@ def all_gather(
 
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.all_gather(x, "x"), axis_name="x")(jnp.arange(2.0))
+      Array([[0., 1.],
+             [0., 1.]], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order, **over)
@@ -129,6 +135,7 @@ def all_to_all(
         position of a new dimension for them.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
       tiled: cut and concatenate, instead of dropping one dimension and adding another.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "direct" (n-1 sends at once), "ring" (neighbours only, both ways round) or "line".
 
@@ -137,6 +144,11 @@ def all_to_all(
 
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.all_to_all(x, "x", 0, 0), axis_name="x")(jnp.eye(2))
+      Array([[1., 0.],
+             [0., 1.]], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
@@ -195,6 +207,7 @@ def ragged_all_to_all(
         alone.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
+      wire, wire_backward: see the module.
       backend: see the module.
       algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours),
         "line" (the same on devices whose first and last share no link), or "spread" (over all axes
@@ -247,6 +260,7 @@ def ppermute(
       axis_name: mesh axis, or tuple of axes, in the mesh's order.
       perm: (source, target) pairs of device numbers. Numbers below 0 count from the last device; no
         number is a source or a target twice.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "partners" (a source waits for its target alone; for shifts by one position) or
         "everyone" (a source waits for all devices within reach).
@@ -258,6 +272,10 @@ def ppermute(
       CollectiveError: a source or a target that occurs twice or does not exist, or axes that are
         not in the mesh's order.
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.ppermute(x, "x", [(0, 1), (1, 0)]), axis_name="x")(jnp.arange(2.0))
+      Array([1., 0.], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, None, backend, algorithm, **over)
@@ -281,7 +299,12 @@ def pshuffle(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
+    """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i].
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pshuffle(x, "x", [1, 2, 3, 0]), axis_name="x")(jnp.arange(4.0))
+      Array([1., 2., 3., 0.], dtype=float32)
+    """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
@@ -303,7 +326,13 @@ def pswapaxes(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
+    """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pswapaxes(x, "x", 0), axis_name="x")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 2.],
+             [1., 3.]], dtype=float32)
+    """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
@@ -321,7 +350,13 @@ def pbroadcast(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
+    """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`.
+
+    Example:
+      >>> mesh = jax.make_mesh((2,), ("x",))
+      >>> pc.sharded.pbroadcast(np.float32([0, 1]), mesh=mesh, axis_name="x", source=1).tolist()
+      [1.0, 1.0]
+    """
     how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_source(source, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)

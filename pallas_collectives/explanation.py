@@ -138,6 +138,11 @@ def explain(
 
     Example:
       print(explain("psum", 32 << 10, devices=8, chip="v5p"))
+
+    Example:
+      >>> found = pc.explain("psum", 32 << 10, devices=8, chip="v5p")
+      >>> found.torus, len(found.candidates) > 1
+      ('ring', True)
     """
     chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
     explain_checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)

@@ -76,6 +76,11 @@ def override_lax(
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
       its `in_specs` replicate, because JAX makes them without `jax.lax`: see `overridden`;
     * collectives that nobody calls: those that XLA adds under `jax.jit` with shardings.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> with pc.override_lax():
+      ...     print(jax.vmap(lambda x: jax.lax.psum(x, "x"), axis_name="x")(jnp.ones(2)))
+      [2. 2.]
     """
     names = _checked(only, _CHOOSING) - _checked(keep, ())
     with (
@@ -139,6 +144,10 @@ def overridden(
 
     Raises:
       CollectiveError: a name that is not a collective's.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(pc.overridden(lambda x: jax.lax.psum(x, "x")), axis_name="x")(jnp.ones(2))
+      Array([2., 2.], dtype=float32)
     """
     names = _checked(only, _CHOOSING) - _checked(keep, ())
 

@@ -40,6 +40,7 @@ def psum_scatter(
       tiled: keep the scattered dimension, of size s, instead of dropping it.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       order: "rank" to have every element added in the order of the ranks, see `psum`.
+      wire, wire_backward, return_residue: see `collectives`.
       backend: see `collectives`.
       algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`'s.
 
@@ -54,6 +55,10 @@ def psum_scatter(
 
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.psum_scatter(x, "x"), axis_name="x")(jnp.ones((4, 4)))
+      Array([4., 4., 4., 4.], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **over)
@@ -102,6 +107,7 @@ def psum(
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       order: "rank" to have every element added in the order of the ranks, that of device 0 first;
         None for the order of the fastest algorithm.
+      wire, wire_backward, return_residue: see `collectives`.
       backend: see `collectives`.
       algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (for
         devices whose first and last share no link), "torus" (along all axes of the torus at once;
@@ -119,6 +125,10 @@ def psum(
 
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.psum(x, "x"), axis_name="x")(jnp.arange(4.0))
+      Array([6., 6., 6., 6.], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     given = quantized.sent(x, wire, axis_name, quantized.FLAT)
@@ -143,7 +153,12 @@ def pmean(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
+    """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmean(x, "x"), axis_name="x")(jnp.arange(4.0))
+      Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
+    """
     over = {"wire": wire, "wire_backward": wire_backward}
     given = quantized.sent(x, wire, axis_name, quantized.FLAT)
     options: Any = {"precise": precise, "order": order, **over}
@@ -159,7 +174,12 @@ def pmax(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """The elementwise maximum of x over devices, as `jax.lax.pmax`; arguments as `psum`'s."""
+    """The elementwise maximum of x over devices, as `jax.lax.pmax`; arguments as `psum`'s.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmax(x, "x"), axis_name="x")(jnp.arange(4.0))
+      Array([3., 3., 3., 3.], dtype=float32)
+    """
     return _reduce("pmax", x, axis_name, axis_index_groups, backend, algorithm)
 
 
@@ -171,7 +191,12 @@ def pmin(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """The elementwise minimum of x over devices, as `jax.lax.pmin`; arguments as `psum`'s."""
+    """The elementwise minimum of x over devices, as `jax.lax.pmin`; arguments as `psum`'s.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmin(x, "x"), axis_name="x")(jnp.arange(4.0))
+      Array([0., 0., 0., 0.], dtype=float32)
+    """
     return _reduce("pmin", x, axis_name, axis_index_groups, backend, algorithm)
 
 

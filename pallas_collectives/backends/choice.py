@@ -52,6 +52,11 @@ def use_backend(name: str | None) -> Iterator[None]:
 
     Raises:
       BackendError: no such backend.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> with pc.use_backend("xla"):
+      ...     print(jax.vmap(lambda x: pc.psum(x, "x"), axis_name="x")(jnp.ones(2)))
+      [2. 2.]
     """
     if name is not None:
         _check_name(name)

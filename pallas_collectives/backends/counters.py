@@ -39,12 +39,23 @@ def counts() -> dict[tuple[str, str, str | None], int]:
 
     Since `reset_counts`. A program built once and run often counts once, as do small arrays of a
     tree that are reduced together.
+
+    Example:
+      >>> pc.reset_counts()
+      >>> pc.counts()
+      {}
     """
     return dict(_counts)
 
 
 def fallback_counts() -> dict[str, int]:
-    """How often a call without a named backend went to lax, by reason, since `reset_counts`."""
+    """How often a call without a named backend went to lax, by reason, since `reset_counts`.
+
+    Example:
+      >>> pc.reset_counts()
+      >>> pc.fallback_counts()
+      {}
+    """
     return dict(_fallbacks)
 
 
@@ -53,6 +64,11 @@ def fusion_counts() -> dict[tuple[str, str, str], int]:
 
     The way is "fused" (one kernel), "pipelined" (permutes and products of XLA) or "unfused" (a
     collective and a product). The reason is "" for "fused". Backward passes count as well.
+
+    Example:
+      >>> pc.reset_counts()
+      >>> pc.fusion_counts()
+      {}
     """
     return dict(_fusions)
 
@@ -61,12 +77,21 @@ def wire_counts() -> dict[tuple[str, str, str], int]:
     """How often each (collective, wire, reason) was built into a program, since `reset_counts`.
 
     The wire is "" where it was left out, and the reason says why; else the reason is "".
+
+    Example:
+      >>> pc.reset_counts()
+      >>> pc.wire_counts()
+      {}
     """
     return dict(_wires)
 
 
 def reset_counts() -> None:
-    """Sets all counters to zero."""
+    """Sets all counters to zero.
+
+    Example:
+      >>> pc.reset_counts()
+    """
     _counts.clear()
     _fallbacks.clear()
     _fusions.clear()

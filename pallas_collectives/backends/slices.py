@@ -61,6 +61,10 @@ def across_slices(*axes: str) -> Iterator[None]:
 
     Raises:
       SliceError: what is no name of an axis, or one twice.
+
+    Example:
+      >>> with pc.across_slices("dcn"):
+      ...     pass
     """
     if len(set(map(str, axes))) < len(axes) or not all(isinstance(axis, str) for axis in axes):
         rule = "they are different names of mesh axes"

@@ -76,6 +76,13 @@ def scan_gathered(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[64, 512], w: f32[12, 64, 512] ->
         scan_gathered(lambda x, w: jnp.tanh(x @ w), x, w, "x"): f32[64, 512]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> x, layers = jnp.ones((2, 1, 2)), jnp.ones((2, 3, 1, 2))  # 3 layers of 2x2
+      >>> jax.vmap(
+      ...     lambda x, w: pc.scan_gathered(lambda x, w: x @ w, x, w, "x"), axis_name="x"
+      ... )(x, layers).tolist()
+      [[[8.0, 8.0]], [[8.0, 8.0]]]
     """
     validation.size_of(axis_name)
     depths = {leaf.shape[:1] for leaf in jax.tree.leaves(weights)}

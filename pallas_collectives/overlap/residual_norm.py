@@ -82,6 +82,14 @@ def psum_residual_rmsnorm(
 
     Example, inside `jax.shard_map` over 8 devices:
       normed, h = psum_residual_rmsnorm(attention_out, h, weight, "x")  # bf16[64, 8192] each
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> x, weight = jnp.ones((2, 1, 4)), jnp.ones((2, 4))
+      >>> _, total = jax.vmap(
+      ...     lambda x, w: pc.psum_residual_rmsnorm(x, x, w, "x"), axis_name="x"
+      ... )(x, weight)
+      >>> total.tolist()
+      [[[3.0, 3.0, 3.0, 3.0]], [[3.0, 3.0, 3.0, 3.0]]]
     """
     x, residual, weight = map(jnp.asarray, (x, residual, weight))
     _check(x, residual, weight, eps)

@@ -82,6 +82,11 @@ def all_gather_start(
 
     Example, inside `jax.shard_map` over 8 devices, the next layer's weights under way:
       ahead = all_gather_start(w_next, "x", tiled=True); y = x @ w; w = ahead.done(after=y)
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.all_gather_start(x, "x").done(), axis_name="x")(jnp.arange(2.0))
+      Array([[0., 1.],
+             [0., 1.]], dtype=float32)
     """
     options: Any = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
 
@@ -121,6 +126,10 @@ def psum_scatter_start(
 
     On GPUs every device's block comes as it is, and they are added when the result is asked for:
     in the order of the devices, narrow floats in float32.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.psum_scatter_start(x, "x").done(), axis_name="x")(jnp.ones((4, 4)))
+      Array([4., 4., 4., 4.], dtype=float32)
     """
     options: Any = {"axis_index_groups": axis_index_groups, "tiled": tiled}
     options["scatter_dimension"] = scatter_dimension
@@ -166,6 +175,10 @@ def psum_start(
     On GPUs small arrays are gathered, and added when the result is asked for; of large ones the
     blocks are under way, as `psum_scatter_start`'s, and their sums are gathered then. They are
     added in the order of the devices.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.psum_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
+      Array([6., 6., 6., 6.], dtype=float32)
     """
     how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
     return _sum(collectives.psum, x, axis_name, axis_index_groups, how, after, narrower)
@@ -186,7 +199,12 @@ def pmean_start(
     after: Any = (),
     **narrower: Any,
 ) -> Started:
-    """Starts `pmean(x, axis_name, ...)`; see `psum_start`."""
+    """Starts `pmean(x, axis_name, ...)`; see `psum_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmean_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
+      Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
+    """
     how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
     return _sum(collectives.pmean, x, axis_name, axis_index_groups, how, after, narrower)
 
@@ -246,7 +264,14 @@ def all_to_all_start(
     after: Any = (),
     **narrower: Any,
 ) -> Started:
-    """Starts `all_to_all(x, axis_name, split_axis, concat_axis, ...)`; see `all_gather_start`."""
+    """Starts `all_to_all(x, axis_name, split_axis, concat_axis, ...)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> start = lambda x: pc.all_to_all_start(x, "x", 0, 0).done()
+      >>> jax.vmap(start, axis_name="x")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 2.],
+             [1., 3.]], dtype=float32)
+    """
     options: Any = {"axis_index_groups": axis_index_groups, "tiled": tiled}
 
     def leave(leaf: jax.Array, group: Group) -> Way:
@@ -282,7 +307,14 @@ def pswapaxes_start(
     algorithm: str | None = "auto",
     after: Any = (),
 ) -> Started:
-    """Starts `pswapaxes(x, axis_name, axis, ...)`; see `all_gather_start`."""
+    """Starts `pswapaxes(x, axis_name, axis, ...)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> start = lambda x: pc.pswapaxes_start(x, "x", 0).done()
+      >>> jax.vmap(start, axis_name="x")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 2.],
+             [1., 3.]], dtype=float32)
+    """
     how: Any = {"axis_index_groups": axis_index_groups, "backend": backend, "algorithm": algorithm}
     return all_to_all_start(x, axis_name, axis, axis, **how, after=after)
 
@@ -297,7 +329,13 @@ def ppermute_start(
     after: Any = (),
     **narrower: Any,
 ) -> Started:
-    """Starts `ppermute(x, axis_name, perm)`; see `all_gather_start`."""
+    """Starts `ppermute(x, axis_name, perm)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> start = lambda x: pc.ppermute_start(x, "x", [(0, 1), (1, 0)]).done()
+      >>> jax.vmap(start, axis_name="x")(jnp.arange(2.0))
+      Array([1., 0.], dtype=float32)
+    """
     how: Any = {"backend": backend, "algorithm": algorithm}
     settled = choice.settle(axis_name, None, **how)
     validation.check_order(axis_name)
@@ -321,20 +359,36 @@ def pshuffle_start(
     algorithm: str | None = "auto",
     after: Any = (),
 ) -> Started:
-    """Starts `pshuffle(x, axis_name, perm)`; see `all_gather_start`."""
+    """Starts `pshuffle(x, axis_name, perm)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> start = lambda x: pc.pshuffle_start(x, "x", [1, 2, 3, 0]).done()
+      >>> jax.vmap(start, axis_name="x")(jnp.arange(4.0))
+      Array([1., 2., 3., 0.], dtype=float32)
+    """
     pairs = [(source, target) for target, source in enumerate(perm)]
     how: Any = {"backend": backend, "algorithm": algorithm}
     return ppermute_start(x, axis_name, pairs, **how, after=after)
 
 
 def pmax_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) -> Started:
-    """Starts `pmax(x, axis_name, **options)`; see `all_gather_start`."""
+    """Starts `pmax(x, axis_name, **options)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmax_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
+      Array([3., 3., 3., 3.], dtype=float32)
+    """
     del after
     return at_once(functools.partial(collectives.pmax, x, axis_name, **options))
 
 
 def pmin_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) -> Started:
-    """Starts `pmin(x, axis_name, **options)`; see `all_gather_start`."""
+    """Starts `pmin(x, axis_name, **options)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmin_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
+      Array([0., 0., 0., 0.], dtype=float32)
+    """
     del after
     return at_once(functools.partial(collectives.pmin, x, axis_name, **options))
 

@@ -51,6 +51,10 @@ def torus(name: str) -> Iterator[None]:
 
     Example:
       `with torus("v5e:2x4"): gathered = jax.jit(gather)(x)` goes round the 2 x 4 chips.
+
+    Example:
+      >>> with pc.torus("v5e:2x4"):
+      ...     pass
     """
     if not isinstance(name, str) or chips.slice_of(name) is None:
         known = ", ".join(chips.BY_NAME)
