@@ -49,9 +49,11 @@ HALVES_FROM_BYTES = 256 << 10
 # Of VMEM, and at most half of a core's.
 SCRATCH_BYTES = 16 << 20
 
-# Streams of a bundle, where operands go by in sections: two pairs, while of each pair what has been
-# sent is on the wire the other is seen to; one where there is no room for two.
-STREAMS = (4, 2)
+# Streams of a bundle, where operands go by in sections: several pairs, so that while what one has
+# sent is on the wire others are seen to; as many as there is room for. On lines each stream goes
+# both ways, and its reduction shares links with its gather: there two pairs do, with fewer signals.
+STREAMS = (6, 4, 2)
+STREAMS_ON_LINES = (4, 2)
 
 # As many sections at least where their phases load links unevenly.
 SECTIONS = 8
@@ -177,7 +179,7 @@ def _plan(
         if fits(whole) and not (uneven and halves):
             return whole
     units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
-    for streams in STREAMS:
+    for streams in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
         most = units // (streams * orders * (SECTIONS if uneven else 1))
         fitting: list[Plan] = []
         for size in range(most, 0, -1):

@@ -73,11 +73,12 @@ class Stage(Protocol):
     """What a device does for each hop of a stream, as hops of a gather or of a reduction.
 
     Phases are numbered as a gather goes through them. In each, `begin` starts hop 0, having waited
-    for the last of the phase before; `go_on` starts hop t, having waited for hop t-1; `end` waits
-    for the last of all.
+    for the last of the phase before; `take` waits for hop t-1, and `go_on` then starts hop t; `end`
+    waits for the last of all.
     """
 
     def begin(self, bundle: int, phase: int, section: Any, stream: Number) -> None: ...
+    def take(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
     def go_on(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
     def end(self, bundle: int, section: Any, stream: Number) -> None: ...
 
@@ -102,7 +103,9 @@ def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
         _begin(course, b, k, 0, stream)
 
     def go_on(b: int, k: int, hop: Number, stream: Number) -> None:
-        course[k][0].go_on(b, course[k][1], hop, 0, stream)
+        stage, phase = course[k]
+        stage.take(b, phase, hop, 0, stream)
+        stage.go_on(b, phase, hop, 0, stream)
 
     for segment in timetable(plan, [phase for _, phase in course]):
         spans = [(b, span) for b, span in enumerate(segment) if span is not None]
@@ -151,6 +154,7 @@ def _run_sections(plan: Plan, course: Course) -> None:
         bounds = [jnp.minimum(lax.div((g + i) * hops, np.int32(rounds)), hops) for i in (0, 1)]
 
         def turn(hop: Number, _: None) -> None:
+            in_pair(pair, b, section, lambda stream: stage.take(b, phase, hop, section, stream))
             in_pair(pair, b, section, lambda stream: stage.go_on(b, phase, hop, section, stream))
 
         lax.fori_loop(bounds[0] + 1, bounds[1] + 1, turn, None)
