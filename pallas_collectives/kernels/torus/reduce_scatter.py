@@ -182,7 +182,9 @@ def _plan(
     for streams in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
         most = units // (streams * orders * (SECTIONS if uneven else 1))
         fitting: list[Plan] = []
-        for size in range(most, 0, -1):
+        # No larger one fits: of what a piece takes, two thirds and more grow with its size.
+        taken = wanted.of(whole.in_sections(max(1, most) * whole.grain, streams), dtype, vmem=vmem)
+        for size in range(min(most, 1 + 3 * most * room // (2 * taken.scatter.nbytes)), 0, -1):
             if fitting and 2 * size * whole.grain <= fitting[0].bundles[0].size:
                 break
             plan = whole.in_sections(size * whole.grain, streams)

@@ -33,7 +33,7 @@ def _window(plan: Plan, bundle: Bundle, phase: int) -> int:
     return min(SLOTS, plan.sizes[bundle.order[phase]])
 
 
-def _is_paired(plan: Plan, bundle: Bundle, phase: int) -> bool:
+def is_paired(plan: Plan, bundle: Bundle, phase: int) -> bool:
     """Whether streams go in pairs, section by section; then three slots need no credits.
 
     Before a device sends at hop t of a pair it has taken what came both ways at hop t - 1, and its
@@ -41,7 +41,8 @@ def _is_paired(plan: Plan, bundle: Bundle, phase: int) -> bool:
     its hop t was sent when our sends of hop t - 2 had ended: those from the slot of message t - 3,
     which message t takes. Before hop 0 a device has ended the section before, and begun it with us.
     """
-    return plan.sections > 1 and plan.is_paired(bundle, phase)
+    in_sections = plan.sections > 1 and not any(plan.lines)
+    return in_sections and plan.is_paired(bundle, phase)
 
 
 class Scratch(NamedTuple):
@@ -71,7 +72,7 @@ class Scratch(NamedTuple):
                 channels.Semaphores.of(
                     bundle.streams * ways,
                     window=window,
-                    credits=not _is_paired(plan, bundle, phase),
+                    credits=not is_paired(plan, bundle, phase),
                 )
                 for (bundle, phase), window in zip(each, windows, strict=True)
             ],
@@ -207,7 +208,7 @@ class Scatter:
                 self._s.semaphores[number],
                 (lane,),
                 arrivals=arrivals * bundle.sections_of(stream),
-                longest=0 if _is_paired(self._plan, bundle, phase) else ring.size * bundle.sections,
+                longest=0 if is_paired(self._plan, bundle, phase) else ring.size * bundle.sections,
                 slots=(self._s.slots[number], (lane,)),
             )
             return _Leg(b, phase, section, stream, lane, channel, ahead, arrivals, behind)

@@ -163,7 +163,9 @@ class Plan:
                 add(order, size, 2 * count, streams)
         for order, count in zip(orders, small, strict=True):
             if count:
-                parts = max(n for n in range(1, count + 1) if count % n == 0 and n <= max(1, sections))
+                parts = max(
+                    n for n in range(1, count + 1) if count % n == 0 and n <= max(1, sections)
+                )
                 add(order, count // parts * self.grain, 2 * parts, 2)
         if start < self.block[self.cut]:  # an odd one
             add(orders[0], self.block[self.cut] - start, 1, 1)
@@ -178,7 +180,7 @@ class Plan:
             for axis in bundle.order:
                 load[axis] += met * (self.sizes[axis] - 1) * float(self.sharing[axis])
                 met *= self.sizes[axis]
-        return max(load)  # XXX chip
+        return max(load)
 
     @property
     def sections(self) -> int:
