@@ -140,16 +140,16 @@ class Plan:
             bundles.append(Bundle(tuple(range(len(sizes))), start, block[cut] - start, 1, 1))
         return cls(sizes, sharing, block, at, cut, grain, tuple(bundles), lines, within)
 
-    def in_sections(self, size: int, streams: int) -> "Plan":
+    def in_sections(self, size: int, streams: int, even: bool = True) -> "Plan":
         """The same blocks in pieces of `size`, which go by in sections, a piece for each stream.
 
         Bundles have so many sections that all links carry about the same. What is left over are
-        bundles of small pieces, shared out likewise.
+        bundles of small pieces, shared out likewise; without `even` as little as can be.
         """
         orders, exact, load = ways(self.sizes, self.sharing, self.within)
-        units = self.block[self.cut] // self.grain
         each = size // self.grain * 2  # units that a pair of streams takes
-        pairs, small = _in_pairs(exact * units, load, each)
+        units = self.block[self.cut] // self.grain
+        pairs, small = _in_pairs(exact * units, load, each, even)
         sections = 2 * max(pairs) // streams
         bundles, start = [], 0
 
@@ -163,12 +163,11 @@ class Plan:
                 add(order, size, 2 * count, streams)
         for order, count in zip(orders, small, strict=True):
             if count:
-                parts = max(
-                    n for n in range(1, count + 1) if count % n == 0 and n <= max(1, sections)
-                )
+                most = min(count, max(1, sections))
+                parts = max(n for n in range(1, most + 1) if count % n == 0)
                 add(order, count // parts * self.grain, 2 * parts, 2)
-        if start < self.block[self.cut]:  # an odd one
-            add(orders[0], self.block[self.cut] - start, 1, 1)
+        if odd := self.block[self.cut] - start:
+            add(orders[0], odd, 1, 1)
         return dataclasses.replace(self, bundles=tuple(bundles))
 
     @property
@@ -309,11 +308,11 @@ def ways(
 
 
 def _in_pairs(
-    exact: np.ndarray, load: np.ndarray, each: int
+    exact: np.ndarray, load: np.ndarray, each: int, even: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Units shared out about as `exact` says: how often `each` of them, and how often two more.
 
-    So that the busiest links carry least, and of those ways with the fewest left over.
+    So that the busiest links carry least; or, without `even`, with the fewest of the latter.
     """
     units, best = round(exact.sum()), None
 
@@ -326,10 +325,11 @@ def _in_pairs(
         for small in near((exact - each * np.array(pairs)) / 2, 1) if rest >= 0 else ():
             if sum(small) == rest:
                 carried = (load @ (each * np.array(pairs) + 2 * np.array(small))).max()
-                if best is None or (carried, rest) < best[:2]:
-                    best = carried, rest, pairs, small
-    assert best is not None, (exact, each)
-    return best[2:]
+                key = (carried, rest) if even else (rest, carried)
+                if best is None or key < best[0]:
+                    best = key, pairs, small
+    assert best is not None
+    return best[1:]
 
 
 def differ(axes: Sequence[Group]) -> bool:
