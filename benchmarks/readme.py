@@ -13,6 +13,7 @@ and what is measured (readme_gpus.json), on a host with GPUs and a process for e
 
 import dataclasses
 import difflib
+import inspect
 import itertools
 import math
 import re
@@ -23,6 +24,7 @@ from typing import Any
 
 from absl import flags
 
+import pallas_collectives
 from benchmarks import compiled, devices, replay_rows, results
 from benchmarks.cases import CASES
 from benchmarks.results import Results, Saved
@@ -30,6 +32,7 @@ from benchmarks.rows import Compiled, Measured, Replayed
 from benchmarks.settings import FlagError, Settings
 from benchmarks.tables import Screen, grid
 from pallas_collectives import catalogue
+from pallas_collectives.__main__ import first_sentence
 from pallas_collectives.backends import nccl
 from pallas_collectives.replay import Machine, calibration
 
@@ -71,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
             print(line)
     elif after != before:
         results.write(str(README), lambda file: file.write(after))
+    changed = "out of date" if _ONLY_CHECK.value else "written anew"
+    print(f"{README.name}: {len(TABLES)} tables, {'all current' if after == before else changed}")
     return int(_ONLY_CHECK.value and after != before)
 
 
@@ -283,8 +288,20 @@ def _with_latencies(scale: float) -> float:
     return replay_rows.run(other).time / replay_rows.run(task).time
 
 
+def names(_: Saved) -> str:
+    """The public names, a line each, linked to their source."""
+    root, cells = Path(pallas_collectives.__file__).parents[1], []
+    for name in pallas_collectives.PUBLIC:
+        found = getattr(pallas_collectives, name)
+        file = Path(inspect.getsourcefile(inspect.unwrap(found)) or "").relative_to(root)
+        path = file.parent if file.name == "__init__.py" else file
+        cells.append((f"[`{name}`]({path.as_posix()})", first_sentence(found)))
+    return grid(("name", "what it is"), cells, (True, True))
+
+
 TABLES: dict[str, Callable[[Saved], str]] = {
     "algorithms": algorithms,
+    "names": names,
     "replayed": replayed,
     "small": small,
     "several": several,

@@ -99,10 +99,12 @@ def modelled(known: Table | None = None, measured_on: Generation | None = None) 
     figures were measured; what is known stays.
     """
     entries: list[Entry] = []
-    for chip in GENERATIONS if measured_on is None else (measured_on.name,):
-        for torus, n in groups(chip):
-            print(f"replaying {chip}, a {torus} of {n}", file=sys.stderr, flush=True)
-            entries += model(chip, torus, n, known=known, measured_on=measured_on)
+    on = GENERATIONS if measured_on is None else (measured_on.name,)
+    of_all = [(chip, torus, n) for chip in on for torus, n in groups(chip)]
+    for number, (chip, torus, n) in enumerate(of_all, 1):
+        which = f"{number} of {len(of_all)}: {chip}, a {torus} of {n}"
+        print(f"replaying {which}", file=sys.stderr, flush=True)
+        entries += model(chip, torus, n, known=known, measured_on=measured_on)
     about = "Modelled, not measured: kernels replayed (pallas_collectives.replay), float32."
     if measured_on:
         about += " The chip's figures were measured."

@@ -1,7 +1,7 @@
 """Every difference between JAX versions, and every private JAX name, in one place.
 
-Comments say which versions need something. What names none is needed by all that the package runs
-on, JAX 0.10 to 0.12, because JAX has no public way to do it.
+Comments name the versions that need something. What names no version is needed by all that the
+package runs on, JAX 0.10 to 0.12, because JAX has no public way to do it.
 
 Importing the package changes nothing of JAX's. `prepare` does, when the package is used first.
 """

@@ -46,6 +46,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         reach=RING,
         sent="(n−1)/2 blocks",
         steps="⌊n/2⌋",
+        by_subcores=True,
         in_vmem=whole,
     )
     yield Algorithm(
@@ -55,6 +56,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         sent="n−1 blocks, one way",
         steps="n−1",
         lies=anywhere_but_several,
+        by_subcores=True,
         in_vmem=whole,
     )
     yield Algorithm(
@@ -64,6 +66,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         sent="n−1 blocks at the most",
         steps="n−1",
         lies=(ON_LINE,),
+        by_subcores=True,
         in_vmem=whole,
     )
     yield Algorithm(
@@ -94,6 +97,7 @@ _ALL_REDUCE = (
         reach=RING,
         sent="(n−1)/n of the operand",
         steps="2⌊n/2⌋",
+        by_subcores=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(

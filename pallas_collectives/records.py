@@ -84,6 +84,7 @@ class Algorithm:
       in_vmem: (bytes of a block, n) -> bytes that are kept in VMEM with ":vmem". None if that gains
         nothing, and is done only on request.
       in_order: it adds every element in the order of the ranks, and rounds once.
+      by_subcores: what it adds can be added by a SparseCore's vector subcores.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not only this device's.
       wide: it begins with a barrier among all devices of the axes, whoever writes to whom.
@@ -100,6 +101,7 @@ class Algorithm:
     lies: tuple[str, ...] = _ANYWHERE
     in_vmem: Callable[[int, int], int] | None = None
     in_order: bool = False
+    by_subcores: bool = False
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None

@@ -40,7 +40,7 @@ def choose(
 
     Raises:
       AlgorithmError: there is no such algorithm, or it is not for this group or permutation.
-      ReachError: it writes to devices that the chip cannot reach, or none is without that.
+      ReachError: it, or every algorithm, writes to devices that the chip cannot reach.
     """
     chip, record = chips.current(), catalogue.COLLECTIVES[op]
     if how.algorithm is not None and not isinstance(how.algorithm, str):
@@ -56,7 +56,10 @@ def choose(
     base, _, suffix = name.partition(":")
     if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        base, candidates = _fastest(op, block, group, chip, cuts, torus, perm, how.order)
+        added_there = suffix == "sc" and record.example.adds and how.order is None
+        base, candidates = _fastest(
+            op, block, group, chip, cuts, torus, perm, how.order, by_subcores=added_there
+        )
         if how.beside and not record.example.adds:
             suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
@@ -86,7 +89,8 @@ def choose(
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
     if suffix == "sc":
-        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=record.example.adds)
+        adds = record.example.adds and not algorithm.by_subcores
+        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=adds)
     plan = KernelPlan(
         op=op,
         backend="pallas",
@@ -95,9 +99,11 @@ def choose(
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
+        shape=operand.shape,
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,
+        axes=group.axes,
         chip=chip.name,
         torus=torus,
         candidates=candidates,
@@ -149,9 +155,13 @@ def _fastest(
     torus: str,
     perm: Sequence[tuple[int, int]],
     order: str | None,
+    *,
+    by_subcores: bool,
 ) -> tuple[str, tuple[Candidate, ...]]:
     """The algorithm with the least predicted time, of those that can serve; and all of them."""
     algorithms = in_order(op, order)
+    if by_subcores:
+        algorithms = tuple(algorithm for algorithm in algorithms if algorithm.by_subcores)
     fit = {algorithm.name for algorithm in algorithms}
     names = tuple(name for name in reachable(op, group, chip, cuts) if name in fit)
     one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, nccl
-from pallas_collectives.backends import counters
+from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.nccl import Addresses, device_groups
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.nccl import copies, dtypes, ffi, tape
@@ -40,12 +40,14 @@ class Flight:
       name: a number that joins its halves while they are traced. No program has it in its text,
         which is the same each time a function is traced: see `_place`.
       perm: (source, target) pairs, of a permutation.
+      to: what a gather's result is typed as, "varying" or "invarying".
     """
 
     op: str
     group: Group
     name: int
     perm: tuple[tuple[int, int], ...] = ()
+    to: str = "varying"
 
     def plan(self, rank: int, nbytes: int) -> copies.Plan:
         """What a rank does; nbytes: of its operand."""
@@ -70,7 +72,7 @@ class Flight:
         if self.op == "permute":
             return lax.ppermute(x, self.group.axes, self.perm)
         if self.op == "gather":
-            return lax.all_gather(x, self.group.axes, **options)
+            return lax.all_gather(x, self.group.axes, to=self.to, **options)
         return lax.all_to_all(x, self.group.axes, 0, 0, tiled=True, **options)
 
     @property
@@ -78,7 +80,7 @@ class Flight:
         """The exchange of cotangents; those of a gather are added up when they are there."""
         if self.op == "permute":
             return dataclasses.replace(self, perm=tuple((t, s) for s, t in self.perm))
-        return dataclasses.replace(self, op="exchange")
+        return dataclasses.replace(self, op="exchange", to="varying")
 
 
 def serve(how: How) -> bool:
@@ -95,9 +97,9 @@ def moves(x: Any) -> bool:
     return np.size(x) > 0
 
 
-def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = ()) -> Flight:
+def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = (), to: str = "varying") -> Flight:
     """An exchange that may be under way beside the others of its program."""
-    return Flight(op, group, next(_names), tuple((s, t) for s, t in perm))
+    return Flight(op, group, next(_names), tuple((s, t) for s, t in perm), to)
 
 
 def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -235,8 +237,13 @@ def _start_transpose(cotangents: Any, x: Any, *after: Any, flight: Flight) -> An
     nothing = [None] * len(after)
     if isinstance(under_way, ad.Zero):
         return [ad.Zero(x.aval.to_ct_aval()), *nothing]
+    if flight.to == "invarying":  # as lax: everyone has the whole cotangent already
+        me = lax.axis_index(flight.group.axes)
+        return [lax.dynamic_index_in_dim(under_way, me, keepdims=False), *nothing]
     blocks = done(flight.transposed, [under_way, operand])
-    return [blocks.sum(0) if flight.op == "gather" else blocks, *nothing]
+    if flight.op != "gather":
+        return [blocks, *nothing]
+    return [ordered.added(blocks, flight.group.size, 0)[0], *nothing]
 
 
 def _done_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
@@ -252,6 +259,8 @@ def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
     nothing = [None] * (len(operands) - parts)
     if isinstance(cotangent, ad.Zero):
         return [*(ad.Zero(o.aval.to_ct_aval()) for o in operands[:parts]), *nothing]
+    if flight.to == "invarying":
+        return [cotangent, *(ad.Zero(o.aval.to_ct_aval()) for o in operands[1:parts]), *nothing]
     (under_way, x), _ = start(flight.transposed, cotangent)
     if flight.op != "gather":
         return [under_way, x, *nothing]
@@ -259,7 +268,7 @@ def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
 
 
 def _batch(primitive: core.Primitive, operands: Any, dims: Any, *, flight: Flight) -> Any:
-    """A mapped dimension lies behind that of the devices; an operand that is gathered has none."""
+    """A mapped dimension lies behind that of the devices; an operand of a gather has no such."""
     first, behind = {"gather": (0, 1), "exchange": (1, 1), "permute": (0, 0)}[flight.op]
     if primitive is _done_p:  # what it takes came of a start, all of it batched or none
         return _done_p.bind(*operands, flight=flight), dims[0]

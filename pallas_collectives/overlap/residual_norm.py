@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, slices
 from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
 from pallas_collectives.collectives import LAX
@@ -80,6 +82,14 @@ def psum_residual_rmsnorm(
 
     Example, inside `jax.shard_map` over 8 devices:
       normed, h = psum_residual_rmsnorm(attention_out, h, weight, "x")  # bf16[64, 8192] each
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> x, weight = jnp.ones((2, 1, 4)), jnp.ones((2, 4))
+      >>> _, total = jax.vmap(
+      ...     lambda x, w: pc.psum_residual_rmsnorm(x, x, w, "x"), axis_name="x"
+      ... )(x, weight)
+      >>> total.tolist()
+      [[[3.0, 3.0, 3.0, 3.0]], [[3.0, 3.0, 3.0, 3.0]]]
     """
     x, residual, weight = map(jnp.asarray, (x, residual, weight))
     _check(x, residual, weight, eps)
@@ -259,7 +269,7 @@ class _Tiles:
         least = min(together, alone, key=math.prod) if columns > LANES else together
         return cls(rows, columns, least)
 
-    def nbytes(self, dtype: Any) -> int:
+    def nbytes(self, dtype: DTypeLike) -> int:
         """Of an operand so laid out."""
         return math.prod(self.shape) * jnp.dtype(dtype).itemsize
 
@@ -317,7 +327,7 @@ def _abstract_eval(*avals: Any, spec: Spec) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _effects(shapes: Any, spec: Spec, mesh: Any) -> frozenset[Any]:
+def _effects(shapes: Any, spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
     """TPU interpret mode's, or none."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
@@ -377,7 +387,7 @@ def _primitive() -> core.Primitive:
     primitive.def_effectful_abstract_eval(_abstract_eval)
     lower = mlir.lower_fun(lowered, multiple_results=True)
 
-    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)

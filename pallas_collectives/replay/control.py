@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, operations
 from pallas_collectives.replay.stepper import Step, Stepper
@@ -12,7 +13,7 @@ from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent
 
 
-def cond(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def cond(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     branches = eqn.params["branches"]
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -43,7 +44,7 @@ def cond(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     return step
 
 
-def scan(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def scan(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     order = range(length - 1, -1, -1) if eqn.params.get("reverse") else range(length)
 
@@ -68,7 +69,7 @@ def scan(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     return step
 
 
-def while_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def while_loop(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_jaxpr, body_jaxpr = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
 
@@ -103,7 +104,7 @@ def while_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> S
     return step
 
 
-def parallel_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def parallel_loop(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     """A vector subcore's loop, turn after turn: its turns are independent."""
     body = eqn.params["jaxpr"]
     inner, _ = jaxprs.open_jaxpr(body)

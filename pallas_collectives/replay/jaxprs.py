@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import lines
 
@@ -23,19 +24,19 @@ class UnsupportedEquation(NotImplementedError):
       line: `file:line (function)` of the code that made it, or "".
     """
 
-    def __init__(self, what: str, eqn: Any = None):
+    def __init__(self, what: str, eqn: JaxprEqn | None = None):
         self.primitive = eqn.primitive.name if eqn is not None else ""
         self.line = where(eqn) if eqn is not None else ""
         at = f", in {self.primitive!r} at {self.line}" if self.line else ""
         super().__init__(what + at)
 
 
-def works_on_refs(eqn: Any) -> bool:
+def works_on_refs(eqn: JaxprEqn) -> bool:
     """Whether an operand of an equation is a ref."""
     return any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
 
 
-def core_meshes(eqn: Any) -> list[tuple[dict[str, int], Any]]:
+def core_meshes(eqn: JaxprEqn) -> list[tuple[dict[str, int], Any]]:
     """(axes with their sizes, jaxpr) of each mesh of cores that a `pl.kernel` or `core_map` runs
     on.
     """
@@ -51,7 +52,7 @@ def cores_of(aval: Any) -> dict[str, int] | None:
     return None if mesh is None else dict(mesh.shape)
 
 
-def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def scan_parts(eqn: JaxprEqn, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """A scan's operands as (constants, initial carry, scanned arrays)."""
     if "ft_in" in eqn.params:  # JAX 0.12
         consts, carry, xs = eqn.params["ft_in"].update(operands).unpack()
@@ -70,7 +71,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return inner, list(getattr(jaxpr, "consts", ()))
 
 
-def called_jaxpr(eqn: Any) -> Any | None:
+def called_jaxpr(eqn: JaxprEqn) -> Any | None:
     """The jaxpr of an equation that only calls it (jit, shard_map, custom_jvp_call, …), or None."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
@@ -78,7 +79,7 @@ def called_jaxpr(eqn: Any) -> Any | None:
     return None
 
 
-def pallas_name(eqn: Any) -> str:
+def pallas_name(eqn: JaxprEqn) -> str:
     """The kernel's name as its author wrote it, best effort."""
     name = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
     if not name:
@@ -88,23 +89,23 @@ def pallas_name(eqn: Any) -> str:
     return str(name or "pallas_call").split(" at ")[0]
 
 
-def on_sparsecore(eqn: Any) -> bool:
+def on_sparsecore(eqn: JaxprEqn) -> bool:
     """Whether a SparseCore's subcores run a kernel, and not the TensorCore."""
     meshes = eqn.params.get("meshes") or (eqn.params.get("mesh"),)
     return all("Subcore" in type(mesh).__name__ for mesh in meshes)
 
 
-def collective_id(eqn: Any) -> int | None:
+def collective_id(eqn: JaxprEqn) -> int | None:
     """The collective id that a kernel was given."""
     return getattr(_compiler_params(eqn), "collective_id", None)
 
 
-def skips_device_barrier(eqn: Any) -> bool:
+def skips_device_barrier(eqn: JaxprEqn) -> bool:
     """Whether a kernel asks the compiler for no barrier of all devices."""
     return bool(getattr(_compiler_params(eqn), "skip_device_barrier", False))
 
 
-def _compiler_params(eqn: Any) -> Any:
+def _compiler_params(eqn: JaxprEqn) -> Any:
     params = eqn.params.get("compiler_params")
     return next(iter(params.values()), None) if isinstance(params, dict) else params
 
@@ -155,12 +156,17 @@ def buffer_count(block_mapping: Any) -> int:
     return getattr(getattr(block_mapping, "pipeline_mode", None), "buffer_count", 2)
 
 
-def where(eqn: Any) -> str:
+def type_of(var: core.Var | core.Literal) -> Any:
+    """The type of an equation's operand or result; an array's has a shape and a dtype."""
+    return var.aval
+
+
+def where(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the reader's code that made `eqn`, or of whose there is."""
     return str(lines.of(eqn))
 
 
-def scope(eqn: Any) -> str:
+def scope(eqn: JaxprEqn) -> str:
     """The `jax.named_scope` path that `eqn` was traced under ('' outside any)."""
     return str(getattr(eqn.source_info, "name_stack", ""))
 

@@ -26,7 +26,7 @@ class MachineError(ValueError):
 Generation = Chip
 
 # What a machine overrides and saves; the others are rules of the generation, and never measured.
-_RULES = {"wrap_at", "wraps_alone", "no_sparsecore"}
+_RULES = {"largest", "wrap_at", "wraps_alone", "no_sparsecore"}
 _FIGURES = tuple(f.name for f in dataclasses.fields(Chip) if f.name not in _RULES)
 
 
@@ -37,7 +37,7 @@ def _overridden(generation: Chip, overrides: dict[str, float]) -> Chip:
 
 
 def _generation_of(fields: dict[str, Any]) -> Chip:
-    """A generation from what a file says of it; ValueError if that makes none."""
+    """A generation from what a file says of it; ValueError if something is missing or wrong."""
     known = GENERATIONS[fields["name"]]
     wanted = {name: getattr(known, name) for name in _FIGURES}
     if set(fields) != set(wanted):
@@ -74,9 +74,13 @@ class Machine:
             return Machine(generation, there.shape, there.wraps if wraps is None else wraps)
         found = chips.slice_of(str(name))
         if found is None:
-            known = ", ".join(f"{g.name} ({g.dims} torus axes)" for g in GENERATIONS.values())
+            known = ", ".join(
+                f"{g.name} ({g.dims} torus axes, {g.largest} chips at the most)"
+                for g in GENERATIONS.values()
+            )
             raise MachineError(
-                f"machine {name!r}: want GENERATION:AxBxC with a generation of {known}"
+                f"machine {str(name)[:40]!r}: want GENERATION:AxBxC, chips along each axis, with a "
+                f"generation of {known}"
             )
         generation, shape = _overridden(found[0], overrides), found[1]
         if wraps is None:

@@ -4,17 +4,16 @@ kernels without a barrier, and around kernels on several cores.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, operations
 from pallas_collectives.replay.program import Signal, Wait
 from pallas_collectives.replay.stepper import Stepper
 
 
-def on_entry(stepper: Stepper, eqn: Any, lanes: np.ndarray) -> None:
+def on_entry(stepper: Stepper, eqn: JaxprEqn, lanes: np.ndarray) -> None:
     """The barrier of all devices that the compiler puts before a kernel, if it does.
 
     It does where a kernel communicates, takes no barrier semaphore and has no collective id, unless
@@ -33,7 +32,7 @@ def on_entry(stepper: Stepper, eqn: Any, lanes: np.ndarray) -> None:
         distance *= 2
 
 
-def gather(stepper: Stepper, eqn: Any, first: np.ndarray, others: np.ndarray) -> None:
+def gather(stepper: Stepper, eqn: JaxprEqn, first: np.ndarray, others: np.ndarray) -> None:
     """The first cores wait until the others have come here."""
     sem, source = _semaphore(stepper, "gather of cores"), stepper.source(eqn)
     targets, count = np.tile(first, len(others) // len(first)), len(others) // len(first)
@@ -41,7 +40,7 @@ def gather(stepper: Stepper, eqn: Any, first: np.ndarray, others: np.ndarray) ->
     stepper.emit(Wait(first, 0.0, source, sem, count, is_dma=False, implicit=True))
 
 
-def release(stepper: Stepper, eqn: Any, first: np.ndarray, others: np.ndarray) -> None:
+def release(stepper: Stepper, eqn: JaxprEqn, first: np.ndarray, others: np.ndarray) -> None:
     """The others wait until the first cores have come here."""
     sem, source = _semaphore(stepper, "release of cores"), stepper.source(eqn)
     for targets in others.reshape(-1, len(first)):
@@ -56,7 +55,7 @@ def _semaphore(stepper: Stepper, name: str, *which: int) -> int:
     return int(view.buffer.id)
 
 
-def _has_default_barrier(eqn: Any) -> bool:
+def _has_default_barrier(eqn: JaxprEqn) -> bool:
     """Whether the compiler begins a kernel with a barrier of all devices."""
     if jaxprs.collective_id(eqn) is not None or jaxprs.skips_device_barrier(eqn):
         return False
@@ -67,7 +66,7 @@ def _has_default_barrier(eqn: Any) -> bool:
     return any(_communicates(inner) for inner in inside)
 
 
-def _communicates(eqn: Any) -> bool:
+def _communicates(eqn: JaxprEqn) -> bool:
     """Whether an operation names a device."""
     op = operations.operation(eqn)
     return isinstance(op, (operations.DmaStart, operations.Signal)) and op.device_id is not None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs
 
@@ -108,7 +109,7 @@ class Access:
     value: Any = None  # what is stored
 
 
-def _slots(eqn: Any) -> list[Slot]:
+def _slots(eqn: JaxprEqn) -> list[Slot]:
     return [Slot(i) for i in range(len(eqn.invars))]
 
 
@@ -161,19 +162,19 @@ def _index(i: Any) -> Any:
     return (i.start, i.size, i.stride) if hasattr(i, "start") else i
 
 
-def _unflatten(eqn: Any, key: str, slots: Sequence[Slot]) -> Any:
+def _unflatten(eqn: JaxprEqn, key: str, slots: Sequence[Slot]) -> Any:
     return jax.tree_util.tree_unflatten(eqn.params[key], list(slots))
 
 
-def _is_logical(eqn: Any) -> bool:
+def _is_logical(eqn: JaxprEqn) -> bool:
     return eqn.params["device_id_type"].name == "LOGICAL"
 
 
-def _dma_start(eqn: Any) -> DmaStart:
+def _dma_start(eqn: JaxprEqn) -> DmaStart:
     src, dst, dst_sem, src_sem, device_id = _unflatten(eqn, "tree", _slots(eqn))
     src_sem_view = None if src_sem is None else _view(src_sem)
     for sem in (_view(dst_sem), src_sem_view):
-        if sem is not None and "dma" not in str(eqn.invars[_first(sem)].aval.dtype):
+        if sem is not None and "dma" not in str(jaxprs.type_of(eqn.invars[_first(sem)]).dtype):
             what = "replay does not know copies that count on other semaphores than a DMA's"
             raise jaxprs.UnsupportedEquation(what, eqn)
     return DmaStart(
@@ -181,52 +182,52 @@ def _dma_start(eqn: Any) -> DmaStart:
     )
 
 
-def _dma_wait(eqn: Any) -> DmaWait:
+def _dma_wait(eqn: JaxprEqn) -> DmaWait:
     _, dst, dst_sem, _, _ = _unflatten(eqn, "tree", _slots(eqn))
     return DmaWait(_view(dst_sem), _view(dst))
 
 
-def _semaphore_signal(eqn: Any) -> Signal:
+def _semaphore_signal(eqn: JaxprEqn) -> Signal:
     ref, transforms, value, device_id, core_index = _unflatten(eqn, "args_tree", _slots(eqn))
     return Signal(_view(ref, transforms), value, device_id, core_index, _is_logical(eqn))
 
 
-def _semaphore_wait(eqn: Any) -> Wait:
+def _semaphore_wait(eqn: JaxprEqn) -> Wait:
     ref, transforms, value, decrement = _unflatten(eqn, "args_tree", _slots(eqn))
     return Wait(_view(ref, transforms), value, decrement)
 
 
-def _semaphore_read(eqn: Any) -> Read:
+def _semaphore_read(eqn: JaxprEqn) -> Read:
     ref, transforms = _unflatten(eqn, "args_tree", _slots(eqn))
     return Read(_view(ref, transforms))
 
 
-def _get(eqn: Any) -> Access:
+def _get(eqn: JaxprEqn) -> Access:
     ref, *rest = _slots(eqn)
     return Access(_view(ref, _unflatten(eqn, "tree", rest)), writes=False)
 
 
-def _swap(eqn: Any) -> Access:
+def _swap(eqn: JaxprEqn) -> Access:
     ref, value, *rest = _unmasked(eqn)
     return Access(_view(ref, _unflatten(eqn, "tree", rest)), writes=True, value=value)
 
 
-def _load(eqn: Any) -> Access:
+def _load(eqn: JaxprEqn) -> Access:
     """A vector subcore's load."""
     ref, *rest = _unmasked(eqn)
     return Access(_view(ref, _unflatten(eqn, "tree", rest)), writes=False)
 
 
-def _unmasked(eqn: Any) -> list[Slot]:
+def _unmasked(eqn: JaxprEqn) -> list[Slot]:
     return _slots(eqn)[: -1 if eqn.params.get("has_mask") else None]
 
 
-def _masked_load(eqn: Any) -> Access:
+def _masked_load(eqn: JaxprEqn) -> Access:
     ref, transforms, *_ = _unflatten(eqn, "args_tree", _slots(eqn))
     return Access(_view(ref, transforms), writes=False)
 
 
-def _masked_swap(eqn: Any) -> Access:
+def _masked_swap(eqn: JaxprEqn) -> Access:
     ref, transforms, value, *_ = _unflatten(eqn, "args_tree", _slots(eqn))
     return Access(_view(ref, transforms), writes=True, value=value)
 
@@ -246,7 +247,7 @@ _OPERATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def operation(eqn: Any) -> Any | None:
+def operation(eqn: JaxprEqn) -> Any | None:
     """The DMA, semaphore or memory operation that `eqn` is, its operands as `Slot`s, or None."""
     decode = _OPERATIONS.get(eqn.primitive.name)
     if decode is None:
@@ -259,6 +260,6 @@ def operation(eqn: Any) -> Any | None:
         ) from error
 
 
-def parallel_loop(eqn: Any) -> tuple[Any, Any, Any, Any, Any]:
+def parallel_loop(eqn: JaxprEqn) -> tuple[Any, Any, Any, Any, Any]:
     """(lower, upper, step, constants, carry) of a vector subcore's loop, as `Slot`s."""
     return _unflatten(eqn, "tree", _slots(eqn))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, names
 from pallas_collectives.replay.stepper import Step, Stepper
@@ -12,7 +13,7 @@ from pallas_collectives.replay.values import UNKNOWN
 from pallas_collectives.replay.views import View
 
 
-def run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def run_scoped(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
     ref_names = names.of_refs(jaxpr)
 
@@ -42,7 +43,7 @@ def _array(stepper: Stepper, key: Any, aval: Any, name: str, value: Any, lanes: 
     return view
 
 
-def run_state(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def run_state(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -57,7 +58,7 @@ def run_state(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> St
     return step
 
 
-def new_ref(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def new_ref(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     aval = eqn.outvars[0].aval
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -67,7 +68,7 @@ def new_ref(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step
     return step
 
 
-def freeze(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def freeze(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     def step(env: list[Any], lanes: np.ndarray) -> None:
         for o in outs:
             env[o] = UNKNOWN
@@ -75,7 +76,7 @@ def freeze(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     return step
 
 
-def get_global(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def get_global(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     aval = eqn.params["what"]
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -85,7 +86,7 @@ def get_global(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> S
     return step
 
 
-def barrier_semaphore(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def barrier_semaphore(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     aval = eqn.outvars[0].aval
 
     def step(env: list[Any], lanes: np.ndarray) -> None:

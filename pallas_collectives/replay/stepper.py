@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.replay import jaxprs, operations, values
 from pallas_collectives.replay.contents import Contents
 from pallas_collectives.replay.devices import CoreMesh, Devices
@@ -63,7 +65,7 @@ class Stepper:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: AnyMesh,
         generation: Chip,
         compile_equation: Callable[..., Step | None],
         emit: Callable[[Any], None] | None = None,
@@ -197,12 +199,12 @@ class Stepper:
             self._multiplying = self._beside = 0.0
         return busy
 
-    def flush_busy(self, eqn: Any, lanes: np.ndarray) -> None:
+    def flush_busy(self, eqn: JaxprEqn, lanes: np.ndarray) -> None:
         """Ends the work counted so far on these lanes, before the set of lanes changes."""
         if self._busy or self._multiplying:
             self.emit(Work(lanes, self.take_busy(), self.source(eqn)))
 
-    def source(self, eqn: Any) -> Source:
+    def source(self, eqn: JaxprEqn) -> Source:
         cached = self._sources.get(id(eqn))
         if cached is None:
             name = self.kernel.name if self.kernel else ""
@@ -214,13 +216,27 @@ class Stepper:
     @property
     def launch_cost(self) -> float:
         """From the call of the kernel to its first instruction, and from its last back."""
-        on_sparsecore = self.kernel is not None and self.kernel.on_sparsecore
         at_all = self.generation
-        return at_all.sparsecore_launch_cost if on_sparsecore else at_all.launch_cost
+        return at_all.sparsecore_launch_cost if self._on_sparsecore else at_all.launch_cost
+
+    @property
+    def vector_rate(self) -> float:
+        """Elementwise operations a second."""
+        return self.generation.subcore_rate if self._on_sparsecore else self.generation.vector_rate
+
+    @property
+    def vmem_bandwidth(self) -> float:
+        """Bytes a second that are loaded or stored."""
+        at_all = self.generation
+        return 4 * at_all.subcore_rate if self._on_sparsecore else at_all.vmem_bandwidth
+
+    @property
+    def _on_sparsecore(self) -> bool:
+        return self.kernel is not None and self.kernel.on_sparsecore
 
     def _issue(self) -> None:
         """A SparseCore takes longer to start a DMA or to signal: what it takes more."""
-        if self.kernel is not None and self.kernel.on_sparsecore:
+        if self._on_sparsecore:
             self.work(self.generation.sparsecore_issue_cost - self.generation.issue_cost)
 
     def share_memory(self, other: Stepper, lock: Any) -> None:
@@ -253,7 +269,8 @@ class Stepper:
         number = len(self.buffers)
         buffer = Buffer(number, name, space, shape, element_size(aval), self.kernel_number)
         self.buffers.append(buffer)
-        if space == "smem":
+        table = space == "vmem" and len(shape) == 1 and aval.dtype == np.int32
+        if space == "smem" or (table and shape[0] <= _LARGEST_FOLLOWED):
             self.contents.hold(buffer, aval.dtype, self.devices.n_lanes)
         return buffer
 
@@ -289,7 +306,7 @@ class Stepper:
 
     # DMAs and semaphores --------------------------------------------------------------------------
 
-    def perform(self, eqn: Any, op: Any, operands: list[Any], lanes: np.ndarray) -> Any:
+    def perform(self, eqn: JaxprEqn, op: Any, operands: list[Any], lanes: np.ndarray) -> Any:
         """Performs one operation of `jaxprs`; returns the loaded value of loads and reads."""
 
         def value(item: Any) -> Any:
@@ -364,9 +381,12 @@ class Stepper:
             return loaded
         nbytes = view.nbytes
         if not isinstance(nbytes, np.ndarray):
-            self.work(nbytes / self.generation.vmem_bandwidth)
+            self.work(nbytes / self.vmem_bandwidth)
         self.emit(Access(lanes, self.take_busy(waits=False), source, view, op.writes))
-        return UNKNOWN
+        loaded = self.contents.load(view, lanes)
+        if op.writes:
+            self.contents.store(view, UNKNOWN, lanes)
+        return loaded
 
 
 def _read_tree(device_id: Any, operands: list[Any]) -> Any:

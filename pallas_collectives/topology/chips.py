@@ -11,6 +11,7 @@ per cycle. [C] is fitted to measured times by `replay.calibration`.
 """
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -31,6 +32,7 @@ class Chip:
     name: str  # as in topology names ("v5e")
     device_kind: str  # as jax.Device reports it, or the start of that
     dims: int = 3  # axes of the torus that chips are linked in
+    largest: int  # chips of a pod, the most that links join [V]
     wrap_at: int = 4  # an axis with a multiple of so many chips is a ring, others are lines
     wraps_alone: bool = False  # each axis wraps by itself; else all axes do, or no axis does
     link_bandwidth: float  # one ICI link, one way [SB, V]
@@ -51,9 +53,13 @@ class Chip:
     semaphores: int  # that a kernel can have at a time, beside barrier semaphores [AOT]
     reaches_all: bool = True  # a remote DMA reaches every device (v5e: power-of-two offsets only)
     devices_per_chip: int = 1
-    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there
+    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there; a vector
+    # subcore's registers hold 16 numbers, one in a cycle of 1 GHz
     sparsecore_issue_cost: float = 0.1 * US
     sparsecore_launch_cost: float = 3.9 * US
+    subcore_rate: float = (
+        16e9  # 32-bit numbers a second that a vector subcore loads, stores or adds
+    )
     no_sparsecore: str = ""  # why no kernel can run on one (`kernels.machinery.sparsecore`)
     cores: int = 1  # of a device; a kernel runs on one of them
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
@@ -74,6 +80,7 @@ def _chip(*, clock_ghz: float, cores: int = 1, **figures: Any) -> Chip:
 _V5E = _chip(
     name="v5e",
     device_kind="TPU v5 lite",
+    largest=256,
     dims=2,
     wrap_at=16,
     wraps_alone=True,
@@ -93,6 +100,7 @@ BY_NAME = {
         _chip(
             name="v4",
             device_kind="TPU v4",
+            largest=4096,
             link_bandwidth=45e9,
             hbm_bandwidth=1.23e12,
             matrix_rate=275e12,
@@ -106,6 +114,7 @@ BY_NAME = {
         _chip(
             name="v5p",
             device_kind="TPU v5",
+            largest=8960,
             link_bandwidth=90e9,
             hbm_bandwidth=2.46e12,
             matrix_rate=459e12,
@@ -117,6 +126,7 @@ BY_NAME = {
         _chip(
             name="v6e",
             device_kind="TPU v6 lite",
+            largest=256,
             dims=2,
             wrap_at=16,
             wraps_alone=True,
@@ -130,6 +140,7 @@ BY_NAME = {
         _chip(
             name="7x",
             device_kind="TPU7x",
+            largest=9216,
             link_bandwidth=100e9,
             link_efficiency=0.90,
             launch_cost=3.9 * US,
@@ -198,10 +209,10 @@ def slice_of(name: str) -> tuple[Chip, tuple[int, ...]] | None:
 
     Axes that are not named are of one chip.
     """
-    match = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", name)
+    match = re.fullmatch(r"(?:tpu)?(\w+):(\d{1,4}(?:x\d{1,4})*)", name)
     if match is None or match[1] not in BY_NAME:
         return None
     chip, shape = BY_NAME[match[1]], tuple(map(int, match[2].split("x")))
-    if len(shape) > chip.dims or not all(shape):
+    if len(shape) > chip.dims or not 0 < math.prod(shape) <= chip.largest:
         return None
     return chip, shape + (1,) * (chip.dims - len(shape))

@@ -77,7 +77,7 @@ def everyone(group: Group) -> Pairs:
 
 
 def torus(group: Group) -> Pairs:
-    """Neighbours along every axis of a torus, rings or lines; on one ring of all if it has none."""
+    """Neighbours along every axis of a torus, rings or lines; without axes, on one ring of all."""
     for axis, members in _along_axes(group):
         yield from itertools.pairwise(members)
         if not axis.line:

@@ -29,7 +29,7 @@ class Case:
       findings: what is wrong.
       unjudged: why there is no verdict, with the primitive and the line; "" if there is one.
       line: that one.
-      report: of the replay; None where there was none.
+      report: of the replay; None if nothing was replayed.
       compilations: what the TPU compiler said, by generation.
     """
 

@@ -12,16 +12,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import harness
-import judged_kernels
+import judged
 import program_mutants
 import replay_kernels
 import schedules
-from judged_features import ALL as CASES
-from judged_kernels import Case
+from judged import Case
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.replay.jaxprs import UnsupportedEquation
 from pallas_collectives.replay.trace_program import trace
 
+CASES = judged.cases()
 _ROWS = [pytest.param(c, n, id=f"{c.name}-{n}") for c in CASES for n in c.devices]
 _SEARCHED = [
     pytest.param(c, n, id=f"{c.name}-{n}")
@@ -168,7 +168,7 @@ def test_what_cannot_be_judged_names_primitive_and_line() -> None:
         def kernel(x_ref: Any, o_ref: Any, done: Any) -> None:
             pltpu.make_async_copy(x_ref, o_ref, done).start()
 
-        return judged_kernels.launch(kernel, x, replay_kernels.REGULAR)
+        return judged.launch(kernel, x, replay_kernels.REGULAR)
 
     machine = Machine.named("v5p:2x1x1")
     x = jax.ShapeDtypeStruct((16, 128), jnp.float32)

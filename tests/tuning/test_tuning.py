@@ -139,9 +139,12 @@ def test_what_was_not_measured_is_modelled(tmp_path: Path, changes: dict[str, An
         assert served() == {"direct"}
 
 
-def test_a_table_of_another_jax_is_not_used(tmp_path: Path) -> None:
-    with choice.use_table(written(tmp_path / "table.json", slow_direct(), jax="0.0.1")):
-        assert served() == {"direct"}
+def test_a_table_of_another_jax_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with (
+        choice.use_table(written(tmp_path / "table.json", slow_direct(), jax="0.0.1")),
+        pytest.raises(TableError, match=r"with JAX 0\.0\.1.*measure anew with `python -m bench"),
+    ):
+        served()
 
 
 def test_a_bad_table_in_the_environment_is_refused_while_tracing(

@@ -14,6 +14,7 @@ agree at every wait, with a signal each, which this does not count. So one core 
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -57,6 +58,7 @@ def call_many(
     name: str,
     interpret: Interpret,
     vmem: bool = False,
+    sharing: int = 0,
     wire_bytes: int = 0,
     flops: int = 0,
     pipeline_bytes: int = 0,
@@ -85,6 +87,7 @@ def call_many(
       interpret: False to compile, or `pltpu.InterpretParams`.
       vmem: operands, results and buffers are in VMEM for the duration of the call, not in HBM.
         Operands are on their way there while the barrier waits for others.
+      sharing: how many vector subcores of a SparseCore share the work; see `sparsecore.kernel`.
       wire_bytes: bytes each device sends, for XLA's scheduler.
       flops: what each device computes, likewise.
       pipeline_bytes: VMEM of the pipelines within the kernel, beside `scratch`.
@@ -94,7 +97,7 @@ def call_many(
     Raises:
       CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
       VmemError: what is to be in VMEM does not fit the chip's.
-      EngineError: a SparseCore is wanted (`sparsecore`) and there is none, or the kernel uses VMEM.
+      EngineError: no SparseCore can run it (`sparsecore`), though one is wanted.
     """
     if _left_out.get():
         return tuple(jnp.zeros(result.shape, result.dtype) for result in out_shapes)
@@ -142,13 +145,16 @@ def call_many(
             )
             arrived = here.bring(operand_refs, aliases) if here else lambda: None
             prepared = prepare(*given) if prepare else lambda: None
-            entered.enter(rings, scalar_refs, table_refs, entry_refs)
+            wait_for_all = functools.partial(
+                entered.enter, rings, scalar_refs, table_refs, entry_refs
+            )
+            sparsecore.enter(wait_for_all, sharing)
             arrived()
             prepared()
             kernel(*given)
             if here:
                 here.take_back(result_refs)
-            entered.leave(table_refs, entry_refs)
+            sparsecore.on_first(lambda: entered.leave(table_refs, entry_refs), sharing)
 
     # The compiler keeps operands of the matrix unit besides: a quarter more than the tiles.
     in_vmem = filter(_is_vmem, jax.tree.leaves(allocated))
@@ -165,7 +171,7 @@ def call_many(
     if sparsecore.is_wanted():
         sparsecore.check(name, chips.current(), adds=vmem_bytes > 0)
         compiled = sparsecore.kernel(
-            body, (list(out_shapes), buffers), allocated, aliases, **options
+            body, (list(out_shapes), buffers), allocated, aliases, sharing, **options
         )
     else:
         smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
@@ -191,7 +197,10 @@ def call_many(
         axis_names=frozenset(),
         check_vma=False,
     )
-    results, _ = unchecked(tables, list(scalars), list(operands))
+    read = jax.tree.map(
+        sparsecore.whole_registers if sharing else lambda x: x, (tables, [*scalars])
+    )
+    results, _ = unchecked(*read, list(operands))
     return tuple(results)
 
 
