@@ -78,6 +78,13 @@ def _simulated_info() -> Any:
     return dataclasses.replace(v5e, sparse_core=v6e.sparse_core)
 
 
+def tensorcore_mesh(axis_name: str, cores: int) -> Any:
+    """The mesh of a device's TensorCores, for `pl.kernel`; JAX 0.11 has a class of its own."""
+    if hasattr(pltpu, "TensorCoreMesh"):
+        return pltpu.TensorCoreMesh(axis_name=axis_name, num_cores=cores)
+    return pltpu.create_tensorcore_mesh(axis_name, num_cores=cores)
+
+
 def register(primitive: core.Primitive, **rules: Rule) -> None:
     """Gives a primitive rules, at once or when `prepare` runs.
 

@@ -75,7 +75,7 @@ class Streams:
         semaphores: channels.Semaphores,
         stream: Number,
         chunk: Number,
-        slots_ref: Ref | None = None,
+        slots: tuple[Ref, tuple[Number, ...]] | None = None,
     ) -> Channel:
         """That of a chunk on a stream."""
         index = stream, chunk
@@ -86,7 +86,7 @@ class Streams:
             index,
             arrivals=self.hops_of(stream, chunk),
             longest=self.hops,
-            slots=None if slots_ref is None else (slots_ref, index),
+            slots=slots,
         )
 
     def for_each(self, active: Callable[[Number], Any], body: Callable[[Number], None]) -> None:
@@ -215,10 +215,14 @@ def gather_and_consume(
 def scatter_scratch(
     streams: tuple[Stream, ...], blocks: Blocks, dtype: DType
 ) -> reduce_scatter.Scratch:
-    """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out."""
-    scratch = reduce_scatter.Scratch.of(streams, blocks, dtype)
+    """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out.
+
+    Semaphores are each core's own; slots of all chunks lie in HBM, which cores share.
+    """
+    index = len(streams), streams[0].chunks
     slots = len(streams), blocks.chunks, SLOTS + 1, *blocks.chunk_shape
-    return scratch._replace(slots_ref=buffer(slots, dtype))
+    semaphores = channels.Semaphores.of(*index, window=SLOTS)
+    return reduce_scatter.Scratch(buffer(slots, dtype), semaphores)
 
 
 def produce_and_scatter(
@@ -242,8 +246,11 @@ def produce_and_scatter(
     """
     moving = Streams(ring, streams)
 
+    def slots_of(stream: Number, chunk: Number) -> tuple[Ref, tuple[Number, ...]]:
+        return scratch.slots_ref, (stream, blocks.first + chunk)
+
     def channel_of(stream: Number, chunk: Number) -> Channel:
-        return moving.channel(scratch.semaphores, stream, chunk, scratch.slots_ref)
+        return moving.channel(scratch.semaphores, stream, chunk, slots_of(stream, chunk))
 
     def forward(step: Step, stream: Number, chunk: Number) -> None:
         channel, hops = channel_of(stream, chunk), moving.hops_of(stream, chunk)
@@ -256,7 +263,8 @@ def produce_and_scatter(
 
         groups.only_if(step > 0, take_over)
         where = jnp.where(step == 0, SLOTS, wrap_step(jnp.maximum(step - 1, 0), SLOTS))
-        held = scratch.slots_ref.at[stream, chunk, where]
+        slots_ref, index = slots_of(stream, chunk)
+        held = slots_ref.at[(*index, where)]
         produce(moving.downstream(stream, hops - step), chunk, held, step > 0)
         channel.send(held, channel.slot(step), step)
 

@@ -78,13 +78,13 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
     try:
         if slices.split(group, slices.slices(group, how.across)) is not None:
             return refused(op, spec, _SEVERAL_SLICES)
-        blocks, wire = products.plan(op, x_shape, xs[0].dtype, ws, spec)
+        plan, block_bytes = products.plan(op, x_shape, xs[0].dtype, ws, spec, group)
         products.effects(op, spec, operands)
     except (SliceError, VmemError, *UNSERVABLE) as error:
         return refused(op, spec, str(error))
     if spec.wish:
         return _plan(op, spec, FUSED, "it was asked for")
-    return _faster(op, spec, cost(op, blocks, group, wire))
+    return _faster(op, spec, cost(plan, group, block_bytes))
 
 
 _SEVERAL_SLICES = "the devices lie in several slices"
@@ -202,25 +202,15 @@ def obstacle(
     return ""
 
 
-def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -> Cost:
+def cost(plan: collective_matmul.Plan, group: Group, block_bytes: int) -> Cost:
     """The seconds of a product and its collective, fused and apart.
 
     Args:
-      op: `GATHER` or `SCATTER`.
       plan: of the products of one block.
       group: the devices.
-      wire_dtype: of what travels.
+      block_bytes: of a block on the wire.
     """
-    rates, n = generations.of_chip(chips.current().name), group.size
-    batch, rows, depth = plan.blocks.shape
-    gathers = op == GATHER
-    columns = depth if gathers else plan.problems[0].columns
-    block = batch * rows * columns * jnp.dtype(wire_dtype).itemsize
-    links = rates.link_bandwidth * rates.link_efficiency / (2 if group.line else 1)
-    hops = (n // 2) * (rates.hop_latency + rates.dma_latency)
-    wire = (n - 1) / 2 * block / links + hops
-    by_kernel = n * plan.seconds_per_block
-    by_all_cores = by_kernel / rates.cores
-    last = min(wire / max(1, n // 2), by_kernel / n) / plan.blocks.chunks
-    starts = 2 * rates.dma_latency * n * plan.blocks.chunks
-    return Cost(max(wire, by_kernel) + last + starts, wire + by_all_cores)
+    rates = generations.of_chip(chips.current().name)
+    by_all_cores = group.size * plan.seconds_per_block * plan.cores / rates.cores
+    wire = collective_matmul.wire_seconds(group, block_bytes)
+    return Cost(plan.seconds(group, block_bytes), wire + by_all_cores)

@@ -32,6 +32,7 @@ class Chip:
       wraps_alone: whether each axis wraps by itself; if not, either all axes wrap or no axis does.
       far_dma: whether a remote DMA reaches any device; v5e's reaches power-of-two offsets only.
       devices: JAX devices on a chip.
+      cores: TensorCores of a device, as the pods are set up that have two (megacore).
       no_sparsecore: why no kernel can run on a SparseCore (`kernels.machinery.sparsecore`); "" if
         one can.
     """
@@ -45,6 +46,7 @@ class Chip:
     wraps_alone: bool = False
     far_dma: bool = True
     devices: int = 1
+    cores: int = 1
     no_sparsecore: str = ""
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
@@ -66,10 +68,12 @@ _V5E = Chip(
 _V6E = Chip("v6e", 128 * MIB, 440, dims=2, wrap_at=16, wraps_alone=True)
 # device_kind, as jax.Device reports it, begins with one of these.
 _BY_KIND = {
-    "TPU v4": Chip("v4", 16 * MIB, 434, no_sparsecore="Pallas does not reach its SparseCores"),
+    "TPU v4": Chip(
+        "v4", 16 * MIB, 434, cores=2, no_sparsecore="Pallas does not reach its SparseCores"
+    ),
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
-    "TPU v5": Chip("v5p", 64 * MIB, 438),
+    "TPU v5": Chip("v5p", 64 * MIB, 438, cores=2),
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
     "TPU7x": Chip("7x", 64 * MIB, 3832, devices=2),
@@ -88,6 +92,12 @@ def current() -> Chip:
     if device is None or not device.device_kind.startswith("TPU"):
         return SIMULATED
     return of_kind(device.device_kind)
+
+
+def cores() -> int:
+    """TensorCores of a device of the mesh in scope: as it says, or as its chip has them."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(device, "num_cores", None) or current().cores
 
 
 def of_kind(device_kind: str) -> Chip:

@@ -45,7 +45,7 @@ class Generation:
     # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there
     sparsecore_issue_cost: float = 0.1 * US
     sparsecore_launch_cost: float = 3.9 * US
-    cores: int = 1  # of a device; a kernel runs on one of them
+    cores: int = 1  # of a device; only kernels that multiply run on more than one
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
 
 
@@ -56,12 +56,12 @@ def _generation(
     hbm: float,
     tflops: float,
     clock_ghz: float,
-    cores: int,
     efficiency: float = 0.92,  # assumed, between the two that are fitted
     launch_us: float = 1.5,  # assumed
     **extra: Any,
 ) -> Generation:
-    lanes, chip = 8 * 128 * cores, chips.BY_NAME[name]
+    chip = chips.BY_NAME[name]
+    lanes = 8 * 128 * chip.cores
     return Generation(
         name=name,
         device_kind=kind,
@@ -81,20 +81,20 @@ def _generation(
         semaphores=chip.semaphores,
         reaches_all=chip.far_dma,
         devices_per_chip=chip.devices,
-        cores=cores,
+        cores=chip.cores,
         **extra,
     )
 
 
-# name, device kind, ICI GB/s per link one way, HBM TB/s, bf16 TFLOP/s, GHz, cores; memories, torus
-# axes, wrap rules, reach and devices a chip are in `chips`
+# name, device kind, ICI GB/s per link one way, HBM TB/s, bf16 TFLOP/s, GHz; memories, torus axes,
+# wrap rules, reach, devices a chip and their cores are in `chips`
 GENERATIONS: dict[str, Generation] = {
     g.name: g
     for g in (
-        _generation("v4", "TPU v4", 45, 1.23, 275, 1.05, 2),
-        _generation("v5e", "TPU v5 lite", 45, 0.82, 197, 1.5, 1, efficiency=0.95),
-        _generation("v5p", "TPU v5", 90, 2.46, 459, 1.75, 2),
-        _generation("v6e", "TPU v6 lite", 90, 1.64, 920, 1.75, 1),
+        _generation("v4", "TPU v4", 45, 1.23, 275, 1.05),
+        _generation("v5e", "TPU v5 lite", 45, 0.82, 197, 1.5, efficiency=0.95),
+        _generation("v5p", "TPU v5", 90, 2.46, 459, 1.75),
+        _generation("v6e", "TPU v6 lite", 90, 1.64, 920, 1.75),
         _generation(
             "7x",
             "TPU7x",
@@ -102,7 +102,6 @@ GENERATIONS: dict[str, Generation] = {
             7.40 / 2,
             2310 / 2,
             2.2,
-            1,
             efficiency=0.90,
             launch_us=3.9,
             die_bandwidth=600e9,

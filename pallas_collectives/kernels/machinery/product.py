@@ -91,10 +91,13 @@ def accumulator_dtype(dtype: DType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tiles(problem: Problem, vmem_bytes: int, chip: str) -> Tiles | None:
-    """The tiles with which a product takes least time, or None if none fits `vmem_bytes`."""
+def choose_tiles(problem: Problem, vmem_bytes: int, chip: str, cores: int = 1) -> Tiles | None:
+    """The tiles with which a product takes least time, or None if none fits `vmem_bytes`.
+
+    `cores`: of a device, how many multiply at a time.
+    """
     found = [
-        (seconds(problem, tiles, chip), vmem(problem, tiles), tiles)
+        (seconds(problem, tiles, chip, cores), vmem(problem, tiles), tiles)
         for tiles in _candidates(problem)
         if vmem(problem, tiles) <= vmem_bytes
     ]
@@ -140,8 +143,11 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
     )
 
 
-def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
-    """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM."""
+def seconds(problem: Problem, tiles: Tiles, chip: str, cores: int = 1) -> float:
+    """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM.
+
+    `cores`: so many have such a product at a time, and share HBM.
+    """
     p, t, chip_rates = problem, tiles, rates.of_chip(chip)
     down, across = -(-p.rows // t.rows), -(-p.columns // t.columns)
     steps = p.batch * down * across * (p.depth // t.depth)
@@ -153,7 +159,7 @@ def seconds(problem: Problem, tiles: Tiles, chip: str) -> float:
         + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
     )
     core = flops / (chip_rates.matrix_rate / chip_rates.cores)
-    hbm = chip_rates.hbm_bandwidth * _HBM_SHARE
+    hbm = chip_rates.hbm_bandwidth * _HBM_SHARE / cores
     tile_of_x = t.rows * t.depth * p.x_dtype.itemsize
     tile_of_w = 0 if t.keep == "all" else t.columns * p.w_dtype.itemsize
     tile_of_w *= p.depth if t.keep == "panel" else t.depth

@@ -15,12 +15,9 @@ What differs from a launch on the TensorCore:
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
 from pallas_collectives.errors import EngineError
@@ -61,45 +58,6 @@ def check(what: str, chip: Chip, *, adds: bool) -> None:
         raise EngineError(f"{what} on a SparseCore", rule, remedy)
 
 
-def kernel(
-    body: Callable[..., None],
-    results: tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]],
-    scratch: Any,
-    aliases: Mapping[int, int],
-    **options: Any,
-) -> Callable[..., Any]:
-    """A `pl.pallas_call` of such a body as `launch` makes, for a SparseCore.
-
-    Args:
-      body: takes refs to (tables, scalars, operands, results, buffers, *scratch).
-      results: shapes of results and of buffers; XLA keeps those of such calls in HBM.
-      scratch: what to allocate.
-      aliases: operand number -> result number: the result begins as a copy of the operand.
-      **options: of `pl.kernel`.
-
-    Returns:
-      Takes lists of tables, scalars and operands; gives lists of results and of buffers.
-    """
-
-    def run(tables: Sequence[Any], scalars: Sequence[Any], operands: Sequence[Any]) -> Any:
-        read = [*tables, *scalars]
-
-        def on_core(sources: Any, operand_refs: Any, result_refs: Any, *rest: Any) -> None:
-            buffer_refs, table_refs, *own = rest
-            for source, target in zip(sources, table_refs, strict=True):
-                pltpu.sync_copy(source, target)
-            for k, result in aliases.items():
-                pltpu.sync_copy(operand_refs[k], result_refs[result])
-            of_tables, of_scalars = table_refs[: len(tables)], table_refs[len(tables) :]
-            body(of_tables, of_scalars, operand_refs, result_refs, buffer_refs, *own)
-
-        launched = pl.kernel(
-            on_core,
-            out_type=results,
-            mesh=plsc.ScalarSubcoreMesh(axis_name=_CORES, num_cores=1),
-            scratch_types=([pltpu.SMEM(x.shape, x.dtype) for x in read], *scratch),
-            **options,
-        )
-        return launched(read, list(operands))
-
-    return run
+def mesh() -> Any:
+    """The scalar subcore of one SparseCore, for `cores.kernel`."""
+    return plsc.ScalarSubcoreMesh(axis_name=_CORES, num_cores=1)
