@@ -85,6 +85,18 @@ def tensorcore_mesh(axis_name: str, cores: int) -> Any:
     return pltpu.create_tensorcore_mesh(axis_name, num_cores=cores)
 
 
+# A kernel's results on a mesh of cores, of types that ordinary operations take. Up to JAX 0.10 theirs
+# name the memory that the kernel asked for, which no operation knows.
+_plain_p = core.Primitive("pallas_plain_result")
+_plain_p.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Device))
+mlir.register_lowering(_plain_p, lambda ctx, x: [x])
+
+
+def plain(x: jax.Array) -> jax.Array:
+    """A result of a kernel on a mesh of cores, as an array like any other."""
+    return _plain_p.bind(x) if _BEFORE_0_11 else x
+
+
 def register(primitive: core.Primitive, **rules: Rule) -> None:
     """Gives a primitive rules, at once or when `prepare` runs.
 

@@ -125,7 +125,15 @@ def test_what_no_tile_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         chips, "SIMULATED", dataclasses.replace(chips.SIMULATED, vmem_bytes=1 << 16)
     )
     with pytest.raises(VmemError, match="MiB of VMEM"):
-        collective_matmul.plan((1, 64, 1024), [(1024, BF16)], BF16, BF16)
+        collective_matmul.plan(
+            (1, 64, 1024),
+            [(1024, BF16)],
+            BF16,
+            BF16,
+            group=Group(("x",), (4,)),
+            block_bytes=1 << 17,
+            cores=1,
+        )
 
 
 # Rings --------------------------------------------------------------------------------------------
@@ -178,9 +186,30 @@ def test_every_ring_under_both_adversaries(
 ) -> None:
     """Values are exact; on the smallest rings also with four parts a block."""
     if n < 4:
-        monkeypatch.setattr(collective_matmul, "_LEAST_ROWS", 8)
-    x, w = small(n, rows=32 if n < 4 else 16, batch=2 if n == 3 else 1)
-    run = functools.partial(both, n=n, params=harness.ADVERSARIES[mode])
+        monkeypatch.setattr(collective_matmul, "CHUNKS", (4,))
+    assert_exact(n, harness.ADVERSARIES[mode], rows=32 if n < 4 else 16, batch=2 if n == 3 else 1)
+
+
+@pytest.mark.parametrize(
+    "n, mode",
+    [
+        *((2, "on_wait"), (4, "eager")),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(3, "on_wait"), (2, "eager")]),
+    ],
+)
+def test_both_cores_of_a_device_have_a_ring_each(n: int, mode: str) -> None:
+    """Each core of each device takes the half of every block; none waits for the other's."""
+    assert_exact(n, on_cores(mode), rows=64, batch=2 if n == 3 else 1)
+
+
+def on_cores(mode: str) -> Any:
+    """An adversary on devices of two cores."""
+    return dataclasses.replace(harness.ADVERSARIES[mode], num_cores_or_threads=2)
+
+
+def assert_exact(n: int, params: Any, rows: int, batch: int) -> None:
+    x, w = small(n, rows, batch)
+    run = functools.partial(both, n=n, params=params)
     got = harness.per_device(run, harness.mesh(n), check_vma=False)(x, w)
     for a, b in zip(got, references(x, w), strict=True):
         np.testing.assert_array_equal(np.asarray(a), b)

@@ -9,6 +9,7 @@ those of a device need not wait for each other.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -65,6 +66,6 @@ def kernel(
             scratch_types=([pltpu.SMEM(x.shape, x.dtype) for x in read], *scratch),
             **options,
         )
-        return launched(read, list(operands))
+        return jax.tree.map(_compat.plain, launched(read, list(operands)))
 
     return run
