@@ -104,7 +104,10 @@ class Plan:
 def wire_seconds(group: Group, block_bytes: int) -> float:
     """What it takes to pass blocks both ways round a ring, by the rates of the chip."""
     chip, n = rates.of_chip(chips.current().name), group.size
-    link = chip.link_bandwidth * chip.link_efficiency / (2 if group.line else 1)
+    # The devices of a chip that are not all in the ring have rings of their own, on the same links.
+    mesh = jax.sharding.get_abstract_mesh().shape
+    sharing = chip.devices_per_chip if math.prod(mesh.values()) > n and not group.chip else 1
+    link = chip.link_bandwidth * chip.link_efficiency / sharing / (2 if group.line else 1)
     return (n - 1) / 2 * block_bytes / link + (n // 2) * (chip.hop_latency + chip.dma_latency)
 
 

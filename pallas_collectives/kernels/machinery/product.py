@@ -3,9 +3,10 @@
     out[a] = scale * (x[a] @ w + terms[0][a] + ...)        x: (A, rows, K), w: (K, N) or (N, K)
 
 The grid runs over columns of w, then A, then rows, then K: a panel of w, all of K by `columns`, is
-fetched once and serves all rows. Where all of w fits VMEM it is `resident`: brought in once, for
-any number of products. Where not even a panel fits, tiles of w are fetched with those of x. All
-tiles are double-buffered by the pipeline.
+fetched once and serves all rows. Where one tile holds all of x, that is fetched once and serves all
+columns. Where all of w fits VMEM it is `resident`: brought in once, for any number of products.
+Where not even a panel fits, tiles of w are fetched with those of x. All tiles are double-buffered
+by the pipeline.
 
 The matrix unit accumulates in float32 (int32 for integers); the sum over K and the terms stay in
 that until they are rounded to the result's dtype, once.
@@ -31,7 +32,9 @@ from pallas_collectives.topology import rates
 # tiles are multiplied in a loop.
 _MOST_VOLUME = 1 << 30
 _STEP_SECONDS = 0.2e-6  # of the grid: DMAs started and waited for
-_HBM_SHARE = 0.6  # of HBM's bandwidth: the rest is for what comes and goes on the wire
+# Of HBM's bandwidth: what is sent and what comes, both ways, takes up to a fifth (v5e, v6e).
+_HBM_SHARE = 0.8
+_MOST_ROWS = 2048  # of a tile that has all rows: x then stays in VMEM for all columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,7 @@ def choose_tiles(problem: Problem, vmem_bytes: int, chip: str, cores: int = 1) -
 
 def _candidates(problem: Problem) -> list[Tiles]:
     whole = sublanes(problem.x_dtype)
-    rows = {-(-problem.rows // whole) * whole} if problem.rows <= 1024 else set()
+    rows = {-(-problem.rows // whole) * whole} if problem.rows <= _MOST_ROWS else set()
     rows |= {size for size in (128, 256, 512, 1024) if size < problem.rows}
     columns = {problem.columns} if problem.columns <= 2048 else set()
     columns |= {size for size in range(256, 2049, 128) if size < problem.columns}
@@ -153,8 +156,9 @@ def seconds(problem: Problem, tiles: Tiles, chip: str, cores: int = 1) -> float:
     steps = p.batch * down * across * (p.depth // t.depth)
     flops = 2 * steps * t.rows * t.depth * t.columns
     weights = {"all": 0, "panel": 1, "tile": p.batch * down}[t.keep] * p.depth * p.columns
+    fetched = 1 if steps == across else across  # a tile that serves again is not fetched again
     traffic = (
-        p.batch * p.rows * p.depth * across * p.x_dtype.itemsize
+        p.batch * p.rows * p.depth * fetched * p.x_dtype.itemsize
         + weights * p.w_dtype.itemsize
         + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
     )

@@ -33,6 +33,8 @@ class Named:
 
 
 class Neighbours:
+    core = None
+
     def peer(self, offset: int) -> int:
         return offset
 
