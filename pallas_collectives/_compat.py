@@ -85,7 +85,7 @@ def tensorcore_mesh(axis_name: str, cores: int) -> Any:
     return pltpu.create_tensorcore_mesh(axis_name, num_cores=cores)
 
 
-# A kernel's results on a mesh of cores, of types that ordinary operations take. Up to JAX 0.10 theirs
+# Results of a kernel on a mesh of cores, of types that operations take. Up to JAX 0.10 theirs
 # name the memory that the kernel asked for, which no operation knows.
 _plain_p = core.Primitive("pallas_plain_result")
 _plain_p.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Device))

@@ -8,6 +8,9 @@ matter. Steps, bytes on the wire and their order are those of the bidirectional 
 `all_gather` and `reduce_scatter`; operands, results and what is gathered lie in HBM, and tiles of
 them pass through VMEM as `product` says, within `VMEM_SHARE` of the chip's.
 
+On devices of two cores (v4, v5p) each takes half the rows of every block, round a ring of its own:
+they share what is in HBM, and wait for each other nowhere.
+
                              scratch in HBM                    added up in
     all_gather_matmul        none (the gathered x is a result)    float32, rounded once
     matmul_reduce_scatter    8 blocks of the result            float32, rounded once per hop

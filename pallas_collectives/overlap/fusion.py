@@ -8,12 +8,12 @@ printed by `explain`. A backward pass binds products of its own, each with its o
 Model, per device, of blocks passed both ways round a ring of n, each with its share of the product:
 
     wire      (n-1)/2 blocks over a link
-    unfused   wire + the products by all of the device's cores at full rate
-    fused     the longer of the wire and the products by the one core that a kernel runs on; the
-              shorter for the one chunk that nothing hides; and two DMAs' latency for each chunk
+    unfused   wire + the products
+    fused     the longer of the two; the shorter for the one chunk that nothing hides; and two DMAs'
+              latency for each chunk (`collective_matmul.Plan.seconds`)
 
-Rates are those of `topology.rates`. So fusing loses if blocks are small, and on chips with two
-cores a device (v4, v5p) if the products take much longer than the wire.
+Rates are those of `topology.rates`. So fusing loses if blocks are small. On chips with two cores a
+device (v4, v5p) both run the kernel, if the rows of a block can be halved.
 """
 
 from collections.abc import Sequence
