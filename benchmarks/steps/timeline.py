@@ -80,9 +80,13 @@ class Timeline:
 
 def run(events: Iterable[Event], chip: Chip, time_of: Callable[[Collective], float]) -> Timeline:
     """What the events take; `time_of` gives microseconds of a collective."""
+    return _Clock(clock_of(chip), time_of).after(events)
+
+
+def clock_of(chip: Chip) -> float:
+    """Cycles a second of a chip's core."""
     generation = GENERATIONS[chip.name]
-    clock = generation.vector_rate / (_LANES * generation.cores)
-    return _Clock(clock, time_of).after(events)
+    return generation.vector_rate / (_LANES * generation.cores)
 
 
 class _Clock:

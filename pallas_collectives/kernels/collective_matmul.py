@@ -103,6 +103,12 @@ class Plan:
         starts = 2 * rates.of_chip(chips.current().name).dma_latency * n * self.chunks
         return max(wire, products) + last + starts
 
+    def pace(self, group: Group, block_bytes: int) -> pipelines.Pace:
+        """When own chunks are to set out, where a block has so many bytes on the wire."""
+        consume = self.seconds_per_block / self.chunks
+        wire = 2 * wire_seconds(group, block_bytes) / (group.size - 1) / self.chunks
+        return pipelines.Pace.of(consume, wire)
+
 
 def wire_seconds(group: Group, block_bytes: int) -> float:
     """What it takes to pass blocks both ways round a ring, by the rates of the chip."""
@@ -225,7 +231,13 @@ def all_gather_matmul(
     streams = tiling.streams(n)
     shapes = [jax.ShapeDtypeStruct((batch, n * rows, depth), x.dtype)]
     shapes += [jax.ShapeDtypeStruct((batch, n * rows, size), out_dtype) for size in columns]
-    kernel = functools.partial(_gather_kernel, tiling=tiling, streams=streams, precision=precision)
+    kernel = functools.partial(
+        _gather_kernel,
+        tiling=tiling,
+        streams=streams,
+        pace=tiling.pace(group, x.nbytes),
+        precision=precision,
+    )
     tiles = TileScratch.of(tiling)
     return launch.call_many(
         kernel,
@@ -384,6 +396,7 @@ def _gather_kernel(
     # HBM; then a Scratch
     tiling: Plan,
     streams: tuple[Stream, ...],
+    pace: pipelines.Pace,
     precision: PrecisionLike,
 ) -> None:
     tiling, count, (*arrays, scratch) = tiling.on(ring.core), len(tiling.problems), refs
@@ -405,6 +418,7 @@ def _gather_kernel(
         blocks=tiling.blocks,
         streams=streams,
         prepare=lambda: weights.bring()(),
+        pace=pace,
     )
 
 

@@ -113,6 +113,38 @@ def _as_int(flag: Any) -> Any:
     return int(flag) if isinstance(flag, bool) else flag.astype(np.int32)
 
 
+class Pace(NamedTuple):
+    """When own chunks set out in a gather. Those on a wire together share it, and all come late.
+
+    The wire is to have the next by the time it is done with one: it carries as many own chunks while
+    one is consumed as `ratio` says. What is then left sets out as chunks of others come, which they
+    do as fast as ours go; two of them are consumed, one from either side, before the next come. So
+    a chunk is under way on every device before anyone waits for it.
+    """
+
+    ahead: int  # chunks that set out besides
+    ratio: int  # in sixteenths: the time to consume a chunk, in times of that on the wire
+
+    @classmethod
+    def of(cls, consume: float, wire: float) -> "Pace":
+        """From the seconds that a chunk takes to be consumed, and on the wire."""
+        return cls(0, max(1, min(16 * 64, round(16 * consume / wire))))
+
+    def first(self) -> int:
+        """How many set out before anything is consumed."""
+        return max(1, self.ahead)
+
+    def out(self, step: Step, index: Number, chunks: int) -> Any:
+        """How many are out when the chunk at an index is consumed, at a step."""
+        own = self.ahead + self._meanwhile(jnp.where(step == 0, index + 1, chunks))
+        later = jnp.where(step == 0, 0, index + 1 + self._meanwhile(2))
+        every = jnp.where(step > 1, chunks, jnp.maximum(own, later))
+        return jnp.clip(every, self.first(), chunks)
+
+    def _meanwhile(self, consumed: Any) -> Any:
+        return (consumed * self.ratio + 15) // 16
+
+
 class GatherScratch(NamedTuple):
     """What `gather_and_consume` takes beside its arrays."""
 
@@ -136,6 +168,7 @@ def gather_and_consume(
     blocks: Blocks,
     streams: tuple[Stream, ...],
     prepare: Callable[[], None] = lambda: None,  # runs when the first sends are under way
+    pace: Pace | None = None,  # by default half of the own chunks first, then one with each
 ) -> None:
     """Gathers all blocks, and calls consume(block, chunk) for each chunk that is in its place.
 
@@ -163,16 +196,20 @@ def gather_and_consume(
             lambda stream: channel(stream, chunk).send(own, place(first, stream, chunk), first),
         )
 
-    # Of the own chunks half set out at once, and one more with each that is consumed: chunks that
-    # are on a wire together share it, and all would arrive late.
-    ahead = max(1, moving.chunks // 2)
+    chunks = moving.chunks
+    own_pace = pace or Pace(ahead=max(1, chunks // 2), ratio=16)
+
+    def set_out_in_time(step: Step, index: Number) -> None:
+        before = own_pace.out(
+            jnp.where(index == 0, step - 1, step), jnp.where(index == 0, chunks, index) - 1, chunks
+        )
+        before = jnp.where((step == 0) & (index == 0), min(chunks, own_pace.first()), before)
+        sync.for_each(before, own_pace.out(step, index, chunks), set_out)
 
     def see_to_own(index: Number) -> None:
-        groups.only_if(index + ahead < moving.chunks, lambda: set_out(index + ahead))
         own_copy(moving.in_turn(index)).wait()
-        following = jnp.minimum(index + 1, moving.chunks - 1)
-        copies_on = index + 1 < moving.chunks
-        groups.only_if(copies_on, lambda: own_copy(moving.in_turn(following)).start())
+        following = jnp.minimum(index + 1, chunks - 1)
+        groups.only_if(index + 1 < chunks, lambda: own_copy(moving.in_turn(following)).start())
 
     def see_to(step: Step, index: Any) -> None:
         chunk = moving.in_turn(index)
@@ -187,8 +224,9 @@ def gather_and_consume(
             onward = step < moving.hops_of(stream, chunk)
             groups.only_if(onward, lambda: passing.send(block, block, step))
 
-        groups.only_if(step == 0, lambda: see_to_own(index))
         moving.for_each(arrives, relay)
+        set_out_in_time(step, index)
+        groups.only_if(step == 0, lambda: see_to_own(index))
         moving.for_each(
             lambda stream: arrives(stream) | ((step == 0) & (stream == 0)),
             lambda stream: consume(moving.downstream(stream, -step), chunk),
@@ -203,7 +241,7 @@ def gather_and_consume(
         )
 
     with jax.named_scope("own_block"):
-        sync.for_each(0, ahead, set_out)
+        sync.for_each(0, min(chunks, own_pace.first()), set_out)
         own_copy(moving.in_turn(np.int32(0))).start()
         prepare()
     with jax.named_scope("consume"):

@@ -259,6 +259,6 @@ def wait(semaphore: Semaphore, ref: Ref, times: Number = 1) -> None:
     for_each(0, times, lambda _: pltpu.make_async_copy(ref, ref, semaphore).wait())
 
 
-def for_each(start: int, stop: Any, body: Callable[[Any], None]) -> None:
+def for_each(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
     """body(start) ... body(stop - 1), as a loop: the code does not grow with the ring."""
     lax.fori_loop(start, stop, lambda i, _: body(i), None)
