@@ -103,11 +103,16 @@ class Plan:
         starts = 2 * rates.of_chip(chips.current().name).dma_latency * n * self.chunks
         return max(wire, products) + last + starts
 
-    def pace(self, group: Group, block_bytes: int) -> pipelines.Pace:
-        """When own chunks are to set out, where a block has so many bytes on the wire."""
-        consume = self.seconds_per_block / self.chunks
-        wire = 2 * wire_seconds(group, block_bytes) / (group.size - 1) / self.chunks
-        return pipelines.Pace.of(consume, wire)
+    def pace(self, group: Group, block_bytes: int) -> pipelines.Pace | None:
+        """When own chunks are to set out, where a block has so many bytes on the wire.
+
+        None where the wire takes longer than the products: nothing is gained by keeping it waiting.
+        """
+        wire = wire_seconds(group, block_bytes)
+        if group.size * self.seconds_per_block < wire:
+            return None
+        a_chunk = 2 * wire / (group.size - 1) / self.chunks
+        return pipelines.Pace.of(self.seconds_per_block / self.chunks, a_chunk)
 
 
 def wire_seconds(group: Group, block_bytes: int) -> float:
@@ -396,7 +401,7 @@ def _gather_kernel(
     # HBM; then a Scratch
     tiling: Plan,
     streams: tuple[Stream, ...],
-    pace: pipelines.Pace,
+    pace: pipelines.Pace | None,
     precision: PrecisionLike,
 ) -> None:
     tiling, count, (*arrays, scratch) = tiling.on(ring.core), len(tiling.problems), refs

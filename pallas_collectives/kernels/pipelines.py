@@ -116,30 +116,26 @@ def _as_int(flag: Any) -> Any:
 class Pace(NamedTuple):
     """When own chunks set out in a gather. Those on a wire together share it, and all come late.
 
-    The wire is to have the next by the time it is done with one: it carries as many own chunks while
-    one is consumed as `ratio` says. What is then left sets out as chunks of others come, which they
-    do as fast as ours go; two of them are consumed, one from either side, before the next come. So
-    a chunk is under way on every device before anyone waits for it.
+    The wire is to have the next by the time it is done with one: it carries as many own chunks
+    while one is consumed as `ratio` says. What is then left sets out as chunks of others come,
+    which they do as fast as ours go; two of them are consumed, one from either side, before the
+    next come. So a chunk is under way on every device before anyone waits for it.
     """
 
     ahead: int  # chunks that set out besides
-    ratio: int  # in sixteenths: the time to consume a chunk, in times of that on the wire
+    ratio: int = 16  # in sixteenths: the time to consume a chunk, in times of that on the wire
 
     @classmethod
     def of(cls, consume: float, wire: float) -> "Pace":
         """From the seconds that a chunk takes to be consumed, and on the wire."""
-        return cls(0, max(1, min(16 * 64, round(16 * consume / wire))))
-
-    def first(self) -> int:
-        """How many set out before anything is consumed."""
-        return max(1, self.ahead)
+        return cls(1, max(1, min(16 * 64, round(16 * consume / wire))))
 
     def out(self, step: Step, index: Number, chunks: int) -> Any:
         """How many are out when the chunk at an index is consumed, at a step."""
         own = self.ahead + self._meanwhile(jnp.where(step == 0, index + 1, chunks))
-        later = jnp.where(step == 0, 0, index + 1 + self._meanwhile(2))
-        every = jnp.where(step > 1, chunks, jnp.maximum(own, later))
-        return jnp.clip(every, self.first(), chunks)
+        later = index + 1 + self.ahead + self._meanwhile(2)
+        every = jnp.where(step == 0, own, jnp.maximum(own, later))
+        return jnp.minimum(jnp.where(step > 1, chunks, every), chunks)
 
     def _meanwhile(self, consumed: Any) -> Any:
         return (consumed * self.ratio + 15) // 16
@@ -197,13 +193,14 @@ def gather_and_consume(
         )
 
     chunks = moving.chunks
-    own_pace = pace or Pace(ahead=max(1, chunks // 2), ratio=16)
+    own_pace = pace or Pace(ahead=max(1, chunks // 2))
+    first = min(chunks, own_pace.ahead)
 
     def set_out_in_time(step: Step, index: Number) -> None:
         before = own_pace.out(
             jnp.where(index == 0, step - 1, step), jnp.where(index == 0, chunks, index) - 1, chunks
         )
-        before = jnp.where((step == 0) & (index == 0), min(chunks, own_pace.first()), before)
+        before = jnp.where((step == 0) & (index == 0), first, before)
         sync.for_each(before, own_pace.out(step, index, chunks), set_out)
 
     def see_to_own(index: Number) -> None:
@@ -241,7 +238,7 @@ def gather_and_consume(
         )
 
     with jax.named_scope("own_block"):
-        sync.for_each(0, min(chunks, own_pace.first()), set_out)
+        sync.for_each(0, first, set_out)
         own_copy(moving.in_turn(np.int32(0))).start()
         prepare()
     with jax.named_scope("consume"):
