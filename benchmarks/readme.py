@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks import compiled, devices, replay_rows, results
+from benchmarks import compiled, devices, fused, replay_rows, results
 from benchmarks.cases import CASES
 from benchmarks.results import Results, Saved
 from benchmarks.rows import Compiled, Measured, Replayed
@@ -283,6 +283,26 @@ def _with_latencies(scale: float) -> float:
     return replay_rows.run(other).time / replay_rows.run(task).time
 
 
+def products(_: Saved) -> str:
+    """What fused products hide, and how many times the longer of product and collective they take.
+
+    From the rows that `python -m benchmarks fused --save` has kept.
+    """
+    rows = fused.saved()
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    cells = []
+    for where, op in dict.fromkeys((row.where, row.op) for row in rows):
+        found = {row.shape: row for row in rows if (row.where, row.op) == (where, op)}
+        texts = (_hidden(found[shape]) if shape in found else "–" for shape in shapes)
+        cells.append((where if op == fused.OPS[0] else "", op, *texts))
+    headers = ("pod, axes", "", *("×".join(map(str, shape)) for shape in shapes))
+    return grid(headers, cells, (True,) * len(headers))
+
+
+def _hidden(row: fused.Row) -> str:
+    return f"{100 * row.overlap:.0f}%; {row.fused / row.longer:.2f}"
+
+
 TABLES: dict[str, Callable[[Saved], str]] = {
     "algorithms": algorithms,
     "replayed": replayed,
@@ -291,6 +311,7 @@ TABLES: dict[str, Callable[[Saved], str]] = {
     "calibration": published,
     "compiled": compiled_beside_lax,
     "measured": measured,
+    "products": products,
 }
 
 

@@ -1,8 +1,8 @@
 """What XLA's own products take: by the cycles that the TPU compiler estimates, ahead of time.
 
 A product with its collective is compared with the two apart, and the product is then XLA's. It does
-not attain the peak rate: the compiler's estimates are 2 to 20% above it. They are kept in
-`xla_products.json`; `python -m benchmarks fused --learn` asks for them anew.
+not attain the peak rate: the compiler's estimates are mostly 2 to 24% above it. They are kept
+in `xla_products.json`; `python -m benchmarks fused --learn` asks for them anew.
 """
 
 import functools

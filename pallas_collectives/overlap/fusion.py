@@ -8,7 +8,7 @@ printed by `explain`. A backward pass binds products of its own, each with its o
 Model, per device, of blocks passed both ways round a ring of n, each with its share of the product:
 
     wire      (n-1)/2 blocks over a link
-    unfused   wire + the products
+    unfused   wire + the products by XLA: at `XLA_SHARE` of the peak rate, or HBM's for all operands
     fused     the longer of the two; the shorter for the one chunk that nothing hides; and two DMAs'
               latency for each chunk (`collective_matmul.Plan.seconds`)
 
@@ -36,9 +36,15 @@ from pallas_collectives.backends.plans import (
 )
 from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul
+from pallas_collectives.kernels.machinery.product import Problem
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology import rates as generations
 from pallas_collectives.topology.groups import Group
+
+# Of the matrix units' peak rate, what XLA's own products attain: by the TPU compiler's estimates
+# for 31 large ones of bfloat16 0.47 to 0.98 of it, half of them 0.9 and more
+# (`benchmarks/xla_products.json`).
+XLA_SHARE = 0.9
 
 
 class Cost(NamedTuple):
@@ -210,7 +216,17 @@ def cost(plan: collective_matmul.Plan, group: Group, block_bytes: int) -> Cost:
       group: the devices.
       block_bytes: of a block on the wire.
     """
-    rates = generations.of_chip(chips.current().name)
-    by_all_cores = group.size * plan.seconds_per_block * plan.cores / rates.cores
     wire = collective_matmul.wire_seconds(group, block_bytes)
-    return Cost(plan.seconds(group, block_bytes), wire + by_all_cores)
+    product = sum(
+        _xla_seconds(problem, group.size * plan.blocks.chunks) for problem in plan.problems
+    )
+    return Cost(plan.seconds(group, block_bytes), wire + product)
+
+
+def _xla_seconds(problem: Problem, chunks: int) -> float:
+    """What a product of so many chunks takes by XLA, on all cores of a device."""
+    p, rates = problem, generations.of_chip(chips.current().name)
+    rows = chunks * p.batch * p.rows
+    traffic = rows * (p.depth * p.x_dtype.itemsize + p.columns * p.out_dtype.itemsize)
+    traffic += p.depth * p.columns * p.w_dtype.itemsize
+    return max(chunks * p.flops / (rates.matrix_rate * XLA_SHARE), traffic / rates.hbm_bandwidth)
