@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the rows of what the flags ask for."""
     if argv[1:]:
         raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
-    shapes = [_shape(text) for text in _SHAPES.value]
+    shapes = [*map(shape_of, _SHAPES.value)]
     if unknown := set(_FUSED.value) - set(OPS):
         rule = f"the products are {', '.join(OPS)}"
         raise FlagError(f"--fused={min(unknown)}", rule, "name one, or both with a comma")
@@ -164,7 +164,12 @@ def save(row: Row) -> None:
     SAVED.write_text(f"[{lines}]\n", encoding="utf-8")
 
 
-def _shape(text: str) -> tuple[int, int, int]:
+def shape_of(text: str) -> tuple[int, int, int]:
+    """Rows, K and N of a shape as text.
+
+    Raises:
+      FlagError: it is none.
+    """
     try:
         rows, depth, columns = map(int, text.split("x"))
     except ValueError:

@@ -32,6 +32,7 @@ from benchmarks.tables import Screen, grid
 from pallas_collectives import catalogue
 from pallas_collectives.backends import nccl
 from pallas_collectives.replay import Machine, calibration
+from pallas_collectives.topology.rates import GENERATIONS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 STORED = Path(__file__).with_name("readme.json")
@@ -288,8 +289,11 @@ def products(_: Saved) -> str:
 
     From the rows that `python -m benchmarks fused --save` has kept.
     """
-    rows = fused.saved()
-    shapes = list(dict.fromkeys(row.shape for row in rows))
+    order = list(GENERATIONS)
+    rows = sorted(
+        fused.saved(), key=lambda row: (order.index(row.where.partition(":")[0]), row.where, row.op)
+    )
+    shapes = [*map(fused.shape_of, fused.SHAPES)]
     cells = []
     for where, op in dict.fromkeys((row.where, row.op) for row in rows):
         found = {row.shape: row for row in rows if (row.where, row.op) == (where, op)}
