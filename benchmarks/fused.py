@@ -52,7 +52,9 @@ SHAPES = (
 )
 _SHAPES = flags.DEFINE_list("shapes", list(SHAPES), "ROWSxKxN: rows of one device's block, K, N.")
 _FUSED = flags.DEFINE_list("fused", list(OPS), "The products, by name.")
-_LEARN = flags.DEFINE_bool("learn", False, "Ask the TPU compiler what XLA's products take.")
+_LEARN = flags.DEFINE_bool(
+    "learn_products", False, "Ask the TPU compiler what XLA's products take."
+)
 
 _SAVE = flags.DEFINE_bool("save", False, "Keep the modelled rows for the README's table.")
 SAVED = Path(__file__).parent / "fused.json"
@@ -206,7 +208,9 @@ def learn(
       FlagError: there is no compiler.
     """
     if not compiled.is_available():
-        raise FlagError("--learn", compiled.INSTALL, "install it, or leave --learn out")
+        raise FlagError(
+            "--learn_products", compiled.INSTALL, "install it, or leave --learn_products out"
+        )
     machines = [machine_of(pod, over) for pod in pods]
     xla_products.learn(
         _product(machine, shape, _devices(machine, over))
@@ -245,7 +249,7 @@ def _modelled(machine: Machine, op: str, shape: tuple[int, int, int], over: tupl
     product = xla_products.seconds(_product(machine, shape, n))
     if product is None:
         rule = f"the TPU compiler has not been asked what it takes on {machine}"
-        raise FlagError(f"--shapes={rows}x{depth}x{columns}", rule, "ask it: --learn")
+        raise FlagError(f"--shapes={rows}x{depth}x{columns}", rule, "ask it: --learn_products")
 
     def seconds(run: Callable[..., Any], *operands: tuple[int, ...]) -> float:
         everywhere = PartitionSpec()

@@ -2,7 +2,7 @@
 
 A product with its collective is compared with the two apart, and the product is then XLA's. It does
 not attain the peak rate: the compiler's estimates are mostly 2 to 24% above it. They are kept
-in `xla_products.json`; `python -m benchmarks fused --learn` asks for them anew.
+in `xla_products.json`; `python -m benchmarks fused --learn_products` asks for them anew.
 """
 
 import functools
