@@ -36,19 +36,34 @@ def main(argv: Sequence[str]) -> int:
     """Runs a command: `argv` is its name, then what absl left of its arguments."""
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
+    module = importlib.import_module(f"benchmarks.{argv[0]}")
     try:
-        return importlib.import_module(f"benchmarks.{argv[0]}").main(argv)
+        _refuse_others(module)
+        return module.main(argv)
     except FlagError as error:
         print(error, file=sys.stderr)
         return 2
 
 
+def _refuse_others(module: Any) -> None:
+    """Refuses flags of other commands: absl knows those of all modules that are imported."""
+    its = {flag.name for flag in flags.FLAGS.get_key_flags_for_module(module)}
+    for command in COMMANDS:
+        others = sys.modules.get(f"benchmarks.{command}")
+        for flag in flags.FLAGS.get_key_flags_for_module(others) if others else ():
+            if flag.present and flag.name not in its:
+                rule = "it is no flag of this command"
+                raise FlagError(f"--{flag.name}", rule, "leave it out; --help shows those it has")
+
+
 def _parsed(arguments: list[str]) -> list[str]:
     try:
-        return flags.FLAGS(arguments)
+        return flags.FLAGS(["--help" if a == "-h" else a for a in arguments])
     except flags.Error as error:
         print(f"{error} (see --help)", file=sys.stderr)
         sys.exit(2)
+    except SystemExit:  # --help has been shown; absl calls that a failure
+        sys.exit(0)
 
 
 def _start(main: Callable[..., Any], arguments: Sequence[str]) -> Any:

@@ -54,11 +54,12 @@ from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import Machine
 
 flags.adopt_module_key_flags(selection)
+flags.declare_key_flag("resume")  # sweep's
 _OUT = flags.DEFINE_string("certificate", "certificate", "Writes NAME.md and NAME.json.")
-_SOAK = flags.DEFINE_integer("soak", 10, "Programs of mixed collectives.", lower_bound=1)
+_SOAK = flags.DEFINE_integer("soak", 10, "Programs of mixed collectives.", 1, 100_000)
 
 _MINUTES = flags.DEFINE_float(
-    "minutes", 15, "No row begins after so many; --resume goes on.", lower_bound=0
+    "minutes", 15, "No row begins after so many; --resume goes on.", 0, 24 * 60
 )
 _STAGE = flags.DEFINE_enum("stage", "all", ["all", "safe"], "safe: all but what could hang a TPU.")
 
@@ -86,10 +87,6 @@ def main(argv: Sequence[str]) -> int:
     """Runs all of it; the exit status says whether all was right."""
     if argv[1:]:
         raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
-    for name in ("json", "csv", "plot"):
-        if flags.FLAGS[name].present:
-            rule = "all of a certificate is written to NAME.md and NAME.json"
-            raise FlagError(f"--{name}", rule, "name it with --certificate=NAME")
     results.check_writable(f"{_OUT.value}.json", "--certificate")
     until = time.monotonic() + 60 * _MINUTES.value
     if _STAGE.value == "all" and not flags.FLAGS.resume:

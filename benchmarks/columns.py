@@ -3,7 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.rows import Asked, Compiled, Measured, Probed, Replayed, Row, Soaked, Stepped
+from benchmarks.rows import (
+    Asked,
+    Compiled,
+    Measured,
+    Probed,
+    Ran,
+    Replayed,
+    Row,
+    Soaked,
+    Stepped,
+    Wired,
+)
 
 MIB = 1 << 20
 
@@ -21,12 +32,16 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
     match rows[0]:
         case Measured():
             return _measured([row for row in rows if isinstance(row, Measured)])
+        case Wired():
+            return _WIRED
         case Soaked():
             return _SOAKED
         case Compiled():
             return _COMPILED
         case Stepped():
             return _STEPPED
+        case Ran():
+            return _RAN
         case Replayed():
             return _REPLAYED
         case Probed():
@@ -34,6 +49,21 @@ def of(rows: Sequence[Row]) -> tuple[Column, ...]:
         case Asked():
             return _ASKED
     raise AssertionError(rows[0])
+
+
+def few(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """The columns that matter most, for 80 columns of text; of some parts all."""
+    match rows[0]:
+        case Measured():
+            timed = any(row.time_us for row in rows if isinstance(row, Measured))
+            return (*_FEW, *(_FEW_TIMES if timed else ()), _WRONG)
+        case Compiled():
+            return tuple(c for c in _COMPILED if c.header in _FEW_COMPILED)
+        case Replayed():
+            wire = _number("% wire", "of_wire")
+            pod, op = _text("pod", "machine"), _text("op", "op")
+            return (pod, op, _SERVED, _BYTES, _number("model us", "time_us", 1), wire, _SOUND)
+    return of(rows)
 
 
 def _text(header: str, name: str) -> Column:
@@ -104,6 +134,25 @@ def _of_model(row: Any) -> str:
     return f"{100 * row.time_us / row.model_us:.0f}"
 
 
+def _bytes(row: Any) -> str:
+    """A size as --sizes takes it: 256M."""
+    units = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K"))
+    unit, name = next((u for u in units if row.size % u[0] == 0), (1, ""))
+    return f"{row.size // unit}{name}"
+
+
+_BYTES = Column("size", _bytes)
+_FEW = (
+    _text("op", "op"),
+    Column("algorithm", lambda row: row.algorithm or row.backend, is_text=True),
+    _BYTES,
+)
+_FEW_TIMES = (
+    _number("us", "time_us", 1),
+    _number("busbw", "busbw", 1),
+    _number("% peak", "of_peak"),
+)
+_FEW_COMPILED = ("topology", "op", "temp MiB", "lax temp", "program")
 _WHAT = (_text("op", "op"), _text("algorithm", "algorithm"))
 _SIZE = (
     _number("size", "size"),
@@ -135,6 +184,16 @@ _STEPPED = (
     _mib("temp MiB", "temp"),
     Column("beside compute", lambda row: _beside(row)),
 )
+_RAN = (
+    _text("step", "op"),
+    _text("under", "under"),
+    _number("devices", "devices"),
+    _number("time(us)", "time_us"),
+    Column("min-max", _spread),
+    _number("compute us", "compute_us"),
+    _number("exposed us", "exposed_us"),
+    _number("hidden us", "hidden_us"),
+)
 _SOAKED = (
     _text("collectives", "op"),
     _text("type", "type"),
@@ -144,23 +203,41 @@ _SOAKED = (
     _number("seconds", "seconds", 3),
     _WRONG,
 )
+_WIRED = (
+    _text("where", "where"),
+    _text("op", "op"),
+    _text("wire", "wire"),
+    _number("size", "size"),
+    _text("type", "type"),
+    _number("devices", "devices"),
+    _number("time us", "time_us", 1),
+    _number("passes", "passes_us", 1),
+    _number("% of plain", "of_plain"),
+    _number("% bytes", "of_bytes", 1),
+    _number("% off", "off", 3),
+    Column("ran", lambda row: "refused" if row.refused else "ERROR" if row.failed else "ok"),
+)
+_SERVED = Column(
+    "algorithm", lambda row: row.algorithm or row.served or row.kernel or "-", is_text=True
+)
+_SOUND = Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok")
 _REPLAYED = (
     _text("pod", "machine"),
     _text("op", "op"),
-    Column("algorithm", lambda row: row.algorithm or row.kernel or "-", is_text=True),
+    _SERVED,
     *_SIZE,
     _number("model us", "time_us", 1),
     *_RATES,
     _number("bound us", "bound_us", 1),
     _number("% of bound", "of_bound"),
     _number("% of wire", "of_wire"),
-    Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok"),
+    _SOUND,
 )
 
 
 def _beside(row: Any) -> str:
     """How many collectives run beside compute, of how many."""
-    apart = sum(of["times"] for of in row.collectives if of["engine"] != "core")
+    apart = sum(of["times"] for of in row.collectives if of["engine"] != "core" and of["beside"])
     return f"{apart} of {sum(of['times'] for of in row.collectives)}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import results, tables
 from benchmarks.results import Saved
-from benchmarks.rows import Compiled, Measured, Replayed, Row, Stepped
+from benchmarks.rows import Compiled, Measured, Ran, Replayed, Row, Stepped
 from benchmarks.settings import FlagError
 from benchmarks.tables import Screen
 
@@ -89,7 +89,7 @@ def _figure(row: Row) -> float | None:
 
 def _against(old: Any, new: Any) -> str:
     match new:
-        case Measured():
+        case Measured() | Ran():
             if new.time_us_min > old.time_us_max:
                 return "SLOWER"
             return "faster" if new.time_us_max < old.time_us_min else ""

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 from benchmarks import baseline, peaks
 from benchmarks.settings import AXES, FlagError
 from pallas_collectives import _compat, nccl, simulation
+from pallas_collectives.topology import chips
 
 # Tells libtpu that this machine is not a TPU VM: it then neither asks a metadata server nor warns.
 WITHOUT_TPU = {
@@ -129,7 +130,7 @@ def _link(device: jax.Device) -> float | None:
     """GB/s one way of one ICI link, or of all NVLinks of a GPU; None where that is not known."""
     if device.platform == "gpu":
         return peaks.nvlink(device.device_kind)
-    chip = peaks.generation(device.device_kind)
+    chip = chips.listed(device.device_kind)
     return chip.link_bandwidth / 1e9 if chip else None
 
 

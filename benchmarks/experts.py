@@ -35,18 +35,19 @@ from absl import flags
 from jax.sharding import PartitionSpec
 
 import pallas_collectives
-from benchmarks import devices, experts_gpu
+from benchmarks import devices, experts_gpu, settings
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
 from pallas_collectives.replay import Machine, MachineError, Report, bound, replay
 from pallas_collectives.replay.bound import Bound
 
+_MOST_CHOICES = 1 << 24  # tokens of a device, times experts: what a routing draws
 _PODS = flags.DEFINE_list(
     "expert_pods", ["v6e:16", "v6e:4x4", "v5e:16", "v5p:4x4x4", "7x:4x4x2"], "Pods to model."
 )
 _TOKENS = flags.DEFINE_list("tokens", ["4096", "256", "64", "16"], "Tokens of each device.")
-_WIDTH = flags.DEFINE_integer("width", 7168, "Elements of a token, in bfloat16.", lower_bound=128)
-_EXPERTS = flags.DEFINE_integer("experts", 256, "Experts in all.", lower_bound=1)
+_WIDTH = flags.DEFINE_integer("width", 7168, "Elements of a token, in bfloat16.", 128, 1 << 20)
+_EXPERTS = flags.DEFINE_integer("experts", 256, "Experts in all.", 1, 1 << 16)
 _CHOICES = flags.DEFINE_integer("choices", 8, "Experts of each token.", lower_bound=1)
 _ROUTINGS = flags.DEFINE_list("routings", ["balanced", "zipf", "worst"], "Which tokens choose.")
 
@@ -61,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     if not 1 <= _CHOICES.value <= _EXPERTS.value:
         rule = f"it is from 1 to the {_EXPERTS.value} experts"
         raise FlagError(f"--choices={_CHOICES.value}", rule, "correct one of them")
-    tokens = [_count(text) for text in _TOKENS.value]
+    most = _MOST_CHOICES // _EXPERTS.value
+    tokens = [settings.parse_count(text, "--tokens", most) for text in _TOKENS.value]
     machines = [_machine(pod) for pod in _PODS.value]
     devices.prepare(8)
     if devices.kind() == "gpu":
@@ -79,12 +81,6 @@ def main(argv: Sequence[str]) -> int:
         for row in rows(machine, name, count):
             print(row.line(), flush=True)
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise FlagError(f"--tokens={text}", "they are whole numbers, 1 or more", "correct it")
-    return int(text)
 
 
 def _machine(pod: str) -> Machine:

@@ -177,8 +177,9 @@ def shape_of(text: str) -> tuple[int, int, int]:
     except ValueError:
         remedy = "write it like 4096x4096x11008"
         raise FlagError(f"--shapes={text}", "it is ROWSxKxN", remedy) from None
-    if min(rows, depth, columns) < 1:
-        raise FlagError(f"--shapes={text}", "each is 1 or more", "write it like 4096x4096x11008")
+    if not all(1 <= size <= 1 << 20 for size in (rows, depth, columns)):
+        rule = f"each is from 1 to {1 << 20}"
+        raise FlagError(f"--shapes={text}", rule, "write it like 4096x4096x11008")
     return rows, depth, columns
 
 

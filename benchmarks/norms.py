@@ -21,7 +21,7 @@ from absl import flags
 from jax.sharding import PartitionSpec
 
 import pallas_collectives
-from benchmarks import devices
+from benchmarks import devices, settings
 from benchmarks.fused import PODS, machine_of
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
@@ -29,6 +29,7 @@ from pallas_collectives.overlap import residual_norm
 from pallas_collectives.replay import Machine, Report, replay
 
 COLUMNS = 2048  # of a row: 4 KiB
+flags.declare_key_flag("pods")  # of fused
 _ROWS = flags.DEFINE_list(
     "rows", ["1", "4", "16", "64", "256"], f"Rows of {COLUMNS} elements on each device."
 )
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the rows of what the flags ask for."""
     if argv[1:]:
         raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
-    counts = [_count(text) for text in _ROWS.value]
+    counts = [settings.parse_count(text, "--rows") for text in _ROWS.value]
     machines = list(map(machine_of, PODS.value))
     devices.prepare(2)
     print(
@@ -69,12 +70,6 @@ def main(argv: Sequence[str]) -> int:
     for row in rows(machines, counts):
         print(row.line(), flush=True)
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise FlagError(f"--rows={text}", "they are whole numbers above 0", "write 1,16,64")
-    return int(text)
 
 
 def rows(machines: Sequence[Machine], counts: Sequence[int]) -> Iterator[Row]:
@@ -104,6 +99,6 @@ def _row(machine: Machine, count: int) -> Row:
     summed = run(pallas_collectives.psum, shape).time
     (kernel,) = run(norm, shape, shape, weight).kernels
     nbytes = count * COLUMNS * 2
-    unfused = summed + residual_norm.seconds_of_passes(nbytes, nbytes, machine.generation.name)
+    unfused = summed + residual_norm.seconds_of_passes(nbytes, nbytes, machine.generation)
     runs = "fused" if kernel.name == residual_norm.NAME else "unfused"
     return Row(str(machine), count, fused, summed, unfused, runs)

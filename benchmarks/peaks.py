@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from pallas_collectives.replay import GENERATIONS, Generation
+from pallas_collectives.topology import chips
 
 # NVLink, GB/s one way per GPU, by how the device kind begins; from NVIDIA's data sheets.
 _NVLINK = {
@@ -15,7 +15,6 @@ _NVLINK = {
     "NVIDIA B200": 900.0,
     "NVIDIA GB200": 900.0,
 }
-_ALSO_CALLED = {"TPU v5p": "TPU v5", "TPU v5e": "TPU v5 lite", "TPU v6e": "TPU v6 lite"}
 
 
 def of_group(mesh: Mesh, axes: tuple[str, ...]) -> float | None:
@@ -30,7 +29,7 @@ def of_group(mesh: Mesh, axes: tuple[str, ...]) -> float | None:
     if members[0].platform == "gpu":
         hosts = {_domain(device) for device in members}
         return nvlink(members[0].device_kind) if len(hosts) == 1 else None
-    chip = generation(members[0].device_kind)
+    chip = chips.listed(members[0].device_kind)
     return chip.link_bandwidth / 1e9 * _links(members) if chip else None
 
 
@@ -47,17 +46,9 @@ def _domain(device: Any) -> Any:
     return f"process {device.process_index}" if host is None else host
 
 
-def generation(kind: str) -> Generation | None:
-    """The TPU generation of a device kind, as the model knows it."""
-    known = {g.device_kind: g for g in GENERATIONS.values()}
-    known |= {other: known[name] for other, name in _ALSO_CALLED.items()}
-    found = [prefix for prefix in known if kind.startswith(prefix)]
-    return known[max(found, key=len)] if found else None
-
-
 def _links(members: Sequence[Any]) -> float:
     """ICI links of each device of the group that lead to others of it."""
-    chips = {tuple(device.coords) for device in members}
-    extents = [len(set(along)) for along in zip(*chips, strict=True)]
+    there = {tuple(device.coords) for device in members}
+    extents = [len(set(along)) for along in zip(*there, strict=True)]
     links = sum(min(extent - 1, 2) for extent in extents)
-    return links * len(chips) / len(members)
+    return links * len(there) / len(members)

@@ -1,17 +1,14 @@
 """Pictures of results: bandwidth and time against size, one line for each algorithm and for lax."""
 
 import importlib.util
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import Measured, Replayed, Row
 from benchmarks.settings import FlagError
-
-_LAX = {"color": "0.55", "linestyle": "--", "marker": "s"}
-_BOUND = {"color": "black", "linestyle": ":", "label": "bound"}
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by all
-_UNITS = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K"))
+from pallas_collectives.replay import style
 
 
 def check_installed() -> None:
@@ -22,7 +19,10 @@ def check_installed() -> None:
 
 
 def save(path: str, parts: Mapping[str, Sequence[Row]], environment: Mapping[str, Any]) -> bool:
-    """Writes a PNG: a line of panels for each collective; whether there was anything to plot."""
+    """Writes a PNG: two panels for each collective; whether there was anything to plot.
+
+    What was measured has a line for each algorithm; what was replayed, for each pod.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -31,7 +31,7 @@ def save(path: str, parts: Mapping[str, Sequence[Row]], environment: Mapping[str
     if not ops:
         return False
     with matplotlib.rc_context({"axes.grid": True, "grid.alpha": 0.3, "font.size": 9}):
-        figure = Figure(figsize=(10, 0.5 + 3.1 * len(ops)), layout="constrained")
+        figure = Figure(figsize=(10, 0.5 + 3.1 * len(ops)), layout="constrained", facecolor="white")
         figure.suptitle(_title(rows, environment))
         panels = figure.subplots(len(ops), 2, squeeze=False)
         for op, (bandwidth, time) in zip(ops, panels, strict=True):
@@ -52,8 +52,8 @@ def _timed(parts: Mapping[str, Sequence[Row]]) -> list[Any]:
 
 
 def _panel(row: Any) -> str:
-    where = f" on {row.machine}" if isinstance(row, Replayed) else ""
-    return f"{row.op}, {row.type}, {row.devices} devices{where}"
+    where = "" if isinstance(row, Replayed) else f", {row.devices} devices"
+    return f"{row.op}, {row.type}{where}"
 
 
 def _title(rows: Sequence[Any], environment: Mapping[str, Any]) -> str:
@@ -64,46 +64,42 @@ def _title(rows: Sequence[Any], environment: Mapping[str, Any]) -> str:
 
 
 def _line(row: Any) -> str:
-    backend = getattr(row, "backend", "pallas")
-    if backend == "xla":
-        return "lax"
-    return row.algorithm or (backend if isinstance(row, Measured) else "chosen by size")
+    if isinstance(row, Replayed):
+        over = f" {row.over}" if row.over else ""
+        algorithm = f", {row.algorithm}" if row.algorithm else ""
+        return f"{row.machine}{over}, {row.devices}{algorithm}"
+    return "lax" if row.backend == "xla" else row.algorithm or row.backend
 
 
 def _draw(rows: Sequence[Any], title: str, bandwidth: Any, time: Any) -> None:
-    from matplotlib import ticker
-
     names = list(dict.fromkeys(map(_line, rows)))
-    colours = iter(_COLOURS * len(names))
+    colours = itertools.cycle(style.LINES)
+    bounds: set[Any] = set()
     for name in names:
         of_name = sorted((row for row in rows if _line(row) == name), key=lambda row: row.size)
-        style = _LAX if name == "lax" else {"color": next(colours), "marker": "o"}
-        style = {"label": name, "markersize": "3", **style}
+        look = style.LAX if name == "lax" else {"color": next(colours), "marker": "o"}
+        look = {"label": name, "markersize": "3", **look}
         sizes = [row.size for row in of_name]
-        bandwidth.plot(sizes, [row.busbw for row in of_name], **style)
-        latency = f"{of_name[0].time_us:.3g} µs at {_bytes(sizes[0])}"
+        bandwidth.plot(sizes, [row.busbw for row in of_name], **look)
+        latency = f"{of_name[0].time_us:.3g} µs at {style.nbytes(sizes[0])}"
         times = [row.time_us for row in of_name]
-        time.plot(sizes, times, **{**style, "label": f"{name}: {latency}"})
+        time.plot(sizes, times, **{**look, "label": f"{name}: {latency}"})
         if isinstance(of_name[0], Measured):
             least, most = (
                 [getattr(row, f"time_us_{m}") for row in of_name] for m in ("min", "max")
             )
-            time.fill_between(sizes, least, most, color=style["color"], alpha=0.15, linewidth=0)
-    if bounds := sorted({(row.size, row.bound_us) for row in rows if getattr(row, "bound_us", 0)}):
-        time.plot(*zip(*bounds, strict=True), **_BOUND)
-    sizes = sorted({row.size for row in rows})
+            time.fill_between(sizes, least, most, color=look["color"], alpha=0.15, linewidth=0)
+        bound = tuple((row.size, row.bound_us) for row in of_name if getattr(row, "bound_us", 0))
+        if bound and bound not in bounds:
+            label = None if bounds else "bound"
+            bounds.add(bound)
+            most_bus = [r.busbw * r.time_us / r.bound_us for r in of_name if r.bound_us]
+            own = style.BOUND | {"color": look["color"]}
+            time.plot(*zip(*bound, strict=True), **own, label=label)
+            bandwidth.plot([size for size, _ in bound], most_bus, **own, label=label)
     for panel, label in ((bandwidth, "bus bandwidth (GB/s)"), (time, "time (µs)")):
-        panel.set(xscale="log", yscale="log", xlabel="size of the full array (bytes)", ylabel=label)
-        shown = sizes[:: -(-len(sizes) // 6)]
-        panel.set_xticks(shown, [_bytes(size) for size in shown])
-        panel.xaxis.set_minor_locator(ticker.NullLocator())
-        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        panel.yaxis.set_minor_locator(ticker.NullLocator())
-        panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.set(yscale="log", ylabel=label)
+        style.size_axis(panel, {row.size for row in rows}, "size of the full array")
+        style.count_axis(panel.yaxis)
         panel.set_title(title, fontsize=9)
-        panel.legend(fontsize=8)
-
-
-def _bytes(size: int) -> str:
-    unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), (1, ""))
-    return f"{size / unit:.3g}{name}"
+        panel.legend(fontsize=7)

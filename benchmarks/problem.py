@@ -13,6 +13,7 @@ from benchmarks import devices
 from benchmarks.cases import LANES, Case
 from benchmarks.settings import FlagError
 from pallas_collectives.errors import BackendError
+from pallas_collectives.wires import Wire
 
 Step = Callable[[jax.Array], jax.Array]
 
@@ -48,18 +49,18 @@ class Problem:
         self._spec = PartitionSpec(mesh.axis_names)
         self.operands = jax.device_put(self._values, NamedSharding(mesh, self._spec))
 
-    def call(self, backend: str, algorithm: str | None) -> Step:
-        """The collective on one device's operand.
+    def call(self, backend: str, algorithm: str | None, wire: Wire | None = None) -> Step:
+        """The collective on one device's operand; over a wire it is ours, whoever serves.
 
         Raises:
           BackendError: lax's own, where that cannot be run.
         """
-        if backend == "xla":
+        if backend == "xla" and wire is None:
             if obstacle := self._lax_obstacle:
                 remedy = "numpy's result is what ours is checked against"
                 raise BackendError(f"lax's {self.case.name}", obstacle, remedy)
             return lambda x: self.case.by_lax(x, self._axes)
-        how = {"backend": backend, "algorithm": algorithm}
+        how = {"backend": backend, "algorithm": algorithm, **({"wire": wire} if wire else {})}
         return lambda x: self.case.call(pallas_collectives, x, self._axes, **how)
 
     def compile(self, fn: Step, *, by_xla: bool = False) -> Step:
@@ -89,6 +90,16 @@ class Problem:
                 differs = differs | _differs(got, np.asarray(by_lax)[0])
             wrong += int(np.sum(differs))
         return wrong
+
+    def off_by(self, result: jax.Array) -> float:
+        """The largest difference from numpy's result, as a share of that one's largest number."""
+        largest = off = 0.0
+        for shard in result.addressable_shards:
+            want = self._by_numpy[shard.index[0].start or 0].astype(np.float64)
+            largest = max(largest, float(np.abs(want).max()))
+            got = np.asarray(shard.data)[0].astype(np.float64)
+            off = max(off, float(np.abs(got - want).max()))
+        return off / largest if largest else off
 
     @property
     def _lax_obstacle(self) -> str:

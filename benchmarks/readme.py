@@ -13,6 +13,7 @@ and what is measured (readme_gpus.json), on a host with GPUs and a process for e
 
 import dataclasses
 import difflib
+import inspect
 import itertools
 import math
 import re
@@ -23,6 +24,7 @@ from typing import Any
 
 from absl import flags
 
+import pallas_collectives
 from benchmarks import compiled, devices, fused, replay_rows, results
 from benchmarks.cases import CASES
 from benchmarks.results import Results, Saved
@@ -30,9 +32,10 @@ from benchmarks.rows import Compiled, Measured, Replayed
 from benchmarks.settings import FlagError, Settings
 from benchmarks.tables import Screen, grid
 from pallas_collectives import catalogue
+from pallas_collectives.__main__ import first_sentence
 from pallas_collectives.backends import nccl
 from pallas_collectives.replay import Machine, calibration
-from pallas_collectives.topology.rates import GENERATIONS
+from pallas_collectives.topology import chips
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 STORED = Path(__file__).with_name("readme.json")
@@ -72,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
             print(line)
     elif after != before:
         results.write(str(README), lambda file: file.write(after))
+    changed = "out of date" if _ONLY_CHECK.value else "written anew"
+    print(f"{README.name}: {len(TABLES)} tables, {'all current' if after == before else changed}")
     return int(_ONLY_CHECK.value and after != before)
 
 
@@ -289,7 +294,7 @@ def products(_: Saved) -> str:
 
     From the rows that `python -m benchmarks fused --save` has kept.
     """
-    order = list(GENERATIONS)
+    order = list(chips.BY_NAME)
     rows = sorted(
         fused.saved(), key=lambda row: (order.index(row.where.partition(":")[0]), row.where, row.op)
     )
@@ -307,8 +312,20 @@ def _hidden(row: fused.Row) -> str:
     return f"{100 * row.overlap:.0f}%; {row.fused / row.longer:.2f}"
 
 
+def names(_: Saved) -> str:
+    """The public names, a line each, linked to their source."""
+    root, cells = Path(pallas_collectives.__file__).parents[1], []
+    for name in pallas_collectives.PUBLIC:
+        found = getattr(pallas_collectives, name)
+        file = Path(inspect.getsourcefile(inspect.unwrap(found)) or "").relative_to(root)
+        path = file.parent if file.name == "__init__.py" else file
+        cells.append((f"[`{name}`]({path.as_posix()})", first_sentence(found)))
+    return grid(("name", "what it is"), cells, (True, True))
+
+
 TABLES: dict[str, Callable[[Saved], str]] = {
     "algorithms": algorithms,
+    "names": names,
     "replayed": replayed,
     "small": small,
     "several": several,

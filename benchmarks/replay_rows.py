@@ -15,12 +15,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import pallas_collectives
-from benchmarks import peaks
 from benchmarks.cases import LANES, Case
 from benchmarks.rows import Replayed
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
+from pallas_collectives.topology import chips
+from pallas_collectives.wires import Wire
 
 AXES = ("x", "y", "z")
 
@@ -88,12 +89,19 @@ def mesh_axes(machine: Machine) -> dict[str, int]:
     return axes
 
 
-def run(task: Task, *, races: bool = False, mesh: Mesh | AbstractMesh | None = None) -> Report:
+def run(
+    task: Task,
+    *,
+    races: bool = False,
+    mesh: Mesh | AbstractMesh | None = None,
+    wire: Wire | None = None,
+) -> Report:
     """The replay of one task.
 
     Args:
       task: the task.
       races: also look for races.
+      wire: the narrower numbers that it sends.
       mesh: of devices that are on the machine; by default its torus as it is.
 
     Raises:
@@ -104,9 +112,8 @@ def run(task: Task, *, races: bool = False, mesh: Mesh | AbstractMesh | None = N
     axis = task.axes if len(task.axes) > 1 else task.axes[0]
 
     def body(x: jax.Array) -> jax.Array:
-        return task.case.call(
-            pallas_collectives, x, axis, backend="pallas", algorithm=task.algorithm
-        )
+        how = {"backend": "pallas", "algorithm": task.algorithm, **({"wire": wire} if wire else {})}
+        return task.case.call(pallas_collectives, x, axis, **how)
 
     everywhere = PartitionSpec()
     function = jax.shard_map(
@@ -119,7 +126,7 @@ def run(task: Task, *, races: bool = False, mesh: Mesh | AbstractMesh | None = N
 def machine_of(mesh: Mesh) -> Machine | None:
     """The slice of a pod that TPU devices make up; None where the model does not know it."""
     devices = mesh.devices.flat
-    chip = peaks.generation(devices[0].device_kind)
+    chip = chips.listed(devices[0].device_kind)
     if chip is None or not hasattr(devices[0], "coords"):
         return None
     coords = np.array([device.coords for device in devices])
@@ -176,6 +183,7 @@ def _row(task: Task, races: bool) -> Replayed:
     return dataclasses.replace(
         base,
         kernel=_kernel_names(report),
+        served=" + ".join(dict.fromkeys(a or b for _, b, a in pallas_collectives.counts())),
         time_us=report.time * 1e6,
         algbw=nbytes / report.time / 1e9,
         busbw=nbytes / report.time / 1e9 * task.case.busbw(n),

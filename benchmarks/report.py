@@ -10,7 +10,9 @@ from benchmarks import baseline, plots, results, tables
 from benchmarks.results import Saved
 from benchmarks.settings import FlagError
 
-_OUT = flags.DEFINE_string("out", "", "The page, *.md; plots go beside it. By default printed.")
+_OUT = flags.DEFINE_string(
+    "out", "", "The page, *.md, with PAGE-RESULTS.png beside it; by default printed."
+)
 
 _TITLES = {
     "figures": "Figures of the model: assumed and measured",
@@ -33,19 +35,19 @@ def main(argv: Sequence[str]) -> int:
     if not _OUT.value:
         print("\n".join(page(Path(path).stem, of) for path, of in saved.items()))
         return 0
+    out = Path(results.check_writable(_OUT.value, "--out"))
+    if out.suffix != ".md":
+        raise FlagError(f"--out={out}", "the page is Markdown", "name a file that ends in .md")
     plots.check_installed()
-    results.check_writable(_OUT.value, "--out")
     pages = []
     for path, of in saved.items():
-        text, picture = (
-            page(Path(path).stem, of),
-            Path(_OUT.value).with_name(f"{Path(path).stem}.png"),
-        )
+        text = page(Path(path).stem, of)
+        picture = out.with_name(f"{out.stem}-{Path(path).stem}.png")
         if plots.save(str(picture), of.parts, of.environment):
             text += f"\n![bandwidth and time against size]({picture.name})\n"
         pages.append(text)
-    results.write(_OUT.value, lambda file: file.write("\n".join(pages)))
-    print(f"written: {_OUT.value}")
+    results.write(str(out), lambda file: file.write("\n".join(pages)))
+    print(f"written: {out}")
     return 0
 
 

@@ -76,7 +76,8 @@ class Results:
             for row in rows:
                 kept.append(row)
                 self.save()
-                progress.update(bar, advance=1, description=str(row))
+                said = "failed" if row.failed else "refused" if row.reason else "ok"
+                progress.update(bar, advance=1, description=f"{row}: {said}")
                 check()
 
     def show(self, part: str, title: str) -> None:

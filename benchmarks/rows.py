@@ -152,12 +152,41 @@ class Stepped(Row):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Ran(Row):
+    """A model's step, run on the devices there are.
+
+    Attributes:
+      op: the program, and how it is run.
+      under: whose collectives: "lax" or "override".
+      time_us, time_us_min, time_us_max: of one step, by the clock: median, fastest, slowest.
+      compute_us, exposed_us, hidden_us: of one step, by the profiler: the median device's (see
+        `steps.exposed`).
+    """
+
+    under: str
+    time_us: float | None = None
+    time_us_min: float | None = None
+    time_us_max: float | None = None
+    compute_us: float | None = None
+    exposed_us: float | None = None
+    hidden_us: float | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.op, self.under, self.devices)
+
+    def __str__(self) -> str:
+        return f"{self.op} under {self.under}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Replayed(Row):
     """A collective replayed on the model of a pod.
 
     Attributes:
       machine: the pod, as "v5e:16x16".
       kernel: the kernels that ran.
+      served: the algorithms that served.
       size: bytes of the full array.
       count: see `cases`.
       time_us: modelled time of one call, by itself.
@@ -172,6 +201,7 @@ class Replayed(Row):
 
     machine: str
     kernel: str = ""
+    served: str = ""
     size: int
     count: int
     time_us: float | None = None
@@ -197,6 +227,38 @@ class Replayed(Row):
 
     def __str__(self) -> str:
         return f"{super().__str__()} on {self.machine}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wired(Row):
+    """A collective over a wire of narrower numbers, or without one.
+
+    Attributes:
+      where: the pod, or the devices and the backend.
+      wire: "none" without one.
+      size: bytes of the full array.
+      time_us: measured, or on a pod modelled, XLA's passes included.
+      passes_us: of these, XLA's passes; None where they are measured with the rest.
+      of_plain: time in percent of that without a wire.
+      of_bytes: bytes on the wire in percent of those without one.
+      off: the largest error of any number, in percent of the result's largest number.
+    """
+
+    where: str
+    wire: str
+    size: int
+    time_us: float | None = None
+    passes_us: float | None = None
+    of_plain: float | None = None
+    of_bytes: float | None = None
+    off: float | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.where, self.wire, *super().key, self.size)
+
+    def __str__(self) -> str:
+        return f"{self.op} by wire {self.wire} on {self.where}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,8 +343,10 @@ PARTS: dict[str, type[Row]] = {
     "conformance": Measured,
     "soak": Soaked,
     "measured": Measured,
+    "wires": Wired,
     "compiled": Compiled,
     "steps": Stepped,
+    "ran": Ran,
     "replayed": Replayed,
     "small": Replayed,
     "several": Replayed,

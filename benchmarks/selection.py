@@ -31,12 +31,16 @@ _FACTOR = flags.DEFINE_string("factor", "", "From size to size, as nccl-tests' -
 _MESH = flags.DEFINE_string("mesh", None, "Axis sizes, as 4x2; by default all devices on one.")
 _AXIS = flags.DEFINE_string("axis", "x", "Mesh axes to communicate over, of x, y and z, as x,y.")
 _DEVICES = flags.DEFINE_integer(
-    "devices", 8, "TPU devices to simulate where there are no real ones.", lower_bound=2
+    "devices",
+    8,
+    "TPU devices to simulate where there are no real ones.",
+    lower_bound=2,
+    upper_bound=settings.MOST_SIMULATED,
 )
 _WARMUP = flags.DEFINE_integer(
-    "warmup", 2, "Untimed runs before the timed.", lower_bound=0, short_name="w"
+    "warmup", 2, "Untimed runs before the timed.", 0, settings.MOST_RUNS, short_name="w"
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of the random operands.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the random operands.", 0, (1 << 63) - 1)
 _CHECK = flags.DEFINE_bool("check", True, "Compare every result with numpy's and with lax's.")
 _CHAIN = flags.DEFINE_bool(
     "chain", True, "Time chains inside one program; --chain=0 times one program for each."
@@ -66,9 +70,11 @@ def chosen(
     if mesh and flags.FLAGS["devices"].present and math.prod(mesh) != _DEVICES.value:
         rule = f"--mesh={_MESH.value} is one of {math.prod(mesh)}"
         raise FlagError(f"--devices={_DEVICES.value}", rule, "leave one of both out")
-    devices.prepare(math.prod(mesh) if mesh else _DEVICES.value, _DISTRIBUTED.value)
+    number = min(math.prod(mesh) if mesh else _DEVICES.value, settings.MOST_SIMULATED)
+    devices.prepare(number, _DISTRIBUTED.value)
     mesh = mesh or (len(jax.devices()),)
     kind = devices.kind()
+    _require_effect(bool(pods), kind)
     cases = settings.choose_cases(_COLLECTIVE.value)
     return Settings(
         cases=cases,
@@ -86,6 +92,21 @@ def chosen(
         trace=_TRACE.value,
         pods=pods,
     )
+
+
+# What says how to run and time collectives on devices, and how to time them.
+_RUNNING = ("mesh", "devices", "seed", "check", "distributed")
+_TIMING = ("warmup", "iters", "chain")
+
+
+def _require_effect(replayed: bool, kind: str) -> None:
+    """Refuses flags that the run would not look at."""
+    for name in (*_RUNNING, *_TIMING, "trace"):
+        if replayed and flags.FLAGS[name].present:
+            rule = "a replay runs on no device and measures nothing"
+            raise FlagError(f"--{name}", rule, "leave out this or --replay")
+        if kind == "simulated" and name in _TIMING and flags.FLAGS[name].present:
+            raise FlagError(f"--{name}", "simulated devices are not timed", "leave it out")
 
 
 def _backends(kind: str, replayed: bool) -> tuple[str, ...]:

@@ -2,18 +2,22 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import CASES, Case
+from pallas_collectives import wires
 from pallas_collectives.backends.plans import NAMES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 
 AXES = ("x", "y", "z")
+# Devices that the interpreter runs within minutes, and runs that are no mistake.
+MOST_SIMULATED, MOST_RUNS = 64, 1_000_000
+_LARGEST, _MOST_SIZES = 1 << 40, 256
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -26,15 +30,25 @@ def parse_steps(first: str, last: str, factor: str) -> tuple[int, ...]:
     return parse_sizes(f"{first}:{last or first}:{factor or 2}x")
 
 
+def parse_count(text: str, flag: str, most: int = 1 << 20) -> int:
+    """A whole number from 1 to `most`."""
+    if not re.fullmatch(r"[1-9]\d{0,18}", text) or int(text) > most:
+        rule = f"it is a whole number from 1 to {most}"
+        raise FlagError(f"{flag}={text[:40]}", rule, "write one")
+    return int(text)
+
+
 def parse_bytes(text: str, flag: str = "--sizes") -> int:
     """A number of bytes: "8192", "8K", "256M", "1G" (powers of 1024, as nccl-tests has them)."""
-    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip().upper())
-    if not match or not int(match[1]):
+    match = re.fullmatch(r"0*([1-9]\d{0,12})([KMG]?)B?", text.strip().upper())
+    size = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not 0 < size <= _LARGEST:
         rule = (
-            "a size is a whole number of bytes above 0, with K, M or G (powers of 1024) behind it"
+            "a size is a whole number of bytes, from 1 to 1024G, with K, M or G (powers of 1024) "
+            "behind it"
         )
-        raise FlagError(f"{flag}={text!r}", rule, "write it like 8192, 8K or 256M")
-    return int(match[1]) * _UNITS[match[2]]
+        raise FlagError(f"{flag}={text[:40]!r}", rule, "write it like 8192, 8K or 256M")
+    return size
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -52,20 +66,23 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         return (size,)
     last, step = parse_bytes(rest[0]), rest[1].strip().lower()
     factor, plus = (step[:-1], 0) if step.endswith("x") else ("1", parse_bytes(step))
-    if last < size or not factor.isdigit() or not (plus or int(factor) > 1):
+    if last < size or not re.fullmatch(r"\d{1,9}", factor) or not (plus or int(factor) > 1):
         rule = "FIRST is at most LAST, and STEP is a factor like 2x, above 1x, or a size to add"
         raise FlagError(f"--sizes={text}", rule, "write it like 8K:256M:2x or 8K:64K:8K")
-    sizes = []
-    while size <= last:
+    sizes: list[int] = []
+    while size <= last and len(sizes) <= _MOST_SIZES:
         sizes.append(size)
         size = size * int(factor) + plus
+    if len(sizes) > _MOST_SIZES:
+        rule = f"these are more than {_MOST_SIZES} sizes"
+        raise FlagError(f"--sizes={text}", rule, "take a larger step")
     return tuple(sizes)
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
     """The sizes of a mesh's axes: "8" or "4x2"."""
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", text):
-        rule = "a mesh is one to three axis sizes with x between them"
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", text):
+        rule = "a mesh is one to three axis sizes, each below 100000, with x between them"
         raise FlagError(f"--mesh={text}", rule, "write it like 8, 4x2 or 4x4x4")
     return tuple(map(int, text.split("x")))
 
@@ -112,6 +129,18 @@ def _bits(dtype: Any) -> int:
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize * 8
 
 
+def check_wires(names: Sequence[str], dtypes: Sequence[str]) -> tuple[str, ...]:
+    """Dtypes of wires, each narrower than all element types."""
+    for name in names:
+        if name not in wires.DTYPES:
+            rule = f"it is one of {', '.join(wires.DTYPES)}"
+            raise FlagError(f"--wire={name}", rule, "name one, or several with commas")
+        for dtype in dtypes:
+            if why := wires.obstacle(wires.Wire(name), dtype):
+                raise FlagError(f"--wire={name} with --dtype={dtype}", why, "name another")
+    return tuple(names)
+
+
 def choose_cases(names: Sequence[str]) -> tuple[Case, ...]:
     """The records of the collectives named; all that have kernels if none is."""
     known = {case.name: case for case in CASES}
@@ -130,6 +159,13 @@ def check_backends(names: Sequence[str]) -> tuple[str, ...]:
     """Backend names."""
     _check_all(names, NAMES, "--backend")
     return tuple(names)
+
+
+def check_axes_of(axes: Sequence[str], there: Iterable[str], pod: str) -> None:
+    """Refuses to communicate over axes that a pod does not have."""
+    if missing := sorted(set(axes) - set(there)):
+        rule = f"{pod} has the axes {', '.join(there) or 'of one device'}"
+        raise FlagError(f"--axis={missing[0]}", rule, "name one of them, or a larger pod")
 
 
 def _check_all(names: Sequence[str], known: Sequence[str] | dict[str, Case], flag: str) -> None:
@@ -160,6 +196,7 @@ class Settings:
       trace: folder for profiles of what is timed; "" for none.
       topologies: TPUs to compile for.
       pods: TPUs to replay on, instead of measuring and compiling.
+      wires: dtypes of wires to compare with none, instead of all else.
     """
 
     cases: tuple[Case, ...]
@@ -178,6 +215,7 @@ class Settings:
     trace: str = ""
     topologies: tuple[str, ...] = ()
     pods: tuple[str, ...] = ()
+    wires: tuple[str, ...] = ()
 
     def named(self) -> dict[str, Any]:
         """The settings as JSON takes them: cases by their names."""

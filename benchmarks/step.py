@@ -2,8 +2,14 @@
 
 Each program is compiled for each topology three times: with lax's collectives, under
 `override_lax()`, and under `override_lax(everything=True)` ("forced"). XLA's scheduled program says
-what runs beside what, and how many cycles the core's own work takes; how long a collective takes is
-the replay's. So all times here are modelled, none is measured. No TPU is needed.
+what runs beside what, and how many cycles the core's own work takes; a replay of the whole step
+says what collectives take. So all these times are modelled, none is measured. No TPU is needed.
+
+On TPUs and GPUs the programs also run, under lax and under `override_lax()`: the time of a step by
+the clock, and what is exposed by the profiler.
+
+By default one program is compiled for one topology, which takes about a minute; a line at the end
+says what is left out. A gradient's program takes a minute or more for each of the three.
 
 --program=package.module:function names a function of (devices, form) that returns a
 `benchmarks.steps.programs.Program`: what one device runs, its arguments' shapes, and mesh axes.
@@ -12,6 +18,7 @@ the replay's. So all times here are modelled, none is measured. No TPU is needed
 import itertools
 from collections.abc import Sequence
 
+import jax
 from absl import flags
 
 from benchmarks import compiled, devices, plots, results, settings, tables
@@ -19,7 +26,7 @@ from benchmarks import sweep as sweep  # which defines --json and --plot
 from benchmarks.results import Results
 from benchmarks.rows import Stepped
 from benchmarks.settings import FlagError
-from benchmarks.steps import compiling, lanes, learning, programs
+from benchmarks.steps import compiling, lanes, learning, programs, running
 from benchmarks.steps.programs import Form
 from benchmarks.tables import Screen
 from pallas_collectives.topology import chips
@@ -27,15 +34,17 @@ from pallas_collectives.topology import chips
 _SHARED = ("json", "plot")  # flags of `sweep`
 for _flag in _SHARED:
     flags.declare_key_flag(_flag, flags.FLAGS)
+_TOPOLOGIES = ("v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1")
+_PASSES, _LAYOUTS = ("forward", "gradient"), ("scan", "unrolled")
 _TOPOLOGY = flags.DEFINE_list(
-    "topology",
-    ["v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1"],
-    "TPUs to compile for without having them.",
+    "topology", ["v6e:2x2"], f"TPUs to compile for without having them: {', '.join(_TOPOLOGIES)}..."
 )
 _PROGRAM = flags.DEFINE_list(
-    "program", ["fsdp_tensor"], "Built-in ones, or package.module:function."
+    "program",
+    ["fsdp"],
+    f"Built-in ones ({', '.join(programs.BUILT_IN)}), or package.module:function.",
 )
-_PASS = flags.DEFINE_list("pass", ["gradient"], "forward, gradient, or both with a comma.")
+_PASS = flags.DEFINE_list("pass", ["forward"], "forward, gradient, or both with a comma.")
 _LAYERS = flags.DEFINE_list("layers", ["scan"], "scan, unrolled, or both with a comma.")
 _EACH = flags.DEFINE_bool("each", True, "Print each program's collectives.")
 _LEARN = flags.DEFINE_bool(
@@ -47,27 +56,46 @@ def main(argv: Sequence[str]) -> int:
     """Compiles what the flags ask for; 1 if something did not compile."""
     if argv[1:]:
         raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
-    if not compiled.is_available():
-        raise FlagError("step", "libtpu is not installed", "`pip install -e '.[tpu]'`")
+    compiles = compiled.is_available()
     where = [_topology(text) for text in _TOPOLOGY.value]
     for name in _PROGRAM.value:
         programs.named(name)
     forms = [
         Form(each == "gradient", layers == "unrolled")
         for each, layers in itertools.product(
-            _named(_PASS.value, "pass", ("forward", "gradient")),
-            _named(_LAYERS.value, "layers", ("scan", "unrolled")),
+            _named(_PASS.value, "pass", _PASSES), _named(_LAYERS.value, "layers", _LAYOUTS)
         )
     ]
     screen = Screen()
     if _LEARN.value:
+        _need_compiler(compiles)
         screen.say(learning.write(where))
         return 0
     json_file, plot = map(_checked, _SHARED)
     about = {"topologies": where, "programs": _PROGRAM.value, "forms": list(map(str, forms))}
     devices.prepare(1)
-    kept = Results(screen, devices.environment(devices.make_mesh((1,))), about, json_file)
-    tasks = compiling.plan(where, _PROGRAM.value, forms)
+    runs = devices.kind() != "simulated"
+    if not runs:
+        _need_compiler(compiles)
+    mesh = devices.make_mesh((jax.device_count() if runs else 1,))
+    kept = Results(screen, devices.environment(mesh), about, json_file)
+    if runs:
+        count = len(_PROGRAM.value) * len(forms) * len(running.UNDER)
+        kept.collect("ran", running.rows(_PROGRAM.value, forms), count)
+        kept.show("ran", "Measured: a step by the clock, and what is exposed by the profiler.")
+    if compiles:
+        _compile(screen, kept, compiling.plan(where, _PROGRAM.value, forms), plot)
+    if left := _left_out():
+        screen.say(f"Left out: {left}.")
+    return int(kept.failed)
+
+
+def _need_compiler(is_there: bool) -> None:
+    if not is_there:
+        raise FlagError("step", "libtpu is not installed", "`pip install -e '.[tpu]'`")
+
+
+def _compile(screen: Screen, kept: Results, tasks: Sequence[compiling.Task], plot: str) -> None:
     kept.collect("steps", compiling.rows(tasks), len(tasks) * len(compiling.UNDER))
     kept.show("steps", "Modelled, not measured: XLA's cycles, and the replay of collectives.")
     rows = [row for row in kept.parts["steps"] if isinstance(row, Stepped)]
@@ -76,7 +104,18 @@ def main(argv: Sequence[str]) -> int:
             _show(screen, row)
     if plot:
         lanes.save(plot, rows)
-    return int(kept.failed)
+
+
+def _left_out() -> str:
+    """What flags would add to what was asked for."""
+    whole = (
+        ("topology", _TOPOLOGY.value, _TOPOLOGIES),
+        ("program", _PROGRAM.value, tuple(programs.BUILT_IN)),
+        ("pass", _PASS.value, _PASSES),
+        ("layers", _LAYERS.value, _LAYOUTS),
+    )
+    missing = [(name, [v for v in known if v not in asked]) for name, asked, known in whole]
+    return "; ".join(f"--{name}={','.join(values)}" for name, values in missing if values)
 
 
 def _checked(flag: str) -> str:

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from benchmarks import (
     results,
     selection,
     settings,
+    wired_rows,
 )
 from benchmarks.results import Results
 from benchmarks.settings import FlagError, Settings
@@ -29,8 +32,9 @@ from pallas_collectives.replay import Machine, MachineError
 flags.adopt_module_key_flags(selection)
 _COMPILE_FOR = flags.DEFINE_list(
     "compile_for",
-    ["v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"],
-    "TPUs to compile for without having them; empty for none.",
+    None,
+    "TPUs to compile for without having them; empty for none. By default v5e:2x4 and v5p:2x2x2, "
+    "with --all and on real devices one of each generation.",
 )
 _REPLAY = flags.DEFINE_list(
     "replay",
@@ -39,13 +43,24 @@ _REPLAY = flags.DEFINE_list(
     "kernels instead of measuring. By default, where TPUs are simulated, one of each generation "
     "after the rest; --replay= for none.",
 )
+_ALL = flags.DEFINE_bool(
+    "all", False, "Where TPUs are simulated: larger sizes as well, and every TPU to compile for."
+)
 _JSON = flags.DEFINE_string("json", "", "File for the results, kept up to date while they come.")
 _CSV = flags.DEFINE_string("csv", "", "File for what was measured, likewise.")
 _PLOT = flags.DEFINE_string("plot", "", "PNG for bandwidth and time against size.")
+_WIRE = flags.DEFINE_list(
+    "wire",
+    [],
+    "Numbers to send floats as, as int8,float8_e4m3fn: time and error beside those without, of "
+    "bfloat16 by default, measured, or replayed with --replay.",
+)
 _RESUME = flags.DEFINE_bool("resume", False, "Keep the rows that --json's file has, and go on.")
 
+_FEW_TO_COMPILE_FOR = ["v5e:2x4", "v5p:2x2x2"]
+_TO_COMPILE_FOR = ["v4:2x2x1", *_FEW_TO_COMPILE_FOR, "v6e:2x4", "tpu7x:2x2x1"]
 _SIZES = {
-    "simulated": "8K:512K:64x",
+    "simulated": "8K",
     "tpu": "8K:256M:2x",
     "gpu": "8K:256M:2x",
     "replay": "64K:64M:32x",
@@ -85,14 +100,38 @@ def _settings() -> Settings:
     if _COMPILE_FOR.value and flags.FLAGS["compile_for"].present and not compiled.is_available():
         raise compiled.CompilerError(f"--compile_for: {compiled.INSTALL}")
     pods = tuple(map(_pod, _REPLAY.value or []))
-    topologies = tuple(settings.parse_topology(t, "--compile_for") for t in _COMPILE_FOR.value)
-    wanted = selection.chosen(_SIZES, pods)
+    named = tuple(settings.parse_topology(t, "--compile_for") for t in _COMPILE_FOR.value or [])
+    if pods and _COMPILE_FOR.value and flags.FLAGS["compile_for"].present:
+        rule = "a replay compiles nothing"
+        raise FlagError("--compile_for", rule, "leave out this or --replay")
+    sizes = {**_SIZES, "simulated": "8K:512K:64x"} if _ALL.value else _SIZES
+    wanted = selection.chosen(sizes, pods, ("bfloat16",) if _WIRE.value else ("float32",))
+    narrow = settings.check_wires(_WIRE.value, wanted.dtypes)
+    simulated = devices.kind() == "simulated" and not pods
+    if _ALL.value and not simulated:
+        raise FlagError("--all", "elsewhere than on simulated devices all is run", "leave it out")
+    by_default = _FEW_TO_COMPILE_FOR if simulated and not _ALL.value else _TO_COMPILE_FOR
+    topologies = named if _COMPILE_FOR.value is not None else tuple(by_default)
+    for pod in pods:
+        settings.check_axes_of(wanted.axes, replay_rows.mesh_axes(Machine.named(pod)), pod)
+    if simulated:
+        _check_simulable(wanted)
     if _PLOT.value:
-        plots.check_installed()
-        if devices.kind() == "simulated" and not pods:
+        if simulated:
             rule = "simulated devices have no times to plot"
             raise FlagError("--plot", rule, "plot a model's, with --replay=v5e:4x4 or another pod")
-    return dataclasses.replace(wanted, topologies=topologies)
+        plots.check_installed()
+    return dataclasses.replace(wanted, topologies=topologies, wires=narrow)
+
+
+def _check_simulable(wanted: Settings) -> None:
+    """Refuses sizes of which one row would take longer than a run may without a warning."""
+    most = _LONG_MINUTES * 60 // 5 * (16 << 20) // math.prod(wanted.mesh)
+    if max(wanted.sizes) > most:
+        rule = f"the interpreter takes minutes a row above {most >> 20} MiB on these devices"
+        raise FlagError(
+            f"--sizes with {max(wanted.sizes)}", rule, "name less, or a pod with --replay"
+        )
 
 
 def _pod(text: str) -> str:
@@ -111,13 +150,17 @@ def _run(wanted: Settings, screen: Screen) -> int:
     environment = devices.environment(mesh)
     kept = Results(screen, environment, wanted.named(), *files, resume=_RESUME.value)
     try:
-        if wanted.pods:
+        if wanted.wires:
+            _over_wires(kept, screen, wanted, mesh)
+        elif wanted.pods:
             _replay(kept, screen, wanted)
         else:
             _measure(kept, screen, wanted, mesh)
             _compile(kept, screen, wanted)
             if _REPLAY.value is None and devices.kind() == "simulated":
                 _replay(kept, screen, dataclasses.replace(wanted, **ONE_POD_EACH))
+                if not _ALL.value:
+                    screen.say("\n--all runs larger sizes, and compiles for each generation.")
     except KeyboardInterrupt:
         if _JSON.value:
             screen.say(f"Interrupted. The same command with --resume goes on from {_JSON.value}.")
@@ -127,6 +170,22 @@ def _run(wanted: Settings, screen: Screen) -> int:
     screen.say()
     screen.say(kept.verdict)
     return int(kept.failed)
+
+
+def _over_wires(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:
+    """Time beside error, over each wire and without."""
+    tasks = wired_rows.plan(wanted)
+    each, done = 1 + len(wanted.wires), kept.kept("wires")
+    title = (
+        "Over narrower wires. On pods: modelled, kernels by replay, XLA's passes at HBM's rate.\n"
+        "% off: the largest error of any number, in percent of the result's largest."
+    )
+    try:
+        rows = wired_rows.rows(tasks[done // each :], wanted, mesh)
+        rows = itertools.islice(rows, done % each, None)
+        kept.collect("wires", rows, each * len(tasks))
+    finally:
+        kept.show("wires", title)
 
 
 def _measure(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:

@@ -1,6 +1,7 @@
 """Rows as tables: on a terminal, with progress while they come, and in Markdown."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -15,6 +16,7 @@ from rich.progress import (
 from rich.table import Table
 
 from benchmarks import columns
+from benchmarks.columns import Column
 from benchmarks.rows import Row
 
 _WIDEST = 1000  # a terminal breaks lines that are too long for it; rich would leave parts out
@@ -36,8 +38,15 @@ class Screen:
         if not rows:
             return
         on_terminal = self._stdout.is_terminal
-        table = Table(box=box.SIMPLE_HEAD if on_terminal else None, pad_edge=on_terminal)
         shown = columns.of(rows)
+        narrow = on_terminal and _width(shown, rows) > shutil.get_terminal_size().columns
+        if narrow:
+            shown = columns.few(rows)
+        table = Table(
+            box=box.SIMPLE_HEAD if on_terminal else None,
+            pad_edge=on_terminal and not narrow,
+            collapse_padding=narrow,
+        )
         for column in shown:
             justify = "left" if column.is_text else "right"
             table.add_column(column.header, justify=justify, no_wrap=True)  # type: ignore[arg-type]
@@ -62,6 +71,12 @@ class Screen:
             disable=not self._stderr.is_terminal,
         ) as progress:
             yield progress
+
+
+def _width(shown: Sequence[Column], rows: Sequence[Row]) -> int:
+    """Of a table on a terminal, with its spaces and rules between columns."""
+    widths = (max(len(c.header), *(len(c.cell(row)) for row in rows)) for c in shown)
+    return 2 + sum(width + 3 for width in widths)
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:

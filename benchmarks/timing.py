@@ -19,11 +19,11 @@ import jax
 from absl import flags
 from jax import lax
 
-from benchmarks import devices
+from benchmarks import devices, settings
 from benchmarks.problem import Problem, Step
 
 ITERS = flags.DEFINE_integer(
-    "iters", 20, "Calls in one timed chain.", lower_bound=1, short_name="n"
+    "iters", 20, "Calls in one timed chain.", 1, settings.MOST_RUNS, short_name="n"
 )
 # Calls in one turn of a chain's loop on GPUs. XLA makes CUDA graphs of five operations or more in a
 # row, as a model's step has them; one call and its link to the next are fewer.

@@ -99,10 +99,12 @@ def modelled(known: Table | None = None, measured_on: Generation | None = None) 
     figures were measured; what is known stays.
     """
     entries: list[Entry] = []
-    for chip in GENERATIONS if measured_on is None else (measured_on.name,):
-        for torus, n in groups(chip):
-            print(f"replaying {chip}, a {torus} of {n}", file=sys.stderr, flush=True)
-            entries += model(chip, torus, n, known=known, measured_on=measured_on)
+    on = GENERATIONS if measured_on is None else (measured_on.name,)
+    of_all = [(chip, torus, n) for chip in on for torus, n in groups(chip)]
+    for number, (chip, torus, n) in enumerate(of_all, 1):
+        which = f"{number} of {len(of_all)}: {chip}, a {torus} of {n}"
+        print(f"replaying {which}", file=sys.stderr, flush=True)
+        entries += model(chip, torus, n, known=known, measured_on=measured_on)
     about = "Modelled, not measured: kernels replayed (pallas_collectives.replay), float32."
     if measured_on:
         about += " The chip's figures were measured."
@@ -160,7 +162,7 @@ def model(
         if not record.timed or (ops is not None and case.op not in ops):
             continue
         sizes: tuple[int, ...] = OPERAND_BYTES if record.is_cut else BLOCK_BYTES
-        if torus not in tables.TORI:  # the time of more is on the line through the last two
+        if torus not in tables.ONE_AXIS:  # the time of more is on the line through the last two
             sizes = sizes[:5]
         if record.of_blocks and not record.phases:
             sizes = tuple(size for size in sizes if n * size <= MOST_OPERAND_BYTES)
@@ -170,7 +172,7 @@ def model(
         # for blocks of 256 KiB on a 7x 4x4x4.
         unfit: set[object] = {JUMPS} if reach.everywhere(chips.BY_NAME[chip]) else set()
         # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
-        if torus not in tables.TORI and n > algorithms.FEW_DEVICES:
+        if torus not in tables.ONE_AXIS and n > algorithms.FEW_DEVICES:
             unfit |= {a.reach for a in record.algorithms} - {JUMPS, TORUS, NEIGHBOURS}
         fit = {a.name for a in record.algorithms if a.reach not in unfit}
         offered = [name for name in candidates(case.op, torus) if name.partition(":")[0] in fit]
@@ -189,7 +191,7 @@ def candidates(op: str, torus: str) -> tuple[str, ...]:
     A line's algorithms leave a ring's closing links idle; a torus' are for several axes, where one
     direction of a ring alone is never the fastest.
     """
-    lies = torus if torus in tables.TORI else ON_SEVERAL
+    lies = torus if torus in tables.ONE_AXIS else ON_SEVERAL
     return tuple(
         algorithm.name + space
         for algorithm in catalogue.COLLECTIVES[op].algorithms

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from benchmarks import compiled
-from benchmarks.steps import schedule, timeline
+from benchmarks.steps import schedule
 from pallas_collectives.topology import chips
-from pallas_collectives.topology.rates import of_chip
 
 PATH = Path(__file__).parent / "xla_products.json"
 # For each chip a topology, as its pods are set up: both cores of v4 are one device.
@@ -32,14 +31,16 @@ _TOPOLOGIES: dict[str, tuple[str, dict[str, str]]] = {
     "v6e": ("v6e:2x2", {}),
     "7x": ("tpu7x:2x2x1", {}),
 }
+_LANES = 8 * 128 * 4  # operations in a cycle of one core (`chips`)
 Product = tuple[str, int, int, int]  # chip; rows, K, N of bfloat16
 
 
 def seconds(product: Product) -> float | None:
     """What one takes on a device; None if the compiler has not been asked."""
     chip, *size = product
+    of = chips.BY_NAME[chip]
     cycles = _learned().get(chip, {}).get("x".join(map(str, size)))
-    return None if cycles is None else cycles / timeline.clock_of(chips.BY_NAME[chip])
+    return None if cycles is None else cycles / (of.vector_rate / (_LANES * of.cores))
 
 
 def learn(products: Iterable[Product]) -> None:
@@ -80,7 +81,7 @@ def _device(chip: str) -> Any:
     name, options = _TOPOLOGIES[chip]
     found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     device: Any = found.devices[0]
-    assert device.num_cores == of_chip(chip).cores
+    assert device.num_cores == chips.BY_NAME[chip].cores
     return device
 
 

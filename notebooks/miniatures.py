@@ -1,7 +1,8 @@
-"""Kernels with a hole each, which an exercise fills in: of notebooks 02 and 11."""
+"""Kernels with a hole each, which an exercise fills in: of notebooks 00, 02 and 11."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,11 +12,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives.topology.groups import Group, Ring
+
 DMA, REGULAR = pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.REGULAR
 
 
 def _call(
-    kernel: Any, x: jax.Array, shape: Sequence[int], scratch: Any, collective_id: int = 0
+    kernel: Any,
+    x: jax.Array,
+    shape: Sequence[int],
+    scratch: Any,
+    collective_id: int = 0,
+    interpret: Any = False,
 ) -> jax.Array:
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
@@ -25,6 +33,7 @@ def _call(
         out_specs=anywhere,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(collective_id=collective_id, has_side_effects=True),
+        interpret=interpret,
     )(x)
 
 
@@ -35,6 +44,25 @@ def greet(devices: Iterable[Any]) -> None:
         pl.semaphore_signal(barrier, 1, device_id={"x": device})
         told += 1
     pl.semaphore_wait(barrier, told)
+
+
+def pushed(body: Callable[..., None]) -> Callable[..., jax.Array]:
+    """body(ring, x_ref, o_ref, send_sem, recv_sem), behind a barrier with everyone."""
+
+    def run(x: jax.Array, interpret: Any = False) -> jax.Array:
+        n = lax.axis_size("x")
+
+        def kernel(*refs: Any) -> None:
+            ring = Ring(Group(("x",), (n,)))
+            greet(lax.rem(ring.me + distance, n) for distance in range(1, n))
+            body(ring, *refs)
+
+        # The refs are called what the reader calls them.
+        _, *names = inspect.signature(body).parameters.values()
+        kernel.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+        return _call(kernel, x, x.shape, [DMA, DMA], interpret=interpret)
+
+    return run
 
 
 def dispatch(all_are_here: Callable[[Any, int], None]) -> Callable[[jax.Array], jax.Array]:

@@ -11,12 +11,9 @@ from matplotlib.collections import PolyCollection
 
 from lesson import copies, signals
 from pallas_collectives.replay import Report
-
-COLOURS = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf"),
-    "#bcbd22",
-)
-EMPTY, WAITING = "#f0f0f0", "#d9d9d9"
+from pallas_collectives.replay.steps import CORE, Compute, Course
+from pallas_collectives.replay.style import COMPUTE, EMPTY, LINK, LOST, WAITING
+from pallas_collectives.replay.style import DEVICES as COLOURS
 
 
 def cells(axes: Any, x: float, y: float, colours: Sequence[str], size: float = 1.0) -> None:
@@ -34,10 +31,17 @@ def boxes(axes: Any, places: Sequence[Any], colours: Sequence[str], **look: Any)
     axes.add_collection(PolyCollection(corners, facecolors=colours, **look), autolim=False)
 
 
-def grid(panels: dict[str, np.ndarray], *, x: str, y: str = "device", size: float = 0.42) -> Any:
+def grid(
+    panels: dict[str, np.ndarray],
+    *,
+    x: str,
+    y: str = "device",
+    size: float = 0.42,
+    numbers: dict[str, np.ndarray] | None = None,
+) -> Any:
     """Panels side by side of cells coloured by the device that each number names; -1 is empty.
 
-    Rows are devices; `size` is a cell's, in inches.
+    Rows are devices; `size` is a cell's, in inches; `numbers` are written into a panel's cells.
     """
     widths = [np.shape(panel)[1] for panel in panels.values()]
     height = size * max(np.shape(panel)[0] for panel in panels.values()) + 1.0
@@ -53,6 +57,8 @@ def grid(panels: dict[str, np.ndarray], *, x: str, y: str = "device", size: floa
         for row, owners_here in enumerate(np.asarray(owners)):
             colours = [EMPTY if d < 0 else COLOURS[d % len(COLOURS)] for d in owners_here]
             cells(axes, -0.5, row - 0.5, colours)
+        for (row, column), number in np.ndenumerate((numbers or {}).get(title, np.empty((0, 0)))):
+            axes.text(column, row, number, ha="center", va="center", color="white", fontsize=8)
         rows, columns = np.shape(owners)
         axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), title=title, xlabel=x)
         axes.set(yticks=range(rows), aspect="equal")
@@ -175,4 +181,31 @@ def overlap(panels: dict[str, tuple[Report, float]]) -> Any:
         axes.set_yticks([1, 0], ["on the wire", "multiplies"])
         axes.set(xlim=(0, end * us), title=title)
     all_axes[-1].set_xlabel("modelled time, µs")
+    return figure
+
+
+def lanes(panels: dict[str, Course]) -> Any:
+    """The engines of a device in each of some steps: its core, and what runs beside it.
+
+    What the core waits for is exposed, in the colour of lost time.
+    """
+    us, end = 1e6, max(course.time for course in panels.values())
+    figure, all_axes = plt.subplots(
+        len(panels), 1, figsize=(9, 1.4 * len(panels) + 0.6), sharex=True, layout="constrained"
+    )
+    for axes, (title, course) in zip(all_axes, panels.items(), strict=True):
+        engines = list(dict.fromkeys([CORE, *(span.engine for span in course.spans)]))
+        for span in course.spans:
+            part = course.parts[span.part]
+            works = isinstance(part, Compute)
+            colour = COMPUTE if works else LOST if span.engine == CORE else LINK
+            row = engines.index(span.engine)
+            bar = (span.begin * us, (span.end - span.begin) * us)
+            axes.broken_barh([bar], (row - 0.35, 0.7), facecolors=colour, edgecolors="white")
+        axes.set_yticks(range(len(engines)), engines)
+        axes.set(xlim=(0, end * us), title=title)
+        axes.invert_yaxis()
+    all_axes[-1].set_xlabel("modelled time, µs")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (COMPUTE, LOST, LINK)]
+    figure.legend(handles, ["computes", "waits", "gathers"], loc="outside lower center", ncols=3)
     return figure

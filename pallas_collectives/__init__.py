@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives.backends.counters import fallback_counts as fallback_counts
     from pallas_collectives.backends.counters import fusion_counts as fusion_counts
     from pallas_collectives.backends.counters import reset_counts as reset_counts
+    from pallas_collectives.backends.counters import wire_counts as wire_counts
     from pallas_collectives.backends.overrides import OverrideReport as OverrideReport
     from pallas_collectives.backends.overrides import override_report as override_report
     from pallas_collectives.backends.slices import across_slices as across_slices
@@ -56,13 +57,24 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     )
     from pallas_collectives.overlap.split import Started as Started
     from pallas_collectives.overlap.split import all_gather_start as all_gather_start
+    from pallas_collectives.overlap.split import all_reduce_start as all_reduce_start
     from pallas_collectives.overlap.split import all_to_all_start as all_to_all_start
+    from pallas_collectives.overlap.split import pbroadcast_start as pbroadcast_start
+    from pallas_collectives.overlap.split import pmax_start as pmax_start
+    from pallas_collectives.overlap.split import pmean_start as pmean_start
+    from pallas_collectives.overlap.split import pmin_start as pmin_start
     from pallas_collectives.overlap.split import ppermute_start as ppermute_start
+    from pallas_collectives.overlap.split import pshuffle_start as pshuffle_start
     from pallas_collectives.overlap.split import psum_scatter_start as psum_scatter_start
+    from pallas_collectives.overlap.split import psum_start as psum_start
+    from pallas_collectives.overlap.split import pswapaxes_start as pswapaxes_start
+    from pallas_collectives.overlap.split import ragged_all_to_all_start as ragged_all_to_all_start
+    from pallas_collectives.overlap.split import reduce_scatter_start as reduce_scatter_start
     from pallas_collectives.override import overridden as overridden
     from pallas_collectives.override import override_lax as override_lax
     from pallas_collectives.simulation import simulate as simulate
     from pallas_collectives.topology.placement import torus as torus
+    from pallas_collectives.wires import Wire as Wire
 
     __version__: str
 
@@ -74,6 +86,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "fallback_counts",
         "fusion_counts",
         "reset_counts",
+        "wire_counts",
     ),
     "backends.overrides": (
         "OverrideReport",
@@ -114,9 +127,19 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "overlap.split": (
         "Started",
         "all_gather_start",
+        "all_reduce_start",
         "all_to_all_start",
+        "pbroadcast_start",
+        "pmax_start",
+        "pmean_start",
+        "pmin_start",
         "ppermute_start",
+        "pshuffle_start",
         "psum_scatter_start",
+        "psum_start",
+        "pswapaxes_start",
+        "ragged_all_to_all_start",
+        "reduce_scatter_start",
     ),
     "override": (
         "overridden",
@@ -124,6 +147,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "simulation": ("simulate",),
     "topology.placement": ("torus",),
+    "wires": ("Wire",),
 }
 _SUBMODULES = ("errors", "moe", "multihost", "nccl", "replay", "sharded", "verify")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}

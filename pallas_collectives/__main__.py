@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 _COMMANDS = """\
 commands
@@ -25,14 +26,19 @@ def main(argv: Sequence[str]) -> int:
     return 0 if known else 2
 
 
+def first_sentence(documented: Any) -> str:
+    """Of a docstring, on one line."""
+    said = (inspect.getdoc(documented) or "").partition("\n\n")[0]
+    return " ".join(said.split()).partition(". ")[0].rstrip(".")
+
+
 def _map() -> str:
     """The public names, a line each, and the commands."""
     package = importlib.import_module("pallas_collectives")
     about = (package.__doc__ or "").partition("\n")[0]
     lines = [f"pallas_collectives {package.__version__}: {about}", ""]
     for name in package.PUBLIC:
-        said = (inspect.getdoc(getattr(package, name)) or "").partition("\n\n")[0]
-        first = " ".join(said.split()).partition(". ")[0].rstrip(".")
+        first = first_sentence(getattr(package, name))
         lines.append(f"  {name:<34}{first if len(first) <= 86 else first[:85] + '…'}")
     return "\n".join(lines) + f"\n\n{_COMMANDS}"
 

@@ -1,7 +1,7 @@
 """Every difference between JAX versions, and every private JAX name, in one place.
 
-Comments say which versions need something. What names none is needed by all that the package runs
-on, JAX 0.10 to 0.12, because JAX has no public way to do it.
+Comments name the versions that need something. What names no version is needed by all that the
+package runs on, JAX 0.10 to 0.12, because JAX has no public way to do it.
 
 Importing the package changes nothing of JAX's. `prepare` does, when the package is used first.
 """
@@ -184,6 +184,11 @@ def preemption_noticed(client: Any) -> bool:
 def mesh_of(ctx: Any) -> Any:
     """The mesh of the shard_map that is being lowered, with its devices where they are known."""
     return getattr(ctx.module_context.axis_context, "mesh", None)
+
+
+def kept_in_module(ctx: Any, key: str, make: Callable[[], Any]) -> Any:
+    """What a key stands for while one program is lowered; made when it is first asked for."""
+    return ctx.module_context.cached_primitive_lowerings.setdefault(key, make())
 
 
 def saved(policy: Any, eqn: Any) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike as DTypeLike
 
 DType: TypeAlias = np.dtype
@@ -15,6 +16,9 @@ Step: TypeAlias = Number
 
 # A device by its coordinates: mesh axis -> position.
 DeviceId: TypeAlias = dict[str | tuple[str, ...], int | jax.Array]
+
+# A mesh of devices, or of none yet.
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 # False to compile for a TPU, or how to simulate one.
 Interpret: TypeAlias = bool | pltpu.InterpretParams

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from pallas_collectives import examples
 from pallas_collectives.records import (
@@ -45,36 +44,35 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         name="bidirectional",
         launcher=Kernel(module, "ring", {"bidirectional": True}),
         reach=RING,
-        barrier="neighbours",
         sent="(n−1)/2 blocks",
         steps="⌊n/2⌋",
+        by_subcores=True,
         in_vmem=whole,
     )
     yield Algorithm(
         name="unidirectional",
         launcher=Kernel(module, "ring", {"bidirectional": False}),
         reach=RING,
-        barrier="neighbours",
         sent="n−1 blocks, one way",
         steps="n−1",
         lies=anywhere_but_several,
+        by_subcores=True,
         in_vmem=whole,
     )
     yield Algorithm(
         name="line",
         launcher=Kernel(module, "line"),
         reach=LINE,
-        barrier="line",
         sent="n−1 blocks at the most",
         steps="n−1",
         lies=(ON_LINE,),
+        by_subcores=True,
         in_vmem=whole,
     )
     yield Algorithm(
         name="torus",
         launcher=Kernel(f"torus.{module}", torus),
         reach=TORUS,
-        barrier="neighbours on a torus",
         sent="(n−1)/2d blocks, on d axes at once",
         steps="the axes' together",
         lies=(ON_SEVERAL,),
@@ -84,7 +82,6 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         name="direct",
         launcher=Kernel(module, "direct"),
         reach=EVERYONE,
-        barrier="everyone",
         sent="as the wires lie",
         steps="1",
         in_order=True,
@@ -98,16 +95,15 @@ _ALL_REDUCE = (
         name="ring",
         launcher=Kernel("all_reduce", "ring", {"bidirectional": True}),
         reach=RING,
-        barrier="neighbours",
         sent="(n−1)/n of the operand",
         steps="2⌊n/2⌋",
+        by_subcores=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
         name="line",
         launcher=Kernel("all_reduce_line", "line"),
         reach=LINE,
-        barrier="line",
         sent="the operand",
         steps="2⌊n/2⌋, and one for each chunk",
         lies=(ON_LINE,),
@@ -119,7 +115,6 @@ _ALL_REDUCE = (
         name="torus",
         launcher=Kernel("torus.reduce_scatter", "all_reduce"),
         reach=TORUS,
-        barrier="neighbours on a torus",
         sent="(n−1)/dn of the operand, on d axes at once",
         steps="the axes' together",
         lies=(ON_SEVERAL,),
@@ -129,7 +124,6 @@ _ALL_REDUCE = (
         name="gather",
         launcher=Kernel("all_reduce_gather", "gather"),
         reach=NEIGHBOURS,
-        barrier="neighbours",
         sent="as all_gather, of whole operands",
         steps="as all_gather",
         in_order=True,
@@ -141,7 +135,6 @@ _ALL_REDUCE = (
         name="one_shot",
         launcher=Kernel("all_reduce", "one_shot"),
         reach=EVERYONE,
-        barrier="everyone",
         sent="as the wires lie",
         steps="1",
         in_order=True,
@@ -155,7 +148,6 @@ _ALL_TO_ALL = (
         name="direct",
         launcher=Kernel("all_to_all", "direct"),
         reach=EVERYONE,
-        barrier="everyone",
         sent="as the wires lie",
         steps="1",
     ),
@@ -163,7 +155,6 @@ _ALL_TO_ALL = (
         name="ring",
         launcher=Kernel("all_to_all", "ring"),
         reach=RING,
-        barrier="neighbours",
         sent="n²/8 blocks",
         steps="⌊n/2⌋",
     ),
@@ -171,7 +162,6 @@ _ALL_TO_ALL = (
         name="line",
         launcher=Kernel("all_to_all", "line"),
         reach=LINE,
-        barrier="line",
         sent="n²/4 blocks at the most",
         steps="n−1",
         lies=(ON_LINE,),
@@ -181,7 +171,6 @@ _ALL_TO_ALL = (
         name="torus",
         launcher=Kernel("torus.all_to_all", "all_axes"),
         reach=JUMPS,
-        barrier="jumps on a torus",
         sent="n·nₐ/8 blocks along an axis of nₐ, on all at once",
         steps="log₂ of each axis, added up",
     ),
@@ -191,7 +180,6 @@ _RAGGED_ALL_TO_ALL = (
         name="direct",
         launcher=Kernel("ragged_all_to_all", "direct"),
         reach=EVERYONE,
-        barrier="everyone",
         sent="the rows that are sent",
         steps="1",
     ),
@@ -199,7 +187,7 @@ _RAGGED_ALL_TO_ALL = (
         name="torus",
         launcher=Kernel("torus.ragged_jumps", "all_axes"),
         reach=JUMPS,
-        barrier="wide",
+        wide=True,
         sent="those, and what is passed on, on all axes at once",
         steps="log₂ of each axis, added up",
         lies=(ON_LINE, ON_SEVERAL),  # on a ring it is 2% slower than the ring's
@@ -209,7 +197,7 @@ _RAGGED_ALL_TO_ALL = (
         name="ring",
         launcher=Kernel("ragged_all_to_all", "ring"),
         reach=RING,
-        barrier="wide",
+        wide=True,
         sent="those, and what is passed on",
         steps="⌊n/2⌋",
         takes_everyones=True,
@@ -218,30 +206,28 @@ _RAGGED_ALL_TO_ALL = (
         name="line",
         launcher=Kernel("ragged_all_to_all", "line"),
         reach=LINE,
-        barrier="wide",
+        wide=True,
         sent="those, and what is passed on",
         steps="n−1",
         takes_everyones=True,
         most_devices=LONGEST_LINE,
     ),
-)
-_SPREAD = Algorithm(
-    name="spread",
-    launcher=Kernel("torus.ragged_spread", "spread"),
-    reach=EVERYONE,
-    barrier="everyone",
-    sent="those, and what is passed on, on all axes",
-    steps="2",
-    lies=(ON_SEVERAL,),
-    takes_everyones=True,
-    first_from=1 << 19,
+    Algorithm(
+        name="spread",
+        launcher=Kernel("torus.ragged_spread", "spread"),
+        reach=EVERYONE,
+        sent="those, and what is passed on, on all axes",
+        steps="2",
+        lies=(ON_SEVERAL,),
+        takes_everyones=True,
+        first_from=1 << 19,
+    ),
 )
 _PPERMUTE = (
     Algorithm(
         name="partners",
         launcher=Kernel("ppermute", "direct", {"everyone": False}),
         reach=PARTNERS,
-        barrier="partners",
         sent="the operand",
         steps="1",
     ),
@@ -249,40 +235,11 @@ _PPERMUTE = (
         name="everyone",
         launcher=Kernel("ppermute", "direct", {"everyone": True}),
         reach=PARTNERS,
-        barrier="wide",
+        wide=True,
         sent="the operand",
         steps="1",
     ),
 )
-
-
-def _gather(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    params = {"all_gather_dimension": axis, "axis_size": n, "tiled": x.ndim > 0}
-    return (x,), {"axis_name": axes, **params}
-
-
-def _scatter(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (x,), {"axis_name": axes, "scatter_dimension": axis, "axis_size": n, "tiled": True}
-
-
-def _reduce(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (x,), {"axes": axes}
-
-
-def _exchange(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (x,), {"axis_name": axes, "split_axis": axis, "concat_axis": axis}
-
-
-def _ragged(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (x, x, *[examples.no_rows(n)] * 4), {"axis_name": axes}
-
-
-def _permute(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (x,), {"axis_name": axes, "perm": tuple((p, (p + 1) % n) for p in range(n))}
-
-
-def _broadcast(x: Any, axes: Any, n: int, axis: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (x,), {"axis_name": axes, "source": 0}
 
 
 _records = {
@@ -290,7 +247,7 @@ _records = {
     for record in (
         Collective(
             name="all_gather",
-            functions={"all_gather": ("all_gather", _gather)},
+            functions={"all_gather": ("all_gather", examples.bind_gather)},
             primitives=tuple(
                 Primitive(name, "all_gather")
                 for name in ("all_gather", "all_gather_invariant", "all_gather_reduced")
@@ -302,8 +259,8 @@ _records = {
         Collective(
             name="reduce_scatter",
             functions={
-                "psum_scatter": ("reduce_scatter", _scatter),
-                "reduce_scatter": ("reduce_scatter", _scatter),
+                "psum_scatter": ("reduce_scatter", examples.bind_scatter),
+                "reduce_scatter": ("reduce_scatter", examples.bind_scatter),
             },
             primitives=(
                 Primitive("reduce_scatter", "reduce_scatter"),
@@ -319,12 +276,12 @@ _records = {
         Collective(
             name="all_reduce",
             functions={
-                "psum": ("psum", _reduce),
-                "all_reduce": ("psum", _reduce),
-                "pmean": ("psum", _reduce),
-                "pmax": ("pmax", _reduce),
-                "pmin": ("pmin", _reduce),
-                "pbroadcast": ("pbroadcast", _broadcast),
+                "psum": ("psum", examples.bind_reduce),
+                "all_reduce": ("psum", examples.bind_reduce),
+                "pmean": ("psum", examples.bind_reduce),
+                "pmax": ("pmax", examples.bind_reduce),
+                "pmin": ("pmin", examples.bind_reduce),
+                "pbroadcast": ("pbroadcast", examples.bind_broadcast),
             },
             primitives=(
                 Primitive("psum", "all_reduce", "sum"),
@@ -345,8 +302,8 @@ _records = {
         Collective(
             name="all_to_all",
             functions={
-                "all_to_all": ("all_to_all", _exchange),
-                "pswapaxes": ("all_to_all", _exchange),
+                "all_to_all": ("all_to_all", examples.bind_exchange),
+                "pswapaxes": ("all_to_all", examples.bind_exchange),
             },
             primitives=(Primitive("all_to_all", "all_to_all"),),
             algorithms=_ALL_TO_ALL,
@@ -355,16 +312,19 @@ _records = {
         ),
         Collective(
             name="ragged_all_to_all",
-            functions={"ragged_all_to_all": ("ragged_all_to_all", _ragged)},
+            functions={"ragged_all_to_all": ("ragged_all_to_all", examples.bind_ragged)},
             primitives=(Primitive("ragged_all_to_all", "ragged_all_to_all"),),
-            algorithms=(*_RAGGED_ALL_TO_ALL, _SPREAD),
+            algorithms=_RAGGED_ALL_TO_ALL,
             example=examples.RAGGED_ALL_TO_ALL,
             of_blocks=True,
             timed=False,
         ),
         Collective(
             name="ppermute",
-            functions={"ppermute": ("ppermute", _permute), "pshuffle": ("ppermute", _permute)},
+            functions={
+                "ppermute": ("ppermute", examples.bind_permute),
+                "pshuffle": ("ppermute", examples.bind_permute),
+            },
             primitives=(Primitive("ppermute", "ppermute"),),
             algorithms=_PPERMUTE,
             example=examples.PPERMUTE,

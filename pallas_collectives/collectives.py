@@ -1,34 +1,45 @@
 """The collectives of `jax.lax`, by the same names and with the same arguments.
 
-Each takes two more keyword arguments:
+Sums and their like are in `reductions`. Each takes two more keyword arguments:
 
 * `backend`: "pallas", "nccl" or "xla"; None lets the mesh in scope decide (see `use_backend`);
 * `algorithm`: the backend's algorithm by name; "auto" or None lets it choose by size and chip (see
   `tuning.choice` and `explain`). A name with ":vmem" appended keeps operand and result in VMEM;
-  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one and nothing is
-  added. "auto:sc" and the like choose the algorithm.
+  with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one; sums by rings
+  and lines alone (see `kernels.machinery.sparsecore`). "auto:sc" and the like choose the algorithm.
+
+Those that gather, exchange, permute or sum floats can send narrower numbers (see `wires`):
+
+* `wire`: "int8", "float8_e4m3fn", "float8_e5m2", "bfloat16" (of float32), a `Wire`, "auto" (int8
+  where that is worth it), or None. Results are within half a step of each group of 128 numbers;
+  sums are added in float32. A wire that would take more bytes than it saves is a WireError;
+* `wire_backward`: that of derivatives, which pass straight through rounding; None for full numbers;
+* `dequantize`: False to have (values, scales) of what comes, for a product of quantised numbers;
+* `return_residue`: True to have (sum, residue): what this device's own term has lost, to be added
+  to its next one (error feedback).
 
 Semantics are lax's own: its function runs, with our primitives in place of its collectives (see
-`lowering.primitives`). The checks here are for mistakes that lax reports later, or less clearly.
+`lowering.primitives`). The checks are for mistakes that lax reports later, or less clearly.
 """
 
 import functools
-import types
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
-from pallas_collectives import catalogue, validation
+from pallas_collectives import validation
 from pallas_collectives.backends import choice
-from pallas_collectives.lowering import primitives
+from pallas_collectives.lowering import primitives, quantized
+from pallas_collectives.lowering.of_lax import LAX as LAX
+from pallas_collectives.reductions import all_reduce as all_reduce
+from pallas_collectives.reductions import pmax as pmax
+from pallas_collectives.reductions import pmean as pmean
+from pallas_collectives.reductions import pmin as pmin
+from pallas_collectives.reductions import psum as psum
+from pallas_collectives.reductions import psum_scatter as psum_scatter
+from pallas_collectives.reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.validation import AxisName, Groups
-
-# lax's functions as they were on import: `override_lax` may have put ours in their place since.
-LAX = types.SimpleNamespace(
-    **{name: getattr(lax, name) for name in catalogue.functions() if hasattr(lax, name)}
-)
 
 
 def all_gather(
@@ -40,6 +51,9 @@ def all_gather(
     tiled: bool = False,
     to: str = "varying",
     order: str | None = None,
+    wire: Any = None,
+    wire_backward: Any = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -54,6 +68,7 @@ def all_gather(
       tiled: concatenate instead of stacking.
       to: "varying", or "invarying" for a result typed as equal on all devices.
       order: "rank" to have its gradient, a `psum_scatter`, add in the order of the ranks.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "bidirectional" (both ways round the ring; large arrays), "unidirectional",
         "line" (for devices whose first and last share no link), "torus" (both ways along all axes
@@ -74,167 +89,23 @@ def all_gather(
 
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[256, 128] -> all_gather(x, "x", tiled=True): f32[2048, 128]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.all_gather(x, "x"), axis_name="x")(jnp.arange(2.0))
+      Array([[0., 1.],
+             [0., 1.]], dtype=float32)
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order, **over)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
-    return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), x)
-
-
-def psum_scatter(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    scatter_dimension: int = 0,
-    axis_index_groups: Groups = None,
-    tiled: bool = False,
-    precise: bool = False,
-    order: str | None = None,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """Sums x over devices and leaves each one block, as `jax.lax.psum_scatter` does.
-
-    Args:
-      x: array or pytree of arrays, each (..., n * s, ...) per device; (..., n, ...) if not tiled.
-      axis_name: mesh axis, or tuple of axes, of n devices together.
-      scatter_dimension: the dimension that is cut into n blocks.
-      axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
-      tiled: keep the scattered dimension, of size s, instead of dropping it.
-      precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
-      order: "rank" to have every element added in the order of the ranks, see `psum`.
-      backend: see the module.
-      algorithm: "bidirectional", "unidirectional", "line", "torus" or "direct", as `all_gather`'s.
-
-    Returns:
-      Arrays of one block: device p's is block p of the sum.
-
-    The order of additions is fixed by the ring, so results are bit-identical from run to run.
-    Floats narrower than 32 bits are added in float32 on each device and rounded once per hop.
-
-    Raises:
-      UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
-
-    Example, inside `jax.shard_map` over 8 devices:
-      x: f32[2048, 128] -> psum_scatter(x, "x", tiled=True): f32[256, 128]
-    """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order)
-    validation.check_blocks(
-        "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
-    )
-    validation.check_added("psum_scatter", x)
-    options = {"axis_index_groups": axis_index_groups, "tiled": tiled}
-
-    def scatter(leaf: Any) -> Any:
-        dimension = scatter_dimension % np.ndim(leaf)  # JAX 0.10 takes no negative axes
-        return LAX.psum_scatter(leaf, axis_name, scatter_dimension=dimension, **options)
-
-    return primitives.with_twins(how, lambda x: jax.tree.map(scatter, x), x)
-
-
-reduce_scatter = psum_scatter
-
-
-def psum(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    axis_index_groups: Groups = None,
-    precise: bool = False,
-    order: str | None = None,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """Sums x over devices, as `jax.lax.psum` does.
-
-    Args:
-      x: array or pytree of arrays, of any shape; Python scalars and other constants fold to
-        multiples of themselves, so that psum(1, axis) is the number of devices. A tree's arrays of
-        at most 64 KiB travel together, by dtype and up to 1 MiB at a time, unless the algorithm is
-        asked for in VMEM.
-      axis_name: mesh axis, or tuple of axes.
-      axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
-      precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
-      order: "rank" to have every element added in the order of the ranks, that of device 0 first;
-        None for the order of the fastest algorithm.
-      backend: see the module.
-      algorithm: "ring" (reduce-scatter and all-gather in one kernel; large arrays), "line" (for
-        devices whose first and last share no link), "torus" (along all axes of the torus at once;
-        for groups over several), "gather" (whole operands to everyone, by neighbours; small arrays)
-        or "one_shot" (everyone to everyone in one hop; small arrays). With `order` "gather",
-        "one_shot" or "exchange" (each device adds one block of everyone's; large arrays).
-
-    Returns:
-      Arrays of x's shape and dtype (int32 for bool), with the same bits on every device.
-
-    With order="rank" an element's bits follow from the devices' terms of it and their ranks alone:
-    not from its place, the array's size, the algorithm or the backend. Ranks are positions in the
-    group. Floats narrower than 32 bits are added in float32, and rounded once. So a row's sum is
-    the same bits in a large batch and alone. `explain(..., order="rank")` says what that costs.
-
-    Raises:
-      UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
-    """
-    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
-
-
-all_reduce = psum
-
-
-def pmean(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    axis_index_groups: Groups = None,
-    precise: bool = False,
-    order: str | None = None,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """The mean of x over devices, as `jax.lax.pmean`: `psum` divided by the number of devices."""
-    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, precise, order)
-
-
-def pmax(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    axis_index_groups: Groups = None,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """The elementwise maximum of x over devices, as `jax.lax.pmax`; arguments as `psum`'s."""
-    return _reduce("pmax", x, axis_name, axis_index_groups, backend, algorithm)
-
-
-def pmin(
-    x: Any,
-    axis_name: AxisName,
-    *,
-    axis_index_groups: Groups = None,
-    backend: str | None = None,
-    algorithm: str | None = "auto",
-) -> Any:
-    """The elementwise minimum of x over devices, as `jax.lax.pmin`; arguments as `psum`'s."""
-    return _reduce("pmin", x, axis_name, axis_index_groups, backend, algorithm)
-
-
-def _reduce(
-    name: str,
-    x: Any,
-    axis_name: AxisName,
-    groups: Groups,
-    backend: str | None,
-    algorithm: str | None,
-    precise: bool = False,
-    order: str | None = None,
-) -> Any:
-    how = choice.settle(axis_name, groups, backend, algorithm, precise, order)
-    if name in ("pmax", "pmin"):
-        validation.check_ordered(name, x, how.backend)
-    reduce = getattr(LAX, name)
-    return primitives.with_twins(how, lambda x: reduce(x, axis_name, axis_index_groups=groups), x)
+    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    if not dequantize:
+        rows: Any = {**options, "axis": 0, "tiled": True, "backend": backend}
+        gather = functools.partial(all_gather, axis_name=axis_name, algorithm=algorithm, **rows)
+        return quantized.gathered(given, quantized.checked(wire), gather, axis, tiled)
+    return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), given)
 
 
 def all_to_all(
@@ -245,6 +116,9 @@ def all_to_all(
     *,
     axis_index_groups: Groups = None,
     tiled: bool = False,
+    wire: Any = None,
+    wire_backward: Any = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -258,6 +132,7 @@ def all_to_all(
         position of a new dimension for them.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
       tiled: cut and concatenate, instead of dropping one dimension and adding another.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "direct" (n-1 sends at once), "ring" (neighbours only, both ways round) or "line".
 
@@ -266,8 +141,14 @@ def all_to_all(
 
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.all_to_all(x, "x", 0, 0), axis_name="x")(jnp.eye(2))
+      Array([[1., 0.],
+             [0., 1.]], dtype=float32)
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
@@ -277,7 +158,21 @@ def all_to_all(
         ndim = np.ndim(leaf)  # JAX 0.10 takes no negative axes
         return LAX.all_to_all(leaf, axis_name, split_axis % ndim, concat_axis % ndim, **options)
 
-    return primitives.with_twins(how, lambda x: jax.tree.map(exchange, x), x)
+    n = validation.devices_of(axis_name, axis_index_groups)
+    given = quantized.sent(x, wire, axis_name, quantized.Groups(split_axis, n))
+    if not dequantize:
+        rows: Any = {"axis_index_groups": axis_index_groups, "tiled": True, "backend": backend}
+        move = functools.partial(
+            all_to_all,
+            axis_name=axis_name,
+            split_axis=0,
+            concat_axis=0,
+            algorithm=algorithm,
+            **rows,
+        )
+        at = split_axis, concat_axis
+        return quantized.exchanged(given, quantized.checked(wire), move, *at, n, tiled)
+    return primitives.with_twins(how, lambda x: jax.tree.map(exchange, x), given)
 
 
 def ragged_all_to_all(
@@ -290,6 +185,8 @@ def ragged_all_to_all(
     *,
     axis_name: AxisName,
     axis_index_groups: Groups = None,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -307,6 +204,7 @@ def ragged_all_to_all(
         alone.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
+      wire, wire_backward: see the module.
       backend: see the module.
       algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours),
         "line" (the same on devices whose first and last share no link), or "spread" (over all axes
@@ -323,7 +221,8 @@ def ragged_all_to_all(
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
     """
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     slices = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -335,7 +234,9 @@ def ragged_all_to_all(
     )
     options = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
     exchange = functools.partial(LAX.ragged_all_to_all, **options)
-    return primitives.with_twins(how, exchange, operand, output, *slices.values())
+    rows = quantized.Groups(0, np.shape(operand)[0], flat=True)
+    given = quantized.sent(operand, wire, axis_name, rows)
+    return primitives.with_twins(how, exchange, given, output, *slices.values())
 
 
 def ppermute(
@@ -343,6 +244,9 @@ def ppermute(
     axis_name: AxisName,
     perm: Any,
     *,
+    wire: Any = None,
+    wire_backward: Any = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -353,6 +257,7 @@ def ppermute(
       axis_name: mesh axis, or tuple of axes, in the mesh's order.
       perm: (source, target) pairs of device numbers. Numbers below 0 count from the last device; no
         number is a source or a target twice.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "partners" (a source waits for its target alone; for shifts by one position) or
         "everyone" (a source waits for all devices within reach).
@@ -364,11 +269,21 @@ def ppermute(
       CollectiveError: a source or a target that occurs twice or does not exist, or axes that are
         not in the mesh's order.
       UnboundAxisError, AlgorithmError, BackendError: see `errors`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.ppermute(x, "x", [(0, 1), (1, 0)]), axis_name="x")(jnp.arange(2.0))
+      Array([1., 0.], dtype=float32)
     """
-    how = choice.settle(axis_name, None, backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
-    return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), x)
+    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    if not dequantize:
+        options: Any = {"perm": pairs, "backend": backend, "algorithm": algorithm}
+        move = functools.partial(ppermute, axis_name=axis_name, **options)
+        return quantized.permuted(given, quantized.checked(wire), move)
+    return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), given)
 
 
 def pshuffle(
@@ -376,16 +291,25 @@ def pshuffle(
     axis_name: AxisName,
     perm: Any,
     *,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i]."""
-    how = choice.settle(axis_name, None, backend, algorithm)
+    """`ppermute` by sources, as `jax.lax.pshuffle`: device i gets the x of device perm[i].
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pshuffle(x, "x", [1, 2, 3, 0]), axis_name="x")(jnp.arange(4.0))
+      Array([1., 2., 3., 0.], dtype=float32)
+    """
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
     validation.checked_perm(
         [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
     )
-    return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), x)
+    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), given)
 
 
 def pswapaxes(
@@ -394,14 +318,25 @@ def pswapaxes(
     axis: int,
     *,
     axis_index_groups: Groups = None,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`."""
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm)
+    """Swaps a mesh axis with a dimension, as `jax.lax.pswapaxes`: `all_to_all` on one `axis`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pswapaxes(x, "x", 0), axis_name="x")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 2.],
+             [1., 3.]], dtype=float32)
+    """
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
-    return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), x)
+    n = validation.devices_of(axis_name, axis_index_groups)
+    given = quantized.sent(x, wire, axis_name, quantized.Groups(axis, n))
+    return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), given)
 
 
 def pbroadcast(
@@ -412,7 +347,13 @@ def pbroadcast(
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
-    """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`."""
+    """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`.
+
+    Example:
+      >>> mesh = jax.make_mesh((2,), ("x",))
+      >>> pc.sharded.pbroadcast(np.float32([0, 1]), mesh=mesh, axis_name="x", source=1).tolist()
+      [1.0, 1.0]
+    """
     how = choice.settle(axis_name, None, backend, algorithm)
     validation.check_source(source, validation.size_of(axis_name))
     return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)

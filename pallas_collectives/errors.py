@@ -50,3 +50,7 @@ class SliceError(CollectiveError):
 
 class SlowerError(CollectiveError):
     """A collective that lax does faster, by a measured table (see `tuning.choice`)."""
+
+
+class WireError(CollectiveError):
+    """A wire that does not exist, or that would take more bytes than it saves (see `wires`)."""

@@ -24,7 +24,7 @@ device must send at the least, whatever the algorithm, on n devices:
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +167,40 @@ PPERMUTE = Example(
     rows_sent=lambda source, target, n, rows: n * rows * (target == (source + 1) % n),
     whole=True,
 )
+
+# How `explain` traces a call without its layout work.
+
+# Operands and parameters of a primitive.
+Bound: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+# (x, mesh axes, n, axis) -> how a primitive is bound, with x as the first operand and what is
+# gathered, scattered or split along `axis`; all else as plain as can be.
+Plainly: TypeAlias = Callable[[jax.Array, tuple[str, ...], int, int], Bound]
+
+
+def bind_gather(x: jax.Array, axes: tuple[str, ...], n: int, axis: int) -> Bound:
+    params = {"all_gather_dimension": axis, "axis_size": n, "tiled": x.ndim > 0}
+    return (x,), {"axis_name": axes, **params}
+
+
+def bind_scatter(x: jax.Array, axes: tuple[str, ...], n: int, axis: int) -> Bound:
+    return (x,), {"axis_name": axes, "scatter_dimension": axis, "axis_size": n, "tiled": True}
+
+
+def bind_reduce(x: jax.Array, axes: tuple[str, ...], n: int, axis: int) -> Bound:
+    return (x,), {"axes": axes}
+
+
+def bind_exchange(x: jax.Array, axes: tuple[str, ...], n: int, axis: int) -> Bound:
+    return (x,), {"axis_name": axes, "split_axis": axis, "concat_axis": axis}
+
+
+def bind_ragged(x: jax.Array, axes: tuple[str, ...], n: int, axis: int) -> Bound:
+    return (x, x, *[no_rows(n)] * 4), {"axis_name": axes}
+
+
+def bind_permute(x: jax.Array, axes: tuple[str, ...], n: int, axis: int) -> Bound:
+    return (x,), {"axis_name": axes, "perm": tuple((p, (p + 1) % n) for p in range(n))}
+
+
+def bind_broadcast(x: jax.Array, axes: tuple[str, ...], n: int, axis: int) -> Bound:
+    return (x,), {"axis_name": axes, "source": 0}

@@ -10,20 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
+from jax.typing import DTypeLike
 
-from pallas_collectives import catalogue, validation
-from pallas_collectives.backends import algorithms, canonical, counters, serving
+from pallas_collectives import catalogue, explain_checks, validation
+from pallas_collectives.annotations import AnyMesh
+from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wired
 from pallas_collectives.backends import slices as hierarchy
-from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan
+from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
-from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.overlap import fusion, products
+from pallas_collectives.overlap import fusion, products, split
 from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.ring_orders import Torus
+from pallas_collectives.validation import AxisName
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
 LAX, NOTHING = "lax's own", "nothing"
@@ -46,7 +48,9 @@ class Explanation:
       why: in a sentence.
       candidates: all algorithms, the fastest first.
       inside: the steps of what is served in several, one after the other: across slices, in the
-        order of the ranks; of an unfused product, what serves its collective.
+        order of the ranks; of an unfused product, what serves its collective; over a wire, what
+        moves its numbers.
+      wire: in what numbers it sends, and why; None if none was asked for.
     """
 
     op: str
@@ -58,11 +62,14 @@ class Explanation:
     why: str
     candidates: tuple[Candidate, ...]
     inside: tuple["Explanation", ...] = ()
+    wire: WirePlan | None = None
 
     def __str__(self) -> str:
         on = f"a {self.torus} of {self.devices} x {self.chip}"
         lines = [f"{self.op} of {self.nbytes} bytes a device on {on}: {self.algorithm or 'steps'}"]
         lines.append(f"  {self.why}")
+        if self.wire is not None and self.wire.algorithm is None:
+            lines.append(f"  wire {self.wire.wire} is left out: {self.wire.why}")
         if self.candidates:
             lines.append(f"  {'algorithm':<22}{'us':>9}{'latency':>9}   source")
         for c in self.candidates:
@@ -88,15 +95,16 @@ def explain(
     nbytes: int | None = None,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: Any = jnp.float32,
-    mesh: Any = None,
-    axis_name: Any = None,
+    dtype: DTypeLike = jnp.float32,
+    mesh: AnyMesh | None = None,
+    axis_name: AxisName = None,
     devices: int | None = None,
     chip: str | None = None,
     torus: str | None = None,
     axis: int = 0,
     order: str | None = None,
     columns: int | Sequence[int] | None = None,
+    wire: Any = None,
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
@@ -107,7 +115,8 @@ def explain(
     measured.
 
     Args:
-      op: the collective, by lax's name or this library's: "psum", "all_gather", ...; or the
+      op: the collective, by lax's name or this library's: "psum", "all_gather", ...; or its start,
+        "psum_start", ..., which is run by what lets the core go on, if anything does; or the
         product, "all_gather_matmul" or "matmul_reduce_scatter".
       nbytes: bytes of one device's operand, what is given to the function; or
       shape, dtype: of that operand. Of a dtype that no kernel adds, lax's own serves.
@@ -118,6 +127,8 @@ def explain(
         many devices is on that chip.
       axis: the dimension of the operand that is gathered, scattered or split.
       order: "rank" for a sum in the order of the ranks, as `psum` takes it.
+      wire: the narrower numbers that it is to send, as `psum` takes them: told are their bytes,
+        modelled time and error.
       columns: of a product, N of its right-hand side (K, N), or of each; x has `shape` and `dtype`.
 
     Raises:
@@ -127,63 +138,39 @@ def explain(
 
     Example:
       print(explain("psum", 32 << 10, devices=8, chip="v5p"))
+
+    Example:
+      >>> found = pc.explain("psum", 32 << 10, devices=8, chip="v5p")
+      >>> found.torus, len(found.candidates) > 1
+      ('ring', True)
     """
-    _check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
-    _check_columns(op, shape, columns)
+    chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
+    explain_checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
+    explain_checks.check_columns(op, shape, columns)
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)
     if columns is not None:
-        x = jax.ShapeDtypeStruct(tuple(shape or ()), _dtype(op, dtype))
+        x = jax.ShapeDtypeStruct(tuple(shape or ()), explain_checks.dtype_of(op, dtype))
         widths = (columns,) if isinstance(columns, int | np.integer) else tuple(columns)
         return _product(op, mesh, where, axis_name, x, widths, axis)
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
-        collective = catalogue.functions()[op]
+        collective = catalogue.functions()[_whole(op)]
         if shape is None:
             operand = _operand(collective, nbytes or 0, group.size)
         else:
-            operand = jax.ShapeDtypeStruct(tuple(shape), _dtype(op, dtype))
-            _check_axis(op, collective, operand.shape, axis, group.size)
+            operand = jax.ShapeDtypeStruct(tuple(shape), explain_checks.dtype_of(op, dtype))
+            explain_checks.check_axis(op, collective, operand.shape, axis, group.size)
         validation.check_order_of_sum(order, group.axes)
         size = nbytes if nbytes is not None else _bytes(operand)
-        plans = _planned(op, operand, group, axis, order)
+        plans = _planned(op, operand, group, axis, order, wire)
         return _explained(op, size, placement.arranged(group), plans)
-
-
-def _dtype(op: str, dtype: Any) -> Any:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        rule = "it is a dtype, or the name of one"
-        raise CollectiveError(f"dtype={dtype!r}", rule, "write it like 'bfloat16'") from None
-    if op in ("pmax", "pmin") and jnp.issubdtype(found, jnp.complexfloating):
-        raise DtypeError(f"{op} of {found}", "complex numbers have no order", "take the modulus")
-    return found
-
-
-def _check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: Any, n: int) -> None:
-    """What a call would say of a dimension to gather, scatter or split along."""
-    if not (collective.phases or collective.of_blocks) or collective.is_cut:
-        return  # it has none
-    if not isinstance(axis, int | np.integer) or not -len(shape) <= axis < max(1, len(shape)):
-        rule = f"it must be a dimension of an operand of shape {shape}"
-        raise CollectiveError(f"axis={axis!r} for {op}", rule, "count dimensions from 0")
-    if not shape and collective.of_blocks:
-        raise CollectiveError(f"shape=() for {op}", "a scalar has no blocks", "give it a dimension")
-    wanted = n if op == "pswapaxes" else None
-    if (
-        collective.of_blocks
-        and collective.timed
-        and (shape[axis] % n or shape[axis] != (wanted or shape[axis]))
-    ):
-        rule = f"dimension {axis} is {'' if wanted else 'a multiple of '}the {n} devices"
-        raise CollectiveError(f"shape={shape} for {op}", rule, "give another shape or axis")
 
 
 def _mesh_of(devices: int, chip: str | None) -> AbstractMesh:
     """So many devices of a chip on one axis, "x"."""
-    kind = None if chip is None else chips.kind_of(chip)
+    kind = None if chip is None else chips.BY_NAME[chip].device_kind
     device = kind and jax.sharding.AbstractDevice(kind, None, platform="tpu")
     auto = (jax.sharding.AxisType.Auto,)
     return AbstractMesh((devices,), ("x",), axis_types=auto, abstract_device=device)
@@ -196,21 +183,21 @@ def _places(devices: int, torus: str) -> Places:
 
 
 @contextlib.contextmanager
-def _traced_on(mesh: Any) -> Iterator[None]:
+def _traced_on(mesh: AnyMesh) -> Iterator[None]:
     """Within this context decisions are those of tracing on a mesh, and are not counted."""
-    abstract = getattr(mesh, "abstract_mesh", mesh)
+    abstract: Any = getattr(mesh, "abstract_mesh", mesh)
     with jax.sharding.use_abstract_mesh(abstract), counters.uncounted():
         yield
 
 
 @contextlib.contextmanager
-def _on(mesh: Any, where: Places | None) -> Iterator[None]:
+def _on(mesh: AnyMesh, where: Places | None) -> Iterator[None]:
     """Within this context decisions are those of a lowering for a mesh, and are not counted."""
     with _traced_on(mesh), placement.scope(where), hierarchy.scope(mesh), launch.left_out():
         yield
 
 
-def _enough_bits(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+def _enough_bits(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
     """Within this context there are arrays of the dtype: 64-bit ones need x64."""
     wide = jax.dtypes.canonicalize_dtype(dtype) != dtype
     return jax.enable_x64(True) if wide else contextlib.nullcontext()
@@ -224,12 +211,37 @@ def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, np.float32)
 
 
+def _whole(op: str) -> str:
+    """The collective that is started."""
+    return op.removesuffix("_start") if op in split.NAMES else op
+
+
+def _engine(plan: KernelPlan) -> str:
+    """What runs a collective that is started, and why nothing else does."""
+    if plan.on_sparsecore:
+        return "a SparseCore runs it, beside compute"
+    chip = chips.current()
+    if chip.no_sparsecore:
+        why = f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
+    elif catalogue.COLLECTIVES[plan.op].example.adds:
+        why = "a SparseCore adds on request alone: algorithm='auto:sc'"
+    else:
+        why = "it is too short to be worth a SparseCore's launch"
+    return f"the core stops for it, where it is started ({why})"
+
+
 def _planned(
-    op: str, operand: jax.ShapeDtypeStruct, group: Group, axis: int, order: str | None = None
+    op: str,
+    operand: jax.ShapeDtypeStruct,
+    group: Group,
+    axis: int,
+    order: str | None = None,
+    wire: Any = None,
 ) -> list[Plan]:
     """The plans that a call makes: its own code runs, with nothing to launch at its end."""
-    primitive, plainly = catalogue.functions()[op].functions[op]
-    how = How("pallas", across=hierarchy.marked(), order=order)
+    primitive, plainly = catalogue.functions()[_whole(op)].functions[_whole(op)]
+    how = How("pallas", across=hierarchy.marked(), order=order, beside=op in split.NAMES)
+    how = choice.over_wires(how, wire, None)
 
     def call(x: jax.Array) -> jax.Array:
         operands, params = plainly(x, group.axes, group.size, axis)
@@ -249,7 +261,14 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         return Explanation(*about, torus, LAX, by_lax[0].why, ())
     steps = tuple(
         Explanation(
-            p.op, p.nbytes, p.devices, p.chip, p.torus, str(p.algorithm), p.why, p.candidates
+            p.op,
+            p.nbytes,
+            p.devices,
+            p.chip,
+            p.torus,
+            str(p.algorithm),
+            f"{_engine(p)}; {p.why}" if op in split.NAMES else p.why,
+            p.candidates,
         )
         for p in plans
         if isinstance(p, KernelPlan)
@@ -258,11 +277,26 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         why = "the operand is empty" if nbytes == 0 else "the group is one device"
         return Explanation(*about, torus, NOTHING, why, ())
     first = steps[0]
+    over = next((plan for plan in plans if isinstance(plan, WirePlan)), None)
+    if over is not None and over.algorithm is not None:
+        told = _over_wire(over, group.size)
+        return Explanation(*about, torus, f"wire {over.algorithm}", told, (), steps, over)
+    first = dataclasses.replace(first, wire=over)
     if first.devices == group.size:
         return dataclasses.replace(first, op=op, nbytes=nbytes, inside=steps[1:])
     slices = group.size // first.devices
     why = f"kernels inside each of {slices} slices, lax between them"
     return Explanation(*about, first.torus, "", why, (), steps)
+
+
+def _over_wire(plan: WirePlan, devices: int) -> str:
+    """Bytes, time and error of a collective over a wire, in a sentence."""
+    share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
+    error = wired.error_in_words(plan.op, plan.wire, devices)
+    if plan.us is None or plan.wired_us is None:
+        return f"{share}; no table has its time; {error}"
+    time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, XLA's passes included"
+    return f"{share}; {time}; {error}"
 
 
 _PRODUCTS: dict[str, Callable[..., Any]] = {
@@ -277,9 +311,9 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {
 
 def _product(
     op: str,
-    mesh: Any,
+    mesh: AnyMesh,
     where: Places | None,
-    axis_name: Any,
+    axis_name: AxisName,
     x: jax.ShapeDtypeStruct,
     widths: tuple[int, ...],
     axis: int,
@@ -328,73 +362,3 @@ def _product(
 
 def _bytes(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
-
-
-def _check_columns(op: str, shape: Any, columns: Any) -> None:
-    """Products have right-hand sides, and collectives none."""
-    if op not in _PRODUCTS:
-        if columns is not None:
-            rule = "a collective has no right-hand side"
-            raise CollectiveError(f"columns={columns!r} for {op}", rule, "leave columns out")
-        return
-    if shape is None:
-        rule = "the time of a product depends on more than bytes"
-        raise CollectiveError(f"shape=None for {op}", rule, "give shape and dtype of x")
-    numbers = (columns,) if isinstance(columns, int | np.integer) else columns
-    if (
-        not isinstance(numbers, list | tuple)
-        or not numbers
-        or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
-        or (op == "matmul_reduce_scatter" and len(numbers) > 1)
-    ):
-        rule = "it is N of the right-hand side (K, N), or of each that all_gather_matmul has"
-        raise CollectiveError(f"columns={columns!r} for {op}", rule, "write it like 4096")
-
-
-def _check(
-    op: str,
-    nbytes: int | None,
-    shape: Any,
-    mesh: Any,
-    axis_name: Any,
-    devices: int | None,
-    chip: str | None,
-    torus: str | None,
-) -> None:
-    known = sorted([*catalogue.functions(), *_PRODUCTS])
-    if op not in known:
-        rule = f"it is one of {', '.join(known)}"
-        raise CollectiveError(f"op={op!r}", rule, "name one of them")
-    if (nbytes is None) == (shape is None):
-        rule = "the operand's size is given either as nbytes or as shape and dtype"
-        raise CollectiveError(f"nbytes={nbytes}, shape={shape}", rule, "give one of them")
-    if (mesh is None) == (devices is None) or (mesh is None) != (axis_name is None):
-        raise CollectiveError(
-            f"mesh={mesh}, axis_name={axis_name!r}, devices={devices}",
-            "the group is given either by mesh and axis_name or by a number of devices",
-            "give one of them",
-        )
-    for name, number, least in (("devices", devices, 2), ("nbytes", nbytes, 0)):
-        if number is not None and (not isinstance(number, int | np.integer) or number < least):
-            rule = f"it is a whole number, {least} or more"
-            raise CollectiveError(f"{name}={number!r}", rule, f"pass an int of {least} or more")
-    if shape is not None and not (
-        isinstance(shape, list | tuple)
-        and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
-    ):
-        rule = "it is a tuple of sizes: whole numbers, 0 or more"
-        raise CollectiveError(f"shape={shape!r}", rule, "write it like (8, 128)")
-    if mesh is not None and not hasattr(mesh, "axis_names"):
-        rule = "it is a jax.sharding.Mesh or AbstractMesh"
-        raise CollectiveError(f"mesh={mesh!r}", rule, "give one, or a number of devices")
-    if mesh is not None:
-        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-        if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
-            rule = f"it is one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
-            raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name axes of this mesh")
-    if chip is not None and (chip not in chips.BY_NAME or mesh is not None):
-        rule = f"it is one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
-        raise CollectiveError(f"chip={chip!r}", rule, "name one of them")
-    if torus not in (None, "ring", "line") or (torus is not None and mesh is not None):
-        rule = "it is 'ring' or 'line', and goes with a number of devices"
-        raise CollectiveError(f"torus={torus!r}", rule, "name one of the two, or leave torus out")

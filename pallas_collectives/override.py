@@ -1,29 +1,40 @@
 """`jax.lax`'s collectives replaced by ours, for code that you do not want to edit."""
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from pallas_collectives import _compat, catalogue, collectives, validation
+from pallas_collectives import _compat, catalogue, collectives, validation, wires
 from pallas_collectives.backends import choice, overrides
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.lowering import primitives
+from pallas_collectives.overlap import split
+from pallas_collectives.wires import Wire
 
 # The names of lax's functions that are ours. JAX keeps this value per thread and in the key of its
 # caches: what was traced without ours is traced again with them.
 _overridden = jax.make_user_context(frozenset())
 
+# Pairs of such a name and the wire of its calls.
+_over = jax.make_user_context(frozenset())
+
 _lock = threading.Lock()
-_entered = 0  # contexts open, in all threads together; `jax.lax` is as it was while there are none
+_entered = 0  # contexts open, in all threads together; at 0 `jax.lax` is as it was
 
 
 @contextlib.contextmanager
 def override_lax(
-    *, everything: bool = False, only: Iterable[str] | None = None, keep: Iterable[str] = ()
+    *,
+    everything: bool = False,
+    only: Iterable[str] | None = None,
+    keep: Iterable[str] = (),
+    wire: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
 
@@ -44,25 +55,36 @@ def override_lax(
       everything: replace also what XLA would run beside compute; and run all on the TensorCore.
       only: the functions to replace, by lax's names ("all_gather", ...); all by default.
       keep: functions to leave to lax.
+      wire: in what narrower numbers functions send floats, by lax's names: {"psum": "int8"} (see
+        `wires`). Where a wire would lose, or cannot be had, it is left out, and counted
+        (`wire_counts`). Derivatives of these calls travel as they are; the sums that
+        `check_vma=True` adds to gradients go by that of psum.
 
     Raises:
       CollectiveError: a name that is not a collective's.
+      WireError: a wire that there is not, or for a function that takes none.
 
     It does not reach:
 
     * names bound to lax's functions earlier, as by `from jax.lax import psum`: see `overridden`;
-    * halves of a collective, which only XLA joins: `psum_scatter_start`, whose result is a future
-      (JAX 0.12), and `psend` and `precv` between GPUs (JAX 0.10);
+    * halves of a collective, which only XLA joins: `psend` and `precv` between GPUs (JAX 0.10); but
+      JAX 0.12's `psum_scatter_start` is ours (`overlap.split`), and so is what it gives;
     * code that runs or is traced outside: a vjp function made inside but first called outside runs
       our collectives where the forward pass did, and lax's for the sums that it adds;
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
       its `in_specs` replicate, because JAX makes them without `jax.lax`: see `overridden`;
     * collectives that nobody calls: those that XLA adds under `jax.jit` with shardings.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> with pc.override_lax():
+      ...     print(jax.vmap(lambda x: jax.lax.psum(x, "x"), axis_name="x")(jnp.ones(2)))
+      [2. 2.]
     """
     names = _checked(only, _CHOOSING) - _checked(keep, ())
     with (
         _installed(),
         _overridden(names),
+        _over(_checked_wires(wire)),
         choice.beside_compute(not everything),
         overrides.told(frozenset(_CHOOSING) - names),
     ):
@@ -76,6 +98,26 @@ def _checked(names: Iterable[str] | None, default: Iterable[str]) -> frozenset[s
         rule = f"lax's collectives are {', '.join(sorted(_CHOOSING))}"
         raise CollectiveError(f"the name {unknown[0]!r}", rule, "name some of them")
     return found
+
+
+def _checked_wires(given: Mapping[str, Any] | None) -> frozenset[tuple[str, Wire]]:
+    """The wires of functions by name; each may be left out."""
+    checked = []
+    for name, value in (given or {}).items():
+        takes = [f for f in _CHOOSING if "wire" in inspect.signature(_ours(f)).parameters]
+        if name not in takes:
+            rule = f"the functions that take one are {', '.join(sorted(takes))}"
+            raise WireError(f"a wire for {name!r}", rule, "name some of them")
+        found = wires.named(value)
+        if found is None or found.key is not None:
+            rule = "it is a wire that rounds to nearest: a context has no key for each call"
+            raise WireError(f"wire={{{name!r}: {value!r}}}", rule, "write it like {'psum': 'int8'}")
+        checked.append((name, dataclasses.replace(found, optional=True)))
+    return frozenset(checked)
+
+
+def _ours(name: str) -> Callable[..., Any]:
+    return _BOTH[name][1]
 
 
 def overridden(
@@ -100,6 +142,10 @@ def overridden(
 
     Raises:
       CollectiveError: a name that is not a collective's.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(pc.overridden(lambda x: jax.lax.psum(x, "x")), axis_name="x")(jnp.ones(2))
+      Array([2., 2.], dtype=float32)
     """
     names = _checked(only, _CHOOSING) - _checked(keep, ())
 
@@ -130,7 +176,7 @@ def _installed() -> Iterator[None]:
         with _lock:
             _entered -= 1
             if not _entered:
-                for name, function in vars(collectives.LAX).items():
+                for name, (function, _) in _BOTH.items():
                     setattr(jax.lax, name, function)
                 for primitive in _bindable().values():
                     del primitive.bind
@@ -167,16 +213,29 @@ def _bind(primitive: Any, *args: Any, **params: Any) -> Any:
 
 def _choosing(name: str) -> Callable[..., Any]:
     """lax's function in threads outside of all contexts, ours in others."""
-    of_lax, ours = getattr(collectives.LAX, name), getattr(collectives, name)
+    of_lax, ours = _BOTH[name]
 
     @functools.wraps(of_lax)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (ours if name in _overridden.value else of_lax)(*args, **kwargs)
+        if name not in _overridden.value:
+            return of_lax(*args, **kwargs)
+        if (wire := dict(_over.value).get(name)) is not None:
+            kwargs = {"wire": wire, **kwargs}
+        return ours(*args, **kwargs)
 
     return function
 
 
-_CHOOSING = {name: _choosing(name) for name in vars(collectives.LAX)}
+# Name -> lax's function and ours.
+_BOTH = {
+    name: (of_lax, getattr(collectives, name)) for name, of_lax in vars(collectives.LAX).items()
+}
+_BOTH |= {
+    name: (getattr(jax.lax, name), getattr(split, name))
+    for name in split.NAMES
+    if hasattr(jax.lax, name)
+}
+_CHOOSING = {name: _choosing(name) for name in _BOTH}
 
 # What types an equal operand as different on every device; JAX inserts it, and its transpose sums.
 _PVARY = _compat.transposed("pvary")
@@ -187,4 +246,5 @@ def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:
     if "psum" not in _overridden.value | choice.rebound.value:
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
-    return primitives.with_twins(choice.choose(axes, None, None), rule, cotangent, *args)
+    how = choice.over_wires(choice.choose(axes, None, None), dict(_over.value).get("psum"), None)
+    return primitives.with_twins(how, rule, cotangent, *args)

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pallas_collectives.examples import Example
+from pallas_collectives.examples import Example, Plainly
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import nearest
 from pallas_collectives.topology.reach import (
@@ -35,6 +35,15 @@ NEIGHBOURS = _neighbours  # on the torus, the line or the ring, as the group lie
 JUMPS = jumps  # devices at distances of 1, 2, 4, ... along each axis of the torus
 EVERYONE = everyone
 PARTNERS = alone  # the pairs of a permutation, which a call names
+_BARRIERS: dict[Pattern, str] = {
+    RING: "neighbours",
+    LINE: "line",
+    TORUS: "neighbours on a torus",
+    NEIGHBOURS: "neighbours",
+    JUMPS: "jumps on a torus",
+    EVERYONE: "everyone",
+    PARTNERS: "partners",
+}
 
 # How a group lies on the links.
 ON_RING, ON_LINE, ON_SEVERAL = "ring", "line", "several axes"
@@ -69,34 +78,48 @@ class Algorithm:
       launcher: (*operands, group, **options, vmem, interpret) -> result, with the operands and
         options that the collective's canonical function lays out for all of its algorithms.
       reach: who writes to whom or signals whom.
-      barrier: its entry barrier, as `kernels.machinery.launch` has it; where devices lie on a line
-        or a torus, that of a line or a torus may take the place of "neighbours".
       sent: bytes that a link carries in one direction, in words.
       steps: how many there are, in words.
       lies: the placements of a group on which this algorithm is worth timing.
       in_vmem: (bytes of a block, n) -> bytes that are kept in VMEM with ":vmem". None if that gains
         nothing, and is done only on request.
       in_order: it adds every element in the order of the ranks, and rounds once.
+      by_subcores: what it adds can be added by a SparseCore's vector subcores.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not only this device's.
+      wide: it begins with a barrier among all devices of the axes, whoever writes to whom.
       most_devices: the largest group that it serves; None for any.
-      first_from: bytes of a block from which, over several axes of a torus, it goes before those
-        listed before it, if there are no times to tell; None if it never does.
+      first_from: bytes of a block from which, on several axes of a torus, it is preferred to those
+        listed before it, if there are no times to tell; None if it never is.
     """
 
     name: str
     launcher: Callable[..., Any]
     reach: Pattern
-    barrier: str
     sent: str
     steps: str
     lies: tuple[str, ...] = _ANYWHERE
     in_vmem: Callable[[int, int], int] | None = None
     in_order: bool = False
+    by_subcores: bool = False
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None
+    wide: bool = False
     first_from: int | None = None
+
+    @property
+    def barrier(self) -> str:
+        """Its entry barrier, as `kernels.machinery.launch` has it; where devices lie on a line or a
+        torus, that of a line or a torus may take the place of "neighbours".
+        """
+        return "wide" if self.wide else _BARRIERS[self.reach]
+
+    def rank(self, lies: str, block_bytes: int) -> int:
+        """Where no times tell, the algorithm of least rank serves; of equals the first listed."""
+        if self.first_from and block_bytes >= self.first_from and lies == ON_SEVERAL:
+            return 0
+        return 1 if lies in self.lies else 2
 
     @property
     def one_hop(self) -> bool:
@@ -119,11 +142,6 @@ class Primitive:
     name: str
     by: str = ""
     reduction: str = ""
-
-
-# (x, mesh axes, n, axis) -> operands and parameters of a primitive, with x as the first operand
-# and what is gathered, scattered or split along `axis`; all else as plain as can be.
-Plainly = Callable[[Any, Any, int, int], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

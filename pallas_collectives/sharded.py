@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_collectives import collectives
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, UnboundAxisError
+from pallas_collectives.validation import AxisName
 
 
 def all_gather(
     x: jax.Array,
     *,
     mesh: Mesh,
-    axis_name: Any,
+    axis_name: AxisName,
     axis: int = 0,
     spec: PartitionSpec | None = None,
     **how: Any,
@@ -54,7 +55,7 @@ def all_gather(
 
 
 def psum_scatter(
-    x: jax.Array, *, mesh: Mesh, axis_name: Any, axis: int = 0, **how: Any
+    x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int = 0, **how: Any
 ) -> jax.Array:
     """Sums the rows of an array that are laid over a mesh axis, and leaves the sum laid over it.
 
@@ -84,7 +85,7 @@ def psum_scatter(
 reduce_scatter = psum_scatter
 
 
-def psum(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
+def psum(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Array:
     """Sums the rows of an array that are laid over a mesh axis; every device gets the sum.
 
     Args:
@@ -102,23 +103,23 @@ def psum(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
 all_reduce = psum
 
 
-def pmean(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
+def pmean(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Array:
     """x.mean(axis=0), replicated; arguments as `psum`'s."""
     return psum(x, mesh=mesh, axis_name=axis_name, **how) / x.shape[0]
 
 
-def pmax(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
+def pmax(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Array:
     """x.max(axis=0), replicated; arguments as `psum`'s."""
     return _over_rows(collectives.pmax, jnp.max, x, mesh, axis_name, **how)
 
 
-def pmin(x: jax.Array, *, mesh: Mesh, axis_name: Any, **how: Any) -> jax.Array:
+def pmin(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Array:
     """x.min(axis=0), replicated; arguments as `psum`'s."""
     return _over_rows(collectives.pmin, jnp.min, x, mesh, axis_name, **how)
 
 
 def _over_rows(
-    collective: Any, locally: Any, x: jax.Array, mesh: Mesh, axis_name: Any, **how: Any
+    collective: Any, locally: Any, x: jax.Array, mesh: Mesh, axis_name: AxisName, **how: Any
 ) -> jax.Array:
     """Reduces rows laid over `axis_name`: a device's own few first, then those of all devices."""
 
@@ -136,7 +137,7 @@ def all_to_all(
     x: jax.Array,
     *,
     mesh: Mesh,
-    axis_name: Any,
+    axis_name: AxisName,
     split_axis: int,
     concat_axis: int,
     spec: PartitionSpec | None = None,
@@ -187,7 +188,7 @@ def ragged_all_to_all(
     recv_sizes: jax.Array,
     *,
     mesh: Mesh,
-    axis_name: Any,
+    axis_name: AxisName,
     **how: Any,
 ) -> jax.Array:
     """Sends rows of runtime-chosen counts between the shards of two arrays.
@@ -223,7 +224,7 @@ def ppermute(
     x: jax.Array,
     *,
     mesh: Mesh,
-    axis_name: Any,
+    axis_name: AxisName,
     perm: Any,
     axis: int = 0,
     spec: PartitionSpec | None = None,
@@ -253,7 +254,7 @@ def pshuffle(
     x: jax.Array,
     *,
     mesh: Mesh,
-    axis_name: Any,
+    axis_name: AxisName,
     perm: Any,
     axis: int = 0,
     spec: PartitionSpec | None = None,
@@ -267,7 +268,7 @@ def pbroadcast(
     x: jax.Array,
     *,
     mesh: Mesh,
-    axis_name: Any,
+    axis_name: AxisName,
     source: Any,
     axis: int = 0,
     spec: PartitionSpec | None = None,
@@ -277,7 +278,7 @@ def pbroadcast(
     return _of_blocks(collectives.pbroadcast, x, source, mesh, axis_name, axis, spec, how)
 
 
-def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: Any, axis: int, **how: Any) -> jax.Array:
+def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int, **how: Any) -> jax.Array:
     """Swaps the rows of an array, which are laid over a mesh axis, with another dimension.
 
     Args:
@@ -314,7 +315,7 @@ def _of_blocks(
     x: jax.Array,
     argument: Any,
     mesh: Mesh,
-    axis_name: Any,
+    axis_name: AxisName,
     axis: int,
     spec: PartitionSpec | None,
     how: dict[str, Any],
@@ -336,8 +337,30 @@ def _mapped(
     *arrays: jax.Array,
 ) -> jax.Array:
     """fn on each device's shards of arrays, which are laid over the mesh first if they are not."""
+    for x in arrays:
+        _check_layout(x, mesh, before)
     laid = (jax.device_put(x, NamedSharding(mesh, before)) for x in arrays)
     return jax.shard_map(fn, mesh=mesh, in_specs=before, out_specs=after)(*laid)
+
+
+def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
+    """Refuses axes that the mesh lacks, and dimensions that its devices do not divide."""
+    there = getattr(mesh, "shape", None)
+    if there is None:
+        raise CollectiveError(f"mesh={mesh!r}", "it is a jax.sharding.Mesh", "make one")
+    for dimension, names in enumerate(spec):
+        axes = names if isinstance(names, tuple) else () if names is None else (names,)
+        for name in axes:
+            if name not in there:
+                rule = f"the mesh has the axes {', '.join(map(str, there))}"
+                raise UnboundAxisError(f"axis_name={name!r}", rule, "name one of them")
+        devices = math.prod(there[name] for name in axes)
+        if x.shape[dimension] % devices:
+            raise CollectiveError(
+                f"dimension {dimension} of size {x.shape[dimension]}",
+                f"it is laid over {devices} devices, and must be a multiple of that",
+                "pad it",
+            )
 
 
 def _dimension(x: jax.Array, axis: int) -> int:
@@ -350,7 +373,9 @@ def _dimension(x: jax.Array, axis: int) -> int:
     return axis % x.ndim
 
 
-def _spec(x: jax.Array, axis: int, axis_name: Any, spec: PartitionSpec | None) -> PartitionSpec:
+def _spec(
+    x: jax.Array, axis: int, axis_name: AxisName, spec: PartitionSpec | None
+) -> PartitionSpec:
     if spec is None:
         return PartitionSpec(*(axis_name if d == axis else None for d in range(x.ndim)))
     padded = (*spec, *(None,) * (x.ndim - len(spec)))

@@ -19,6 +19,11 @@ def simulate(devices: int = 8) -> None:
 
     Raises:
       BackendError: no such number, or JAX has been used already and has fewer devices.
+
+    Example:
+      >>> pc.simulate(2)
+      >>> jax.devices()[0].platform
+      'cpu'
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         rule = "it is the number of devices, a whole number of 1 or more"

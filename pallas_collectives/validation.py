@@ -46,6 +46,11 @@ def size_of(axis_name: AxisName) -> int:
     return size
 
 
+def devices_of(axis_name: AxisName, groups: Groups) -> int:
+    """Devices of a group."""
+    return size_of(axis_name) if groups is None else len(groups[0])
+
+
 def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
     """Checks that groups are of equal size and have each device of an axis once."""
     try:
@@ -164,7 +169,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
-    """`order` is None or "rank", and the latter of devices of a mesh, which have ranks."""
+    """Refuses an `order` other than None and "rank", and "rank" over an axis without devices."""
     if order not in (None, "rank"):
         rule = "sums are added in the order of the ranks ('rank') or as is quickest (None)"
         raise CollectiveError(f"order={order!r}", rule, "pass one of them")
@@ -191,7 +196,7 @@ def check_blocks(
     name: str, axis: int, x: Any, axis_name: AxisName, groups: Groups, tiled: bool
 ) -> None:
     """Checks that every leaf has a block for each device along `axis`."""
-    devices = size_of(axis_name) if groups is None else len(groups[0])
+    devices = devices_of(axis_name, groups)
     for leaf, where in leaves(x):
         check_axis(name, axis, np.ndim(leaf), where)
         size = np.shape(leaf)[axis]

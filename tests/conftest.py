@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for the tests' processes
         return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICKLY_COMPILED}".strip()
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time to lower
     import pallas_collectives
 
     pallas_collectives.simulate(8)

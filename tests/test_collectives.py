@@ -21,7 +21,10 @@ from pallas_collectives.errors import (
     UnboundAxisError,
 )
 
-OURS_ALONE = ("backend", "algorithm", "precise", "order")
+OURS_ALONE = (
+    *("backend", "algorithm", "precise", "order"),
+    *("wire", "wire_backward", "dequantize", "return_residue"),
+)
 
 
 @pytest.mark.parametrize("name", vars(collectives.LAX))
@@ -34,7 +37,8 @@ def test_signature_is_laxs(name: str) -> None:
         assert (shared[parameter].kind, shared[parameter].default) == (want.kind, want.default)
     for parameter in set(ours) - set(of_lax):
         assert ours[parameter].kind is inspect.Parameter.KEYWORD_ONLY
-        assert ours[parameter].default in (None, False, "auto")
+        plain = (True,) if parameter == "dequantize" else (None, False, "auto")
+        assert ours[parameter].default in plain
     assert {"backend", "algorithm"} <= set(ours)
 
 

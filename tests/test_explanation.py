@@ -276,3 +276,22 @@ def test_figures_are_the_replays_within_a_tenth_or_there_is_none(
         assert "no figure" in best.source or told.algorithm == "lax's own"
         return
     assert best.us == pytest.approx(1e6 * replay_rows.run(task).time, rel=0.1)
+
+
+def test_wires_are_told_with_their_bytes_time_and_error() -> None:
+    told = pc.explain(
+        "all_gather", shape=(2048, 1024), dtype="bfloat16", devices=8, chip="v6e", wire="int8"
+    )
+    assert told.algorithm == "wire int8" and told.wire is not None
+    assert told.wire.sent / told.wire.nbytes <= 0.52
+    assert told.wire.us and told.wire.wired_us and told.wire.wired_us < told.wire.us
+    assert "51.6%" in told.why and "1/254" in told.why
+    assert [step.op for step in told.inside] == ["all_gather"]
+    # A ring adds on the way, with a tenth of the bytes of an exchange.
+    ring: dict[str, Any] = {"shape": (4096, 1024), "dtype": "bfloat16", "devices": 16}
+    named = pc.explain("psum", **ring, chip="v5e", wire="int8")
+    assert [step.op for step in named.inside] == ["all_to_all", "all_gather"]
+    assert "in each of the 16 terms and in their sum" in named.why
+    left = pc.explain("psum", **ring, chip="v5e", wire="auto")
+    assert left.algorithm != "wire int8" and "wire int8 is left out" in str(left)
+    assert "us in place of" in str(left)

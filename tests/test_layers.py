@@ -18,15 +18,15 @@ PACKAGE = "pallas_collectives"
 # From the top; a folder stands for all its modules but those of a folder that is named itself.
 LAYERS = (
     (PACKAGE, "__main__", "replay", "verify"),
-    ("explanation", "multihost", "override", "sharded"),
+    ("explain_checks", "explanation", "multihost", "override", "sharded"),
     ("moe", "overlap"),
-    ("collectives", "lowering"),
+    ("collectives", "lowering", "reductions"),
     ("backends",),
     ("nccl", "tuning"),
     ("catalogue", "records"),
     ("kernels",),
     ("kernels.machinery", "topology"),
-    ("_compat", "annotations", "errors", "examples", "simulation", "validation"),
+    ("_compat", "annotations", "errors", "examples", "simulation", "validation", "wires"),
 )
 
 Graph = dict[str, set[str]]

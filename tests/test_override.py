@@ -16,7 +16,7 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import collectives
 from pallas_collectives.backends import overrides
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, WireError
 
 NAMES = sorted(vars(collectives.LAX))
 
@@ -238,6 +238,20 @@ def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> No
     assert not any(name.endswith(":sc") for name in by["reduce_scatter"])
 
 
+def test_the_report_says_what_is_exposed_before_and_after() -> None:
+    """A SparseCore's gather stops the core no longer; one that XLA would have hidden, now does."""
+    by_op = {line.op: line for line in build("v6e:4x4").replaced}
+    gather, scatter = by_op["all_gather"], by_op["reduce_scatter"]
+    assert gather.before_us and gather.before_us > 50 and gather.after_us == 0
+    assert scatter.before_us == scatter.after_us  # the core's
+    left = {line.op: line for line in build("v5e:4x4").left}
+    assert (left["all_gather"].before_us, left["all_gather"].after_us) == (0, 0)
+    forced = build("v5e:4x4", everything=True)
+    (line,) = (line for line in forced.replaced if line.op == "all_gather")
+    assert line.before_us == 0 and line.after_us and line.after_us > 50
+    assert "stops the core 0 -> " in str(forced)
+
+
 def test_everything_is_replaced_on_request() -> None:
     for topology in ("v6e:4x4", "tpu7x:2x2x1"):
         report = build(topology, everything=True)
@@ -274,3 +288,31 @@ def test_a_context_that_replaces_nothing_warns_once(
     assert (line.op, line.times, line.nbytes) == ("all_reduce", 1, 8 * 128 * 4)
     monkeypatch.setattr(overrides, "_told", set())
     assert not warnings(lambda x: bound_before(x, "x")), "an earlier program may hold ours"
+
+
+def test_wires_of_functions_by_name() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 1024, 512)).astype(np.float32)
+
+    def program(x: jax.Array) -> Any:
+        return jax.lax.psum(x, "x"), jax.lax.psum(jnp.float32(1) * x[0, 0], "x")
+
+    def sums(**options: Any) -> list[np.ndarray]:
+        with pc.override_lax(**options), pc.use_backend("xla"):
+            return [np.asarray(y) for y in harness.per_device(program, harness.mesh(2))(x)]
+
+    exact, narrow = sums(), sums(wire={"psum": "int8"})
+    error = np.abs(exact[0] - narrow[0])
+    assert 0 < error.max() < 0.1
+    np.testing.assert_array_equal(exact[1], narrow[1])  # too small: left out, and counted
+    assert ("all_reduce", "int8", "") in pc.wire_counts()
+    assert any(wire == "" for _, wire, _ in pc.wire_counts())
+
+
+def test_wires_that_no_function_takes() -> None:
+    for wrong, match in (
+        ({"pmax": "int8"}, "take one are all_gather"),
+        ({"psum": "int5"}, "int8"),
+        ({"psum": None}, "rounds to nearest"),
+    ):
+        with pytest.raises(WireError, match=match), pc.override_lax(wire=wrong):
+            pass

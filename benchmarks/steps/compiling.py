@@ -3,7 +3,6 @@
 As `benchmarks.compiled`, in a process of its own.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -20,13 +19,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import pallas_collectives
 from benchmarks import compiled
 from benchmarks.rows import Stepped
-from benchmarks.steps import programs, schedule, timeline
+from benchmarks.steps import programs, schedule, timeline, wires
 from benchmarks.steps.programs import Form, Program
 from pallas_collectives.backends import counters
+from pallas_collectives.replay import Machine
 
 # Whose collectives a step has.
 UNDER: dict[str, Callable[[], Any]] = {
-    "lax": contextlib.nullcontext,
+    "lax": lambda: pallas_collectives.use_backend("xla"),  # which `experts` heeds
     "override": pallas_collectives.override_lax,
     "forced": lambda: pallas_collectives.override_lax(everything=True),
 }
@@ -82,16 +82,20 @@ def rows_of(task: Task) -> Iterator[Stepped]:
             text = lowered.as_text()
             if text not in done:
                 done[text] = lowered.compile()
-            yield dataclasses.replace(
-                row, devices=devices.size, **_figures(task, done[text], plans)
-            )
+            figures = _figures(task, program, devices, done[text], plans)
+            yield dataclasses.replace(row, devices=devices.size, **figures)
         except Exception as error:  # the other rows are wanted all the same
             yield dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
 
 
+def mesh_of(program: Program, devices: np.ndarray) -> Mesh:
+    """The mesh that a program runs on."""
+    return Mesh(devices.reshape(tuple(program.axes.values())), tuple(program.axes))
+
+
 def lower(program: Program, devices: np.ndarray, under: str) -> Any:
     """The program lowered for these devices, with the collectives of one of `UNDER`."""
-    mesh = Mesh(devices.reshape(tuple(program.axes.values())), tuple(program.axes))
+    mesh = mesh_of(program, devices)
     spec = PartitionSpec(tuple(program.axes))
 
     def shard(*args: Any) -> Any:
@@ -108,16 +112,30 @@ def lower(program: Program, devices: np.ndarray, under: str) -> Any:
         return jax.jit(mapped).lower(*args)
 
 
-def _figures(task: Task, program: Any, plans: list[Any]) -> dict[str, Any]:
-    chip = timeline.chip_of(task.topology)
-    events = schedule.events(program.as_text())
-    line = timeline.run(events, chip, timeline.times(chip, plans))
+def machine_of(topology: str, n_devices: int) -> Machine:
+    """The model of a topology that has so many devices.
+
+    Ahead of time libtpu shows the two cores of a v4 as devices, where the model has one of both.
+    """
+    machine = Machine.named(topology)
+    each = n_devices // machine.n_chips
+    generation = dataclasses.replace(machine.generation, devices_per_chip=each)
+    return dataclasses.replace(machine, generation=generation)
+
+
+def _figures(
+    task: Task, program: Program, devices: np.ndarray, compiled_: Any, plans: list[Any]
+) -> dict[str, Any]:
+    machine = machine_of(task.topology, devices.size)
+    placement = machine.placement_of(devices)
+    what_of = wires.programs(machine, placement, program.axes, plans)
+    line = timeline.run(schedule.events(compiled_.as_text()), machine, placement, what_of)
     return {
         "compute_us": line.compute_us,
         "exposed_us": line.exposed_us,
         "hidden_us": line.hidden_us,
         "time_us": line.step_us,
-        "temp": program.memory_analysis().temp_size_in_bytes,
+        "temp": compiled_.memory_analysis().temp_size_in_bytes,
         "collectives": [dataclasses.asdict(served) for served in line.served.values()],
         "spans": [dataclasses.astuple(span) for span in line.spans],
     }

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import Stepped
+from pallas_collectives.replay import style
 
-_COLOURS = {"compute": "#0072b2", "exposed": "#d55e00", "collective": "#009e73"}
+_COLOURS = {"compute": style.COMPUTE, "exposed": style.LOST, "collective": style.LINK}
 _LABELS = {
     "compute": "the core's work",
     "exposed": "the core waits",

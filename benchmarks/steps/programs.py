@@ -2,7 +2,8 @@
 
 Each program is a few layers of a transformer in bfloat16, written with `jax.lax`'s collectives
 alone, forward or with its gradient (rematerialised), its layers in a scan or unrolled. They know
-nothing of `pallas_collectives`, which replaces what they call.
+nothing of `pallas_collectives`, which replaces what they call; but for `experts`, whose tokens go
+by its `moe`, over lax's collectives or over ours.
 """
 
 import dataclasses
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.settings import FlagError
+from pallas_collectives import moe
 
 WIDTH, HEADS, HIDDEN = 4096, 32, 16384
 LENGTH, BATCH, LAYERS = 2048, 2, 4  # tokens of a sequence; sequences of a replica
+EXPERTS, CHOICES = 2, 2  # of a device; of a token
 
 Arrays = dict[str, Any]
 
@@ -76,8 +79,28 @@ def _layer(
     seen = gathered(_norm(x))
     q, k, v = jnp.split((seen @ whole(w["qkv"])).reshape(*seen.shape[:2], -1, 3 * 128), 3, axis=-1)
     x = x + scattered(attend(q, k, v).reshape(*seen.shape[:2], -1) @ whole(w["project"]))
+    if "route" in w:
+        return x + _answers(_norm(x), w)
     hidden = jax.nn.gelu(gathered(_norm(x)) @ whole(w["up"]))
     return x + scattered(hidden @ whole(w["down"]))
+
+
+def _answers(x: jax.Array, w: Arrays) -> jax.Array:
+    """What the experts that each token chooses, all over "x", make of it."""
+    tokens = x.reshape(-1, WIDTH)
+    weights, chosen = lax.top_k(jax.nn.softmax((tokens @ w["route"]).astype(jnp.float32)), CHOICES)
+    # Room for twice as many as come where all experts are chosen alike.
+    rows, plan = moe.dispatch(
+        tokens,
+        chosen,
+        "x",
+        num_experts=w["route"].shape[1],
+        rows=2 * CHOICES * len(tokens),
+        exchange="ragged",
+    )
+    hidden = jax.nn.gelu(lax.ragged_dot(rows, w["up"], plan.group_sizes))
+    y = lax.ragged_dot(hidden, w["down"], plan.group_sizes)
+    return moe.combine(y, weights, plan, "x").reshape(x.shape)
 
 
 def _weights(parts: int, tensor: int) -> Arrays:
@@ -96,7 +119,7 @@ def _tokens(parts: int = 1) -> jax.ShapeDtypeStruct:
 
 
 def _stepping(form: Form, layer: Callable[..., jax.Array], summed: Any = None) -> Any:
-    """A step through all layers; `summed` is what becomes of each weight's gradient."""
+    """A step through all layers; `summed` makes something of the gradients."""
     body = jax.checkpoint(layer) if form.gradient else layer
 
     def forward(weights: Arrays, x: jax.Array) -> jax.Array:
@@ -114,7 +137,7 @@ def _stepping(form: Form, layer: Callable[..., jax.Array], summed: Any = None) -
         if not form.gradient:
             return forward(weights, x)
         gradients = jax.grad(loss)(weights, x)
-        return jax.tree.map(summed, gradients) if summed else gradients
+        return summed(gradients) if summed else gradients
 
     return step
 
@@ -155,8 +178,27 @@ def fsdp_tensor(devices: int, form: Form) -> Program:
 
 def data(devices: int, form: Form) -> Program:
     """All weights everywhere, a batch each; gradients are summed."""
-    step = _stepping(form, _layer, lambda gradient: lax.psum(gradient, "x"))
+    step = _stepping(form, _layer, lambda gradients: lax.psum(gradients, "x"))
     return Program(step, (_weights(1, 1), _tokens()), {"x": devices})
+
+
+def experts(devices: int, form: Form) -> Program:
+    """Experts over the devices, each token's answers from two; gradients of the rest are summed."""
+    sizes = {
+        "qkv": (WIDTH, 3 * WIDTH),
+        "project": (WIDTH, WIDTH),
+        "route": (WIDTH, EXPERTS * devices),
+        "up": (EXPERTS, WIDTH, HIDDEN // CHOICES),
+        "down": (EXPERTS, HIDDEN // CHOICES, WIDTH),
+    }
+    weights = {k: jax.ShapeDtypeStruct((LAYERS, *s), jnp.bfloat16) for k, s in sizes.items()}
+    everywhere = ("qkv", "project", "route")
+
+    def summed(gradients: Arrays) -> Arrays:
+        total = lax.psum({k: gradients[k] for k in everywhere}, "x")
+        return gradients | total
+
+    return Program(_stepping(form, _layer, summed), (weights, _tokens()), {"x": devices})
 
 
 def ring_attention(devices: int, form: Form) -> Program:
@@ -182,7 +224,8 @@ def ring_attention(devices: int, form: Form) -> Program:
 
 
 BUILT_IN: dict[str, Callable[[int, Form], Program]] = {
-    program.__name__: program for program in (fsdp, tensor, fsdp_tensor, ring_attention, data)
+    program.__name__: program
+    for program in (fsdp, tensor, fsdp_tensor, experts, ring_attention, data)
 }
 
 

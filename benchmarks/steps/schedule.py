@@ -5,6 +5,7 @@ cycles that it estimates for each. Collectives come in four forms:
 
     form                                       engine        beside what lies between
     all-gather, ..., a kernel's custom-call    core          nothing: the core waits
+    fusion of an all-reduce and a slice        core          nothing: XLA's reduce-scatter
     x-start ... x-done                         DMA           start and done
     async-collective-start ... -done           DMA           start and done (v5e: fusions that carry
                                                              the collective on, step by step)
@@ -47,6 +48,9 @@ class Collective:
       engine: `CORE`, `DMA` or `SPARSECORE`.
       nbytes: of one device's result.
       devices: that take part together; 0 where the text does not say.
+      axes: the mesh axes that they lie along, where the text names them.
+      members: the numbers of such devices, where it lists them; of a permute, the first pair's.
+      shape: of a kernel's first result.
     """
 
     name: str
@@ -55,6 +59,9 @@ class Collective:
     engine: str
     nbytes: int
     devices: int
+    axes: tuple[str, ...] = ()
+    members: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +166,9 @@ class _Walk:
         elif i.op == "fusion" and (inner := self._collective_fusion(i)):
             start, chain, collective = inner
             yield Start(chain, self._by_xla(collective, DMA)) if start else Done(chain)
+        elif i.op == "fusion" and (summed := self._fused_sum(i)):
+            yield Start(i.name, summed)
+            yield Done(i.name)
         elif "tpu_custom_call" in i.rest and i.op == "custom-call":
             yield from self._own(i, i, "", "")
         elif cycles := _CYCLES.search(i.rest):
@@ -206,12 +216,28 @@ class _Walk:
         chain = re.search(r'chain_id="(\w+)"', collective.rest)
         return found == "Start", f"chain {chain[1] if chain else ''}", collective
 
+    def _fused_sum(self, i: _Instruction) -> Collective | None:
+        """The collective of a fusion that is all of it: a sum and the part that is wanted of it.
+
+        Other fusions of v5e hold a collective that they carry on beside their own work; those have
+        cycles.
+        """
+        inner = self._computations.get(i.named("calls"), [])
+        found = next((x for x in inner if x.op == "all-reduce"), None)
+        if found is None or _CYCLES.search(i.rest):
+            return None
+        of_sum = self._by_xla(found, CORE)
+        part = sum(_arrays(i.type))
+        op = "reduce_scatter" if part < of_sum.nbytes else of_sum.op
+        return dataclasses.replace(of_sum, name=i.name, op=op, nbytes=part)
+
     def _by_xla(self, i: _Instruction, engine: str) -> Collective:
         op = _OPS[re.sub("-(start|done)$", "", i.op)]
         # The type of a start holds the operand before the result.
         arrays = _arrays(i.type)
         nbytes = arrays[min(1, len(arrays) - 1)] if i.op.endswith("-start") else sum(arrays)
-        return Collective(i.name, op, "", engine, nbytes, _devices(i.rest))
+        said = _devices(i.rest), _axes(i.rest), _members(i.rest)
+        return Collective(i.name, op, "", engine, nbytes, *said)
 
     def _times(self, condition: str) -> int:
         """How often a loop turns: the number that its counter is compared with."""
@@ -227,8 +253,16 @@ def _by_kernel(i: _Instruction, engine: str) -> Collective:
     found = re.search(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)', i.rest)
     kernel = found[1] if found else i.name
     ops = [op for op in set(_OPS.values()) if kernel.startswith(op)]
-    arrays = _arrays(i.type)
-    return Collective(i.name, max(ops, key=len, default=""), kernel, engine, arrays[0], 0)
+    _, dims = next(iter(_ARRAY.findall(i.type)), ("", ""))
+    return Collective(
+        i.name,
+        max(ops, key=len, default=""),
+        kernel,
+        engine,
+        _arrays(i.type)[0],
+        0,
+        shape=tuple(int(d) for d in dims.split(",") if d),
+    )
 
 
 def cycles_of(found: tuple[Event, ...]) -> int:
@@ -253,9 +287,24 @@ def _arrays(type_: str) -> list[int]:
     return sizes or [0]
 
 
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+
+
+def _axes(rest: str) -> tuple[str, ...]:
+    """The mesh axes of the groups that an instruction names."""
+    named = _MESH.search(rest)
+    return tuple(re.findall(r"'(\w+)'", named[2])) if named else ()
+
+
+def _members(rest: str) -> tuple[int, ...]:
+    """The devices of the first group, or pair, that an instruction lists."""
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", rest)
+    return tuple(map(int, listed[1].split(","))) if listed else ()
+
+
 def _devices(rest: str) -> int:
     """How many devices take part together, from the groups that an instruction names."""
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
+    if named := _MESH.search(rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
     if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):

@@ -1,24 +1,24 @@
-"""What a schedule takes: the core and the engines beside it, on one clock. Modelled, not measured.
+"""What a schedule takes: a replay of the whole step. Modelled, not measured.
 
-The core's own work takes the cycles that XLA estimates. A collective takes what the replay says of
-the kernel that serves; one of XLA's own, what it says of our fastest, so that both are held to one
-model of the wire. An engine serves one collective at a time, in their order. What the core waits
-for is exposed; the rest of a collective's time is hidden.
+The core's own work takes the cycles that XLA estimates. Collectives are replayed with it
+(`replay.steps`): a kernel's own program, and for one of XLA's own that of our fastest, so that both
+are held to one model of the wire. An engine serves one collective at a time, in their order; all
+share the links. What the core waits for is exposed; the rest of a collective's time is hidden.
 """
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
-from benchmarks.steps.schedule import CORE, SPARSECORE, Collective, Done, Event, Loop, Start, Work
-from pallas_collectives import catalogue
-from pallas_collectives.backends.algorithms import KernelPlan
-from pallas_collectives.replay.machine import GENERATIONS
+import numpy as np
+
+from benchmarks.steps.schedule import CORE, Collective, Done, Event, Loop, Start, Work
+from pallas_collectives.replay import Machine, steps
+from pallas_collectives.replay.program import Program
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.chips import Chip
-from pallas_collectives.tuning import choice
 
-_LANES = 8 * 128 * 4  # operations in a cycle of one core (`replay.machine`)
+_LANES = 8 * 128 * 4  # operations in a cycle of one core (`topology.chips`)
 US = 1e-6
 
 
@@ -78,110 +78,107 @@ class Timeline:
         return self.compute_us + self.exposed_us
 
 
-def run(events: Iterable[Event], chip: Chip, time_of: Callable[[Collective], float]) -> Timeline:
-    """What the events take; `time_of` gives microseconds of a collective."""
-    return _Clock(clock_of(chip), time_of).after(events)
+def run(
+    events: Iterable[Event],
+    machine: Machine,
+    placement: np.ndarray,
+    what_of: Callable[[Collective], Program | float],
+) -> Timeline:
+    """Replays the events.
+
+    Args:
+      events: of one device, in order.
+      machine, placement: where the devices are, as `replay.replay` takes them.
+      what_of: the stepped program of a collective, or its seconds.
+    """
+    generation = machine.generation
+    clock = generation.vector_rate / (_LANES * generation.cores)
+    flat = list(_flat(events))
+    parts = [_part(event, clock, what_of) for event in flat]
+    course = steps.run(parts, machine, placement)
+    return _Account(flat).of(course)
 
 
-def clock_of(chip: Chip) -> float:
-    """Cycles a second of a chip's core."""
-    generation = GENERATIONS[chip.name]
-    return generation.vector_rate / (_LANES * generation.cores)
+def _flat(events: Iterable[Event]) -> Iterator[Work | Start | Done]:
+    """The events with loops unrolled."""
+    for event in events:
+        if isinstance(event, Loop):
+            for _ in range(event.times):
+                yield from _flat(event.events)
+        else:
+            yield event
 
 
-class _Clock:
-    def __init__(self, clock: float, time_of: Callable[[Collective], float]) -> None:
-        self._clock, self._time_of = clock, time_of
-        self._line, self._now = Timeline(), 0.0
-        self._free: dict[str, float] = {}  # when each engine is
-        self._flying: dict[str, tuple[Served, Collective, float, dict[str, int]]] = {}
+def _part(
+    event: Work | Start | Done, clock: float, what_of: Callable[[Collective], Program | float]
+) -> steps.Part:
+    match event:
+        case Work(name, cycles):
+            return steps.Compute(name, cycles / clock)
+        case Start(key, c):
+            return steps.Launch(key, c.name, c.engine, what_of(c))
+        case Done(key):
+            return steps.Await(key)
 
-    def after(self, events: Iterable[Event]) -> Timeline:
-        for event in events:
-            match event:
-                case Work(name, cycles):
-                    self._work(name, cycles)
-                case Start(key, collective):
-                    self._start(key, collective)
-                case Done(key):
-                    self._done(key)
-                case Loop(times, inside):
-                    for _ in range(times):
-                        self.after(inside)
+
+class _Account:
+    """Adds up a step's course."""
+
+    def __init__(self, events: list[Work | Start | Done]) -> None:
+        self._events = events
+        self._line = Timeline()
+        self._flying: dict[str, tuple[Served, collections.Counter[str]]] = {}
+
+    def of(self, course: steps.Course) -> Timeline:
+        spans: dict[int, list[steps.Span]] = {}
+        for span in course.spans:
+            spans.setdefault(span.part, []).append(span)
+        for number, event in enumerate(self._events):
+            on_core = [s for s in spans.get(number, ()) if s.engine == CORE]
+            aside = [s for s in spans.get(number, ()) if s.engine != CORE]
+            self._add(event, on_core, aside)
         return self._line
 
-    def _work(self, name: str, cycles: int) -> None:
-        took = cycles / self._clock / US
-        self._span(CORE, "compute", name, self._now, self._now + took)
-        self._line.compute_us += took
-        self._now += took
-        for _, _, _, beside in self._flying.values():
-            beside[name] = beside.get(name, 0) + cycles
+    def _add(
+        self, event: Work | Start | Done, on_core: list[steps.Span], aside: list[steps.Span]
+    ) -> None:
+        took = sum(span.end - span.begin for span in on_core) / US
+        match event:
+            case Work(name, cycles):
+                self._line.compute_us += took
+                for _, beside in self._flying.values():
+                    beside[name] += cycles
+                self._draw(CORE, "compute", name, on_core)
+            case Start(key, c):
+                served = self._served(c)
+                alone = c.engine == CORE
+                each = took if alone else sum(span.end - span.begin for span in aside) / US
+                served.each_us = max(served.each_us, each)
+                served.times += 1
+                self._wait(served, took, on_core)
+                self._line.hidden_us += 0.0 if alone else each
+                lane = "wire" if alone else c.engine
+                self._draw(lane, "collective", f"{served.op} by {served.by}", aside or on_core)
+                self._flying[key] = served, collections.Counter()
+            case Done(key) if key in self._flying:  # else no collective, but a copy
+                served, beside = self._flying.pop(key)
+                served.beside += sum(beside.values())
+                served.beside_what = ", ".join(name for name, _ in beside.most_common(2))
+                self._wait(served, took, on_core)
+                self._line.hidden_us -= min(took, self._line.hidden_us)
 
-    def _start(self, key: str, c: Collective) -> None:
+    def _served(self, c: Collective) -> Served:
         by = c.kernel or "lax"
-        what = Served(c.op or c.kernel, by, c.engine, c.nbytes, c.devices)
-        served = self._line.served.setdefault(c.name, what)
-        served.each_us = self._time_of(c)
-        lane = c.engine if c.engine != CORE else "wire"
-        begin = self._now if c.engine == CORE else max(self._now, self._free.get(lane, 0.0))
-        end = self._free[lane] = begin + served.each_us
-        self._span(lane, "collective", f"{served.op} by {by}", begin, end)
-        self._flying[key] = served, c, end, {}
+        new = Served(c.op or c.kernel, by, c.engine, c.nbytes, c.devices)
+        return self._line.served.setdefault(c.name, new)
 
-    def _done(self, key: str) -> None:
-        if key not in self._flying:  # no collective, but a copy
-            return
-        served, _, end, beside = self._flying.pop(key)
-        waited = max(0.0, end - self._now)
-        self._span(CORE, "exposed", served.op, self._now, self._now + waited)
-        self._now += waited
-        served.times += 1
-        served.exposed_us += waited
-        served.beside += sum(beside.values())
-        longest = sorted(beside, key=lambda name: beside[name], reverse=True)[:2]
-        served.beside_what = ", ".join(longest)
-        self._line.exposed_us += waited
-        self._line.hidden_us += max(0.0, served.each_us - waited)
+    def _wait(self, served: Served, took: float, spans: list[steps.Span]) -> None:
+        served.exposed_us += took
+        self._line.exposed_us += took
+        self._draw(CORE, "exposed", served.op, spans)
 
-    def _span(self, lane: str, kind: str, name: str, begin: float, end: float) -> None:
-        if end > begin:
-            self._line.spans.append(Span(lane, kind, name, begin, end))
-
-
-def times(chip: Chip, plans: Iterable[Any]) -> Callable[[Collective], float]:
-    """Microseconds of collectives on a chip, by the replayed table.
-
-    `plans` are those that were followed while the program was lowered: they say how many devices
-    a kernel joins, and how these lie.
-    """
-    known = {(p.op, _result(p)): p for p in plans if isinstance(p, KernelPlan)}
-
-    def time_of(c: Collective) -> float:
-        plan = known.get((c.op, c.nbytes)) if c.kernel else None
-        devices = plan.devices if plan else c.devices
-        if c.op not in catalogue.COLLECTIVES or devices < 2:
-            return 0.0
-        record = catalogue.COLLECTIVES[c.op]
-        block = c.nbytes // devices if c.op == "all_gather" else c.nbytes
-        block = block // devices if c.op == "all_to_all" else block
-        served = (plan.record.name,) if plan else tuple(a.name for a in record.algorithms)
-        found = choice.predict(c.op, block, devices, chip, served, plan.torus if plan else None)
-        if found:
-            us = min(p.us for p in found.values())
-        else:
-            us = c.nbytes / GENERATIONS[chip.name].link_bandwidth / US
-        g = GENERATIONS[chip.name]
-        slower = (g.sparsecore_launch_cost - g.launch_cost) / US
-        return us + (slower if c.engine == SPARSECORE else 0.0)
-
-    return time_of
-
-
-def _result(plan: KernelPlan) -> int:
-    """Bytes of the result that a plan's kernel has on a device."""
-    factor = {"all_gather": plan.devices, "reduce_scatter": 1 / plan.devices}
-    return round(plan.nbytes * factor.get(plan.op, 1))
+    def _draw(self, lane: str, kind: str, name: str, spans: list[steps.Span]) -> None:
+        self._line.spans += [Span(lane, kind, name, s.begin / US, s.end / US) for s in spans]
 
 
 def chip_of(topology: str) -> Chip:

@@ -10,7 +10,7 @@ from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
-from pallas_collectives.topology import chips, placement, rates, reach
+from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import choice, overlaps, tables
@@ -40,7 +40,7 @@ def choose(
 
     Raises:
       AlgorithmError: there is no such algorithm, or it is not for this group or permutation.
-      ReachError: it writes to devices that the chip cannot reach, or none is without that.
+      ReachError: it, or every algorithm, writes to devices that the chip cannot reach.
     """
     chip, record = chips.current(), catalogue.COLLECTIVES[op]
     if how.algorithm is not None and not isinstance(how.algorithm, str):
@@ -56,7 +56,10 @@ def choose(
     base, _, suffix = name.partition(":")
     if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        base, candidates = _fastest(op, block, group, chip, cuts, torus, perm, how.order)
+        added_there = suffix == "sc" and record.example.adds and how.order is None
+        base, candidates = _fastest(
+            op, block, group, chip, cuts, torus, perm, how.order, by_subcores=added_there
+        )
         if how.beside and not record.example.adds:
             suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
@@ -86,7 +89,8 @@ def choose(
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
     if suffix == "sc":
-        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=record.example.adds)
+        adds = record.example.adds and not algorithm.by_subcores
+        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=adds)
     plan = KernelPlan(
         op=op,
         backend="pallas",
@@ -95,9 +99,11 @@ def choose(
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
+        shape=operand.shape,
         nbytes=operand.nbytes,
         cuts=cuts,
         devices=group.size,
+        axes=group.axes,
         chip=chip.name,
         torus=torus,
         candidates=candidates,
@@ -132,8 +138,7 @@ def _exchange(
         if not found:
             return None
         steps.append(found[choice.fastest_first(step, found)[0]])
-    bandwidth = rates.of_chip(chip.name).hbm_bandwidth
-    adding = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, bandwidth)
+    adding = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, chip.hbm_bandwidth)
     us, latency = (sum(getattr(step, name) for step in steps) for name in ("us", "latency_us"))
     source = "; ".join(dict.fromkeys(map(_source, steps)))
     if not all(step.close for step in steps):
@@ -150,9 +155,13 @@ def _fastest(
     torus: str,
     perm: Sequence[tuple[int, int]],
     order: str | None,
+    *,
+    by_subcores: bool,
 ) -> tuple[str, tuple[Candidate, ...]]:
     """The algorithm with the least predicted time, of those that can serve; and all of them."""
     algorithms = in_order(op, order)
+    if by_subcores:
+        algorithms = tuple(algorithm for algorithm in algorithms if algorithm.by_subcores)
     fit = {algorithm.name for algorithm in algorithms}
     names = tuple(name for name in reachable(op, group, chip, cuts) if name in fit)
     one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
@@ -185,15 +194,10 @@ def _fastest(
         else:
             others.append(Candidate(_EXCHANGE, None, None, _UNTIMED))
     candidates = [candidate for _, candidate in timed]
-    large = [
-        a.name
-        for a in algorithms
-        if a.name in names and group.torus and a.first_from and block_bytes >= a.first_from
-    ]
-    lies = torus if torus in tables.TORI else ON_SEVERAL
-    fitting = [a.name for a in algorithms if a.name in names and lies in a.lies]
-    best = candidates[0].algorithm if candidates else (large or fitting or names)[0]
-    return best, (*candidates, *others)
+    lies = torus if torus in tables.ONE_AXIS else ON_SEVERAL
+    able = (a for a in algorithms if a.name in names)
+    preferred = min(able, key=lambda a: a.rank(lies, block_bytes)).name
+    return candidates[0].algorithm if candidates else preferred, (*candidates, *others)
 
 
 def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:

@@ -28,6 +28,7 @@ from jax import lax
 
 from pallas_collectives import catalogue, validation
 from pallas_collectives.annotations import DType, DTypeLike
+from pallas_collectives.backends import wired
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How
 from pallas_collectives.topology.groups import Group
@@ -35,8 +36,10 @@ from pallas_collectives.validation import AxisName, Groups
 
 
 def run(module: Any, primitive: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
-    """Serves the lax primitive of a name from a backend module."""
+    """Serves the lax primitive of a name from a backend module, over its wire."""
     collective, served = catalogue.primitives()[primitive]
+    if how.wire is not None:
+        module = wired.OnWire(module)
     x = args[0]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not served.reduction:
         numbers = [_key_data(x) for x in args]  # keys move as the numbers that they are

@@ -19,12 +19,14 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import _compat, simulation, validation
+from pallas_collectives import _compat, simulation, validation, wires
 from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
+    CollectiveError,
+    WireError,
 )
 from pallas_collectives.validation import AxisName, Groups
 
@@ -36,8 +38,8 @@ _GPU = ("gpu", "cuda", "rocm")
 
 _named_backend = jax.make_user_context(None)
 
-# Whether the step around a call matters (`How.beside`); set by `override_lax`.
-beside_compute = jax.make_user_context(False)
+# Whether the step around a call matters (`How.beside`); set by `override_lax`, None outside it.
+beside_compute = jax.make_user_context(None)
 
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
 # are where our own code means lax's.
@@ -50,6 +52,11 @@ def use_backend(name: str | None) -> Iterator[None]:
 
     Raises:
       BackendError: no such backend.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> with pc.use_backend("xla"):
+      ...     print(jax.vmap(lambda x: pc.psum(x, "x"), axis_name="x")(jnp.ones(2)))
+      [2. 2.]
     """
     if name is not None:
         _check_name(name)
@@ -64,6 +71,8 @@ def settle(
     algorithm: str | None,
     precise: bool = False,
     order: str | None = None,
+    wire: Any = None,
+    wire_backward: Any = None,
 ) -> How:
     """Checks axis names and groups against the mesh in scope, and settles what serves."""
     size = validation.size_of(axis_name)
@@ -72,7 +81,25 @@ def settle(
         validation.check_groups(groups, size)
     validation.check_flag("precise", precise)
     validation.check_order_of_sum(order, axes)
-    return choose(axes, backend, algorithm, precise, order)
+    how = choose(axes, backend, algorithm, precise, order)
+    return how if wire is wire_backward is None else over_wires(how, wire, wire_backward)
+
+
+def over_wires(how: How, wire: Any, backward: Any) -> How:
+    """The same, sent as narrower numbers, and derivatives as theirs.
+
+    Raises:
+      WireError: there is no such wire.
+      CollectiveError: numbers are to travel wider and narrower at once.
+    """
+    there, back = wires.named(wire), wires.named(backward)
+    if how.precise and (there or back):
+        rule = "precise=True has numbers travel wider, and a wire narrower"
+        raise CollectiveError(f"precise=True with wire={wire!r}", rule, "leave one of them out")
+    if back is not None and back.key is not None:
+        rule = "derivatives are rounded to nearest: they have no key of their own"
+        raise WireError(f"wire_backward={backward!r}", rule, "leave rounding and key out")
+    return dataclasses.replace(how, wire=there and there.fixed, wire_backward=back)
 
 
 def choose(
@@ -120,7 +147,7 @@ def choose(
         how,
         interpret=_interpret(platform),
         across=slices.marked(),
-        beside=beside_compute.value and not how.strict,
+        beside=bool(beside_compute.value) and not how.strict,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
-from pallas_collectives.backends.plans import FUSED, Plan, ProductPlan
+from pallas_collectives.backends.plans import FUSED, Plan, ProductPlan, WirePlan
 
 _counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
 
@@ -17,6 +17,9 @@ _fallbacks: collections.Counter[str] = collections.Counter()
 
 
 _fusions: collections.Counter[tuple[str, str, str]] = collections.Counter()
+
+
+_wires: collections.Counter[tuple[str, str, str]] = collections.Counter()
 
 
 _counts_lock = threading.Lock()
@@ -36,12 +39,23 @@ def counts() -> dict[tuple[str, str, str | None], int]:
 
     Since `reset_counts`. A program built once and run often counts once, as do small arrays of a
     tree that are reduced together.
+
+    Example:
+      >>> pc.reset_counts()
+      >>> pc.counts()
+      {}
     """
     return dict(_counts)
 
 
 def fallback_counts() -> dict[str, int]:
-    """How often a call without a named backend went to lax, by reason, since `reset_counts`."""
+    """How often a call without a named backend went to lax, by reason, since `reset_counts`.
+
+    Example:
+      >>> pc.reset_counts()
+      >>> pc.fallback_counts()
+      {}
+    """
     return dict(_fallbacks)
 
 
@@ -50,15 +64,38 @@ def fusion_counts() -> dict[tuple[str, str, str], int]:
 
     The way is "fused" (one kernel), "pipelined" (permutes and products of XLA) or "unfused" (a
     collective and a product). The reason is "" for "fused". Backward passes count as well.
+
+    Example:
+      >>> pc.reset_counts()
+      >>> pc.fusion_counts()
+      {}
     """
     return dict(_fusions)
 
 
+def wire_counts() -> dict[tuple[str, str, str], int]:
+    """How often each (collective, wire, reason) was built into a program, since `reset_counts`.
+
+    The wire is "" where it was left out, and the reason says why; else the reason is "".
+
+    Example:
+      >>> pc.reset_counts()
+      >>> pc.wire_counts()
+      {}
+    """
+    return dict(_wires)
+
+
 def reset_counts() -> None:
-    """Sets all counters to zero."""
+    """Sets all counters to zero.
+
+    Example:
+      >>> pc.reset_counts()
+    """
     _counts.clear()
     _fallbacks.clear()
     _fusions.clear()
+    _wires.clear()
 
 
 def note(plan: Plan) -> None:
@@ -67,12 +104,16 @@ def note(plan: Plan) -> None:
         plans.append(plan)
     if not _counting.get():
         return
-    if (built := _built.get()) is not None:
+    if (built := _built.get()) is not None and not isinstance(plan, WirePlan):
         built.append(plan)
     if isinstance(plan, ProductPlan):
         reason = "" if plan.algorithm == FUSED else plan.why
         with _counts_lock:
             _fusions[plan.op, str(plan.algorithm), reason] += 1
+        return
+    if isinstance(plan, WirePlan):
+        with _counts_lock:
+            _wires[plan.op, plan.algorithm or "", plan.why] += 1
         return
     fallback = plan.backend == "xla" and plan.why
     with _counts_lock:

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, nccl
-from pallas_collectives.backends import counters
+from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.nccl import Addresses, device_groups
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.nccl import copies, dtypes, ffi, tape
@@ -27,7 +27,7 @@ from pallas_collectives.topology.groups import Group
 
 # Exchanges that a program may have under way at a time; one more waits for the first to be read.
 _AT_A_TIME = 4
-_numbers = itertools.count()
+_names = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,17 @@ class Flight:
     Attributes:
       op: "gather", operand (...) to (n, ...); "exchange", (n, ...) to (n, ...); or "permute".
       group: the devices.
-      number: which of those that may be under way.
+      name: a number that joins its halves while they are traced. No program has it in its text,
+        which is the same each time a function is traced: see `_place`.
       perm: (source, target) pairs, of a permutation.
+      to: what a gather's result is typed as, "varying" or "invarying".
     """
 
     op: str
     group: Group
-    number: int
+    name: int
     perm: tuple[tuple[int, int], ...] = ()
+    to: str = "varying"
 
     def plan(self, rank: int, nbytes: int) -> copies.Plan:
         """What a rank does; nbytes: of its operand."""
@@ -69,7 +72,7 @@ class Flight:
         if self.op == "permute":
             return lax.ppermute(x, self.group.axes, self.perm)
         if self.op == "gather":
-            return lax.all_gather(x, self.group.axes, **options)
+            return lax.all_gather(x, self.group.axes, to=self.to, **options)
         return lax.all_to_all(x, self.group.axes, 0, 0, tiled=True, **options)
 
     @property
@@ -77,7 +80,7 @@ class Flight:
         """The exchange of cotangents; those of a gather are added up when they are there."""
         if self.op == "permute":
             return dataclasses.replace(self, perm=tuple((t, s) for s, t in self.perm))
-        return dataclasses.replace(self, op="exchange")
+        return dataclasses.replace(self, op="exchange", to="varying")
 
 
 def serve(how: How) -> bool:
@@ -94,9 +97,9 @@ def moves(x: Any) -> bool:
     return np.size(x) > 0
 
 
-def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = ()) -> Flight:
-    """An exchange that may be under way beside the others begun lately."""
-    return Flight(op, group, next(_numbers) % _AT_A_TIME, tuple((s, t) for s, t in perm))
+def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = (), to: str = "varying") -> Flight:
+    """An exchange that may be under way beside the others of its program."""
+    return Flight(op, group, next(_names), tuple((s, t) for s, t in perm), to)
 
 
 def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -168,20 +171,29 @@ def _done_lowered(
     return lower(types, ctx.avals_out, under_way, x, *others[spare:])
 
 
+def _place(ctx: mlir.LoweringRuleContext, flight: Flight) -> int:
+    """Which of those that may be under way: exchanges take turns, in the order of the program.
+
+    Processes of one program, and runs on other days, which share its compiled form, so agree.
+    """
+    places = _compat.kept_in_module(ctx, "pallas_collectives flights", dict)
+    return places.setdefault(flight.name, len(places) % _AT_A_TIME)
+
+
 def _lowering(
     ctx: mlir.LoweringRuleContext, flight: Flight, half: str, x: Any, in_place: bool = False
 ) -> Callable[..., Any]:
     """(types of operands and results, *operands) -> results of a call of one half."""
-    nbytes = x.size * x.dtype.itemsize
+    nbytes, place = x.size * x.dtype.itemsize, _place(ctx, flight)
     at: dict[int, tuple[copies.Copier, copies.Slot, copies.Plan]] = {}
     members = device_groups(_compat.mesh_of(ctx), flight.group)
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
             group = nccl.get(devices, name="copies")
-            for rank, (copier, slot) in copies.slots(group, flight.number).items():
+            for rank, (copier, slot) in copies.slots(group, place).items():
                 at[copier.ordinal] = copier, slot, flight.plan(rank, nbytes)
     ids = [[d.id for d in devices] for devices in members]
-    text = f"{flight.op} {half} {nbytes} {flight.number} {flight.perm} over {ids}"
+    text = f"{flight.op} {half} {nbytes} {place} {flight.perm} over {ids}"
 
     def enqueue(
         copier: copies.Copier, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses
@@ -225,8 +237,13 @@ def _start_transpose(cotangents: Any, x: Any, *after: Any, flight: Flight) -> An
     nothing = [None] * len(after)
     if isinstance(under_way, ad.Zero):
         return [ad.Zero(x.aval.to_ct_aval()), *nothing]
+    if flight.to == "invarying":  # as lax: everyone has the whole cotangent already
+        me = lax.axis_index(flight.group.axes)
+        return [lax.dynamic_index_in_dim(under_way, me, keepdims=False), *nothing]
     blocks = done(flight.transposed, [under_way, operand])
-    return [blocks.sum(0) if flight.op == "gather" else blocks, *nothing]
+    if flight.op != "gather":
+        return [blocks, *nothing]
+    return [ordered.added(blocks, flight.group.size, 0)[0], *nothing]
 
 
 def _done_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
@@ -242,6 +259,8 @@ def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
     nothing = [None] * (len(operands) - parts)
     if isinstance(cotangent, ad.Zero):
         return [*(ad.Zero(o.aval.to_ct_aval()) for o in operands[:parts]), *nothing]
+    if flight.to == "invarying":
+        return [cotangent, *(ad.Zero(o.aval.to_ct_aval()) for o in operands[1:parts]), *nothing]
     (under_way, x), _ = start(flight.transposed, cotangent)
     if flight.op != "gather":
         return [under_way, x, *nothing]
@@ -249,7 +268,7 @@ def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
 
 
 def _batch(primitive: core.Primitive, operands: Any, dims: Any, *, flight: Flight) -> Any:
-    """A mapped dimension lies behind that of the devices; an operand that is gathered has none."""
+    """A mapped dimension lies behind that of the devices; an operand of a gather has no such."""
     first, behind = {"gather": (0, 1), "exchange": (1, 1), "permute": (0, 0)}[flight.op]
     if primitive is _done_p:  # what it takes came of a start, all of it batched or none
         return _done_p.bind(*operands, flight=flight), dims[0]

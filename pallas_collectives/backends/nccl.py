@@ -31,6 +31,8 @@ from jax.sharding import Mesh
 
 from pallas_collectives import _compat, nccl
 from pallas_collectives.backends import counters, ordered
+from pallas_collectives.backends.layout import blocks as blocks
+from pallas_collectives.backends.layout import side_by_side as side_by_side
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 from pallas_collectives.nccl import dtypes, ffi, tape
@@ -192,20 +194,6 @@ def _exchanged(blocks: jax.Array, group: Group) -> jax.Array:
 
     work = _Work(f"all_to_all {blocks.dtype} {count}", enqueue)
     return _call(work, group, blocks.shape, blocks.dtype, blocks)
-
-
-def blocks(x: jax.Array, axis: int, n: int) -> jax.Array:
-    """(..., n * s, ...) -> (n, ..., s, ...)."""
-    shape = x.shape
-    cut = x.reshape(*shape[:axis], n, shape[axis] // n, *shape[axis + 1 :])
-    return jnp.moveaxis(cut, axis, 0)
-
-
-def side_by_side(blocks: jax.Array, axis: int) -> jax.Array:
-    """(n, ..., s, ...) -> (..., n * s, ...)."""
-    n, *shape = blocks.shape
-    moved = jnp.moveaxis(blocks, 0, axis)
-    return moved.reshape(*shape[:axis], n * shape[axis], *shape[axis + 1 :])
 
 
 # --- from a trace to the call -------------------------------------------------------------------

@@ -15,11 +15,13 @@ On TPUs a kernel is the gather, and `algorithms` chooses between it and the exch
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.combine import wide
@@ -47,13 +49,18 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
 def all_reduce(x: jax.Array, group: Group, *, how: How) -> jax.Array:
     """The sum, everywhere, by a backend's exchanges."""
     n, module, plain = group.size, exchanges[how.backend], _plain(how)
-    if (n - 1) * (n - 2) * x.nbytes <= n * CALL_BYTES:
+    if gathers(x.nbytes, n):
         stack = module.all_gather(x[None], group, axis=0, how=plain)
         return added(stack, n, 0)[0]
     flat = x.reshape(-1)
     padded = jnp.pad(flat, (0, -flat.size % n))
     block = reduce_scatter(padded, group, axis=0, how=how)
     return module.all_gather(block, group, axis=0, how=plain)[: x.size].reshape(x.shape)
+
+
+def gathers(nbytes: int, n: int) -> bool:
+    """Whether a gather of whole operands is quicker than an exchange, where no table has times."""
+    return (n - 1) * (n - 2) * nbytes <= n * CALL_BYTES
 
 
 def added(blocks: jax.Array, n: int, axis: int) -> jax.Array:
@@ -64,19 +71,25 @@ def added(blocks: jax.Array, n: int, axis: int) -> jax.Array:
         block = lax.dynamic_slice_in_dim(blocks, number * size, size, axis)
         return block.astype(wide(dtype))
 
-    def several(turn: Any, total: jax.Array) -> jax.Array:
+    return _rounded(total(term, n), dtype)
+
+
+def total(term: Callable[[Any], jax.Array], n: int) -> jax.Array:
+    """term(0) + term(1) + ... + term(n - 1), in this order."""
+
+    def several(turn: Any, so_far: jax.Array) -> jax.Array:
         for k in range(_TERMS):
-            total = total + term(1 + turn * _TERMS + k)
-        return total
+            so_far = so_far + term(1 + turn * _TERMS + k)
+        return so_far
 
     turns = (n - 1) // _TERMS
-    total = lax.fori_loop(0, turns, several, term(0)) if turns > 1 else term(0)
+    so_far = lax.fori_loop(0, turns, several, term(0)) if turns > 1 else term(0)
     for k in range(1 + turns * _TERMS if turns > 1 else 1, n):
-        total = total + term(k)
-    return _rounded(total, dtype)
+        so_far = so_far + term(k)
+    return so_far
 
 
-def _rounded(total: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(total: jax.Array, dtype: DTypeLike) -> jax.Array:
     """In a dtype. XLA may leave a rounding out between two types, but not one that is asked for."""
     if dtype in (jnp.bfloat16, jnp.float16):
         kept = jnp.finfo(dtype)
@@ -107,7 +120,7 @@ EXCHANGE = Algorithm(
     name="exchange",
     launcher=_exchanged,
     reach=PARTNERS,  # what reaches what is asked of its exchanges
-    barrier="everyone",
+    wide=True,
     sent="as all_to_all, and all_gather",
     steps="theirs",
     in_order=True,

@@ -1,6 +1,5 @@
 """What `override_lax` did: told once as a context ends, and kept as data."""
 
-import collections
 import contextlib
 import dataclasses
 import threading
@@ -12,6 +11,7 @@ from absl import logging
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.algorithms import KernelPlan
 from pallas_collectives.backends.plans import Plan
+from pallas_collectives.tuning import overlaps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Line:
       why: in a sentence.
       times: how often it was built; equal calls in one program are built once.
       nbytes: of a device's operands, in all; 0 where that is not known.
+      before_us: modelled microseconds for which lax's would stop the core, in all: as long as ours
+        takes alone, or 0 where XLA runs it beside compute. None where there is no figure.
+      after_us: the same of what serves: 0 on a SparseCore, as far as there is compute beside it.
     """
 
     op: str
@@ -31,6 +34,8 @@ class Line:
     why: str
     times: int
     nbytes: int
+    before_us: float | None
+    after_us: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +62,14 @@ class OverrideReport:
             f"override_lax: {_count(self.replaced)} replaced, {_count(self.left)} left to lax{kept}"
         ]
         for line in (*self.replaced, *self.left):
-            lines.append(f"  {line.times} x {line.op} by {line.by}: {line.why}")
+            stops = f", stops the core {_us(line.before_us)} -> {_us(line.after_us)} us (modelled)"
+            stops = "" if line.before_us is None else stops
+            lines.append(f"  {line.times} x {line.op} by {line.by}{stops}: {line.why}")
         return "\n".join(lines)
+
+
+def _us(us: float | None) -> str:
+    return "?" if us is None else f"{us:.0f}"
 
 
 def _count(lines: tuple[Line, ...]) -> int:
@@ -86,6 +97,12 @@ def override_report() -> OverrideReport:
     What `overridden` does is counted, by `counts` and `fallback_counts`, and not told here.
 
     Calls of functions that were compiled before are not in it: nothing is built for them.
+
+    Example:
+      >>> with pc.override_lax():
+      ...     pass
+      >>> type(pc.override_report()).__name__
+      'OverrideReport'
     """
     return _last
 
@@ -124,20 +141,37 @@ def told(kept: Iterable[str]) -> Iterator[None]:
 
 
 def _report(plans: list[Plan], programs: int) -> OverrideReport:
-    found: collections.Counter[tuple[bool, str, str, str]] = collections.Counter()
-    nbytes: collections.Counter[tuple[bool, str, str, str]] = collections.Counter()
+    alike: dict[tuple[bool, str, str, str], list[Plan]] = {}
     for plan in plans:
         ours = plan.backend != "xla"
         by = " ".join(filter(None, (plan.backend, plan.algorithm))) if ours else "lax"
         key = ours, plan.op, by, plan.why or "it was asked for by name"
-        found[key] += 1
-        nbytes[key] += plan.nbytes if isinstance(plan, KernelPlan) else 0
+        alike.setdefault(key, []).append(plan)
 
     def lines(of_ours: bool) -> tuple[Line, ...]:
         return tuple(
-            Line(op, by, why, times, nbytes[ours, op, by, why])
-            for (ours, op, by, why), times in found.items()
+            Line(op, by, why, len(same), sum(map(_nbytes, same)), *_exposed(same))
+            for (ours, op, by, why), same in alike.items()
             if ours == of_ours
         )
 
     return OverrideReport(lines(True), lines(False), programs)
+
+
+def _nbytes(plan: Plan) -> int:
+    return plan.nbytes if isinstance(plan, KernelPlan) else 0
+
+
+def _exposed(plans: Iterable[Plan]) -> tuple[float | None, float | None]:
+    """For how long the core would have been stopped, and is; of each None without a figure."""
+    before = after = 0.0
+    for plan in plans:
+        if plan.beside:
+            continue
+        us = plan.candidates[0].us if plan.candidates else None
+        if us is None:
+            return None, None
+        kernel = plan if isinstance(plan, KernelPlan) else None
+        before += 0.0 if kernel and overlaps.engine(kernel.op, kernel.chip) else us
+        after += 0.0 if kernel and kernel.on_sparsecore else us
+    return before, after

@@ -6,6 +6,8 @@ that they lead to into a `How`. While it is lowered the devices are known, and a
 
     Plan           lax serves, or NCCL, which chooses its algorithms itself
     KernelPlan     one of our kernels; made by `backends.algorithms.choose`
+    WirePlan       in what numbers a collective sends; made by `backends.wired`, beside the plans
+                   of what moves them
     ProductPlan    a product with its collective; made by `overlap.fusion.decide`, while tracing
                    already, since derivatives depend on it, and confirmed while lowering
 
@@ -25,6 +27,7 @@ from pallas_collectives.errors import (
 )
 from pallas_collectives.kernels.machinery import sparsecore
 from pallas_collectives.records import Algorithm
+from pallas_collectives.wires import Wire
 
 NAMES = ("pallas", "nccl", "xla")
 
@@ -46,6 +49,8 @@ class How:
       order: "rank" where every element is to be added in the order of the ranks; else None.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
+      wire: the numbers that floats travel as, if narrower than they are (see `wires`).
+      wire_backward: those of derivatives.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
     """
@@ -58,12 +63,19 @@ class How:
     order: str | None = None
     interpret: Any = False
     across: tuple[str, ...] | None = None
+    wire: Wire | None = None
+    wire_backward: Wire | None = None
     beside: bool = False
 
     @property
     def strict(self) -> bool:
         """Whether the call must be served as it says, or not at all."""
         return self.named or self.algorithm is not None or self.precise
+
+    @property
+    def differentiated(self) -> "How":
+        """Of the same call's derivatives: straight through, with a wire of their own."""
+        return dataclasses.replace(self, wire=self.wire_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +106,7 @@ class Plan:
       why: in a sentence; where lax serves, what no other backend can, and "" if lax was named.
       candidates: all algorithms that were compared, the fastest first; empty where the caller named
         this one.
+      beside: whether lax serves because XLA runs the collective beside compute.
     """
 
     op: str
@@ -101,6 +114,7 @@ class Plan:
     algorithm: str | None = None
     why: str = ""
     candidates: tuple[Candidate, ...] = ()
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,9 +125,10 @@ class KernelPlan(Plan):
       record: of its algorithm.
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
-      nbytes: of one device's operand, as it is laid out for the kernel.
+      shape, nbytes: of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
       devices: devices in the group.
+      axes: the mesh axes that the group lies along.
       chip: the TPU generation.
       torus: how the group lies on the links (see `tables.Entry`).
     """
@@ -121,9 +136,11 @@ class KernelPlan(Plan):
     record: Algorithm
     vmem: bool
     on_sparsecore: bool
+    shape: tuple[int, ...]
     nbytes: int
     cuts: int
     devices: int
+    axes: tuple[str, ...]
     chip: str
     torus: str
 
@@ -131,6 +148,28 @@ class KernelPlan(Plan):
         """Runs the algorithm's kernel, on its engine."""
         with sparsecore.wanted(self.on_sparsecore):
             return self.record.launcher(*operands, vmem=self.vmem, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WirePlan(Plan):
+    """A plan for the numbers that a collective sends; those that move them have plans beside it.
+
+    Its `algorithm` is the wire in words, or None where it is left out, and `why` says why.
+
+    Attributes:
+      wire: the one asked for.
+      nbytes: of one device's operand.
+      sent: of these, as they travel, scales and padding included.
+      passes_us: what XLA's passes over HBM take before and behind, at the least, on a TPU.
+      us, wired_us: predicted times without and with it, passes included; None where no table tells.
+    """
+
+    wire: Wire
+    nbytes: int = 0
+    sent: int = 0
+    passes_us: float = 0.0
+    us: float | None = None
+    wired_us: float | None = None
 
 
 FUSED, PIPELINED, UNFUSED = "fused", "pipelined", "unfused"

@@ -1,5 +1,7 @@
 """Serves a collective of lax's from a backend; lowerings and `explain` call this."""
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,17 +30,22 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
     """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it."""
-    if how.beside and (why := _kept(op)):
-        how = How("xla", fallback=why)
+    kept = _kept(op) if how.beside and how.wire is None else ""
+    if kept:
+        how = How("xla", fallback=kept)
     if how.backend != "xla":
         try:
             return run(op, how, *args, **params)
         except UNSERVABLE as error:
             if how.strict:
                 raise
-            how = How("xla", fallback=str(error), order=how.order)
-    note(Plan(op=op, backend="xla", why=how.fallback))
-    if how.order is not None and _adds(op):
+            how = dataclasses.replace(
+                How("xla", fallback=str(error), order=how.order),
+                wire=how.wire,
+                wire_backward=how.wire_backward,
+            )
+    note(Plan(op=op, backend="xla", why=how.fallback, beside=bool(kept)))
+    if how.wire is not None or (how.order is not None and _adds(op)):
         return run(op, how, *args, **params)
     with choice.rebound(frozenset()):
         return by_lax(*args, **params)
@@ -94,9 +101,11 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
             "leave backend=None: lax then serves",
         )
     operands = [untyped.untyped(x) for x in args]
+    within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if how.backend == "pallas":
-        with entry.in_slices(functools.partial(slices.slices, axes=how.across)):
-            return canonical.run(slices.InSlices(module), op, how, *operands, **params)
-    if not how.strict:
+        within = entry.in_slices(functools.partial(slices.slices, axes=how.across))
+        module = slices.InSlices(module)
+    elif how.backend != "xla" and not how.strict:
         module = measured.Measured(module, how.backend)
-    return canonical.run(module, op, how, *operands, **params)
+    with within:
+        return canonical.run(module, op, how, *operands, **params)

@@ -35,6 +35,7 @@ from jax.lax import psum as lax_psum
 from jax.lax import psum_scatter as lax_psum_scatter
 from jax.sharding import Mesh
 
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import counters, xla
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, SliceError, UnboundAxisError
@@ -57,7 +58,17 @@ def across_slices(*axes: str) -> Iterator[None]:
       mesh = jax.make_mesh((2, 4), ("dcn", "x"))
       with pallas_collectives.across_slices("dcn"):
           ...  # psum(x, ("dcn", "x")): scatter and gather over "x" by kernels, lax over "dcn"
+
+    Raises:
+      SliceError: what is no name of an axis, or one twice.
+
+    Example:
+      >>> with pc.across_slices("dcn"):
+      ...     pass
     """
+    if len(set(map(str, axes))) < len(axes) or not all(isinstance(axis, str) for axis in axes):
+        rule = "they are different names of mesh axes"
+        raise SliceError(f"across_slices{axes}", rule, "write it like across_slices('dcn')")
     with _marked(axes):
         yield
 
@@ -80,7 +91,7 @@ def marked() -> tuple[str, ...] | None:
 
 
 @contextlib.contextmanager
-def scope(mesh: Any) -> Iterator[None]:
+def scope(mesh: AnyMesh) -> Iterator[None]:
     """Within this context, a lowering, these are the mesh's devices; None if they are unknown."""
     token = _mesh.set(mesh if isinstance(mesh, Mesh) else None)
     try:

@@ -1,12 +1,19 @@
-"""Canonical collectives by lax's own, where its primitive alone will not do: sums in order."""
+"""Canonical collectives by lax's own, where its primitive alone will not do: sums in order, and
+what travels as narrower numbers (`wired`).
+"""
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.lax import all_gather as lax_all_gather  # as it is, whatever `override_lax` puts there
 from jax.lax import all_to_all as lax_all_to_all
+from jax.lax import ppermute as lax_ppermute
+from jax.lax import psum as lax_psum
+from jax.lax import psum_scatter as lax_psum_scatter
+from jax.lax import ragged_all_to_all as lax_ragged_all_to_all
 from jax.sharding import PartitionSpec
 
 from pallas_collectives.backends import ordered
@@ -30,28 +37,51 @@ def all_to_all(
 
 
 def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
-    """The sum of everyone's block `me`, in the order of the ranks."""
+    """The sum of everyone's block `me`, in the order of the ranks if that was asked for."""
+    if how.order is None:
+        return by_lax(lax_psum_scatter, group, scatter_dimension=axis, tiled=True)(x)
     return ordered.reduce_scatter(x, group, axis=axis, how=how)
 
 
 def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
-    """The sum, everywhere, in the order of the ranks."""
-    assert op == "sum", "maxima have no order"
+    """The sum, everywhere, in the order of the ranks if that was asked for."""
+    assert op == "sum", "maxima have neither order nor wire"
+    if how.order is None:
+        return by_lax(lax_psum, group)(x)
     return ordered.all_reduce(x, group, how=how)
 
 
-def by_lax(
-    function: Callable[..., Any], group: Group, **options: Any
-) -> Callable[[jax.Array], jax.Array]:
+def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how: How) -> jax.Array:
+    """What the source sends; zeros on devices without a source."""
+    del how
+
+    def permute(x: jax.Array, axis_name: Any, axis_index_groups: Any) -> jax.Array:
+        assert axis_index_groups is None, "permutations have no groups"
+        return lax_ppermute(x, axis_name, perm)
+
+    return by_lax(permute, group)(x)
+
+
+def ragged_all_to_all(
+    operand: jax.Array, output: jax.Array, tables: Sequence[jax.Array], group: Group, *, how: How
+) -> jax.Array:
+    """Rows of runtime-chosen counts to each device."""
+    del how
+    return by_lax(lax_ragged_all_to_all, group)(operand, output, *tables)
+
+
+def by_lax(function: Callable[..., Any], group: Group, **options: Any) -> Callable[..., jax.Array]:
     """lax's collective over a group, uninterpreted by shard_map's types."""
     groups = group.index_groups and [list(row) for row in group.index_groups]
 
-    def run(x: jax.Array) -> jax.Array:
-        return function(x, axis_name=group.axes, axis_index_groups=groups, **options)
-
+    axis: Any = {"axis_name": group.axes, "axis_index_groups": groups}
     nothing = PartitionSpec()
     return jax.shard_map(
-        run, in_specs=nothing, out_specs=nothing, axis_names=frozenset(), check_vma=False
+        functools.partial(function, **axis, **options),
+        in_specs=nothing,
+        out_specs=nothing,
+        axis_names=frozenset(),
+        check_vma=False,
     )
 
 

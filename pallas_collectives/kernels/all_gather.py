@@ -85,10 +85,10 @@ def ring(
     bidirectional: bool,
     vmem: bool,
     interpret: Interpret,
-    most_parts: int = MOST_CHUNKS,
+    most_chunks: int = MOST_CHUNKS,
 ) -> jax.Array:
     """Gathers x along `axis` over a ring; `axis` must be `sliceable` for x's shape."""
-    blocks = Blocks.of(x.shape, axis, x.dtype, most_parts)
+    blocks = Blocks.of(x.shape, axis, x.dtype, most_chunks)
     streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     name = f"all_gather_{'bidirectional' if bidirectional else 'unidirectional'}"
     way = _by_hops(blocks, streams)

@@ -30,7 +30,7 @@ import jax
 from pallas_collectives.annotations import Interpret, Ref, buffer
 from pallas_collectives.kernels import all_gather, reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
-from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery import launch, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.combine import combine_stack
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
@@ -50,7 +50,14 @@ class Scratch(NamedTuple):
 def ring(
     x: jax.Array, group: Group, *, op: str, bidirectional: bool, vmem: bool, interpret: Interpret
 ) -> jax.Array:
-    """Reduces x, of shape (n, whole tiles), over the group."""
+    """Reduces x, of shape (n, whole tiles), over the group.
+
+    On a SparseCore it is two kernels: vector subcores scatter the sum, the scalar one gathers it.
+    """
+    if sparsecore.is_wanted():
+        how: Any = {"bidirectional": bidirectional, "vmem": False, "interpret": interpret}
+        block = reduce_scatter.ring(x, group, axis=0, op=op, **how)
+        return all_gather.ring(block, group, axis=0, **how)
     shape = (1, *x.shape[1:])
     blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.chunks_of(shape, x.dtype, vmem))
     streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)

@@ -32,7 +32,7 @@ from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, product, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks, sublanes
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
-from pallas_collectives.topology import chips, groups, rates
+from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 
 # Of a chip's VMEM, what the tiles of all products together may take; the rest is the compiler's.
@@ -84,7 +84,7 @@ class Plan:
     @property
     def seconds_per_block(self) -> float:
         """What the products of one block take by the chip's rates, on all these cores."""
-        chip = chips.current().name
+        chip = chips.current()
         once = sum(
             product.seconds(p, t, chip, self.cores)
             for p, t in zip(self.problems, self.tiles, strict=True)
@@ -100,7 +100,7 @@ class Plan:
         n, wire = group.size, wire_seconds(group, block_bytes)
         products = n * self.seconds_per_block
         last = min(wire / max(1, n // 2), products / n) / self.chunks
-        starts = 2 * rates.of_chip(chips.current().name).dma_latency * n * self.chunks
+        starts = 2 * chips.current().dma_latency * n * self.chunks
         return max(wire, products) + last + starts
 
     def pace(self, group: Group, block_bytes: int) -> pipelines.Pace | None:
@@ -117,7 +117,7 @@ class Plan:
 
 def wire_seconds(group: Group, block_bytes: int) -> float:
     """What it takes to pass blocks both ways round a ring, by the rates of the chip."""
-    chip, n = rates.of_chip(chips.current().name), group.size
+    chip, n = chips.current(), group.size
     # The devices of a chip that are not all in the ring have rings of their own, on the same links.
     mesh = jax.sharding.get_abstract_mesh().shape
     sharing = chip.devices_per_chip if math.prod(mesh.values()) > n and not group.chip else 1
@@ -190,7 +190,7 @@ def _cut(
     )
     chip = chips.current()
     budget = int(chip.vmem_bytes * VMEM_SHARE) // len(problems)
-    tiles = [product.choose_tiles(problem, budget, chip.name, cores) for problem in problems]
+    tiles = [product.choose_tiles(problem, budget, chip, cores) for problem in problems]
     blocks = Blocks(shape, axis=1, cut=1, chunks=cores * chunks)
     fitting = tuple(t for t in tiles if t is not None)
     return Plan(blocks, problems, fitting, cores) if len(fitting) == len(tiles) else None

@@ -23,9 +23,9 @@ for small blocks.
 
 The scratch of a ring, three blocks for each direction however many devices there are, lies in HBM,
 with at most 2 MiB of VMEM for the tiles being added; or all in VMEM, where the operands are. A
-block goes in chunks: while one is being added the others are on the wire. Blocks of which six are
-more than 16 MiB go by section by section, in VMEM, as over a torus of one axis, each half of them
-n-1 hops one way round (`torus.reduce_scatter`); of so large ones that takes no longer.
+block goes in chunks: while one is being added the others are on the wire. If six
+blocks are more than 16 MiB, they go by section by section, in VMEM, as over a torus of one axis:
+each half n-1 hops one way round (`torus.reduce_scatter`), which takes no longer for such blocks.
 
 Order and rounding. The sum is own + (from the left) + (from the right), each side's own sum ordered
 along the ring; `direct` adds in the order of the devices: the same on every run. Within a device
@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 
 from pallas_collectives.annotations import DType, Interpret, Number, Ref, Step, buffer
 from pallas_collectives.kernels.machinery import channel as channels
-from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery import launch, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.combine import combine, combine_stack
@@ -107,9 +107,12 @@ def ring(
 
     Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
     """
-    blocks = _blocks(x, group, axis, vmem)
-    streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     name = f"reduce_scatter_{'bidirectional' if bidirectional else 'unidirectional'}"
+    streams_of = functools.partial(groups.streams, group.size, bidirectional=bidirectional)
+    if sparsecore.is_wanted():
+        return _by_subcores(x, group, axis, streams_of, op, name, interpret)
+    blocks = _blocks(x, group, axis, vmem)
+    streams = streams_of(chunks=blocks.chunks)
     if bidirectional and goes_in_sections(blocks, x.dtype, vmem):
         alone = one_axis(group, line=False)
         return torus.reduce_scatter(
@@ -122,8 +125,11 @@ def line(
     x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Interpret
 ) -> jax.Array:
     """Reduces x over a line, as `ring`."""
+    name, streams_of = "reduce_scatter_line", functools.partial(groups.line_streams, group.size)
+    if sparsecore.is_wanted():
+        return _by_subcores(x, group, axis, streams_of, op, name, interpret)
     blocks = _blocks(x, group, axis, vmem)
-    streams, name = groups.line_streams(group.size, blocks.chunks), "reduce_scatter_line"
+    streams = streams_of(chunks=blocks.chunks)
     if goes_in_sections(blocks, x.dtype, vmem):
         alone = one_axis(group, line=True)
         return torus.reduce_scatter(
@@ -151,7 +157,7 @@ def direct(
     )
 
 
-def goes_in_sections(blocks: Blocks, dtype: Any, vmem: bool) -> bool:
+def goes_in_sections(blocks: Blocks, dtype: DType, vmem: bool) -> bool:
     """Whether what both directions' slots take of HBM would be more than scratch may be."""
     return not vmem and 2 * SLOTS * blocks.nbytes(dtype) > torus.SCRATCH_BYTES
 
@@ -192,6 +198,43 @@ def _by_hops(
         interpret=interpret,
         vmem=vmem,
     )
+
+
+def _by_subcores(
+    x: jax.Array,
+    group: Group,
+    axis: int,
+    streams_of: Callable[..., tuple[Stream, ...]],
+    op: str,
+    name: str,
+    interpret: Interpret,
+) -> jax.Array:
+    """As `_by_hops`, on the vector subcores of a SparseCore: each has its share of every block.
+
+    Their shares are rings side by side, which have nothing to do with each other but the barrier.
+    Slots are in HBM, of blocks of any size: 3 blocks one way round, 6 both ways.
+    """
+    shape, sharing = _block_shape(x, group, axis), sparsecore.shares(interpret)
+    operand = sparsecore.cut(x, axis, group.size, sharing)
+    share = (1, *operand.shape[2:])
+    blocks = Blocks.of(share, 0, x.dtype, max(2, chunks_of(share, x.dtype, False)))
+    streams = streams_of(chunks=blocks.chunks)
+    scratch = Scratch.of(streams, blocks, x.dtype)
+    slots = scratch.slots_ref
+    y = launch.call(
+        functools.partial(add_on_the_way, blocks=blocks, streams=streams, op=op, vmem=False),
+        group,
+        operand,
+        out_shape=jax.ShapeDtypeStruct((1, *operand.shape[1:]), x.dtype),
+        scratch=scratch._replace(slots_ref=buffer((sharing, *slots.shape), x.dtype)),
+        barrier=groups.barrier_of(streams),
+        name=name,
+        interpret=interpret,
+        sharing=sharing,
+        wire_bytes=x.nbytes * (group.size - 1) // group.size,
+    )
+    size = math.prod(shape)
+    return y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)
 
 
 def _launch(
@@ -363,7 +406,7 @@ def add_on_the_way(
 
 
 class _Turns:
-    """The sends of a stream, of which at most IN_FLIGHT are under way at a time.
+    """The sends of a stream, at most IN_FLIGHT of them under way at a time.
 
     They take turns, chunk by chunk and step by step. Before one starts, that IN_FLIGHT turns
     earlier has ended, and with it all before that: also the same chunk's of the step before, as

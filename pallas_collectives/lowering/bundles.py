@@ -36,11 +36,19 @@ def reduced(
         if len(members) == 1:
             results[members[0]] = reduce(xs[members[0]])
             continue
-        joined = reduce(jnp.concatenate([xs[i].reshape(-1) for i in members]))
-        ends = np.cumsum([xs[i].size for i in members])
+        flat = [_whole_groups(xs[i].reshape(-1), how) for i in members]
+        joined = reduce(jnp.concatenate(flat))
+        ends = np.cumsum([x.size for x in flat])
         for i, part in zip(members, jnp.split(joined, ends[:-1]), strict=True):
-            results[i] = part.reshape(xs[i].shape)
+            results[i] = part[: xs[i].size].reshape(xs[i].shape)
     return [results[i] for i in range(len(xs))]
+
+
+def _whole_groups(x: jax.Array, how: How) -> jax.Array:
+    """x padded with zeros, so that over a wire no group is of two arrays."""
+    if how.wire is None or not isinstance(how.wire.group, int):
+        return x
+    return jnp.pad(x, (0, -x.size % how.wire.group))
 
 
 def _bundles(xs: Sequence[jax.Array]) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
 
 from pallas_collectives import _compat
@@ -19,11 +20,13 @@ from pallas_collectives.lowering import remat
 Rule = Callable[..., Any]
 
 
-def register(primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rule], Rule]) -> None:
+def register(
+    primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rule, str], Rule]
+) -> None:
     """Gives `primitive`, for each operand, the rules that `one` has, as `ours` changes them."""
     _compat.register(
         primitive,
-        batch=ours(functools.partial(_batch, _compat.rule(one, "batch"))),
+        batch=ours(functools.partial(_batch, _compat.rule(one, "batch")), "batch"),
         partial_eval=functools.partial(_partial_eval, primitive),
         checkpoint=_checkpoint,
         dce=_dce,
@@ -32,7 +35,9 @@ def register(primitive: core.Primitive, one: core.Primitive, ours: Callable[[Rul
         _compat.register(
             primitive,
             jvp=functools.partial(_jvp, primitive),
-            transpose=ours(functools.partial(_transpose, _compat.rule(one, "transpose"))),
+            transpose=ours(
+                functools.partial(_transpose, _compat.rule(one, "transpose")), "transpose"
+            ),
         )
 
 
@@ -55,6 +60,7 @@ def _transpose(rule: Rule, cotangents: Any, *operands: Any, **params: Any) -> li
 def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
     """Binds the tangents that exist apart from the primals, which are known first."""
     results = primitive.bind(*primals, **params)
+    params["how"] = params["how"].differentiated
     moving = [not isinstance(tangent, ad.Zero) for tangent in tangents]
     operands = list(itertools.compress(tangents, moving))
     moved = iter(primitive.bind(*operands, **params) if operands else ())
@@ -74,7 +80,9 @@ def _partial_eval(primitive: core.Primitive, trace: Any, *operands: Any, **param
     return [next(results[is_known]) for is_known in known]
 
 
-def _checkpoint(policy: Rule, unknown: Sequence[bool], at_hand: Sequence[bool], eqn: Any) -> Any:
+def _checkpoint(
+    policy: Rule, unknown: Sequence[bool], at_hand: Sequence[bool], eqn: JaxprEqn
+) -> Any:
     """Known operands now, the others later; all of them later, unless the policy saves results."""
     saved = _compat.saved(policy, eqn)
     now = _part(eqn, [not later for later in unknown])
@@ -89,7 +97,8 @@ def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     return used, _part(rest[-1], used)
 
 
-def _part(eqn: Any, wanted: list[bool]) -> Any:
-    """The equation of the wanted operands alone; None if there are none."""
-    invars, outvars = (list(itertools.compress(v, wanted)) for v in (eqn.invars, eqn.outvars))
+def _part(eqn: JaxprEqn, wanted: list[bool]) -> Any:
+    """The equation of the wanted operands alone; None if no operand is wanted."""
+    invars = list(itertools.compress(eqn.invars, wanted))
+    outvars = list(itertools.compress(eqn.outvars, wanted))
     return eqn.replace(invars=invars, outvars=outvars) if invars else None

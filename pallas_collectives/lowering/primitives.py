@@ -15,16 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, catalogue, validation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import choice, counters, nested, serving, slices
 from pallas_collectives.backends.plans import UNSERVABLE, How
 from pallas_collectives.lowering import bundles, many_operands, remat
 from pallas_collectives.topology import placement
+from pallas_collectives.validation import AxisName
 
 
-def _is_collective(eqn: Any) -> bool:
+def _is_collective(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in catalogue.primitives()
 
 
@@ -137,25 +140,25 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     primitive.def_effectful_abstract_eval(each if many else abstract_eval)
     lowered = mlir.lower_fun(implementation, multiple_results=many)
 
-    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lowered(ctx, *args, **params)
 
     _compat.register(primitive, lowering=lowering)
 
-    def with_twins_of(rule: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(_rule, rule, lax_p.name)
+    def with_twins_of(rule: Callable[..., Any], table: str) -> Callable[..., Any]:
+        return functools.partial(_RULES[table], rule, primitive, lax_p.name)
 
     if many:
         many_operands.register(primitive, lax_p, with_twins_of)
         return primitive
     remat.register(primitive)
-    for table in ("batch", "jvp", "transpose"):
-        if _compat.has_rule(lax_p, table):
-            _compat.register(primitive, **{table: with_twins_of(_compat.rule(lax_p, table))})
+    rules = {t: _compat.rule(lax_p, t) for t in _RULES if _compat.has_rule(lax_p, t)}
     if lax_p.name in _TRANSPOSES:
-        _compat.register(primitive, transpose=with_twins_of(_TRANSPOSES[lax_p.name]))
+        rules["transpose"] = _TRANSPOSES[lax_p.name]
+    for table, rule in rules.items():
+        _compat.register(primitive, **{table: with_twins_of(rule, table)})
     return primitive
 
 
@@ -188,7 +191,7 @@ def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
 
 
 def _pbroadcast_transpose(
-    cotangent: Any, x: Any, *dynamic: Any, axis_name: Any, source: Any = None
+    cotangent: Any, x: Any, *dynamic: Any, axis_name: AxisName, source: Any = None
 ) -> list[Any]:
     """The source's cotangent is everyone's sum. lax's own rule works for scalars only."""
     if isinstance(cotangent, ad.Zero):
@@ -207,7 +210,7 @@ def _ragged_transpose(
     output_offsets: jax.Array,
     recv_sizes: jax.Array,
     *,
-    axis_name: Any,
+    axis_name: AxisName,
     axis_index_groups: Any,
 ) -> list[Any]:
     """Rows' cotangents go back to where the rows came from; `output` keeps those of other rows.
@@ -250,9 +253,47 @@ _TRANSPOSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _rule(lax_rule: Callable[..., Any], op: str, *args: Any, how: How, **params: Any) -> Any:
+Rule = Callable[..., Any]
+
+
+def _rule(lax_rule: Rule, _: Any, op: str, *args: Any, how: How, **params: Any) -> Any:
     """A rule of lax's for `op`, with twins: a gather's transpose is our scatter."""
     return with_twins(how, functools.partial(lax_rule, **params), *args, op=op)
+
+
+def _transpose(*args: Any, how: How, **params: Any) -> Any:
+    """lax's, over the wire of derivatives."""
+    return _rule(*args, how=how.differentiated, **params)
+
+
+def _batch(
+    lax_rule: Rule, primitive: Any, op: str, axis: Any, operands: Any, dims: Any, **params: Any
+) -> Any:
+    """lax's; over a wire what is mapped comes first, so that no group is of several elements."""
+    if params["how"].wire is not None:
+        pairs = zip(operands, dims, strict=True)
+        operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
+        dims = [d if d is None else 0 for d in dims]
+    return _rule(lax_rule, primitive, op, axis, operands, dims, **params)
+
+
+def _jvp(
+    lax_rule: Rule, primitive: Any, op: str, primals: Any, tangents: Any, how: How, **params: Any
+) -> Any:
+    """lax's; over a wire the derivative of a collective is the collective, by its own wire."""
+    if how.wire is how.wire_backward is None:
+        return _rule(lax_rule, primitive, op, primals, tangents, how=how, **params)
+    out = primitive.bind(*primals, how=how, **params)
+    if all(isinstance(t, ad.Zero) for t in tangents):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    moving = [
+        ad.instantiate_zeros(t) if jnp.issubdtype(jax.typeof(x).dtype, jnp.floating) else x
+        for x, t in zip(primals, tangents, strict=True)
+    ]
+    return out, primitive.bind(*moving, how=how.differentiated, **params)
+
+
+_RULES: dict[str, Rule] = {"batch": _batch, "jvp": _jvp, "transpose": _transpose}
 
 
 def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset[Any]:
@@ -267,7 +308,9 @@ def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset
 
 
 @functools.lru_cache(maxsize=4096)
-def _traced_effects(op: str, how: How, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
+def _traced_effects(
+    op: str, how: How, shapes: Any, params: dict[str, Any], mesh: AnyMesh
+) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope, not in params
     run = functools.partial(serving.run, op, how, **dict(params))
     with counters.uncounted(), placement.settled_later():

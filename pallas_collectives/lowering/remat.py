@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat
 
@@ -22,13 +23,13 @@ def register(primitive: core.Primitive) -> None:
     _compat.register(primitive, checkpoint=_checkpoint, dce=_dce)
 
 
-def residuals(eqn: Any, at_hand: Flags) -> list[Any]:
+def residuals(eqn: JaxprEqn, at_hand: Flags) -> list[Any]:
     """The operands that are still to be kept for an equation of the backward pass."""
     pairs = zip(eqn.invars, at_hand, strict=True)
     return [x for x, there in pairs if not there and not isinstance(x, core.Literal)]
 
 
-def _checkpoint(policy: Policy, unknown: Flags, at_hand: Flags, eqn: Any) -> Any:
+def _checkpoint(policy: Policy, unknown: Flags, at_hand: Flags, eqn: JaxprEqn) -> Any:
     """(now, later, which results are known later only, which are there later, residuals)."""
     n = len(eqn.outvars)
     if any(unknown):

@@ -37,8 +37,8 @@ def dispatch(
     Args:
       x: (T, D): this device's tokens.
       experts: int[T, k]: the experts that each chooses, k from 1 to 8; -1 for none. An expert that
-        a token chooses twice has it once; both weights count. A number that is none, which only
-        shows at run time, counts as -1, and in `plan.invalid`.
+        a token chooses twice has it once; both weights count. A number of no expert, seen at run
+        time only, is taken for -1, and counted in `plan.invalid`.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       num_experts: E, a multiple of n.
       rows: R, the most rows that a device has room for; by default for all that could come, that is
@@ -98,7 +98,7 @@ def combine(
       plan: as `dispatch` has made it.
       axis_name: as given to `dispatch`; as the next three.
       overflow: where choices did not fit: "share" gives their weight to the token's others, in
-        proportion to theirs; "drop" leaves it out. A token of which nothing fitted gets zeros.
+        proportion to theirs; "drop" leaves it out. A token gets zeros if nothing of it fitted.
       axis_index_groups: see `axis_name`.
       backend: see `axis_name`.
       algorithm: see `axis_name`.
@@ -160,7 +160,7 @@ def _dense(exchange: str, wire: Wire) -> bool:
 
 
 def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, dense: bool, devices: int) -> Sizes:
-    """The sizes of a call, all of which fit together."""
+    """The sizes of a call, if they fit together."""
     if np.ndim(x) != 2 or np.ndim(experts) != 2 or len(x) != len(experts) or not len(x):
         raise CollectiveError(
             f"x of shape {np.shape(x)}, experts of shape {np.shape(experts)}",
@@ -201,14 +201,15 @@ def _is_whole(value: Any) -> bool:
 
 
 def _check_numbers(experts: Any, num_experts: int) -> None:
-    """Those known while tracing are experts, or -1."""
+    """Refuses numbers of no expert, if they are known while tracing."""
     if _compat.is_traced(experts):
         return
     numbers = np.asarray(experts)
     wrong = numbers[(numbers < -1) | (numbers >= num_experts)]
     if wrong.size:
-        rule = f"experts are numbered from 0 to {num_experts - 1}, and -1 is none"
-        raise CollectiveError(f"expert {wrong[0]} among experts", rule, "correct the routing")
+        rule = f"experts are numbered from 0 to {num_experts - 1}, and -1 stands for no expert"
+        remedy = "route tokens to these alone, and give -1 where a token wants fewer than k"
+        raise CollectiveError(f"expert {wrong[0]} among experts", rule, remedy)
 
 
 def _check_answers(y: Any, weights: Any, plan: Any, overflow: str) -> None:

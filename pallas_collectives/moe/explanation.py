@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_collectives.errors import CollectiveError
 
@@ -53,7 +53,7 @@ def explain(
     k: int,
     num_experts: int,
     devices: int,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> Explanation:
     """What a dispatch sends from each device, and a combine back, by either exchange.
 
@@ -76,8 +76,8 @@ def explain(
     if min(tokens, width, k, num_experts, devices) < 1 or num_experts % devices or k > num_experts:
         raise CollectiveError(
             f"tokens={tokens}, width={width}, k={k}, num_experts={num_experts}, devices={devices}",
-            "all are 1 or more, k is at most num_experts, and that a multiple of devices",
-            "correct them",
+            "all are 1 or more, k is at most num_experts, and devices divides num_experts",
+            "name sizes such as tokens=4096, width=4096, k=2, num_experts=16, devices=2",
         )
     others = num_experts - num_experts // devices  # experts that are not of one device
     each = 1 - math.comb(others, k) / math.comb(num_experts, k)

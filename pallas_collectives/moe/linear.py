@@ -21,12 +21,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, collectives, validation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import counters, serving, slices
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import remat
 from pallas_collectives.topology import placement
+from pallas_collectives.validation import AxisName
 
 
 class Side(NamedTuple):
@@ -56,14 +59,14 @@ def gather_sum(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
     return _gather_sum_p.bind(*_alike(x, index, inverse))
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: DTypeLike) -> Any:
     """In which numbers of a dtype are added: floats in 32 bits at least."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
 def route(
-    x: jax.Array, here: Side, there: Side, rows: int, axis_name: Any, groups: Any, how: How
+    x: jax.Array, here: Side, there: Side, rows: int, axis_name: AxisName, groups: Any, how: How
 ) -> jax.Array:
     """(rows, ...): the blocks that the peers of a group send; zeros where none arrives.
 
@@ -82,17 +85,17 @@ def route(
     )
 
 
-def to_everyone(x: jax.Array, axis_name: Any, groups: Any, how: How) -> jax.Array:
+def to_everyone(x: jax.Array, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
     """(rows, ...) of each of n devices -> (n * rows, ...) on all of them."""
     return _of_everyone(x, False, axis_name, groups, how)
 
 
-def from_everyone(x: jax.Array, axis_name: Any, groups: Any, how: How) -> jax.Array:
+def from_everyone(x: jax.Array, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
     """(n * rows, ...) on each of n devices -> (rows, ...): what all have for this one, added up."""
     return _of_everyone(x, True, axis_name, groups, how)
 
 
-def _of_everyone(x: jax.Array, back: bool, axis_name: Any, groups: Any, how: How) -> jax.Array:
+def _of_everyone(x: jax.Array, back: bool, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
     x = _compat.as_varying(x, frozenset(validation.named(axis_name)))
     return _everyone_p.bind(x, back=back, axis_name=axis_name, groups=groups, how=how)
 
@@ -120,7 +123,7 @@ def _routed(
     *tables: jax.Array,
     rows: int,
     rows_back: int,
-    axis_name: Any,
+    axis_name: AxisName,
     groups: Any,
     how: How,
     emulated: bool = False,
@@ -157,7 +160,9 @@ def _by_all_to_all(
     return come.at[found].get(mode="fill", fill_value=0)
 
 
-def _everyones(x: jax.Array, *, back: bool, axis_name: Any, groups: Any, how: How) -> jax.Array:
+def _everyones(
+    x: jax.Array, *, back: bool, axis_name: AxisName, groups: Any, how: How
+) -> jax.Array:
     n = _devices(axis_name, groups)
     tiled: Any = {"axis_index_groups": groups, "tiled": True}
     axis: Any = {"axis_name": axis_name, **tiled}
@@ -172,14 +177,14 @@ def _everyones(x: jax.Array, *, back: bool, axis_name: Any, groups: Any, how: Ho
     return functools.reduce(jnp.add, terms).astype(x.dtype)  # in the order of devices
 
 
-def _devices(axis_name: Any, axis_index_groups: Any) -> int:
+def _devices(axis_name: AxisName, axis_index_groups: Any) -> int:
     """How many exchange."""
     groups = axis_index_groups
     return int(lax.axis_size(axis_name)) if groups is None else len(groups[0])
 
 
 @functools.lru_cache(maxsize=1024)
-def _effects(run: Any, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
+def _effects(run: Any, shapes: Any, params: dict[str, Any], mesh: AnyMesh) -> frozenset[Any]:
     """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
@@ -187,7 +192,7 @@ def _effects(run: Any, shapes: Any, params: Any, mesh: Any) -> frozenset[Any]:
         return frozenset(jax.make_jaxpr(call)(*shapes).effects)
 
 
-def _type(run: Any, rows: int, avals: Any, params: Any) -> Any:
+def _type(run: Any, rows: int, avals: Any, params: dict[str, Any]) -> Any:
     """Of a result with so many rows, and the effects of what makes it."""
     x = avals[0]
     aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
@@ -236,7 +241,7 @@ def _everyone_type(x: Any, **params: Any) -> Any:
 
 
 def _lowering(rule: Any) -> Any:
-    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return rule(ctx, *args, **params)
@@ -327,7 +332,7 @@ def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: A
         first = jnp.arange(size, dtype=jnp.int32)[:, None] * each
         return jnp.moveaxis((table + first).reshape(size, peers, -1), 0, 1).reshape(-1)
 
-    ends = rows_back, rows, 0, rows, rows_back, 0  # of which array starts and landings are
+    ends = rows_back, rows, 0, rows, rows_back, 0  # whose starts and landings these are
     tables = [slices_of(table, each) for table, each in zip(tables, ends, strict=True)]
     flat = _route_p.bind(
         *_alike(x.reshape(-1, *x.shape[2:]), *tables),

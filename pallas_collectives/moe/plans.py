@@ -226,7 +226,7 @@ class _Away(NamedTuple):
 
 
 def _scattered(place: jax.Array, values: jax.Array, size: int, fill: Any) -> jax.Array:
-    """values at their places, each of which is taken once; those beyond `size` are dropped."""
+    """values at their places, which differ; those beyond `size` are dropped."""
     filled = jnp.full(size, fill, values.dtype)
     return filled.at[place.reshape(-1)].set(values.reshape(-1), mode="drop")
 

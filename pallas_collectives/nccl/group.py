@@ -252,7 +252,7 @@ def configure(**options: Any) -> None:
 
 
 def get(devices: Sequence[jax.Device], *, name: str, **options: Any) -> Group:
-    """The group of this name over `devices`, created if there is none, kept for the next time.
+    """The group of this name over `devices`, created the first time and kept for the next.
 
     options: `create`'s, where they differ from `configure`'s. A group that has been closed or
     aborted is created anew.

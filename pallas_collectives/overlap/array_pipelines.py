@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.overlap.ring_shifts import Places, Ring, Ways
@@ -94,6 +95,14 @@ def pipelined_all_gather_and_consume(
       x: f32[256, 64], w: f32[64, 32] ->
         pipelined_all_gather_and_consume(x, lambda block, _: block @ w, "x", tiled=True):
         f32[2048, 32]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> double = lambda block, source: 2 * block
+      >>> jax.vmap(
+      ...     lambda x: pc.pipelined_all_gather_and_consume(x, double, "x"), axis_name="x"
+      ... )(jnp.arange(2.0))
+      Array([[0., 2.],
+             [0., 2.]], dtype=float32)
     """
     ring = Ring(axis_name, backend, algorithm)
     places = Places(ring, axis, tiled)
@@ -172,6 +181,12 @@ def pipelined_produce_and_all_to_all(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[8, 64, 32] -> pipelined_produce_and_all_to_all(lambda device: x[device], "x"):
         f32[8, 64, 32]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> send = lambda x: pc.pipelined_produce_and_all_to_all(lambda device: x[device], "x")
+      >>> jax.vmap(send, axis_name="x")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 2.],
+             [1., 3.]], dtype=float32)
     """
     ring = Ring(axis_name, backend, algorithm)
     produced = _alike_each_time("produce", produce, ring)
@@ -229,7 +244,7 @@ def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
 
         return jax.tree.map(counted, produced(destination))
 
-    def on_wire(dtype: Any) -> Any:
+    def on_wire(dtype: DTypeLike) -> Any:
         floats = jnp.issubdtype(dtype, jnp.floating)
         return wire_dtype if floats and wire_dtype is not None else dtype
 

@@ -12,7 +12,7 @@ Model, per device, of blocks passed both ways round a ring of n, each with its s
     fused     the longer of the two; the shorter for the one chunk that nothing hides; and two DMAs'
               latency for each chunk (`collective_matmul.Plan.seconds`)
 
-Rates are those of `topology.rates`. So fusing loses if blocks are small. On chips with two cores a
+Rates are those of `topology.chips`. So fusing loses if blocks are small. On chips with two cores a
 device (v4, v5p) both run the kernel, if the rows of a block can be halved.
 """
 
@@ -38,7 +38,6 @@ from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, Vm
 from pallas_collectives.kernels import collective_matmul
 from pallas_collectives.kernels.machinery.product import Problem
 from pallas_collectives.topology import chips, placement
-from pallas_collectives.topology import rates as generations
 from pallas_collectives.topology.groups import Group
 
 # Of the matrix units' peak rate, what XLA's own products attain: by the TPU compiler's estimates
@@ -225,8 +224,8 @@ def cost(plan: collective_matmul.Plan, group: Group, block_bytes: int) -> Cost:
 
 def _xla_seconds(problem: Problem, chunks: int) -> float:
     """What a product of so many chunks takes by XLA, on all cores of a device."""
-    p, rates = problem, generations.of_chip(chips.current().name)
+    p, chip = problem, chips.current()
     rows = chunks * p.batch * p.rows
     traffic = rows * (p.depth * p.x_dtype.itemsize + p.columns * p.out_dtype.itemsize)
     traffic += p.depth * p.columns * p.w_dtype.itemsize
-    return max(chunks * p.flops / (rates.matrix_rate * XLA_SHARE), traffic / rates.hbm_bandwidth)
+    return max(chunks * p.flops / (chip.matrix_rate * XLA_SHARE), traffic / chip.hbm_bandwidth)

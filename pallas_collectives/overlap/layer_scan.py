@@ -14,10 +14,11 @@ next, and holds what it has been brought:
     backward, 0                 layer 0 ...                 gradient of w 1
     (behind)                                                gradient of w 0
 
-So each gather and scatter but the first and the last has a layer's products beside it. Who runs it
-is settled as `override_lax` settles it (`tuning.overlaps`): lax where XLA runs it beside compute,
-else a SparseCore if the chip has one, else the core. Memory: the weights of two layers, and, for
-the gradient, each layer's input; layers are computed again on the way back.
+So each gather and scatter but the first and the last has a layer's products beside it. They are
+started and done as split collectives are (`overlap.split`), so what lets the core go on runs them:
+copy engines on the GPUs of one process, lax where XLA runs it beside compute, else a SparseCore.
+Memory: the weights of two layers, and, for the gradient, each layer's input; layers are computed
+again on the way back.
 
 XLA starts its own gathers early in a turn (v5e, 7x). A SparseCore's call it starts as late as it
 may: in a loop right before the turn ends, with nothing beside it, but before a product that does
@@ -31,11 +32,12 @@ from typing import Any
 import jax
 from jax import lax
 
-from pallas_collectives import collectives, validation
-from pallas_collectives.backends import choice
+from pallas_collectives import validation
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.overlap import split
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
+from pallas_collectives.validation import AxisName
 
 Layer = Callable[[Any, Any], Any]
 
@@ -45,7 +47,7 @@ _UNROLLED = 8
 
 
 def scan_gathered(
-    layer: Layer, carry: Any, weights: Any, axis_name: Any, *, unroll: int | None = None
+    layer: Layer, carry: Any, weights: Any, axis_name: AxisName, *, unroll: int | None = None
 ) -> Any:
     """A scan of layers over weights that are gathered one layer ahead, inside `jax.shard_map`.
 
@@ -74,25 +76,28 @@ def scan_gathered(
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[64, 512], w: f32[12, 64, 512] ->
         scan_gathered(lambda x, w: jnp.tanh(x @ w), x, w, "x"): f32[64, 512]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> x, layers = jnp.ones((2, 1, 2)), jnp.ones((2, 3, 1, 2))  # 3 layers of 2x2
+      >>> jax.vmap(
+      ...     lambda x, w: pc.scan_gathered(lambda x, w: x @ w, x, w, "x"), axis_name="x"
+      ... )(x, layers).tolist()
+      [[[8.0, 8.0]], [[8.0, 8.0]]]
     """
     validation.size_of(axis_name)
     depths = {leaf.shape[:1] for leaf in jax.tree.leaves(weights)}
     if len(depths) != 1 or depths <= {(), (0,)}:
-        rule = "all have one leading dimension, the layers, of which there is at least one"
-        raise CollectiveError(f"weights with leading dimensions {depths}", rule, "stack layers")
+        rule = "all have the same leading dimension: the number of layers, 1 or more"
+        raise CollectiveError(
+            f"weights with leading dimensions {depths}", rule, "stack the layers of each weight"
+        )
     if unroll is None:
         unroll = _UNROLLED if overlaps.gathers_on_sparsecore(chips.current()) else 1
     return _scan(layer, axis_name, unroll, carry, weights)
 
 
-def _gathered(weights: Any, axis_name: Any) -> Any:
-    with choice.beside_compute(True):
-        return collectives.all_gather(weights, axis_name, tiled=True)
-
-
-def _scattered(gradients: Any, axis_name: Any) -> Any:
-    with choice.beside_compute(True):
-        return collectives.psum_scatter(gradients, axis_name, tiled=True)
+_gather = functools.partial(split.all_gather_start, tiled=True)
+_scatter = functools.partial(split.psum_scatter_start, tiled=True)
 
 
 def _at(weights: Any, layers: Any) -> Any:
@@ -100,21 +105,22 @@ def _at(weights: Any, layers: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _scan(layer: Layer, axis_name: Any, unroll: int, carry: Any, weights: Any) -> Any:
+def _scan(layer: Layer, axis_name: AxisName, unroll: int, carry: Any, weights: Any) -> Any:
     return _forward(layer, axis_name, unroll, carry, weights)[0]
 
 
 def _forward(
-    layer: Layer, axis_name: Any, unroll: int, carry: Any, weights: Any
+    layer: Layer, axis_name: AxisName, unroll: int, carry: Any, weights: Any
 ) -> tuple[Any, Any]:
     """The last carry; and the weights with each layer's input."""
 
     def turn(state: Any, following: Any) -> tuple[Any, Any]:
         carry, whole = state
-        ahead = _gathered(following, axis_name)
-        return (layer(carry, whole), ahead), carry
+        ahead = _gather(following, axis_name)
+        result = layer(ahead.before(carry), whole)
+        return (result, ahead.done(after=result)), carry
 
-    first = _gathered(_at(weights, 0), axis_name)
+    first = _gather(_at(weights, 0), axis_name).done()
     (last, whole), inputs = lax.scan(
         turn, (carry, first), _at(weights, slice(1, None)), unroll=unroll
     )
@@ -122,10 +128,12 @@ def _forward(
 
 
 def _backward(
-    layer: Layer, axis_name: Any, unroll: int, saved: Any, cotangent: Any
+    layer: Layer, axis_name: AxisName, unroll: int, saved: Any, cotangent: Any
 ) -> tuple[Any, Any]:
     weights, inputs, last = saved
-    scatter = functools.partial(_scattered, axis_name=axis_name)
+
+    def scattered_now(gradient: Any) -> Any:
+        return _scatter(gradient, axis_name).done()
 
     def derived(carry: Any, whole: Any, cotangent: Any) -> tuple[Any, Any]:
         return jax.vjp(layer, carry, whole)[1](cotangent)
@@ -133,18 +141,21 @@ def _backward(
     def turn(state: Any, before: Any) -> tuple[Any, Any]:
         cotangent, whole, gradient = state
         carry, piece = before
-        ahead = _gathered(piece, axis_name)
-        scattered = scatter(gradient)
-        cotangent, gradient = derived(carry, whole, cotangent)
-        return (cotangent, ahead, gradient), scattered
+        ahead, scattered = _gather(piece, axis_name), _scatter(gradient, axis_name)
+        carry, cotangent = scattered.before(ahead.before((carry, cotangent)))
+        results = derived(carry, whole, cotangent)
+        cotangent, gradient = results
+        return (cotangent, ahead.done(after=results), gradient), scattered.done(after=results)
 
     depth = len(jax.tree.leaves(weights)[0])
-    whole = _gathered(_at(weights, depth - 1), axis_name)
+    whole = _gather(_at(weights, depth - 1), axis_name).done()
     if depth == 1:
         cotangent, gradient = derived(last, whole, cotangent)
-        return cotangent, jax.tree.map(lambda g: g[None], scatter(gradient))
-    ahead = _gathered(_at(weights, depth - 2), axis_name)
-    cotangent, gradient = derived(last, whole, cotangent)
+        return cotangent, jax.tree.map(lambda g: g[None], scattered_now(gradient))
+    second = _gather(_at(weights, depth - 2), axis_name)
+    last, cotangent = second.before((last, cotangent))
+    results = derived(last, whole, cotangent)
+    (cotangent, gradient), ahead = results, second.done(after=results)
     # A turn computes layer i, and gathers for i - 1: so the first layer is left for afterwards.
     pieces = _at(weights, slice(0, depth - 2))
     behind = _at(inputs, slice(1, None))
@@ -152,13 +163,14 @@ def _backward(
         turn, (cotangent, ahead, gradient), (behind, pieces), reverse=True, unroll=unroll
     )
     cotangent, whole, gradient = state
-    second = scatter(gradient)
-    cotangent, gradient = derived(_at(inputs, 0), whole, cotangent)
-    first = scatter(gradient)
+    under_way = _scatter(gradient, axis_name)
+    carry, cotangent = under_way.before((_at(inputs, 0), cotangent))
+    results = derived(carry, whole, cotangent)
+    cotangent, gradient = results
     gradients = jax.tree.map(
         lambda a, b, others: jax.numpy.concatenate([a[None], b[None], others]),
-        first,
-        second,
+        scattered_now(gradient),
+        under_way.done(after=results),
         scattered,
     )
     return cotangent, gradients

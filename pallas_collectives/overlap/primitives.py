@@ -172,7 +172,7 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     primitive.def_effectful_abstract_eval(abstract_eval)
     lower = mlir.lower_fun(functools.partial(lowered, op), multiple_results=True)
 
-    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_collectives import validation
 from pallas_collectives.backends import choice
@@ -75,6 +76,11 @@ def all_gather_matmul(
 
     Example, inside `jax.shard_map` over 8 devices:
       x: bf16[1024, 8192], w: bf16[8192, 3584] -> all_gather_matmul(x, w, "x"): bf16[8192, 3584]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> w = jnp.ones((2, 2, 1))
+      >>> jax.vmap(lambda x, w: pc.all_gather_matmul(x, w, "x"), axis_name="x")(w.mT, w).shape
+      (2, 2, 1)
     """
     several = isinstance(ws, list | tuple)
     x, weights = jnp.asarray(x_shard), [jnp.asarray(w) for w in (ws if several else [ws])]
@@ -137,6 +143,11 @@ def matmul_reduce_scatter(
 
     Example, inside `jax.shard_map` over 8 devices:
       x: bf16[8192, 3584], w: bf16[3584, 8192] -> matmul_reduce_scatter(x, w, "x"): bf16[1024, 8192]
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> x, w = jnp.ones((2, 4, 3)), jnp.ones((2, 3, 5))
+      >>> jax.vmap(lambda x, w: pc.matmul_reduce_scatter(x, w, "x"), axis_name="x")(x, w).shape
+      (2, 2, 5)
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     axis = _check_operands("scatter_axis", scatter_axis, x, [w], axis_name)
@@ -197,7 +208,7 @@ def _spec(
     axis: int,
     x: jax.Array,
     ws: Sequence[jax.Array],
-    dtype: Any,
+    dtype: DTypeLike,
     precision: Any,
     order: str | None,
     backend: str | None,

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, slices
 from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
 from pallas_collectives.collectives import LAX
@@ -24,7 +26,8 @@ from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeErro
 from pallas_collectives.kernels import residual_norm
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.lowering import remat
-from pallas_collectives.topology import chips, placement, rates
+from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
 
@@ -79,6 +82,14 @@ def psum_residual_rmsnorm(
 
     Example, inside `jax.shard_map` over 8 devices:
       normed, h = psum_residual_rmsnorm(attention_out, h, weight, "x")  # bf16[64, 8192] each
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> x, weight = jnp.ones((2, 1, 4)), jnp.ones((2, 4))
+      >>> _, total = jax.vmap(
+      ...     lambda x, w: pc.psum_residual_rmsnorm(x, x, w, "x"), axis_name="x"
+      ... )(x, weight)
+      >>> total.tolist()
+      [[[3.0, 3.0, 3.0, 3.0]], [[3.0, 3.0, 3.0, 3.0]]]
     """
     x, residual, weight = map(jnp.asarray, (x, residual, weight))
     _check(x, residual, weight, eps)
@@ -221,18 +232,17 @@ def _pays(x: Any, residual: Any, group: Group) -> bool:
     sums = algorithms.predicted("all_reduce", nbytes, group, cuts=nbytes // (group.size << 12))
     gathered = [us for name, us in sums.items() if name.partition(":")[0] == _GATHER]
     x_bytes, residual_bytes = (math.prod(a.shape) * a.dtype.itemsize for a in (x, residual))
-    passes = seconds_of_passes(x_bytes, residual_bytes, chips.current().name)
+    passes = seconds_of_passes(x_bytes, residual_bytes, chips.current())
     return bool(gathered) and min(gathered) <= min(sums.values()) + 1e6 * passes
 
 
-def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: str) -> float:
+def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: Chip) -> float:
     """What XLA's one pass over the sum takes at least: it reads both operands, writes both results.
 
     That is two DMAs, one after the other, at HBM's rate. What it takes to start the pass is left
     out, in favour of the form apart.
     """
-    g = rates.of_chip(chip)
-    return 2 * g.dma_latency + 2 * (x_bytes + residual_bytes) / g.hbm_bandwidth
+    return 2 * chip.dma_latency + 2 * (x_bytes + residual_bytes) / chip.hbm_bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +269,7 @@ class _Tiles:
         least = min(together, alone, key=math.prod) if columns > LANES else together
         return cls(rows, columns, least)
 
-    def nbytes(self, dtype: Any) -> int:
+    def nbytes(self, dtype: DTypeLike) -> int:
         """Of an operand so laid out."""
         return math.prod(self.shape) * jnp.dtype(dtype).itemsize
 
@@ -317,7 +327,7 @@ def _abstract_eval(*avals: Any, spec: Spec) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _effects(shapes: Any, spec: Spec, mesh: Any) -> frozenset[Any]:
+def _effects(shapes: Any, spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
     """TPU interpret mode's, or none."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
@@ -377,7 +387,7 @@ def _primitive() -> core.Primitive:
     primitive.def_effectful_abstract_eval(_abstract_eval)
     lower = mlir.lower_fun(lowered, multiple_results=True)
 
-    def lowering(ctx: Any, *args: Any, **params: Any) -> Any:
+    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)

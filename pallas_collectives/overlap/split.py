@@ -4,94 +4,57 @@
     y = layer(x, w)                     # while the sum is on the wire
     mine = started.done(after=y)
 
-As `jax.lax.psum_scatter_start` of JAX 0.12, for more collectives, and with what that lacks:
+As `jax.lax.psum_scatter_start` of JAX 0.12, for every collective, and with what that lacks:
 gradients (the transpose of a gather that is started and done is an exchange that is), and vmap.
+Each takes what the whole collective takes, and `after`; shapes and errors are the same.
 
 Who serves:
 
 * On GPUs of one process, copy engines (`nccl.copies`). Nothing that holds multiprocessors is in
   their way: on two H200, 16 layers whose weights are gathered one ahead take 1.05 times as long as
-  with weights that are there, and 1.2 times as long with lax's gathers.
-* Anywhere else the collective is one call, where it is started, by the backend in scope. XLA then
-  runs beside it what it can: permutes, v5e's gathers, the SparseCores' collectives.
+  with weights that are there, and 1.2 times as long with lax's gathers. What they do not do is one
+  call of NCCL, where it is started: pmax, pmin, pbroadcast, ragged_all_to_all, elements that share
+  bytes, and everything where each GPU has a process of its own.
+* On TPUs the collective is one call, where it is started, by what lets the core go on: lax, where
+  XLA runs it beside compute; else a SparseCore, for what is worth its launch; else a kernel on the
+  TensorCore, which stops for it. `explain("all_gather_start", ...)` says which, and why.
+* Anywhere else it is one call, by the backend in scope.
+
+No kernel hands DMAs that are under way to a second one, though that compiles for all TPUs: XLA may
+copy the memory between the two, and does so in loops, with bytes in it that have not come yet.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from pallas_collectives import collectives, validation
-from pallas_collectives.backends import canonical, choice, flights, ordered
+from pallas_collectives import _compat, collectives, validation
+from pallas_collectives.backends import choice, flights, ordered
 from pallas_collectives.backends.nccl import blocks, side_by_side
+from pallas_collectives.overlap.started import Started as Started
+from pallas_collectives.overlap.started import Way, at_once, start
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.validation import AxisName, Groups, varying
+from pallas_collectives.validation import AxisName, Groups
 
-
-class Started:
-    """A collective under way: a result that is still to come."""
-
-    def __init__(self, tree: Any, here: Sequence[Any], under_way: Sequence["_UnderWay"]) -> None:
-        self._tree, self._here, self._under_way = tree, here, under_way
-
-    @property
-    def tokens(self) -> list[jax.Array]:
-        """What to name in another's `after`, for it to come after this one's start."""
-        return [leaf.token for leaf in self._under_way]
-
-    @classmethod
-    def of(cls, result: Any) -> "Started":
-        """A collective whose result is there."""
-        leaves, tree = jax.tree.flatten(result)
-        return cls(tree, leaves, ())
-
-    def done(self, after: Any = ()) -> Any:
-        """The result.
-
-        Args:
-          after: arrays, in any pytree: on GPUs, what is to be computed before the result is waited
-            for. Elsewhere XLA decides.
-        """
-        tokens = jax.tree.leaves(after)
-        came = [leaf.done(tokens) for leaf in self._under_way]
-        return jax.tree.unflatten(self._tree, [*self._here, *came])
-
-    def before(self, arrays: Any) -> Any:
-        """These arrays, for use once the collective is under way: on GPUs XLA keeps that order.
-
-        It does so for whole numbers without dimensions, and as a rule for other arrays.
-        """
-        for leaf in self._under_way:
-            arrays = jax.tree.map(functools.partial(_behind, leaf.token), arrays)
-        return arrays
-
-
-def _behind(token: jax.Array, x: jax.Array) -> jax.Array:
-    """x, which is there only after the token, a 0, is."""
-    if jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer):
-        return x + token[0].astype(jnp.result_type(x))
-    return lax.optimization_barrier((x, token))[0]  # taken away before XLA merges products
-
-
-class _UnderWay:
-    """One array of a collective under way."""
-
-    def __init__(
-        self,
-        flight: flights.Flight,
-        operand: jax.Array,
-        arrive: Callable[[jax.Array], Any],
-        after: Sequence[jax.Array],
-    ) -> None:
-        self._flight, self._arrive = flight, arrive
-        self._started, self.token = flights.start(flight, operand, *after)
-
-    def done(self, after: Sequence[jax.Array]) -> Any:
-        return self._arrive(flights.done(self._flight, self._started, *after))
+NAMES = (
+    "all_gather_start",
+    "all_reduce_start",
+    "all_to_all_start",
+    "pbroadcast_start",
+    "pmax_start",
+    "pmean_start",
+    "pmin_start",
+    "ppermute_start",
+    "pshuffle_start",
+    "psum_scatter_start",
+    "psum_start",
+    "pswapaxes_start",
+    "ragged_all_to_all_start",
+    "reduce_scatter_start",
+)
 
 
 def all_gather_start(
@@ -101,37 +64,48 @@ def all_gather_start(
     axis_index_groups: Groups = None,
     axis: int = 0,
     tiled: bool = False,
+    to: str = "varying",
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `all_gather(x, axis_name, ...)`; arguments, shapes and errors are that function's.
 
     Args:
       after: arrays, in any pytree: on GPUs, what is to be computed before it starts.
+      **narrower: `wire` and the like; then the collective is one call, where it is started.
 
     Returns:
       What gives the result when it is asked for: see `Started.done`.
 
     Example, inside `jax.shard_map` over 8 devices, the next layer's weights under way:
       ahead = all_gather_start(w_next, "x", tiled=True); y = x @ w; w = ahead.done(after=y)
-    """
-    options: Any = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled}
 
-    def leave(leaf: jax.Array, group: Group) -> _Way:
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.all_gather_start(x, "x").done(), axis_name="x")(jnp.arange(2.0))
+      Array([[0., 1.],
+             [0., 1.]], dtype=float32)
+    """
+    options: Any = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
+
+    def leave(leaf: jax.Array, group: Group) -> Way:
         place = axis % (leaf.ndim + (not tiled))
 
         def arrive(blocks: jax.Array) -> jax.Array:
             return side_by_side(blocks, place) if tiled else jnp.moveaxis(blocks, 0, place)
 
-        return flights.new("gather", group), leaf, arrive
+        return Way(flights.new("gather", group, to=to), leaf, arrive)
 
-    def at_once() -> Any:
-        return collectives.all_gather(x, axis_name, backend=backend, algorithm=algorithm, **options)
-
+    how: Any = {"backend": backend, "algorithm": algorithm, "order": order}
+    call = functools.partial(collectives.all_gather, x, axis_name, **how, **options, **narrower)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
-    return _start(x, axis_name, axis_index_groups, backend, algorithm, at_once, leave, after)
+    settled = choice.settle(axis_name, axis_index_groups, **how)
+    if narrower or (to != "varying" and (to != "invarying" or axis_index_groups is not None)):
+        return at_once(call)
+    return start(x, axis_name, axis_index_groups, settled, call, leave, after)
 
 
 def psum_scatter_start(
@@ -141,38 +115,140 @@ def psum_scatter_start(
     scatter_dimension: int = 0,
     axis_index_groups: Groups = None,
     tiled: bool = False,
+    precise: bool = False,
+    order: str | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `psum_scatter(x, axis_name, ...)`; see `all_gather_start`.
 
     On GPUs every device's block comes as it is, and they are added when the result is asked for:
     in the order of the devices, narrow floats in float32.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.psum_scatter_start(x, "x").done(), axis_name="x")(jnp.ones((4, 4)))
+      Array([4., 4., 4., 4.], dtype=float32)
     """
     options: Any = {"axis_index_groups": axis_index_groups, "tiled": tiled}
     options["scatter_dimension"] = scatter_dimension
 
-    def leave(leaf: jax.Array, group: Group) -> _Way:
+    def leave(leaf: jax.Array, group: Group) -> Way:
         place = scatter_dimension % leaf.ndim
 
         def arrive(terms: jax.Array) -> jax.Array:
-            if terms.dtype == jnp.bool_:
-                terms = terms.astype(jnp.int32)
             total = ordered.added(terms, group.size, 0)[0]
             return total if tiled else jnp.squeeze(total, place)
 
-        return flights.new("exchange", group), blocks(leaf, place, group.size), arrive
-
-    def at_once() -> Any:
-        how: Any = {"backend": backend, "algorithm": algorithm}
-        return collectives.psum_scatter(x, axis_name, **how, **options)
+        return Way(flights.new("exchange", group), blocks(leaf, place, group.size), arrive)
 
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
     validation.check_added("psum_scatter_start", x)
-    return _start(x, axis_name, axis_index_groups, backend, algorithm, at_once, leave, after)
+    how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
+    call = functools.partial(collectives.psum_scatter, x, axis_name, **how, **options, **narrower)
+    settled = choice.settle(axis_name, axis_index_groups, **how)
+    if narrower:
+        return at_once(call)
+    return start(x, axis_name, axis_index_groups, settled, call, leave, after)
+
+
+reduce_scatter_start = psum_scatter_start
+
+
+def psum_start(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    precise: bool = False,
+    order: str | None = None,
+    backend: str | None = None,
+    algorithm: str | None = "auto",
+    after: Any = (),
+    **narrower: Any,
+) -> Started:
+    """Starts `psum(x, axis_name, ...)`; see `all_gather_start`.
+
+    On GPUs small arrays are gathered, and added when the result is asked for; of large ones the
+    blocks are under way, as `psum_scatter_start`'s, and their sums are gathered then. They are
+    added in the order of the devices.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.psum_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
+      Array([6., 6., 6., 6.], dtype=float32)
+    """
+    how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
+    return _sum(collectives.psum, x, axis_name, axis_index_groups, how, after, narrower)
+
+
+all_reduce_start = psum_start
+
+
+def pmean_start(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    precise: bool = False,
+    order: str | None = None,
+    backend: str | None = None,
+    algorithm: str | None = "auto",
+    after: Any = (),
+    **narrower: Any,
+) -> Started:
+    """Starts `pmean(x, axis_name, ...)`; see `psum_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmean_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
+      Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
+    """
+    how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
+    return _sum(collectives.pmean, x, axis_name, axis_index_groups, how, after, narrower)
+
+
+def _sum(
+    whole: Any,
+    x: Any,
+    axis_name: AxisName,
+    groups: Groups,
+    how: dict[str, Any],
+    after: Any,
+    narrower: dict[str, Any],
+) -> Started:
+    settled = choice.settle(axis_name, groups, **how)
+    call = functools.partial(whole, x, axis_name, axis_index_groups=groups, **how, **narrower)
+
+    def leave(leaf: jax.Array, group: Group) -> Way:
+        # Typed as lax types a sum: as equal everywhere, where types are told at all.
+        to = "invarying" if _compat.varying(leaf) >= set(group.axes) else "varying"
+        flat = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
+
+        def finished(total: jax.Array) -> jax.Array:
+            total = total.reshape(-1)[: leaf.size].reshape(leaf.shape)
+            return total / group.size if whole is collectives.pmean else total
+
+        if ordered.gathers(leaf.nbytes, group.size):
+            return Way(
+                flights.new("gather", group, to=to),
+                flat,
+                lambda terms: finished(ordered.added(terms, group.size, 0)),
+            )
+        flat = jnp.pad(flat.reshape(-1), (0, -leaf.size % group.size))
+
+        def arrive(terms: jax.Array) -> jax.Array:
+            block = ordered.added(terms, group.size, 0)[0]
+            gather = flights.new("gather", group, to=to)
+            return finished(flights.done(gather, flights.start(gather, block)[0]))
+
+        return Way(flights.new("exchange", group), blocks(flat, 0, group.size), arrive)
+
+    traced = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
+    if narrower or groups is not None or not traced:
+        return at_once(call)  # a constant's sum is one, and lax types no sums of groups
+    return start(x, axis_name, None, settled, call, leave, after)
 
 
 def all_to_all_start(
@@ -182,29 +258,65 @@ def all_to_all_start(
     concat_axis: int,
     *,
     axis_index_groups: Groups = None,
+    tiled: bool = False,
+    backend: str | None = None,
+    algorithm: str | None = "auto",
+    after: Any = (),
+    **narrower: Any,
+) -> Started:
+    """Starts `all_to_all(x, axis_name, split_axis, concat_axis, ...)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> start = lambda x: pc.all_to_all_start(x, "x", 0, 0).done()
+      >>> jax.vmap(start, axis_name="x")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 2.],
+             [1., 3.]], dtype=float32)
+    """
+    options: Any = {"axis_index_groups": axis_index_groups, "tiled": tiled}
+
+    def leave(leaf: jax.Array, group: Group) -> Way:
+        split, concat = split_axis % leaf.ndim, concat_axis % leaf.ndim
+        apart = blocks(leaf, split, group.size)
+
+        def arrive(came: jax.Array) -> jax.Array:
+            if tiled:
+                return side_by_side(came, concat)
+            return jnp.moveaxis(jnp.squeeze(came, 1 + split), 0, concat)
+
+        return Way(flights.new("exchange", group), apart, arrive)
+
+    validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
+    for leaf, where in validation.leaves(x):
+        validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
+    how: Any = {"backend": backend, "algorithm": algorithm}
+    options |= {"split_axis": split_axis, "concat_axis": concat_axis}
+    call = functools.partial(collectives.all_to_all, x, axis_name, **how, **options, **narrower)
+    settled = choice.settle(axis_name, axis_index_groups, **how)
+    if narrower:
+        return at_once(call)
+    return start(x, axis_name, axis_index_groups, settled, call, leave, after)
+
+
+def pswapaxes_start(
+    x: Any,
+    axis_name: AxisName,
+    axis: int,
+    *,
+    axis_index_groups: Groups = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
 ) -> Started:
-    """Starts `all_to_all(x, axis_name, split_axis, concat_axis, tiled=True, ...)`.
+    """Starts `pswapaxes(x, axis_name, axis, ...)`; see `all_gather_start`.
 
-    See `all_gather_start`.
+    Example, with `jax.vmap` in place of a mesh:
+      >>> start = lambda x: pc.pswapaxes_start(x, "x", 0).done()
+      >>> jax.vmap(start, axis_name="x")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 2.],
+             [1., 3.]], dtype=float32)
     """
-    at: Any = {"split_axis": split_axis, "concat_axis": concat_axis}
-
-    def leave(leaf: jax.Array, group: Group) -> _Way:
-        apart = blocks(leaf, split_axis % leaf.ndim, group.size)
-        place = concat_axis % leaf.ndim
-        return flights.new("exchange", group), apart, lambda came: side_by_side(came, place)
-
-    def at_once() -> Any:
-        options: Any = {"axis_index_groups": axis_index_groups, "tiled": True, **at}
-        return collectives.all_to_all(x, axis_name, backend=backend, algorithm=algorithm, **options)
-
-    validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, True)
-    for leaf, where in validation.leaves(x):
-        validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
-    return _start(x, axis_name, axis_index_groups, backend, algorithm, at_once, leave, after)
+    how: Any = {"axis_index_groups": axis_index_groups, "backend": backend, "algorithm": algorithm}
+    return all_to_all_start(x, axis_name, axis, axis, **how, after=after)
 
 
 def ppermute_start(
@@ -215,42 +327,81 @@ def ppermute_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
-    """Starts `ppermute(x, axis_name, perm)`; see `all_gather_start`."""
+    """Starts `ppermute(x, axis_name, perm)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> start = lambda x: pc.ppermute_start(x, "x", [(0, 1), (1, 0)]).done()
+      >>> jax.vmap(start, axis_name="x")(jnp.arange(2.0))
+      Array([1., 0.], dtype=float32)
+    """
+    how: Any = {"backend": backend, "algorithm": algorithm}
+    settled = choice.settle(axis_name, None, **how)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
 
-    def leave(leaf: jax.Array, group: Group) -> _Way:
-        return flights.new("permute", group, pairs), leaf, lambda came: came
+    def leave(leaf: jax.Array, group: Group) -> Way:
+        return Way(flights.new("permute", group, pairs), leaf, lambda came: came)
 
-    def at_once() -> Any:
-        return collectives.ppermute(x, axis_name, pairs, backend=backend, algorithm=algorithm)
-
-    return _start(x, axis_name, None, backend, algorithm, at_once, leave, after)
-
-
-# The flight, its operand, and what to make of its result.
-_Way = tuple[flights.Flight, jax.Array, Callable[[jax.Array], Any]]
+    call = functools.partial(collectives.ppermute, x, axis_name, pairs, **how, **narrower)
+    if narrower:
+        return at_once(call)
+    return start(x, axis_name, None, settled, call, leave, after)
 
 
-def _start(
+def pshuffle_start(
     x: Any,
     axis_name: AxisName,
-    groups: Groups,
-    backend: str | None,
-    algorithm: str | None,
-    at_once: Callable[[], Any],
-    leave: Callable[[jax.Array, Group], _Way],
-    after: Any,
+    perm: Any,
+    *,
+    backend: str | None = None,
+    algorithm: str | None = "auto",
+    after: Any = (),
 ) -> Started:
-    how = choice.settle(axis_name, groups, backend, algorithm)
-    leaves, tree = jax.tree.flatten(x)
-    if not flights.serve(how) or not all(map(flights.moves, leaves)):
-        return Started.of(at_once())
-    group = canonical.group_of(axis_name, groups)
-    tokens = jax.tree.leaves(after)
-    under_way = []
-    for leaf in leaves:
-        flight, operand, arrive = leave(varying(jnp.asarray(leaf), axis_name), group)
-        under_way.append(_UnderWay(flight, operand, arrive, tokens))
-    return Started(tree, (), under_way)
+    """Starts `pshuffle(x, axis_name, perm)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> start = lambda x: pc.pshuffle_start(x, "x", [1, 2, 3, 0]).done()
+      >>> jax.vmap(start, axis_name="x")(jnp.arange(4.0))
+      Array([1., 2., 3., 0.], dtype=float32)
+    """
+    pairs = [(source, target) for target, source in enumerate(perm)]
+    how: Any = {"backend": backend, "algorithm": algorithm}
+    return ppermute_start(x, axis_name, pairs, **how, after=after)
+
+
+def pmax_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) -> Started:
+    """Starts `pmax(x, axis_name, **options)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmax_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
+      Array([3., 3., 3., 3.], dtype=float32)
+    """
+    del after
+    return at_once(functools.partial(collectives.pmax, x, axis_name, **options))
+
+
+def pmin_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) -> Started:
+    """Starts `pmin(x, axis_name, **options)`; see `all_gather_start`.
+
+    Example, with `jax.vmap` in place of a mesh:
+      >>> jax.vmap(lambda x: pc.pmin_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
+      Array([0., 0., 0., 0.], dtype=float32)
+    """
+    del after
+    return at_once(functools.partial(collectives.pmin, x, axis_name, **options))
+
+
+def pbroadcast_start(
+    x: Any, axis_name: AxisName, source: Any, *, after: Any = (), **options: Any
+) -> Started:
+    """Starts `pbroadcast(x, axis_name, source, **options)`; see `all_gather_start`."""
+    del after
+    return at_once(functools.partial(collectives.pbroadcast, x, axis_name, source, **options))
+
+
+def ragged_all_to_all_start(*operands: Any, after: Any = (), **options: Any) -> Started:
+    """Starts `ragged_all_to_all(*operands, **options)`; see `all_gather_start`."""
+    del after
+    return at_once(functools.partial(collectives.ragged_all_to_all, *operands, **options))

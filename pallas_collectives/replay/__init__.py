@@ -8,7 +8,7 @@ races, and what the hardware forbids.
     report = replay.replay(f, jax.ShapeDtypeStruct((65536, 2048), jnp.bfloat16), machine=machine)
     print(report)
 
-Every figure is modelled, none is measured: see `topology.rates` for the constants and where they
+Every figure is modelled, not measured: see `topology.chips` for the constants and where they
 come from. `draw` makes pictures of a report, `trace` a file for Perfetto; both are imported when
 asked for.
 """

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.replay import rules, symmetry, trace_program
 from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.live import LiveProgram
@@ -108,7 +109,7 @@ def _copies(program: Program, classes: Classes) -> int:
     return sum(int(stepped[column.lanes].sum()) for column in starts)
 
 
-def _placement(machine: Machine, mesh: Any, given: np.ndarray | None) -> np.ndarray:
+def _placement(machine: Machine, mesh: AnyMesh, given: np.ndarray | None) -> np.ndarray:
     if given is not None:
         return np.asarray(given)
     devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None

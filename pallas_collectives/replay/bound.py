@@ -28,7 +28,7 @@ Where each device sends others something of their own, links are also weighed: a
 along a torus axis by 1, those that lead back by w, the others by nothing. What goes from one place
 to another adds to the loads of links, so weighed, no less than it does on the lightest way; and
 they carry no more, so weighed, than their bandwidths. With w = 1 that counts hops; with w = 1/(n-1)
-it is the bound of a ring shift, of which a sixteenth part could go the long way round 16.
+it is the bound of a ring shift: on 16, one sixteenth could go the long way round.
 
 Latency. Before a device writes to another it must have heard that the other has entered the
 kernel. So the greatest distance D in a group takes 2 D hops and one DMA, or D + 1 hops with a relay

@@ -52,7 +52,7 @@ class Point:
 
         def body(x: jax.Array) -> jax.Array:
             return all_gather.ring(
-                x, group, axis=0, bidirectional=True, vmem=False, interpret=False, most_parts=2
+                x, group, axis=0, bidirectional=True, vmem=False, interpret=False, most_chunks=2
             )
 
         spec = jax.sharding.PartitionSpec()

@@ -1,8 +1,9 @@
 """What is known of memory's contents: scalar memory, and small integer operands in HBM.
 
 Sizes, offsets and tables that a kernel reads decide what it does. They are followed where they come
-from arguments of known contents: through stores, and through copies from HBM to scalar memory and
-between devices. Anything else is unknown, and a program that depends on it says so.
+from arguments of known contents: through stores, and through copies from HBM to scalar memory, or
+to a table in vector memory (by which a SparseCore's subcores read one), and between devices.
+Anything else is unknown, and a program that depends on it says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_collectives.replay.program import home
 from pallas_collectives.replay.values import UNKNOWN, Known
@@ -24,7 +26,7 @@ class Contents:
         self.n_devices = n_devices
         self._held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def hold(self, buffer: Buffer, dtype: Any, n_lanes: int) -> None:
+    def hold(self, buffer: Buffer, dtype: DTypeLike, n_lanes: int) -> None:
         """Follows a buffer's contents from now on; so far all are unknown."""
         if buffer.id in self._held:
             return

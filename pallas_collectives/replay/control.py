@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay import jaxprs, operations
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent
 
 
-def cond(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def cond(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     branches = eqn.params["branches"]
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -43,7 +44,7 @@ def cond(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     return step
 
 
-def scan(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def scan(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     order = range(length - 1, -1, -1) if eqn.params.get("reverse") else range(length)
 
@@ -68,7 +69,7 @@ def scan(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     return step
 
 
-def while_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def while_loop(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_jaxpr, body_jaxpr = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
 
@@ -103,15 +104,15 @@ def while_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> S
     return step
 
 
-def parallel_loop(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def parallel_loop(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     """A vector subcore's loop, turn after turn: its turns are independent."""
     body = eqn.params["jaxpr"]
     inner, _ = jaxprs.open_jaxpr(body)
-    lower, upper, step_by, constants, carried = jaxprs.parallel_loop(eqn)
+    lower, upper, step_by, constants, carried = operations.parallel_loop(eqn)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         def value(item: Any) -> Any:
-            return env[ins[item.index]] if isinstance(item, jaxprs.Slot) else item
+            return env[ins[item.index]] if isinstance(item, operations.Slot) else item
 
         bounds = [value(item) for item in (lower, upper, step_by)]
         if any(bound is UNKNOWN for bound in bounds):

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, kernels, meetings, names
 from pallas_collectives.replay.devices import CoreMesh
@@ -22,7 +23,7 @@ from pallas_collectives.replay.values import UNKNOWN, take
 from pallas_collectives.replay.views import View
 
 
-def compile_kernel(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def compile_kernel(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     """The step of a kernel on one mesh of cores or several."""
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -39,7 +40,9 @@ def compile_kernel(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) 
 class _Call:
     """One call of a kernel on all cores of its meshes."""
 
-    def __init__(self, stepper: Stepper, eqn: Any, args: list[Any], lanes: np.ndarray, kernel: Any):
+    def __init__(
+        self, stepper: Stepper, eqn: JaxprEqn, args: list[Any], lanes: np.ndarray, kernel: Any
+    ):
         self.stepper, self.eqn, self.kernel = stepper, eqn, kernel
         self.args, self.first = args, lanes  # of the first cores, as outside the kernel
         self.bodies: list[tuple[CoreMesh, Any]] = []
@@ -146,7 +149,7 @@ def _names(jaxpr: Any) -> list[str]:
     return [name or f"operand{i}" for i, name in enumerate(known)]
 
 
-def compile_barrier(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def compile_barrier(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     """The barrier of all vector subcores of a SparseCore: those that differ in the last axis."""
 
     def step(env: list[Any], lanes: np.ndarray) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import timeline
+from pallas_collectives.replay import style, timeline
 from pallas_collectives.replay.report import Report
 
 _COLOURS = {
-    "core": "#c9c9c9",
-    "remote copies": "#1f77b4",
-    "local copies": "#2ca02c",
-    "link": "#ff7f0e",
-    "for ever": "#d62728",
+    "core": style.WAITING,
+    "remote copies": style.LINK,
+    "local copies": style.LOCAL,
+    "link": style.LINK,
+    "for ever": style.LOST,
 }
 
 
@@ -62,7 +62,7 @@ def gantt(report: Report, *, max_rows: int = 40) -> Any:
     axes.set_xlabel("modelled time, µs")
     hidden = len(folded) - shown
     more = f"; {hidden} more kinds of device" if hidden else ""
-    axes.set_title(f"{report.machine}: waits (grey), remote and local copies, links (orange){more}")
+    axes.set_title(f"{report.machine}: waits, copies (remote ones and links: ochre){more}")
     return figure
 
 
@@ -90,7 +90,7 @@ def link_heat(report: Report) -> Any:
     from matplotlib.collections import LineCollection
 
     colours: Any = {"cmap": "viridis", "norm": plt.Normalize(0, max(busy.max(), 1e-9))}
-    point = cell * 72  # of which a chip's distance to the next has so many
+    point = cell * 72  # in points, from a chip to the next
     for layer, axes in enumerate(panels[0]):
         lines: list[Any] = []
         shares: list[float] = []
@@ -137,11 +137,13 @@ def time_against_size(
     """
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, seconds in times.items():
-        axes.loglog(sizes, np.array(seconds) * 1e6, marker="o", markersize=3, label=name)
-    axes.loglog(sizes, np.array(bounds) * 1e6, "k--", linewidth=1, label="bound")
-    axes.set_xlabel("bytes per device")
-    axes.set_ylabel("modelled time, µs")
+    for (name, seconds), colour in zip(times.items(), itertools.cycle(style.LINES), strict=False):
+        look = {"marker": "o", "markersize": 3, "color": colour, "label": name}
+        axes.plot(sizes, np.array(seconds) * 1e6, **look)
+    axes.plot(sizes, np.array(bounds) * 1e6, **style.BOUND, label="bound")
+    axes.set(yscale="log", ylabel="modelled time, µs")
+    style.size_axis(axes, sizes, "bytes per device")
+    style.count_axis(axes.yaxis)
     axes.set_title(title)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend()
@@ -169,7 +171,9 @@ def ring_animation(report: Report, *, frames: int = 60) -> Any:
     figure, axes = plt.subplots(figsize=(4.5, 4.5), layout="constrained")
     axes.set_aspect("equal")
     axes.axis("off")
-    axes.scatter(*place.T, s=420, c=[plt.get_cmap("tab10")(d % 10) for d in range(n)], zorder=3)
+    axes.scatter(
+        *place.T, s=420, c=[style.DEVICES[d % len(style.DEVICES)] for d in range(n)], zorder=3
+    )
     for device, (x, y) in enumerate(place):
         axes.text(x, y, str(device), ha="center", va="center", color="white", zorder=4)
     moving = axes.scatter([], [], s=60, zorder=2)
@@ -182,7 +186,7 @@ def ring_animation(report: Report, *, frames: int = 60) -> Any:
             if start <= now < end:
                 share = (now - start) / (end - start)
                 points.append(place[source] + share * (place[target] - place[source]))
-                colours.append(plt.get_cmap("tab10")(source % 10))
+                colours.append(style.device(source))
         moving.set_offsets(np.array(points).reshape(-1, 2))
         moving.set_facecolor(colours or "none")
         title.set_text(f"{now * 1e6:.1f} µs (modelled)")

@@ -9,8 +9,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from pallas_collectives.replay import control, cores, jaxprs, kernels, names, twins, values
+from pallas_collectives.replay import (
+    control,
+    cores,
+    jaxprs,
+    kernels,
+    operations,
+    refs,
+    twins,
+    values,
+)
 from pallas_collectives.replay.program import Access, Work
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
@@ -22,7 +32,9 @@ _LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, o
 _FREE = values.IDENTITY | {"iota", "transpose", "slice", "dynamic_slice", "concatenate", "split"}
 
 
-def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step | None:
+def compile_equation(
+    stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]
+) -> Step | None:
     """The step of `eqn`, which reads environment slots `ins` and writes `outs`; None if there is
     nothing to do.
     """
@@ -30,7 +42,7 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
     special = _SPECIAL.get(name)
     if special is not None:
         return _explained(eqn, special(stepper, eqn, ins, outs))
-    op = jaxprs.operation(eqn)
+    op = operations.operation(eqn)
     if op is not None:
         return _operation(stepper, eqn, op, ins, outs)
     if name in _NO_WORK:
@@ -50,8 +62,8 @@ def compile_equation(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]
     return _other(stepper, eqn, ins, outs)
 
 
-def _operation(stepper: Stepper, eqn: Any, op: Any, ins: list[int], outs: list[int]) -> Step:
-    selectors = [ins[slot.index] for slot in jaxprs.selectors(op)]
+def _operation(stepper: Stepper, eqn: JaxprEqn, op: Any, ins: list[int], outs: list[int]) -> Step:
+    selectors = [ins[slot.index] for slot in operations.selectors(op)]
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         for slot in selectors:
@@ -80,7 +92,7 @@ def _operation(stepper: Stepper, eqn: Any, op: Any, ins: list[int], outs: list[i
     return _explained(eqn, step)
 
 
-def _explained(eqn: Any, step: Step) -> Step:
+def _explained(eqn: JaxprEqn, step: Step) -> Step:
     """`step` with the equation's line in the errors that its operands can cause."""
 
     def explained(env: list[Any], lanes: np.ndarray) -> None:
@@ -107,7 +119,7 @@ def _explained(eqn: Any, step: Step) -> Step:
     return explained
 
 
-def _identity(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def _identity(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     """Hands on what stays as it is; known arrays of another shape take the general way."""
     general = _other(stepper, eqn, ins, outs)
     before, after = (
@@ -129,8 +141,8 @@ def _identity(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> St
     return step
 
 
-def _scalar(eqn: Any, function: Any, ins: list[int], outs: list[int]) -> Step:
-    dtype = np.dtype(eqn.outvars[0].aval.dtype)
+def _scalar(eqn: JaxprEqn, function: Any, ins: list[int], outs: list[int]) -> Step:
+    dtype = np.dtype(jaxprs.type_of(eqn.outvars[0]).dtype)
     (o,) = outs
     if eqn.primitive.name == "select_n":
 
@@ -161,7 +173,7 @@ def _call(stepper: Stepper, called: Any, ins: list[int], outs: list[int]) -> Ste
     return step
 
 
-def _twin(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def _twin(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     """One of our collectives: its kernels and, of an all-gather of known arrays, its result."""
     call = _call(stepper, twins.expand(eqn, stepper.mesh), ins, outs)
     if eqn.primitive.name != "pallas_all_gather":
@@ -169,20 +181,20 @@ def _twin(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     return _gathered(stepper, eqn, ins, outs, call)
 
 
-def _gathered(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int], call: Step) -> Step:
+def _gathered(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int], call: Step) -> Step:
     """An all-gather: what `call` does and, if what is gathered is known, the result."""
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         operand = env[ins[0]]
         call(env, lanes)
-        small = math.prod(eqn.outvars[0].aval.shape) <= _LARGEST_KNOWN
+        small = math.prod(jaxprs.type_of(eqn.outvars[0]).shape) <= _LARGEST_KNOWN
         if small and isinstance(operand, Known):
             env[outs[0]] = twins.gathered(operand, stepper.devices.axes, **eqn.params)
 
     return step
 
 
-def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def _other(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     """Any other equation: computed on the host where all operands are known and small, else priced
     and unknown.
     """
@@ -216,13 +228,13 @@ def _other(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
     return step
 
 
-def _evaluate(eqn: Any, args: list[Any]) -> list[Any]:
+def _evaluate(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """An equation of known operands, computed with JAX on the host: once, or for all lanes where
     they differ.
     """
     varies = [isinstance(a, np.ndarray) or (isinstance(a, Known) and a.per_lane) for a in args]
     operands = [
-        np.asarray(a.values if isinstance(a, Known) else a, v.aval.dtype)
+        np.asarray(a.values if isinstance(a, Known) else a, jaxprs.type_of(v).dtype)
         for a, v in zip(args, eqn.invars, strict=True)
     ]
 
@@ -237,7 +249,7 @@ def _evaluate(eqn: Any, args: list[Any]) -> list[Any]:
     return [Known(o, True) if o.ndim > 1 else o for o in outs]
 
 
-def _price(stepper: Stepper, eqn: Any) -> float:
+def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
     """Seconds of a core's vector or matrix unit for an equation on arrays."""
     generation = stepper.generation
     name = eqn.primitive.name
@@ -246,96 +258,17 @@ def _price(stepper: Stepper, eqn: Any) -> float:
     size = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        depth = math.prod(jaxprs.type_of(eqn.invars[0]).shape[d] for d in contract)
         return 2.0 * size * depth * generation.cores / generation.matrix_rate
     if name.startswith("reduce_") or name in ("argmax", "argmin"):
         size = max(math.prod(getattr(v.aval, "shape", ())) for v in eqn.invars)
-    return size / generation.vector_rate
-
-
-# Scopes -------------------------------------------------------------------------------------------
-
-
-def _run_scoped(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
-    ref_names = names.of_refs(jaxpr)
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        assert stepper.kernel is not None, "run_scoped outside a kernel"
-        if eqn.params.get("collective_axes"):
-            raise jaxprs.UnsupportedEquation("replay does not know what cores allocate as one", eqn)
-        views = []
-        for i, var in enumerate(jaxpr.invars):
-            key = (id(eqn), i, stepper.kernel_number)
-            name = f"{ref_names[i] or f'ref {i}'} (scoped)"
-            views.append(stepper.allocate(key, var.aval, name))
-        kernel, held = stepper.kernel, [v.buffer for v in views]
-        kernel.held.take(held, stepper.source(eqn).line)
-        results = stepper.run(jaxpr, views, lanes, [env[i] for i in ins])
-        kernel.held.give_back(held)
-        for o, value in zip(outs, results, strict=True):
-            env[o] = value
-
-    return step
-
-
-# Refs outside kernels ----------------------------------------------------------------------------
-
-
-def _array(stepper: Stepper, key: Any, aval: Any, name: str, value: Any, lanes: np.ndarray) -> View:
-    """A ref to an array in HBM that no kernel has made."""
-    view = stepper.allocate(key, aval, name, "hbm")
-    stepper.follow(view, aval, value, lanes)
-    return view
-
-
-def _run_state(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        refs = [
-            _array(stepper, (id(eqn), i), v.aval, f"state{i}", env[ins[i]], lanes)
-            for i, v in enumerate(jaxpr.invars)
-        ]
-        stepper.run(jaxpr, refs, lanes)
-        for o in outs:
-            env[o] = UNKNOWN
-
-    return step
-
-
-def _new_ref(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    aval = eqn.outvars[0].aval
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        value = env[ins[0]] if ins else UNKNOWN
-        env[outs[0]] = _array(stepper, id(eqn), aval, "ref", value, lanes)
-
-    return step
-
-
-def _freeze(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        for o in outs:
-            env[o] = UNKNOWN
-
-    return step
-
-
-def _get_global(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    aval = eqn.params["what"]
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        key = (id(eqn), stepper.kernel_number)
-        env[outs[0]] = stepper.allocate(key, aval, f"global@{stepper.source(eqn).line}")
-
-    return step
+    return size / stepper.vector_rate
 
 
 # Places and kernels -------------------------------------------------------------------------------
 
 
-def _axis_index(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def _axis_index(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     axis = eqn.params["axis_name"]
     names = axis if isinstance(axis, (tuple, list)) else (axis,)
 
@@ -351,7 +284,7 @@ def _axis_index(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
     return step
 
 
-def _program_id(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def _program_id(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     which = 0 if eqn.primitive.name == "program_id" else 1
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -360,18 +293,7 @@ def _program_id(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> 
     return step
 
 
-def _barrier_semaphore(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
-    aval = eqn.outvars[0].aval
-
-    def step(env: list[Any], lanes: np.ndarray) -> None:
-        number = stepper.collective_id
-        key = ("barrier", number, eqn.params.get("tag"))
-        env[outs[0]] = stepper.allocate(key, aval, f"barrier[collective_id={number}]")
-
-    return step
-
-
-def _delay(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def _delay(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     def step(env: list[Any], lanes: np.ndarray) -> None:
         nanoseconds = env[ins[0]]
         if nanoseconds is UNKNOWN:
@@ -392,17 +314,17 @@ _SPECIAL: dict[str, Any] = {
     "scan": control.scan,
     "while": control.while_loop,
     "parallel_loop": control.parallel_loop,
-    "run_scoped": _run_scoped,
-    "run_state": _run_state,
-    "new_ref": _new_ref,
-    "empty_ref": _new_ref,
-    "freeze": _freeze,
-    "free_ref": _freeze,
-    "get_global": _get_global,
+    "run_scoped": refs.run_scoped,
+    "run_state": refs.run_state,
+    "new_ref": refs.new_ref,
+    "empty_ref": refs.new_ref,
+    "freeze": refs.freeze,
+    "free_ref": refs.freeze,
+    "get_global": refs.get_global,
     "axis_index": _axis_index,
     "program_id": _program_id,
     "num_programs": _program_id,
-    "get_barrier_semaphore": _barrier_semaphore,
+    "get_barrier_semaphore": refs.barrier_semaphore,
     "pallas_call": kernels.compile_kernel,
     "mpmd_map": cores.compile_kernel,
     "core_map": cores.compile_kernel,

@@ -1,286 +1,42 @@
-"""What replay must know of JAX's jaxprs: how each equation lays out its operands.
+"""What replay must know of JAX's jaxprs: what equations hold, and what kernels are made of.
 
-The only file that depends on a JAX version (0.10 to 0.12 differ). Everything is reached through an
-equation's own public parameters; primitives are told apart by name. Operands are described by
-`Slot`s, an equation's flat operands taken apart by its own pytree once, when the program is
-compiled, so that stepping it costs no tree work.
+This file and `operations` alone depend on how JAX 0.10 to 0.12 write jaxprs. Everything is reached
+through an equation's own public parameters; primitives are told apart by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import lines
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """The `index`-th flat operand of an equation."""
-
-    index: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RefView:
-    """A ref operand and the transforms (slices, reshapes, …) applied to it, in order."""
-
-    ref: Slot | Select
-    transforms: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Select:
-    """One of several refs, the `index`-th (a `Slot` or an int)."""
-
-    refs: tuple[RefView, ...]
-    index: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Index:
-    """One `ref.at[...]`: per dimension of the view an integer or a (start, size, stride) triple, of
-    `Slot`s or ints.
-    """
-
-    dims: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reshape:
-    shape: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Bitcast:
-    dtype: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Transpose:
-    permutation: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class DmaStart:
-    src: RefView
-    dst: RefView
-    dst_sem: RefView
-    src_sem: RefView | None
-    device_id: Any
-    logical: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class DmaWait:
-    sem: RefView
-    sized_by: RefView  # the wait is for this view's size in bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Signal:
-    sem: RefView
-    value: Any
-    device_id: Any
-    core: Any  # the core's number on its chip, or None: as its device id says
-    logical: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    sem: RefView
-    value: Any
-    decrement: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Read:
-    sem: RefView
-
-
-@dataclasses.dataclass(frozen=True)
-class Access:
-    """A load (`writes=False`) or a store of a ref by the core itself."""
-
-    view: RefView
-    writes: bool
-    value: Any = None  # what is stored
 
 
 class UnsupportedEquation(NotImplementedError):
     """The program contains an equation that replay does not know how to step.
 
     Attributes:
-      primitive: the equation's, or "" where it is none's fault.
+      primitive: the equation's, or "" if no single equation is at fault.
       line: `file:line (function)` of the code that made it, or "".
     """
 
-    def __init__(self, what: str, eqn: Any = None):
+    def __init__(self, what: str, eqn: JaxprEqn | None = None):
         self.primitive = eqn.primitive.name if eqn is not None else ""
         self.line = where(eqn) if eqn is not None else ""
         at = f", in {self.primitive!r} at {self.line}" if self.line else ""
         super().__init__(what + at)
 
 
-def _slots(eqn: Any) -> list[Slot]:
-    return [Slot(i) for i in range(len(eqn.invars))]
-
-
-def _view(ref: Any, transforms: Sequence[Any] = ()) -> RefView:
-    transforms = tuple(transforms)
-    while not isinstance(ref, (Slot, tuple, list)):  # a TransformedRef, possibly of another
-        transforms = (*ref.transforms, *transforms)
-        ref = ref.ref
-    if not isinstance(ref, Slot):  # several, of which the first transform selects one
-        select, *transforms = transforms
-        ref = Select(tuple(_view(r) for r in ref), select.idx)
-    return RefView(ref, tuple(_transform(t) for t in transforms if not hasattr(t, "memory_space")))
-
-
-def _first(view: RefView) -> int:
-    """Which operand a view is of; of several to select from, the first."""
-    return view.ref.index if isinstance(view.ref, Slot) else _first(view.ref.refs[0])
-
-
-def selectors(op: Any) -> list[Slot]:
-    """The operands by which an operation selects its refs."""
-    found: list[Slot] = []
-
-    def visit(item: Any) -> None:
-        if isinstance(item, RefView):
-            visit(item.ref)
-        elif isinstance(item, Select):
-            found.extend([item.index] if isinstance(item.index, Slot) else [])
-            for ref in item.refs:
-                visit(ref)
-
-    for field in dataclasses.fields(op):
-        visit(getattr(op, field.name))
-    return found
-
-
-def _transform(t: Any) -> Any:
-    if hasattr(t, "indices"):
-        return Index(tuple(_index(i) for i in t.indices))
-    if hasattr(t, "permutation"):
-        return Transpose(tuple(t.permutation))
-    if hasattr(t, "dtype"):
-        return Bitcast(t.dtype)
-    if hasattr(t, "shape"):
-        return Reshape(tuple(t.shape))
-    raise UnsupportedEquation(f"replay does not know the ref transform {type(t).__name__}")
-
-
-def _index(i: Any) -> Any:
-    return (i.start, i.size, i.stride) if hasattr(i, "start") else i
-
-
-def _unflatten(eqn: Any, key: str, slots: Sequence[Slot]) -> Any:
-    return jax.tree_util.tree_unflatten(eqn.params[key], list(slots))
-
-
-def _is_logical(eqn: Any) -> bool:
-    return eqn.params["device_id_type"].name == "LOGICAL"
-
-
-def _dma_start(eqn: Any) -> DmaStart:
-    src, dst, dst_sem, src_sem, device_id = _unflatten(eqn, "tree", _slots(eqn))
-    src_sem_view = None if src_sem is None else _view(src_sem)
-    for sem in (_view(dst_sem), src_sem_view):
-        if sem is not None and "dma" not in str(eqn.invars[_first(sem)].aval.dtype):
-            what = "replay does not know copies that count on other semaphores than a DMA's"
-            raise UnsupportedEquation(what, eqn)
-    return DmaStart(
-        _view(src), _view(dst), _view(dst_sem), src_sem_view, device_id, _is_logical(eqn)
-    )
-
-
-def _dma_wait(eqn: Any) -> DmaWait:
-    _, dst, dst_sem, _, _ = _unflatten(eqn, "tree", _slots(eqn))
-    return DmaWait(_view(dst_sem), _view(dst))
-
-
-def _semaphore_signal(eqn: Any) -> Signal:
-    ref, transforms, value, device_id, core_index = _unflatten(eqn, "args_tree", _slots(eqn))
-    return Signal(_view(ref, transforms), value, device_id, core_index, _is_logical(eqn))
-
-
-def _semaphore_wait(eqn: Any) -> Wait:
-    ref, transforms, value, decrement = _unflatten(eqn, "args_tree", _slots(eqn))
-    return Wait(_view(ref, transforms), value, decrement)
-
-
-def _semaphore_read(eqn: Any) -> Read:
-    ref, transforms = _unflatten(eqn, "args_tree", _slots(eqn))
-    return Read(_view(ref, transforms))
-
-
-def _get(eqn: Any) -> Access:
-    ref, *rest = _slots(eqn)
-    return Access(_view(ref, _unflatten(eqn, "tree", rest)), writes=False)
-
-
-def _swap(eqn: Any) -> Access:
-    ref, value, *rest = _unmasked(eqn)
-    return Access(_view(ref, _unflatten(eqn, "tree", rest)), writes=True, value=value)
-
-
-def _load(eqn: Any) -> Access:
-    """A vector subcore's load."""
-    ref, *rest = _unmasked(eqn)
-    return Access(_view(ref, _unflatten(eqn, "tree", rest)), writes=False)
-
-
-def _unmasked(eqn: Any) -> list[Slot]:
-    return _slots(eqn)[: -1 if eqn.params.get("has_mask") else None]
-
-
-def _masked_load(eqn: Any) -> Access:
-    ref, transforms, *_ = _unflatten(eqn, "args_tree", _slots(eqn))
-    return Access(_view(ref, transforms), writes=False)
-
-
-def _masked_swap(eqn: Any) -> Access:
-    ref, transforms, value, *_ = _unflatten(eqn, "args_tree", _slots(eqn))
-    return Access(_view(ref, transforms), writes=True, value=value)
-
-
-_OPERATIONS: dict[str, Callable[[Any], Any]] = {
-    "dma_start": _dma_start,
-    "dma_wait": _dma_wait,
-    "semaphore_signal": _semaphore_signal,
-    "semaphore_wait": _semaphore_wait,
-    "semaphore_read": _semaphore_read,
-    "get": _get,
-    "swap": _swap,
-    "addupdate": _swap,
-    "load": _load,
-    "masked_load": _masked_load,
-    "masked_swap": _masked_swap,
-}
-
-
-def operation(eqn: Any) -> Any | None:
-    """The DMA, semaphore or memory operation that `eqn` is, its operands as `Slot`s, or None."""
-    decode = _OPERATIONS.get(eqn.primitive.name)
-    if decode is None:
-        return None
-    try:
-        return decode(eqn)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedEquation(f"replay cannot read its operands ({error})", eqn) from error
-
-
-def works_on_refs(eqn: Any) -> bool:
+def works_on_refs(eqn: JaxprEqn) -> bool:
     """Whether an operand of an equation is a ref."""
     return any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
 
 
-def core_meshes(eqn: Any) -> list[tuple[dict[str, int], Any]]:
+def core_meshes(eqn: JaxprEqn) -> list[tuple[dict[str, int], Any]]:
     """(axes with their sizes, jaxpr) of each mesh of cores that a `pl.kernel` or `core_map` runs
     on.
     """
@@ -296,12 +52,7 @@ def cores_of(aval: Any) -> dict[str, int] | None:
     return None if mesh is None else dict(mesh.shape)
 
 
-def parallel_loop(eqn: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """(lower, upper, step, constants, carry) of a vector subcore's loop, as `Slot`s."""
-    return _unflatten(eqn, "tree", _slots(eqn))
-
-
-def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def scan_parts(eqn: JaxprEqn, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """A scan's operands as (constants, initial carry, scanned arrays)."""
     if "ft_in" in eqn.params:  # JAX 0.12
         consts, carry, xs = eqn.params["ft_in"].update(operands).unpack()
@@ -320,7 +71,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return inner, list(getattr(jaxpr, "consts", ()))
 
 
-def called_jaxpr(eqn: Any) -> Any | None:
+def called_jaxpr(eqn: JaxprEqn) -> Any | None:
     """The jaxpr of an equation that only calls it (jit, shard_map, custom_jvp_call, …), or None."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
@@ -328,7 +79,7 @@ def called_jaxpr(eqn: Any) -> Any | None:
     return None
 
 
-def pallas_name(eqn: Any) -> str:
+def pallas_name(eqn: JaxprEqn) -> str:
     """The kernel's name as its author wrote it, best effort."""
     name = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
     if not name:
@@ -338,38 +89,25 @@ def pallas_name(eqn: Any) -> str:
     return str(name or "pallas_call").split(" at ")[0]
 
 
-def on_sparsecore(eqn: Any) -> bool:
+def on_sparsecore(eqn: JaxprEqn) -> bool:
     """Whether a SparseCore's subcores run a kernel, and not the TensorCore."""
     meshes = eqn.params.get("meshes") or (eqn.params.get("mesh"),)
     return all("Subcore" in type(mesh).__name__ for mesh in meshes)
 
 
-def collective_id(eqn: Any) -> int | None:
+def collective_id(eqn: JaxprEqn) -> int | None:
     """The collective id that a kernel was given."""
     return getattr(_compiler_params(eqn), "collective_id", None)
 
 
-def _compiler_params(eqn: Any) -> Any:
+def skips_device_barrier(eqn: JaxprEqn) -> bool:
+    """Whether a kernel asks the compiler for no barrier of all devices."""
+    return bool(getattr(_compiler_params(eqn), "skip_device_barrier", False))
+
+
+def _compiler_params(eqn: JaxprEqn) -> Any:
     params = eqn.params.get("compiler_params")
     return next(iter(params.values()), None) if isinstance(params, dict) else params
-
-
-def has_default_barrier(eqn: Any) -> bool:
-    """Whether the compiler begins a kernel with a barrier of all devices: see `meetings`."""
-    params = _compiler_params(eqn)
-    if collective_id(eqn) is not None or getattr(params, "skip_device_barrier", False):
-        return False
-    bodies = [eqn.params["jaxpr"]] if "jaxpr" in eqn.params else eqn.params["jaxprs"]
-    inside = [inner for body in bodies for inner in equations(body)]
-    if any(inner.primitive.name == "get_barrier_semaphore" for inner in inside):
-        return False
-    return any(_communicates(inner) for inner in inside)
-
-
-def _communicates(eqn: Any) -> bool:
-    """Whether an operation names a device."""
-    op = operation(eqn)
-    return isinstance(op, (DmaStart, Signal)) and op.device_id is not None
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -418,12 +156,17 @@ def buffer_count(block_mapping: Any) -> int:
     return getattr(getattr(block_mapping, "pipeline_mode", None), "buffer_count", 2)
 
 
-def where(eqn: Any) -> str:
+def type_of(var: core.Var | core.Literal) -> Any:
+    """The type of an equation's operand or result; an array's has a shape and a dtype."""
+    return var.aval
+
+
+def where(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the reader's code that made `eqn`, or of whose there is."""
     return str(lines.of(eqn))
 
 
-def scope(eqn: Any) -> str:
+def scope(eqn: JaxprEqn) -> str:
     """The `jax.named_scope` path that `eqn` was traced under ('' outside any)."""
     return str(getattr(eqn.source_info, "name_stack", ""))
 

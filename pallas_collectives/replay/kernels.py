@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, meetings, names
 from pallas_collectives.replay.program import Enter, Kernel, Leave, Start, Wait
@@ -89,7 +90,7 @@ class _Blocked:
         return self.semaphores.buffer.id + visit % self.n_slots
 
 
-def compile_kernel(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) -> Step:
+def compile_kernel(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     """The step of a `pallas_call` equation."""
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -101,7 +102,7 @@ def compile_kernel(stepper: Stepper, eqn: Any, ins: list[int], outs: list[int]) 
     return step
 
 
-def begin(stepper: Stepper, eqn: Any, lanes: np.ndarray) -> Kernel:
+def begin(stepper: Stepper, eqn: JaxprEqn, lanes: np.ndarray) -> Kernel:
     """The kernel that an equation calls; from here on its steps are what is stepped."""
     if len(lanes) != stepper.n_devices and stepper.read_semaphore is None:
         raise jaxprs.UnsupportedEquation("replay wants every device to call every kernel", eqn)
@@ -115,7 +116,7 @@ def begin(stepper: Stepper, eqn: Any, lanes: np.ndarray) -> Kernel:
 
 
 def leave(
-    stepper: Stepper, eqn: Any, lanes: np.ndarray, operands: list[Any], results: list[Any]
+    stepper: Stepper, eqn: JaxprEqn, lanes: np.ndarray, operands: list[Any], results: list[Any]
 ) -> bool:
     """Leaves the kernel that is stepped, or says that it goes on in the next.
 
@@ -156,7 +157,7 @@ class _Call:
     """One call of a kernel, on all devices."""
 
     def __init__(
-        self, stepper: Stepper, eqn: Any, args: list[Any], lanes: np.ndarray, kernel: Kernel
+        self, stepper: Stepper, eqn: JaxprEqn, args: list[Any], lanes: np.ndarray, kernel: Kernel
     ):
         self.stepper, self.eqn, self.lanes, self.kernel = stepper, eqn, lanes, kernel
         self.mapping = eqn.params["grid_mapping"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax.extend.core import JaxprEqn
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _JAX = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
@@ -60,7 +61,7 @@ def _cell(path: str) -> str:
 _UNKNOWN = Line("", 0, "", NOBODYS)
 
 
-def of(eqn: Any) -> Line:
+def of(eqn: JaxprEqn) -> Line:
     """The most telling line of an equation's own stack; of equals the innermost."""
     return min(_lines(eqn), key=lambda line: line.rank, default=_UNKNOWN)
 
@@ -80,7 +81,7 @@ class Lines:
                 for inner in _jaxprs_of(eqn):
                     self._around.setdefault(id(inner), eqn)
 
-    def of(self, eqn: Any) -> Line:
+    def of(self, eqn: JaxprEqn) -> Line:
         """The most telling line of an equation and of those around it within its kernel."""
         best, around = of(eqn), self._enclosing(eqn)
         while best.rank != READERS and around is not None:
@@ -88,11 +89,11 @@ class Lines:
             around = self._enclosing(around)
         return best
 
-    def _enclosing(self, eqn: Any) -> Any:
+    def _enclosing(self, eqn: JaxprEqn) -> Any:
         return self._around.get(id(self._jaxpr.get(id(eqn))))
 
 
-def _jaxprs_of(eqn: Any) -> Iterator[Any]:
+def _jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
     for value in eqn.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
             jaxpr = getattr(inner, "jaxpr", inner)
@@ -100,7 +101,7 @@ def _jaxprs_of(eqn: Any) -> Iterator[Any]:
                 yield jaxpr
 
 
-def _lines(eqn: Any) -> Iterator[Line]:
+def _lines(eqn: JaxprEqn) -> Iterator[Line]:
     traceback = getattr(eqn.source_info, "traceback", None)
     for frame in getattr(traceback, "frames", ()) if traceback is not None else ():
         path, function = frame.file_name, frame.function_name.rsplit(".", 1)[-1]

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.replay.equations import compile_equation
-from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import Kernel, Read, Semaphore
 from pallas_collectives.replay.stepper import Stepper
 from pallas_collectives.replay.values import take
 from pallas_collectives.replay.views import Buffer
+from pallas_collectives.topology.chips import Chip
 
 _END = object()
 
@@ -33,7 +34,7 @@ class LiveProgram:
     each `Read`.
     """
 
-    def __init__(self, mesh: Any, generation: Generation, body: Any, args: list[Any]) -> None:
+    def __init__(self, mesh: AnyMesh, generation: Chip, body: Any, args: list[Any]) -> None:
         self._mesh, self._generation, self._body, self._args = mesh, generation, body, args
         self._shared = Stepper(mesh, generation, compile_equation)
         self._steppers: list[Stepper] = []

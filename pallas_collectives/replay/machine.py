@@ -1,4 +1,4 @@
-"""TPU pods as replay models them: torus shape, wrap rules, routes; rates are `topology.rates`'s."""
+"""TPU pods as replay models them: torus shape, wrap rules, routes; rates are `topology.chips`'s."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import jax
 import numpy as np
 
 from pallas_collectives.topology import chips
+from pallas_collectives.topology.chips import BY_NAME as GENERATIONS
+from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.placement import Places
-from pallas_collectives.topology.rates import GENERATIONS as GENERATIONS
-from pallas_collectives.topology.rates import Generation as Generation
 from pallas_collectives.topology.ring_orders import Torus
 
 
@@ -24,24 +23,30 @@ class MachineError(ValueError):
     """A machine, mesh or placement that cannot be."""
 
 
-def _overridden(generation: Generation, overrides: dict[str, float]) -> Generation:
-    fields = {f.name for f in dataclasses.fields(Generation)}
-    if unknown := set(overrides) - fields:
-        raise MachineError(f"override {min(unknown)!r}: a Generation has {sorted(fields)}")
+Generation = Chip
+
+# What a machine overrides and saves; the others are rules of the generation, and never measured.
+_RULES = {"largest", "wrap_at", "wraps_alone", "no_sparsecore"}
+_FIGURES = tuple(f.name for f in dataclasses.fields(Chip) if f.name not in _RULES)
+
+
+def _overridden(generation: Chip, overrides: dict[str, float]) -> Chip:
+    if unknown := set(overrides) - set(_FIGURES):
+        raise MachineError(f"override {min(unknown)!r}: a Generation has {sorted(_FIGURES)}")
     return dataclasses.replace(generation, **overrides)  # type: ignore[arg-type]
 
 
-def _generation_of(fields: dict[str, Any]) -> Generation:
-    """A generation from what a file says of it; ValueError if that makes none."""
+def _generation_of(fields: dict[str, Any]) -> Chip:
+    """A generation from what a file says of it; ValueError if something is missing or wrong."""
     known = GENERATIONS[fields["name"]]
-    wanted = dataclasses.asdict(known)
+    wanted = {name: getattr(known, name) for name in _FIGURES}
     if set(fields) != set(wanted):
         raise ValueError(f"a generation has the fields {', '.join(wanted)}")
     for name, value in fields.items():
         kinds = {float: (float, int)}.get(type(wanted[name]), (type(wanted[name]),))
         if type(value) not in kinds or not (isinstance(value, str) or 0 <= value < math.inf):
             raise ValueError(f"{name} is {value!r}")
-    return Generation(**fields)
+    return dataclasses.replace(known, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Machine:
     wraps.
     """
 
-    generation: Generation
+    generation: Chip
     shape: tuple[int, ...]
     wraps: tuple[bool, ...]
 
@@ -67,21 +72,19 @@ class Machine:
             there = Machine.load(name)
             generation = _overridden(there.generation, overrides)
             return Machine(generation, there.shape, there.wraps if wraps is None else wraps)
-        match = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", str(name))
-        if match is None or match[1] not in GENERATIONS:
-            known = ", ".join(GENERATIONS)
-            raise MachineError(
-                f"machine {name!r}: want GENERATION:AxBxC with a generation of {known}"
+        found = chips.slice_of(str(name))
+        if found is None:
+            known = ", ".join(
+                f"{g.name} ({g.dims} torus axes, {g.largest} chips at the most)"
+                for g in GENERATIONS.values()
             )
-        generation = _overridden(GENERATIONS[match[1]], overrides)
-        shape = tuple(int(n) for n in match[2].split("x"))
-        if len(shape) > generation.dims:
             raise MachineError(
-                f"machine {name!r}: {match[1]} has {generation.dims} torus axes, not {len(shape)}"
+                f"machine {str(name)[:40]!r}: want GENERATION:AxBxC, chips along each axis, with a "
+                f"generation of {known}"
             )
-        shape += (1,) * (generation.dims - len(shape))
+        generation, shape = _overridden(found[0], overrides), found[1]
         if wraps is None:
-            wraps = chips.BY_NAME[generation.name].wraps(shape)
+            wraps = generation.wraps(shape)
         if len(wraps) != len(shape):
             raise MachineError(f"wraps {wraps}: one for each of the {len(shape)} torus axes")
         return Machine(generation, shape, wraps)
@@ -89,6 +92,7 @@ class Machine:
     def save(self, path: str | Path, about: str = "") -> None:
         """Writes the machine, with its figures, to a JSON file for `load`; `about` is a note."""
         content = {"about": about, **dataclasses.asdict(self)}
+        content["generation"] = {name: getattr(self.generation, name) for name in _FIGURES}
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -129,8 +133,7 @@ class Machine:
         if math.prod(axes.values()) > self.n_devices:
             raise MachineError(f"mesh {axes} has more devices than {self} ({self.n_devices})")
         kind = self.generation.device_kind
-        cores = 2 if self.generation.name in ("v4", "v5p") else 1
-        device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="tpu")
+        device = jax.sharding.AbstractDevice(kind, self.generation.cores, platform="tpu")
         auto = (jax.sharding.AxisType.Auto,) * len(axes)
         return jax.sharding.AbstractMesh(
             tuple(axes.values()), tuple(axes), axis_types=auto, abstract_device=device

@@ -17,7 +17,7 @@ _Function = ast.FunctionDef | ast.Lambda
 
 
 def of_refs(jaxpr: Any) -> list[str]:
-    """The names of the refs that a kernel's (or a scope's) jaxpr takes; "" where there is none."""
+    """The names of the refs that a kernel's (or a scope's) jaxpr takes; "" for those without."""
     debug = getattr(jaxpr, "debug_info", None)
     names = [str(name or "") for name in getattr(debug, "arg_names", None) or ()]
     names += [""] * (len(jaxpr.invars) - len(names))

@@ -59,7 +59,7 @@ class Event:
     count: int  # its number among its device's events, from 1
     column: Any
     position: int
-    row: int = -1  # of the clock table: what its device knew then, itself included; waits have none
+    row: int = -1  # of the clock table: what its device knew then, itself included; waits: -1
     kernel: int = 0  # in which it is, a number from 1; 0 outside
     taken: int = 0  # of a wait: by it and all before it, from its semaphore
     read_known: list[Mark] = dataclasses.field(default_factory=list)

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from pallas_collectives.replay import reasons
-from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.order import Event, Order
 from pallas_collectives.replay.program import Enter, Program, Signal, Start, Wait, at
-from pallas_collectives.topology import chips
+from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.reach import reaches
 
@@ -77,7 +76,7 @@ def _step(program: Program, number: int, device: int) -> int:
 # Without an order -----------------------------------------------------------------------------
 
 
-def find_faults(program: Program, generation: Generation, places: Places) -> list[Fault]:
+def find_faults(program: Program, generation: Chip, places: Places) -> list[Fault]:
     """What can be told without asking what semaphores guarantee: reach, memory, barriers' counts.
 
     Args:
@@ -93,14 +92,15 @@ def find_faults(program: Program, generation: Generation, places: Places) -> lis
     return _one_per_line(faults)
 
 
-def _beyond_reach(program: Program, generation: Generation, places: Places) -> Iterator[Fault]:
-    chip = dataclasses.replace(chips.BY_NAME[generation.name], far_dma=generation.reaches_all)
-    if chip.far_dma:
+def _beyond_reach(program: Program, generation: Chip, places: Places) -> Iterator[Fault]:
+    if generation.reaches_all:
         return
 
     @functools.cache
     def reached(source: int, goal: int) -> bool:
-        return source == goal or reaches(chip, places.torus, places.at[source], places.at[goal])
+        return source == goal or reaches(
+            generation, places.torus, places.at[source], places.at[goal]
+        )
 
     n_devices = program.n_devices // program.cores
     patterns: dict[tuple[int, bytes], list[tuple[int, int]]] = {}  # who does not reach whom
@@ -147,7 +147,7 @@ _MEMORIES = {
 }
 
 
-def _beyond_memory(program: Program, generation: Generation) -> Iterator[Fault]:
+def _beyond_memory(program: Program, generation: Chip) -> Iterator[Fault]:
     limits = {
         "vmem": generation.vmem_bytes,
         "smem": generation.smem_bytes,

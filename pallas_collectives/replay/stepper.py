@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat
-from pallas_collectives.replay import jaxprs, values
+from pallas_collectives.annotations import AnyMesh
+from pallas_collectives.replay import jaxprs, operations, values
 from pallas_collectives.replay.contents import Contents
 from pallas_collectives.replay.devices import CoreMesh, Devices
 from pallas_collectives.replay.lines import Lines
-from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import (
     Access,
     Kernel,
@@ -39,6 +40,7 @@ from pallas_collectives.replay.program import (
 )
 from pallas_collectives.replay.values import UNKNOWN, Known
 from pallas_collectives.replay.views import Buffer, DataDependent, View, element_size
+from pallas_collectives.topology.chips import Chip
 
 _LARGEST_FOLLOWED = 1 << 16  # elements of an operand in HBM whose contents are kept in mind
 
@@ -63,8 +65,8 @@ class Stepper:
 
     def __init__(
         self,
-        mesh: Any,
-        generation: Generation,
+        mesh: AnyMesh,
+        generation: Chip,
         compile_equation: Callable[..., Step | None],
         emit: Callable[[Any], None] | None = None,
         read_semaphore: Callable[[Any], int] | None = None,
@@ -197,12 +199,12 @@ class Stepper:
             self._multiplying = self._beside = 0.0
         return busy
 
-    def flush_busy(self, eqn: Any, lanes: np.ndarray) -> None:
+    def flush_busy(self, eqn: JaxprEqn, lanes: np.ndarray) -> None:
         """Ends the work counted so far on these lanes, before the set of lanes changes."""
         if self._busy or self._multiplying:
             self.emit(Work(lanes, self.take_busy(), self.source(eqn)))
 
-    def source(self, eqn: Any) -> Source:
+    def source(self, eqn: JaxprEqn) -> Source:
         cached = self._sources.get(id(eqn))
         if cached is None:
             name = self.kernel.name if self.kernel else ""
@@ -214,13 +216,27 @@ class Stepper:
     @property
     def launch_cost(self) -> float:
         """From the call of the kernel to its first instruction, and from its last back."""
-        on_sparsecore = self.kernel is not None and self.kernel.on_sparsecore
         at_all = self.generation
-        return at_all.sparsecore_launch_cost if on_sparsecore else at_all.launch_cost
+        return at_all.sparsecore_launch_cost if self._on_sparsecore else at_all.launch_cost
+
+    @property
+    def vector_rate(self) -> float:
+        """Elementwise operations a second."""
+        return self.generation.subcore_rate if self._on_sparsecore else self.generation.vector_rate
+
+    @property
+    def vmem_bandwidth(self) -> float:
+        """Bytes a second that are loaded or stored."""
+        at_all = self.generation
+        return 4 * at_all.subcore_rate if self._on_sparsecore else at_all.vmem_bandwidth
+
+    @property
+    def _on_sparsecore(self) -> bool:
+        return self.kernel is not None and self.kernel.on_sparsecore
 
     def _issue(self) -> None:
         """A SparseCore takes longer to start a DMA or to signal: what it takes more."""
-        if self.kernel is not None and self.kernel.on_sparsecore:
+        if self._on_sparsecore:
             self.work(self.generation.sparsecore_issue_cost - self.generation.issue_cost)
 
     def share_memory(self, other: Stepper, lock: Any) -> None:
@@ -253,7 +269,8 @@ class Stepper:
         number = len(self.buffers)
         buffer = Buffer(number, name, space, shape, element_size(aval), self.kernel_number)
         self.buffers.append(buffer)
-        if space == "smem":
+        table = space == "vmem" and len(shape) == 1 and aval.dtype == np.int32
+        if space == "smem" or (table and shape[0] <= _LARGEST_FOLLOWED):
             self.contents.hold(buffer, aval.dtype, self.devices.n_lanes)
         return buffer
 
@@ -265,13 +282,13 @@ class Stepper:
                 self.contents.hold(view.buffer, aval.dtype, self.devices.n_lanes)
         self.contents.store(view, value, lanes)
 
-    def view(self, view: jaxprs.RefView, operands: list[Any]) -> View:
+    def view(self, view: operations.RefView, operands: list[Any]) -> View:
         """A ref operand's view with its transforms applied."""
 
         def read(item: Any) -> Any:
-            return operands[item.index] if isinstance(item, jaxprs.Slot) else item
+            return operands[item.index] if isinstance(item, operations.Slot) else item
 
-        if isinstance(view.ref, jaxprs.Select):
+        if isinstance(view.ref, operations.Select):
             which = read(view.ref.index)
             if which is UNKNOWN:
                 raise DataDependent("which ref is selected")
@@ -282,25 +299,25 @@ class Stepper:
             out = out.transformed(transform, read)
         return out
 
-    def semaphore(self, view: jaxprs.RefView, operands: list[Any]) -> Any:
+    def semaphore(self, view: operations.RefView, operands: list[Any]) -> Any:
         """The number (or one per lane) of the semaphore that a view names."""
         at = self.view(view, operands)
         return at.buffer.id + at.base
 
     # DMAs and semaphores --------------------------------------------------------------------------
 
-    def perform(self, eqn: Any, op: Any, operands: list[Any], lanes: np.ndarray) -> Any:
+    def perform(self, eqn: JaxprEqn, op: Any, operands: list[Any], lanes: np.ndarray) -> Any:
         """Performs one operation of `jaxprs`; returns the loaded value of loads and reads."""
 
         def value(item: Any) -> Any:
-            out = operands[item.index] if isinstance(item, jaxprs.Slot) else item
+            out = operands[item.index] if isinstance(item, operations.Slot) else item
             if out is UNKNOWN:
                 raise DataDependent("a semaphore's value")
             return out
 
         source = self.source(eqn)
         match op:
-            case jaxprs.DmaStart():
+            case operations.DmaStart():
                 device_id = _read_tree(op.device_id, operands)
                 home = None if device_id is None else self._home(op.dst_sem, operands)
                 target = self.devices.target(device_id, op.logical, lanes, None, home)
@@ -321,11 +338,11 @@ class Stepper:
                         src.nbytes,
                     )
                 )
-            case jaxprs.DmaWait():
+            case operations.DmaWait():
                 sem = self.semaphore(op.sem, operands)
                 nbytes = self.view(op.sized_by, operands).nbytes
                 self.emit(Wait(lanes, self.take_busy(), source, sem, nbytes, is_dma=True))
-            case jaxprs.Signal():
+            case operations.Signal():
                 device_id, core = (_read_tree(i, operands) for i in (op.device_id, op.core))
                 home = self._home(op.sem, operands)
                 device = self.devices.target(device_id, op.logical, lanes, core, home)
@@ -333,18 +350,18 @@ class Stepper:
                 amount = value(op.value)
                 self._issue()
                 self.emit(Signal(lanes, self.take_busy(), source, sem, device, amount))
-            case jaxprs.Wait():
+            case operations.Wait():
                 sem = self.semaphore(op.sem, operands)
                 keeps = not value(op.decrement)
                 amount = value(op.value)
                 self.emit(Wait(lanes, self.take_busy(), source, sem, amount, False, keeps))
-            case jaxprs.Read():
+            case operations.Read():
                 return self._read(source, self.semaphore(op.sem, operands), lanes)
-            case jaxprs.Access():
+            case operations.Access():
                 return self._access(source, op, operands, lanes)
         return None
 
-    def _home(self, view: jaxprs.RefView, operands: list[Any]) -> CoreMesh | None:
+    def _home(self, view: operations.RefView, operands: list[Any]) -> CoreMesh | None:
         buffer = self.view(view, operands).buffer
         return self.homes.get((buffer.space, buffer.id))
 
@@ -354,7 +371,7 @@ class Stepper:
         return self.read_semaphore(sem)
 
     def _access(
-        self, source: Source, op: jaxprs.Access, operands: list[Any], lanes: np.ndarray
+        self, source: Source, op: operations.Access, operands: list[Any], lanes: np.ndarray
     ) -> Any:
         view = self.view(op.view, operands)
         if view.buffer.space == "smem":
@@ -364,9 +381,12 @@ class Stepper:
             return loaded
         nbytes = view.nbytes
         if not isinstance(nbytes, np.ndarray):
-            self.work(nbytes / self.generation.vmem_bandwidth)
+            self.work(nbytes / self.vmem_bandwidth)
         self.emit(Access(lanes, self.take_busy(waits=False), source, view, op.writes))
-        return UNKNOWN
+        loaded = self.contents.load(view, lanes)
+        if op.writes:
+            self.contents.store(view, UNKNOWN, lanes)
+        return loaded
 
 
 def _read_tree(device_id: Any, operands: list[Any]) -> Any:
@@ -374,7 +394,7 @@ def _read_tree(device_id: Any, operands: list[Any]) -> Any:
         return {k: _read_tree(v, operands) for k, v in device_id.items()}
     if isinstance(device_id, (tuple, list)):
         return tuple(_read_tree(v, operands) for v in device_id)
-    return operands[device_id.index] if isinstance(device_id, jaxprs.Slot) else device_id
+    return operands[device_id.index] if isinstance(device_id, operations.Slot) else device_id
 
 
 def constant(value: Any, aval: Any) -> Any:

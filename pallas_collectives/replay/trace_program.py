@@ -11,11 +11,11 @@ import numpy as np
 
 from pallas_collectives.replay import jaxprs, live
 from pallas_collectives.replay.equations import compile_equation
-from pallas_collectives.replay.machine import Generation
 from pallas_collectives.replay.program import Program
 from pallas_collectives.replay.stepper import Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known
 from pallas_collectives.topology import placement
+from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.placement import Places
 
 
@@ -26,7 +26,7 @@ class NoShardMap(ValueError):
 def trace(
     function: Callable[..., Any],
     *args: Any,
-    generation: Generation,
+    generation: Chip,
     where: Callable[[Any], Places | None] = lambda mesh: None,
 ) -> tuple[Program, Any]:
     """Steps `function(*args)` for every device of its shard_map's mesh; returns the program and the

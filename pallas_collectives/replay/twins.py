@@ -13,21 +13,24 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import bundles
 from pallas_collectives.replay import jaxprs
 from pallas_collectives.replay.values import Known
+from pallas_collectives.validation import AxisName
 
 
-def is_twin(eqn: Any) -> bool:
+def is_twin(eqn: JaxprEqn) -> bool:
     """Whether an equation is one of our collectives, served by a backend of ours."""
     how = eqn.params.get("how", getattr(eqn.params.get("spec"), "how", None))
     return isinstance(how, How) and how.backend != "xla"
 
 
-def expand(eqn: Any, mesh: Any) -> Any:
+def expand(eqn: JaxprEqn, mesh: AnyMesh) -> Any:
     """The closed jaxpr of one device's part of the equation: layout work and `pallas_call`s."""
     params = dict(eqn.params)
     op = eqn.primitive.name.removeprefix("pallas_")
@@ -55,12 +58,13 @@ def _fused_kernel(op: str, *args: Any, **params: Any) -> Any:
     return primitives.lowered(op, *args, **params)
 
 
-def _local(run: Any, eqn: Any, mesh: Any) -> Any:
+def _local(run: Any, eqn: JaxprEqn, mesh: AnyMesh) -> Any:
     replicated = jax.sharding.PartitionSpec()
     local = jax.shard_map(
         run, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
     )
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    types = map(jaxprs.type_of, eqn.invars)
+    shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
     with counters.uncounted():
         return jax.make_jaxpr(local)(*shapes)
 
@@ -69,7 +73,7 @@ def gathered(
     operand: Known,
     axes: dict[str, int],
     *,
-    axis_name: Any,
+    axis_name: AxisName,
     all_gather_dimension: int,
     tiled: bool,
     axis_index_groups: Any = None,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay import jaxprs, operations
 from pallas_collectives.replay.values import UNKNOWN, take
 
 
@@ -77,17 +77,17 @@ class View:
         return dataclasses.replace(self, base=take(self.base, positions), dims=dims)
 
     def transformed(self, transform: Any, read: Any) -> View:
-        """The view after one transform of `jaxprs`; `read` gives an operand's value."""
+        """The view after one transform of `operations`; `read` gives an operand's value."""
         match transform:
-            case jaxprs.Index(dims=dims):
+            case operations.Index(dims=dims):
                 return self._indexed(dims, read)
-            case jaxprs.Transpose(permutation=permutation):
+            case operations.Transpose(permutation=permutation):
                 return dataclasses.replace(self, dims=tuple(self.dims[i] for i in permutation))
-            case jaxprs.Reshape(shape=shape):
+            case operations.Reshape(shape=shape):
                 self._require_dense("reshape")
                 dims = dense_dims(shape, self.itemsize)
                 return dataclasses.replace(self, dims=dims)
-            case jaxprs.Bitcast(dtype=dtype):
+            case operations.Bitcast(dtype=dtype):
                 return self._bitcast(np.dtype(dtype).itemsize)
         raise AssertionError(transform)
 

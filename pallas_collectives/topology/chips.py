@@ -1,53 +1,68 @@
-"""TPU generations: what kernels and the choice of algorithm need to know of them.
+"""TPU generations: one record each of what kernels, choice and replay know of a chip.
 
-Sources: `pltpu.get_tpu_info_for_chip` and the vendor's pages for VMEM and SMEM; the JAX scaling
-book ("How to think about TPUs") and the vendor's pages for the links; for semaphores the TPU
-compiler, ahead of time: the largest array of them with which a kernel of one copy compiles. They
-have a memory of 512 words (7x: 4096), and the compiler keeps the rest of it. The number is the same
-whether they count DMAs or signals, and with a barrier semaphore besides. libtpu 0.0.50 allows one
-less than 0.0.42, whose numbers are here.
+Sources: [SB] the JAX scaling book (jax-ml.github.io/scaling-book, "How to think about TPUs"); [V]
+the vendor's pages for v4, v5e, v5p, v6e and 7x; [TI] `pltpu.get_tpu_info_for_chip`; [AOT] the TPU
+compiler, ahead of time: the largest array of semaphores with which a kernel of one copy compiles.
+They have a memory of 512 words (7x: 4096), and the compiler keeps the rest of it. The number is the
+same whether they count DMAs or signals, and with a barrier semaphore besides. libtpu 0.0.50 allows
+one less than 0.0.42, whose numbers are here. [D] is derived: vector rate = 8·128 lanes × 4 units ×
+clock, clock = bf16 peak / (matrix units × 2·side²), VMEM bandwidth = two vector loads and a store
+per cycle. [C] is fitted to measured times by `replay.calibration`.
 """
 
 import dataclasses
+import math
 import re
+from typing import Any
 
 import jax
 
 from pallas_collectives.errors import BackendError
 
 MIB = 1 << 20
+US = 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One TPU generation, per JAX device.
-
-    Attributes:
-      name: as in topology names ("v5e").
-      vmem_bytes: VMEM of one core.
-      semaphores: how many a kernel can have at a time, beside barrier semaphores.
-      smem_bytes: SMEM of one core.
-      dims: axes of the torus that chips are linked in.
-      wrap_at: an axis with a multiple of so many chips is a ring, others are lines.
-      wraps_alone: whether each axis wraps by itself; if not, either all axes wrap or no axis does.
-      far_dma: whether a remote DMA reaches any device; v5e's reaches power-of-two offsets only.
-      devices: JAX devices on a chip.
-      cores: TensorCores of a device, as the pods are set up that have two (megacore).
-      no_sparsecore: why no kernel can run on a SparseCore (`kernels.machinery.sparsecore`); "" if
-        one can.
+    """One TPU generation. Bandwidths in bytes/s, rates in operations/s, times in seconds; per
+    device unless said.
     """
 
-    name: str
-    vmem_bytes: int
-    semaphores: int
-    smem_bytes: int = 1 * MIB
-    dims: int = 3
-    wrap_at: int = 4
-    wraps_alone: bool = False
-    far_dma: bool = True
-    devices: int = 1
-    cores: int = 1
-    no_sparsecore: str = ""
+    name: str  # as in topology names ("v5e")
+    device_kind: str  # as jax.Device reports it, or the start of that
+    dims: int = 3  # axes of the torus that chips are linked in
+    largest: int  # chips of a pod, the most that links join [V]
+    wrap_at: int = 4  # an axis with a multiple of so many chips is a ring, others are lines
+    wraps_alone: bool = False  # each axis wraps by itself; else all axes do, or no axis does
+    link_bandwidth: float  # one ICI link, one way [SB, V]
+    link_efficiency: float = 0.92  # of that, what a large copy attains [C]; between the two fitted
+    # [SB] gives about 1 µs for a hop of a ring; it is the sum of the next three, in shares assumed
+    # here.
+    hop_latency: float = 0.6 * US  # one link, one way
+    dma_latency: float = 0.35 * US  # from a DMA's start to its first byte on the wire
+    issue_cost: float = 0.05 * US  # core time to start a DMA or to signal
+    # From a kernel's call to its first instruction, and from its last back [C]; assumed but for 7x
+    launch_cost: float = 1.5 * US
+    hbm_bandwidth: float  # [SB, V]
+    vmem_bandwidth: float  # core loads and stores [D]
+    vector_rate: float  # 32-bit elementwise operations [D]
+    matrix_rate: float  # bf16, of all cores [V]
+    vmem_bytes: int  # of one core [TI, V]
+    smem_bytes: int = 1 * MIB  # of one core [TI, V]
+    semaphores: int  # that a kernel can have at a time, beside barrier semaphores [AOT]
+    reaches_all: bool = True  # a remote DMA reaches every device (v5e: power-of-two offsets only)
+    devices_per_chip: int = 1
+    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there; a vector
+    # subcore's registers hold 16 numbers, one in a cycle of 1 GHz
+    sparsecore_issue_cost: float = 0.1 * US
+    sparsecore_launch_cost: float = 3.9 * US
+    subcore_rate: float = (
+        16e9  # 32-bit numbers a second that a vector subcore loads, stores or adds
+    )
+    no_sparsecore: str = ""  # why no kernel can run on one (`kernels.machinery.sparsecore`)
+    cores: int = 1  # of a device; only kernels that multiply run on more than one
+    die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of this many chips along each are rings."""
@@ -55,31 +70,103 @@ class Chip:
         return fits if self.wraps_alone else (all(fits),) * len(shape)
 
 
-_V5E = Chip(
-    "v5e",
-    128 * MIB,
-    442,
+def _chip(*, clock_ghz: float, cores: int = 1, **figures: Any) -> Chip:
+    """A chip with the figures that follow from its clock, those marked [D]."""
+    operations = 8 * 128 * cores * 4  # in a cycle
+    vector_rate, vmem_bandwidth = (operations * x * clock_ghz * 1e9 for x in (1, 3))
+    return Chip(vector_rate=vector_rate, vmem_bandwidth=vmem_bandwidth, cores=cores, **figures)
+
+
+_V5E = _chip(
+    name="v5e",
+    device_kind="TPU v5 lite",
+    largest=256,
     dims=2,
     wrap_at=16,
     wraps_alone=True,
-    far_dma=False,
+    link_bandwidth=45e9,
+    link_efficiency=0.95,
+    hbm_bandwidth=0.82e12,
+    matrix_rate=197e12,
+    vmem_bytes=128 * MIB,
+    semaphores=442,
+    reaches_all=False,
     no_sparsecore="it has none",
+    clock_ghz=1.5,
 )
-_V6E = Chip("v6e", 128 * MIB, 440, dims=2, wrap_at=16, wraps_alone=True)
-# device_kind, as jax.Device reports it, begins with one of these.
-_BY_KIND = {
-    "TPU v4": Chip(
-        "v4", 16 * MIB, 434, cores=2, no_sparsecore="Pallas does not reach its SparseCores"
-    ),
-    "TPU v5 lite": _V5E,
-    "TPU v5e": _V5E,
-    "TPU v5": Chip("v5p", 64 * MIB, 438, cores=2),
-    "TPU v6 lite": _V6E,
-    "TPU v6e": _V6E,
-    "TPU7x": Chip("7x", 64 * MIB, 3832, devices=2),
+BY_NAME = {
+    chip.name: chip
+    for chip in (
+        _chip(
+            name="v4",
+            device_kind="TPU v4",
+            largest=4096,
+            link_bandwidth=45e9,
+            hbm_bandwidth=1.23e12,
+            matrix_rate=275e12,
+            vmem_bytes=16 * MIB,
+            semaphores=434,
+            no_sparsecore="Pallas does not reach its SparseCores",
+            clock_ghz=1.05,
+            cores=2,
+        ),
+        _V5E,
+        _chip(
+            name="v5p",
+            device_kind="TPU v5",
+            largest=8960,
+            link_bandwidth=90e9,
+            hbm_bandwidth=2.46e12,
+            matrix_rate=459e12,
+            vmem_bytes=64 * MIB,
+            semaphores=438,
+            clock_ghz=1.75,
+            cores=2,
+        ),
+        _chip(
+            name="v6e",
+            device_kind="TPU v6 lite",
+            largest=256,
+            dims=2,
+            wrap_at=16,
+            wraps_alone=True,
+            link_bandwidth=90e9,
+            hbm_bandwidth=1.64e12,
+            matrix_rate=920e12,
+            vmem_bytes=128 * MIB,
+            semaphores=440,
+            clock_ghz=1.75,
+        ),
+        _chip(
+            name="7x",
+            device_kind="TPU7x",
+            largest=9216,
+            link_bandwidth=100e9,
+            link_efficiency=0.90,
+            launch_cost=3.9 * US,
+            hbm_bandwidth=7.40e12 / 2,
+            matrix_rate=2310e12 / 2,
+            vmem_bytes=64 * MIB,
+            semaphores=3832,
+            devices_per_chip=2,
+            die_bandwidth=600e9,
+            clock_ghz=2.2,
+        ),
+    )
 }
-BY_NAME = {chip.name: chip for chip in _BY_KIND.values()}
-SIMULATED = Chip("simulated TPU", 128 * MIB, 442)
+# A simulated device: v5e's memories and rates, and no limit to whom it reaches.
+SIMULATED = dataclasses.replace(
+    _V5E,
+    name="simulated TPU",
+    dims=3,
+    wrap_at=4,
+    wraps_alone=False,
+    reaches_all=True,
+    no_sparsecore="",
+)
+# jax.Device.device_kind begins with one of these.
+_BY_KIND = {chip.device_kind: chip for chip in BY_NAME.values()}
+_BY_KIND |= {"TPU v5e": _V5E, "TPU v6e": BY_NAME["v6e"]}
 
 
 def current() -> Chip:
@@ -106,19 +193,20 @@ def of_kind(device_kind: str) -> Chip:
     Raises:
       BackendError: a generation that is not listed here.
     """
-    matches = [prefix for prefix in _BY_KIND if device_kind.startswith(prefix)]
-    if not matches:
+    chip = listed(device_kind)
+    if chip is None:
         raise BackendError(
             f"a {device_kind!r}",
             f"the kernels are known to run on {', '.join(_BY_KIND)}",
             "use backend='xla', or add the chip to pallas_collectives/topology/chips.py",
         )
-    return _BY_KIND[max(matches, key=len)]
+    return chip
 
 
-def kind_of(name: str) -> str:
-    """A `jax.Device.device_kind` of the chip of a name."""
-    return next(kind for kind, chip in _BY_KIND.items() if chip.name == name)
+def listed(device_kind: str) -> Chip | None:
+    """The chip of a `jax.Device.device_kind`; None if no chip of that kind is listed here."""
+    matches = [prefix for prefix in _BY_KIND if device_kind.startswith(prefix)]
+    return _BY_KIND[max(matches, key=len)] if matches else None
 
 
 def slice_of(name: str) -> tuple[Chip, tuple[int, ...]] | None:
@@ -127,10 +215,10 @@ def slice_of(name: str) -> tuple[Chip, tuple[int, ...]] | None:
 
     Axes that are not named are of one chip.
     """
-    match = re.fullmatch(r"(?:tpu)?(\w+):(\d+(?:x\d+)*)", name)
+    match = re.fullmatch(r"(?:tpu)?(\w+):(\d{1,4}(?:x\d{1,4})*)", name)
     if match is None or match[1] not in BY_NAME:
         return None
     chip, shape = BY_NAME[match[1]], tuple(map(int, match[2].split("x")))
-    if len(shape) > chip.dims or not all(shape):
+    if len(shape) > chip.dims or not 0 < math.prod(shape) <= chip.largest:
         return None
     return chip, shape + (1,) * (chip.dims - len(shape))

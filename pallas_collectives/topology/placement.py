@@ -10,12 +10,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.errors import BackendError
 from pallas_collectives.topology import chips, reach, ring_orders, torus_axes
 from pallas_collectives.topology.groups import Group
@@ -51,6 +51,10 @@ def torus(name: str) -> Iterator[None]:
 
     Example:
       `with torus("v5e:2x4"): gathered = jax.jit(gather)(x)` goes round the 2 x 4 chips.
+
+    Example:
+      >>> with pc.torus("v5e:2x4"):
+      ...     pass
     """
     if not isinstance(name, str) or chips.slice_of(name) is None:
         known = ", ".join(chips.BY_NAME)
@@ -96,7 +100,7 @@ def in_scope() -> Places | None:
     return _in_scope.get()
 
 
-def of_mesh(mesh: Any) -> Places | None:
+def of_mesh(mesh: AnyMesh) -> Places | None:
     """Where a mesh's devices are, each on the torus of its slice; slices of a job are alike.
 
     None for an abstract mesh, and for devices without coordinates.
@@ -126,13 +130,13 @@ def _on_slice(name: str, numbers: Sequence[int]) -> Places:
     assert found is not None, name
     chip, shape = found
     there = Torus(shape, chip.wraps(shape))
-    if max(numbers) >= math.prod(shape) * chip.devices:
+    if max(numbers) >= math.prod(shape) * chip.devices_per_chip:
         raise BackendError(
             f"a mesh with simulated device {max(numbers)}",
-            f"torus {name!r} has {math.prod(shape) * chip.devices} devices",
+            f"torus {name!r} has {math.prod(shape) * chip.devices_per_chip} devices",
             "use fewer devices or a larger torus",
         )
-    return Places(there, tuple(there.place(number, chip.devices) for number in numbers))
+    return Places(there, tuple(there.place(number, chip.devices_per_chip) for number in numbers))
 
 
 def arranged(group: Group) -> Group:

@@ -34,7 +34,7 @@ def reaches(chip: Chip, torus: Torus, a: Place, b: Place) -> bool:
       torus: the whole slice's; the group may be a part of the slice.
       a, b: coordinates of the chip, then the device's number on the chip.
     """
-    if chip.far_dma or a == b:
+    if chip.reaches_all or a == b:
         return True
     apart = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
     if len(apart) > 1:
@@ -48,7 +48,7 @@ def reaches(chip: Chip, torus: Torus, a: Place, b: Place) -> bool:
 
 def everywhere(chip: Chip) -> bool:
     """Whether a chip's devices reach all others, wherever they are."""
-    return chip.far_dma
+    return chip.reaches_all
 
 
 def all_reach(chip: Chip, torus: Torus, rows: Sequence[Sequence[Place]], pairs: Pairs) -> bool:
@@ -77,7 +77,7 @@ def everyone(group: Group) -> Pairs:
 
 
 def torus(group: Group) -> Pairs:
-    """Neighbours along every axis of a torus, rings or lines; on one ring of all if it has none."""
+    """Neighbours along every axis of a torus, rings or lines; without axes, on one ring of all."""
     for axis, members in _along_axes(group):
         yield from itertools.pairwise(members)
         if not axis.line:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_collectives import catalogue
+from pallas_collectives.errors import TableError
 from pallas_collectives.topology.chips import SIMULATED, Chip
 from pallas_collectives.tuning import tables
 from pallas_collectives.tuning.tables import Entry, Table
@@ -40,7 +41,7 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
 # larger ones would take from VMEM what XLA keeps there between operations.
 VMEM_UP_TO_BYTES = 1 << 20
-# Whose times stand for a chip that has none: simulated devices reach each other as v5p's do.
+# Whose times stand for a chip without times: simulated devices reach each other as v5p's do.
 _STAND_IN = "v5p"
 
 _table_in_scope = jax.make_user_context(None)
@@ -87,7 +88,7 @@ def predict(
     """The predicted time of each algorithm for a collective, of those in some table.
 
     A measured table serves the very groups that were measured. What it does not have is the
-    modelled table's, between whose group sizes times are interpolated: of tori of as many axes.
+    modelled table's, which is interpolated between group sizes on as many torus axes.
     Beyond its largest group they go on as a power of the number of devices, which for some
     collectives is 1, for others 2.
 
@@ -106,7 +107,7 @@ def predict(
     torus = torus or torus_of(devices, chip)
     names = [v for name in allowed for v in _variants(op, name, block_bytes, devices)]
     for table in (measured_table(), tables.load(tables.MODELLED)):
-        if table is None or not table.current:
+        if table is None:
             continue
         for entries in _entries(table, op, devices, chip, torus):
             found = {v: _predict(table, entries, v, block_bytes, devices, torus) for v in names}
@@ -119,19 +120,27 @@ def measured_table() -> Table | None:
     """The table in scope: of `use_table`, or of the environment; None for the modelled one alone.
 
     Raises:
-      TableError: the environment names a file that holds no table.
+      TableError: the environment names a file that holds no table; or the table was measured under
+        another JAX.
     """
     path = os.environ.get(ENVIRONMENT_VARIABLE)
-    return _table_in_scope.value or (load(path) if path else None)
+    table: Table | None = _table_in_scope.value or (load(path) if path else None)
+    if table is not None and not table.current:
+        raise TableError(
+            f"table {table.path!r}",
+            f"it was measured with JAX {table.jax}, and this is {jax.__version__}",
+            "measure anew with `python -m benchmarks tune`, or leave it out for the modelled times",
+        )
+    return table
 
 
 def measured_times(op: str, block_bytes: int, devices: int, device_kind: str) -> dict[str, float]:
     """The table in scope's microseconds of each backend, on devices that are not TPUs.
 
-    Empty where they were not measured, or under another JAX.
+    Empty where they were not measured.
     """
     table = measured_table()
-    if table is None or not table.measured or not table.current:
+    if table is None or not table.measured:
         return {}
     entry = table.entries.get((op, device_kind, torus_of(devices, SIMULATED), devices))
     times = {name: _at(entry, name, block_bytes) for name in entry.us} if entry else {}
@@ -183,7 +192,7 @@ def _predict(
     own = entries[0].torus == torus and devices in around
     alike = {tables.family(entry.torus) for entry in entries} == {tables.family(torus)}
     # Over several axes sums wait for HBM beyond what the table has, and take longer than its line.
-    bends = torus not in tables.TORI and catalogue.COLLECTIVES[entries[0].op].example.adds
+    bends = torus not in tables.ONE_AXIS and catalogue.COLLECTIVES[entries[0].op].example.adds
     listed = not bends or block_bytes <= max(entry.bytes[-1] for entry in entries)
     close = listed and (own or (alike and around[0] < devices < around[-1]))
     return Prediction(us, latency, table, around, close)

@@ -39,12 +39,16 @@ def learned() -> Learned:
     return Learned(**json.loads(PATH.read_text(encoding="utf-8")))
 
 
+def engine(op: str, chip: str) -> str:
+    """The engine on which XLA runs a collective beside compute; "" where it would stop the core."""
+    return learned().engines.get(chip, {}).get(op, "")
+
+
 def by_xla(op: str, chip: Chip) -> str:
     """Why lax keeps a collective, in a sentence; "" where XLA would stop the core."""
-    engine = learned().engines.get(chip.name, {}).get(op)
-    if engine is None:
+    if not (there := engine(op, chip.name)):
         return ""
-    return f"XLA runs {op} beside compute on {chip.name} ({engine}; libtpu {learned().libtpu})"
+    return f"XLA runs {op} beside compute on {chip.name} ({there}; libtpu {learned().libtpu})"
 
 
 def by_sparsecore(us: float | None, chip: Chip) -> bool:

@@ -32,12 +32,12 @@ from pallas_collectives.errors import TableError
 
 MODELLED = Path(__file__).with_name("modelled.json")
 KINDS = ("modelled", "measured")
-TORI = ("line", "ring")
+ONE_AXIS = ("line", "ring")
 # Of several axes, with their sizes before it: "2x4 grid". Of the axes longer than two devices none
 # closes to a ring, some do, or all.
 OF_SEVERAL_AXES = ("grid", "cylinder", "torus")
 NO_TPU = ("nccl", "xla")  # what stands for algorithms on GPUs: the backends
-_TORUS = re.compile(rf"{'|'.join(TORI)}|\d+(x\d+)+ ({'|'.join(OF_SEVERAL_AXES)})")
+_TORUS = re.compile(rf"{'|'.join(ONE_AXIS)}|\d+(x\d+)+ ({'|'.join(OF_SEVERAL_AXES)})")
 _KEYS = ("op", "chip", "torus", "devices", "bytes", "us")
 
 
@@ -48,7 +48,7 @@ class Entry:
     Attributes:
       op: the canonical collective.
       chip: as `chips.Chip.name`; for GPUs the device_kind.
-      torus: how the group lies on the links: one of `TORI`, or as `torus_of_axes`.
+      torus: how the group lies on the links: one of `ONE_AXIS`, or as `torus_of_axes`.
       devices: devices in the group.
       bytes: of one block, ascending.
       us: algorithm -> microseconds at each of `bytes`, None where it cannot run.
@@ -122,7 +122,7 @@ def families_like(torus: str) -> tuple[str, ...]:
     """The family of a torus, then the others with as many axes, then rings and lines."""
     sizes, _ = sizes_and_word(torus)
     alike = [f"{len(sizes)}-axis {word}" for word in OF_SEVERAL_AXES] if sizes else []
-    return tuple(dict.fromkeys([family(torus), *alike, *reversed(TORI)]))
+    return tuple(dict.fromkeys([family(torus), *alike, *reversed(ONE_AXIS)]))
 
 
 def load(path: str | os.PathLike[str]) -> Table:
@@ -181,7 +181,7 @@ def _entry(raw: Any, path: str, where: str) -> Entry:
     if not isinstance(chip, str) or not chip:
         raise _error(path, f"{where}.chip {chip!r}", "it is the name of a chip")
     if not isinstance(torus, str) or not _TORUS.fullmatch(torus):
-        rule = f"it is one of {', '.join(TORI)}, or as '2x4 grid': {', '.join(OF_SEVERAL_AXES)}"
+        rule = f"it is one of {', '.join(ONE_AXIS)}, or as '2x4 grid': {', '.join(OF_SEVERAL_AXES)}"
         raise _error(path, f"{where}.torus {torus!r}", rule)
     if type(devices) is not int or devices < 2:
         raise _error(path, f"{where}.devices {devices!r}", "it is a whole number above 1")

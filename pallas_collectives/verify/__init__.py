@@ -27,7 +27,10 @@ The model assumes of the hardware no more than this:
 * signals arrive in any order between any pairs of devices, and overtake copies;
 * a semaphore only counts: a wait says how much has come, not from whom, nor which bytes;
 * a kernel's memory and semaphores are somebody else's before it is entered and after it is left;
-  barrier semaphores are there at all times.
+  barrier semaphores are there at all times;
+* a kernel that communicates, takes no barrier semaphore and has no collective id is entered by all
+  devices at once: the compiler puts a barrier before it, unless `skip_device_barrier` says not to;
+* the cores of a chip enter a kernel on a mesh of cores together, and leave it together.
 
 Stricter hardware hides faults. If copies between two chips arrived in the order in which they were
 started, a semaphore shared by successive steps would never be caught; if a write were seen whole or

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import math
 import operator
 import os
 import re
@@ -32,6 +33,8 @@ _DTYPES = {
     "c": "complex",
     "pred": "bool",
 }
+_LARGEST = 2**48  # elements of an operand
+_MOST_DEVICES = 8192  # of the largest slice
 _ARGUMENT = re.compile(r"(\w+?)\[([^\]]*)\]")
 _SHORT = re.compile(r"(bf|f|s|i|u|c)(\d+)")
 
@@ -90,7 +93,7 @@ def _module(name: str) -> Any:
             raise ModuleNotFoundError(f"there is no file {name}")
         sys.path.insert(0, folder)
         return importlib.import_module(file.removesuffix(".py"))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AskError(
             f"module {name!r}",
             f"importing it raises {type(error).__name__}: {error}",
@@ -114,11 +117,13 @@ def shape_of(text: str, n: int) -> jax.ShapeDtypeStruct:
         if match is None:
             raise ValueError
         dims = [_dimension(dim, n) for dim in match[2].split(",") if dim]
+        if math.prod(dims) > _LARGEST:
+            raise ValueError
         return jax.ShapeDtypeStruct(tuple(dims), _dtype(match[1]))
-    except (ValueError, TypeError, SyntaxError, KeyError):
+    except (ValueError, TypeError, SyntaxError, KeyError, RecursionError, MemoryError):
         raise AskError(
-            f"argument {text!r}",
-            "an argument is a type with its dimensions in brackets",
+            f"argument {text[:80]!r}",
+            "an argument is a type with its dimensions in brackets, of at most 2**48 elements",
             "write it like f32[1024,128], bf16[64*n,128] (n: the devices) or s32[]",
         ) from None
 
@@ -128,12 +133,18 @@ def _dtype(name: str) -> Any:
     return jax.numpy.dtype(_DTYPES[short[1]] + short[2] if short else _DTYPES.get(name, name))
 
 
+def _power(base: int, exponent: int) -> int:
+    if not 0 <= exponent <= 48 or abs(base) > _LARGEST:
+        raise ValueError
+    return int(base**exponent)
+
+
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
-    ast.Pow: operator.pow,
+    ast.Pow: _power,
 }
 
 
@@ -213,32 +224,41 @@ def parse_devices(text: str) -> tuple[int, ...]:
     """The numbers of "8", "2,4,8" or "2..8"."""
     sizes: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)(?:\.\.([1-9]\d*))?", part.strip())
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
+        match = re.fullmatch(r"([1-9]\d{0,5})(?:\.\.([1-9]\d{0,5}))?", part.strip())
+        last = 0 if match is None else int(match[2] or match[1])
+        if match is None or not int(match[1]) <= last <= _MOST_DEVICES:
             raise AskError(
                 f"--devices={text}",
-                "numbers of devices are whole and above 0, a range goes upwards",
+                f"numbers of devices are whole, from 1 to {_MOST_DEVICES}, a range goes upwards",
                 "write them like 8, 2,4,8 or 2..8",
             )
-        sizes += range(int(match[1]), int(match[2] or match[1]) + 1)
+        sizes += range(int(match[1]), last + 1)
     return tuple(dict.fromkeys(sizes))
 
 
 def meshes(
     mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None,
-    devices: Iterable[int] | None,
+    devices: int | Iterable[int] | None,
     names: Sequence[str] = ("x",),
 ) -> list[Axes]:
     """The axes of every mesh that is asked for.
 
     Raises:
-      AskError: both meshes of several axes and numbers of devices; or nothing.
+      AskError: both meshes of several axes and numbers of devices; or what is neither.
     """
+    if not names or len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
+        raise AskError(
+            f"axis names {list(names)}",
+            "they are different identifiers",
+            'give ("x",) or ("x", "y")',
+        )
     given = [mesh] if isinstance(mesh, Mapping) else list(mesh or [])
+    for axes in given:
+        _require_axes(axes)
     if devices is None:
         return [dict(axes) for axes in given] or [_split(n, names) for n in (2, 4, 8)]
-    sizes = list(devices)
-    if not sizes or any(not isinstance(n, int) or n < 1 for n in sizes):
+    sizes = [devices] if isinstance(devices, int) else list(devices)
+    if not sizes or not all(map(_is_size, sizes)):
         raise AskError(f"devices {sizes}", "they are whole numbers above 0", "give (2, 4, 8)")
     if not given:
         return [_split(n, names) for n in sizes]
@@ -250,6 +270,15 @@ def meshes(
         )
     (name,) = given[0]
     return [{name: n} for n in sizes]
+
+
+def _require_axes(axes: Any) -> None:
+    if not isinstance(axes, Mapping) or not axes or not all(map(_is_size, axes.values())):
+        raise AskError(f"mesh {axes}", "a mesh is axes with sizes above 0", 'give {"x": 8}')
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and bool(value > 0)
 
 
 def _split(n: int, names: Sequence[str]) -> Axes:
@@ -288,7 +317,8 @@ def machine_for(machine: Machine | str | None, n: int) -> Machine:
             found = Machine.named(name)
             if found.n_devices >= n:
                 return found
-        raise AskError(f"{n} devices", f"no slice of {machine} has so many", "ask for fewer")
+        of = machine or DEFAULT_GENERATION
+        raise AskError(f"{n} devices", f"no slice of {of} has so many", "ask for fewer")
     try:
         found = Machine.named(machine) if isinstance(machine, str) else machine
     except MachineError as error:

@@ -66,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
         help="axes, or x=4,y=2; again for more",
     )
     add("--devices", metavar="2..8", help="how many, on one axis: 8, 2,4,8 or 2..8 (default 2,4,8)")
-    add("--axis-names", default="x", metavar="x", help="of the mesh that --devices are laid out in")
+    add(
+        "--axis-names", metavar="x,y", help="of the mesh that --devices are laid out in (default x)"
+    )
     add("--machine", metavar="v5p:4x4x4", help="a pod slice, or v4, v5e, v5p (default), v6e, 7x")
     add(
         "--as",
@@ -92,14 +94,22 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"{parser().prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{parser().prog}: interrupted; nothing is judged.", file=sys.stderr)
+        return 130
 
 
 def _run(given: Any) -> int:
     from pallas_collectives.verify import asked
 
+    _require_files(given)
+    if given.mesh and given.axis_names:
+        raise asked.AskError(
+            "--axis-names", "--mesh names its axes itself", "leave one of them out"
+        )
     meshes = [asked.parse_mesh(text) for text in given.mesh]
     devices = asked.parse_devices(given.devices) if given.devices else None
-    names = tuple(given.axis_names.split(","))
+    names = tuple((given.axis_names if given.axis_names is not None else "x").split(","))
     _see_devices(asked.meshes(meshes, devices, names))
     keywords = dict(map(_keyword, given.set))
     function = asked.named(given.function)
@@ -111,7 +121,7 @@ def _run(given: Any) -> int:
         axis_names=names,
         machine=given.machine,
         inside=None if given.inside is None else given.inside == "device",
-        compile=[name for name in (given.compile or "").split(",") if name],
+        compile=[] if given.compile is None else given.compile.split(","),
     )
     verdict = dataclasses.replace(verdict, name=given.function)
     if given.json != "-":
@@ -130,8 +140,30 @@ def _keyword(text: str) -> tuple[str, Any]:
         raise asked.AskError(f"--set={text}", "is no keyword", "write it like axis_name=x")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return name, value
+
+
+def _require_files(given: Any) -> None:
+    """Refuses what cannot be written before anything is judged."""
+    from pallas_collectives.verify import asked
+
+    flags = {flag: getattr(given, flag) for flag in ("json", "sarif", "html")}
+    files = {f"--{flag}={name}": Path(name) for flag, name in flags.items() if name is not None}
+    for flag, file in files.items():
+        if flag == "--json=-":
+            continue
+        folder = file.parent
+        if file.is_dir() or not folder.is_dir() or not os.access(_first_there(file), os.W_OK):
+            raise asked.AskError(
+                flag, "no file can be written there", "name one in a folder of yours"
+            )
+    if len({str(file.resolve()) for file in files.values()}) < len(files):
+        raise asked.AskError(" and ".join(files), "are one file", "name a file for each")
+
+
+def _first_there(file: Path) -> Path:
+    return file if file.exists() else file.parent
 
 
 def _operands(given: Any) -> Sequence[Any]:

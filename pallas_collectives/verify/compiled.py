@@ -30,11 +30,13 @@ class Compilation:
 
 
 def require_known(generations: Sequence[str]) -> None:
-    """Raises AskError if one of them is no generation."""
+    """Raises AskError for a name that is not a TPU generation's."""
     for generation in generations:
         if generation not in GENERATIONS:
             raise AskError(
-                f"generation {generation!r}", "is none", f"name some of {', '.join(GENERATIONS)}"
+                f"generation {generation!r}",
+                "TPU generations are known by their topology names",
+                f"name some of {', '.join(GENERATIONS)}",
             )
 
 
@@ -76,7 +78,7 @@ def ask(
 
 @functools.cache
 def _devices(generation: str, n: int) -> np.ndarray | None:
-    """The devices of the generation's smallest slice that has exactly n; None if there is none."""
+    """The devices of the generation's smallest slice that has exactly n; None if no slice has."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu compiles only: it need not look for
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a TPU, nor have the machine alone
     for name in asked.slices(generation):

@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import _compat, simulation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.verify import asked, judge, programs
 from pallas_collectives.verify.asked import AskError, Axes
 from pallas_collectives.verify.verdict import FAULTY, Verdict
@@ -79,7 +80,7 @@ def explore(
     function: Callable[..., Any] | str,
     *args: Any,
     mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
-    devices: Iterable[int] | None = None,
+    devices: int | Iterable[int] | None = None,
     axis_names: Sequence[str] = ("x",),
     inside: bool | None = None,
     expected: Any = None,
@@ -169,7 +170,7 @@ def _runs(
 
 
 def _stacked(
-    function: Callable[..., Any], mesh: Any, held: dict[str, int | None], seconds: float
+    function: Callable[..., Any], mesh: AnyMesh, held: dict[str, int | None], seconds: float
 ) -> Callable[..., Any]:
     """The function of one device over operands of all, stacked; one device gets its own late."""
     names = tuple(mesh.axis_names)

@@ -22,7 +22,7 @@ def check(
     function: Callable[..., Any] | str,
     *args: Any,
     mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
-    devices: Iterable[int] | None = None,
+    devices: int | Iterable[int] | None = None,
     axis_names: Sequence[str] = ("x",),
     machine: Machine | str | None = None,
     inside: bool | None = None,
@@ -39,7 +39,7 @@ def check(
         functions of the number of devices n that return one. Arrays' contents (sizes, tables) are
         followed.
       mesh: the axes, name to size; or several such. By default one axis "x" of `devices`.
-      devices: their numbers, by default 2, 4 and 8.
+      devices: a number of them, or several; by default 2, 4 and 8.
       axis_names: of the mesh that `devices` are laid out in.
       machine: a pod slice as in `replay`, or a generation; by default the smallest v5p that fits.
       inside: True: it is the function of one device; False: of whole arrays; None: find out.

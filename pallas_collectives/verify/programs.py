@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.replay.machine import Machine
 from pallas_collectives.replay.trace_program import NoShardMap, find_shard_map
 from pallas_collectives.verify.asked import AskError, Axes, arguments
@@ -65,7 +66,11 @@ def of(
 
 
 def over_mesh(
-    function: Callable[..., Any], args: tuple[Any, ...], mesh: Any, axes: Axes, inside: bool | None
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: AnyMesh,
+    axes: Axes,
+    inside: bool | None,
 ) -> Asked:
     """As `of`, over a mesh that is there, abstract or of devices."""
     _compat.prepare()
@@ -95,7 +100,7 @@ def over_mesh(
     ) from told
 
 
-def _with_mesh(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def _with_mesh(function: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
     takes_mesh = False
     with contextlib.suppress(TypeError, ValueError):  # what has no signature has no such parameter
         takes_mesh = "mesh" in inspect.signature(function).parameters
@@ -106,11 +111,12 @@ def _with_mesh(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     return functools.partial(function, mesh=mesh)
 
 
-def _in_scope_of(mesh: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_scope_of(mesh: AnyMesh, function: Callable[..., Any]) -> Callable[..., Any]:
     """For programs whose shard_map takes the mesh in scope."""
 
     def within(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+        abstract: Any = getattr(mesh, "abstract_mesh", mesh)
+        with jax.sharding.use_abstract_mesh(abstract):
             return function(*args)
 
     return within

@@ -29,7 +29,7 @@ class Case:
       findings: what is wrong.
       unjudged: why there is no verdict, with the primitive and the line; "" if there is one.
       line: that one.
-      report: of the replay; None where there was none.
+      report: of the replay; None if nothing was replayed.
       compilations: what the TPU compiler said, by generation.
     """
 
@@ -136,7 +136,8 @@ def _conclusion(verdict: Verdict) -> str:
 
 
 def _where(case: Case) -> str:
-    return f"{case.devices} devices, {mesh_said(case)} on {case.machine}"
+    plural = "s" * (case.devices > 1)
+    return f"{case.devices} device{plural}, {mesh_said(case)} on {case.machine}"
 
 
 def mesh_said(case: Case) -> str:

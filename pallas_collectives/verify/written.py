@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from pallas_collectives.replay.lines import Line
 from pallas_collectives.verify.findings import RULES, Finding, Place
-from pallas_collectives.verify.verdict import EXIT, UNJUDGED, Case, Verdict
+from pallas_collectives.verify.verdict import EXIT, UNJUDGED, Case, Verdict, mesh_said
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _UNJUDGED_RULE = "unjudged"
@@ -120,7 +120,7 @@ def _no_verdict(case: Case, numbers: dict[str, int]) -> dict[str, Any]:
         "ruleId": _UNJUDGED_RULE,
         "ruleIndex": numbers[_UNJUDGED_RULE],
         "level": "warning",
-        "message": {"text": f"on {case.devices} devices: {case.unjudged}"},
+        "message": {"text": f"on {mesh_said(case)}: {case.unjudged}"},
         "locations": [_location(place)] if place else [],
     }
 

@@ -81,10 +81,23 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
     [
         (("certify", "all_gather"), "argument 'all_gather'"),
         (("certify", "--certificate=/nowhere/a"), "--certificate=/nowhere/a.json"),
-        (("certify", "--json=a.json"), "--json: all of a certificate is written to NAME.md"),
+        (("certify", "--json=a.json"), "--json: it is no flag of this command"),
         (("--mesh=4x2", "--devices=4"), "--devices=4: --mesh=4x2 is one of 8"),
         (("--backend=nccl",), "--backend=nccl: it needs NVIDIA GPUs, and there are none here"),
         (("--backend=xla", "--replay=v5e:4x4"), "--backend=xla: only kernels can be replayed"),
+        (("certify", "--out=a"), "--out: it is no flag of this command"),
+        (("--replay=v5e:4x4", "--mesh=4"), "--mesh: a replay runs on no device"),
+        (("--replay=v5e:4x4", "--compile_for=v5e:2x4"), "--compile_for: a replay compiles nothing"),
+        (("--replay=v5e:1000x1000",), "v5e (2 torus axes, 256 chips at the most)"),
+        (("--replay=v5e:0x4",), "machine 'v5e:0x4'"),
+        (("--replay=v5e:4x4,v5p:4x4x4", "--axis=z"), "--axis=z: v5e:4x4 has the axes x, y"),
+        (("--sizes=16G",), "--sizes with 17179869184: the interpreter takes minutes"),
+        (("--sizes=1:1G:1",), "more than 256 sizes"),
+        (("--iters=5",), "--iters: simulated devices are not timed"),
+        (("--plot=a.png",), "--plot: simulated devices have no times to plot"),
+        (("experts", "--tokens=99999999"), "--tokens=99999999: it is a whole number from 1 to"),
+        (("fused", "--shapes=8x8x9999999"), "each is from 1 to 1048576"),
+        (("report", "a.json", "--out=a.png"), "a.json: it holds no results"),
         (("fused", "x"), "argument 'x'"),
         (("host", "x"), "argument 'x'"),
         (("host",), "devices of kind simulated"),
@@ -108,5 +121,6 @@ def test_commands_refuse_what_makes_no_sense(
 
 def test_help_is_that_of_the_command() -> None:
     done = finish(start("fused", "--help"))
+    assert done.status == 0
     assert "products with their collective in one kernel" in done.out
     assert "--shapes" in done.out and "--collective" not in done.out

@@ -128,8 +128,8 @@ def test_report_says_what_results_depend_on_and_shows_every_row(
     assert first["min-max"] == "3.6-4.4"
     status, out, err = bench("report", file, f"--out={tmp_path / 'page.md'}")
     assert (status, out) == (0, f"written: {tmp_path / 'page.md'}\n")
-    assert "(run.png)" in (tmp_path / "page.md").read_text()
-    picture = matplotlib.image.imread(tmp_path / "run.png")
+    assert "(page-run.png)" in (tmp_path / "page.md").read_text()
+    picture = matplotlib.image.imread(tmp_path / "page-run.png")
     assert picture.shape[0] > 300 and np.ptp(picture) > 0.5
     status, _, err = bench("report")
     assert status == 2 and "files of results" in err
@@ -155,14 +155,19 @@ def test_plot_has_a_line_for_each_algorithm_lax_and_the_bound(
     assert (bandwidth.get_xscale(), bandwidth.get_yscale()) == ("log", "log")
     assert [line.get_label() for line in bandwidth.lines] == ["direct", "ring", "lax"]
     assert list(bandwidth.lines[0].get_xdata()) == [8192, 1 << 20]
-    assert time.lines[0].get_label() == "direct: 8.19 µs at 8K"  # latency at the small end
+    assert time.lines[0].get_label() == "direct: 8.19 µs at 8 KiB"  # latency at the small end
     rows = [
-        Replayed(op="psum", type="float32", devices=4, machine="v5e:4x4", size=size, count=1,
+        Replayed(op="psum", type="float32", devices=4, machine=machine, size=size, count=1,
                  time_us=2.0, algbw=1.0, busbw=1.0, bound_us=1.0)
+        for machine in ("v5e:4x4", "v5p:4x4x4")
         for size in (8192, 1 << 20)
     ]  # fmt: skip
     assert plots.save(str(tmp_path / "a.png"), {"replayed": rows}, {})
-    assert [line.get_label() for line in drawn.pop().axes[1].lines][1] == "bound"
+    bandwidth, time = drawn.pop().axes  # a panel a collective, a line a pod
+    pods = [line for line in bandwidth.lines if not line.get_label().startswith(("_", "bound"))]
+    assert [line.get_label() for line in pods] == ["v5e:4x4, 4", "v5p:4x4x4, 4"]
+    assert "bound" in [line.get_label() for line in time.lines]
+    assert [label.get_text() for label in time.get_xticklabels()] == ["8 KiB", "1 MiB"]
     assert not plots.save(str(tmp_path / "a.png"), {"measured": [measured(8192)]}, {})
 
 

@@ -10,17 +10,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from benchmarking import Bench
 from benchmarks import compare
 from benchmarks.results import Saved
-from benchmarks.rows import Stepped
-from benchmarks.steps import compiling, lanes, learning, programs, schedule, timeline
+from benchmarks.rows import Ran, Stepped
+from benchmarks.steps import (
+    compiling,
+    exposed,
+    lanes,
+    learning,
+    programs,
+    running,
+    schedule,
+    timeline,
+    wires,
+)
 from benchmarks.steps.programs import BUILT_IN, Form, Program
 from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, Work
-from benchmarks.steps.timeline import chip_of
+from pallas_collectives import catalogue
+from pallas_collectives.backends.plans import KernelPlan
+from pallas_collectives.replay import Machine
 
 LIBTPU = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
@@ -47,6 +60,14 @@ HLO = """
   %work.1 = f32[8,128]{1,0} add(%p, %p), backend_config={"window_config":{"estimated_cycles":"1000"}}
   %done = f32[8,128]{1,0} collective-permute-done(%start)
 }
+%scattered (p: bf16[8,128]) -> bf16[2,128] {
+  %a = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %d = bf16[2,128]{1,0} dynamic-slice(%a, %i, %j)
+}
+%carried (p: bf16[8,128]) -> bf16[8,128] {
+  %a.1 = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %w = bf16[8,128]{1,0} add(%a.1, %p)
+}
 ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %loop = (s32[], f32[8,128]{1,0}) while(%t), condition=%condition, body=%body
   %async-collective-start = (bf16[8,128]{1,0}, bf16[32,128]{1,0}) fusion(%x), kind=kCustom, calls=%async
@@ -58,6 +79,8 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %s.call-update = ((f32[8,128]{1,0}), f32[64,128]{1,0}) call-update(%s.call-start, %x)
   %s.call-done = f32[64,128]{1,0} call-done(%s.call-update)
   %sum = bf16[8,128]{1,0} all-reduce(%z), replica_groups=[2,4]<=[8], to_apply=%add
+  %fusion.9 = bf16[2,128]{1,0} fusion(%x), kind=kCustom, calls=%scattered
+  %fusion.8 = bf16[8,128]{1,0} fusion(%x), kind=kOutput, calls=%carried, backend_config={"window_config":{"estimated_cycles":"700"}}
 }
 """  # noqa: E501
 
@@ -67,20 +90,28 @@ def test_events_of_a_schedule() -> None:
     assert loop == Loop(
         3,
         (
-            Start("start", Collective("start", "ppermute", "", DMA, 4096, 3)),
+            Start("start", Collective("start", "ppermute", "", DMA, 4096, 3, (), (0, 1))),
             Work("work.1", 1000),
             Done("start"),
         ),
     )
+    scattered = (0, 2, 4, 6)
     key, by_kernel = "s.call-update", "all_gather_bidirectional"
     assert rest == [
-        Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4)),
+        Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4, ("x",))),
         Work("work.2", 2000),
         Done("chain 7"),
-        Start(key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0)),
+        Start(
+            key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0, shape=(64, 128))
+        ),
         Done(key),
         Start("sum", Collective("sum", "all_reduce", "", CORE, 2048, 4)),
         Done("sum"),
+        Start(
+            "fusion.9", Collective("fusion.9", "reduce_scatter", "", CORE, 512, 4, (), scattered)
+        ),
+        Done("fusion.9"),
+        Work("fusion.8", 700),
     ]
 
 
@@ -95,12 +126,15 @@ def test_what_is_exposed_and_hidden() -> None:
         *(Start("b", alone), Done("b")),
         *(Start("c", queued), Start("d", later), Work("v", 18000), Done("c"), Done("d")),
     ]
-    line = timeline.run(events, chip_of("v5e:4x4"), lambda _: 10.0)
+    machine = Machine.named("v5e:4")
+    line = timeline.run(events, machine, machine.default_placement(4), lambda _: 10e-6)
     assert line.compute_us == pytest.approx(16)
-    assert line.exposed_us == pytest.approx(6 + 10 + 0 + 8)
-    assert line.hidden_us == pytest.approx(4 + 0 + 10 + 2)
+    to_tell = 0.3  # what it takes the core to tell engines, in all
+    assert line.exposed_us == pytest.approx(6 + 10 + 0 + 8, abs=to_tell)
+    assert line.hidden_us == pytest.approx(4 + 0 + 10 + 2, abs=to_tell)
     assert line.step_us == pytest.approx(line.compute_us + line.exposed_us)
-    assert [line.served[name].exposed_us for name in "abcd"] == pytest.approx([6, 10, 0, 8])
+    exposed = [line.served[name].exposed_us for name in "abcd"]
+    assert exposed == pytest.approx([6, 10, 0, 8], abs=to_tell)
     assert (line.served["a"].beside, line.served["a"].beside_what) == (6000, "w")
     lanes_of = {span.lane for span in line.spans}
     assert lanes_of == {CORE, DMA, "wire", SPARSECORE}
@@ -128,6 +162,54 @@ def small(devices: int, form: Form) -> Program:
     return Program(step, args, {"x": devices})
 
 
+def test_a_v4_has_two_devices_ahead_of_time() -> None:
+    assert compiling.machine_of("v4:2x2x2", 16).n_devices == 16
+    assert compiling.machine_of("tpu7x:2x2x1", 8) == Machine.named("tpu7x:2x2x1")
+
+
+def test_the_axes_of_a_listed_group() -> None:
+    axes = {"data": 4, "model": 2}
+
+    def over(*said: Any) -> tuple[str, ...]:
+        return wires._over(Collective("a", "all_gather", "", CORE, 1, 4, *said), axes)
+
+    assert over((), (0, 2, 4, 6)) == ("data",)
+    assert over((), (2, 3)) == ("model",)
+    assert over((), (0, 1, 2, 3, 4, 5, 6, 7)) == ("data", "model")
+    assert over(("model",)) == ("model",) and over() == ()
+
+
+def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
+    """Weights and tokens of as many bytes, gathered over axes of as many devices."""
+
+    def plan(shape: tuple[int, ...], axis: str) -> KernelPlan:
+        record = catalogue.COLLECTIVES["all_gather"].algorithms[0]
+        return KernelPlan(
+            op="all_gather",
+            backend="pallas",
+            record=record,
+            vmem=False,
+            on_sparsecore=False,
+            shape=shape,
+            nbytes=1 << 23,
+            cuts=1,
+            devices=4,
+            axes=(axis,),
+            chip="v6e",
+            torus="line",
+        )
+
+    plans = [plan((2, 512, 4096), "model"), plan((1024, 4096), "data")]
+
+    def axes(shape: tuple[int, ...], nbytes: int) -> tuple[str, ...]:
+        found = wires._plan(Collective("a", "all_gather", "k", CORE, nbytes, 0, shape=shape), plans)
+        return found.axes if found else ()
+
+    assert axes((4096, 4096), 1 << 25) == ("data",)
+    assert axes((2, 2048, 4096), 1 << 25) == ("model",)
+    assert axes((7,), 14) == ("model",)  # the first of the collective
+
+
 @LIBTPU
 def test_a_program_of_a_users(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +222,7 @@ def test_a_program_of_a_users(
         *(f"--json={file}", f"--plot={plot}"),
     )
     assert status == 0, err
+    assert "Left out: --topology=v4:2x2x2" in out and "--pass=gradient" in out
     assert "Modelled, not measured" in out and plot.stat().st_size > 1000
     rows = [Stepped(**row) for row in json.loads(file.read_text())["steps"]]
     assert [row.under for row in rows] == list(compiling.UNDER)
@@ -167,8 +250,10 @@ def test_built_in_programs_call_lax(
     mapped = jax.shard_map(
         program.step, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False
     )
-    text = str(jax.make_jaxpr(mapped)(*program.args))
+    with compiling.UNDER["lax"]():
+        text = str(jax.make_jaxpr(mapped)(*program.args))
     wanted = {"data": "psum", "ring_attention": "ppermute", "tensor": "reduce_scatter"}
+    wanted["experts"] = "moe_route"
     assert f" {wanted.get(name, 'all_gather')}" in text
 
 
@@ -199,3 +284,44 @@ def test_nothing_is_drawn_of_what_failed(tmp_path: Path) -> None:
     row = Stepped(op="fsdp", topology="v5e:4x4", under="lax", type="bfloat16", error="no")
     lanes.save(str(tmp_path / "none.png"), [row])
     assert not list(tmp_path.iterdir())
+
+
+# On devices ---------------------------------------------------------------------------------------
+
+
+def test_what_is_exposed_is_what_has_no_compute_beside_it() -> None:
+    """A core that waits in a loop, a SparseCore beside it, and another device with nothing."""
+    found = [
+        exposed.Event("TPU:0", "core", "while.1", 0, 100),
+        exposed.Event("TPU:0", "core", "fusion.1", 0, 40),
+        exposed.Event("TPU:0", "core", "all-gather-done.2", 40, 60),
+        exposed.Event("TPU:0", "core", "reduce_scatter_bidirectional.3", 60, 90),
+        exposed.Event("TPU:0", "core", "fusion.4", 90, 100),
+        exposed.Event("TPU:0", "aside", "all-gather-start.2", 10, 60),
+        exposed.Event("TPU:1", "core", "fusion.5", 0, 7),
+    ]
+    assert exposed.shares(found) == {
+        "TPU:0": exposed.Share(50, 50, 30),
+        "TPU:1": exposed.Share(7, 0, 0),
+    }
+
+
+def test_a_folder_without_a_profile(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no profile"):
+        exposed.of(str(tmp_path))
+
+
+def test_a_step_is_run_and_profiled() -> None:
+    """On CPU devices, as on TPUs: the clock's time, and shares of a recorded profile."""
+    program = small(4, Form(False, True))
+    base = Ran(op="small", under="lax", type="bfloat16", devices=4)
+    row = running.measured(base, program, np.array(jax.devices()[:4]))
+    assert row.time_us and row.time_us_min and row.time_us_max
+    assert row.time_us_min <= row.time_us <= row.time_us_max
+    assert row.compute_us and row.exposed_us and row.hidden_us is not None
+    slower = dataclasses.replace(row, time_us_min=2 * row.time_us_max, time_us_max=1e9)
+    about: dict[str, Any] = {"environment": {}, "settings": {}}
+    (change,) = compare.compare(
+        Saved(**about, parts={"ran": [row]}), Saved(**about, parts={"ran": [slower]})
+    )
+    assert change.verdict == "SLOWER"

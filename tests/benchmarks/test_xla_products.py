@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import xla_products
-from pallas_collectives.topology.rates import of_chip
+from pallas_collectives.topology import chips
 
 
 def test_what_is_known_takes_no_less_than_at_the_peak_rate() -> None:
@@ -16,7 +16,7 @@ def test_what_is_known_takes_no_less_than_at_the_peak_rate() -> None:
             rows, depth, columns = map(int, size.split("x"))
             took = xla_products.seconds((chip, rows, depth, columns))
             assert took is not None
-            assert 1 <= took * of_chip(chip).matrix_rate / (2 * rows * depth * columns) < 2.5
+            assert 1 <= took * chips.BY_NAME[chip].matrix_rate / (2 * rows * depth * columns) < 2.5
 
 
 def test_what_was_not_asked_is_not_known() -> None:

@@ -40,6 +40,26 @@ class Adversaries(pltpu.InterpretParams):
 
 EITHER = Adversaries(detect_races=True)
 
+
+class OneSemaphore:
+    """An array of semaphores that gives its first wherever it is asked for one of a row."""
+
+    def __init__(self, semaphores: Any) -> None:
+        self._semaphores = semaphores
+
+    @property
+    def at(self) -> "OneSemaphore":
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._semaphores.shape
+
+    def __getitem__(self, index: Any) -> Any:
+        before = index[:-1] if isinstance(index, tuple) else ()
+        return self._semaphores.at[(*before, 0)]
+
+
 # One topology for each TPU generation, by libtpu's names.
 GENERATIONS = {
     "v4": "v4:2x2x1",

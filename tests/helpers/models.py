@@ -68,13 +68,13 @@ def _attend(qkv: jax.Array, heads: int) -> jax.Array:
     return jnp.einsum("bhqk,bkhe->bqhe", shares, v).reshape(*qkv.shape[:2], -1)
 
 
-def _losses(x: jax.Array, embed: jax.Array, targets: jax.Array) -> jax.Array:
+def losses(x: jax.Array, embed: jax.Array, targets: jax.Array) -> jax.Array:
     """Every position's cross-entropy."""
     scores = jax.nn.log_softmax(_norm(x) @ embed.T)
     return -jnp.take_along_axis(scores, targets[..., None], -1)[..., 0]
 
 
-def _dense_layer(x: jax.Array, w: Params) -> jax.Array:
+def dense_layer(x: jax.Array, w: Params) -> jax.Array:
     x = x + _attend(_norm(x) @ w["qkv"], HEADS) @ w["project"]
     return x + jax.nn.gelu(_norm(x) @ w["up"]) @ w["down"]
 
@@ -130,12 +130,12 @@ def fsdp(devices: np.ndarray) -> Model:
 
     @jax.checkpoint
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        return _dense_layer(x, unflatten(gathered(w))), None
+        return dense_layer(x, unflatten(gathered(w))), None
 
     def loss(w: Params, tokens: jax.Array) -> jax.Array:
         embed = gathered(w["embed"])
         x, _ = lax.scan(layer, embed[tokens[:, :-1]], w["layers"])
-        return lax.pmean(jnp.mean(_losses(x, embed, tokens[:, 1:])), "x")
+        return lax.pmean(jnp.mean(losses(x, embed, tokens[:, 1:])), "x")
 
     specs = {"embed": P("x"), "layers": P(None, "x")}
     return Model(Mesh(devices, ("x",)), specs, P("x"), loss)
@@ -167,7 +167,7 @@ def tensor_parallel(devices: np.ndarray) -> Model:
             lax.pcast(tokens, "model", to="varying"), start, part + 1, axis=1
         )
         x, _ = lax.scan(layer, w["embed"][tokens[:, :-1]], w["layers"])
-        return lax.pmean(jnp.mean(_losses(x, w["embed"], tokens[:, 1:])), ("data", "model"))
+        return lax.pmean(jnp.mean(losses(x, w["embed"], tokens[:, 1:])), ("data", "model"))
 
     layers = {
         "qkv": P(None, None, None, "model"),
@@ -195,9 +195,15 @@ def experts(devices: np.ndarray) -> Model:
         mixed = _expert_parallel(tokens, chosen, w["up"][0], w["down"][0]) * share[:, None]
         return x + mixed.reshape(x.shape), None
 
+    return _of_experts(devices, layer)
+
+
+def _of_experts(devices: np.ndarray, layer: Callable[..., tuple[jax.Array, None]]) -> Model:
+    """A scan of layers, in which each device has its experts and its share of the batch."""
+
     def loss(w: Params, tokens: jax.Array) -> jax.Array:
         x, _ = lax.scan(layer, w["embed"][tokens[:, :-1]], w["layers"])
-        return lax.pmean(jnp.mean(_losses(x, w["embed"], tokens[:, 1:])), "x")
+        return lax.pmean(jnp.mean(losses(x, w["embed"], tokens[:, 1:])), "x")
 
     layers = {
         **dict.fromkeys(("qkv", "project", "route"), P()),
@@ -250,7 +256,7 @@ def dense_experts_step(w: Params, tokens: jax.Array) -> tuple[jax.Array, Params,
 
     def loss(w: Params) -> jax.Array:
         x, _ = lax.scan(layer, w["embed"][tokens[:, :-1]], w["layers"])
-        return jnp.mean(_losses(x, w["embed"], tokens[:, 1:]))
+        return jnp.mean(losses(x, w["embed"], tokens[:, 1:]))
 
     value, gradients = jax.value_and_grad(loss)(w)
     return value, gradients, jax.tree.map(lambda w, g: w - RATE * g, w, gradients)
@@ -270,15 +276,7 @@ def routed(devices: np.ndarray, mix: Mix, choices: int = 2) -> Model:
         mixed = mix(tokens, chosen, shares, w["up"], w["down"])
         return x + mixed.reshape(x.shape), None
 
-    def loss(w: Params, tokens: jax.Array) -> jax.Array:
-        x, _ = lax.scan(layer, w["embed"][tokens[:, :-1]], w["layers"])
-        return lax.pmean(jnp.mean(_losses(x, w["embed"], tokens[:, 1:])), "x")
-
-    layers = {
-        **dict.fromkeys(("qkv", "project", "route"), P()),
-        **dict.fromkeys(("up", "down"), P(None, "x")),
-    }
-    return Model(Mesh(devices, ("x",)), {"embed": P(), "layers": layers}, P("x"), loss)
+    return _of_experts(devices, layer)
 
 
 def mix_by_lax(

@@ -319,32 +319,6 @@ def parts(x: Any, n: int, *, sizes: Any, waits: Any, reads_after: int, reads: in
     return launch(kernel, x, out=out, scratch=[landing, DMA, DMA])
 
 
-def hub(x: Any, n: int) -> Any:
-    """Everyone tells device 0 that it is there, and once that answers, sends it a block."""
-
-    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
-        me = lax.axis_index("x")
-        sem = pltpu.get_barrier_semaphore()
-
-        @pl.when(me > 0)
-        def _() -> None:
-            signal(sem, 1, device_id={"x": 0})
-            wait(sem, 1)
-            hop = pltpu.make_async_remote_copy(x_ref, o_ref.at[me], send, recv, device_id={"x": 0})
-            hop.start()
-            hop.wait_send()
-
-        @pl.when(me == 0)
-        def _() -> None:
-            wait(sem, n - 1)
-            lax.fori_loop(1, n, lambda d, _: signal(sem, 1, device_id={"x": d}), None)
-            come = o_ref.at[pl.ds(1, n - 1)]
-            pltpu.make_async_copy(come, come, recv).wait()
-
-    out = jax.ShapeDtypeStruct((n, *x.shape), x.dtype)
-    return launch(kernel, x, out=out, scratch=[DMA, DMA])
-
-
 def counting(x: Any, added: int, taken: int) -> Any:
     """Signals its own barrier semaphore `added` times and waits for `taken` of them."""
 

@@ -5,8 +5,11 @@ each device has come and how much of each copy has been read and written. From e
 that can happen next does: a device performs its next instruction, a part of a copy is read, a
 part that was read is written. Two accesses race if each can begin before the other is over.
 
-What cannot be told apart is done at once: a wait that can end ends, and what touches no memory
-that anyone else touches happens, as soon as it can. Both stay possible and stop nobody.
+Schedules that nobody can tell apart are gone through once. What can happen stays possible until it
+happens, and stops nothing else: one core alone waits for a semaphore, and waits count. So what does
+not show is done as soon as it can be: an instruction whose rivals are all over, a part of a copy
+that does not end it, an end that no rival is still to come to. And one pair of rivals is watched at
+a time, so that no other access shows. `reduced=False` does none of this.
 """
 
 import dataclasses
@@ -32,6 +35,8 @@ from pallas_collectives.replay.program import (
 Mark = tuple[int, int]
 # The owner and the number of a semaphore.
 Key = tuple[int, int]
+# Of each instruction those that touch the same bytes, and whether by its reads or its writes.
+Rivals = dict[Mark, dict[Mark, frozenset[str]]]
 
 
 class TooMany(Exception):
@@ -48,7 +53,6 @@ class Step:
     copy: tuple[tuple[Key, int] | None, tuple[Key, int]] | None = None  # of its source, its goal
     reads: dict[Any, np.ndarray] = dataclasses.field(default_factory=dict)  # bytes, by memory
     writes: dict[Any, np.ndarray] = dataclasses.field(default_factory=dict)
-    seen: bool = False  # something may race with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,22 +133,36 @@ def _step(program: Program, buffers: Any, mark: Mark, position: int, column: Any
     return step
 
 
-def search(program: Program, limit: int = 200_000) -> Outcome:
-    """Goes through all schedules. Raises TooMany beyond `limit` states."""
-    return _Search(steps_of(program), limit).run()
+def search(program: Program, limit: int = 200_000, *, reduced: bool = True) -> Outcome:
+    """Goes through all schedules; `reduced`: but for those that cannot be told apart.
+
+    Raises:
+      TooMany: more than `limit` states.
+    """
+    steps = steps_of(program)
+    rivals = _rivals([step for stream in steps for step in stream])
+    watched = [rivals]
+    if reduced:
+        watched = [
+            {a: {b: rivals[a][b]}, b: {a: rivals[b][a]}} for a in rivals for b in rivals[a] if a < b
+        ] or [{}]
+    found = [_Search(steps, one, limit, reduced).run() for one in watched]
+    return Outcome(
+        frozenset().union(*(one.races for one in found)),
+        any(one.deadlock for one in found),
+        frozenset().union(*(one.leftovers for one in found)),
+        sum(one.states for one in found),
+    )
 
 
 class _Search:
-    def __init__(self, steps: list[list[Step]], limit: int):
-        self.steps, self.limit = steps, limit
+    def __init__(self, steps: list[list[Step]], rivals: Rivals, limit: int, hasty: bool):
+        self.steps, self.limit, self.hasty = steps, limit, hasty
         every = [step for stream in steps for step in stream]
-        self.by_mark = {step.mark: step for step in every}
         self.copies = [step for step in every if step.copy]
         self.number = {step.mark: i for i, step in enumerate(self.copies)}
         self.units = _units(every)
-        self.rivals = _rivals(every)
-        for step in every:
-            step.seen = bool(self.rivals[step.mark]) or step.copy is not None
+        self.rivals = {step.mark: rivals.get(step.mark, {}) for step in every}
         self.early: set[tuple[Mark, Mark]] = set()  # the second has begun before the first was over
 
     def run(self) -> Outcome:
@@ -184,18 +202,57 @@ class _Search:
 
     def _settled(self, done: Any, progress: Any) -> Any:
         """What is reached when all happens that nobody can tell from what was before."""
-        done = list(done)
-        moved = True
+        state = done, progress
+        moved = self.hasty
         while moved:
             moved = False
-            for device, stream in enumerate(self.steps):
-                while done[device] < len(stream):
-                    step = stream[done[device]]
-                    if step.seen or not self._possible(step, (done, progress)):
-                        break
-                    done[device] += 1
-                    moved = True
-        return tuple(done), progress
+            for device in range(len(self.steps)):
+                while self._next(device, state) and not self._rivals_under_way(device, state):
+                    state, moved = self._after(device, state), True
+            for i, copy in enumerate(self.copies):
+                while part := self._unseen_part(i, copy, state):
+                    state, moved = (state[0], _replaced(state[1], i, part)), True
+        return state
+
+    def _next(self, device: int, state: Any) -> Step | None:
+        """What a device can do next."""
+        stream, done = self.steps[device], state[0][device]
+        possible = done < len(stream) and self._possible(stream[done], state)
+        return stream[done] if possible else None
+
+    def _after(self, device: int, state: Any) -> Any:
+        done, progress = state
+        return (*done[:device], done[device] + 1, *done[device + 1 :]), progress
+
+    def _rivals_under_way(self, device: int, state: Any) -> list[Mark]:
+        """What a device's next instruction would come too early for."""
+        mark = self.steps[device][state[0][device]].mark
+        return [rival for rival in self.rivals[mark] if not self._over(rival, mark, state)]
+
+    def _unseen_part(self, i: int, copy: Step, state: Any) -> tuple[int, int] | None:
+        """How far a copy can come without anybody's seeing it."""
+        parts = self._parts(i, state)
+        return next((part for part in parts if not self._shows(copy, part, state)), None)
+
+    def _parts(self, i: int, state: Any) -> Iterator[tuple[int, int]]:
+        """How far a copy is with one part more of it read, or written."""
+        mark, (read, written) = self.copies[i].mark, state[1][i]
+        if state[0][mark[0]] >= mark[1]:
+            source, goal = self.units.parts[mark]
+            if read < source:
+                yield read + 1, written
+            if written < goal and (written + 1) * source <= read * goal:
+                yield read, written + 1
+
+    def _shows(self, copy: Step, part: tuple[int, int], state: Any) -> bool:
+        """Whether a part ends what an instruction that is still to come may run into."""
+        read, _ = state[1][self.number[copy.mark]]
+        side = 0 if part[0] > read else 1
+        if part[side] < self.units.parts[copy.mark][side]:
+            return False
+        kind = ("reads", "writes")[side]
+        to_come = (r for r in self.rivals[copy.mark] if state[0][r[0]] < r[1])
+        return any(kind in self.rivals[copy.mark][rival] for rival in to_come)
 
     def _possible(self, step: Step, state: Any) -> bool:
         if step.waits is None:
@@ -204,26 +261,14 @@ class _Search:
         return self._value(key, state) >= value // self.units.size[key]
 
     def _following(self, state: Any) -> Iterator[Any]:
-        done, progress = state
-        for device, stream in enumerate(self.steps):
-            if done[device] == len(stream):
-                continue
-            step = stream[done[device]]
-            if not self._possible(step, state):
-                continue
-            for rival in self.rivals[step.mark]:
-                if not self._over(rival, step.mark, state):
-                    self.early.add((rival, step.mark))
-            yield self._settled((*done[:device], done[device] + 1, *done[device + 1 :]), progress)
-        for i, copy in enumerate(self.copies):
-            if done[copy.mark[0]] < copy.mark[1]:
-                continue
-            read, written = progress[i]
-            source, goal = self.units.parts[copy.mark]
-            if read < source:
-                yield self._settled(done, _replaced(progress, i, (read + 1, written)))
-            if written < goal and (written + 1) * source <= read * goal:
-                yield self._settled(done, _replaced(progress, i, (read, written + 1)))
+        for device in range(len(self.steps)):
+            if step := self._next(device, state):
+                early = self._rivals_under_way(device, state)
+                self.early.update((rival, step.mark) for rival in early)
+                yield self._settled(*self._after(device, state))
+        for i in range(len(self.copies)):
+            for part in self._parts(i, state):
+                yield self._settled(state[0], _replaced(state[1], i, part))
 
     def _over(self, mark: Mark, other: Mark, state: Any) -> bool:
         """Whether all of an instruction that the other one conflicts with is over."""
@@ -285,7 +330,7 @@ def _units(steps: list[Step]) -> _Units:
     return _Units(size, uses, parts)
 
 
-def _rivals(steps: list[Step]) -> dict[Mark, dict[Mark, frozenset[str]]]:
+def _rivals(steps: list[Step]) -> Rivals:
     """Of each instruction, the others that touch the same bytes, one of the two writing; and
     whether by its reads or its writes.
     """
@@ -295,7 +340,7 @@ def _rivals(steps: list[Step]) -> dict[Mark, dict[Mark, frozenset[str]]]:
             for place, touched in getattr(step, kind).items():
                 if len(touched):
                     touching[place].append((step, kind, touched))
-    out: dict[Mark, dict[Mark, frozenset[str]]] = {step.mark: {} for step in steps}
+    out: Rivals = {step.mark: {} for step in steps}
     for uses in touching.values():
         for i, (a, kind, touched) in enumerate(uses):
             for b, other, touched_too in uses[i + 1 :]:

@@ -28,27 +28,9 @@ def gather(x: jax.Array, n: int, params: Any, bidirectional: bool = True) -> jax
     )
 
 
-class OneSemaphore:
-    """An array of semaphores that gives its first wherever it is asked for one of a row."""
-
-    def __init__(self, semaphores: Any) -> None:
-        self._semaphores = semaphores
-
-    @property
-    def at(self) -> "OneSemaphore":
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._semaphores.shape
-
-    def __getitem__(self, index: tuple[Any, ...]) -> Any:
-        return self._semaphores.at[(*index[:-1], 0)]
-
-
 def with_shared_receive_semaphore(kernel: Kernel) -> Kernel:
     def shared(scratch: all_gather.Scratch) -> all_gather.Scratch:
-        arrived = OneSemaphore(scratch.semaphores.arrived)
+        arrived = harness.OneSemaphore(scratch.semaphores.arrived)
         return scratch._replace(semaphores=scratch.semaphores._replace(arrived=arrived))
 
     return lambda ring, x, o, scratch, **static: kernel(ring, x, o, shared(scratch), **static)

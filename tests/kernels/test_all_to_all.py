@@ -1,4 +1,4 @@
-"""The all-to-all kernels: table, faults, chunks and waves, wire load, what the compiler makes."""
+"""The all-to-all kernels: table, faults, chunks and steps, wire load, what the compiler makes."""
 
 import functools
 import types
@@ -117,24 +117,6 @@ def test_block_that_cannot_be_halved(tiles: int) -> None:
     np.testing.assert_array_equal(np.asarray(run(x)), exchanged(x))
 
 
-class OneSlot:
-    """An array of semaphores that gives its first wherever it is asked for one of a row."""
-
-    def __init__(self, semaphores: Any) -> None:
-        self._semaphores = semaphores
-
-    @property
-    def at(self) -> "OneSlot":
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._semaphores.shape
-
-    def __getitem__(self, index: tuple[int, Any]) -> Any:
-        return self._semaphores.at[index[0], 0]
-
-
 def replaced(module: types.ModuleType, **attributes: Any) -> types.SimpleNamespace:
     """A module with some of its functions replaced."""
     return types.SimpleNamespace(**{**vars(module), **attributes})
@@ -173,7 +155,7 @@ def test_fault_in_the_slots_is_caught(monkeypatch: pytest.MonkeyPatch, fault: st
         sent, arrived, credit = its.semaphores
         match fault:
             case "shared_receive":
-                semaphores = its.semaphores._replace(arrived=OneSlot(arrived))
+                semaphores = its.semaphores._replace(arrived=harness.OneSemaphore(arrived))
                 scratch = scratch._replace(relays=(its._replace(semaphores=semaphores),))
             case "early_credit":
                 dropped = only_some_waits(lambda s: belongs(s, sent))

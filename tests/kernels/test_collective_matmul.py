@@ -25,7 +25,6 @@ from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.replay import Machine, bound, replay
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, wrap_step
-from pallas_collectives.topology.rates import of_chip
 
 F32 = jnp.dtype(jnp.float32)
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -100,13 +99,13 @@ def test_products_are_added_up_wide(x_dtype: str, w_dtype: str, out_dtype: str) 
 def test_tiles_fit_and_feed_the_matrix_unit(chip: str, columns: int) -> None:
     problem = Problem(1, 2048, 8192, columns, BF16, BF16, BF16)
     budget = int(chips.BY_NAME[chip].vmem_bytes * collective_matmul.VMEM_SHARE)
-    tiles = product.choose_tiles(problem, budget, chip)
+    tiles = product.choose_tiles(problem, budget, chips.BY_NAME[chip])
     assert tiles is not None
     assert product.vmem(problem, tiles) <= budget
     assert problem.depth % tiles.depth == tiles.depth % tiles.inner == 0
-    rates = of_chip(chip)
+    rates = chips.BY_NAME[chip]
     least = problem.flops * rates.cores / rates.matrix_rate
-    assert least <= product.seconds(problem, tiles, chip) <= 1.25 * least
+    assert least <= product.seconds(problem, tiles, rates) <= 1.25 * least
 
 
 @pytest.mark.parametrize("chip", chips.BY_NAME)
@@ -115,7 +114,7 @@ def test_weights_stay_in_vmem_where_they_fit(chip: str) -> None:
 
     def kept(depth: int, columns: int) -> str:
         problem = Problem(1, 1024, depth, columns, BF16, BF16, BF16)
-        tiles = product.choose_tiles(problem, budget, chip)
+        tiles = product.choose_tiles(problem, budget, chips.BY_NAME[chip])
         assert tiles is not None
         return tiles.keep
 

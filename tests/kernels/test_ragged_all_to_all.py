@@ -251,7 +251,7 @@ def test_fault_in_the_ring_is_caught(
         if fault == "no_credit":
             monkeypatch.setattr(channel, "pl", without_waits(channel.pl))
         if fault == "shared_receive":
-            shared = slots.semaphores._replace(arrived=FirstOnly(arrived))
+            shared = slots.semaphores._replace(arrived=harness.OneSemaphore(arrived))
             scratch = scratch._replace(slots=slots._replace(semaphores=shared))
         kernel(ring, *others, scratch, **static)
 
@@ -267,24 +267,6 @@ def test_fault_in_the_ring_is_caught(
 
 def without_waits(module: types.ModuleType) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{**vars(module), "semaphore_wait": lambda *_: None})
-
-
-class FirstOnly:
-    """Semaphores (direction, slot) of which each direction's first serves all its slots."""
-
-    def __init__(self, semaphores: Any) -> None:
-        self._semaphores = semaphores
-
-    @property
-    def at(self) -> "FirstOnly":
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._semaphores.shape
-
-    def __getitem__(self, index: tuple[int, Any]) -> Any:
-        return self._semaphores.at[index[0], 0]
 
 
 def test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other() -> None:

@@ -240,7 +240,7 @@ def call(x: Any, **wrong: Any) -> Any:
         ({"num_experts": 0}, CollectiveError, "multiple of 3"),
         ({"num_experts": "6"}, CollectiveError, "multiple of 3"),
         ({"experts": np.full((6, 2), 6)}, CollectiveError, "expert 6 among experts"),
-        ({"experts": np.full((6, 2), -2)}, CollectiveError, "-1 is none"),
+        ({"experts": np.full((6, 2), -2)}, CollectiveError, "-1 stands for no expert"),
         ({"experts": np.zeros((6, 9), np.int32)}, CollectiveError, "1 to 8 choices"),
         ({"experts": np.zeros((6, 0), np.int32)}, CollectiveError, "1 to 8 choices"),
         ({"experts": np.zeros((5, 2), np.int32)}, CollectiveError, "experts .T, k."),

@@ -84,6 +84,60 @@ def test_kernels_serve_it() -> None:
     )
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["", "remat"])
+def test_on_gpus_each_turn_starts_what_the_next_needs(by_nccl: str, wrap: Any) -> None:
+    pc.reset_counts()
+    got = derived(wrap(ours), 4)
+    assert {(op, algorithm) for op, _, algorithm in pc.counts()} == {
+        ("all_gather", "copies"),
+        ("all_to_all", "copies"),
+    }
+    with pc.use_backend("xla"):
+        want = derived(by_scan, 4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
+def test_on_gpus_products_lie_between_a_start_and_its_done(by_nccl: str) -> None:
+    """In the program as it is lowered, by what needs what: in each loop, forward and backward."""
+    x, weights = arrays(4)
+    specs = P("x"), P(None, "x")
+    mapped = jax.shard_map(
+        jax.grad(lambda x, w: jnp.sum(ours(x, w) ** 2), argnums=(0, 1)),
+        mesh=harness.mesh(2),
+        in_specs=specs,
+        out_specs=specs,
+    )
+    closed = jax.make_jaxpr(mapped)(x, weights)
+    scans = [eqn for eqn in _equations(closed.jaxpr) if eqn.primitive.name == "scan"]
+    assert len(scans) == 2
+    for scan in scans:
+        eqns = [*_equations(scan.params["jaxpr"].jaxpr)]
+        names = [eqn.primitive.name for eqn in eqns]
+        starts = [i for i, name in enumerate(names) if name == "nccl_start"]
+        dones = [i for i, name in enumerate(names) if name == "nccl_done"]
+        products = [i for i, name in enumerate(names) if name == "dot_general"]
+        assert len(starts) == len(dones) and products
+        assert max(starts) < min(products) and max(products) < min(dones)
+        for start in starts:
+            needs_token = _descendants(eqns, set(eqns[start].outvars[-1:]))
+            assert set(products) <= needs_token, "no product can go before the start"
+        wanted = set(scan.params["jaxpr"].jaxpr.outvars)
+        for product in products:
+            after = _descendants(eqns, set(eqns[product].outvars))
+            if wanted & {v for i in after for v in eqns[i].outvars}:
+                assert set(dones) <= after, "no result is waited for before a product"
+
+
+def _descendants(eqns: list[Any], known: set[Any]) -> set[int]:
+    """The equations that need one of these values."""
+    found = set()
+    for i, eqn in enumerate(eqns):
+        if any(v in known for v in eqn.invars if not hasattr(v, "val")):
+            found.add(i)
+            known |= set(eqn.outvars)
+    return found
+
+
 def test_layers_of_several_in_a_turn() -> None:
     def unrolled(x: jax.Array, weights: Arrays) -> jax.Array:
         return pc.scan_gathered(layer, x, weights, "x", unroll=2)
@@ -130,4 +184,4 @@ def test_weights_without_layers_are_refused() -> None:
     def run(x: jax.Array) -> jax.Array:
         return pc.scan_gathered(layer, x, {"up": x, "down": x[:2]}, "x")
 
-    harness.fails(CollectiveError, "leading dimension, the layers.*stack layers", run)
+    harness.fails(CollectiveError, "leading dimension: the number of layers.*stack the layers", run)

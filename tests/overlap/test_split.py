@@ -1,6 +1,7 @@
 """Collectives in two halves: values, gradients, batching, order, on GPUs and over a host's wire."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 
 import harness
+import nccl_host
 import pallas_collectives as pc
-from pallas_collectives.backends import flights
+from pallas_collectives.backends import choice, flights, ordered
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.topology.groups import Group
 
@@ -26,24 +28,50 @@ FORMS = {
         (x, "x"),
         {"tiled": True, "scatter_dimension": 1, **o},
     ),
-    "all_to_all": lambda x, **o: ("all_to_all", (x, "x", 0, 1), o),
+    "psum_scatter stacked": lambda x, **o: ("psum_scatter", (x[:N], "x"), o),
+    "psum_scatter in order": lambda x, **o: (
+        "psum_scatter",
+        (x, "x"),
+        {"tiled": True, "scatter_dimension": -1, "precise": True, "order": "rank", **o},
+    ),
+    "psum": lambda x, **o: ("psum", (x, "x"), o),
+    "pmean": lambda x, **o: ("pmean", (x, "x"), o),
+    "all_to_all": lambda x, **o: ("all_to_all", (x, "x", 0, 1), {"tiled": True, **o}),
+    "all_to_all stacked": lambda x, **o: ("all_to_all", (x[:N], "x", 0, 1), o),
+    "pswapaxes": lambda x, **o: ("pswapaxes", (x[:N], "x", 0), o),
     "ppermute": lambda x, **o: ("ppermute", (x, "x", SHIFT), o),
     "ppermute in part": lambda x, **o: ("ppermute", (x, "x", SHIFT[:-1]), o),
+    "pshuffle": lambda x, **o: ("pshuffle", (x, "x", [s for s, _ in SHIFT][::-1]), o),
 }
+# What copy engines do not do: one call, where it is started.
+AT_ONCE = {
+    "pmax": lambda x, **o: ("pmax", (x, "x"), o),
+    "pmin": lambda x, **o: ("pmin", (x, "x"), o),
+    "pbroadcast": lambda x, **o: ("pbroadcast", (x, "x", 1), o),
+}
+EVERY = {**FORMS, **AT_ONCE}
 
 
 def split(form, x, **options):
     """The collective in two halves, with work between them."""
-    name, args, kwargs = FORMS[form](x, **options)
+    name, args, kwargs = EVERY[form](x, **options)
     started = getattr(pc, f"{name}_start")(*args, **kwargs)
     between = jnp.tanh(started.before(x))
     return started.done(after=between), between
 
 
 def whole(form, x):
-    name, args, kwargs = FORMS[form](x)
-    if name == "all_to_all":
-        kwargs["tiled"] = True
+    if form == "pbroadcast":  # lax has it on GPUs alone
+        return jax.lax.all_gather(x, "x")[1]
+    if form == "psum_scatter stacked":  # lax's batching of it fails
+        return jax.lax.psum_scatter(x[:N], "x", tiled=True)[0]
+    if form == "all_to_all stacked":  # lax's transpose of it fails
+        return jnp.moveaxis(jax.lax.pswapaxes(x[:N], "x", 0), 0, 1)
+    name, args, kwargs = EVERY[form](x)
+    for ours in ("order", "precise"):
+        kwargs.pop(ours, None)
+    if "scatter_dimension" in kwargs:  # JAX 0.10 takes no negative ones
+        kwargs["scatter_dimension"] %= x.ndim
     return getattr(jax.lax, name)(*args, **kwargs)
 
 
@@ -54,11 +82,13 @@ def on_devices(fn, x):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex64"])
 @pytest.mark.parametrize("form", FORMS)
 def test_values_are_laxs(by_nccl, form, dtype):
+    if form == "pmean" and dtype == "int8":
+        pytest.skip("a mean is a float")
     x = harness.random((N, 2 * N, 3 * N), dtype)
     got = on_devices(lambda x: split(form, x)[0], x)
     want = on_devices(functools.partial(whole, form), x)
     assert got.dtype == want.dtype
-    if "scatter" in form:  # lax adds in another order
+    if form.startswith(("psum", "pmean")):  # lax adds in another order
         bound = {"bfloat16": 4e-2}.get(dtype, 1e-5)
         np.testing.assert_allclose(got, want, rtol=bound, atol=bound)
     else:
@@ -84,10 +114,132 @@ def test_gradients_are_laxs(by_nccl, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_batched_values_are_laxs(by_nccl, form):
     x = harness.random((N, 2 * N, 3 * N, 5), "float32")
-    batched = functools.partial(jax.vmap, in_axes=2, out_axes=2)
+    batched = functools.partial(jax.vmap, in_axes=2, out_axes=-1)
     got = on_devices(batched(lambda x: split(form, x)[0]), x)
     want = on_devices(batched(functools.partial(whole, form)), x)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_sum_is_scattered_and_its_blocks_are_gathered_when_it_is_done(by_nccl, monkeypatch):
+    monkeypatch.setattr(ordered, "CALL_BYTES", 0)
+    x = harness.random((N, 3, 5), "float32")  # not a multiple of the devices
+
+    def both(collective, x):
+        return collective(x), jax.grad(lambda x: jnp.sum(jnp.sin(collective(x))))(x)
+
+    pc.reset_counts()
+    per = functools.partial(harness.per_device, on=harness.mesh(N))
+    got = per(functools.partial(both, lambda x: split("psum", x)[0]))(x)
+    if N > 2:
+        assert pc.counts()[("all_to_all", "nccl", "copies")]
+    want = per(functools.partial(both, lambda x: jax.lax.psum(x, "x")))(x)
+    for ours, lax in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, lax, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", AT_ONCE)
+def test_what_copy_engines_do_not_do_is_one_call_of_nccl(by_nccl, form):
+    x = harness.random((N, 2 * N, 3 * N), "float32")
+    pc.reset_counts()
+    got = on_devices(lambda x: split(form, x)[0], x)
+    np.testing.assert_array_equal(got, on_devices(functools.partial(whole, form), x))
+    assert set(pc.counts()) == {("all_reduce", "nccl", None)}
+
+
+def test_a_ragged_exchange_is_one_call(by_nccl):
+    x = harness.random((N, N, 4), "float32")
+
+    def exchange(module_call, x):
+        one = jnp.ones(N, jnp.int32)
+        numbers, mine = jnp.arange(N), jnp.full(N, jax.lax.axis_index("x"))
+        tables = [t.astype(jnp.int32) for t in (numbers, one, mine, one)]
+        return module_call(x, jnp.zeros_like(x), *tables, axis_name="x")
+
+    ours = functools.partial(exchange, lambda *a, **k: pc.ragged_all_to_all_start(*a, **k).done())
+    np.testing.assert_array_equal(on_devices(ours, x), np.swapaxes(x, 0, 1))
+
+
+def test_groups_and_several_axes(by_nccl):
+    if N < 4:
+        pytest.skip("needs four devices")
+    x = harness.random((N, 4, 6), "float32")
+    groups = [[0, 2], [3, 1]]
+    grouped = {
+        "all_gather": {"axis": 1, "tiled": True},
+        "psum_scatter": {"tiled": True},
+        "psum": {},
+    }
+    for name, options in grouped.items():
+        options = {**options, "axis_index_groups": groups}
+        run = functools.partial(harness.per_device, on=harness.mesh(N), check_vma=False)
+        got = run(lambda x, n=name, o=options: getattr(pc, f"{n}_start")(x, "x", **o).done())(x)
+        want = run(lambda x, n=name, o=options: getattr(jax.lax, n)(x, "x", **o))(x)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    on = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    run = functools.partial(harness.per_device, on=on)
+    started = run(lambda x: pc.all_gather_start(x, ("y", "x"), to="invarying").done())(x)
+    want = run(lambda x: jax.lax.all_gather(x, ("y", "x")))(x)
+    np.testing.assert_array_equal(started, want)
+
+
+def test_what_comes_may_be_typed_as_equal_everywhere(by_nccl):
+    x = harness.random((N, 3, 4), "float32")
+
+    def both(gather, x):
+        def scalar(x):
+            y = gather(x)
+            assert not jax.typeof(y).mat.varying
+            return jnp.sum(jnp.sin(y) * jnp.arange(y.size).reshape(y.shape))
+
+        return jax.grad(scalar)(x)
+
+    options = {"axis_name": "x", "tiled": True, "to": "invarying"}
+    pc.reset_counts()
+    got = on_devices(functools.partial(both, lambda x: pc.all_gather_start(x, **options).done()), x)
+    assert pc.counts() == {("all_gather", "nccl", "copies"): 1}, "each has the whole cotangent"
+    want = on_devices(functools.partial(both, functools.partial(pc.all_gather, **options)), x)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_started_collectives_can_be_checkpointed(by_nccl):
+    x = harness.random((N, 2 * N, 3 * N), "float32")
+
+    def gradient(wrap, form, x):
+        body = wrap(lambda x: split(form, jnp.sin(x))[0])
+        return jax.grad(lambda x: jnp.sum(body(x) ** 2))(x)
+
+    for form in ("all_gather", "psum_scatter"):
+        got, want = (
+            on_devices(functools.partial(gradient, wrap, form), x)
+            for wrap in (jax.checkpoint, lambda f: f)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_narrower_numbers_go_as_by_the_whole_collective():
+    x = harness.random((2, 16, 512), "float32")
+    for name, options in (("all_gather", {"tiled": True}), ("psum_scatter", {"tiled": True})):
+        got, want = (
+            harness.per_device(call, harness.mesh(2))(x)
+            for call in (
+                lambda x, n=name, o=options: getattr(pc, f"{n}_start")(
+                    x, "x", wire="bfloat16", **o
+                ).done(),
+                lambda x, n=name, o=options: getattr(pc, n)(x, "x", wire="bfloat16", **o),
+            )
+        )
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(TypeError, match="wires"):
+        harness.per_device(lambda x: pc.psum_start(x, "x", wires="int8").done(), harness.mesh(2))(x)
+
+
+def test_gpus_of_several_processes_have_it_at_once(monkeypatch):
+    """The copy engines of one process know no other's memory."""
+    nccl_host.serve(monkeypatch)
+    how = choice.How("nccl")
+    assert flights.serve(how)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not flights.serve(how)
 
 
 def test_several_are_under_way_at_once_and_in_loops(by_nccl):
@@ -132,12 +284,13 @@ def test_memory_that_xla_has_copied_is_an_error(by_nccl):
         on_devices(moved, x)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EVERY)
 def test_by_kernels_a_collective_is_one_call_where_it_starts(form):
     x = harness.random((N, 2 * N, 3 * N), "float32")
     pc.reset_counts()
     got = on_devices(lambda x: split(form, x)[0], x)
-    np.testing.assert_allclose(got, on_devices(functools.partial(whole, form), x), rtol=1e-5)
+    want = on_devices(functools.partial(whole, form), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert {backend for _, backend, _ in pc.counts()} == {"pallas"}
 
 
@@ -146,7 +299,11 @@ def test_bad_input_is_refused_as_by_the_whole_collective():
     for start in (
         lambda x: pc.all_gather_start(x, "x", axis=4),
         lambda x: pc.psum_scatter_start(x, "x", tiled=True, scatter_dimension=1),
+        lambda x: pc.all_to_all_start(x, "x", 0, 1, tiled=True),
         lambda x: pc.all_to_all_start(x, "x", 0, 1),
+        lambda x: pc.psum_start(x, "x", order="size"),
+        lambda x: pc.psum_scatter_start(x, "x", tiled=True, precise=1),
+        lambda x: pc.pbroadcast_start(x, "x", N),
         lambda x: pc.ppermute_start(x, "x", [(0, 1), (0, 2)]),
     ):
         with pytest.raises(CollectiveError):
@@ -208,3 +365,97 @@ def test_elements_that_share_bytes_go_as_by_the_whole_collective(by_nccl):
             want = on_devices(lambda x, form=form: whole(form, x).astype("int8"), x)
             np.testing.assert_array_equal(got, want)
     assert not any(algorithm == "copies" for _, _, algorithm in pc.counts())
+
+
+def test_a_program_has_one_text_whenever_it_is_traced(by_nccl):
+    """Processes share compiled programs by their text: a history of traces must not enter it."""
+    x = jax.ShapeDtypeStruct((N, 2 * N, 3 * N), "float32")
+
+    def text():
+        def program(x):
+            both = sum(split("all_gather", x + k)[0].sum() for k in range(2))
+            return jax.grad(lambda x: jnp.sum(split("psum_scatter", x)[0] * both))(x)
+
+        return harness.per_device(program, harness.mesh(N)).lower(x).as_text()
+
+    first = text()
+    between = harness.per_device(lambda x: [split(f, x)[0] for f in FORMS], harness.mesh(N))
+    between.lower(jax.ShapeDtypeStruct((N, 2 * N, 3 * N), "float32"))
+    assert text() == first
+    assert all(f"gather start {24 * N * N} {place} " in first for place in range(2))
+
+
+# On TPUs ------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+SERVED = {
+    ("all_gather_start", "v4"): "the core stops for it, where it is started .v4's SparseCores",
+    ("all_gather_start", "v5e"): "XLA runs all_gather beside compute",
+    ("all_gather_start", "v5p"): "a SparseCore runs it, beside compute",
+    ("all_gather_start", "v6e"): "a SparseCore runs it, beside compute",
+    ("all_gather_start", "7x"): "XLA runs all_gather beside compute",
+    ("all_to_all_start", "v6e"): "a SparseCore runs it, beside compute",
+    ("all_to_all_start", "7x"): "a SparseCore runs it, beside compute",
+    ("ppermute_start", "v4"): "XLA runs ppermute beside compute",
+    ("psum_start", "7x"): "XLA runs all_reduce beside compute",
+}
+
+
+@pytest.mark.parametrize("op, chip", SERVED)
+def test_explain_says_who_runs_what_is_started(op, chip):
+    said = pc.explain(op, 16 * MIB, devices=8, chip=chip)
+    assert re.match(SERVED[op, chip], said.why), said.why
+    assert said.algorithm.endswith(":sc") == ("SparseCore runs" in said.why)
+    short = pc.explain(op, 4096, devices=8, chip=chip)
+    assert not short.algorithm.endswith(":sc")
+    whole = pc.explain(op.removesuffix("_start"), 16 * MIB, devices=8, chip=chip)
+    assert not whole.algorithm.endswith(":sc") and whole.algorithm != "lax's own"
+
+
+@pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e", "7x"])
+def test_compiled_it_is_beside_products_where_anything_can_run_it_there(generation):
+    pytest.importorskip("libtpu")
+
+    def program(x):
+        started = pc.all_gather_start(x, "x", tiled=True)
+        w = jnp.ones((1024, 1024), x.dtype)
+        between = jnp.tanh(jnp.tanh(x[:1024] @ w) @ w)
+        return started.done(after=between)[:1024] + between
+
+    pc.reset_counts()
+    topology = harness.GENERATIONS[generation]
+    text = harness.compile_for_tpu(program, topology, (4096, 1024), sizes=(4, 2)).text
+    ((_, backend, algorithm),) = pc.counts()
+    on_sparsecore = "call-start" in text and 'async_execution_thread="sparsecore"' in text
+    match generation:
+        case "v4":
+            assert backend == "pallas" and not algorithm.endswith(":sc")
+        case "v5e":
+            assert backend == "xla"
+        case "7x":
+            assert backend == "xla" and on_sparsecore
+        case _:
+            assert algorithm.endswith(":sc") and on_sparsecore
+
+
+def test_jaxs_own_started_scatter_is_ours_within_override_lax():
+    if not hasattr(jax.lax, "psum_scatter_start"):
+        pytest.skip("JAX has it from 0.12 on")
+    of_lax = jax.lax.psum_scatter_start
+    x = harness.random((2, 16, 128), "float32")
+
+    def loss(x):
+        started = jax.lax.psum_scatter_start(x, "x", tiled=True)
+        return jnp.sum(started.done() ** 2)
+
+    pc.reset_counts()
+    with pc.override_lax():
+        got = np.asarray(harness.per_device(jax.grad(loss), harness.mesh(2))(x))
+    assert {(op, backend) for op, backend, _ in pc.counts()} == {
+        ("reduce_scatter", "pallas"),
+        ("all_gather", "pallas"),
+    }
+    np.testing.assert_allclose(got[0], 2 * x.sum(0), rtol=1e-6)
+    assert jax.lax.psum_scatter_start is of_lax
+    with pc.override_lax(keep=["psum_scatter_start"]), pytest.raises(Exception):  # noqa: B017
+        harness.per_device(jax.grad(loss), harness.mesh(2)).lower(x)

@@ -1,5 +1,6 @@
 """The judge's verdicts on kernels, sound and faulty; on small ones against all schedules."""
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -11,19 +12,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import harness
-import judged_kernels
+import judged
 import program_mutants
 import replay_kernels
 import schedules
-from judged_features import ALL as CASES
-from judged_kernels import Case
+from judged import Case
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.replay.jaxprs import UnsupportedEquation
 from pallas_collectives.replay.trace_program import trace
 
+CASES = judged.cases()
 _ROWS = [pytest.param(c, n, id=f"{c.name}-{n}") for c in CASES for n in c.devices]
-_SMALL = [
-    pytest.param(c, id=c.name) for c in CASES if c.searched and not c.finds & {"bounds", "memory"}
+_SEARCHED = [
+    pytest.param(c, n, id=f"{c.name}-{n}")
+    for c in CASES
+    for n in c.devices
+    if n <= 4 and not c.finds & {"bounds", "memory"}
 ]
 
 
@@ -64,10 +68,20 @@ def test_there_are_enough_of_either_kind() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("case", _SMALL)
-def test_verdicts_are_what_all_schedules_show(case: Case) -> None:
-    outcome = schedules.search(_program(case.name, min(case.devices)), limit=50_000)
+@pytest.mark.parametrize(("case", "n"), _SEARCHED)
+def test_verdicts_are_what_all_schedules_show(case: Case, n: int) -> None:
+    outcome = schedules.search(_program(case.name, n))
     assert program_mutants.shown(outcome) == case.finds & program_mutants.SEARCHED
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [("ring ", 2), ("ring no_wait", 2), ("shift once", 2), ("counts, one left", 2), ("uneven", 2)],
+)
+def test_schedules_that_are_left_out_show_nothing_else(name: str, n: int) -> None:
+    program = _program(name, n)
+    few, all_of_them = (schedules.search(program, reduced=r) for r in (True, False))
+    assert dataclasses.replace(few, states=0) == dataclasses.replace(all_of_them, states=0)
 
 
 @pytest.mark.parametrize("name", program_mutants.kernels())
@@ -154,7 +168,7 @@ def test_what_cannot_be_judged_names_primitive_and_line() -> None:
         def kernel(x_ref: Any, o_ref: Any, done: Any) -> None:
             pltpu.make_async_copy(x_ref, o_ref, done).start()
 
-        return judged_kernels.launch(kernel, x, replay_kernels.REGULAR)
+        return judged.launch(kernel, x, replay_kernels.REGULAR)
 
     machine = Machine.named("v5p:2x1x1")
     x = jax.ShapeDtypeStruct((16, 128), jnp.float32)

@@ -17,7 +17,7 @@ import pallas_collectives
 import replay_kernels as kernels
 from benchmarks.cases import CASES, Case
 from pallas_collectives.catalogue import ALGORITHMS
-from pallas_collectives.replay import jaxprs
+from pallas_collectives.replay import operations
 from pallas_collectives.replay.machine import GENERATIONS
 from pallas_collectives.replay.program import Program, Signal, Start, Wait, at
 from pallas_collectives.replay.trace_program import trace
@@ -76,7 +76,7 @@ def _same(calls: list[Any], program: Program, device: int) -> int:
         same_thing("buffer", buffer_id, ours.buffer.id, ours.buffer.name)
         view = ours.buffer.view()
         for transform in transforms:
-            decoded = jaxprs._transform(jax.tree.map(int, transform))
+            decoded = operations._transform(jax.tree.map(int, transform))
             view = view.transformed(decoded, lambda item: item)
         assert _extent(view, 0) == _extent(ours, position)
 

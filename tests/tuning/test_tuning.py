@@ -45,7 +45,7 @@ def test_small_messages_go_in_few_hops_and_large_ones_over_few_links() -> None:
     block=st.integers(1, 1 << 32),
     n=st.integers(2, 512),
     chip=st.sampled_from([*chips.BY_NAME.values(), chips.SIMULATED]),
-    torus=st.sampled_from([None, *tables.TORI, "2x2x2 grid", "8x16 cylinder", "4x4x2x2 torus"]),
+    torus=st.sampled_from([None, *tables.ONE_AXIS, "2x2x2 grid", "8x16 cylinder", "4x4x2x2 torus"]),
 )
 @settings(max_examples=100, deadline=None)
 def test_the_fastest_that_is_allowed_is_chosen_everywhere(
@@ -53,7 +53,7 @@ def test_the_fastest_that_is_allowed_is_chosen_everywhere(
 ) -> None:
     reach = reachable(op, n, chip, torus)
     longest = {"all_reduce": 64, "all_to_all": 32}.get(op, n)
-    if n > longest and not chip.far_dma and not reach:
+    if n > longest and not chip.reaches_all and not reach:
         return  # no kernel sums or exchanges on so long a line: lax serves
     predicted = choice.predict(op, block, n, chip, reach, torus)
     best = fastest(op, block, n, chip, reach, torus)
@@ -139,9 +139,12 @@ def test_what_was_not_measured_is_modelled(tmp_path: Path, changes: dict[str, An
         assert served() == {"direct"}
 
 
-def test_a_table_of_another_jax_is_not_used(tmp_path: Path) -> None:
-    with choice.use_table(written(tmp_path / "table.json", slow_direct(), jax="0.0.1")):
-        assert served() == {"direct"}
+def test_a_table_of_another_jax_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with (
+        choice.use_table(written(tmp_path / "table.json", slow_direct(), jax="0.0.1")),
+        pytest.raises(TableError, match=r"with JAX 0\.0\.1.*measure anew with `python -m bench"),
+    ):
+        served()
 
 
 def test_a_bad_table_in_the_environment_is_refused_while_tracing(

@@ -104,7 +104,7 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
             assert not entries
             continue
         groups = set(tune.groups(chip.name))
-        by_jumps = op == "all_to_all" and not chip.far_dma  # else they gain nothing
+        by_jumps = op == "all_to_all" and not chip.reaches_all  # else they gain nothing
         if op == "ppermute" or (op == "all_to_all" and not by_jumps):
             groups = {(torus, n) for torus, n in groups if n <= 16}
         groups = {  # of more than 16 devices times are of all axes at once, where the chip can

@@ -26,6 +26,8 @@ def test_a_sound_kernel_is_sound_on_every_mesh_and_schedule() -> None:
     text = str(verdict)
     assert "8 devices, x=8 on v5p:2x2x2  SOUND; modelled" in text and "busiest link" in text
     assert verify.assert_sound(kernels.sound_gather, X, mesh={"x": 4}).ok
+    one = verify.assert_sound(kernels.sound_gather, X, devices=1)
+    assert "1 device, x=1 on v5p:1x1x1  SOUND" in str(one)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,11 @@ def test_what_the_replay_does_not_know_is_named_with_its_line(
     [
         ({"devices": (0,)}, "above 0"),
         ({"devices": (2,), "mesh": {"x": 2, "y": 2}}, "one axis"),
+        ({"devices": 0}, "above 0"),
+        ({"devices": ("8",)}, "above 0"),
+        ({"mesh": {"x": 0}}, "sizes above 0"),
+        ({"mesh": ["x"]}, "sizes above 0"),
+        ({"devices": 4, "axis_names": ("x", "x")}, "different identifiers"),
         ({"machine": "v9:2x2"}, "v5p:4x4x4"),
         ({"machine": "v5p:2x2x1", "devices": (8,)}, "it has 4"),
         ({"devices": (2,), "compile": ("v9",)}, "name some of"),

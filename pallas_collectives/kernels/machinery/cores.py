@@ -1,12 +1,12 @@
-"""Kernels on a mesh of cores: both TensorCores of a device, or a SparseCore's scalar subcore.
+"""Kernels on both TensorCores of a device.
 
-Each core runs the same body. Operands, results and buffers are in HBM, which all of them share;
-semaphores and other scratch are each core's own. A copy or a signal to another device goes to the
-core of the same number there (`sync`): so the cores of a number form a ring of their own, and
-those of a device need not wait for each other.
+Each core runs the same body. Operands, results and buffers are in HBM, which they share; semaphores
+and other scratch are each core's own. A copy or a signal to another device goes to the core of the
+same number there (`sync`): so the cores of a number form a ring of their own, and those of a device
+need not wait for each other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,28 +19,20 @@ from pallas_collectives import _compat
 TENSORCORES = "tensorcores"
 
 
-def tensorcores(count: int) -> Any:
-    """The mesh of a device's TensorCores."""
-    return _compat.tensorcore_mesh(TENSORCORES, count)
-
-
 def kernel(
-    mesh: Any,
+    count: int,
     body: Callable[..., None],
     results: tuple[list[Any], list[Any]],
     scratch: Any,
-    aliases: Mapping[int, int],
     **options: Any,
 ) -> Callable[..., Any]:
-    """A `pl.pallas_call` of such a body as `launch` makes, for the cores of a mesh.
+    """A `pl.pallas_call` of such a body as `launch` makes, for so many TensorCores.
 
     Args:
-      mesh: `tensorcores`, or `sparsecore.mesh`.
+      count: of cores.
       body: takes refs to (tables, scalars, operands, results, buffers, *scratch).
       results: types of results and of buffers.
       scratch: what to allocate.
-      aliases: operand number -> result number: the result begins as a copy of the operand. One core
-        alone can make it.
       **options: of `pl.kernel`.
 
     Returns:
@@ -54,15 +46,13 @@ def kernel(
             buffer_refs, table_refs, *own = rest
             for source, target in zip(sources, table_refs, strict=True):
                 pltpu.sync_copy(source, target)
-            for k, result in aliases.items():
-                pltpu.sync_copy(operand_refs[k], result_refs[result])
             of_tables, of_scalars = table_refs[: len(tables)], table_refs[len(tables) :]
             body(of_tables, of_scalars, operand_refs, result_refs, buffer_refs, *own)
 
         launched = pl.kernel(
             on_core,
             out_type=results,
-            mesh=mesh,
+            mesh=_compat.tensorcore_mesh(TENSORCORES, count),
             scratch_types=([pltpu.SMEM(x.shape, x.dtype) for x in read], *scratch),
             **options,
         )

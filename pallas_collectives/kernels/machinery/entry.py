@@ -78,7 +78,7 @@ from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.groups import Group, Ring
 
-# A barrier among all devices that a group's axes join, before the kernel, which has none.
+# A barrier among all devices that a group's axes join, before the kernel; its own is left out.
 WIDE = "wide"
 # Where ids begin: of the TensorCore's kernels and of a SparseCore's, compiled and simulated.
 # Interpret mode's are below 1 << 15, and its kernels count their own from 2000 on.

@@ -14,6 +14,7 @@ agree at every wait, with a signal each, which this does not count. So one core 
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ def call_many(
     name: str,
     interpret: Interpret,
     vmem: bool = False,
+    sharing: int = 0,
     wire_bytes: int = 0,
     flops: int = 0,
     pipeline_bytes: int = 0,
@@ -88,6 +90,7 @@ def call_many(
       interpret: False to compile, or `pltpu.InterpretParams`.
       vmem: operands, results and buffers are in VMEM for the duration of the call, not in HBM.
         Operands are on their way there while the barrier waits for others.
+      sharing: how many vector subcores of a SparseCore share the work; see `sparsecore.kernel`.
       wire_bytes: bytes each device sends, for XLA's scheduler.
       flops: what each device computes, likewise.
       pipeline_bytes: VMEM of the pipelines within the kernel, beside `scratch`.
@@ -99,7 +102,7 @@ def call_many(
     Raises:
       CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
       VmemError: what is to be in VMEM does not fit the chip's.
-      EngineError: a SparseCore is wanted (`sparsecore`) and there is none, or the kernel uses VMEM.
+      EngineError: no SparseCore can run it (`sparsecore`), though one is wanted.
     """
     if _left_out.get():
         return tuple(jnp.zeros(result.shape, result.dtype) for result in out_shapes)
@@ -148,13 +151,16 @@ def call_many(
             )
             arrived = here.bring(operand_refs, aliases) if here else lambda: None
             prepared = prepare(*given) if prepare else lambda: None
-            entered.enter(rings, scalar_refs, table_refs, entry_refs)
+            wait_for_all = functools.partial(
+                entered.enter, rings, scalar_refs, table_refs, entry_refs
+            )
+            sparsecore.enter(wait_for_all, sharing)
             arrived()
             prepared()
             kernel(*given)
             if here:
                 here.take_back(result_refs)
-            entered.leave(table_refs, entry_refs)
+            sparsecore.on_first(lambda: entered.leave(table_refs, entry_refs), sharing)
 
     # The compiler keeps operands of the matrix unit besides: a quarter more than the tiles.
     in_vmem = filter(_is_vmem, jax.tree.leaves(allocated))
@@ -170,13 +176,13 @@ def call_many(
     }
     if sparsecore.is_wanted():
         sparsecore.check(name, chips.current(), adds=vmem_bytes > 0)
-        shapes: Any = (list(out_shapes), buffers)  # XLA keeps those of such calls in HBM
-        compiled = divided.kernel(sparsecore.mesh(), body, shapes, allocated, aliases, **options)
+        compiled = sparsecore.kernel(
+            body, (list(out_shapes), buffers), allocated, aliases, sharing, **options
+        )
     elif cores > 1:
         assert not aliases, "a result that begins as an operand is one core's to make"
-        shapes = (spaces.results(out_shapes), spaces.results(buffers))
-        on = divided.tensorcores(cores)
-        compiled = divided.kernel(on, body, shapes, allocated, aliases, **options)
+        shapes: Any = (spaces.results(out_shapes), spaces.results(buffers))
+        compiled = divided.kernel(cores, body, shapes, allocated, **options)
     else:
         smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
         first = len(tables) + len(scalars)  # operand
@@ -201,7 +207,10 @@ def call_many(
         axis_names=frozenset(),
         check_vma=False,
     )
-    results, _ = unchecked(tables, list(scalars), list(operands))
+    read = jax.tree.map(
+        sparsecore.whole_registers if sharing else lambda x: x, (tables, [*scalars])
+    )
+    results, _ = unchecked(*read, list(operands))
     return tuple(results)
 
 

@@ -26,7 +26,7 @@ from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
-from pallas_collectives.topology import rates
+from pallas_collectives.topology.chips import Chip
 
 # The compiler unrolls a product of tiles: 2^30 multiplications take it about two seconds. Deeper
 # tiles are multiplied in a loop.
@@ -95,7 +95,7 @@ def accumulator_dtype(dtype: DType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tiles(problem: Problem, vmem_bytes: int, chip: str, cores: int = 1) -> Tiles | None:
+def choose_tiles(problem: Problem, vmem_bytes: int, chip: Chip, cores: int = 1) -> Tiles | None:
     """The tiles with which a product takes least time, or None if none fits `vmem_bytes`.
 
     `cores`: of a device, how many multiply at a time.
@@ -147,12 +147,12 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
     )
 
 
-def seconds(problem: Problem, tiles: Tiles, chip: str, cores: int = 1) -> float:
+def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float:
     """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM.
 
     `cores`: so many have such a product at a time, and share HBM.
     """
-    p, t, chip_rates = problem, tiles, rates.of_chip(chip)
+    p, t = problem, tiles
     down, across = -(-p.rows // t.rows), -(-p.columns // t.columns)
     steps = p.batch * down * across * (p.depth // t.depth)
     flops = 2 * steps * t.rows * t.depth * t.columns
@@ -163,8 +163,8 @@ def seconds(problem: Problem, tiles: Tiles, chip: str, cores: int = 1) -> float:
         + weights * p.w_dtype.itemsize
         + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
     )
-    core = flops / (chip_rates.matrix_rate / chip_rates.cores)
-    hbm = chip_rates.hbm_bandwidth * _HBM_SHARE / cores
+    core = flops / (chip.matrix_rate / chip.cores)
+    hbm = chip.hbm_bandwidth * _HBM_SHARE / cores
     tile_of_x = t.rows * t.depth * p.x_dtype.itemsize
     tile_of_w = 0 if t.keep == "all" else t.columns * p.w_dtype.itemsize
     tile_of_w *= p.depth if t.keep == "panel" else t.depth

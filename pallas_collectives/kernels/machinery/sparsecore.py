@@ -8,23 +8,38 @@ thread "sparsecore"), and moves what does not need the result in between.
 What differs from a launch on the TensorCore:
 
 * operands are in HBM alone, so tables are copied to the core's scalar memory first;
-* there is no VMEM that a scalar subcore can use, so nothing is added there;
+* there is no VMEM that a scalar subcore can use, so nothing is added there, but by the sixteen
+  vector subcores: each runs the kernel of the ring or line on its share of every block, with slots
+  and semaphores of its own, and adds in its own memory (`machinery.combine`). The first of them
+  runs the entry barrier for all;
 * a result that begins with an operand's contents is a copy of it, made before the barrier: another
   device may write over it as soon as we have signalled that we are here.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
+from pallas_collectives.annotations import Interpret
 from pallas_collectives.errors import EngineError
+from pallas_collectives.kernels.machinery.blocks import LANES as TILE_LANES
+from pallas_collectives.kernels.machinery.blocks import sublanes
 from pallas_collectives.topology.chips import Chip
 
 # The name of a SparseCore among a device's, an axis of size 1 within kernels.
 _CORES = "sparsecores"
+_SUBCORES = "subcores"  # the vector subcores of one
+
+LANES = 16  # numbers of 32 bits in a vector subcore's register
 
 _wanted = contextvars.ContextVar("on_sparsecore", default=False)
 
@@ -44,20 +59,145 @@ def is_wanted() -> bool:
     return _wanted.get()
 
 
+def shares(interpret: Interpret) -> int:
+    """How many vector subcores share a sum: those of one SparseCore.
+
+    Simulated it is one, as the interpreter has no barrier among subcores.
+    """
+    return 1 if interpret else plsc.get_sparse_core_info().num_subcores
+
+
+def cut(x: jax.Array, axis: int, n: int, sharing: int) -> jax.Array:
+    """n blocks along `axis` as (n, sharing, rows, columns): each subcore's share of each.
+
+    As they lie, where shares are whole tiles; else in one pass, padded with zeros.
+    """
+    blocks = x.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
+    blocks = jnp.moveaxis(blocks, axis, 0)
+    rows, whole = blocks.shape[-2], sublanes(x.dtype)
+    if blocks.shape[-1] % TILE_LANES == 0 and rows % whole == 0:
+        rows *= math.prod(blocks.shape[1:-2])
+        if rows % (sharing * whole) == 0:
+            return blocks.reshape(n, sharing, rows // sharing, blocks.shape[-1])
+    flat = blocks.reshape(n, -1)
+    padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (sharing * whole * TILE_LANES))))
+    return padded.reshape(n, sharing, -1, TILE_LANES)
+
+
+def on_first(action: Callable[[], None], sharing: int) -> None:
+    """Has the first of so many subcores do something."""
+    if sharing > 1:
+        pl.when(lax.axis_index(_SUBCORES) == 0)(action)
+    else:
+        action()
+
+
+def enter(barrier: Callable[[], None], sharing: int) -> None:
+    """Runs an entry barrier on the first of so many subcores.
+
+    All of this device's have entered by then, for others write to each of them once it has
+    signalled; and all wait for it.
+    """
+    if sharing > 1:
+        plsc.subcore_barrier()
+    on_first(barrier, sharing)
+    if sharing > 1:
+        plsc.subcore_barrier()
+
+
 def check(what: str, chip: Chip, *, adds: bool) -> None:
     """Refuses what no SparseCore can run.
 
     Raises:
-      EngineError: the chip has none that Pallas reaches, or sums are wanted of it.
+      EngineError: Pallas reaches no SparseCore of the chip, or the kernel adds what none adds.
     """
     remedy = "leave ':sc' out: the TensorCore then runs it"
     if chip.no_sparsecore:
         raise EngineError(f"{what} on a SparseCore", f"{chip.name}: {chip.no_sparsecore}", remedy)
     if adds:
-        rule = "it adds, and a SparseCore's scalar subcore has no vector memory to add in"
+        rule = (
+            "it adds, which a SparseCore's vector subcores do for rings and lines of shares alone"
+        )
         raise EngineError(f"{what} on a SparseCore", rule, remedy)
 
 
-def mesh() -> Any:
-    """The scalar subcore of one SparseCore, for `cores.kernel`."""
-    return plsc.ScalarSubcoreMesh(axis_name=_CORES, num_cores=1)
+def whole_registers(table: jax.Array) -> jax.Array:
+    """A table for scalar memory of a vector subcore, which reads register by register."""
+    return jnp.pad(table, (0, -table.size % LANES))
+
+
+def _by_registers(source: Any, target: Any) -> None:
+    """Copies a table to scalar memory, whither a vector subcore can copy nothing."""
+
+    def through(tile: Any) -> None:
+        pltpu.sync_copy(source, tile)
+
+        def some(turn: Any, _: None) -> None:
+            start = turn * LANES
+            register = tile[pl.ds(start, LANES)]
+            for k in range(LANES):
+                target[start + k] = register[k]
+
+        lax.fori_loop(0, target.size // LANES, some, None)
+
+    pl.run_scoped(through, pltpu.VMEM(target.shape, target.dtype))
+
+
+def kernel(
+    body: Callable[..., None],
+    results: tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]],
+    scratch: Any,
+    aliases: Mapping[int, int],
+    sharing: int,
+    **options: Any,
+) -> Callable[..., Any]:
+    """A `pl.pallas_call` of such a body as `launch` makes, for a SparseCore.
+
+    Args:
+      body: takes refs to (tables, scalars, operands, results, buffers, *scratch).
+      results: shapes of results and of buffers; XLA keeps those of such calls in HBM.
+      scratch: what to allocate.
+      aliases: operand number -> result number: the result begins as a copy of the operand.
+      sharing: so many vector subcores run it, each with its part of operands and results, number
+        [:, i], and of buffers, [i]; 0 for the scalar subcore.
+      **options: of `pl.kernel`.
+
+    Returns:
+      Takes lists of tables, scalars and operands; gives lists of results and of buffers.
+    """
+
+    def run(tables: Sequence[Any], scalars: Sequence[Any], operands: Sequence[Any]) -> Any:
+        read = [*tables, *scalars]
+
+        def on_core(sources: Any, operand_refs: Any, result_refs: Any, *rest: Any) -> None:
+            buffer_refs, table_refs, *own = rest
+            for source, target in zip(sources, table_refs, strict=True):
+                (_by_registers if sharing else pltpu.sync_copy)(source, target)
+            for k, result in aliases.items():
+                pltpu.sync_copy(operand_refs[k], result_refs[result])
+            if sharing:
+                i = lax.axis_index(_SUBCORES)
+                operand_refs = [ref.at[:, i] for ref in operand_refs]
+                result_refs = [ref.at[:, i] for ref in result_refs]
+                buffer_refs = [ref.at[i] for ref in buffer_refs]
+            of_tables, of_scalars = table_refs[: len(tables)], table_refs[len(tables) :]
+            body(of_tables, of_scalars, operand_refs, result_refs, buffer_refs, *own)
+
+        mesh: Any = plsc.ScalarSubcoreMesh(axis_name=_CORES, num_cores=1)
+        if sharing:
+            mesh = plsc.VectorSubcoreMesh(
+                core_axis_name=_CORES,
+                subcore_axis_name=_SUBCORES,
+                num_cores=1,
+                num_subcores=sharing,
+            )
+        launched = pl.kernel(
+            on_core,
+            out_type=results,
+            mesh=mesh,
+            scratch_types=([pltpu.SMEM(x.shape, x.dtype) for x in read], *scratch),
+            **options,
+        )
+        return launched(read, list(operands))
+
+    return run

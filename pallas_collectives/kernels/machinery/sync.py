@@ -173,7 +173,7 @@ def signal_all(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
 
 
 def partners(ring: Ring, partners_ref: Ref) -> tuple[jax.Array, jax.Array]:
-    """The positions of our target and our source; negative if we have none but ourselves.
+    """The positions of our target and our source; negative if that is ourselves alone.
 
     `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
     """

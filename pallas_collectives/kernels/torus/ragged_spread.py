@@ -131,14 +131,14 @@ def spread(
 def _read(ways: int) -> tuple[str, ...]:
     """The tables that are read: those of ways where there are any. No kernel takes what it ignores.
 
-    XLA may treat an operand that is not read as none at all (jax#39744).
+    XLA may leave out an operand that is not read (jax#39744).
     """
     of_ways = ("spots", "hosts", "on_rows", "on_spots", "on_places", "on_peers")
     return tuple(name for name in Tables._fields if ways or name not in of_ways)
 
 
 def _rings(group: Group) -> list[np.ndarray]:
-    """For each axis of the torus (rings, size): the positions along it; one axis if it has none."""
+    """For each axis of the torus (rings, size): the positions along it; without axes, one ring."""
     numbers = np.arange(group.size).reshape(group.sizes if group.index_groups is None else -1)
     found = []
     for axis in group.torus:

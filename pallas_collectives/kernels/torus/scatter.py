@@ -29,7 +29,7 @@ SLOTS = 3
 
 
 def _window(plan: Plan, bundle: Bundle, phase: int) -> int:
-    """How many slots a channel has; where no hop follows the first, none is sent on from."""
+    """How many slots a channel has; nothing is sent on from them if one hop is all."""
     return min(SLOTS, plan.sizes[bundle.order[phase]])
 
 

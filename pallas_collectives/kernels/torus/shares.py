@@ -18,7 +18,7 @@ links and are an axis of their own, through which all parts go last. A reduction
 backwards. When each hop has its turn is `timetable`'s matter.
 
 The algorithm: N. Jain and Y. Sabharwal, Optimal bucket algorithms for large MPI collectives on
-torus interconnects, ICS 2010; XLA's own all-reduce goes round its tori alike.
+torus interconnects, ICS 2010; XLA's own all-reduce goes round a torus alike.
 """
 
 import dataclasses

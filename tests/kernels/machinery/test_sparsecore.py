@@ -16,15 +16,16 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import catalogue
 from pallas_collectives.errors import EngineError
-from pallas_collectives.kernels.machinery import entry, sync
+from pallas_collectives.kernels.machinery import channel, combine, entry, sync
 from pallas_collectives.replay import Machine, replay
 
-MOVES = [
-    (op, algorithm.name)
+EVERY = [
+    (op, algorithm.name, record.example.adds and not algorithm.by_subcores)
     for op, record in catalogue.COLLECTIVES.items()
     for algorithm in record.algorithms
-    if not record.example.adds
 ]
+SERVED = [(op, name) for op, name, refused in EVERY if not refused]
+SUMS = [(op, name) for op, name in SERVED if catalogue.COLLECTIVES[op].example.adds]
 GENERATIONS = {name: harness.GENERATIONS[name] for name in ("v5p", "v6e", "7x")}
 NONE_THERE = {"v4": "v4: Pallas does not reach", "v5e": "v5e: it has none"}
 
@@ -42,7 +43,7 @@ def compiled(op: str, algorithm: str, topology: str) -> harness.Compiled:
 # Simulated ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op, algorithm", MOVES)
+@pytest.mark.parametrize("op, algorithm", SERVED)
 def test_the_same_kernel_gives_what_it_gives_on_the_tensorcore(op: str, algorithm: str) -> None:
     example = catalogue.COLLECTIVES[op].example
     x = harness.random((4, *example.operand(4, 16)), "float32")
@@ -60,6 +61,29 @@ def test_a_result_begins_with_its_operand() -> None:
     run = harness.per_device(functools.partial(fn, algorithm="everyone:sc"), harness.mesh(4))
     zeros = np.zeros_like(x[0])
     np.testing.assert_array_equal(run(x), np.stack([zeros, x[0], zeros, x[1]]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int16", "uint32", "complex64"])
+def test_subcores_add_any_dtype_and_shape_as_the_tensorcore_does(dtype: str) -> None:
+    """Also blocks of odd sizes, which are padded, along any axis."""
+    x = harness.random((3, 5, 21), dtype)
+    fn = functools.partial(pc.psum_scatter, axis_name="x", scatter_dimension=1, tiled=True)
+    there, here = (
+        harness.per_device(functools.partial(fn, algorithm=f"unidirectional{engine}"), mesh)(x)
+        for mesh in [harness.mesh(3)]
+        for engine in (":sc", ":hbm")
+    )
+    np.testing.assert_array_equal(there, here)
+
+
+def test_auto_is_an_algorithm_that_subcores_run() -> None:
+    x = harness.random((2, 16, 128), "float32")
+    pc.reset_counts()
+    for fn in (functools.partial(pc.psum_scatter, tiled=True), pc.psum):
+        harness.per_device(lambda x, fn=fn: fn(x, "x", algorithm="auto:sc"), harness.mesh(2))(x)
+    served = {op: str(algorithm) for op, _, algorithm in pc.counts()}
+    assert all((op, name.removesuffix(":sc")) in SUMS for op, name in served.items())
+    assert len(served) == 2
 
 
 def test_gathers_gradient_is_the_tensorcores_scatter() -> None:
@@ -100,11 +124,52 @@ def test_a_fault_is_caught(
     assert caught()
 
 
+def adds_nothing(op: str, out: Any, terms: Any) -> None:
+    pltpu.sync_copy(terms[0], out)
+
+
+def slots_freed_early(self: Any, number: Any) -> None:
+    RELEASE(self, number + 1)
+
+
+RELEASE = channel.Channel.release
+
+
+@pytest.mark.parametrize(
+    "mode, owner, name, fault",
+    [
+        ("eager", sync, "enter", no_barrier),
+        ("on_wait", sync, "wait", lambda *_, **__: None),
+        ("eager", combine, "_on_a_subcore", adds_nothing),
+        ("on_wait", channel.Channel, "release", slots_freed_early),
+    ],
+    ids=["no barrier", "no wait", "nothing added", "slots freed early"],
+)
+def test_a_fault_in_a_sum_is_caught(
+    mode: str, owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 6 if name == "release" else 3  # slots serve again
+    x = harness.random((n, 8 * n, 128), "float32")
+
+    def caught() -> bool:
+        def scatter(x: jax.Array) -> jax.Array:
+            held = harness.delayed(x, 1)
+            return pc.psum_scatter(held, "x", tiled=True, algorithm="unidirectional:sc")
+
+        run = harness.per_device(scatter, harness.mesh(n), check_vma=False)
+        with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
+            return harness.caught(lambda: run(x), x.sum(0).reshape(n, 8, 128))
+
+    assert not caught()
+    monkeypatch.setattr(owner, name, fault)
+    assert caught()
+
+
 # Compiled -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("op, algorithm", MOVES)
+@pytest.mark.parametrize("op, algorithm", SERVED)
 def test_compiles_to_an_asynchronous_call(op: str, algorithm: str, generation: str) -> None:
     pytest.importorskip("libtpu")
     text = compiled(op, f"{algorithm}:sc", GENERATIONS[generation]).text
@@ -152,6 +217,21 @@ def test_ids_of_the_two_engines_never_meet() -> None:
     assert all(number < 1 << 15 for (_, simulated, _), number in ids.items() if simulated)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_narrow_sums_and_groups_compile(generation: str, dtype: str) -> None:
+    pytest.importorskip("libtpu")
+
+    def program(x: jax.Array) -> Any:
+        groups: Any = [[0, 2], [3, 1]]
+        how: Any = {"tiled": True, "algorithm": "unidirectional:sc", "backend": "pallas"}
+        return pc.psum_scatter(x, "x", axis_index_groups=groups, **how)
+
+    shape, topology = (4096, 512), GENERATIONS[generation]
+    text = harness.compile_for_tpu(program, topology, shape, dtype=dtype, sizes=(4, 2)).text
+    assert 'async_execution_thread="sparsecore"' in text
+
+
 # Refused ------------------------------------------------------------------------------------------
 
 
@@ -162,22 +242,30 @@ def test_a_chip_without_one_is_refused_by_name(generation: str) -> None:
         compiled("all_gather", "direct:sc", harness.GENERATIONS[generation])
 
 
-@pytest.mark.parametrize("op", [op for op, r in catalogue.COLLECTIVES.items() if r.example.adds])
-def test_sums_are_refused(op: str) -> None:
-    message = "it adds, and a SparseCore.*leave ':sc' out"
-    harness.fails(EngineError, message, lambda x: call_of(op, "auto:sc")(x))
+@pytest.mark.parametrize("op, algorithm", [row[:2] for row in EVERY if row[2]])
+def test_sums_but_rings_and_lines_are_refused(op: str, algorithm: str) -> None:
+    message = "it adds, which a SparseCore.*leave ':sc' out"
+    harness.fails(EngineError, message, lambda x: call_of(op, f"{algorithm}:sc")(x))
+
+
+def test_sums_in_order_are_refused() -> None:
+    call = functools.partial(pc.psum, axis_name="x", order="rank", algorithm="auto:sc")
+    harness.fails(EngineError, "it adds", lambda x: call(x))
 
 
 # Replayed -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["v5p:4x4x4", "v6e:4x4", "7x:4x4x4"])
-@pytest.mark.parametrize("op, algorithm", MOVES)
+@pytest.mark.parametrize("op, algorithm", SERVED)
 def test_replayed_as_a_second_engine(op: str, algorithm: str, name: str) -> None:
     """The same DMAs, later by what the engine's launch and starts take longer.
 
     Not by all of it: what starts later meets less on its link. At the core's rates it is as quick.
+    Sums are added by sixteen subcores, at a rate of their own.
     """
+    if (op, algorithm) in SUMS:  # each of their subcores is stepped
+        name = {"v5p:4x4x4": "v5p:2x2x2", "v6e:4x4": "v6e:2x4", "7x:4x4x4": "7x:2x2x1"}[name]
     machine, example = Machine.named(name), catalogue.COLLECTIVES[op].example
     mesh = machine.mesh({"y": machine.n_devices // 4, "x": 4})
     shape = jax.ShapeDtypeStruct(example.operand(4, 512), "float32")
@@ -194,6 +282,11 @@ def test_replayed_as_a_second_engine(op: str, algorithm: str, name: str) -> None
     assert there.ok and here.ok
     g = machine.generation
     more = g.sparsecore_launch_cost - g.launch_cost
+    if (op, algorithm) in SUMS:  # by other additions, in other chunks, and a psum by two kernels
+        assert here.time < there.time < 2 * here.time + 2 * more
+        slowly = report(":sc", subcore_rate=g.subcore_rate / 64)
+        assert slowly.time > 1.2 * there.time
+        return
     assert 0.5 * more < there.time - here.time < more + 0.5 * here.time
     assert report(":sc", sparsecore_launch_cost=g.launch_cost).time < there.time or not more
     like_the_core = {"sparsecore_launch_cost": g.launch_cost, "sparsecore_issue_cost": g.issue_cost}

@@ -126,7 +126,7 @@ def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("many_chunks")
-@pytest.mark.parametrize("mode, sizes", [("on_wait", (2, 4)), ("eager", (8,))])
+@pytest.mark.parametrize("mode, sizes", [("on_wait", (2, 2)), ("on_wait", (2, 4)), ("eager", (8,))])
 def test_slots_that_serve_again_with_a_late_device(mode: str, sizes: tuple[int, ...]) -> None:
     assert not is_caught(mode, sizes, hold=1)
 

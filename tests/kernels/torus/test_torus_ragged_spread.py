@@ -103,7 +103,7 @@ def run_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> bool:
 
         monkeypatch.setattr(sync, "wait", some)
         if fault == "one semaphore":
-            scratch = scratch._replace(come_sems=First(scratch.come_sems))
+            scratch = scratch._replace(come_sems=harness.OneSemaphore(scratch.come_sems))
         kernel(ring, *others, scratch, **static)
 
     monkeypatch.setattr(ragged_spread, "_kernel", faulty)
@@ -125,20 +125,6 @@ def run_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: str) -> bool:
 
 def held(x: jax.Array) -> jax.Array:
     return harness.delayed(x, 1, 1.0)
-
-
-class First:
-    """Semaphores of which the first serves for all."""
-
-    def __init__(self, semaphores: Any) -> None:
-        self._semaphores = semaphores
-
-    @property
-    def at(self) -> "First":
-        return self
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._semaphores.at[0]
 
 
 @pytest.mark.parametrize(

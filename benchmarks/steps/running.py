@@ -1,0 +1,69 @@
+"""Runs steps on the devices there are: their time, and what is exposed by the profiler."""
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import timing
+from benchmarks.rows import Ran
+from benchmarks.steps import compiling, exposed, programs
+from benchmarks.steps.programs import Form, Program
+
+UNDER = ("lax", "override")
+
+
+def rows(names: Sequence[str], forms: Sequence[Form]) -> Iterator[Ran]:
+    """A row for each program, form, and one of `UNDER`, on all devices."""
+    devices = np.array(jax.devices())
+    for name in names:
+        for form in forms:
+            program = programs.named(name)(devices.size, form)
+            for under in UNDER:
+                base = Ran(op=f"{name}, {form}", under=under, type="bfloat16", devices=devices.size)
+                try:
+                    yield measured(base, program, devices)
+                except Exception as error:  # the other rows are wanted all the same
+                    yield dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
+
+
+def measured(base: Ran, program: Program, devices: np.ndarray) -> Ran:
+    """The row with its figures: times of runs without the profiler, shares of one with it."""
+    mapped, args = compiling.lower(program, devices, base.under).compile(), _arguments
+    operands = args(program, devices)
+    timing.clocked(mapped, *operands)
+    samples = [1e6 * timing.clocked(mapped, *operands) for _ in range(timing.SAMPLES)]
+    with tempfile.TemporaryDirectory() as folder:
+        with timing.traced(folder, "step"):
+            timing.clocked(mapped, *operands)
+        found = list(exposed.of(folder).values())
+    middle = {
+        name: statistics.median(getattr(share, name) for share in found)
+        for name in exposed.Share._fields
+    }
+    return dataclasses.replace(
+        base,
+        time_us=statistics.median(samples),
+        time_us_min=min(samples),
+        time_us_max=max(samples),
+        **middle,
+    )
+
+
+def _arguments(program: Program, devices: np.ndarray) -> Any:
+    """Small random numbers in the places of shapes, each device's own part."""
+    mesh = compiling.mesh_of(program, devices)
+    sharding = NamedSharding(mesh, PartitionSpec(tuple(program.axes)))
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(program.args))))
+
+    def numbers(s: Any) -> jax.Array:
+        shape, key = (devices.size, *s.shape), next(keys)
+        make = jax.jit(lambda: jax.random.normal(key, shape, s.dtype) / 64, out_shardings=sharding)
+        return make()
+
+    return jax.tree.map(numbers, program.args)

@@ -1,0 +1,113 @@
+"""What stands for a collective in the replay of a step: its kernel's program."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import pallas_collectives
+from benchmarks.steps.schedule import Collective
+from pallas_collectives import catalogue
+from pallas_collectives.backends.plans import KernelPlan
+from pallas_collectives.errors import CollectiveError
+from pallas_collectives.replay import Machine, steps
+from pallas_collectives.replay.program import Program
+
+_DTYPE = np.dtype("uint16")  # of bfloat16's width
+
+
+def programs(
+    machine: Machine, placement: np.ndarray, axes: dict[str, int], plans: Iterable[Any]
+) -> Callable[[Collective], Program | float]:
+    """What gives a collective's program, or the seconds that its bytes take on one link.
+
+    A kernel's plan, of those that were followed while the step was lowered, says which algorithm
+    runs over which axes. One of XLA's own is replayed as our fastest would do it. What is no
+    collective, or does not say over which axes it goes, takes as long as its bytes on one link; a
+    ragged exchange sends as many rows as the catalogue's example does.
+    """
+    known = [plan for plan in plans if isinstance(plan, KernelPlan)]
+
+    @functools.cache
+    def stepped(op: str, over: tuple[str, ...], algorithm: str | None, block: int) -> Any:
+        n = int(np.prod([axes[name] for name in over]))
+        example = catalogue.COLLECTIVES[op].example
+        unit = catalogue.COLLECTIVES[op].block_bytes(_nbytes(example.operand(n, 1)), n)
+        rows = max(1, round(block / unit))
+
+        def body(x: jax.Array) -> jax.Array:
+            axis = over if len(over) > 1 else over[0]
+            dtype = "bfloat16" if example.adds else x.dtype
+            how: Any = {"backend": "pallas", "algorithm": algorithm}
+            return example.call(pallas_collectives, x.astype(dtype), axis, **how)
+
+        nothing = PartitionSpec()
+        mesh = machine.mesh(axes)
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False
+        )
+        operand = jax.ShapeDtypeStruct(example.operand(n, rows), _DTYPE)
+        return steps.program(mapped, operand, machine=machine, placement=placement)
+
+    def what_of(c: Collective) -> Program | float:
+        plan = _plan(c, known) if c.kernel else None
+        over = plan.axes if plan else _over(c, axes)
+        if c.op in catalogue.COLLECTIVES and over and set(over) <= set(axes):
+            algorithm = plan.algorithm if plan else None
+            try:
+                return stepped(c.op, over, algorithm, _block(c, plan, axes, over))
+            except CollectiveError:  # XLA's own, which ours cannot do: say, to far devices
+                pass
+        return c.nbytes / machine.generation.link_bandwidth
+
+    return what_of
+
+
+def _over(c: Collective, axes: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes that a collective of XLA's goes over."""
+    if c.axes or not c.members:
+        return tuple(name for name in c.axes if axes.get(name, 1) > 1)
+    places = np.array(np.unravel_index(c.members, tuple(axes.values())))
+    return tuple(name for name, at in zip(axes, places, strict=True) if len(set(at)) > 1)
+
+
+def _nbytes(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape)) * _DTYPE.itemsize
+
+
+def _block(
+    c: Collective, plan: KernelPlan | None, axes: dict[str, int], over: tuple[str, ...]
+) -> int:
+    """Bytes of a block, as tables count them."""
+    n = int(np.prod([axes[name] for name in over]))
+    if plan and c.op == "ragged_all_to_all":  # its result has room for more than comes
+        return catalogue.COLLECTIVES[c.op].block_bytes(plan.nbytes, n)
+    return c.nbytes // n if c.op in ("all_gather", "all_to_all") else c.nbytes
+
+
+def _plan(c: Collective, plans: Sequence[KernelPlan]) -> KernelPlan | None:
+    """The plan of a kernel: of those for its collective the one that fits its result best."""
+    of_op = [plan for plan in plans if plan.op == c.op]
+    by_bytes = [plan for plan in of_op if _result(plan) == c.nbytes]
+    by_shape = [plan for plan in by_bytes if _fits(plan, c.shape)]
+    return next(iter(by_shape or by_bytes or of_op), None)
+
+
+def _fits(plan: KernelPlan, shape: tuple[int, ...]) -> bool:
+    """Whether a result has an operand's dimensions, but for the one that the collective changes."""
+    if len(plan.shape) != len(shape):
+        return False
+    changed = sum(a != b for a, b in zip(plan.shape, shape, strict=True))
+    return changed == (plan.op in _FACTORS)
+
+
+# By what a result is larger than its operand, as a power of the number of devices.
+_FACTORS = {"all_gather": 1, "reduce_scatter": -1}
+
+
+def _result(plan: KernelPlan) -> int:
+    """Bytes of the result that a plan's kernel has on a device."""
+    return round(plan.nbytes * float(plan.devices) ** _FACTORS.get(plan.op, 0))

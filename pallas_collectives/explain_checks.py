@@ -1,0 +1,117 @@
+"""What `explain` refuses before it asks who serves."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_collectives import catalogue
+from pallas_collectives.annotations import AnyMesh
+from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
+from pallas_collectives.overlap import split
+from pallas_collectives.overlap.fusion import GATHER, SCATTER
+from pallas_collectives.records import Collective
+from pallas_collectives.topology import chips
+from pallas_collectives.validation import AxisName
+
+PRODUCTS = (GATHER, SCATTER)
+
+
+def dtype_of(op: str, dtype: DTypeLike) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise CollectiveError(f"dtype={dtype!r}", "it is no dtype", "write 'bfloat16'") from None
+    if op in ("pmax", "pmin") and jnp.issubdtype(found, jnp.complexfloating):
+        raise DtypeError(f"{op} of {found}", "complex numbers have no order", "take the modulus")
+    return found
+
+
+def check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: Any, n: int) -> None:
+    """What a call would say of a dimension to gather, scatter or split along."""
+    if not (collective.phases or collective.of_blocks) or collective.is_cut:
+        return  # it has none
+    if not isinstance(axis, int | np.integer) or not -len(shape) <= axis < max(1, len(shape)):
+        rule = f"it must be a dimension of an operand of shape {shape}"
+        raise CollectiveError(f"axis={axis!r} for {op}", rule, "count dimensions from 0")
+    if not shape and collective.of_blocks:
+        raise CollectiveError(f"shape=() for {op}", "a scalar has no blocks", "give it a dimension")
+    wanted = n if op == "pswapaxes" else None
+    if (
+        collective.of_blocks
+        and collective.timed
+        and (shape[axis] % n or shape[axis] != (wanted or shape[axis]))
+    ):
+        rule = f"dimension {axis} is {'' if wanted else 'a multiple of '}the {n} devices"
+        raise CollectiveError(f"shape={shape} for {op}", rule, "give another shape or axis")
+
+
+def check_columns(op: str, shape: Any, columns: Any) -> None:
+    """Products have right-hand sides, and collectives none."""
+    if op not in PRODUCTS:
+        if columns is not None:
+            rule = "a collective has no right-hand side"
+            raise CollectiveError(f"columns={columns!r} for {op}", rule, "leave columns out")
+        return
+    if shape is None:
+        rule = "the time of a product depends on more than bytes"
+        raise CollectiveError(f"shape=None for {op}", rule, "give shape and dtype of x")
+    numbers = (columns,) if isinstance(columns, int | np.integer) else columns
+    if (
+        not isinstance(numbers, list | tuple)
+        or not numbers
+        or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
+        or (op == "matmul_reduce_scatter" and len(numbers) > 1)
+    ):
+        rule = "it is N of the right-hand side (K, N), or of each that all_gather_matmul has"
+        raise CollectiveError(f"columns={columns!r} for {op}", rule, "write it like 4096")
+
+
+def check(
+    op: str,
+    nbytes: int | None,
+    shape: Any,
+    mesh: AnyMesh | None,
+    axis_name: AxisName,
+    devices: int | None,
+    chip: str | None,
+    torus: str | None,
+) -> None:
+    known = sorted([*catalogue.functions(), *split.NAMES, *PRODUCTS])
+    if op not in known:
+        raise CollectiveError(f"op={op!r}", f"it is one of {', '.join(known)}", "name one of them")
+    if (nbytes is None) == (shape is None):
+        rule = "the operand's size is given either as nbytes or as shape and dtype"
+        raise CollectiveError(f"nbytes={nbytes}, shape={shape}", rule, "give one of them")
+    if (mesh is None) == (devices is None) or (mesh is None) != (axis_name is None):
+        raise CollectiveError(
+            f"mesh={mesh}, axis_name={axis_name!r}, devices={devices}",
+            "the group is given either by mesh and axis_name or by a number of devices",
+            "give one of them",
+        )
+    several = ", or mesh= and axis_name= for devices on several axes"
+    for name, number, least, or_ in (("devices", devices, 2, several), ("nbytes", nbytes, 0, "")):
+        if number is not None and (not isinstance(number, int | np.integer) or number < least):
+            remedy = f"pass an int of {least} or more{or_}"
+            raise CollectiveError(f"{name}={number!r}", "it is a whole number", remedy)
+    if shape is not None and not (
+        isinstance(shape, list | tuple)
+        and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
+    ):
+        rule = "it is a tuple of sizes, whole numbers of 0 or more"
+        raise CollectiveError(f"shape={shape!r}", rule, "write it like (8, 128)")
+    if mesh is not None and not hasattr(mesh, "axis_names"):
+        rule = "it is a jax.sharding.Mesh or AbstractMesh"
+        raise CollectiveError(f"mesh={mesh!r}", rule, "give one, or a number of devices")
+    if mesh is not None:
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
+            rule = f"it is one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
+            raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name axes of this mesh")
+    if chip is not None and (chip not in chips.BY_NAME or mesh is not None):
+        rule = f"it is one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
+        raise CollectiveError(f"chip={chip!r}", rule, "name one of them")
+    if torus not in (None, "ring", "line") or (torus is not None and mesh is not None):
+        rule = "it is 'ring' or 'line', and goes with a number of devices"
+        raise CollectiveError(f"torus={torus!r}", rule, "name one of the two, or leave torus out")

@@ -1,0 +1,169 @@
+"""What a caller sees of a wire: draws of stochastic rounding, residues, and (values, scales).
+
+All else is done where a collective is lowered (`backends.wired`). Keys are operands of the caller's
+program, so numbers are drawn here, before: x becomes what its wire can send, and arrives as it is.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_collectives import validation, wires
+from pallas_collectives.backends import wired
+from pallas_collectives.backends.layout import blocks as blocks_of
+from pallas_collectives.backends.layout import side_by_side
+from pallas_collectives.errors import CollectiveError, WireError
+from pallas_collectives.validation import AxisName
+from pallas_collectives.wires import Wire
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """How a collective groups an operand for its scales.
+
+    Attributes:
+      axis: along which it is cut in blocks, that are grouped apart; None for one block.
+      blocks: how many there are.
+      flat: whether each block is flattened first, as for sums.
+    """
+
+    axis: int | None = None
+    blocks: int = 1
+    flat: bool = False
+
+    def over(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """fn(x), fn being of arrays that are grouped along their last dimension."""
+        axis = None if self.axis is None else self.axis % x.ndim
+        apart = x[None] if axis is None else blocks_of(x, axis, self.blocks)
+        rows = apart.reshape(len(apart), -1) if self.flat or not x.ndim else apart
+        changed = fn(rows).reshape(apart.shape)
+        return changed[0] if axis is None else side_by_side(changed, axis)
+
+
+WHOLE, FLAT = Groups(), Groups(flat=True)
+
+
+def sent(x: Any, wire: Any, axis_name: AxisName, groups: Groups) -> Any:
+    """What a tree's arrays are where they set out: drawn, if the wire rounds stochastically."""
+    wire = wires.named(wire)
+    if wire is None or wire.key is None:
+        return x
+    key = wire.key
+    for axis in validation.named(axis_name):
+        key = jax.random.fold_in(key, lax.axis_index(axis))
+    leaves, tree = jax.tree.flatten(x)
+    drawn = [
+        _drawn(jnp.asarray(leaf), wire, jax.random.fold_in(key, i), groups)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups) -> jax.Array:
+    if wires.obstacle(wire, x.dtype):
+        return x  # an error where the collective is bound, or left out there
+
+    def draw(rows: jax.Array) -> jax.Array:
+        noise = jax.random.uniform(key, rows.shape)
+        return wires.drawn(rows, wire.fixed, noise)
+
+    return groups.over(draw, x)
+
+
+def residue(x: Any, given: Any, wire: Any, groups: Groups) -> Any:
+    """What a device's own arrays lose on their way: x less what arrives of `given`, drawn of x.
+
+    Raises:
+      WireError: there is no wire, or one that may be left out.
+    """
+    wire = wires.named(wire)
+    if wire is None or wire.optional:
+        rule = "a residue is what a wire loses, and it must not be left out"
+        raise WireError(f"return_residue=True with wire={wire}", rule, "name a wire like 'int8'")
+
+    def lost(leaf: Any, given: Any) -> jax.Array:
+        wires.check(wire, jnp.asarray(leaf).dtype, "a residue")
+        arrives = groups.over(lambda rows: wires.as_sent(rows, wire.fixed), jnp.asarray(given))
+        return lax.stop_gradient(leaf - arrives)
+
+    return jax.tree.map(lost, x, given)
+
+
+# (values, scales) ---------------------------------------------------------------------------------
+
+Move = Callable[[jax.Array], jax.Array]
+
+
+def gathered(x: Any, wire: Any, move: Move, axis: int, tiled: bool) -> Any:
+    """(values, scales) of everyone's x, for each array of a tree; `move` gathers along axis 0."""
+
+    def gather(x: jax.Array) -> tuple[jax.Array, ...]:
+        parts = wired.moved(x[None], wire, move)
+        along = axis % (x.ndim + (not tiled))
+        _check_groups("axis", along, x.ndim + (not tiled), tiled, x.shape[-1], wire)
+        if tiled:
+            return tuple(side_by_side(part, along) for part in parts)
+        return tuple(jnp.moveaxis(part, 0, along) for part in parts)
+
+    return _each(gather, x, wire)
+
+
+def exchanged(
+    x: Any, wire: Any, move: Move, split_axis: int, concat_axis: int, n: int, tiled: bool
+) -> Any:
+    """(values, scales) of the blocks that come; `move` exchanges along axis 0."""
+
+    def exchange(x: jax.Array) -> tuple[jax.Array, ...]:
+        split, concat = split_axis % x.ndim, concat_axis % x.ndim
+        blocks = blocks_of(x, split, n)
+        if not tiled:
+            blocks = jnp.squeeze(blocks, split + 1)
+        _check_groups("concat_axis", concat, x.ndim, tiled, blocks.shape[-1], wire)
+        parts = wired.moved(blocks, wire, move)
+        if tiled:
+            return tuple(side_by_side(part, concat) for part in parts)
+        return tuple(jnp.moveaxis(part, 0, concat) for part in parts)
+
+    return _each(exchange, x, wire)
+
+
+def permuted(x: Any, wire: Any, move: Move) -> Any:
+    """(values, scales) of what comes; `move` permutes."""
+    return _each(lambda x: tuple(p[0] for p in wired.moved(x[None], wire, move)), x, wire)
+
+
+def checked(wire: Any) -> Wire:
+    """The wire of a call with dequantize=False.
+
+    Raises:
+      WireError: there is none that has scales and is always used.
+    """
+    found = wires.named(wire)
+    if found is None or found.optional or not found.scaled:
+        rule = "values and scales are those of a wire that is named and has scales"
+        raise WireError(f"dequantize=False with wire={wire!r}", rule, "name one like 'int8'")
+    return found
+
+
+def _each(fn: Callable[[jax.Array], tuple[jax.Array, ...]], x: Any, wire: Wire) -> Any:
+    def one(leaf: Any) -> tuple[jax.Array, ...]:
+        wires.check(wire, jnp.asarray(leaf).dtype, "values and scales")
+        validation.check_axis("the last dimension", -1, jnp.ndim(leaf))
+        return fn(jnp.asarray(leaf))
+
+    return jax.tree.map(one, x)
+
+
+def _check_groups(name: str, axis: int, ndim: int, tiled: bool, columns: int, wire: Wire) -> None:
+    """Scales stand for groups along the last dimension, also of the result."""
+    whole = tiled and isinstance(wire.group, int) and columns % wire.group == 0
+    if axis == ndim - 1 and not whole:
+        raise CollectiveError(
+            f"{name}={axis}, the last dimension, of blocks of {columns} with dequantize=False",
+            "groups of scales lie along it, and blocks there must be whole groups side by side",
+            "take another dimension, or leave dequantize=True",
+        )

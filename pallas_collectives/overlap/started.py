@@ -1,0 +1,116 @@
+"""What a collective in two halves gives between them; `split` starts them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_collectives.backends import canonical, choice, flights
+from pallas_collectives.backends.plans import How
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.validation import AxisName, Groups, varying
+
+
+class Started:
+    """A collective under way: a result that is still to come."""
+
+    def __init__(self, tree: Any, here: Sequence[Any], under_way: Sequence["_UnderWay"]) -> None:
+        self._tree, self._here, self._under_way = tree, here, under_way
+
+    @property
+    def tokens(self) -> list[jax.Array]:
+        """What to name in another's `after`, for it to come after this one's start."""
+        return [leaf.token for leaf in self._under_way]
+
+    @classmethod
+    def of(cls, result: Any) -> "Started":
+        """A collective whose result is there."""
+        leaves, tree = jax.tree.flatten(result)
+        return cls(tree, leaves, ())
+
+    def done(self, after: Any = ()) -> Any:
+        """The result.
+
+        Args:
+          after: arrays, in any pytree: on GPUs, what is to be computed before the result is waited
+            for. Elsewhere XLA decides.
+        """
+        tokens = jax.tree.leaves(after)
+        came = [leaf.done(tokens) for leaf in self._under_way]
+        return jax.tree.unflatten(self._tree, [*self._here, *came])
+
+    def before(self, arrays: Any) -> Any:
+        """These arrays, for use once the collective is under way: on GPUs XLA keeps that order.
+
+        It does so for whole numbers without dimensions, and as a rule for other arrays.
+        """
+        for leaf in self._under_way:
+            arrays = jax.tree.map(functools.partial(_behind, leaf.token), arrays)
+        return arrays
+
+
+def _behind(token: jax.Array, x: jax.Array) -> jax.Array:
+    """x, which is there only after the token, a 0, is."""
+    if jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer):
+        return x + token[0].astype(jnp.result_type(x))
+    return lax.optimization_barrier((x, token))[0]  # taken away before XLA merges products
+
+
+class Way(NamedTuple):
+    """How one array goes by copy engines.
+
+    Attributes:
+      flight: the exchange.
+      operand: what it takes.
+      arrive: makes the result of what comes.
+    """
+
+    flight: flights.Flight
+    operand: jax.Array
+    arrive: Callable[[jax.Array], Any]
+
+
+class _UnderWay:
+    """One array of a collective under way."""
+
+    def __init__(self, way: Way, after: Sequence[jax.Array]) -> None:
+        self._flight, self._arrive = way.flight, way.arrive
+        self._started, self.token = flights.start(way.flight, way.operand, *after)
+
+    def done(self, after: Sequence[jax.Array]) -> Any:
+        return self._arrive(flights.done(self._flight, self._started, *after))
+
+
+def at_once(call: Callable[[], Any]) -> Started:
+    """A collective that is one call where it is started, by what lets the core go on, if any does.
+
+    That is lax where XLA runs the collective beside compute on the chip, and a SparseCore where one
+    can and it takes long enough (`tuning.overlaps`); but for `override_lax(everything=True)`.
+    """
+    with choice.beside_compute(choice.beside_compute.value is not False):
+        return Started.of(call())
+
+
+def start(
+    x: Any,
+    axis_name: AxisName,
+    groups: Groups,
+    settled: How,
+    call: Callable[[], Any],
+    leave: Callable[[jax.Array, Group], Way],
+    after: Any,
+) -> Started:
+    """Starts a collective by copy engines, or all of it at once (`call`) where they cannot.
+
+    leave: how an array sets out; it is typed as different on all devices of the axes.
+    """
+    leaves, tree = jax.tree.flatten(x)
+    if not flights.serve(settled) or not all(map(flights.moves, leaves)):
+        return at_once(call)
+    group = canonical.group_of(axis_name, groups)
+    tokens = jax.tree.leaves(after)
+    ways = [leave(varying(jnp.asarray(leaf), axis_name), group) for leaf in leaves]
+    return Started(tree, (), [_UnderWay(way, tokens) for way in ways])

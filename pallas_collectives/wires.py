@@ -1,0 +1,336 @@
+"""Wires: numbers of one byte, and a scale for each group of them, in place of wider floats.
+
+A group is `group` consecutive numbers along the last dimension; the last group of a row may be
+short, and counts as padded with zeros. With amax its largest magnitude, and M the largest number of
+the wire's dtype (127, 448 or 57344):
+
+    scale    amax / M, or the next power of two that is no smaller; at least 2^-126
+    value    number / scale, rounded to the dtype
+    arrives  value * scale, in float32, rounded to the operand's dtype
+
+What follows from that, and is tested number by number:
+
+    error           at most half a step, which is `scale` for int8; for floats the distance of
+                    neighbours at the value, times `scale` (`error_bound`)
+    zeros           a group of zeros has scale 0, and arrives as zeros; signs of zeros are lost
+    inf, NaN        a group that holds one has scale NaN, and arrives as NaN throughout
+    subnormal       what is below 2^-126 on the way may count as zero, as on TPUs: that is the error
+                    where it is more than half a step
+    largest float   what would round up beyond the operand's dtype arrives as its largest number
+
+A wire of bfloat16 has no scales: numbers are rounded to it.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_collectives.errors import DtypeError, WireError
+
+GROUPS = (128, 256, "row")
+ROUNDINGS = ("nearest", "stochastic")
+SCALES = ("float32", "power of two")
+DTYPES = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+
+LEAST_SCALE = 2.0**-126  # the smallest normal float32
+
+_INFINITY = np.int32(0x7F800000)  # its bits
+_MANTISSA = {"float8_e4m3fn": 3, "float8_e5m2": 2}
+_LEAST_EXPONENT = {"float8_e4m3fn": -6, "float8_e5m2": -14}  # of normal numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """In what numbers a collective sends floats; see the module.
+
+    Attributes:
+      dtype: "bfloat16" (of float32), "int8", "float8_e4m3fn" or "float8_e5m2".
+      group: how many numbers have a scale together: 128, 256, or "row", the last dimension.
+      rounding: "nearest", ties to even; or "stochastic", up or down so that the mean is the number.
+      key: for stochastic rounding, of `jax.random`; each device draws its own numbers from it.
+      scales: "float32", or "power of two", by which multiplication is exact.
+      optional: leave the wire out, and count that, where it would lose or cannot be had, instead of
+        raising an error.
+
+    Raises:
+      WireError: a value that is none of these, or a key where none is used or none where one is.
+    """
+
+    dtype: str
+    group: int | str = 128
+    rounding: str = "nearest"
+    key: Any = dataclasses.field(default=None, compare=False)
+    scales: str = "float32"
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("dtype", DTYPES),
+            ("group", GROUPS),
+            ("rounding", ROUNDINGS),
+            ("scales", SCALES),
+            ("optional", (False, True)),
+        ):
+            value = getattr(self, name)
+            if not any(type(value) is type(k) and value == k for k in known):
+                rule = f"it is one of {', '.join(map(repr, known))}"
+                raise WireError(f"{name}={value!r} of a wire", rule, "name one of them")
+        if (self.key is not None) != (self.rounding == "stochastic"):
+            rule = "stochastic rounding draws from a key, and nearest draws nothing"
+            remedy = "pass rounding='stochastic' and key=jax.random.key(step), or neither"
+            raise WireError(f"rounding={self.rounding!r}, key={self.key}", rule, remedy)
+        if self.dtype == "bfloat16" and (self.group, self.scales) != (128, "float32"):
+            raise WireError(
+                f"group={self.group!r}, scales={self.scales!r} of a bfloat16 wire",
+                "bfloat16 has the exponents of float32, and needs no scales",
+                "leave group and scales out",
+            )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether numbers go in groups with scales."""
+        return self.dtype != "bfloat16"
+
+    @property
+    def largest(self) -> float:
+        """The largest number of the dtype that is used."""
+        return 127.0 if self.dtype == "int8" else float(jnp.finfo(self.dtype).max)
+
+    @property
+    def fixed(self) -> "Wire":
+        """The same with nothing that is drawn: what is known while a program is built."""
+        return dataclasses.replace(self, rounding="nearest", key=None)
+
+    def __str__(self) -> str:
+        parts = [self.dtype]
+        if self.scaled and (self.group, self.scales) != (128, "float32"):
+            parts.append(f"in groups of {self.group}, scales {self.scales}")
+        return " ".join(parts)
+
+
+def named(wire: Any) -> Wire | None:
+    """The wire that an argument means: a `Wire`, the name of a dtype, "auto", or None.
+
+    Raises:
+      WireError: it is none of these.
+    """
+    if wire is None or isinstance(wire, Wire):
+        return wire
+    if wire == "auto":
+        return Wire("int8", optional=True)
+    if not isinstance(wire, str):
+        rule = "it is a Wire, the name of a dtype, 'auto' or None"
+        raise WireError(f"wire={wire!r}", rule, "write it like 'int8'")
+    return Wire(wire)
+
+
+def obstacle(wire: Wire, dtype: Any) -> str:
+    """Why numbers of a dtype cannot go over a wire; "" if they can."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in ("float32", "bfloat16", "float16"):
+        return "a wire is for float32, bfloat16 and float16"
+    if dtype.itemsize <= jnp.dtype(wire.dtype).itemsize:
+        return f"{wire.dtype} is no narrower"
+    return ""
+
+
+def check(wire: Wire, dtype: Any, what: str) -> None:
+    """Raises DtypeError unless numbers of a dtype can go over a wire."""
+    if why := obstacle(wire, dtype):
+        raise DtypeError(f"{what} of {jnp.dtype(dtype)} by wire {wire}", why, "leave wire=None")
+
+
+# Values and scales --------------------------------------------------------------------------------
+
+
+def quantize(
+    x: jax.Array, wire: Wire, noise: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(values, scales): x's shape in the wire's dtype, and float32 (..., groups of a row).
+
+    Args:
+      x: (..., columns) floats.
+      wire: with scales.
+      noise: of x's shape, uniform in [0, 1), to round stochastically by.
+    """
+    groups = _grouped(x.astype(jnp.float32), wire)
+    # As integers, which order magnitudes alike, and NaN behind inf whatever the backend.
+    magnitudes = lax.bitcast_convert_type(groups, jnp.int32) & np.int32(0x7FFFFFFF)
+    scales = _scales(jnp.max(magnitudes, axis=-1), wire)
+    usable = scales > 0  # where the scale is 0 or NaN the values are 0
+    inverse = 1 / jnp.where(usable, scales, 1)
+    scaled = jnp.where(usable[..., None], groups * inverse[..., None], 0)
+    scaled = jnp.clip(scaled, -wire.largest, wire.largest)
+    if noise is not None:
+        step = spacing(scaled, wire)
+        scaled = jnp.floor(scaled / step + _grouped(noise, wire)) * step
+        scaled = jnp.clip(scaled, -wire.largest, wire.largest)
+    elif wire.dtype == "int8":
+        scaled = jnp.round(scaled)
+    return _ungrouped(scaled, x.shape).astype(wire.dtype), scales
+
+
+def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """values * scales: what `quantize` stands for, in a dtype.
+
+    Args:
+      values: (..., columns).
+      scales: float32 (..., groups); groups are as long as makes so many of the columns.
+      dtype: of the result.
+    """
+    columns, group = values.shape[-1], group_size(values.shape[-1], scales.shape[-1])
+    wide = jnp.repeat(scales, group, axis=-1)[..., :columns]
+    numbers = values.astype(jnp.float32) * wide
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(numbers, -limit, limit).astype(dtype)
+
+
+def group_size(columns: int, groups: int) -> int:
+    """How long the groups are of which a row of so many columns has so many."""
+    if groups == 1:
+        return max(1, columns)
+    found = [g for g in GROUPS if isinstance(g, int) and -(-columns // g) == groups]
+    if not found:
+        raise WireError(
+            f"{groups} scales for {columns} columns",
+            "there is a scale for each 128 or 256 columns, or for each row",
+            "pass scales as they came with these values",
+        )
+    return int(found[0])
+
+
+def groups_of(columns: int, wire: Wire) -> int:
+    """How many groups a row has."""
+    return 1 if wire.group == "row" else -(-columns // int(wire.group))
+
+
+def error_bound(x: jax.Array, scales: jax.Array, wire: Wire) -> jax.Array:
+    """How far each number may be from x on arrival, in float32: half a step.
+
+    What float32 itself rounds off on the way is in it: 2^-22 of the number, or 2^-126.
+    """
+    group = group_size(x.shape[-1], scales.shape[-1])
+    wide = jnp.repeat(scales, group, axis=-1)[..., : x.shape[-1]]
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    scaled = jnp.where(wide > 0, magnitude / jnp.where(wide > 0, wide, 1), 0)
+    return spacing(scaled, wire) * wide / 2 + 2.0**-22 * magnitude + LEAST_SCALE
+
+
+def spacing(scaled: Any, wire: Wire) -> Any:
+    """The distance of the wire's numbers at numbers that are scaled already."""
+    if wire.dtype == "int8":
+        return jnp.ones_like(scaled)
+    exponent = jnp.frexp(scaled)[1] - 1
+    least = _LEAST_EXPONENT[wire.dtype]
+    exponent = jnp.where(scaled == 0, least, jnp.maximum(exponent, least))
+    return jnp.ldexp(jnp.ones_like(scaled), exponent - _MANTISSA[wire.dtype])
+
+
+def _scales(bits: jax.Array, wire: Wire) -> jax.Array:
+    """Of groups of whose largest magnitudes these are the bits."""
+    amax = lax.bitcast_convert_type(bits, jnp.float32)
+    scale = jnp.maximum(amax * np.float32(1 / wire.largest), LEAST_SCALE)
+    if wire.scales == "power of two":
+        mantissa, exponent = jnp.frexp(scale)
+        exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+        scale = jnp.ldexp(jnp.ones_like(scale), exponent)
+    scale = jnp.where(bits == 0, 0.0, scale)
+    return jnp.where(bits < _INFINITY, scale, jnp.nan)
+
+
+def _grouped(x: jax.Array, wire: Wire) -> jax.Array:
+    """(..., columns) -> (..., groups, group), padded with zeros."""
+    columns = x.shape[-1]
+    count = groups_of(columns, wire)
+    group = columns if wire.group == "row" else int(wire.group)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, count * group - columns)]
+    return jnp.pad(x, padding).reshape(*x.shape[:-1], count, group)
+
+
+def _ungrouped(groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return groups.reshape(*shape[:-1], -1)[..., : shape[-1]]
+
+
+# One buffer ---------------------------------------------------------------------------------------
+
+LANES = 128
+_TILE_BYTES = 32 * LANES  # of one-byte numbers
+_WHOLE_FROM_BYTES = 16 * _TILE_BYTES
+
+
+def packed_bytes(shape: tuple[int, ...], wire: Wire) -> int:
+    """Bytes of one block on the wire, scales and padding included."""
+    if not wire.scaled:
+        return 2 * math.prod(shape)
+    nbytes = math.prod(shape) + 4 * math.prod(shape[:-1]) * groups_of(shape[-1], wire)
+    return _padded(nbytes)
+
+
+def _padded(nbytes: int) -> int:
+    """In whole rows of lanes; if large, in so many tiles that kernels can cut them evenly.
+
+    A power of two divides their number, as large as adds no more than a 128th.
+    """
+    whole = LANES
+    if nbytes >= _WHOLE_FROM_BYTES:
+        whole = _TILE_BYTES << max(0, (nbytes // (128 * _TILE_BYTES)).bit_length() - 1)
+    return -(-nbytes // whole) * whole
+
+
+def pack(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Blocks' values with their scales behind them: (blocks, rows, 128) int8."""
+    blocks = len(values)
+    parts = [
+        lax.bitcast_convert_type(part, jnp.int8).reshape(blocks, -1) for part in (values, scales)
+    ]
+    joined = jnp.concatenate(parts, axis=1)
+    nbytes = joined.shape[1]
+    padded = jnp.pad(joined, ((0, 0), (0, _padded(nbytes) - nbytes)))
+    return padded.reshape(blocks, -1, LANES)
+
+
+def unpack(packed: jax.Array, shape: tuple[int, ...], wire: Wire) -> tuple[jax.Array, jax.Array]:
+    """The values and scales of blocks of a shape: the inverse of `pack`."""
+    flat = packed.reshape(len(packed), -1)
+    size, lead = math.prod(shape), shape[:-1]
+    groups = groups_of(shape[-1], wire)
+    values = lax.bitcast_convert_type(flat[:, :size], jnp.dtype(wire.dtype))
+    bits = flat[:, size : size + 4 * math.prod(lead) * groups].reshape(
+        len(packed), *lead, groups, 4
+    )
+    return values.reshape(len(packed), *shape), lax.bitcast_convert_type(bits, jnp.float32)
+
+
+# Stochastic rounding and residues -----------------------------------------------------------------
+
+
+def as_sent(x: jax.Array, wire: Wire, noise: jax.Array | None = None) -> jax.Array:
+    """What arrives of x."""
+    if wire.scaled:
+        return dequantize(*quantize(x, wire, noise), x.dtype)
+    if noise is None:
+        return x.astype(jnp.bfloat16).astype(x.dtype)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    added = bits + (noise * 2.0**16).astype(jnp.uint32)  # carries into what is kept
+    kept = lax.bitcast_convert_type(added & np.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), kept, x).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def drawn(x: jax.Array, wire: Wire, noise: jax.Array) -> jax.Array:
+    """x rounded stochastically to what its wire can send: sent to nearest, that arrives as it is.
+
+    Its derivative is that of x: straight through.
+    """
+    return as_sent(x, wire, noise)
+
+
+@drawn.defjvp
+def _drawn_jvp(wire: Wire, primals: Any, tangents: Any) -> Any:
+    return drawn(primals[0], wire, primals[1]), tangents[0]

@@ -1,0 +1,55 @@
+"""`--wire`: time beside error, modelled and on the devices there are."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import harness
+from benchmarks import columns, settings, wired_rows
+from benchmarks.cases import CASES
+from benchmarks.settings import FlagError, Settings
+
+WIRES = ("int8", "float8_e4m3fn")
+
+
+def wanted(*names: str, **options: object) -> Settings:
+    cases = tuple(case for case in CASES if case.name in names)
+    plain = Settings(cases, dtypes=("bfloat16",), wires=WIRES)
+    return dataclasses.replace(plain, **options)  # type: ignore[arg-type]
+
+
+def test_pods_have_modelled_times_with_xlas_passes() -> None:
+    asked = wanted("all_gather", "psum_scatter", pods=("v6e:4x4",), sizes=(16 << 20,))
+    tasks = wired_rows.plan(asked)
+    rows = list(wired_rows.rows(tasks, asked, harness.mesh(2)))
+    assert [(row.op, row.wire) for row in rows] == [
+        (op, wire) for op in ("all_gather", "psum_scatter") for wire in ("none", *WIRES)
+    ]
+    for row in rows:
+        assert not row.reason and row.time_us and row.off is not None
+        if row.wire == "none":
+            assert row.of_bytes == 100 and not row.passes_us and row.off < 0.5
+            continue
+        assert row.of_bytes and row.of_bytes <= 52 and row.passes_us
+        assert row.of_plain and row.off > 0.1
+    gather = rows[1]
+    assert gather.of_plain and gather.of_plain < 75  # the bytes, and a pass over the result
+    assert rows[2].off > rows[1].off  # type: ignore[operator]  # 3 bits of mantissa
+    assert all(len(column.cell(gather)) for column in columns.of(rows))
+
+
+def test_devices_have_errors_of_their_results() -> None:
+    asked = wanted("psum", backends=("xla",), sizes=(1 << 16,), timed=False, check=False)
+    rows = list(wired_rows.rows(wired_rows.plan(asked), asked, harness.mesh(2)))
+    plain, by_int8, by_float8 = rows
+    assert plain.off == 0 and plain.time_us is None
+    assert by_int8.off and 0.1 < by_int8.off < 1.2
+    assert by_float8.off and by_int8.off < by_float8.off < 10
+    assert jax.device_count() >= 2
+
+
+@pytest.mark.parametrize("name, dtype", [("int4", "float32"), ("int8", "int8")])
+def test_wires_that_are_none_are_refused(name: str, dtype: str) -> None:
+    with pytest.raises(FlagError, match="--wire"):
+        settings.check_wires((name,), (dtype,))
