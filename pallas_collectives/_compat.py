@@ -85,18 +85,6 @@ def tensorcore_mesh(axis_name: str, cores: int) -> Any:
     return pltpu.create_tensorcore_mesh(axis_name, num_cores=cores)
 
 
-# Results of a kernel on a mesh of cores, of types that operations take. Up to JAX 0.10 theirs
-# name the memory that the kernel asked for, which no operation knows.
-_plain_p = core.Primitive("pallas_plain_result")
-_plain_p.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Device))
-mlir.register_lowering(_plain_p, lambda ctx, x: [x])
-
-
-def plain(x: jax.Array) -> jax.Array:
-    """A result of a kernel on a mesh of cores, as an array like any other."""
-    return _plain_p.bind(x) if _BEFORE_0_11 else x
-
-
 def register(primitive: core.Primitive, **rules: Rule) -> None:
     """Gives a primitive rules, at once or when `prepare` runs.
 
@@ -114,6 +102,18 @@ def _register(primitive: core.Primitive, rules: dict[str, Rule]) -> None:
             mlir.register_lowering(primitive, rule, platform="cpu" if table == "on_cpu" else None)
         else:
             _TABLES[table][primitive] = rule
+
+
+# Results of a kernel on a mesh of cores, of types that operations take. Up to JAX 0.10 theirs
+# name the memory that the kernel asked for, which no operation knows.
+_plain_p = core.Primitive("pallas_plain_result")
+_plain_p.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Device))
+register(_plain_p, lowering=lambda ctx, x: [x])
+
+
+def plain(x: jax.Array) -> jax.Array:
+    """A result of a kernel on a mesh of cores, as an array like any other."""
+    return _plain_p.bind(x) if _BEFORE_0_11 else x
 
 
 def has_rule(primitive: core.Primitive, table: str) -> bool:
