@@ -221,6 +221,27 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+# What hands on a part of its operand, or all of it in another form.
+_PARTS = frozenset(
+    {
+        *("slice", "dynamic_slice", "squeeze", "split", "unstack", "reshape", "transpose"),
+        *("copy", "convert_element_type", "broadcast_in_dim", "pvary", "optimization_barrier"),
+    }
+)
+
+
+def is_computed(x: Any) -> bool:
+    """Whether a traced x is more than an argument of what is being traced, or a part of one.
+
+    False also where that is not known: of other tracers than those of a jaxpr.
+    """
+    while (equation := getattr(x, "parent", None)) is not None:
+        if equation.primitive.name not in _PARTS:
+            return True
+        x = equation.in_tracers[0]
+    return False
+
+
 def array_type(shape: Iterable[int], dtype: Any) -> Any:
     """The type that a primitive's abstract evaluation gives a result."""
     return jax.core.ShapedArray(tuple(shape), dtype)
