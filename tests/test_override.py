@@ -238,6 +238,27 @@ def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> No
     assert not any(name.endswith(":sc") for name in by["reduce_scatter"])
 
 
+def test_a_sparsecore_is_left_to_what_is_asked_for_ahead() -> None:
+    """Weights, or a part of them; tokens are awaited at once, and would hold weights up."""
+    on = harness.tpu_mesh("v6e:4x4", {"x": 16})
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        weights = jax.lax.all_gather(w[0], "x", tiled=True)
+        tokens = jax.lax.all_gather(jnp.tanh(x), "x", tiled=True)
+        return tokens @ weights
+
+    run = jax.shard_map(step, mesh=on, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    given = jax.NamedSharding(on, P("x"))
+    w, x = (
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=given)
+        for shape in ((16, 256, 4096), (16 * 1024, 4096))
+    )
+    with pc.override_lax():
+        jax.jit(run).lower(w, x)
+    by = {line.nbytes: line.by for line in pc.override_report().replaced}
+    assert by[256 * 4096 * 2].endswith(":sc") and not by[1024 * 4096 * 2].endswith(":sc")
+
+
 def test_the_report_says_what_is_exposed_before_and_after() -> None:
     """A SparseCore's gather stops the core no longer; one that XLA would have hidden, now does."""
     by_op = {line.op: line for line in build("v6e:4x4").replaced}

@@ -60,7 +60,7 @@ def choose(
         base, candidates = _fastest(
             op, block, group, chip, cuts, torus, perm, how.order, by_subcores=added_there
         )
-        if how.beside and not record.example.adds:
+        if how.beside and not how.awaited and not record.example.adds:
             suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]

@@ -53,6 +53,8 @@ class How:
       wire_backward: those of derivatives.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
+      awaited: whether the operand was computed right before, as tokens are and weights are not, so
+        that products wait for the result: a SparseCore, which serves one at a time, is left free.
     """
 
     backend: str
@@ -66,6 +68,7 @@ class How:
     wire: Wire | None = None
     wire_backward: Wire | None = None
     beside: bool = False
+    awaited: bool = False
 
     @property
     def strict(self) -> bool:

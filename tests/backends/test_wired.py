@@ -446,3 +446,18 @@ def test_bfloat16_of_float32_is_a_cast() -> None:
     for got, exact in zip(*run(program, x, n=2), strict=True):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, exact, rtol=2**-8, atol=0.03)
+
+
+@pytest.mark.parametrize("wire", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_compiles_for_every_generation(generation: str, wire: str) -> None:
+    """Chips without float8 units too: XLA converts there."""
+
+    def program(x: jax.Array) -> Any:
+        values, scales = pc.all_gather(x, "x", wire=wire, dequantize=False)
+        return pc.psum(x, "x", wire=wire), wires.dequantize(values, scales)
+
+    compiled = harness.compile_for_tpu(
+        program, harness.GENERATIONS[generation], (1024, 1024), dtype=jnp.bfloat16
+    )
+    assert compiled.ops.count("custom-call") == 3  # an exchange, and two gathers

@@ -248,8 +248,8 @@ def _imports(path: Path) -> set[str]:
 
 
 def arguments_of(mutant: Mutant, root: Path, tier: str) -> list[str]:
-    """What pytest is to run: rows of conformance, then the tests that import the file, or a
-    kernel that does; if there are no such tests, all.
+    """What pytest is to run: the file's own tests, rows of conformance, then the tests that import
+    the file, or a kernel that does; if there are no such tests, all.
     """
     module = module_of(mutant.path)
     importers = _importers(root)[module] - {module}
@@ -257,7 +257,9 @@ def arguments_of(mutant: Mutant, root: Path, tier: str) -> list[str]:
     near = sorted(path for path, names in tests.items() if module in names)
     far = sorted(path for path, names in tests.items() if importers & names)
     conformance = [path for path in tests if path.stem == "test_conformance"]
-    files = dict.fromkeys(map(str, (*conformance, *near, *far) if near or far else tests))
+    own = [path for path in near if path.stem == f"test_{module.replace('torus.', 'torus_')}"]
+    chosen = (*own, *conformance, *near, *far) if near or far else tests
+    files = dict.fromkeys(map(str, chosen))
     rows = " or ".join(sorted({name.rpartition(".")[2] for name in (module, *importers)}))
     return [
         *("-x", "-q", "-p", "no:cacheprovider", "-m", tier),

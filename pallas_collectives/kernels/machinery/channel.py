@@ -130,7 +130,7 @@ class Channel:
             @pl.when(followed)
             def _() -> None:
                 upstream = self.ring.peer(-self.direction)
-                pl.semaphore_signal(self.semaphores.credit.at[self.index], 1, device_id=upstream)
+                sync.signal(self.ring, self.semaphores.credit.at[self.index], upstream)
 
     def take_credits(self, times: Number) -> None:
         """Takes so many credits that no message has used."""
