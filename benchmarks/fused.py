@@ -4,19 +4,26 @@ On TPUs and GPUs it times them on one axis of all devices; elsewhere it replays 
 modelled pods. A row holds, in µs:
 
     fused       one kernel on TPUs, a pipeline of permutes on GPUs
-    unfused     the collective, then the product
     product     the product alone, by XLA on all cores of a device
-    overlap %   of the shorter of product and collective (unfused less product), what fused hides
+    collective  the collective alone
+    hidden %    of the shorter of these two, what fused hides: both together less fused
+    x longer    fused, in times of the longer of the two
+    least       modelled: what no form takes less than
 
-Modelled, the product takes what its operations take at the chip's full rate, and unfused is that
-after our collective's kernel, replayed.
+Modelled, the collective is our kernel, replayed, and the product takes the cycles that the TPU
+compiler estimates for XLA's (`xla_products`). The least is the longer of the product at the chip's
+peak rate and the bytes on the busiest link: where it forbids to hide 85%, or to be within 1.1 of
+the longer, the row says so.
 """
 
 import dataclasses
 import functools
 import itertools
+import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,51 +33,91 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
-from benchmarks import devices, timing
+from benchmarks import compiled, devices, timing, xla_products
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
-from pallas_collectives.replay import Machine, MachineError, replay
+from pallas_collectives.replay import Machine, MachineError, bound, replay
 
 flags.adopt_module_key_flags(timing)
 
 OPS = (GATHER, SCATTER)
 PODS = flags.DEFINE_list(
-    "pods", ["v4:4x4x4", "v5e:16", "v5p:4x4x4", "v6e:16", "7x:4x4x4"], "Pods to model, over axis x."
+    "pods", ["v4:4x4x4", "v5e:16", "v5p:4x4x4", "v6e:16", "7x:4x4x4"], "Pods to model."
 )
-_SHAPES = flags.DEFINE_list(
-    "shapes", ["2048x4096x4096", "4096x4096x11008"], "ROWSxKxN: rows of one device's block, K, N."
+_OVER = flags.DEFINE_list("over", ["x"], "Mesh axes of the pods, together.")
+SHAPES = (
+    *("2048x4096x4096", "4096x4096x11008", "1024x4096x4096"),
+    *("4096x8192x28672", "16384x1024x8192"),
 )
+_SHAPES = flags.DEFINE_list("shapes", list(SHAPES), "ROWSxKxN: rows of one device's block, K, N.")
 _FUSED = flags.DEFINE_list("fused", list(OPS), "The products, by name.")
+_LEARN = flags.DEFINE_bool(
+    "learn_products", False, "Ask the TPU compiler what XLA's products take."
+)
+
+_SAVE = flags.DEFINE_bool("save", False, "Keep the modelled rows for the README's table.")
+SAVED = Path(__file__).parent / "fused.json"
+
+HIDDEN, LONGER = 0.85, 1.10  # what a fused product is wanted to hide, and to take
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One product with its collective; times in seconds."""
+    """One product with its collective; times in seconds; `least` 0 where it is not known."""
 
     where: str
     op: str
     shape: tuple[int, int, int]
     fused: float
-    unfused: float
     product: float
+    collective: float
+    least: float = 0.0
+
+    @property
+    def shorter(self) -> float:
+        """The shorter of product and collective."""
+        return min(self.product, self.collective)
+
+    @property
+    def longer(self) -> float:
+        """The longer of them."""
+        return max(self.product, self.collective)
 
     @property
     def overlap(self) -> float:
-        """Of the shorter of product and collective, the share that the fused form hides."""
-        shorter = min(self.product, self.unfused - self.product)
-        return (self.unfused - self.fused) / shorter if shorter > 0 else 0.0
+        """Of the shorter, the share that the fused form hides."""
+        return self.hidden_at(self.fused)
+
+    def hidden_at(self, time: float) -> float:
+        """Of the shorter, the share that a form of such a time hides."""
+        apart = self.product + self.collective
+        return (apart - time) / self.shorter if self.shorter > 0 else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """What is wanted and not reached, and whether the bound forbids it."""
+        if self.overlap >= HIDDEN and self.fused <= LONGER * self.longer:
+            return ""
+        forbidden = self.hidden_at(self.least) < HIDDEN or self.least > LONGER * self.longer
+        return "forbidden by the least" if forbidden and self.least else "below what is wanted"
 
     def line(self) -> str:
         """The row as text, under `HEADER`."""
         rows, depth, columns = self.shape
-        times = "".join(f"{1e6 * t:12.1f}" for t in (self.fused, self.unfused, self.product))
-        size = f"{rows}x{depth}x{columns}"
-        return f"{self.where:12}{self.op:24}{size:20}{times}{100 * self.overlap:12.1f}"
+        times = "".join(f"{1e6 * t:12.1f}" for t in (self.fused, self.product, self.collective))
+        shares = f"{100 * self.overlap:10.1f}{self.fused / self.longer:10.2f}"
+        size, least = f"{rows}x{depth}x{columns}", f"{1e6 * self.least:12.1f}"
+        text = f"{self.where:16}{self.op:24}{size:20}{times}{shares}{least}"
+        return f"{text}  {self.verdict}".rstrip()
 
 
-HEADER = f"{'where':12}{'op':24}{'rows x K x N':20}" + "".join(
-    f"{name:>12}" for name in ("fused us", "unfused us", "product us", "overlap %")
+HEADER = f"{'where':16}{'op':24}{'rows x K x N':20}" + "".join(
+    f"{name:>{width}}"
+    for name, width in (
+        *(("fused us", 12), ("product us", 12), ("coll us", 12)),
+        *(("hidden %", 10), ("x longer", 10), ("least us", 12)),
+    )
 )
 
 
@@ -78,14 +125,17 @@ def main(argv: Sequence[str]) -> int:
     """Prints the rows of what the flags ask for."""
     if argv[1:]:
         raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
-    shapes = [_shape(text) for text in _SHAPES.value]
+    shapes = [*map(shape_of, _SHAPES.value)]
     if unknown := set(_FUSED.value) - set(OPS):
         rule = f"the products are {', '.join(OPS)}"
         raise FlagError(f"--fused={min(unknown)}", rule, "name one, or both with a comma")
     devices.prepare(8)
     if devices.kind() == "simulated":
-        found = modelled(PODS.value, _FUSED.value, shapes)
-        title = "Modelled, not measured: one axis (x) of each pod, bfloat16."
+        over = tuple(_OVER.value)
+        if _LEARN.value:
+            learn(PODS.value, shapes, over)
+        found = modelled(PODS.value, _FUSED.value, shapes, over)
+        title = f"Modelled, not measured: over {', '.join(over)} of each pod, bfloat16."
     else:
         found = measured(_FUSED.value, shapes, timing.ITERS.value)
         title = f"Measured: {jax.device_count()} x {jax.devices()[0].device_kind}, bfloat16."
@@ -96,12 +146,32 @@ def main(argv: Sequence[str]) -> int:
         slower |= row.overlap < 0
         if devices.speaks():
             print(row.line(), flush=True)
+        if _SAVE.value and row.least:
+            save(row)
     if slower and devices.speaks():
-        print("overlap below 0: fused takes longer; by itself such a product runs unfused.")
+        print("hidden below 0: fused takes longer; by itself such a product runs unfused.")
     return 0
 
 
-def _shape(text: str) -> tuple[int, int, int]:
+def saved() -> list[Row]:
+    """The rows that are kept."""
+    rows = json.loads(SAVED.read_text(encoding="utf-8")) if SAVED.exists() else []
+    return [Row(**{**row, "shape": tuple(row["shape"])}) for row in rows]
+
+
+def save(row: Row) -> None:
+    """Keeps a row, in the place of the one that is like it."""
+    kept = {(r.where, r.op, r.shape): r for r in (*saved(), row)}
+    lines = ",\n ".join(json.dumps(dataclasses.asdict(r)) for r in kept.values())
+    SAVED.write_text(f"[{lines}]\n", encoding="utf-8")
+
+
+def shape_of(text: str) -> tuple[int, int, int]:
+    """Rows, K and N of a shape as text.
+
+    Raises:
+      FlagError: it is none.
+    """
     try:
         rows, depth, columns = map(int, text.split("x"))
     except ValueError:
@@ -114,40 +184,78 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def modelled(
-    pods: Sequence[str], ops: Sequence[str], shapes: Sequence[tuple[int, int, int]]
+    pods: Sequence[str],
+    ops: Sequence[str],
+    shapes: Sequence[tuple[int, int, int]],
+    over: tuple[str, ...] = ("x",),
 ) -> Iterator[Row]:
     """Rows of replayed kernels.
 
     Raises:
-      FlagError: a pod that is none, or has one device along x.
+      FlagError: a pod that is none, or has one device along an axis; a product that the compiler
+        has not been asked for.
     """
-    machines = list(map(machine_of, pods))  # all of them checked before the first is replayed
-    return itertools.starmap(_modelled, itertools.product(machines, ops, shapes))
+    machines = [machine_of(pod, over) for pod in pods]  # all checked before the first is replayed
+    for machine, op, shape in itertools.product(machines, ops, shapes):
+        yield _modelled(machine, op, shape, over)
 
 
-def machine_of(pod: str) -> Machine:
+def learn(
+    pods: Sequence[str], shapes: Sequence[tuple[int, int, int]], over: tuple[str, ...]
+) -> None:
+    """Asks the compiler for the products of these rows.
+
+    Raises:
+      FlagError: there is no compiler.
+    """
+    if not compiled.is_available():
+        raise FlagError(
+            "--learn_products", compiled.INSTALL, "install it, or leave --learn_products out"
+        )
+    machines = [machine_of(pod, over) for pod in pods]
+    xla_products.learn(
+        _product(machine, shape, _devices(machine, over))
+        for machine, shape in itertools.product(machines, shapes)
+    )
+
+
+def machine_of(pod: str, over: tuple[str, ...] = ("x",)) -> Machine:
     """The pod of a name.
 
     Raises:
-      FlagError: it is none, or has one device along x.
+      FlagError: it is none, or has one device along one of the axes.
     """
     try:
         machine = Machine.named(pod)
     except MachineError as error:
         raise FlagError(f"--pods={pod}", str(error), "write it like v5e:16") from None
-    if "x" not in mesh_axes(machine):
-        raise FlagError(f"--pods={pod}", "it has one device along x", "name a larger one")
+    for axis in over:
+        if axis not in mesh_axes(machine):
+            raise FlagError(f"--pods={pod}", f"it has one device along {axis}", "name a larger one")
     return machine
 
 
-def _modelled(machine: Machine, op: str, shape: tuple[int, int, int]) -> Row:
-    axes = mesh_axes(machine)
-    n, (rows, depth, columns) = axes["x"], shape
+def _devices(machine: Machine, over: tuple[str, ...]) -> int:
+    return math.prod(mesh_axes(machine)[axis] for axis in over)
+
+
+def _product(machine: Machine, shape: tuple[int, int, int], n: int) -> xla_products.Product:
+    rows, depth, columns = shape
+    return machine.generation.name, n * rows, depth, columns
+
+
+def _modelled(machine: Machine, op: str, shape: tuple[int, int, int], over: tuple[str, ...]) -> Row:
+    axes, (rows, depth, columns), n = mesh_axes(machine), shape, _devices(machine, over)
+    axis_name = over if len(over) > 1 else over[0]
+    product = xla_products.seconds(_product(machine, shape, n))
+    if product is None:
+        rule = f"the TPU compiler has not been asked what it takes on {machine}"
+        raise FlagError(f"--shapes={rows}x{depth}x{columns}", rule, "ask it: --learn_products")
 
     def seconds(run: Callable[..., Any], *operands: tuple[int, ...]) -> float:
         everywhere = PartitionSpec()
         function = jax.shard_map(
-            run,
+            functools.partial(run, axis_name=axis_name),
             mesh=machine.mesh(axes),
             in_specs=everywhere,
             out_specs=everywhere,
@@ -156,17 +264,23 @@ def _modelled(machine: Machine, op: str, shape: tuple[int, int, int]) -> Row:
         given = [jax.ShapeDtypeStruct(operand, jnp.bfloat16) for operand in operands]
         return replay(function, *given, machine=machine).time
 
-    product = 2 * n * rows * depth * columns / machine.generation.matrix_rate
-    fused = functools.partial(getattr(pallas_collectives, op), axis_name="x", algorithm="fused")
+    fused = functools.partial(getattr(pallas_collectives, op), algorithm="fused")
     if op == GATHER:
-        gather = functools.partial(pallas_collectives.all_gather, axis_name="x", tiled=True)
-        collective = seconds(gather, (rows, depth))
+        gather = functools.partial(pallas_collectives.all_gather, tiled=True)
+        name, block, collective = "all_gather", rows * depth, seconds(gather, (rows, depth))
         both = seconds(fused, (rows, depth), (depth, columns))
     else:
-        scatter = functools.partial(pallas_collectives.psum_scatter, axis_name="x", tiled=True)
+        scatter = functools.partial(pallas_collectives.psum_scatter, tiled=True)
+        name, block = "reduce_scatter", rows * columns
         collective = seconds(scatter, (n * rows, columns))
         both = seconds(fused, (n * rows, depth), (depth, columns))
-    return Row(str(machine), op, shape, both, collective + product, product)
+    devices = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
+    last = [list(axes).index(axis) for axis in over]
+    groups = np.moveaxis(devices, last, range(-len(last), 0)).reshape(-1, n)
+    wire = bound(name, machine, groups, 2 * block).wire
+    least = max(wire, 2 * n * rows * depth * columns / machine.generation.matrix_rate)
+    where = f"{machine} {','.join(over)}"
+    return Row(where, op, shape, both, product, collective, least)
 
 
 def measured(
@@ -186,7 +300,7 @@ def measured(
         }
         product = _seconds(mesh, jnp.matmul, (mesh.size * rows, depth), columns, iters)
         where = f"{mesh.size} devices"
-        yield Row(where, op, shape, times["fused"], times["unfused"], product)
+        yield Row(where, op, shape, times["fused"], product, times["unfused"] - product)
 
 
 def _seconds(

@@ -25,7 +25,7 @@ from typing import Any
 from absl import flags
 
 import pallas_collectives
-from benchmarks import compiled, devices, replay_rows, results
+from benchmarks import compiled, devices, fused, replay_rows, results
 from benchmarks.cases import CASES
 from benchmarks.results import Results, Saved
 from benchmarks.rows import Compiled, Measured, Replayed
@@ -35,6 +35,7 @@ from pallas_collectives import catalogue
 from pallas_collectives.__main__ import first_sentence
 from pallas_collectives.backends import nccl
 from pallas_collectives.replay import Machine, calibration
+from pallas_collectives.topology import chips
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 STORED = Path(__file__).with_name("readme.json")
@@ -288,6 +289,29 @@ def _with_latencies(scale: float) -> float:
     return replay_rows.run(other).time / replay_rows.run(task).time
 
 
+def products(_: Saved) -> str:
+    """What fused products hide, and how many times the longer of product and collective they take.
+
+    From the rows that `python -m benchmarks fused --save` has kept.
+    """
+    order = list(chips.BY_NAME)
+    rows = sorted(
+        fused.saved(), key=lambda row: (order.index(row.where.partition(":")[0]), row.where, row.op)
+    )
+    shapes = [*map(fused.shape_of, fused.SHAPES)]
+    cells = []
+    for where, op in dict.fromkeys((row.where, row.op) for row in rows):
+        found = {row.shape: row for row in rows if (row.where, row.op) == (where, op)}
+        texts = (_hidden(found[shape]) if shape in found else "–" for shape in shapes)
+        cells.append((where if op == fused.OPS[0] else "", op, *texts))
+    headers = ("pod, axes", "", *("×".join(map(str, shape)) for shape in shapes))
+    return grid(headers, cells, (True,) * len(headers))
+
+
+def _hidden(row: fused.Row) -> str:
+    return f"{100 * row.overlap:.0f}%; {row.fused / row.longer:.2f}"
+
+
 def names(_: Saved) -> str:
     """The public names, a line each, linked to their source."""
     root, cells = Path(pallas_collectives.__file__).parents[1], []
@@ -308,6 +332,7 @@ TABLES: dict[str, Callable[[Saved], str]] = {
     "calibration": published,
     "compiled": compiled_beside_lax,
     "measured": measured,
+    "products": products,
 }
 
 

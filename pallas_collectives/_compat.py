@@ -78,6 +78,13 @@ def _simulated_info() -> Any:
     return dataclasses.replace(v5e, sparse_core=v6e.sparse_core)
 
 
+def tensorcore_mesh(axis_name: str, cores: int) -> Any:
+    """The mesh of a device's TensorCores, for `pl.kernel`; JAX 0.11 has a class of its own."""
+    if hasattr(pltpu, "TensorCoreMesh"):
+        return pltpu.TensorCoreMesh(axis_name=axis_name, num_cores=cores)
+    return pltpu.create_tensorcore_mesh(axis_name, num_cores=cores)
+
+
 def register(primitive: core.Primitive, **rules: Rule) -> None:
     """Gives a primitive rules, at once or when `prepare` runs.
 
@@ -95,6 +102,18 @@ def _register(primitive: core.Primitive, rules: dict[str, Rule]) -> None:
             mlir.register_lowering(primitive, rule, platform="cpu" if table == "on_cpu" else None)
         else:
             _TABLES[table][primitive] = rule
+
+
+# Results of a kernel on a mesh of cores, of types that operations take. Up to JAX 0.10 theirs
+# name the memory that the kernel asked for, which no operation knows.
+_plain_p = core.Primitive("pallas_plain_result")
+_plain_p.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Device))
+register(_plain_p, lowering=lambda ctx, x: [x])
+
+
+def plain(x: jax.Array) -> jax.Array:
+    """A result of a kernel on a mesh of cores, as an array like any other."""
+    return _plain_p.bind(x) if _BEFORE_0_11 else x
 
 
 def has_rule(primitive: core.Primitive, table: str) -> bool:

@@ -156,7 +156,7 @@ class _Walk:
         elif i.op == "conditional":
             names = re.findall(r"%([\w.\-]+)", i.rest.partition("branch_computations=")[2])
             branches = [tuple(self.of(name)) for name in names if name in self._computations]
-            yield from max(branches, key=_cycles, default=())
+            yield from max(branches, key=cycles_of, default=())
         elif plain in ("call", "async") and ends:
             yield from self._asynchronous(i, ends)
         elif i.op == "call":
@@ -265,9 +265,10 @@ def _by_kernel(i: _Instruction, engine: str) -> Collective:
     )
 
 
-def _cycles(found: tuple[Event, ...]) -> int:
+def cycles_of(found: tuple[Event, ...]) -> int:
+    """Cycles of the core's own work in all events."""
     return sum(
-        e.cycles if isinstance(e, Work) else e.times * _cycles(e.events)
+        e.cycles if isinstance(e, Work) else e.times * cycles_of(e.events)
         for e in found
         if isinstance(e, Work | Loop)
     )

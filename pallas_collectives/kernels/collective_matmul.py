@@ -8,6 +8,9 @@ matter. Steps, bytes on the wire and their order are those of the bidirectional 
 `all_gather` and `reduce_scatter`; operands, results and what is gathered lie in HBM, and tiles of
 them pass through VMEM as `product` says, within `VMEM_SHARE` of the chip's.
 
+On devices of two cores (v4, v5p) each takes half the rows of every block, round a ring of its own:
+they share what is in HBM, and wait for each other nowhere.
+
                              scratch in HBM                    added up in
     all_gather_matmul        none (the gathered x is a result)    float32, rounded once
     matmul_reduce_scatter    8 blocks of the result            float32, rounded once per hop
@@ -20,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.lax import PrecisionLike
 
@@ -35,9 +37,9 @@ from pallas_collectives.topology.groups import Group, Ring, Stream
 
 # Of a chip's VMEM, what the tiles of all products together may take; the rest is the compiler's.
 VMEM_SHARE = 0.7
-# Chunks of a block: the more, the sooner the first is consumed; but each fetches the weights anew.
-MOST_CHUNKS = 8
-_LEAST_ROWS = 1024  # of a chunk: the weights of v6e's products, fetched once each, stay hidden
+# Chunks of a block that a core may have: the more, the less there is at the end that nothing hides;
+# but each fetches the weights anew. Halves, so that the opposite device gets one from either side.
+CHUNKS = (2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +47,30 @@ class Plan:
     """How a block goes in chunks, and each chunk's products through VMEM.
 
     Attributes:
-      blocks: the blocks of x, (A, rows, K), and their chunks.
+      blocks: the blocks of x, (A, rows, K), and their chunks, of all cores.
       problems: one product each, of a chunk.
       tiles: theirs.
+      cores: how many share the chunks of each block.
     """
 
     blocks: Blocks
     problems: tuple[Problem, ...]
     tiles: tuple[Tiles, ...]
+    cores: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a block that each core sees to."""
+        return self.blocks.chunks // self.cores
+
+    def on(self, core: Number | None) -> "Plan":
+        """The plan as a core follows it, which counts chunks from the first of its own."""
+        first = 0 if core is None else core * self.chunks
+        return dataclasses.replace(self, blocks=dataclasses.replace(self.blocks, first=first))
+
+    def streams(self, devices: int) -> tuple[Stream, ...]:
+        """The streams of each core."""
+        return groups.streams(devices, bidirectional=True, chunks=self.chunks)
 
     def blocks_of(self, columns: int) -> Blocks:
         """The same blocks of an array of another size in its last dimension."""
@@ -60,17 +78,51 @@ class Plan:
 
     @property
     def vmem_bytes(self) -> int:
-        """What the tiles of all products take together, at most."""
+        """What the tiles of all products of a core together take, at most."""
         return sum(map(product.vmem, self.problems, self.tiles))
 
     @property
     def seconds_per_block(self) -> float:
-        """What the products of one block take by the chip's rates."""
+        """What the products of one block take by the chip's rates, on all these cores."""
         chip = chips.current()
         once = sum(
-            product.seconds(p, t, chip) for p, t in zip(self.problems, self.tiles, strict=True)
+            product.seconds(p, t, chip, self.cores)
+            for p, t in zip(self.problems, self.tiles, strict=True)
         )
-        return once * self.blocks.chunks
+        return once * self.chunks
+
+    def seconds(self, group: Group, block_bytes: int) -> float:
+        """What the kernel takes by the chip's rates, where a block has so many bytes on the wire.
+
+        The longer of wire and products; the shorter for the one chunk that nothing hides; and two
+        DMAs' latency for each chunk.
+        """
+        n, wire = group.size, wire_seconds(group, block_bytes)
+        products = n * self.seconds_per_block
+        last = min(wire / max(1, n // 2), products / n) / self.chunks
+        starts = 2 * chips.current().dma_latency * n * self.chunks
+        return max(wire, products) + last + starts
+
+    def pace(self, group: Group, block_bytes: int) -> pipelines.Pace | None:
+        """When own chunks are to set out, where a block has so many bytes on the wire.
+
+        None where the wire takes longer than the products: nothing is gained by keeping it waiting.
+        """
+        wire = wire_seconds(group, block_bytes)
+        if group.size * self.seconds_per_block < wire:
+            return None
+        a_chunk = 2 * wire / (group.size - 1) / self.chunks
+        return pipelines.Pace.of(self.seconds_per_block / self.chunks, a_chunk)
+
+
+def wire_seconds(group: Group, block_bytes: int) -> float:
+    """What it takes to pass blocks both ways round a ring, by the rates of the chip."""
+    chip, n = chips.current(), group.size
+    # The devices of a chip that are not all in the ring have rings of their own, on the same links.
+    mesh = jax.sharding.get_abstract_mesh().shape
+    sharing = chip.devices_per_chip if math.prod(mesh.values()) > n and not group.chip else 1
+    link = chip.link_bandwidth * chip.link_efficiency / sharing / (2 if group.line else 1)
+    return (n - 1) / 2 * block_bytes / link + (n // 2) * (chip.hop_latency + chip.dma_latency)
 
 
 def plan(
@@ -79,25 +131,53 @@ def plan(
     x_dtype: DType,
     out_dtype: DType,
     *,
+    group: Group,
+    block_bytes: int,  # on the wire
+    cores: int,
     terms: int = 0,
     transposed: bool = False,
 ) -> Plan:
-    """How the products of blocks of this shape go.
+    """How the products of blocks of this shape go: in as many chunks as take least time.
+
+    Blocks whose rows cannot be divided between the cores are all the first core's.
 
     Raises:
       VmemError: no tiles fit the chip's VMEM.
     """
-    batch, rows, depth = shape
-    most = min(MOST_CHUNKS, max(2, pl.next_power_of_2(rows // _LEAST_ROWS + 1) // 2))
     least_rows = max(sublanes(x_dtype), sublanes(out_dtype))
-    found = most
-    while found > 1 and rows % (found * least_rows):
-        found //= 2
-    blocks = Blocks(shape, axis=1, cut=1, chunks=found)
+    able = cores if shape[1] % (cores * least_rows) == 0 else 1
+    whole = [count for count in CHUNKS if shape[1] % (able * count * least_rows) == 0]
+    found = [
+        cut
+        for count in whole or [1]
+        if (cut := _cut(shape, weights, x_dtype, out_dtype, able, count, terms, transposed))
+    ]
+    if not found:
+        chip = chips.current()
+        raise VmemError(
+            f"products of {shape} with {len(weights)} weights",
+            f"no tiles of them fit {chip.name}'s {chip.vmem_bytes >> 20} MiB of VMEM",
+            "use algorithm='unfused', or fewer weights at once",
+        )
+    return min(found, key=lambda each: each.seconds(group, block_bytes))
+
+
+def _cut(
+    shape: tuple[int, int, int],
+    weights: Sequence[tuple[int, Any]],
+    x_dtype: DType,
+    out_dtype: DType,
+    cores: int,
+    chunks: int,
+    terms: int,
+    transposed: bool,
+) -> Plan | None:
+    """The plan with so many chunks of a block for each core; None if no tiles fit."""
+    batch, rows, depth = shape
     problems = tuple(
         Problem(
             batch=batch,
-            rows=rows // found,
+            rows=rows // (cores * chunks),
             depth=depth,
             columns=columns,
             x_dtype=x_dtype,
@@ -110,14 +190,10 @@ def plan(
     )
     chip = chips.current()
     budget = int(chip.vmem_bytes * VMEM_SHARE) // len(problems)
-    tiles = [product.choose_tiles(problem, budget, chip) for problem in problems]
-    if None in tiles:
-        raise VmemError(
-            f"products of {shape} with {len(problems)} weights",
-            f"no tiles of them fit {chip.name}'s {chip.vmem_bytes >> 20} MiB of VMEM",
-            "use algorithm='unfused', or fewer weights at once",
-        )
-    return Plan(blocks, problems, tuple(t for t in tiles if t is not None))
+    tiles = [product.choose_tiles(problem, budget, chip, cores) for problem in problems]
+    blocks = Blocks(shape, axis=1, cut=1, chunks=cores * chunks)
+    fitting = tuple(t for t in tiles if t is not None)
+    return Plan(blocks, problems, fitting, cores) if len(fitting) == len(tiles) else None
 
 
 def all_gather_matmul(
@@ -147,11 +223,26 @@ def all_gather_matmul(
     n, (batch, rows, depth) = group.size, x.shape
     columns = [w.shape[0 if transposed else 1] for w in ws]
     weights = [(size, w.dtype) for size, w in zip(columns, ws, strict=True)]
-    tiling = plan((batch, rows, depth), weights, x.dtype, out_dtype, transposed=transposed)
-    streams = groups.streams(n, bidirectional=True, chunks=tiling.blocks.chunks)
+    tiling = plan(
+        (batch, rows, depth),
+        weights,
+        x.dtype,
+        out_dtype,
+        group=group,
+        block_bytes=x.nbytes,
+        cores=launch.cores(interpret),
+        transposed=transposed,
+    )
+    streams = tiling.streams(n)
     shapes = [jax.ShapeDtypeStruct((batch, n * rows, depth), x.dtype)]
     shapes += [jax.ShapeDtypeStruct((batch, n * rows, size), out_dtype) for size in columns]
-    kernel = functools.partial(_gather_kernel, tiling=tiling, streams=streams, precision=precision)
+    kernel = functools.partial(
+        _gather_kernel,
+        tiling=tiling,
+        streams=streams,
+        pace=tiling.pace(group, x.nbytes),
+        precision=precision,
+    )
     tiles = TileScratch.of(tiling)
     return launch.call_many(
         kernel,
@@ -163,6 +254,7 @@ def all_gather_matmul(
         barrier="neighbours",
         name="all_gather_matmul",
         interpret=interpret,
+        cores=tiling.cores,
         wire_bytes=(n - 1) * x.nbytes,
         flops=n * tiling.blocks.chunks * sum(problem.flops for problem in tiling.problems),
         pipeline_bytes=tiling.vmem_bytes - tiles.nbytes,
@@ -202,10 +294,13 @@ def matmul_reduce_scatter(
         [(columns, w.dtype)],
         x.dtype,
         wire_dtype,
+        group=group,
+        block_bytes=batch * rows * columns * wire_dtype.itemsize,
+        cores=launch.cores(interpret),
         terms=2,
         transposed=transposed,
     )
-    streams = groups.streams(n, bidirectional=True, chunks=tiling.blocks.chunks)
+    streams = tiling.streams(n)
     out = tiling.blocks_of(columns)
     kernel = functools.partial(
         _scatter_kernel, tiling=tiling, streams=streams, scale=scale, precision=precision
@@ -219,6 +314,7 @@ def matmul_reduce_scatter(
         out_shapes=[jax.ShapeDtypeStruct(out.shape, wire_dtype)],
         scratch=Scratch(pipelines.scatter_scratch(streams, out, wire_dtype), tiles),
         barrier="neighbours",
+        cores=tiling.cores,
         prepare=lambda ring, x_ref, w_ref, o_ref, scratch: _Weights(
             tiling, [w_ref], scratch.tiles
         ).bring(),
@@ -305,9 +401,10 @@ def _gather_kernel(
     # HBM; then a Scratch
     tiling: Plan,
     streams: tuple[Stream, ...],
+    pace: pipelines.Pace | None,
     precision: PrecisionLike,
 ) -> None:
-    count, (*arrays, scratch) = len(tiling.problems), refs
+    tiling, count, (*arrays, scratch) = tiling.on(ring.core), len(tiling.problems), refs
     w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
     weights = _Weights(tiling, w_refs, scratch.tiles)
 
@@ -326,6 +423,7 @@ def _gather_kernel(
         blocks=tiling.blocks,
         streams=streams,
         prepare=lambda: weights.bring()(),
+        pace=pace,
     )
 
 
@@ -341,6 +439,7 @@ def _scatter_kernel(
     scale: float,
     precision: PrecisionLike,
 ) -> None:
+    tiling = tiling.on(ring.core)
     weights = _Weights(tiling, [w_ref], scratch.tiles)
 
     def produce(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:

@@ -75,7 +75,7 @@ class Streams:
         semaphores: channels.Semaphores,
         stream: Number,
         chunk: Number,
-        slots_ref: Ref | None = None,
+        slots: tuple[Ref, tuple[Number, ...]] | None = None,
     ) -> Channel:
         """That of a chunk on a stream."""
         index = stream, chunk
@@ -86,7 +86,7 @@ class Streams:
             index,
             arrivals=self.hops_of(stream, chunk),
             longest=self.hops,
-            slots=None if slots_ref is None else (slots_ref, index),
+            slots=slots,
         )
 
     def for_each(self, active: Callable[[Number], Any], body: Callable[[Number], None]) -> None:
@@ -113,6 +113,34 @@ def _as_int(flag: Any) -> Any:
     return int(flag) if isinstance(flag, bool) else flag.astype(np.int32)
 
 
+class Pace(NamedTuple):
+    """When own chunks set out in a gather. Those on a wire together share it, and all come late.
+
+    The wire is to have the next by the time it is done with one: it carries as many own chunks
+    while one is consumed as `ratio` says. What is then left sets out as chunks of others come,
+    which they do as fast as ours go; two of them are consumed, one from either side, before the
+    next come. So a chunk is under way on every device before anyone waits for it.
+    """
+
+    ahead: int  # chunks that set out besides
+    ratio: int = 16  # in sixteenths: the time to consume a chunk, in times of that on the wire
+
+    @classmethod
+    def of(cls, consume: float, wire: float) -> "Pace":
+        """From the seconds that a chunk takes to be consumed, and on the wire."""
+        return cls(1, max(1, min(16 * 64, round(16 * consume / wire))))
+
+    def out(self, step: Step, index: Number, chunks: int) -> Any:
+        """How many are out when the chunk at an index is consumed, at a step."""
+        own = self.ahead + self._meanwhile(jnp.where(step == 0, index + 1, chunks))
+        later = index + 1 + self.ahead + self._meanwhile(2)
+        every = jnp.where(step == 0, own, jnp.maximum(own, later))
+        return jnp.minimum(jnp.where(step > 1, chunks, every), chunks)
+
+    def _meanwhile(self, consumed: Any) -> Any:
+        return (consumed * self.ratio + 15) // 16
+
+
 class GatherScratch(NamedTuple):
     """What `gather_and_consume` takes beside its arrays."""
 
@@ -136,6 +164,7 @@ def gather_and_consume(
     blocks: Blocks,
     streams: tuple[Stream, ...],
     prepare: Callable[[], None] = lambda: None,  # runs when the first sends are under way
+    pace: Pace | None = None,  # by default half of the own chunks first, then one with each
 ) -> None:
     """Gathers all blocks, and calls consume(block, chunk) for each chunk that is in its place.
 
@@ -163,16 +192,21 @@ def gather_and_consume(
             lambda stream: channel(stream, chunk).send(own, place(first, stream, chunk), first),
         )
 
-    # Of the own chunks half set out at once, and one more with each that is consumed: chunks that
-    # are on a wire together share it, and all would arrive late.
-    ahead = max(1, moving.chunks // 2)
+    chunks = moving.chunks
+    own_pace = pace or Pace(ahead=max(1, chunks // 2))
+    first = min(chunks, own_pace.ahead)
+
+    def set_out_in_time(step: Step, index: Number) -> None:
+        before = own_pace.out(
+            jnp.where(index == 0, step - 1, step), jnp.where(index == 0, chunks, index) - 1, chunks
+        )
+        before = jnp.where((step == 0) & (index == 0), first, before)
+        sync.for_each(before, own_pace.out(step, index, chunks), set_out)
 
     def see_to_own(index: Number) -> None:
-        groups.only_if(index + ahead < moving.chunks, lambda: set_out(index + ahead))
         own_copy(moving.in_turn(index)).wait()
-        following = jnp.minimum(index + 1, moving.chunks - 1)
-        copies_on = index + 1 < moving.chunks
-        groups.only_if(copies_on, lambda: own_copy(moving.in_turn(following)).start())
+        following = jnp.minimum(index + 1, chunks - 1)
+        groups.only_if(index + 1 < chunks, lambda: own_copy(moving.in_turn(following)).start())
 
     def see_to(step: Step, index: Any) -> None:
         chunk = moving.in_turn(index)
@@ -187,8 +221,9 @@ def gather_and_consume(
             onward = step < moving.hops_of(stream, chunk)
             groups.only_if(onward, lambda: passing.send(block, block, step))
 
-        groups.only_if(step == 0, lambda: see_to_own(index))
         moving.for_each(arrives, relay)
+        set_out_in_time(step, index)
+        groups.only_if(step == 0, lambda: see_to_own(index))
         moving.for_each(
             lambda stream: arrives(stream) | ((step == 0) & (stream == 0)),
             lambda stream: consume(moving.downstream(stream, -step), chunk),
@@ -203,7 +238,7 @@ def gather_and_consume(
         )
 
     with jax.named_scope("own_block"):
-        sync.for_each(0, ahead, set_out)
+        sync.for_each(0, first, set_out)
         own_copy(moving.in_turn(np.int32(0))).start()
         prepare()
     with jax.named_scope("consume"):
@@ -215,10 +250,14 @@ def gather_and_consume(
 def scatter_scratch(
     streams: tuple[Stream, ...], blocks: Blocks, dtype: DType
 ) -> reduce_scatter.Scratch:
-    """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out."""
-    scratch = reduce_scatter.Scratch.of(streams, blocks, dtype)
+    """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out.
+
+    Semaphores are each core's own; slots of all chunks lie in HBM, which cores share.
+    """
+    index = len(streams), streams[0].chunks
     slots = len(streams), blocks.chunks, SLOTS + 1, *blocks.chunk_shape
-    return scratch._replace(slots_ref=buffer(slots, dtype))
+    semaphores = channels.Semaphores.of(*index, window=SLOTS)
+    return reduce_scatter.Scratch(buffer(slots, dtype), semaphores)
 
 
 def produce_and_scatter(
@@ -242,8 +281,11 @@ def produce_and_scatter(
     """
     moving = Streams(ring, streams)
 
+    def slots_of(stream: Number, chunk: Number) -> tuple[Ref, tuple[Number, ...]]:
+        return scratch.slots_ref, (stream, blocks.first + chunk)
+
     def channel_of(stream: Number, chunk: Number) -> Channel:
-        return moving.channel(scratch.semaphores, stream, chunk, scratch.slots_ref)
+        return moving.channel(scratch.semaphores, stream, chunk, slots_of(stream, chunk))
 
     def forward(step: Step, stream: Number, chunk: Number) -> None:
         channel, hops = channel_of(stream, chunk), moving.hops_of(stream, chunk)
@@ -256,7 +298,8 @@ def produce_and_scatter(
 
         groups.only_if(step > 0, take_over)
         where = jnp.where(step == 0, SLOTS, wrap_step(jnp.maximum(step - 1, 0), SLOTS))
-        held = scratch.slots_ref.at[stream, chunk, where]
+        slots_ref, index = slots_of(stream, chunk)
+        held = slots_ref.at[(*index, where)]
         produce(moving.downstream(stream, hops - step), chunk, held, step > 0)
         channel.send(held, channel.slot(step), step)
 

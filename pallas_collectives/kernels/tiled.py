@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import pipelines
-from pallas_collectives.kernels.collective_matmul import MOST_CHUNKS, VMEM_SHARE
+from pallas_collectives.kernels.collective_matmul import CHUNKS, VMEM_SHARE
 from pallas_collectives.kernels.machinery import launch, spaces, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.machinery.combine import wide
@@ -79,7 +79,7 @@ def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | 
             "use smaller tiles or operands",
         )
     chunks = 1
-    while chunks < MOST_CHUNKS and rows % (2 * chunks * tile) == 0:
+    while chunks < CHUNKS[-1] and rows % (2 * chunks * tile) == 0:
         chunks *= 2
     return Cut(rows, chunks, tile)
 

@@ -8,12 +8,12 @@ printed by `explain`. A backward pass binds products of its own, each with its o
 Model, per device, of blocks passed both ways round a ring of n, each with its share of the product:
 
     wire      (n-1)/2 blocks over a link
-    unfused   wire + the products by all of the device's cores at full rate
-    fused     the longer of the wire and the products by the one core that a kernel runs on; the
-              shorter for the one chunk that nothing hides; and two DMAs' latency for each chunk
+    unfused   wire + the products by XLA: at `XLA_SHARE` of the peak rate, or HBM's for all operands
+    fused     the longer of the two; the shorter for the one chunk that nothing hides; and two DMAs'
+              latency for each chunk (`collective_matmul.Plan.seconds`)
 
-Rates are those of `topology.rates`. So fusing loses if blocks are small, and on chips with two
-cores a device (v4, v5p) if the products take much longer than the wire.
+Rates are those of `topology.chips`. So fusing loses if blocks are small. On chips with two cores a
+device (v4, v5p) both run the kernel, if the rows of a block can be halved.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,14 @@ from pallas_collectives.backends.plans import (
 )
 from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
 from pallas_collectives.kernels import collective_matmul
+from pallas_collectives.kernels.machinery.product import Problem
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
+
+# Of the matrix units' peak rate, what XLA's own products attain: by the TPU compiler's estimates
+# for 31 large ones of bfloat16 0.47 to 0.98 of it, half of them 0.9 and more
+# (`benchmarks/xla_products.json`).
+XLA_SHARE = 0.9
 
 
 class Cost(NamedTuple):
@@ -77,13 +83,13 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
     try:
         if slices.split(group, slices.slices(group, how.across)) is not None:
             return refused(op, spec, _SEVERAL_SLICES)
-        blocks, wire = products.plan(op, x_shape, xs[0].dtype, ws, spec)
+        plan, block_bytes = products.plan(op, x_shape, xs[0].dtype, ws, spec, group)
         products.effects(op, spec, operands)
     except (SliceError, VmemError, *UNSERVABLE) as error:
         return refused(op, spec, str(error))
     if spec.wish:
         return _plan(op, spec, FUSED, "it was asked for")
-    return _faster(op, spec, cost(op, blocks, group, wire))
+    return _faster(op, spec, cost(plan, group, block_bytes))
 
 
 _SEVERAL_SLICES = "the devices lie in several slices"
@@ -201,25 +207,25 @@ def obstacle(
     return ""
 
 
-def cost(op: str, plan: collective_matmul.Plan, group: Group, wire_dtype: Any) -> Cost:
+def cost(plan: collective_matmul.Plan, group: Group, block_bytes: int) -> Cost:
     """The seconds of a product and its collective, fused and apart.
 
     Args:
-      op: `GATHER` or `SCATTER`.
       plan: of the products of one block.
       group: the devices.
-      wire_dtype: of what travels.
+      block_bytes: of a block on the wire.
     """
-    chip, n = chips.current(), group.size
-    batch, rows, depth = plan.blocks.shape
-    gathers = op == GATHER
-    columns = depth if gathers else plan.problems[0].columns
-    block = batch * rows * columns * jnp.dtype(wire_dtype).itemsize
-    links = chip.link_bandwidth * chip.link_efficiency / (2 if group.line else 1)
-    hops = (n // 2) * (chip.hop_latency + chip.dma_latency)
-    wire = (n - 1) / 2 * block / links + hops
-    by_kernel = n * plan.seconds_per_block
-    by_all_cores = by_kernel / chip.cores
-    last = min(wire / max(1, n // 2), by_kernel / n) / plan.blocks.chunks
-    starts = 2 * chip.dma_latency * n * plan.blocks.chunks
-    return Cost(max(wire, by_kernel) + last + starts, wire + by_all_cores)
+    wire = collective_matmul.wire_seconds(group, block_bytes)
+    product = sum(
+        _xla_seconds(problem, group.size * plan.blocks.chunks) for problem in plan.problems
+    )
+    return Cost(plan.seconds(group, block_bytes), wire + product)
+
+
+def _xla_seconds(problem: Problem, chunks: int) -> float:
+    """What a product of so many chunks takes by XLA, on all cores of a device."""
+    p, chip = problem, chips.current()
+    rows = chunks * p.batch * p.rows
+    traffic = rows * (p.depth * p.x_dtype.itemsize + p.columns * p.out_dtype.itemsize)
+    traffic += p.depth * p.columns * p.w_dtype.itemsize
+    return max(chunks * p.flops / (chip.matrix_rate * XLA_SHARE), traffic / chip.hbm_bandwidth)

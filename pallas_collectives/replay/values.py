@@ -172,6 +172,7 @@ IDENTITY = frozenset(
         "pvary",
         "reduce_precision",
         "optimization_barrier",
+        "pallas_plain_result",
         "with_memory_space_constraint",
     }
 )

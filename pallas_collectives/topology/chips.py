@@ -61,7 +61,7 @@ class Chip:
         16e9  # 32-bit numbers a second that a vector subcore loads, stores or adds
     )
     no_sparsecore: str = ""  # why no kernel can run on one (`kernels.machinery.sparsecore`)
-    cores: int = 1  # of a device; a kernel runs on one of them
+    cores: int = 1  # of a device; only kernels that multiply run on more than one
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
@@ -179,6 +179,12 @@ def current() -> Chip:
     if device is None or not device.device_kind.startswith("TPU"):
         return SIMULATED
     return of_kind(device.device_kind)
+
+
+def cores() -> int:
+    """TensorCores of a device of the mesh in scope: as it says, or as its chip has them."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(device, "num_cores", None) or current().cores
 
 
 def of_kind(device_kind: str) -> Chip:

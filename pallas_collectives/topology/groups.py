@@ -78,10 +78,12 @@ class Ring:
       me: own position, 0 <= me < size.
       place: own place along the ring, 0 <= place < size.
       line: whether nothing goes from the last place to the first; of two devices it is one.
+      core: of the cores of each device, the one whose ring this is; None for the only one.
     """
 
-    def __init__(self, group: Group, members_ref: Ref | None = None) -> None:
+    def __init__(self, group: Group, members_ref: Ref | None = None, core: Any = None) -> None:
         self.size = group.size
+        self.core = core
         self.line = group.line or group.size == 2
         self._group = group
         self._members_ref: Any = members_ref

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -124,7 +127,15 @@ def test_what_no_tile_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         chips, "SIMULATED", dataclasses.replace(chips.SIMULATED, vmem_bytes=1 << 16)
     )
     with pytest.raises(VmemError, match="MiB of VMEM"):
-        collective_matmul.plan((1, 64, 1024), [(1024, BF16)], BF16, BF16)
+        collective_matmul.plan(
+            (1, 64, 1024),
+            [(1024, BF16)],
+            BF16,
+            BF16,
+            group=Group(("x",), (4,)),
+            block_bytes=1 << 17,
+            cores=1,
+        )
 
 
 # Rings --------------------------------------------------------------------------------------------
@@ -177,19 +188,42 @@ def test_every_ring_under_both_adversaries(
 ) -> None:
     """Values are exact; on the smallest rings also with four parts a block."""
     if n < 4:
-        monkeypatch.setattr(collective_matmul, "_LEAST_ROWS", 8)
-    x, w = small(n, rows=32 if n < 4 else 16, batch=2 if n == 3 else 1)
-    run = functools.partial(both, n=n, params=harness.ADVERSARIES[mode])
+        monkeypatch.setattr(collective_matmul, "CHUNKS", (4,))
+    assert_exact(n, harness.ADVERSARIES[mode], rows=32 if n < 4 else 16, batch=2 if n == 3 else 1)
+
+
+@pytest.mark.parametrize(
+    "n, mode",
+    [
+        *((2, "on_wait"), (4, "eager")),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(3, "on_wait"), (2, "eager")]),
+    ],
+)
+def test_both_cores_of_a_device_have_a_ring_each(n: int, mode: str) -> None:
+    """Each core of each device takes the half of every block; none waits for the other's."""
+    assert_exact(n, on_cores(mode), rows=64, batch=2 if n == 3 else 1)
+
+
+def on_cores(mode: str) -> Any:
+    """An adversary on devices of two cores."""
+    return dataclasses.replace(harness.ADVERSARIES[mode], num_cores_or_threads=2)
+
+
+def assert_exact(n: int, params: Any, rows: int, batch: int) -> None:
+    x, w = small(n, rows, batch)
+    run = functools.partial(both, n=n, params=params)
     got = harness.per_device(run, harness.mesh(n), check_vma=False)(x, w)
     for a, b in zip(got, references(x, w), strict=True):
         np.testing.assert_array_equal(np.asarray(a), b)
     assert not harness.race_reported()
 
 
-def is_caught(mode: str, n: int = 4, hold: int | None = None, scatter: bool = False) -> bool:
+def is_caught(
+    mode: str, n: int = 4, hold: int | None = None, scatter: bool = False, cores: int = 1
+) -> bool:
     """Whether a fault shows in the gathering half, or in the scattering one."""
-    x, w = small(n)
-    group, params = Group(("x",), (n,)), harness.ADVERSARIES[mode]
+    x, w = small(n, rows=32 if cores > 1 else 16)
+    group, params = Group(("x",), (n,)), on_cores(mode) if cores > 1 else harness.ADVERSARIES[mode]
 
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
         x = x if hold is None else harness.delayed(x, hold)
@@ -249,6 +283,14 @@ def test_steps_that_share_a_semaphore_are_caught(
     for module in (channel, pipelines):
         monkeypatch.setattr(module, "wrap_step", lambda step, slots: wrap_step(step, 1))
     assert is_caught("on_wait", n=6, scatter=scatter)
+
+
+@pytest.mark.parametrize("scatter", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_cores_that_see_to_the_same_chunks_are_caught(
+    scatter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_matmul.Plan, "on", lambda plan, core: plan)
+    assert is_caught("on_wait", n=2, scatter=scatter, cores=2)
 
 
 def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +357,34 @@ def compiled(generation: str, columns: int, op: str, dtype: Any = BF16) -> harne
     )
 
 
+MEGACORE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import pallas_collectives as pc
+def program(x, w):
+    y = pc.all_gather_matmul(2 * x, w, "x", algorithm="fused")
+    return pc.matmul_reduce_scatter(y, w.T, "x", algorithm="fused") + 1
+for name, options in (("v4:2x2x1", {"chip_config_name": "megacore"}), ("v5p:2x2x1", {})):
+    found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    mesh = Mesh(np.array(found.devices), ("x",))
+    spec = lambda *shape: jax.ShapeDtypeStruct(
+        shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+    run = jax.shard_map(program, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    text = jax.jit(run).lower(spec(4 * 2048, 1024), spec(4 * 1024, 2048)).compile().as_text()
+    lines = [line.partition(" custom-call(") for line in text.splitlines()]
+    kernels = [result for result, call, _ in lines if call]
+    assert len(kernels) == 2 and not any("S(" in kernel for kernel in kernels), kernels
+"""
+
+
+def test_both_cores_compile_on_chips_that_have_two() -> None:
+    """In a process of its own: libtpu's topologies of other layouts are for one each."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    subprocess.run([sys.executable, "-c", MEGACORE], env=environment, check=True, timeout=240)
+
+
 def assert_nothing_else(found: harness.Compiled) -> None:
     """Between producers and consumer stands the kernel: no copy, no pad, no collective."""
     kernel = [op for op in found.ops if op not in ("parameter", "fusion", "get-tuple-element")]
@@ -373,7 +443,7 @@ def test_the_shorter_of_wire_and_product_is_hidden(name: str, ratio: float, op: 
     gathers = op == "all_gather_matmul"
     collective = "all_gather" if gathers else "reduce_scatter"
     wire = bound(collective, machine, groups, 2 * size * size).wire
-    rate = rates.matrix_rate / rates.cores  # a kernel runs on one core
+    rate = rates.matrix_rate
     free = 256 * round(ratio * wire * rate / (2 * n * size * size) / 256)
     depth, columns = (size, free) if gathers else (free, size)
 

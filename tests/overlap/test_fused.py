@@ -1,5 +1,6 @@
 """The fused products as users call them: values, layouts, gradients, fallbacks, errors."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import harness
 import in_order
 import pallas_collectives as pc
+from benchmarks.settings import FlagError
 from pallas_collectives import errors
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
 from products import N, gathered, multiplied, per_device, ran, reasons, scattered
@@ -297,13 +299,19 @@ def test_errors_name_value_rule_and_remedy(
 
 
 def test_the_benchmark_says_what_is_hidden() -> None:
-    """On v5e, where one core is all: nearly all of the shorter of product and collective."""
+    """On v5e nearly all of the shorter of product and collective; a row says if a bound forbids."""
     from benchmarks import fused
 
-    (row,) = fused.modelled(["v5e:16x1"], ["all_gather_matmul"], [(1024, 2048, 2048)])
-    assert row.product < row.fused < row.unfused
-    assert 0.4 < row.overlap <= 1
+    (row,) = fused.modelled(["v5e:16x1"], ["all_gather_matmul"], [(1024, 4096, 4096)])
+    assert row.least < row.fused <= fused.LONGER * row.longer
+    assert fused.HIDDEN <= row.overlap <= 1.1 and not row.verdict
     assert len(row.line()) == len(fused.HEADER)
+    late = dataclasses.replace(row, fused=row.product + row.collective)
+    assert late.overlap == 0 and late.line().endswith("below what is wanted")
+    bound = dataclasses.replace(late, least=late.fused)
+    assert bound.line().endswith("forbidden by the least")
+    with pytest.raises(FlagError, match="has not been asked"):
+        next(fused.modelled(["v5e:16x1"], ["all_gather_matmul"], [(1024, 128, 128)]))
 
 
 def test_products_in_the_order_of_the_ranks_run_apart_forward_and_backward() -> None:

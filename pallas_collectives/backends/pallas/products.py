@@ -22,6 +22,7 @@ from pallas_collectives.annotations import AnyMesh, DType, DTypeLike, Interpret
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -167,22 +168,31 @@ def scatter_layout(
 
 
 def plan(
-    op: str, x_shape: tuple[int, ...], x_dtype: DType, ws: Sequence[Any], spec: Spec
-) -> tuple[collective_matmul.Plan, Any]:
-    """How the products of one block go, and the dtype of what travels."""
+    op: str, x_shape: tuple[int, ...], x_dtype: DType, ws: Sequence[Any], spec: Spec, group: Group
+) -> tuple[collective_matmul.Plan, int]:
+    """How the products of one block go, and the bytes of a block on the wire."""
     columns = [up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
     if op == GATHER:
         layout = gather_layout(x_shape, spec.axis, x_dtype, spec.out_dtype)
         weights = list(zip(columns, (w.dtype for w in ws), strict=True))
-        out, terms, wire = kernel_dtype(spec.out_dtype), 0, x_dtype
+        out, terms, wire, width = kernel_dtype(spec.out_dtype), 0, x_dtype, layout.block[2]
     else:
         wire = wire_dtype(spec.out_dtype, spec.precise)
         layout = scatter_layout(x_shape, spec.axis, spec.size, x_dtype, wire)
-        weights, out, terms = [(columns[0], ws[0].dtype)], wire, 2
+        weights, out, terms, width = [(columns[0], ws[0].dtype)], wire, 2, columns[0]
+    block_bytes = math.prod(layout.block[:2]) * width * jnp.dtype(wire).itemsize
     found = collective_matmul.plan(
-        layout.block, weights, x_dtype, out, terms=terms, transposed=spec.transposed
+        layout.block,
+        weights,
+        x_dtype,
+        out,
+        group=group,
+        block_bytes=block_bytes,
+        cores=launch.cores(spec.how.interpret),
+        terms=terms,
+        transposed=spec.transposed,
     )
-    return found, wire
+    return found, block_bytes
 
 
 def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:

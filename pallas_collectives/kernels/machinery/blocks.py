@@ -40,12 +40,15 @@ class Blocks:
       axis: the dimension along which blocks lie.
       cut: the dimension along which a block is cut.
       chunks: how many chunks a block is cut into.
+      first: the chunk that is number 0 here; a core that sees to a part of each block counts from
+        the first of its own.
     """
 
     shape: tuple[int, ...]
     axis: int
     cut: int
     chunks: int
+    first: Number = 0
 
     @classmethod
     def of(cls, shape: tuple[int, ...], axis: int, dtype: DType, chunks: int = 1) -> "Blocks":
@@ -75,7 +78,7 @@ class Blocks:
             starts[self.axis] = block * self.shape[self.axis]
         if chunk is not None and self.chunks > 1:
             sizes[self.cut] //= self.chunks
-            starts[self.cut] += chunk * sizes[self.cut]
+            starts[self.cut] += (self.first + chunk) * sizes[self.cut]
         return ref.at[tuple(map(_span, starts, sizes))]
 
     def nbytes(self, dtype: DType) -> int:

@@ -44,13 +44,22 @@ class Semaphores(NamedTuple):
 
     sent: Semaphore  # (*streams): own; the bytes that have left
     arrived: Semaphore  # (*streams, window): signalled by upstream, number k % window by message k
-    credit: Any  # (*streams): signalled by downstream, once for each message that may follow
+    # (*streams): signalled by downstream, once for each message that may follow; None where
+    # messages need none
+    credit: Any
 
     @classmethod
-    def of(cls, *streams: int, window: int, sent: tuple[int, ...] | None = None) -> "Semaphores":
+    def of(
+        cls,
+        *streams: int,
+        window: int,
+        sent: tuple[int, ...] | None = None,
+        credits: bool = True,
+    ) -> "Semaphores":
         """What to allocate for (*streams) channels; for `sent`, if some of them share it."""
         dma, regular = pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.REGULAR
-        return cls(dma(sent or streams), dma((*streams, window)), regular(streams))
+        credit = regular(streams) if credits else None
+        return cls(dma(sent or streams), dma((*streams, window)), credit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +130,7 @@ class Channel:
             @pl.when(followed)
             def _() -> None:
                 upstream = self.ring.peer(-self.direction)
-                pl.semaphore_signal(self.semaphores.credit.at[self.index], 1, device_id=upstream)
+                sync.signal(self.ring, self.semaphores.credit.at[self.index], upstream)
 
     def take_credits(self, times: Number) -> None:
         """Takes so many credits that no message has used."""

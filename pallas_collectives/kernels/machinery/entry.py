@@ -43,6 +43,10 @@ Nor can the two engines wait for each other in a circle. Let every launch, and e
 TensorCore for a SparseCore's call to end, be an event of the program, in its order: a kernel waits
 only for kernels of the same event on other devices, and these for earlier events.
 
+A kernel on both cores of a device has a barrier semaphore on each. Cores of a number signal one
+another alone, and each is in every such call, in the same order: the claim holds for them by
+themselves. Kernels of one core are calls of the first cores.
+
 What must not share one, then, are calls over different sets of devices: other axes, and also
 `axis_index_groups` or the pairs of a permutation, whose devices need nothing of the rest of S.
 These take part by `WIDE`: a barrier among all of S, whatever devices exchange data after it.

@@ -1,9 +1,9 @@
-"""The one place that calls `pl.pallas_call`; or, by `sparsecore`, its like for that engine.
+"""The one place that calls `pl.pallas_call`; or, by `cores`, its like for several cores or others.
 
 Kernels have no grid, nor anything else that could be divided between cores: on a device with two
 (v4, v5p: megacore) the compiler has the second core skip the whole kernel, so that every DMA and
 every signal starts once, from the first. `tests/kernels/machinery/test_megacore.py` looks at the
-compiled program.
+compiled program. Kernels that multiply are the exception: `cores=2` runs them on both.
 
 Two cores that shared the DMAs could at the best halve the time to start them. By the replay of v4
 and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to 4
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
@@ -28,6 +29,7 @@ from jax.sharding import PartitionSpec
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Interpret, Ref, Semaphore, dma_semaphores
 from pallas_collectives.errors import VmemError
+from pallas_collectives.kernels.machinery import cores as divided
 from pallas_collectives.kernels.machinery import entry, spaces, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology import chips
@@ -63,6 +65,7 @@ def call_many(
     flops: int = 0,
     pipeline_bytes: int = 0,
     input_output_aliases: dict[int, int] | None = None,
+    cores: int = 1,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel on every device of a group.
 
@@ -93,6 +96,8 @@ def call_many(
       pipeline_bytes: VMEM of the pipelines within the kernel, beside `scratch`.
       input_output_aliases: operand number -> result number: the operand with whose contents the
         result begins; it is the operand's own buffer, and the kernel gets the result's ref alone.
+      cores: how many TensorCores run the kernel, each with a ring, semaphores and VMEM of its own
+        (`cores`).
 
     Raises:
       CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
@@ -129,9 +134,10 @@ def call_many(
     ) -> None:
         left_buffers, left = iter(buffer_refs), iter(jax.tree.leaves(own))
         left_tables = iter(table_refs[len(peers) :])
+        core = lax.axis_index(divided.TENSORCORES) if cores > 1 else None
         with jax.enable_x64(False):  # a TPU counts in 32 bits, whatever the program around it does
             rings = tuple(
-                Ring(ring, None if table is None else next(left_tables))
+                Ring(ring, None if table is None else next(left_tables), core)
                 for ring, table in zip(along, members, strict=True)
             )
             seen = here.operands if here else operand_refs
@@ -173,6 +179,10 @@ def call_many(
         compiled = sparsecore.kernel(
             body, (list(out_shapes), buffers), allocated, aliases, sharing, **options
         )
+    elif cores > 1:
+        assert not aliases, "a result that begins as an operand is one core's to make"
+        shapes: Any = (spaces.results(out_shapes), spaces.results(buffers))
+        compiled = divided.kernel(cores, body, shapes, allocated, **options)
     else:
         smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
         first = len(tables) + len(scalars)  # operand
@@ -242,6 +252,11 @@ class _Vmem(NamedTuple):
     def take_back(self, refs: Sequence[Ref]) -> None:
         """Copies results to where the program has them."""
         sync.started(self.results, refs, [self.copy_sem] * len(refs))()
+
+
+def cores(interpret: Interpret) -> int:
+    """TensorCores of a device, real or simulated, between which a kernel can be divided."""
+    return getattr(interpret, "num_cores_or_threads", 1) if interpret else chips.cores()
 
 
 def _is_buffer(shape: Any) -> bool:

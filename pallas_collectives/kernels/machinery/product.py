@@ -3,9 +3,10 @@
     out[a] = scale * (x[a] @ w + terms[0][a] + ...)        x: (A, rows, K), w: (K, N) or (N, K)
 
 The grid runs over columns of w, then A, then rows, then K: a panel of w, all of K by `columns`, is
-fetched once and serves all rows. Where all of w fits VMEM it is `resident`: brought in once, for
-any number of products. Where not even a panel fits, tiles of w are fetched with those of x. All
-tiles are double-buffered by the pipeline.
+fetched once and serves all rows. Where one tile holds all of x, that is fetched once and serves all
+columns. Where all of w fits VMEM it is `resident`: brought in once, for any number of products.
+Where not even a panel fits, tiles of w are fetched with those of x. All tiles are double-buffered
+by the pipeline.
 
 The matrix unit accumulates in float32 (int32 for integers); the sum over K and the terms stay in
 that until they are rounded to the result's dtype, once.
@@ -31,7 +32,10 @@ from pallas_collectives.topology.chips import Chip
 # tiles are multiplied in a loop.
 _MOST_VOLUME = 1 << 30
 _STEP_SECONDS = 0.2e-6  # of the grid: DMAs started and waited for
-_HBM_SHARE = 0.6  # of HBM's bandwidth: the rest is for what comes and goes on the wire
+# Of HBM's bandwidth: what is sent and what comes, both ways, takes up to a fifth (v5e, v6e), and
+# pipelines do not fill the rest: 0.7 orders tiles as the replay does.
+_HBM_SHARE = 0.7
+_MOST_ROWS = 2048  # of a tile that has all rows: x then stays in VMEM for all columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +95,13 @@ def accumulator_dtype(dtype: DType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tiles(problem: Problem, vmem_bytes: int, chip: Chip) -> Tiles | None:
-    """The tiles with which a product takes least time, or None if none fits `vmem_bytes`."""
+def choose_tiles(problem: Problem, vmem_bytes: int, chip: Chip, cores: int = 1) -> Tiles | None:
+    """The tiles with which a product takes least time, or None if none fits `vmem_bytes`.
+
+    `cores`: of a device, how many multiply at a time.
+    """
     found = [
-        (seconds(problem, tiles, chip), vmem(problem, tiles), tiles)
+        (seconds(problem, tiles, chip, cores), vmem(problem, tiles), tiles)
         for tiles in _candidates(problem)
         if vmem(problem, tiles) <= vmem_bytes
     ]
@@ -103,7 +110,7 @@ def choose_tiles(problem: Problem, vmem_bytes: int, chip: Chip) -> Tiles | None:
 
 def _candidates(problem: Problem) -> list[Tiles]:
     whole = sublanes(problem.x_dtype)
-    rows = {-(-problem.rows // whole) * whole} if problem.rows <= 1024 else set()
+    rows = {-(-problem.rows // whole) * whole} if problem.rows <= _MOST_ROWS else set()
     rows |= {size for size in (128, 256, 512, 1024) if size < problem.rows}
     columns = {problem.columns} if problem.columns <= 2048 else set()
     columns |= {size for size in range(256, 2049, 128) if size < problem.columns}
@@ -140,20 +147,24 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
     )
 
 
-def seconds(problem: Problem, tiles: Tiles, chip: Chip) -> float:
-    """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM."""
+def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float:
+    """What a product takes by the rates of a chip's core: of the matrix unit, or of HBM.
+
+    `cores`: so many have such a product at a time, and share HBM.
+    """
     p, t = problem, tiles
     down, across = -(-p.rows // t.rows), -(-p.columns // t.columns)
     steps = p.batch * down * across * (p.depth // t.depth)
     flops = 2 * steps * t.rows * t.depth * t.columns
     weights = {"all": 0, "panel": 1, "tile": p.batch * down}[t.keep] * p.depth * p.columns
+    fetched = 1 if steps == across else across  # a tile that serves again is not fetched again
     traffic = (
-        p.batch * p.rows * p.depth * across * p.x_dtype.itemsize
+        p.batch * p.rows * p.depth * fetched * p.x_dtype.itemsize
         + weights * p.w_dtype.itemsize
         + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
     )
     core = flops / (chip.matrix_rate / chip.cores)
-    hbm = chip.hbm_bandwidth * _HBM_SHARE
+    hbm = chip.hbm_bandwidth * _HBM_SHARE / cores
     tile_of_x = t.rows * t.depth * p.x_dtype.itemsize
     tile_of_w = 0 if t.keep == "all" else t.columns * p.w_dtype.itemsize
     tile_of_w *= p.depth if t.keep == "panel" else t.depth

@@ -76,14 +76,12 @@ def _barrier(rings: Sequence[tuple[Ring, bool]]) -> None:
         for ring, is_line in rings:
             ends = {RIGHT: ring.place < ring.size - 1, LEFT: ring.place > 0}
             for direction, there in ends.items():
-                signal = functools.partial(
-                    pl.semaphore_signal, semaphore, 1, device_id=ring.peer(direction)
-                )
+                to = functools.partial(signal, ring, semaphore, ring.peer(direction))
                 if is_line:
-                    pl.when(there)(signal)
+                    pl.when(there)(to)
                     expected += there.astype(np.int32)
                 else:
-                    signal()
+                    to()
                     expected += 1
         pl.semaphore_wait(semaphore, expected)
 
@@ -184,11 +182,17 @@ def partners(ring: Ring, partners_ref: Ref) -> tuple[jax.Array, jax.Array]:
     return target, source
 
 
+def signal(ring: Ring, semaphore: Semaphore, device_id: DeviceId) -> None:
+    """Adds 1 to a semaphore of another device: of the core that has our number."""
+    pl.semaphore_signal(semaphore, 1, device_id=device_id, core_index=ring.core)
+
+
 def remote_copy(
     source: Ref, target: Ref, send_sem: Semaphore, recv_sem: Semaphore, device_id: DeviceId
 ) -> None:
     """Starts a copy into `target` on another device.
 
+    Semaphores there, and memory that cores do not share, are those of the core of our number.
     `send_sem` here counts the bytes that have left `source`, which may then be overwritten;
     `recv_sem` there counts the bytes that have arrived in `target`.
     """
@@ -255,6 +259,6 @@ def wait(semaphore: Semaphore, ref: Ref, times: Number = 1) -> None:
     for_each(0, times, lambda _: pltpu.make_async_copy(ref, ref, semaphore).wait())
 
 
-def for_each(start: int, stop: Any, body: Callable[[Any], None]) -> None:
+def for_each(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
     """body(start) ... body(stop - 1), as a loop: the code does not grow with the ring."""
     lax.fori_loop(start, stop, lambda i, _: body(i), None)

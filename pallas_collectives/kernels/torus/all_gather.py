@@ -87,8 +87,8 @@ def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:
     def of(bundle: Bundle, phase: int) -> channels.Semaphores:
         count, hops = bundle.streams * plan.ways, plan.hops(bundle, phase) * bundle.sections
         if plan.is_paired(bundle, phase):
-            alone = channels.Semaphores.of(count, window=min(WINDOW_WITHOUT_CREDITS, hops))
-            return alone._replace(credit=None)
+            window = min(WINDOW_WITHOUT_CREDITS, hops)
+            return channels.Semaphores.of(count, window=window, credits=False)
         return channels.Semaphores.of(count, window=max(2, min(WINDOW, most // lanes, hops)))
 
     return [of(bundle, phase) for bundle, phase in each]
@@ -153,9 +153,12 @@ class Gather:
         if phase == 0:
             self._copy_own(b, section, stream, lambda copy: copy.start())
 
-    def go_on(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
+    def take(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
         for leg in self._legs(b, phase, section, stream):
             only_if(leg.comes(hop - 1), functools.partial(self._receive, leg, hop - 1))
+
+    def go_on(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
+        for leg in self._legs(b, phase, section, stream):
             only_if(leg.sends(hop), functools.partial(self._send, leg, hop))
 
     def end(self, b: int, section: Any, stream: Number) -> None:

@@ -49,12 +49,18 @@ HALVES_FROM_BYTES = 256 << 10
 # Of VMEM, and at most half of a core's.
 SCRATCH_BYTES = 16 << 20
 
-# Streams of a bundle, where operands go by in sections: two pairs, while of each pair what has been
-# sent is on the wire the other is seen to; one where there is no room for two.
-STREAMS = (4, 2)
+# Streams of a bundle, where operands go by in sections: several pairs, so that while what one has
+# sent is on the wire others are seen to; one where there is no room for more. On lines each stream
+# goes both ways, and its reduction shares links with its gather: there two pairs do.
+STREAMS = ((6, 4), (2,))
+STREAMS_ON_LINES = ((4,), (2,))
 
 # As many sections at least where their phases load links unevenly.
 SECTIONS = 8
+
+# What a link carries in the time that a section costs round rings: by the replay of v5p 4 x 4 x 8,
+# where twice as many sections of half the size took 4 to 5 us more each.
+TICK_BYTES = 256 << 10
 
 _ARRIVALS = 128  # semaphores for those of a gather on lines
 _SPARE = 8  # semaphores
@@ -172,33 +178,41 @@ def _plan(
         enough = _semaphores(scratch) <= chip.semaphores - _SPARE
         return enough and (vmem or scratch.scatter.nbytes <= room)
 
+    def coarsest(streams: int, most: int) -> list[Plan]:
+        """Plans with pieces of up to so many units: of those that fit, the largest ones."""
+        found: list[Plan] = []
+        # No larger one fits: of what a piece takes, two thirds and more grow with its size.
+        taken = wanted.of(whole.in_sections(max(1, most) * whole.grain, streams), dtype, vmem=vmem)
+        for size in range(min(most, 1 + 3 * most * room // (2 * taken.scatter.nbytes)), 0, -1):
+            if found and 2 * size * whole.grain <= found[0].bundles[0].size:
+                break
+            plans = [whole.in_sections(size * whole.grain, streams, even) for even in (True, False)]
+            found += [plan for plan in plans if fits(plan)]
+        return found
+
     for chunks in (2, 1) if halves else (1,):
         whole = Plan.of(axes, block, at, dtype, chunks, there_and_back=there_and_back)
         if fits(whole) and not (uneven and halves):
             return whole
     units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
-    for streams in STREAMS:
-        most = units // (streams * orders * (SECTIONS if uneven else 1))
-        fitting: list[Plan] = []
-        for size in range(most, 0, -1):
-            if fitting and 2 * size * whole.grain <= fitting[0].bundles[0].size:
-                break
-            plan = whole.in_sections(size * whole.grain, streams)
-            if fits(plan):
-                fitting.append(plan)
+    share = units // (orders * (SECTIONS if uneven else 1))
+    for counts in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
+        fitting = [plan for streams in counts for plan in coarsest(streams, share // streams)]
         if fitting:
-            return min(fitting, key=_cost)
+            return min(fitting, key=lambda plan: _cost(plan, dtype))
     # Blocks that are too coarse to be cut so finely: as finely as they go.
-    return whole if vmem else whole.in_sections(whole.grain, STREAMS[-1])
+    return whole if vmem else whole.in_sections(whole.grain, streams=2)
 
 
-def _cost(plan: Plan) -> float:
+def _cost(plan: Plan, dtype: DType) -> float:
     """What a plan's time goes by: the busiest links' load, and what its sections cost besides.
 
     A tick takes some time of its own; in a last section that not all streams have links idle.
     """
     idle = max(bundle.sections * bundle.streams / bundle.pieces - 1 for bundle in plan.bundles)
-    return plan.busiest * (1 + 0.002 * plan.sections + 0.1 * idle)
+    along = math.prod(plan.block) // plan.block[plan.cut] * jnp.dtype(dtype).itemsize
+    ticks = 0 if any(plan.lines) else 2 * TICK_BYTES * plan.sections / along
+    return plan.busiest * (1 + 0.002 * plan.sections + 0.1 * idle) + ticks
 
 
 def _semaphores(scratch: Any) -> int:

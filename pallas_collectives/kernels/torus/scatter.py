@@ -33,6 +33,18 @@ def _window(plan: Plan, bundle: Bundle, phase: int) -> int:
     return min(SLOTS, plan.sizes[bundle.order[phase]])
 
 
+def is_paired(plan: Plan, bundle: Bundle, phase: int) -> bool:
+    """Whether streams go in pairs, section by section; then three slots need no credits.
+
+    Before a device sends at hop t of a pair it has taken what came both ways at hop t - 1, and its
+    own sends of hop t - 1 have ended, both ways (`take`). So what upstream has taken of ours before
+    its hop t was sent when our sends of hop t - 2 had ended: those from the slot of message t - 3,
+    which message t takes. Before hop 0 a device has ended the section before, and begun it with us.
+    """
+    in_sections = plan.sections > 1 and not any(plan.lines)
+    return in_sections and plan.is_paired(bundle, phase)
+
+
 class Scratch(NamedTuple):
     """What `Scatter` takes beside its arrays. Ways: two where a torus has lines, else one."""
 
@@ -57,8 +69,12 @@ class Scratch(NamedTuple):
                 for (bundle, piece), window in zip(pieces, windows, strict=True)
             ],
             semaphores=[
-                channels.Semaphores.of(bundle.streams * ways, window=window)
-                for (bundle, _), window in zip(each, windows, strict=True)
+                channels.Semaphores.of(
+                    bundle.streams * ways,
+                    window=window,
+                    credits=not is_paired(plan, bundle, phase),
+                )
+                for (bundle, phase), window in zip(each, windows, strict=True)
             ],
             left=[pltpu.VMEM((bundle.streams, *piece), dtype) for bundle, piece in pieces],
             terms=[
@@ -140,21 +156,30 @@ class Scatter:
             self._finish(b, phase + 1, section, stream)
         for way, leg in enumerate(self._legs(b, phase, section, stream)):
             sets_out = True if leg.behind is None else leg.behind == 0
-            if leg.behind is None and self._from_hbm(leg) and self._plan.sections > 1:
+            if b == 0 and leg.behind is None and self._from_hbm(leg) and self._plan.sections > 1:
                 only_if((section == 0) & (stream >= 2), functools.partial(self._be_late, leg))
             only_if(sets_out, functools.partial(self._set_out, leg, 0))
             self._fetch(leg, 1, way == 0)
 
+    def take(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
+        for leg in self._legs(b, phase, section, stream):
+            adds, comes, goes = self._passes(leg, hop)
+            only_if(adds, functools.partial(self._take, leg, comes, goes))
+
     def go_on(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
         for way, leg in enumerate(self._legs(b, phase, section, stream)):
-            if leg.behind is None:
-                self._add(leg, hop - 1, hop)
-            else:
-                number = hop - leg.behind
-                adds = (leg.behind > 0) & (number >= 0) & (number < leg.ahead)
+            adds, comes, goes = self._passes(leg, hop)
+            if leg.behind is not None:
                 only_if(leg.behind == 0, functools.partial(self._set_out, leg, hop))
-                only_if(adds, functools.partial(self._add, leg, number, number))
+            only_if(adds, functools.partial(self._add, leg, comes, goes))
             self._fetch(leg, hop + 1, way == 0)
+
+    def _passes(self, leg: _Leg, hop: Number) -> tuple[Any, Number, Number]:
+        """Whether a sum goes on at a hop; as what message it comes, and as what it goes."""
+        if leg.behind is None:
+            return True, hop - 1, hop
+        number = hop - leg.behind
+        return (leg.behind > 0) & (number >= 0) & (number < leg.ahead), number, number
 
     def _be_late(self, leg: _Leg) -> None:
         """Holds up a pair of streams at the start, so that it sends while another's is on the wire.
@@ -183,7 +208,7 @@ class Scatter:
                 self._s.semaphores[number],
                 (lane,),
                 arrivals=arrivals * bundle.sections_of(stream),
-                longest=ring.size * bundle.sections,
+                longest=0 if is_paired(self._plan, bundle, phase) else ring.size * bundle.sections,
                 slots=(self._s.slots[number], (lane,)),
             )
             return _Leg(b, phase, section, stream, lane, channel, ahead, arrivals, behind)
@@ -207,18 +232,23 @@ class Scatter:
 
         self._with_term(leg, leg.ahead - number, push)
 
-    def _add(self, leg: _Leg, comes: Any, goes: Any) -> None:
-        """Adds our term to a sum that has come, and sends it on."""
+    def _take(self, leg: _Leg, comes: Any, goes: Any) -> None:
+        """Waits for a sum that is to go on, and for the end of the send before."""
         channel, comes_before = leg.channel, comes - 1
         summed = channel.slot(leg.comes(comes))
         channel.receive(leg.comes(comes), summed)
-        self._add_term(leg, leg.ahead - goes, (summed, summed))
 
         def end_earlier() -> None:
             channel.wait_sent(summed)
             only_if(comes_before >= 0, lambda: channel.release(leg.comes(comes_before)))
 
         only_if(True if leg.behind is None else goes > 0, end_earlier)
+
+    def _add(self, leg: _Leg, comes: Any, goes: Any) -> None:
+        """Adds our term to a sum that has come, and sends it on."""
+        channel = leg.channel
+        summed = channel.slot(leg.comes(comes))
+        self._add_term(leg, leg.ahead - goes, (summed, summed))
         channel.send(summed, channel.slot(leg.goes(goes)), leg.goes(goes))
 
     def _finish(self, b: int, phase: int, section: Any, stream: Number) -> None:

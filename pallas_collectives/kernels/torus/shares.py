@@ -24,7 +24,7 @@ torus interconnects, ICS 2010; XLA's own all-reduce goes round a torus alike.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -140,35 +140,34 @@ class Plan:
             bundles.append(Bundle(tuple(range(len(sizes))), start, block[cut] - start, 1, 1))
         return cls(sizes, sharing, block, at, cut, grain, tuple(bundles), lines, within)
 
-    def in_sections(self, size: int, streams: int) -> "Plan":
+    def in_sections(self, size: int, streams: int, even: bool = True) -> "Plan":
         """The same blocks in pieces of `size`, which go by in sections, a piece for each stream.
 
-        Bundles have so many sections that all links carry about the same. What is left over is a
-        bundle of small pieces.
+        Bundles have so many sections that all links carry about the same. What is left over are
+        bundles of small pieces, shared out likewise; without `even` as little as can be.
         """
         orders, exact, load = ways(self.sizes, self.sharing, self.within)
-        units = self.block[self.cut] // self.grain
         each = size // self.grain * 2  # units that a pair of streams takes
-        near = [range(max(0, int(e)), int(e) + 2) for e in exact * units / each]
-        fitting = [np.array(c) for c in itertools.product(*near) if each * sum(c) <= units]
-
-        def cost(counts: np.ndarray) -> tuple[float, int]:
-            """What the busiest links carry; then what is left over."""
-            total, rest = each * counts, units - each * sum(counts)
-            total[0] += rest
-            return (load @ total).max(), rest
-
-        counts = min(fitting, key=cost).tolist()
+        units = self.block[self.cut] // self.grain
+        pairs, small = _in_pairs(exact * units, load, each, even)
+        sections = 2 * max(pairs) // streams
         bundles, start = [], 0
-        for order, count in zip(orders, counts, strict=True):
+
+        def add(order: tuple[int, ...], size: int, pieces: int, streams: int) -> None:
+            nonlocal start
+            bundles.append(Bundle(order, start, size, min(streams, pieces), pieces))
+            start += pieces * size
+
+        for order, count in zip(orders, pairs, strict=True):
             if count:
-                bundles.append(Bundle(order, start, size, min(streams, 2 * count), 2 * count))
-                start += 2 * count * size
-        if rest := units - sum(counts) * each:
-            most = 4 * max(counts) // streams  # pieces of two streams in as many sections
-            pieces = max(n for n in range(1, rest + 1) if rest % n == 0 and n <= max(most, 1))
-            size = rest // pieces * self.grain
-            bundles.append(Bundle(orders[0], start, size, min(2, pieces), pieces))
+                add(order, size, 2 * count, streams)
+        for order, count in zip(orders, small, strict=True):
+            if count:
+                most = min(count, max(1, sections))
+                parts = max(n for n in range(1, most + 1) if count % n == 0)
+                add(order, count // parts * self.grain, 2 * parts, 2)
+        if odd := self.block[self.cut] - start:
+            add(orders[0], odd, 1, 1)
         return dataclasses.replace(self, bundles=tuple(bundles))
 
     @property
@@ -180,7 +179,7 @@ class Plan:
             for axis in bundle.order:
                 load[axis] += met * (self.sizes[axis] - 1) * float(self.sharing[axis])
                 met *= self.sizes[axis]
-        return max(load)  # XXX chip
+        return max(load)
 
     @property
     def sections(self) -> int:
@@ -306,6 +305,31 @@ def ways(
     assert (exact >= 0).all(), (sizes, exact)
     last = () if within is None else (within,)
     return [(*order, *last) for order in orders], exact / exact.sum(), load[links]
+
+
+def _in_pairs(
+    exact: np.ndarray, load: np.ndarray, each: int, even: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Units shared out about as `exact` says: how often `each` of them, and how often two more.
+
+    So that the busiest links carry least; or, without `even`, with the fewest of the latter.
+    """
+    units, best = round(exact.sum()), None
+
+    def near(shares: np.ndarray, slack: int) -> Iterator[tuple[int, ...]]:
+        whole = [math.floor(share + 1e-6) for share in shares]
+        return itertools.product(*(range(max(0, w - slack), max(0, w + 2 + slack)) for w in whole))
+
+    for pairs in near(exact / each, 0):
+        rest = (units - each * sum(pairs)) // 2
+        for small in near((exact - each * np.array(pairs)) / 2, 1) if rest >= 0 else ():
+            if sum(small) == rest:
+                carried = (load @ (each * np.array(pairs) + 2 * np.array(small))).max()
+                key = (carried, rest) if even else (rest, carried)
+                if best is None or key < best[0]:
+                    best = key, pairs, small
+    assert best is not None
+    return best[1:]
 
 
 def differ(axes: Sequence[Group]) -> bool:

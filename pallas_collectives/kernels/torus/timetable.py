@@ -73,11 +73,12 @@ class Stage(Protocol):
     """What a device does for each hop of a stream, as hops of a gather or of a reduction.
 
     Phases are numbered as a gather goes through them. In each, `begin` starts hop 0, having waited
-    for the last of the phase before; `go_on` starts hop t, having waited for hop t-1; `end` waits
-    for the last of all.
+    for the last of the phase before; `take` waits for hop t-1, and `go_on` then starts hop t; `end`
+    waits for the last of all.
     """
 
     def begin(self, bundle: int, phase: int, section: Any, stream: Number) -> None: ...
+    def take(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
     def go_on(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
     def end(self, bundle: int, section: Any, stream: Number) -> None: ...
 
@@ -102,7 +103,9 @@ def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
         _begin(course, b, k, 0, stream)
 
     def go_on(b: int, k: int, hop: Number, stream: Number) -> None:
-        course[k][0].go_on(b, course[k][1], hop, 0, stream)
+        stage, phase = course[k]
+        stage.take(b, phase, hop, 0, stream)
+        stage.go_on(b, phase, hop, 0, stream)
 
     for segment in timetable(plan, [phase for _, phase in course]):
         spans = [(b, span) for b, span in enumerate(segment) if span is not None]
@@ -126,7 +129,8 @@ def _run_sections(plan: Plan, course: Course) -> None:
     So all phases are under way at once, each with another section, and hops of all of them take
     turns. Earlier sections come first: what a section leaves is taken before the next one is there.
     Streams come in pairs, one for each way round. While what one pair has sent is on the wire, the
-    next pair is seen to.
+    next pair is seen to. Both streams of a pair take what has come before either sends, so that
+    neither needs credits; on lines, where there are credits, each takes and sends.
 
     Along a line a reduction loads the link behind j others from hop j on, a gather up to hop j. So
     a gather's hops come one round earlier: then the link carries one of both in each round.
@@ -137,10 +141,15 @@ def _run_sections(plan: Plan, course: Course) -> None:
     early = [any(plan.lines) and stage is not course[0][0] for stage, _ in course]
     early.append(early[-1])
     last = len(course)
+    together = not any(plan.lines)  # see `scatter.is_paired`
 
-    def in_pair(pair: Any, b: int, section: Any, body: Callable[[Any], None]) -> None:
+    def in_pair(pair: Any, b: int, section: Any, body: Callable[[Any], Any]) -> None:
         stop = jnp.minimum(plan.bundles[b].streams_in(section), 2 * pair + 2)
-        lax.fori_loop(2 * pair, stop, lambda stream, _: body(stream), None)
+
+        def one(stream: Number, _: None) -> None:
+            body(stream)
+
+        lax.fori_loop(2 * pair, stop, one, None)
 
     def begin(tick: Any, pair: Any, k: int, b: int) -> None:
         in_pair(pair, b, tick - k, functools.partial(_begin, course, b, k, tick - k))
@@ -151,7 +160,14 @@ def _run_sections(plan: Plan, course: Course) -> None:
         bounds = [jnp.minimum(lax.div((g + i) * hops, np.int32(rounds)), hops) for i in (0, 1)]
 
         def turn(hop: Number, _: None) -> None:
-            in_pair(pair, b, section, lambda stream: stage.go_on(b, phase, hop, section, stream))
+            in_turn = functools.partial(in_pair, pair, b, section)
+            take = functools.partial(stage.take, b, phase, hop, section)
+            send = functools.partial(stage.go_on, b, phase, hop, section)
+            if together:
+                in_turn(take)
+                in_turn(send)
+            else:
+                in_turn(lambda stream: (take(stream), send(stream)))
 
         lax.fori_loop(bounds[0] + 1, bounds[1] + 1, turn, None)
 

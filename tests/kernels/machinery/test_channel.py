@@ -33,6 +33,8 @@ class Named:
 
 
 class Neighbours:
+    core = None
+
     def peer(self, offset: int) -> int:
         return offset
 
@@ -46,8 +48,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Step]]:
         assert device == RIGHT
         taken.append(("push", arrived[1]))
 
-    def give(semaphore: Step, amount: int, device_id: int) -> None:
-        assert (semaphore[0], amount, device_id) == ("credit", 1, -RIGHT)
+    def give(semaphore: Step, amount: int, device_id: int, core_index: None) -> None:
+        assert (semaphore[0], amount, device_id, core_index) == ("credit", 1, -RIGHT, None)
         taken.append(("give", 0))
 
     monkeypatch.setattr(sync, "remote_copy", remote_copy)

@@ -1,5 +1,6 @@
 """All axes of a torus at once, as integers: the split, the timetable, the devices' numbers."""
 
+import collections
 import itertools
 import math
 from collections.abc import Callable
@@ -163,6 +164,9 @@ def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
         def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
             begun.setdefault((b, phase, int(stream)), []).append(0)
 
+        def take(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
+            assert len(begun[b, phase, int(stream)]) == hop
+
         def go_on(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
             begun[b, phase, int(stream)].append(int(hop))
 
@@ -185,8 +189,9 @@ def test_in_sections_each_phase_comes_in_its_turn(
     sizes: tuple[int, ...], lines: list[bool]
 ) -> None:
     """Every hop of every piece once and in order; and what a section leaves is taken in time."""
-    plan = plan_of(sizes, lines, 29).in_sections(16, 4)
+    plan = plan_of(sizes, lines, 30).in_sections(16, 4)
     seen: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    taken: dict[tuple[int, int, int], list[tuple[int, int]]] = collections.defaultdict(list)
 
     class Record:
         def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
@@ -194,7 +199,13 @@ def test_in_sections_each_phase_comes_in_its_turn(
             before = (b, int(section) - 1, int(stream))
             assert section == 0 or len(seen[before]) > len(seen[b, int(section), int(stream)])
 
+        def take(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
+            taken[b, int(section), int(stream)].append((phase, int(hop)))
+
         def go_on(self, b: int, phase: int, hop: Any, section: Any, stream: Any) -> None:
+            assert taken[b, int(section), int(stream)][-1] == (phase, int(hop))
+            if not any(lines):  # neither of a pair sends before both have taken what has come
+                assert taken[b, int(section), int(stream) ^ 1][-1] == (phase, int(hop))
             seen[b, int(section), int(stream)].append((phase, int(hop)))
 
         def end(self, b: int, section: Any, stream: Any) -> None:
@@ -224,6 +235,17 @@ def test_sections_cover_a_block_without_overlap(
         assert sum(map(bundle.sections_of, range(bundle.streams))) == bundle.pieces
         at += bundle.pieces * bundle.size
     assert at == 8 * rows
+
+
+@hypothesis.given(SIZES, LINES, ROWS, st.integers(1, 9))
+def test_sections_leave_all_links_about_the_same_load(
+    sizes: tuple[int, ...], lines: list[bool], rows: int, size: int
+) -> None:
+    """What is over is shared out as evenly as tiles allow, in pairs."""
+    plan = plan_of(sizes, lines, rows).in_sections(8 * size, 6)
+    _, exact, load = torus.ways(plan.sizes, plan.sharing)
+    least = float((load @ exact)[0]) * 8 * rows
+    assert least * (1 - 1e-6) <= plan.busiest <= least + 3 * 8 * float(load.max())
 
 
 def _python_loop(start: Any, stop: Any, body: Callable[..., Any], _: None) -> None:

@@ -21,7 +21,7 @@ from pallas_collectives.kernels.machinery import channel, sync
 from pallas_collectives.kernels.torus import all_gather, reduce_scatter, scatter
 from pallas_collectives.kernels.torus.shares import Plan
 from pallas_collectives.replay import Machine, Report, bound, replay
-from pallas_collectives.topology import placement, torus_axes
+from pallas_collectives.topology import chips, placement, torus_axes
 from pallas_collectives.topology.groups import Group
 
 SLOW = pytest.mark.slow
@@ -337,12 +337,12 @@ def test_sections_compile_for_every_generation(
 @pytest.mark.parametrize(
     "op, machine, mesh, mib, share",
     [
-        ("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4}, 64, 0.925),
+        ("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4}, 64, 0.96),
         ("psum", "v5e:16x16", {"x": 16}, 64, 0.99),
         pytest.param("psum_scatter", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
         pytest.param("psum", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
         pytest.param("psum", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.92, marks=SLOW),
-        pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.87, marks=SLOW),
+        pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.925, marks=SLOW),
     ],
 )
 def test_large_sums_keep_the_wires_busy_in_16_mib(
@@ -356,6 +356,76 @@ def test_large_sums_keep_the_wires_busy_in_16_mib(
     assert report.hbm_scratch_bytes == 0 and report.vmem_bytes <= 16 << 20
     rate = report.machine.generation.link_bandwidth * report.machine.generation.link_efficiency
     assert share * report.time <= least / rate
+
+
+def races_of_sections(op: str, *sizes: int, **how: Any) -> int:
+    """How many races a sum has, in sections round rings of a v5p torus, on any schedule."""
+    mesh = dict(zip(NAMES, sizes, strict=False))
+    name = f"v5p:{'x'.join(map(str, sizes))}"
+    report, _ = replayed(op, name, mesh, 64 << 10, races=True, algorithm="torus", **how)
+    assert not report.stuck and not report.leftovers
+    return len(report.findings)
+
+
+@pytest.fixture
+def closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every axis of a torus closes."""
+    monkeypatch.setattr(chips.Chip, "wraps", lambda chip, shape: tuple(n > 2 for n in shape))
+
+
+@pytest.mark.parametrize(
+    "op, sizes",
+    [
+        ("psum_scatter", (4, 4)),
+        ("psum", (3, 3)),
+        pytest.param("psum", (3, 5), marks=SLOW),
+        pytest.param("psum_scatter", (2, 4), marks=SLOW),
+        pytest.param("psum_scatter", (4, 8, 8), marks=SLOW),
+        pytest.param("psum", (4, 4, 4), marks=SLOW),
+    ],
+)
+def test_pairs_need_no_credits_in_sections(
+    op: str, sizes: tuple[int, ...], in_sections: None, closing: None
+) -> None:
+    assert not races_of_sections(op, *sizes)
+
+
+def test_a_window_of_two_slots_without_credits_is_caught(
+    monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
+) -> None:
+    monkeypatch.setattr(scatter, "SLOTS", 2)
+    assert races_of_sections("psum_scatter", 4, 4)
+
+
+def test_a_pair_that_does_not_take_together_is_caught(
+    monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
+) -> None:
+    take, go_on = scatter.Scatter.take, scatter.Scatter.go_on
+
+    def in_turn(stage: Any, *where: Any) -> None:
+        take(stage, *where)
+        go_on(stage, *where)
+
+    monkeypatch.setattr(scatter.Scatter, "take", lambda *_: None)
+    monkeypatch.setattr(scatter.Scatter, "go_on", in_turn)
+    assert races_of_sections("psum_scatter", 4, 4)
+
+
+TORI_OF_SUMS = [(2, 4), (3, 5), (4, 4, 4), (4, 8, 8), (16, 16), (16,)]
+
+
+@pytest.mark.parametrize("lines", [(), (0, 1, 2)])
+@pytest.mark.parametrize("sizes", TORI_OF_SUMS)
+def test_scratch_of_sums_is_16_mib_at_the_most(
+    sizes: tuple[int, ...], lines: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chips, "current", lambda: chips.BY_NAME["v5p"])
+    axes = [Group((NAMES[k],), (n,), line=k in lines) for k, n in enumerate(sizes)]
+    for rows, dtype, back in itertools.product((64, 2048, 3001), (4, 2), (False, True)):
+        kind = {4: jnp.float32, 2: jnp.bfloat16}[dtype]
+        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, False, back)
+        own: Any = reduce_scatter.ReduceScratch if back else reduce_scatter.ScatterScratch
+        assert own.of(plan, kind, vmem=False).scatter.nbytes <= 16 << 20
 
 
 def test_columns_are_gathered_in_place() -> None:
@@ -377,11 +447,12 @@ def replayed(
     mesh: dict[str, int],
     nbytes: int,
     over: tuple[str, ...] | None = None,
+    races: bool = False,
     **how: Any,
 ) -> tuple[Report, float]:
     """The replay of a collective of blocks of `nbytes` on a whole pod, and its bound in bytes.
 
-    Over all axes of the mesh, or over some, the first ones.
+    Over all axes of the mesh, or over some, the first ones. `races` as `replay` has it.
     """
     machine, axes = Machine.named(name), over or tuple(mesh)
     n = math.prod(mesh[axis] for axis in axes)
@@ -395,7 +466,7 @@ def replayed(
     )
     rows = nbytes // 1024 * (1 if op == "all_gather" else n)
     operand = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
-    report = replay(function, operand, machine=machine)
+    report = replay(function, operand, machine=machine, races=races)
     canonical = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}.get(op, op)
     rate = machine.generation.link_bandwidth * machine.generation.link_efficiency
     groups = np.arange(math.prod(mesh.values())).reshape(n, -1).T
