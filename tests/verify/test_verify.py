@@ -6,7 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
 
+import judged_cores
 import replay_kernels
 import verify_kernels as kernels
 from pallas_collectives import verify
@@ -278,3 +283,22 @@ def test_lines_of_jax_and_of_this_package_are_not_the_readers() -> None:
     assert {place.rank for place in places if place} <= {lines.OURS, lines.OUR_MACHINERY}
     copies = [c.source.place for c in report.engine.program.columns if hasattr(c, "dst")]
     assert all(place and place.rank == lines.OURS for place in copies)
+
+
+def test_two_kernels_of_several_cores_follow_each_other_soundly() -> None:
+    """A core that has left one does not count for another at the end of the next."""
+    mesh = plsc.VectorSubcoreMesh(
+        core_axis_name="core", subcore_axis_name="sub", num_cores=1, num_subcores=4
+    )
+
+    def copied(x: jax.Array) -> jax.Array:
+        def body(x_ref: Any, o_ref: Any, rows_ref: Any, sem: Any) -> None:
+            rows = pl.ds(8 * lax.axis_index("sub"), 8)
+            pltpu.async_copy(x_ref.at[rows], rows_ref, sem).wait()
+            pltpu.async_copy(rows_ref, o_ref.at[rows], sem).wait()
+
+        return judged_cores.on_cores(
+            body, x, mesh, pltpu.VMEM((8, 128), x.dtype), pltpu.SemaphoreType.DMA
+        )
+
+    verify.assert_sound(lambda x: copied(copied(x)), "f32[32,128]", devices=(2,), machine="v5p")
