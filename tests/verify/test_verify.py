@@ -302,3 +302,22 @@ def test_two_kernels_of_several_cores_follow_each_other_soundly() -> None:
         )
 
     verify.assert_sound(lambda x: copied(copied(x)), "f32[32,128]", devices=(2,), machine="v5p")
+
+
+def test_a_barrier_semaphore_without_a_collective_id_is_a_fault() -> None:
+    def program(x: jax.Array, **params: Any) -> jax.Array:
+        def kernel(x_ref: Any, o_ref: Any) -> None:
+            kernels.greet(2)
+            pltpu.sync_copy(x_ref, o_ref)
+
+        anywhere = pl.BlockSpec(memory_space=pl.ANY)
+        compiler_params = pltpu.CompilerParams(**params)
+        return pl.pallas_call(
+            kernel, out_shape=x, in_specs=[anywhere], out_specs=anywhere,
+            compiler_params=compiler_params,
+        )(x)  # fmt: skip
+
+    verify.assert_sound(functools.partial(program, collective_id=3), X, devices=(2,))
+    (finding,) = verify.check(program, X, devices=(2,)).cases[0].findings
+    assert finding.rule == "barrier" and "no collective id" in finding.what
+    assert "collective_id=0" in finding.remedy
