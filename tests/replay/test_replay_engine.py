@@ -270,7 +270,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     function = kernels.sharded(lambda x: kernels.ring(x, 4), machine.mesh({"x": 4}))
     with pytest.raises(MachineError, match="4 mesh positions do not fit"):
         replay(function, shape(4), machine="v5e:2")
-    with pytest.raises(MachineError, match="machine 4: want GENERATION"):
+    with pytest.raises(MachineError, match="machine '4': want GENERATION"):
         replay(function, shape(4), machine=4)  # type: ignore[arg-type]
     with pytest.raises(MachineError, match="all different"):
         replay(function, shape(4), machine=machine, placement=np.array([0, 1, 1, 2]))
