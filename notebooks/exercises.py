@@ -27,6 +27,9 @@ from pallas_collectives.verify.findings import Finding
 
 def check(answer: Callable[..., Any]) -> None:
     """Says whether the answer to the exercise of this name is right, or what is wrong."""
+    if answer.__name__ not in EXERCISES:
+        print(f"no exercise is called {answer.__name__}: keep the name that the function had")
+        return
     try:
         problem = EXERCISES[answer.__name__](answer)
     except formulas.NotYet:

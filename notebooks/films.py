@@ -85,20 +85,22 @@ def gather_film(report: Report, rows: int, title: str, frames: int = 24) -> Any:
             cells(axes, left, bottom, [EMPTY] * n, cell)
             cells(axes, left + device * cell, bottom, [COLOURS[device]], cell)
             axes.text(x, y + cell * 0.8, f"device {device}", ha="center", va="bottom", fontsize=9)
-        places_now, colours = [], []
+        there: list[Any] = []
+        on_the_way: list[Any] = []
         for copy in moving:
             (row, height), *_ = copy.writes
             block, above = divmod(row, rows)
-            if copy.arrives <= now:
-                x, y = places[copy.target] + (cell * (block - n / 2), -cell / 2)
+            high = cell * height / rows
+            if copy.arrives <= now:  # parts of a block grow together
+                x, y = places[copy.target] + (cell * (block + 0.03 - n / 2), -cell / 2)
                 y += cell * above / rows
+                there.append(((x, y, 0.94 * cell, high), COLOURS[block]))
             elif copy.begins <= now:
                 x, y = _between(copy, now, places) - cell / 2
-            else:
-                continue
-            places_now.append((x, y, cell, cell * height / rows))
-            colours.append(COLOURS[block])
-        boxes(axes, places_now, colours, lw=1, zorder=3)
+                on_the_way.append(((x, y, cell, high), COLOURS[block]))
+        for pieces, edges in ((there, "none"), (on_the_way, "white")):
+            if pieces:
+                boxes(axes, *zip(*pieces, strict=True), edgecolors=edges, lw=1, zorder=3)
         axes.set_title(f"{title}   {(now - moving[0].begins) * 1e6:5.1f} µs (modelled)")
 
     return film(draw, _moments(moving, frames))
@@ -174,6 +176,9 @@ def torus_film(report: Report, sizes: tuple[int, int], rows: int, frames: int = 
             everywhere, _ = blocks(middle + grid_corner, ((0, n_rows), (0, n_columns), (0, rows)))
             empty.append((everywhere, [EMPTY] * len(everywhere)))
             row, column = divmod(device, n_columns)
+            top = middle[1] + cell * n_rows / 2 + 0.03
+            name = f"device {device}"
+            axes.text(middle[0], top, name, ha="center", va="bottom", fontsize=7)
             own = (row, 1), (column, 1), (0, rows)
             there.append(blocks(middle + grid_corner, own))
         for copy in moving:

@@ -44,7 +44,7 @@ def _differs(answer: Callable[..., Any], right: Callable[..., Any], cases: list[
     for case, mine, one in zip(cases, got, want, strict=True):
         if not np.allclose(mine, one, rtol=1e-6, atol=0):
             mistake = mistakes.named(answer.__name__, cases, got, want)
-            said = f"{answer.__name__}{case} is {one}, not {mine}"
+            said = f"{answer.__name__}{case} is to be {one}, and yours is {mine}"
             return f"{said}: {mistake}" if mistake else said
     return ""
 

@@ -39,6 +39,8 @@ plt.rcParams.update({
 
 def mesh(n: int) -> Mesh:
     """The first n devices, as the axis "x"."""
+    if len(jax.devices()) < n:
+        raise ValueError(f"{n} devices are needed: begin with pc.simulate(8), before any is used")
     return Mesh(np.array(jax.devices()[:n]), ("x",))
 
 

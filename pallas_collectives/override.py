@@ -108,6 +108,9 @@ def _checked(names: Iterable[str] | None, default: Iterable[str]) -> frozenset[s
 
 def _checked_wires(given: Mapping[str, Any] | None) -> frozenset[tuple[str, Wire]]:
     """The wires of functions by name; each may be left out."""
+    if not isinstance(given or {}, Mapping):
+        rule = "it names the functions that it is for"
+        raise WireError(f"wire={given!r}", rule, f"write it like {{'psum': {given!r}}}")
     checked = []
     for name, value in (given or {}).items():
         takes = [f for f in _CHOOSING if "wire" in inspect.signature(_ours(f)).parameters]

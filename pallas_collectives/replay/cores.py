@@ -79,7 +79,9 @@ class _Call:
         self.kernel.results = tuple(ref.buffer.id for ref in results)
         if len(self.others):
             stepper.emit(Leave(self.others, 0.0, source, number))
+            # No core is in the next kernel, and signals there, before all have left this one.
             meetings.gather(stepper, eqn, self.first, self.others)
+            meetings.release(stepper, eqn, self.first, self.others)
         goes_on = kernels.leave(stepper, eqn, self.first, operands, results)
         return [r if goes_on else UNKNOWN for r in results]
 

@@ -3,7 +3,7 @@
 * reach: copies and signals to devices that the chip does not route to;
 * memory: more VMEM, SMEM or semaphores at a time than the chip has;
 * entry: a copy or signal to another device's memory or semaphores that it may not have yet;
-* barrier: a barrier semaphore that a kernel does not leave as it found it.
+* barrier: a barrier semaphore that a kernel does not leave as it found it, or has no id for.
 """
 
 from __future__ import annotations
@@ -197,6 +197,18 @@ def _unbalanced(program: Program) -> Iterator[Fault]:
             taken[lanes] += column.value
             last[key] = k, column
     for (number, sem), (added, taken) in sums.items():
+        if program.semaphores[sem].name == "barrier[collective_id=None]":
+            k, column = last[number, sem]
+            yield Fault(
+                "barrier",
+                program.kernels[number - 1].name,
+                column.source.line,
+                int(column.lanes[0]),
+                _step(program, k, int(column.lanes[0])),
+                "the kernel uses a barrier semaphore, and has no collective id",
+                "the id says which semaphore it is: without one JAX compiles no such kernel",
+                "give the call compiler_params=pltpu.CompilerParams(collective_id=0)",
+            )
         for wrong, effect, remedy in ((added > taken, *_LEFT), (added < taken, *_MISSING)):
             devices = np.nonzero(wrong)[0].tolist()
             if not devices:

@@ -26,7 +26,7 @@ RULES = {
     "entry": "a copy or signal to a device that may not have entered the kernel, or has left it",
     "leftover": "a semaphore is not 0 when its kernel ends",
     "bytes": "a wait is for other bytes than copies bring to its semaphore",
-    "barrier": "a kernel's signals to a barrier semaphore and its waits there do not add up",
+    "barrier": "signals to a barrier semaphore and waits there that do not add up, or have no id",
     "reach": "a copy or signal to a device that the chip does not route to",
     "memory": "more VMEM, SMEM or semaphores at a time than the chip has",
     "bounds": "an index outside of a ref, or a device that is not there",

@@ -6,7 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
 
+import judged_cores
 import replay_kernels
 import verify_kernels as kernels
 from pallas_collectives import verify
@@ -278,3 +283,41 @@ def test_lines_of_jax_and_of_this_package_are_not_the_readers() -> None:
     assert {place.rank for place in places if place} <= {lines.OURS, lines.OUR_MACHINERY}
     copies = [c.source.place for c in report.engine.program.columns if hasattr(c, "dst")]
     assert all(place and place.rank == lines.OURS for place in copies)
+
+
+def test_two_kernels_of_several_cores_follow_each_other_soundly() -> None:
+    """A core that has left one does not count for another at the end of the next."""
+    mesh = plsc.VectorSubcoreMesh(
+        core_axis_name="core", subcore_axis_name="sub", num_cores=1, num_subcores=4
+    )
+
+    def copied(x: jax.Array) -> jax.Array:
+        def body(x_ref: Any, o_ref: Any, rows_ref: Any, sem: Any) -> None:
+            rows = pl.ds(8 * lax.axis_index("sub"), 8)
+            pltpu.async_copy(x_ref.at[rows], rows_ref, sem).wait()
+            pltpu.async_copy(rows_ref, o_ref.at[rows], sem).wait()
+
+        return judged_cores.on_cores(
+            body, x, mesh, pltpu.VMEM((8, 128), x.dtype), pltpu.SemaphoreType.DMA
+        )
+
+    verify.assert_sound(lambda x: copied(copied(x)), "f32[32,128]", devices=(2,), machine="v5p")
+
+
+def test_a_barrier_semaphore_without_a_collective_id_is_a_fault() -> None:
+    def program(x: jax.Array, **params: Any) -> jax.Array:
+        def kernel(x_ref: Any, o_ref: Any) -> None:
+            kernels.greet(2)
+            pltpu.sync_copy(x_ref, o_ref)
+
+        anywhere = pl.BlockSpec(memory_space=pl.ANY)
+        compiler_params = pltpu.CompilerParams(**params)
+        return pl.pallas_call(
+            kernel, out_shape=x, in_specs=[anywhere], out_specs=anywhere,
+            compiler_params=compiler_params,
+        )(x)  # fmt: skip
+
+    verify.assert_sound(functools.partial(program, collective_id=3), X, devices=(2,))
+    (finding,) = verify.check(program, X, devices=(2,)).cases[0].findings
+    assert finding.rule == "barrier" and "no collective id" in finding.what
+    assert "collective_id=0" in finding.remedy
