@@ -196,8 +196,7 @@ def modelled(
         has not been asked for.
     """
     machines = [machine_of(pod, over) for pod in pods]  # all checked before the first is replayed
-    for machine, op, shape in itertools.product(machines, ops, shapes):
-        yield _modelled(machine, op, shape, over)
+    return itertools.starmap(_modelled, itertools.product(machines, ops, shapes, [over]))
 
 
 def learn(

@@ -245,12 +245,12 @@ def test_elsewhere_the_same_function_is_a_pipeline(op: str) -> None:
 
 
 def test_large_products_are_fused_where_it_pays() -> None:
-    """By the model of the chip; on two cores a device only where the wire is what takes long."""
+    """By the model of the chip, on both cores where a device has two; small ones stay apart."""
     from jax.sharding import PartitionSpec
 
     from pallas_collectives.replay import Machine
 
-    def way(machine: str, width: int) -> set[str]:
+    def way(machine: str, width: int, rows: int = 4096) -> set[str]:
         pc.reset_counts()
         pod = Machine.named(machine)
         mesh = pod.mesh({"x": 4})
@@ -261,12 +261,13 @@ def test_large_products_are_fused_where_it_pays() -> None:
             out_specs=PartitionSpec(),
             check_vma=False,
         )
-        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 8192), (8192, width))]
+        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, 8192), (8192, width))]
         jaxpr = str(jax.make_jaxpr(function)(*shapes))
         return {"fused" if "pallas_all_gather_matmul" in jaxpr else "unfused"}
 
     assert way("v5e:4x4", 2048) == way("v6e:4x4", 8192) == way("v5p:4x4x4", 512) == {"fused"}
-    assert way("v5p:4x4x4", 16384) == {"unfused"}
+    assert way("v5p:4x4x4", 16384) == {"fused"}
+    assert way("v5p:4x4x4", 16384, rows=256) == {"unfused"}
 
 
 @pytest.mark.parametrize(

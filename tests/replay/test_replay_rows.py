@@ -151,7 +151,7 @@ def test_every_column_has_a_cell_for_every_kind_of_row() -> None:
     cells = [{c.header: c.cell(row) for c in columns.of(rows)} for row in rows]
     assert [c["sound"] for c in cells] == ["ok", "ok", "refused"]
     assert [c["% of bound"] == "-" for c in cells] == [False, False, True]
-    assert cells[0]["algorithm"] == "all_gather_bidirectional"
+    assert cells[0]["algorithm"] == "bidirectional"
 
 
 def test_an_operand_of_any_size_is_added_in_large_tiles() -> None:
