@@ -12,7 +12,8 @@ Those that gather, exchange, permute or sum floats can send narrower numbers (se
 
 * `wire`: "int8", "float8_e4m3fn", "float8_e5m2", "bfloat16" (of float32), a `Wire`, "auto" (int8
   where that is worth it), or None. Results are within half a step of each group of 128 numbers;
-  sums are added in float32. A wire that would take more bytes than it saves is a WireError;
+  sums are added in float32. A wire that would take more bytes than it saves is a WireError, and so
+  is one with scales for a sum with `order="rank"`: groups make bits depend on their neighbours;
 * `wire_backward`: that of derivatives, which pass straight through rounding; None for full numbers;
 * `dequantize`: False to have (values, scales) of what comes, for a product of quantised numbers;
   they have no derivative: gradients through them are zero;

@@ -31,11 +31,13 @@ class Groups:
       axis: along which it is cut in blocks, that are grouped apart; None for one block.
       blocks: how many there are.
       flat: whether each block is flattened first, as for sums.
+      folds: whether constants are multiplied where they are, and not sent.
     """
 
     axis: int | None = None
     blocks: int = 1
     flat: bool = False
+    folds: bool = False
 
     def over(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """fn(x), fn being of arrays that are grouped along their last dimension."""
@@ -45,8 +47,12 @@ class Groups:
         changed = fn(rows).reshape(apart.shape)
         return changed[0] if axis is None else side_by_side(changed, axis)
 
+    def send(self, x: Any) -> bool:
+        """Whether anything of an array or a number is sent."""
+        return bool(np.size(x)) and (not self.folds or _compat.is_traced(x))
 
-WHOLE, FLAT = Groups(), Groups(flat=True)
+
+WHOLE, FLAT = Groups(), Groups(flat=True, folds=True)
 
 
 def sent(x: Any, wire: Any, axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> Any:
@@ -64,6 +70,8 @@ def sent(x: Any, wire: Any, axis_name: AxisName, index_groups: IndexGroups, grou
     leaves, tree = jax.tree.flatten(x)
     drawn = [
         _drawn(jnp.asarray(leaf), wire, jax.random.fold_in(key, i), groups)
+        if groups.send(leaf)
+        else leaf
         for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(tree, drawn)
@@ -89,7 +97,7 @@ def _are_sent(axis_name: AxisName, index_groups: IndexGroups, groups: Groups) ->
 
 
 def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups) -> jax.Array:
-    if not x.size or wires.obstacle(wire, x.dtype):
+    if wires.obstacle(wire, x.dtype):
         return x  # an error where the collective is bound, or left out there
 
     def draw(rows: jax.Array) -> jax.Array:
@@ -123,7 +131,7 @@ def residue(
 
     def lost(leaf: Any, given: Any) -> jax.Array:
         wires.check(wire, jnp.asarray(leaf).dtype, "a residue")
-        if not are_sent or not np.size(leaf):
+        if not are_sent or not groups.send(leaf):
             return _compat.as_varying(jnp.zeros_like(leaf), _compat.varying(leaf))
         arrives = groups.over(lambda rows: wires.as_sent(rows, wire.fixed), jnp.asarray(given))
         return lax.stop_gradient(leaf - arrives)

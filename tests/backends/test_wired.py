@@ -402,13 +402,14 @@ def test_vmap_over_a_sum_of_vmaps_own_axis_and_the_meshs() -> None:
 
 
 def test_scalars_of_vmap_have_no_group_together() -> None:
-    x = np.float32([[np.inf, 1, 2, 3], [5, 6, 7, 8]])
+    x = np.arange(2048, dtype=np.float32).reshape(2, 1024)
+    x[0, 0] = np.inf
 
     def program(x: jax.Array, wire: Any) -> jax.Array:
         send = lambda x: pc.ppermute(x, "x", [(0, 1), (1, 0)], wire=wire, **BY_XLA)  # noqa: E731
         return jax.vmap(send)(x)
 
-    with pytest.raises(WireError, match="in place of 16"):
+    with pytest.raises(WireError, match="in place of 4096"):
         run(functools.partial(program, wire="int8"), x, n=2)
     np.testing.assert_array_equal(run(functools.partial(program, wire="auto"), x, n=2), x[::-1])
 
@@ -478,6 +479,14 @@ def test_nothing_is_drawn_or_lost_where_nothing_is_sent(rounding: str) -> None:
         return sums[1][0], sums[0][0] - x, *(y - x for y in moved)
 
     for got in run(on_one, data(1), n=1, check_vma=False):
+        np.testing.assert_array_equal(got, 0)
+    constant = data(1)[0]
+
+    def on_none(x: jax.Array) -> Any:  # constants are multiplied
+        sums, lost = pc.psum([constant, x], "x", return_residue=True, **how)
+        return sums[0] - 2 * constant + 0 * x, lost[0] + 0 * x
+
+    for got in run(on_none, data(2)[:, :1, :1], n=2, check_vma=False):
         np.testing.assert_array_equal(got, 0)
     mixed = lambda x: pc.psum(x, ("v", "x"), return_residue=True, **how)  # noqa: E731
     with pytest.raises(WireError, match="no term is sent by itself"):
