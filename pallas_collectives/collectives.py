@@ -12,9 +12,11 @@ Those that gather, exchange, permute or sum floats can send narrower numbers (se
 
 * `wire`: "int8", "float8_e4m3fn", "float8_e5m2", "bfloat16" (of float32), a `Wire`, "auto" (int8
   where that is worth it), or None. Results are within half a step of each group of 128 numbers;
-  sums are added in float32. A wire that would take more bytes than it saves is a WireError;
+  sums are added in float32. A wire that would take more bytes than it saves is a WireError, and so
+  is one with scales for a sum with `order="rank"`: groups make bits depend on their neighbours;
 * `wire_backward`: that of derivatives, which pass straight through rounding; None for full numbers;
 * `dequantize`: False to have (values, scales) of what comes, for a product of quantised numbers;
+  they have no derivative: gradients through them are zero;
 * `return_residue`: True to have (sum, residue): what this device's own term has lost, to be added
   to its next one (error feedback).
 
@@ -103,11 +105,13 @@ def all_gather(
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
     if how.beside and all(map(_compat.is_computed, jax.tree.leaves(x))):
         how = dataclasses.replace(how, awaited=True)
-    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)
+    validation.check_flag("dequantize", dequantize)
     if not dequantize:
+        narrow = quantized.checked(wire, wire_backward, order)
         rows: Any = {**options, "axis": 0, "tiled": True, "backend": backend}
         gather = functools.partial(all_gather, axis_name=axis_name, algorithm=algorithm, **rows)
-        return quantized.gathered(given, quantized.checked(wire), gather, axis, tiled)
+        return quantized.gathered(given, narrow, gather, axis, tiled)
     return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), given)
 
 
@@ -162,8 +166,11 @@ def all_to_all(
         return LAX.all_to_all(leaf, axis_name, split_axis % ndim, concat_axis % ndim, **options)
 
     n = validation.devices_of(axis_name, axis_index_groups)
-    given = quantized.sent(x, wire, axis_name, quantized.Groups(split_axis, n))
+    groups = quantized.Groups(split_axis, n)
+    given = quantized.sent(x, wire, axis_name, axis_index_groups, groups)
+    validation.check_flag("dequantize", dequantize)
     if not dequantize:
+        narrow = quantized.checked(wire, wire_backward)
         rows: Any = {"axis_index_groups": axis_index_groups, "tiled": True, "backend": backend}
         move = functools.partial(
             all_to_all,
@@ -174,7 +181,7 @@ def all_to_all(
             **rows,
         )
         at = split_axis, concat_axis
-        return quantized.exchanged(given, quantized.checked(wire), move, *at, n, tiled)
+        return quantized.exchanged(given, narrow, move, *at, n, tiled)
     return primitives.with_twins(how, lambda x: jax.tree.map(exchange, x), given)
 
 
@@ -238,7 +245,7 @@ def ragged_all_to_all(
     options = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
     exchange = functools.partial(LAX.ragged_all_to_all, **options)
     rows = quantized.Groups(0, np.shape(operand)[0], flat=True)
-    given = quantized.sent(operand, wire, axis_name, rows)
+    given = quantized.sent(operand, wire, axis_name, axis_index_groups, rows)
     return primitives.with_twins(how, exchange, given, output, *slices.values())
 
 
@@ -281,11 +288,13 @@ def ppermute(
     how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
-    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    given = quantized.sent(x, wire, axis_name, None, quantized.WHOLE)
+    validation.check_flag("dequantize", dequantize)
     if not dequantize:
+        narrow = quantized.checked(wire, wire_backward)
         options: Any = {"perm": pairs, "backend": backend, "algorithm": algorithm}
         move = functools.partial(ppermute, axis_name=axis_name, **options)
-        return quantized.permuted(given, quantized.checked(wire), move)
+        return quantized.permuted(given, narrow, move)
     return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), given)
 
 
@@ -311,7 +320,7 @@ def pshuffle(
     validation.checked_perm(
         [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
     )
-    given = quantized.sent(x, wire, axis_name, quantized.WHOLE)
+    given = quantized.sent(x, wire, axis_name, None, quantized.WHOLE)
     return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), given)
 
 
@@ -338,7 +347,8 @@ def pswapaxes(
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
     n = validation.devices_of(axis_name, axis_index_groups)
-    given = quantized.sent(x, wire, axis_name, quantized.Groups(axis, n))
+    groups = quantized.Groups(axis, n)
+    given = quantized.sent(x, wire, axis_name, axis_index_groups, groups)
     return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), given)
 
 

@@ -1,14 +1,15 @@
 """What `explain` refuses before it asks who serves."""
 
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_collectives import catalogue
+from pallas_collectives import catalogue, collectives
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
+from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError, WireError
 from pallas_collectives.overlap import split
 from pallas_collectives.overlap.fusion import GATHER, SCATTER
 from pallas_collectives.records import Collective
@@ -45,6 +46,15 @@ def check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: An
     ):
         rule = f"dimension {axis} is {'' if wanted else 'a multiple of '}the {n} devices"
         raise CollectiveError(f"shape={shape} for {op}", rule, "give another shape or axis")
+
+
+def check_wire(op: str, wire: Any) -> None:
+    """Not all collectives take a wire, and no product does."""
+    function = getattr(collectives, op.removesuffix("_start"), None)
+    takes = function and "wire" in inspect.signature(function).parameters
+    if wire is not None and not takes:
+        rule = "it takes no wire"
+        raise WireError(f"wire={wire!r} for {op}", rule, "leave it out")
 
 
 def check_columns(op: str, shape: Any, columns: Any) -> None:

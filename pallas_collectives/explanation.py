@@ -134,6 +134,7 @@ def explain(
     Raises:
       CollectiveError: a collective, chip or torus that is not known, too little to go on, or a
         shape that cannot be scattered or split along `axis`.
+      WireError: a wire for what takes none.
       TableError: a table that cannot be read.
 
     Example:
@@ -147,6 +148,7 @@ def explain(
     chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
     explain_checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
     explain_checks.check_columns(op, shape, columns)
+    explain_checks.check_wire(op, wire)
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)

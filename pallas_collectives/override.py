@@ -83,10 +83,14 @@ def override_lax(
       [2. 2.]
     """
     names = _checked(only, _CHOOSING) - _checked(keep, ())
+    over = _checked_wires(wire)
+    if unused := sorted({name for name, _ in over} - names):
+        rule = "lax keeps that function, by `only` or `keep`"
+        raise WireError(f"a wire for {unused[0]!r}", rule, "replace it, or leave its wire out")
     with (
         _installed(),
         _overridden(names),
-        _over(_checked_wires(wire)),
+        _over(over),
         choice.beside_compute(not everything),
         overrides.told(frozenset(_CHOOSING) - names),
     ):

@@ -60,8 +60,8 @@ def psum_scatter(
       >>> jax.vmap(lambda x: pc.psum_scatter(x, "x"), axis_name="x")(jnp.ones((4, 4)))
       Array([4., 4., 4., 4.], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **over)
+    wires = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **wires)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -72,11 +72,12 @@ def psum_scatter(
         dimension = scatter_dimension % np.ndim(leaf)  # JAX 0.10 takes no negative axes
         return LAX.psum_scatter(leaf, axis_name, scatter_dimension=dimension, **options)
 
+    validation.check_flag("return_residue", return_residue)
     devices = validation.devices_of(axis_name, axis_index_groups)
-    groups = quantized.Groups(scatter_dimension, devices, flat=True)
-    given = quantized.sent(x, wire, axis_name, groups)
+    over = axis_name, axis_index_groups, quantized.Groups(scatter_dimension, devices, flat=True)
+    given = quantized.sent(x, wire, *over)
     sums = primitives.with_twins(how, lambda x: jax.tree.map(scatter, x), given)
-    return (sums, quantized.residue(x, given, wire, groups)) if return_residue else sums
+    return (sums, quantized.residue(x, given, wire, *over)) if return_residue else sums
 
 
 reduce_scatter = psum_scatter
@@ -130,11 +131,9 @@ def psum(
       >>> jax.vmap(lambda x: pc.psum(x, "x"), axis_name="x")(jnp.arange(4.0))
       Array([6., 6., 6., 6.], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
-    given = quantized.sent(x, wire, axis_name, quantized.FLAT)
-    options: Any = {"precise": precise, "order": order, **over}
-    sums = _reduce("psum", given, axis_name, axis_index_groups, backend, algorithm, **options)
-    return (sums, quantized.residue(x, given, wire, quantized.FLAT)) if return_residue else sums
+    options: Any = {"precise": precise, "order": order, "return_residue": return_residue}
+    options |= {"wire": wire, "wire_backward": wire_backward}
+    return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, **options)
 
 
 all_reduce = psum
@@ -159,11 +158,9 @@ def pmean(
       >>> jax.vmap(lambda x: pc.pmean(x, "x"), axis_name="x")(jnp.arange(4.0))
       Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
-    given = quantized.sent(x, wire, axis_name, quantized.FLAT)
-    options: Any = {"precise": precise, "order": order, **over}
-    sums = _reduce("pmean", given, axis_name, axis_index_groups, backend, algorithm, **options)
-    return (sums, quantized.residue(x, given, wire, quantized.FLAT)) if return_residue else sums
+    options: Any = {"precise": precise, "order": order, "return_residue": return_residue}
+    options |= {"wire": wire, "wire_backward": wire_backward}
+    return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, **options)
 
 
 def pmax(
@@ -207,10 +204,17 @@ def _reduce(
     groups: Groups,
     backend: str | None,
     algorithm: str | None,
+    return_residue: bool = False,
     **wishes: Any,
 ) -> Any:
     how = choice.settle(axis_name, groups, backend, algorithm, **wishes)
+    validation.check_flag("return_residue", return_residue)
     if name in ("pmax", "pmin"):
         validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)
-    return primitives.with_twins(how, lambda x: reduce(x, axis_name, axis_index_groups=groups), x)
+    wire, over = wishes.get("wire"), (axis_name, groups, quantized.FLAT)
+    given = quantized.sent(x, wire, *over)
+    sums = primitives.with_twins(
+        how, lambda x: reduce(x, axis_name, axis_index_groups=groups), given
+    )
+    return (sums, quantized.residue(x, given, wire, *over)) if return_residue else sums

@@ -18,7 +18,7 @@ What follows from that, and is tested number by number:
                     where it is more than half a step
     largest float   what would round up beyond the operand's dtype arrives as its largest number
 
-A wire of bfloat16 has no scales: numbers are rounded to it.
+A wire of bfloat16 has no scales: numbers are rounded to it, and those beyond 3.39e38 to inf.
 """
 
 import dataclasses
@@ -53,7 +53,8 @@ class Wire:
       dtype: "bfloat16" (of float32), "int8", "float8_e4m3fn" or "float8_e5m2".
       group: how many numbers have a scale together: 128, 256, or "row", the last dimension.
       rounding: "nearest", ties to even; or "stochastic", up or down so that the mean is the number.
-      key: for stochastic rounding, of `jax.random`; each device draws its own numbers from it.
+      key: for stochastic rounding, of `jax.random`; devices along the axes that a collective names
+        draw numbers of their own from it, and those along other axes the same ones.
       scales: "float32", or "power of two", by which multiplication is exact.
       optional: leave the wire out, and count that, where it would lose or cannot be had, instead of
         raising an error.
@@ -85,6 +86,9 @@ class Wire:
             rule = "stochastic rounding draws from a key, and nearest draws nothing"
             remedy = "pass rounding='stochastic' and key=jax.random.key(step), or neither"
             raise WireError(f"rounding={self.rounding!r}, key={self.key}", rule, remedy)
+        if self.key is not None and not _is_key(self.key):
+            rule = "it is one key of jax.random"
+            raise WireError(f"key={self.key!r} of a wire", rule, "write jax.random.key(step)")
         if self.dtype == "bfloat16" and (self.group, self.scales) != (128, "float32"):
             raise WireError(
                 f"group={self.group!r}, scales={self.scales!r} of a bfloat16 wire",
@@ -122,12 +126,19 @@ def named(wire: Any) -> Wire | None:
     """
     if wire is None or isinstance(wire, Wire):
         return wire
-    if wire == "auto":
-        return Wire("int8", optional=True)
     if not isinstance(wire, str):
         rule = "it is a Wire, the name of a dtype, 'auto' or None"
         raise WireError(f"wire={wire!r}", rule, "write it like 'int8'")
-    return Wire(wire)
+    return Wire("int8", optional=True) if wire == "auto" else Wire(wire)
+
+
+def _is_key(key: Any) -> bool:
+    """Whether it is one key of `jax.random`, new or old."""
+    if not isinstance(key, jax.Array | np.ndarray):
+        return False
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key.ndim == 0
+    return key.ndim == 1 and key.dtype == np.uint32
 
 
 def obstacle(wire: Wire, dtype: Any) -> str:

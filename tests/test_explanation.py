@@ -278,6 +278,13 @@ def test_figures_are_the_replays_within_a_tenth_or_there_is_none(
     assert best.us == pytest.approx(1e6 * replay_rows.run(task).time, rel=0.1)
 
 
+def test_a_wire_for_what_takes_none() -> None:
+    of: dict[str, Any] = {"shape": (128, 128), "devices": 4, "chip": "v6e", "wire": "int8"}
+    for op, more in (("pmax", {}), ("pbroadcast", {}), ("all_gather_matmul", {"columns": 128})):
+        with pytest.raises(CollectiveError, match="takes no wire"):
+            pc.explain(op, **of, **more)
+
+
 def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     told = pc.explain(
         "all_gather", shape=(2048, 1024), dtype="bfloat16", devices=8, chip="v6e", wire="int8"

@@ -339,3 +339,9 @@ def test_wires_that_no_function_takes() -> None:
     ):
         with pytest.raises(WireError, match=match), pc.override_lax(wire=wrong):
             pass
+    for options in ({"only": ["all_gather"]}, {"keep": ["psum"]}):
+        with (
+            pytest.raises(WireError, match="lax keeps that function"),
+            pc.override_lax(wire={"psum": "int8"}, **options),
+        ):
+            pass

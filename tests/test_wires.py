@@ -101,6 +101,12 @@ def test_the_largest_numbers_of_a_dtype_stay_finite(dtype: str, operand: str) ->
     np.testing.assert_allclose(got.astype(jnp.float32), x.astype(jnp.float32), rtol=1.2e-7)
 
 
+def test_only_a_wire_of_bfloat16_sends_what_is_beyond_it_as_inf() -> None:
+    x = jnp.full((1, 128), 3.4e38, jnp.float32)
+    assert np.isinf(wires.as_sent(x, Wire("bfloat16"))).all()
+    assert np.isfinite(wires.as_sent(x, Wire("int8"))).all()
+
+
 @pytest.mark.parametrize("wire", [*EACH, Wire("bfloat16")], ids=str)
 def test_what_has_been_sent_once_arrives_as_it_is(wire: Wire) -> None:
     once = wires.as_sent(jnp.asarray(data("normal")), wire)
@@ -166,6 +172,8 @@ def test_bytes_are_those_promised() -> None:
         ({"dtype": "int8", "rounding": "up"}, "nearest"),
         ({"dtype": "int8", "rounding": "stochastic"}, "key"),
         ({"dtype": "int8", "key": 3}, "key"),
+        ({"dtype": "int8", "rounding": "stochastic", "key": 3}, "one key"),
+        ({"dtype": "int8", "rounding": "stochastic", "key": np.uint32([[1, 2]])}, "one key"),
         ({"dtype": "int8", "scales": "float16"}, "power of two"),
         ({"dtype": "bfloat16", "group": "row"}, "no scales"),
     ],
@@ -180,8 +188,9 @@ def test_names_of_wires() -> None:
     assert wires.named("int8") == Wire("int8") == pc.Wire("int8")
     auto = wires.named("auto")
     assert auto is not None and auto.optional
-    with pytest.raises(WireError, match="write it like"):
-        wires.named(8)
+    for wrong in (8, np.ones(3)):
+        with pytest.raises(WireError, match="write it like"):
+            wires.named(wrong)
     with pytest.raises(DtypeError, match="no narrower"):
         wires.check(Wire("bfloat16"), "bfloat16", "psum")
     with pytest.raises(DtypeError, match="float32"):

@@ -51,6 +51,7 @@ class How:
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
       wire: the numbers that floats travel as, if narrower than they are (see `wires`).
       wire_backward: those of derivatives.
+      mapped: how many leading dimensions are vmap's; over a wire no group is of two elements.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
       awaited: whether the operand was computed right before, as tokens are and weights are not, so
@@ -67,6 +68,7 @@ class How:
     across: tuple[str, ...] | None = None
     wire: Wire | None = None
     wire_backward: Wire | None = None
+    mapped: int = 0
     beside: bool = False
     awaited: bool = False
 

@@ -50,7 +50,7 @@ class OnWire:
 
     def all_gather(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         """The group's blocks side by side along `axis`."""
-        wire, plain = _settled("all_gather", x, x.shape, group, how)
+        wire, plain = _settled("all_gather", x, (1, *x.shape), group, how)
 
         def move(packed: jax.Array) -> jax.Array:
             return self._module.all_gather(packed, group, axis=0, how=plain)
@@ -65,7 +65,7 @@ class OnWire:
     ) -> jax.Array:
         """Block p goes to p and lands as block `me`."""
         blocks = jax.eval_shape(lambda x: blocks_of(x, split_axis, group.size), x)
-        wire, plain = _settled("all_to_all", x, blocks.shape[1:], group, how)
+        wire, plain = _settled("all_to_all", x, blocks.shape, group, how)
         if wire is None or not wire.scaled:
             at = {"split_axis": split_axis, "concat_axis": concat_axis}
             return self._module.all_to_all(_cast(x, wire), group, **at, how=plain).astype(x.dtype)
@@ -76,8 +76,8 @@ class OnWire:
         self, x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how: How
     ) -> jax.Array:
         """What the source sends; zeros on devices without a source."""
-        rows = x if x.ndim else x[None]
-        wire, plain = _settled("ppermute", x, rows.shape, group, how)
+        rows = x if x.ndim > how.mapped else x[..., None]
+        wire, plain = _settled("ppermute", x, (1, *rows.shape), group, how)
 
         def move(packed: jax.Array) -> jax.Array:
             return self._module.ppermute(packed, group, perm=perm, how=plain)
@@ -97,13 +97,16 @@ class OnWire:
     ) -> jax.Array:
         """Rows to each device; every row has its scales behind it. Rows that do not come stay."""
         rows = operand.reshape(len(operand), -1)
-        wire, plain = _settled("ragged_all_to_all", operand, rows.shape[1:], group, how)
+        wire, plain = _settled("ragged_all_to_all", operand, rows.shape, group, how)
         exchange = self._module.ragged_all_to_all
-        if wire is None or not wire.scaled:
-            narrow = _cast(operand, wire), _cast(output, wire)
-            come = exchange(*narrow, tables, group, how=plain).astype(output.dtype)
-            if wire is None:
-                return come
+        if wire is None:
+            return exchange(operand, output, tables, group, how=plain)
+        if not wire.scaled:
+            bits = lax.bitcast_convert_type(operand.astype(wire.dtype), jnp.int16)
+            sent = jnp.where(bits == -1, np.int16(0x7FFF), bits)  # NaN as another NaN
+            come = exchange(sent, jnp.full(output.shape, -1, jnp.int16), tables, group, how=plain)
+            numbers = lax.bitcast_convert_type(come, jnp.dtype(wire.dtype)).astype(output.dtype)
+            return jnp.where(come == -1, output, numbers)
         packed = wires.pack(*wires.quantize(rows, wire))
         blank = jnp.full((len(output), *packed.shape[1:]), -1, jnp.int8)  # no scale is all ones
         come = exchange(packed, blank, tables, group, how=plain)
@@ -117,34 +120,40 @@ class OnWire:
         """The sum of everyone's block `me`."""
         blocks = blocks_of(x, axis, group.size)
         shape = blocks.shape[1:]
-        wire, plain = _settled("reduce_scatter", x, (math.prod(shape),), group, how)
+        elements = math.prod(shape[: how.mapped])
+        size = math.prod(shape) // elements
+        padded = _padded(size, how)
+        wire, plain = _settled("reduce_scatter", x, (group.size, elements * padded), group, how)
         if wire is None or not wire.scaled:
             summed = self._module.reduce_scatter(_cast(x, wire), group, axis=axis, how=plain)
             return summed.astype(x.dtype)
-        return (
-            self._scattered(blocks.reshape(group.size, -1), wire, group, plain)
-            .reshape(shape)
-            .astype(x.dtype)
-        )
+        flat = blocks.reshape(group.size, elements, size)
+        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padded - size))).reshape(group.size, -1)
+        sums = self._scattered(flat, wire, group, plain)
+        return sums.reshape(elements, padded)[:, :size].reshape(shape).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
         """The sum, everywhere."""
         assert op == "sum", "maxima have no wire"
         n = group.size
-        each = -(-x.size // n)
+        elements = math.prod(x.shape[: how.mapped])
+        size = x.size // elements
+        padded = _padded(size, how)
+        each = -(-elements * padded // n)
         if how.wire is not None and how.wire.scaled and isinstance(how.wire.group, int):
             each = -(-each // how.wire.group) * how.wire.group  # no group lies in two blocks
-        wire, plain = _settled("all_reduce", x, (each,), group, how)
+        wire, plain = _settled("all_reduce", x, (n, each), group, how)
         if wire is None or not wire.scaled:
             return self._module.all_reduce(_cast(x, wire), group, op=op, how=plain).astype(x.dtype)
 
         def gather(packed: jax.Array) -> jax.Array:
             return self._module.all_gather(packed, group, axis=0, how=plain)
 
-        blocks = jnp.pad(x.reshape(-1), (0, n * each - x.size)).reshape(n, each)
+        flat = jnp.pad(x.reshape(elements, size), ((0, 0), (0, padded - size))).reshape(-1)
+        blocks = jnp.pad(flat, (0, n * each - flat.size)).reshape(n, each)
         sums = self._scattered(blocks, wire, group, plain)
-        whole = _dequantized(moved(sums[None], wire, gather), x.dtype)
-        return whole.reshape(-1)[: x.size].reshape(x.shape)
+        whole = _dequantized(moved(sums[None], wire, gather), x.dtype).reshape(-1)[: flat.size]
+        return whole.reshape(elements, padded)[:, :size].reshape(x.shape)
 
     def _scattered(self, blocks: jax.Array, wire: Wire, group: Group, plain: How) -> jax.Array:
         """(n, elements) -> (elements,): everyone's terms for this device, added in float32."""
@@ -171,6 +180,14 @@ def _term(values: jax.Array, scales: jax.Array, number: Any) -> jax.Array:
     )
 
 
+def _padded(size: int, how: How) -> int:
+    """Numbers of an element of vmap's, with so much padding that no group is of two elements."""
+    wire = how.wire
+    if not how.mapped or wire is None or not wire.scaled or not isinstance(wire.group, int):
+        return size
+    return -(-size // wire.group) * wire.group
+
+
 def _cast(x: jax.Array, wire: Wire | None) -> jax.Array:
     return x if wire is None else x.astype(wire.dtype)
 
@@ -179,32 +196,34 @@ def _cast(x: jax.Array, wire: Wire | None) -> jax.Array:
 
 
 def _settled(
-    op: str, x: jax.Array, block: tuple[int, ...], group: Group, how: How
+    op: str, x: jax.Array, blocks: tuple[int, ...], group: Group, how: How
 ) -> tuple[Wire | None, How]:
     """The wire that a call takes, and what is asked of the backend then; counted.
 
     Args:
       op: the canonical collective.
       x: the operand.
-      block: the shape that is quantised by itself: of one block, or of a row.
+      blocks: how many blocks or rows are quantised, each by itself, and then the shape of one.
       group: the devices.
       how: the caller's wishes.
 
     Raises:
       DtypeError, WireError, AlgorithmError: a wire that was named cannot be had, or loses.
     """
-    plain = dataclasses.replace(how, wire=None, wire_backward=None)
+    plain = dataclasses.replace(how, wire=None, wire_backward=None, mapped=0)
     wire = how.wire
-    if wire is None:
+    if wire is None or group.size == 1:  # nothing is sent
         return None, plain
     if not wire.optional:
         wires.check(wire, x.dtype, op)
     if why := wires.obstacle(wire, x.dtype) or _unfit(op, wire, how):
         _note_left_out(op, wire, why)
         return None, plain
-    blocks = max(1, x.size // math.prod(block))
-    sent = blocks * wires.packed_bytes(block, wire)
-    if sent >= x.nbytes:
+    sent = 2 * x.size
+    if wire.scaled:
+        sent = blocks[0] * wires.packed_bytes(blocks[1:], wire)
+    bundled_later = op == "all_reduce" and placement.are_settled_later()
+    if sent >= x.nbytes and not bundled_later:
         lost = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
         if not wire.optional:
             remedy = "leave wire=None, or wire='auto' to have it left out; or make rows longer"
@@ -239,6 +258,11 @@ def _unfit(op: str, wire: Wire, how: How) -> str:
         if not wire.optional:
             remedy = "leave algorithm=None"
             raise AlgorithmError(f"algorithm={how.algorithm!r} for {op}", why, remedy)
+        return why
+    if adds and wire.scaled and how.order is not None:
+        why = "groups have a scale together, so that bits depend on an element's neighbours"
+        if not wire.optional:
+            raise WireError(f"wire {wire} for {op} with order={how.order!r}", why, "leave one out")
         return why
     return ""
 

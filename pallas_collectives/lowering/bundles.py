@@ -26,10 +26,12 @@ def reduced(
 ) -> list[jax.Array]:
     """`reduce` of each array, elementwise; small ones together, one call a bundle.
 
-    Nothing is bundled if lax serves, because XLA merges those; if arrays lose dimensions (numbers
-    among `axes`); or if the caller wants each in VMEM, which may not hold a bundle.
+    Nothing is bundled if lax serves, because XLA merges those, but none over a wire; if arrays are
+    vmap's, or lose dimensions (numbers among `axes`); or if the caller wants each in VMEM, which
+    may not hold a bundle.
     """
-    apart = how.backend == "xla" or str(how.algorithm).endswith(":vmem")
+    apart = how.backend == "xla" and how.wire is None
+    apart = apart or how.mapped > 0 or str(how.algorithm).endswith(":vmem")
     apart = apart or len(validation.named(axes)) < len(axes)
     results: dict[int, jax.Array] = {}
     for members in [[i] for i in range(len(xs))] if apart else _bundles(xs):

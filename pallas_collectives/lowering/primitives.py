@@ -97,6 +97,8 @@ def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> lis
         if _is_collective(eqn) and not _within_device(eqn.params):
             same = not op or eqn.primitive.name == op
             how_here = how if same else dataclasses.replace(how, algorithm=None)
+            if not same and not jnp.issubdtype(jax.typeof(operands[0]).dtype, jnp.inexact):
+                how_here = dataclasses.replace(how_here, wire=None)  # a transpose's offsets
             params = dict(eqn.params)
             if _is_reduction(eqn.primitive):
                 alike = eqn.primitive, how_here, tuple(params.items())
@@ -270,10 +272,14 @@ def _batch(
     lax_rule: Rule, primitive: Any, op: str, axis: Any, operands: Any, dims: Any, **params: Any
 ) -> Any:
     """lax's; over a wire what is mapped comes first, so that no group is of several elements."""
-    if params["how"].wire is not None:
+    how = params["how"]
+    if how.wire is not None or how.wire_backward is not None:
         pairs = zip(operands, dims, strict=True)
         operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
         dims = [d if d is None else 0 for d in dims]
+        over = validation.named(params.get("axes", params.get("axis_name", ())))
+        if axis.name not in over and any(d is not None for d in dims):  # else it is reduced
+            params["how"] = dataclasses.replace(how, mapped=how.mapped + 1)
     return _rule(lax_rule, primitive, op, axis, operands, dims, **params)
 
 
@@ -287,7 +293,7 @@ def _jvp(
     if all(isinstance(t, ad.Zero) for t in tangents):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     moving = [
-        ad.instantiate_zeros(t) if jnp.issubdtype(jax.typeof(x).dtype, jnp.floating) else x
+        ad.instantiate_zeros(t) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) else x
         for x, t in zip(primals, tangents, strict=True)
     ]
     return out, primitive.bind(*moving, how=how.differentiated, **params)

@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_collectives import validation, wires
+from pallas_collectives import _compat, validation, wires
 from pallas_collectives.backends import wired
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.validation import AxisName
+from pallas_collectives.validation import Groups as IndexGroups
 from pallas_collectives.wires import Wire
 
 
@@ -29,11 +31,13 @@ class Groups:
       axis: along which it is cut in blocks, that are grouped apart; None for one block.
       blocks: how many there are.
       flat: whether each block is flattened first, as for sums.
+      folds: whether constants are multiplied where they are, and not sent.
     """
 
     axis: int | None = None
     blocks: int = 1
     flat: bool = False
+    folds: bool = False
 
     def over(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """fn(x), fn being of arrays that are grouped along their last dimension."""
@@ -43,14 +47,22 @@ class Groups:
         changed = fn(rows).reshape(apart.shape)
         return changed[0] if axis is None else side_by_side(changed, axis)
 
+    def send(self, x: Any) -> bool:
+        """Whether anything of an array or a number is sent."""
+        return bool(np.size(x)) and (not self.folds or _compat.is_traced(x))
 
-WHOLE, FLAT = Groups(), Groups(flat=True)
+
+WHOLE, FLAT = Groups(), Groups(flat=True, folds=True)
 
 
-def sent(x: Any, wire: Any, axis_name: AxisName, groups: Groups) -> Any:
-    """What a tree's arrays are where they set out: drawn, if the wire rounds stochastically."""
+def sent(x: Any, wire: Any, axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> Any:
+    """What a tree's arrays are where they set out: drawn, if the wire rounds stochastically.
+
+    Raises:
+      WireError: terms are to be drawn that are added up before they are sent (see `_are_sent`).
+    """
     wire = wires.named(wire)
-    if wire is None or wire.key is None:
+    if wire is None or wire.key is None or not _are_sent(axis_name, index_groups, groups):
         return x
     key = wire.key
     for axis in validation.named(axis_name):
@@ -58,9 +70,30 @@ def sent(x: Any, wire: Any, axis_name: AxisName, groups: Groups) -> Any:
     leaves, tree = jax.tree.flatten(x)
     drawn = [
         _drawn(jnp.asarray(leaf), wire, jax.random.fold_in(key, i), groups)
+        if groups.send(leaf)
+        else leaf
         for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(tree, drawn)
+
+
+def _are_sent(axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> bool:
+    """Whether a collective sends anything: from device to device, not within one.
+
+    Raises:
+      WireError: a sum is over axes of vmap and of a mesh at once. What travels is no term then, but
+        the sum of those on one device.
+    """
+    mesh = jax.sharding.get_abstract_mesh().axis_names
+    axes = validation.named(axis_name)
+    between = tuple(axis for axis in axes if axis in mesh)
+    if not between or validation.devices_of(between, index_groups) == 1:
+        return False
+    if groups.flat and between != axes:
+        rule = "what one device has is added up before it is sent, and no term is sent by itself"
+        remedy = "sum over the axes of vmap first, apart; or round to nearest, without residues"
+        raise WireError(f"residues or draws of a sum over {axes}", rule, remedy)
+    return True
 
 
 def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups) -> jax.Array:
@@ -74,19 +107,32 @@ def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups) -> jax.Arra
     return groups.over(draw, x)
 
 
-def residue(x: Any, given: Any, wire: Any, groups: Groups) -> Any:
+def residue(
+    x: Any,
+    given: Any,
+    wire: Any,
+    axis_name: AxisName,
+    index_groups: IndexGroups,
+    groups: Groups,
+) -> Any:
     """What a device's own arrays lose on their way: x less what arrives of `given`, drawn of x.
 
+    That is nothing where nothing is sent.
+
     Raises:
-      WireError: there is no wire, or one that may be left out.
+      WireError: there is no wire, or one that may be left out; or see `_are_sent`.
     """
     wire = wires.named(wire)
     if wire is None or wire.optional:
         rule = "a residue is what a wire loses, and it must not be left out"
         raise WireError(f"return_residue=True with wire={wire}", rule, "name a wire like 'int8'")
 
+    are_sent = _are_sent(axis_name, index_groups, groups)
+
     def lost(leaf: Any, given: Any) -> jax.Array:
         wires.check(wire, jnp.asarray(leaf).dtype, "a residue")
+        if not are_sent or not groups.send(leaf):
+            return _compat.as_varying(jnp.zeros_like(leaf), _compat.varying(leaf))
         arrives = groups.over(lambda rows: wires.as_sent(rows, wire.fixed), jnp.asarray(given))
         return lax.stop_gradient(leaf - arrives)
 
@@ -136,12 +182,17 @@ def permuted(x: Any, wire: Any, move: Move) -> Any:
     return _each(lambda x: tuple(p[0] for p in wired.moved(x[None], wire, move)), x, wire)
 
 
-def checked(wire: Any) -> Wire:
+def checked(wire: Any, wire_backward: Any, order: str | None = None) -> Wire:
     """The wire of a call with dequantize=False.
 
     Raises:
-      WireError: there is none that has scales and is always used.
+      WireError: there is none that has scales and is always used; or something is asked of the
+        derivative, which values and scales do not have.
     """
+    if wire_backward is not None or order is not None:
+        value = f"dequantize=False with wire_backward={wire_backward!r}, order={order!r}"
+        rule = "values and scales have no derivative"
+        raise WireError(value, rule, "leave both out, or leave dequantize=True")
     found = wires.named(wire)
     if found is None or found.optional or not found.scaled:
         rule = "values and scales are those of a wire that is named and has scales"
@@ -153,6 +204,11 @@ def _each(fn: Callable[[jax.Array], tuple[jax.Array, ...]], x: Any, wire: Wire) 
     def one(leaf: Any) -> tuple[jax.Array, ...]:
         wires.check(wire, jnp.asarray(leaf).dtype, "values and scales")
         validation.check_axis("the last dimension", -1, jnp.ndim(leaf))
+        if not jnp.size(leaf):
+            rule = "without numbers there are no scales"
+            raise CollectiveError(
+                f"dequantize=False for {jnp.shape(leaf)}", rule, "give it numbers"
+            )
         return fn(jnp.asarray(leaf))
 
     return jax.tree.map(one, x)

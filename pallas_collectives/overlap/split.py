@@ -306,6 +306,7 @@ def pswapaxes_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `pswapaxes(x, axis_name, axis, ...)`; see `all_gather_start`.
 
@@ -316,7 +317,7 @@ def pswapaxes_start(
              [1., 3.]], dtype=float32)
     """
     how: Any = {"axis_index_groups": axis_index_groups, "backend": backend, "algorithm": algorithm}
-    return all_to_all_start(x, axis_name, axis, axis, **how, after=after)
+    return all_to_all_start(x, axis_name, axis, axis, **how, after=after, **narrower)
 
 
 def ppermute_start(
@@ -358,6 +359,7 @@ def pshuffle_start(
     backend: str | None = None,
     algorithm: str | None = "auto",
     after: Any = (),
+    **narrower: Any,
 ) -> Started:
     """Starts `pshuffle(x, axis_name, perm)`; see `all_gather_start`.
 
@@ -368,7 +370,7 @@ def pshuffle_start(
     """
     pairs = [(source, target) for target, source in enumerate(perm)]
     how: Any = {"backend": backend, "algorithm": algorithm}
-    return ppermute_start(x, axis_name, pairs, **how, after=after)
+    return ppermute_start(x, axis_name, pairs, **how, after=after, **narrower)
 
 
 def pmax_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) -> Started:

@@ -65,7 +65,7 @@ def sums(x: jax.Array, **how: Any) -> list[jax.Array]:
     return [
         pc.psum_scatter(x, "x", tiled=True, **how),
         pc.psum(x, "x", **how),
-        pc.pmean(x[0, :200], "x", **how),
+        pc.pmean(x[:, :200], "x", **how),
     ]
 
 
@@ -111,7 +111,7 @@ def test_sums_are_within_the_stated_bound(wire: Wire, n: int) -> None:
         assert (np.abs(blocks - exact) <= of_terms + rounding).all(), kind
         whole = of_terms + rounding + 1.1 * of_sum  # of the sum as it is, not as it would be
         assert (np.abs(got[1] - exact) <= whole).all(), kind
-        mean = np.abs(got[2] - exact[0, :200] / n)
+        mean = np.abs(got[2] - exact[:, :200] / n)
         assert (mean <= (np.abs(x).max() * 2 + 1e-30)).all()
         assert all((row == got[1][0]).all() for row in got[1])  # the same on every device
         assert all((row == got[2][0]).all() for row in got[2])
@@ -193,6 +193,47 @@ def test_ragged_rows_arrive_and_others_stay() -> None:
     assert untouched.any() and not untouched.all()
     np.testing.assert_array_equal(got == 7.25, untouched)
     assert np.abs(got - want).max() <= np.abs(x).max() / 127
+
+
+def ragged(x: jax.Array, output: jax.Array, n: int, **how: Any) -> jax.Array:
+    """One row of x (rows, columns) to each of n devices, behind the first row of their output."""
+    me, each = jax.lax.axis_index("x"), jnp.ones(n, jnp.int32)
+    return pc.ragged_all_to_all(
+        x, output, jnp.arange(n, dtype=jnp.int32), each, jnp.full(n, 1 + me, jnp.int32), each,
+        axis_name="x", **how
+    )  # fmt: skip
+
+
+def test_ragged_rows_by_bfloat16_leave_other_rows_exact() -> None:
+    n = 2
+    x = np.random.default_rng(0).normal(size=(n, n, 256)).astype(np.float32)
+    x[0, 0, 3] = np.nan
+    x.view(np.uint32)[0, 1, 3] = 0xFFFFFFFF  # NaN too
+    output = np.full((n, n + 2, 256), 1 / 3, np.float32)
+
+    def program(x: jax.Array, output: jax.Array) -> Any:
+        return ragged(x, output, n, wire="bfloat16"), ragged(x, output, n)
+
+    got, want = run(program, x, output, n=n, check_vma=False)
+    np.testing.assert_array_equal(got[:, [0, -1]], output[:, [0, -1]])
+    rounded = np.asarray(jnp.asarray(want).astype("bfloat16").astype("float32"))
+    np.testing.assert_array_equal(got[:, 1:-1], rounded[:, 1:-1])
+
+
+def test_ragged_gradients_have_a_wire_of_their_own() -> None:
+    n = 2
+    x = np.random.default_rng(0).normal(size=(n, n, 256)).astype(np.float32)
+    weight = np.random.default_rng(1).normal(size=(n, n + 2, 256)).astype(np.float32)
+
+    def program(x: jax.Array, weight: jax.Array) -> Any:
+        def loss(x: jax.Array, **how: Any) -> jax.Array:
+            return (weight * ragged(x, jnp.zeros_like(weight), n, **how)).sum()
+
+        return jax.grad(functools.partial(loss, wire_backward="int8"))(x), jax.grad(loss)(x)
+
+    got, exact = run(program, x, weight, n=n, check_vma=False)
+    assert not np.array_equal(got, exact)
+    assert np.abs(got - exact).max() <= np.abs(weight).max() / 127
 
 
 @pytest.mark.parametrize("tiled", [True, False])
@@ -293,18 +334,16 @@ def test_vmap_groups_each_element_by_itself(op: str, where: int) -> None:
     np.testing.assert_array_equal(mapped, apart)
 
 
-def test_groups_and_several_axes_and_the_order_of_the_ranks() -> None:
+def test_groups_and_several_axes() -> None:
     x = data(4)
     pairs = [[0, 2], [3, 1]]
 
     def program(x: jax.Array) -> Any:
         how: Any = {"wire": "int8", **BY_XLA}
         in_groups = pc.psum_scatter(x, "x", tiled=True, axis_index_groups=pairs, **how)
-        ranked = pc.psum(x, "x", order="rank", **how)
-        return in_groups, ranked, pc.psum(x, "x", **how)
+        return in_groups, pc.psum(x, "x", **how)
 
-    in_groups, ranked, summed = run(program, x, check_vma=False)
-    np.testing.assert_array_equal(ranked, summed)
+    in_groups, summed = run(program, x, check_vma=False)
     for pair in pairs:
         exact = x[pair].sum(axis=0).reshape(2, -1, COLUMNS)
         for place, device in enumerate(pair):
@@ -313,6 +352,83 @@ def test_groups_and_several_axes_and_the_order_of_the_ranks() -> None:
         lambda x: pc.psum(x, ("x", "y"), wire="int8", **BY_XLA), harness.mesh(2, 2)
     )(x)
     np.testing.assert_array_equal(np.asarray(both), summed)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_vmap_mixes_no_elements_in_a_group(op: str) -> None:
+    """Rows of no whole groups; an element with inf leaves the other as it is, forth and back."""
+    n, columns = 2, 200
+    x = np.random.default_rng(3).normal(size=(n, 2, 4, columns)).astype(np.float32)
+    x[:, 1] *= 1e4
+    call = functools.partial(CALLS[op], wire="int8", wire_backward="int8", **BY_XLA)
+    cotangent = np.stack([np.where(np.arange(columns) == 0, np.inf, 1), np.linspace(0, 1, columns)])
+
+    def gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        y, pull = jax.vjp(call, x)
+        ct = jnp.broadcast_to(jnp.resize(cotangent, y.shape[-1]), y.shape).astype(y.dtype)
+        return pull(ct)[0]
+
+    def program(x: jax.Array) -> Any:
+        mapped = jax.vmap(call)(x), jax.vmap(gradient)(x, cotangent)
+        apart = [(call(one), gradient(one, ct)) for one, ct in zip(x, cotangent, strict=True)]
+        y, pull = jax.vjp(jax.vmap(call), x)  # what was mapped is transposed
+        cts = jax.vmap(lambda y, ct: jnp.broadcast_to(jnp.resize(ct, y.shape[-1]), y.shape))
+        return (
+            mapped,
+            [jnp.stack(part) for part in zip(*apart, strict=True)],
+            pull(cts(y, cotangent).astype(y.dtype))[0],
+        )
+
+    (mapped, back), apart, pulled = run(program, x, n=n, check_vma=False)
+    np.testing.assert_array_equal(mapped, apart[0])
+    np.testing.assert_array_equal(back, apart[1])
+    np.testing.assert_array_equal(pulled, apart[1])
+    assert np.isnan(back[:, 0]).any() and np.isfinite(back[:, 1]).all()
+
+
+def test_vmap_over_a_sum_of_vmaps_own_axis_and_the_meshs() -> None:
+    x = np.random.default_rng(3).normal(size=(2, 3, 2, 200)).astype(np.float32)
+    x[:, :, 1, 7] = np.inf
+
+    def one(x: jax.Array) -> jax.Array:
+        return pc.psum(x, ("v", "x"), wire="int8", **BY_XLA)
+
+    inner = jax.vmap(jax.vmap(one), axis_name="v", out_axes=None)
+    outer = jax.vmap(jax.vmap(one, axis_name="v", out_axes=None), in_axes=1)
+    for got in run(lambda x: (inner(x), outer(x)), x, n=2, check_vma=False):
+        exact = x[:, :, 0].sum(axis=(0, 1))
+        assert np.abs(got[:, 0] - exact).max() < 0.15
+        assert np.isnan(got[:, 1, :128]).all() and np.isfinite(got[:, 1, 128:]).all()
+
+
+def test_scalars_of_vmap_have_no_group_together() -> None:
+    x = np.arange(2048, dtype=np.float32).reshape(2, 1024)
+    x[0, 0] = np.inf
+
+    def program(x: jax.Array, wire: Any) -> jax.Array:
+        send = lambda x: pc.ppermute(x, "x", [(0, 1), (1, 0)], wire=wire, **BY_XLA)  # noqa: E731
+        return jax.vmap(send)(x)
+
+    with pytest.raises(WireError, match="in place of 4096"):
+        run(functools.partial(program, wire="int8"), x, n=2)
+    np.testing.assert_array_equal(run(functools.partial(program, wire="auto"), x, n=2), x[::-1])
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_gradients_of_complex_numbers_beside_a_wire_that_is_left_out(op: str) -> None:
+    x = (data(2) + 1j * data(2)[::-1]).astype(np.complex64)
+    call = CALLS[op]
+
+    def program(x: jax.Array) -> Any:
+        def both(x: jax.Array, **how: Any) -> Any:
+            y = functools.partial(call, **how, **BY_XLA)
+            tangent = jax.jvp(y, (x,), (2j * x,))[1]
+            return tangent, jax.grad(lambda x: (jnp.abs(y(x)) ** 2).sum())(x)
+
+        return both(x, wire="auto"), both(x)
+
+    got, exact = run(program, x, n=2, check_vma=False)
+    jax.tree.map(np.testing.assert_array_equal, got, exact)
 
 
 # Residues, draws, trees ---------------------------------------------------------------------------
@@ -340,6 +456,53 @@ def test_residues_are_what_terms_have_lost(rounding: str) -> None:
     )
     with pytest.raises(WireError, match="must not be left out"):
         run(lambda x: pc.psum(x, "x", return_residue=True, **BY_XLA), data(2), n=2)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_nothing_is_drawn_or_lost_where_nothing_is_sent(rounding: str) -> None:
+    key = jax.random.key(0) if rounding == "stochastic" else None
+    how: Any = {"wire": Wire("int8", rounding=rounding, key=key), **BY_XLA}
+
+    def program(x: jax.Array) -> Any:
+        alone: Any = {"axis_index_groups": [[0], [1]], "return_residue": True}
+        total, lost = pc.psum_scatter(x, "x", tiled=True, **alone, **how)
+        sums = jax.vmap(lambda x: pc.psum(x, "v", return_residue=True, **how), axis_name="v")(x)
+        mean = jax.vmap(lambda x: pc.pmean(x, "v", **how), axis_name="v")(x)
+        return total - x, lost, sums[1], sums[0] - x.sum(axis=0), mean - x.mean(axis=0)
+
+    for got in run(program, data(2), n=2, check_vma=False):
+        np.testing.assert_allclose(got, 0, atol=1e-5)
+
+    def on_one(x: jax.Array) -> Any:
+        sums = pc.psum([x, x[:0]], "x", return_residue=True, **how)
+        moved = pc.ppermute(x, "x", [(0, 0)], **how), pc.all_gather(x, "x", tiled=True, **how)
+        return sums[1][0], sums[0][0] - x, *(y - x for y in moved)
+
+    for got in run(on_one, data(1), n=1, check_vma=False):
+        np.testing.assert_array_equal(got, 0)
+    constant = data(1)[0]
+
+    def on_none(x: jax.Array) -> Any:  # constants are multiplied
+        sums, lost = pc.psum([constant, x], "x", return_residue=True, **how)
+        return sums[0] - 2 * constant + 0 * x, lost[0] + 0 * x
+
+    for got in run(on_none, data(2)[:, :1, :1], n=2, check_vma=False):
+        np.testing.assert_array_equal(got, 0)
+    mixed = lambda x: pc.psum(x, ("v", "x"), return_residue=True, **how)  # noqa: E731
+    with pytest.raises(WireError, match="no term is sent by itself"):
+        run(jax.vmap(mixed, axis_name="v", out_axes=(None, 0)), data(2), n=2, check_vma=False)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_residues_under_vmap_are_those_of_each_element(rounding: str) -> None:
+    x = data(2)[..., :200] * np.float32([1, 1e4, 1, 1e-3])[:, None]
+    key = jax.random.key(0) if rounding == "stochastic" else None
+    how: Any = {"wire": Wire("int8", rounding=rounding, key=key), "return_residue": True, **BY_XLA}
+    mapped = jax.vmap(lambda x: pc.psum_scatter(x, "x", tiled=True, **how))
+    sums, lost = run(mapped, x, n=2)
+    arrived = (x - lost).sum(axis=0).reshape(4, 2, 100)
+    for device in range(2):
+        np.testing.assert_allclose(sums[device], arrived[:, device], rtol=1e-5, atol=1e-6)
 
 
 def test_the_mean_of_stochastic_sums_is_the_sum() -> None:
@@ -376,6 +539,27 @@ def test_small_leaves_of_a_tree_go_together_in_groups_of_their_own() -> None:
     assert np.abs(together[1] - leaves[1].sum(axis=0)).max() < 1e4 * 0.06
 
 
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_a_small_leaf_goes_in_its_bundle(backend: str) -> None:
+    """By itself it would take more bytes; with the others it takes fewer."""
+    leaves = [data(2), data(2)[:, 0, :3]]
+    how: Any = {"wire": "int8", "backend": backend}
+    got = run(lambda *leaves: pc.psum(list(leaves), "x", **how), *leaves, n=2)
+    for total, x in zip(got, leaves, strict=True):
+        assert np.abs(total - x.sum(axis=0)).max() < 0.1
+    with pytest.raises(WireError, match="in place of 12"):
+        run(lambda x: pc.psum(x, "x", **how), leaves[1], n=2)
+
+
+@pytest.mark.usefixtures("fresh_counts")
+def test_every_padded_block_is_counted() -> None:
+    """256 numbers on 8 devices are 8 groups, more than the numbers themselves."""
+    x = data(8)[:, 0, :256]
+    with pytest.raises(WireError, match="takes 2048 bytes in place of 1024"):
+        run(lambda x: pc.psum(x, "x", wire="int8", **BY_XLA), x, n=8)
+    run(lambda x: pc.psum(x[:1], "x", wire="bfloat16", **BY_XLA), x, n=8)  # needs no padding
+
+
 # What is refused, left out, or stays as it is -----------------------------------------------------
 
 
@@ -404,6 +588,20 @@ def test_without_a_wire_programs_are_what_they_were() -> None:
         (lambda x: pc.psum(x, "x", wire=Wire("int8", "row")), WireError, "flattened"),
         (lambda x: pc.psum(x, "x", wire="int8", algorithm="ring"), AlgorithmError, "exchange"),
         (lambda x: pc.psum(x, "x", wire="int8", precise=True), CollectiveError, "wider"),
+        (lambda x: pc.psum(x, "x", wire="int8", order="rank"), WireError, "neighbours"),
+        (lambda x: pc.psum(x, "x", wire=np.ones(3)), WireError, "the name of a dtype"),
+        (lambda x: pc.all_gather(x, "x", dequantize="no"), CollectiveError, "True or False"),
+        (lambda x: pc.psum(x, "x", return_residue="no"), CollectiveError, "True or False"),
+        (
+            lambda x: pc.all_gather(x, "x", wire="int8", wire_backward="int8", dequantize=False),
+            WireError,
+            "no derivative",
+        ),
+        (
+            lambda x: pc.ppermute(x[:0], "x", [(0, 1)], wire="int8", dequantize=False),
+            CollectiveError,
+            "without numbers",
+        ),
         (lambda x: pc.all_gather(x, "x", dequantize=False), WireError, "has scales"),
         (lambda x: pc.all_gather(x, "x", wire="auto", dequantize=False), WireError, "has scales"),
     ],
@@ -419,6 +617,43 @@ def test_keys_are_of_the_forward_pass() -> None:
     wire = Wire("int8", rounding="stochastic", key=jax.random.key(0))
     with pytest.raises(WireError, match="nearest"):
         run(lambda x: pc.psum(x, "x", wire_backward=wire), data(2), n=2)
+
+
+@pytest.mark.usefixtures("fresh_counts")
+def test_an_optional_wire_gives_way_to_the_order_of_the_ranks() -> None:
+    x = data(4)
+    ranked = lambda x, **how: pc.psum(x, "x", order="rank", **how, **BY_XLA)  # noqa: E731
+    got, exact = run(lambda x: (ranked(x, wire="auto"), ranked(x)), x)
+    np.testing.assert_array_equal(got, exact)
+    ((_, _, why),) = pc.wire_counts()
+    assert "neighbours" in why
+
+
+def test_empty_arrays_are_neither_drawn_nor_sent() -> None:
+    def program(x: jax.Array) -> Any:
+        for group in (128, "row"):
+            wire = Wire("int8", group, rounding="stochastic", key=jax.random.key(0))
+            how: Any = {"wire": wire, **BY_XLA}
+            yield pc.all_gather(x[:, :0], "x", **how)
+            yield pc.all_to_all(x[:0], "x", 0, 0, tiled=True, **how)
+            none = jnp.zeros(2, jnp.int32)
+            yield pc.ragged_all_to_all(x[:0], x, none, none, none, none, axis_name="x", **how)
+            yield pc.psum_scatter(x[:, :0], "x", tiled=True, return_residue=True, **how)
+
+    got = run(lambda x: list(program(x)), data(2), n=2, check_vma=False)
+    assert [y.size for y in jax.tree.leaves(got)] == [0, 0, data(2).size, 0, 0] * 2
+
+
+def test_what_is_started_takes_a_wire_as_its_whole_does() -> None:
+    def program(x: jax.Array) -> Any:
+        how: Any = {"wire": "int8", **BY_XLA}
+        return [
+            (pc.pshuffle_start(x, "x", [1, 0], **how).done(), pc.pshuffle(x, "x", [1, 0], **how)),
+            (pc.pswapaxes_start(x[:2], "x", 0, **how).done(), pc.pswapaxes(x[:2], "x", 0, **how)),
+        ]
+
+    for got, want in run(program, data(2), n=2):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.usefixtures("fresh_counts")
