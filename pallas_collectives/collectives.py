@@ -103,7 +103,8 @@ def all_gather(
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
-    if how.beside and all(map(_compat.is_computed, jax.tree.leaves(x))):
+    started = choice.beside_compute.value == choice.STARTED
+    if how.beside and not started and all(map(_compat.is_computed, jax.tree.leaves(x))):
         how = dataclasses.replace(how, awaited=True)
     given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)
     validation.check_flag("dequantize", dequantize)

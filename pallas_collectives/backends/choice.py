@@ -38,7 +38,9 @@ _GPU = ("gpu", "cuda", "rocm")
 
 _named_backend = jax.make_user_context(None)
 
-# Whether the step around a call matters (`How.beside`); set by `override_lax`, None outside it.
+# Whether the step around a call matters (`How.beside`): True or False by `override_lax`, STARTED
+# for a call that is started ahead of the use of its result, None otherwise.
+STARTED = "started"
 beside_compute = jax.make_user_context(None)
 
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None

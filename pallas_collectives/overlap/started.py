@@ -90,7 +90,7 @@ def at_once(call: Callable[[], Any]) -> Started:
     That is lax where XLA runs the collective beside compute on the chip, and a SparseCore where one
     can and it takes long enough (`tuning.overlaps`); but for `override_lax(everything=True)`.
     """
-    with choice.beside_compute(choice.beside_compute.value is not False):
+    with choice.beside_compute(choice.beside_compute.value is not False and choice.STARTED):
         return Started.of(call())
 
 
