@@ -83,7 +83,7 @@ def test_what_it_prints(
     assert [line.split()[3:5] for line in lines] == [["there", "direct"], ["back", "direct"]]
     assert all(line.endswith("ok") for line in lines)
     for wrong, said in [
-        ("--tokens=0", "whole numbers"),
+        ("--tokens=0", "whole number"),
         ("--routings=even", "the routings are"),
         ("--expert_pods=v6e", "write it like v5e:16"),
         ("--experts=10", "a multiple of the 4 devices"),

@@ -32,7 +32,7 @@ def of_any_formula(right: Callable[..., Any]) -> list[Answer]:
         (lambda *case: np.multiply(right(*case), 3), "it is always 3 times the right answer"),
         (lambda *case: np.multiply(right(*case), -1.0), "the sign is wrong, always"),
         (lambda *case: np.multiply(right(*case), 0), "it is always 0"),
-        (lambda *case: np.multiply(right(*case), np.nan), "not "),
+        (lambda *case: np.multiply(right(*case), np.nan), "yours is "),
         (lambda *case: str(right(*case)), "is to be "),
         (lambda *case: [[1], [2, 3]], "is to be "),
         (raises, "it raises ValueError: not for "),
