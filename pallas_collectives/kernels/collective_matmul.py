@@ -6,7 +6,7 @@
 Arrays are (A, rows, K) with blocks along rows; leading dimensions and odd sizes are the backend's
 matter. Steps, bytes on the wire and their order are those of the bidirectional rings in
 `all_gather` and `reduce_scatter`; operands, results and what is gathered lie in HBM, and tiles of
-them pass through VMEM as `product` says, within `VMEM_SHARE` of the chip's.
+them pass through VMEM as `product` says, by a plan (`matmul_plan`).
 
 On devices of two cores (v4, v5p) each takes half the rows of every block, round a ring of its own:
 they share what is in HBM, and wait for each other nowhere.
@@ -16,7 +16,6 @@ they share what is in HBM, and wait for each other nowhere.
     matmul_reduce_scatter    8 blocks of the result            float32, rounded once per hop
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -27,173 +26,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DType, Interpret, Number, Ref
-from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, product, sync
-from pallas_collectives.kernels.machinery.blocks import Blocks, sublanes
-from pallas_collectives.kernels.machinery.product import Problem, Tiles
-from pallas_collectives.topology import chips, groups
+from pallas_collectives.kernels.matmul_plan import Plan, plan
 from pallas_collectives.topology.groups import Group, Ring, Stream
-
-# Of a chip's VMEM, what the tiles of all products together may take; the rest is the compiler's.
-VMEM_SHARE = 0.7
-# Chunks of a block that a core may have: the more, the less there is at the end that nothing hides;
-# but each fetches the weights anew. Halves, so that the opposite device gets one from either side.
-CHUNKS = (2, 4, 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a block goes in chunks, and each chunk's products through VMEM.
-
-    Attributes:
-      blocks: the blocks of x, (A, rows, K), and their chunks, of all cores.
-      problems: one product each, of a chunk.
-      tiles: theirs.
-      cores: how many share the chunks of each block.
-    """
-
-    blocks: Blocks
-    problems: tuple[Problem, ...]
-    tiles: tuple[Tiles, ...]
-    cores: int
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a block that each core sees to."""
-        return self.blocks.chunks // self.cores
-
-    def on(self, core: Number | None) -> "Plan":
-        """The plan as a core follows it, which counts chunks from the first of its own."""
-        first = 0 if core is None else core * self.chunks
-        return dataclasses.replace(self, blocks=dataclasses.replace(self.blocks, first=first))
-
-    def streams(self, devices: int) -> tuple[Stream, ...]:
-        """The streams of each core."""
-        return groups.streams(devices, bidirectional=True, chunks=self.chunks)
-
-    def blocks_of(self, columns: int) -> Blocks:
-        """The same blocks of an array of another size in its last dimension."""
-        return dataclasses.replace(self.blocks, shape=(*self.blocks.shape[:2], columns))
-
-    @property
-    def vmem_bytes(self) -> int:
-        """What the tiles of all products of a core together take, at most."""
-        return sum(map(product.vmem, self.problems, self.tiles))
-
-    @property
-    def seconds_per_block(self) -> float:
-        """What the products of one block take by the chip's rates, on all these cores."""
-        chip = chips.current()
-        once = sum(
-            product.seconds(p, t, chip, self.cores)
-            for p, t in zip(self.problems, self.tiles, strict=True)
-        )
-        return once * self.chunks
-
-    def seconds(self, group: Group, block_bytes: int) -> float:
-        """What the kernel takes by the chip's rates, where a block has so many bytes on the wire.
-
-        The longer of wire and products; the shorter for the one chunk that nothing hides; and two
-        DMAs' latency for each chunk.
-        """
-        n, wire = group.size, wire_seconds(group, block_bytes)
-        products = n * self.seconds_per_block
-        last = min(wire / max(1, n // 2), products / n) / self.chunks
-        starts = 2 * chips.current().dma_latency * n * self.chunks
-        return max(wire, products) + last + starts
-
-    def pace(self, group: Group, block_bytes: int) -> pipelines.Pace | None:
-        """When own chunks are to set out, where a block has so many bytes on the wire.
-
-        None where the wire takes longer than the products: nothing is gained by keeping it waiting.
-        """
-        wire = wire_seconds(group, block_bytes)
-        if group.size * self.seconds_per_block < wire:
-            return None
-        a_chunk = 2 * wire / (group.size - 1) / self.chunks
-        return pipelines.Pace.of(self.seconds_per_block / self.chunks, a_chunk)
-
-
-def wire_seconds(group: Group, block_bytes: int) -> float:
-    """What it takes to pass blocks both ways round a ring, by the rates of the chip."""
-    chip, n = chips.current(), group.size
-    # The devices of a chip that are not all in the ring have rings of their own, on the same links.
-    mesh = jax.sharding.get_abstract_mesh().shape
-    sharing = chip.devices_per_chip if math.prod(mesh.values()) > n and not group.chip else 1
-    link = chip.link_bandwidth * chip.link_efficiency / sharing / (2 if group.line else 1)
-    return (n - 1) / 2 * block_bytes / link + (n // 2) * (chip.hop_latency + chip.dma_latency)
-
-
-def plan(
-    shape: tuple[int, int, int],
-    weights: Sequence[tuple[int, Any]],  # N and dtype of each
-    x_dtype: DType,
-    out_dtype: DType,
-    *,
-    group: Group,
-    block_bytes: int,  # on the wire
-    cores: int,
-    terms: int = 0,
-    transposed: bool = False,
-) -> Plan:
-    """How the products of blocks of this shape go: in as many chunks as take least time.
-
-    Blocks whose rows cannot be divided between the cores are all the first core's.
-
-    Raises:
-      VmemError: no tiles fit the chip's VMEM.
-    """
-    least_rows = max(sublanes(x_dtype), sublanes(out_dtype))
-    able = cores if shape[1] % (cores * least_rows) == 0 else 1
-    whole = [count for count in CHUNKS if shape[1] % (able * count * least_rows) == 0]
-    found = [
-        cut
-        for count in whole or [1]
-        if (cut := _cut(shape, weights, x_dtype, out_dtype, able, count, terms, transposed))
-    ]
-    if not found:
-        chip = chips.current()
-        raise VmemError(
-            f"products of {shape} with {len(weights)} weights",
-            f"no tiles of them fit {chip.name}'s {chip.vmem_bytes >> 20} MiB of VMEM",
-            "use algorithm='unfused', or fewer weights at once",
-        )
-    return min(found, key=lambda each: each.seconds(group, block_bytes))
-
-
-def _cut(
-    shape: tuple[int, int, int],
-    weights: Sequence[tuple[int, Any]],
-    x_dtype: DType,
-    out_dtype: DType,
-    cores: int,
-    chunks: int,
-    terms: int,
-    transposed: bool,
-) -> Plan | None:
-    """The plan with so many chunks of a block for each core; None if no tiles fit."""
-    batch, rows, depth = shape
-    problems = tuple(
-        Problem(
-            batch=batch,
-            rows=rows // (cores * chunks),
-            depth=depth,
-            columns=columns,
-            x_dtype=x_dtype,
-            w_dtype=w_dtype,
-            out_dtype=out_dtype,
-            terms=terms,
-            transposed=transposed,
-        )
-        for columns, w_dtype in weights
-    )
-    chip = chips.current()
-    budget = int(chip.vmem_bytes * VMEM_SHARE) // len(problems)
-    tiles = [product.choose_tiles(problem, budget, chip, cores) for problem in problems]
-    blocks = Blocks(shape, axis=1, cut=1, chunks=cores * chunks)
-    fitting = tuple(t for t in tiles if t is not None)
-    return Plan(blocks, problems, fitting, cores) if len(fitting) == len(tiles) else None
 
 
 def all_gather_matmul(

@@ -22,10 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import pipelines
-from pallas_collectives.kernels.collective_matmul import CHUNKS, VMEM_SHARE
 from pallas_collectives.kernels.machinery import launch, spaces, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.machinery.combine import wide
+from pallas_collectives.kernels.matmul_plan import CHUNKS, VMEM_SHARE
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 

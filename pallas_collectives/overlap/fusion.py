@@ -10,7 +10,7 @@ Model, per device, of blocks passed both ways round a ring of n, each with its s
     wire      (n-1)/2 blocks over a link
     unfused   wire + the products by XLA: at `XLA_SHARE` of the peak rate, or HBM's for all operands
     fused     the longer of the two; the shorter for the one chunk that nothing hides; and two DMAs'
-              latency for each chunk (`collective_matmul.Plan.seconds`)
+              latency for each chunk (`matmul_plan.Plan.seconds`)
 
 Rates are those of `topology.chips`. So fusing loses if blocks are small. On chips with two cores a
 device (v4, v5p) both run the kernel, if the rows of a block can be halved.
@@ -35,7 +35,7 @@ from pallas_collectives.backends.plans import (
     ProductPlan,
 )
 from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
-from pallas_collectives.kernels import collective_matmul
+from pallas_collectives.kernels import matmul_plan
 from pallas_collectives.kernels.machinery.product import Problem
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
@@ -207,7 +207,7 @@ def obstacle(
     return ""
 
 
-def cost(plan: collective_matmul.Plan, group: Group, block_bytes: int) -> Cost:
+def cost(plan: matmul_plan.Plan, group: Group, block_bytes: int) -> Cost:
     """The seconds of a product and its collective, fused and apart.
 
     Args:
@@ -215,7 +215,7 @@ def cost(plan: collective_matmul.Plan, group: Group, block_bytes: int) -> Cost:
       group: the devices.
       block_bytes: of a block on the wire.
     """
-    wire = collective_matmul.wire_seconds(group, block_bytes)
+    wire = matmul_plan.wire_seconds(group, block_bytes)
     product = sum(
         _xla_seconds(problem, group.size * plan.blocks.chunks) for problem in plan.problems
     )

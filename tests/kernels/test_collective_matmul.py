@@ -19,7 +19,7 @@ import harness
 import pallas_collectives
 from benchmarks.replay_rows import mesh_axes
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import collective_matmul, pipelines
+from pallas_collectives.kernels import collective_matmul, matmul_plan, pipelines
 from pallas_collectives.kernels.machinery import channel, product, sync
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.replay import Machine, bound, replay
@@ -98,7 +98,7 @@ def test_products_are_added_up_wide(x_dtype: str, w_dtype: str, out_dtype: str) 
 @pytest.mark.parametrize("columns", [8192, 11008, 28672, 29568])
 def test_tiles_fit_and_feed_the_matrix_unit(chip: str, columns: int) -> None:
     problem = Problem(1, 2048, 8192, columns, BF16, BF16, BF16)
-    budget = int(chips.BY_NAME[chip].vmem_bytes * collective_matmul.VMEM_SHARE)
+    budget = int(chips.BY_NAME[chip].vmem_bytes * matmul_plan.VMEM_SHARE)
     tiles = product.choose_tiles(problem, budget, chips.BY_NAME[chip])
     assert tiles is not None
     assert product.vmem(problem, tiles) <= budget
@@ -110,7 +110,7 @@ def test_tiles_fit_and_feed_the_matrix_unit(chip: str, columns: int) -> None:
 
 @pytest.mark.parametrize("chip", chips.BY_NAME)
 def test_weights_stay_in_vmem_where_they_fit(chip: str) -> None:
-    budget = int(chips.BY_NAME[chip].vmem_bytes * collective_matmul.VMEM_SHARE)
+    budget = int(chips.BY_NAME[chip].vmem_bytes * matmul_plan.VMEM_SHARE)
 
     def kept(depth: int, columns: int) -> str:
         problem = Problem(1, 1024, depth, columns, BF16, BF16, BF16)
@@ -127,7 +127,7 @@ def test_what_no_tile_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         chips, "SIMULATED", dataclasses.replace(chips.SIMULATED, vmem_bytes=1 << 16)
     )
     with pytest.raises(VmemError, match="MiB of VMEM"):
-        collective_matmul.plan(
+        matmul_plan.plan(
             (1, 64, 1024),
             [(1024, BF16)],
             BF16,
@@ -188,7 +188,7 @@ def test_every_ring_under_both_adversaries(
 ) -> None:
     """Values are exact; on the smallest rings also with four parts a block."""
     if n < 4:
-        monkeypatch.setattr(collective_matmul, "CHUNKS", (4,))
+        monkeypatch.setattr(matmul_plan, "CHUNKS", (4,))
     assert_exact(n, harness.ADVERSARIES[mode], rows=32 if n < 4 else 16, batch=2 if n == 3 else 1)
 
 
@@ -289,7 +289,7 @@ def test_steps_that_share_a_semaphore_are_caught(
 def test_cores_that_see_to_the_same_chunks_are_caught(
     scatter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective_matmul.Plan, "on", lambda plan, core: plan)
+    monkeypatch.setattr(matmul_plan.Plan, "on", lambda plan, core: plan)
     assert is_caught("on_wait", n=2, scatter=scatter, cores=2)
 
 

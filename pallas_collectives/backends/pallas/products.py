@@ -21,7 +21,7 @@ from pallas_collectives import _compat, validation
 from pallas_collectives.annotations import AnyMesh, DType, DTypeLike, Interpret
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
-from pallas_collectives.kernels import collective_matmul
+from pallas_collectives.kernels import collective_matmul, matmul_plan
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology import placement
@@ -169,7 +169,7 @@ def scatter_layout(
 
 def plan(
     op: str, x_shape: tuple[int, ...], x_dtype: DType, ws: Sequence[Any], spec: Spec, group: Group
-) -> tuple[collective_matmul.Plan, int]:
+) -> tuple[matmul_plan.Plan, int]:
     """How the products of one block go, and the bytes of a block on the wire."""
     columns = [up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
     if op == GATHER:
@@ -181,7 +181,7 @@ def plan(
         layout = scatter_layout(x_shape, spec.axis, spec.size, x_dtype, wire)
         weights, out, terms, width = [(columns[0], ws[0].dtype)], wire, 2, columns[0]
     block_bytes = math.prod(layout.block[:2]) * width * jnp.dtype(wire).itemsize
-    found = collective_matmul.plan(
+    found = matmul_plan.plan(
         layout.block,
         weights,
         x_dtype,
