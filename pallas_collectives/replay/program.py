@@ -22,6 +22,11 @@ from pallas_collectives.replay.views import Buffer, View
 SHARED = frozenset({"hbm", "vmem_shared"})
 
 
+def barrier_name(collective_id: int | None) -> str:
+    """What the barrier semaphore of a kernel with this id is called."""
+    return f"barrier[collective_id={collective_id}]"
+
+
 @dataclasses.dataclass
 class Source:
     """Where an instruction comes from: the user's line, its `jax.named_scope`, and its kernel.

@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, names
+from pallas_collectives.replay.program import barrier_name
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN
 from pallas_collectives.replay.views import View
@@ -92,6 +93,6 @@ def barrier_semaphore(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: lis
     def step(env: list[Any], lanes: np.ndarray) -> None:
         number = stepper.collective_id
         key = ("barrier", number, eqn.params.get("tag"))
-        env[outs[0]] = stepper.allocate(key, aval, f"barrier[collective_id={number}]")
+        env[outs[0]] = stepper.allocate(key, aval, barrier_name(number))
 
     return step

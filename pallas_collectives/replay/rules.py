@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_collectives.replay import reasons
 from pallas_collectives.replay.order import Event, Order
-from pallas_collectives.replay.program import Enter, Program, Signal, Start, Wait, at
+from pallas_collectives.replay.program import Enter, Program, Signal, Start, Wait, at, barrier_name
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.reach import reaches
@@ -197,7 +197,7 @@ def _unbalanced(program: Program) -> Iterator[Fault]:
             taken[lanes] += column.value
             last[key] = k, column
     for (number, sem), (added, taken) in sums.items():
-        if program.semaphores[sem].name == "barrier[collective_id=None]":
+        if program.semaphores[sem].name == barrier_name(None):
             k, column = last[number, sem]
             yield Fault(
                 "barrier",
