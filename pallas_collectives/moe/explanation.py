@@ -1,12 +1,12 @@
 """`explain`: what an exchange of tokens sends, ragged and dense."""
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.moe import exchanges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,13 +16,15 @@ class Explanation:
     Attributes:
       visits: to how many other devices a token goes, on average.
       ragged_bytes: of tokens and of words on choices, where only what is wanted is sent.
+      slots_bytes: of tokens that are wanted, and of all choices.
       dense_bytes: where everyone gets all tokens.
       ragged_rows: what a device has to have room for, visitors on average.
-      dense_rows: the same.
+      dense_rows: the same; also by slots.
     """
 
     visits: float
     ragged_bytes: float
+    slots_bytes: float
     dense_bytes: float
     ragged_rows: float
     dense_rows: float
@@ -39,6 +41,8 @@ class Explanation:
                 f"a token goes to {self.visits:.2f} other devices",
                 f"  ragged  {self.ragged_bytes / mib:10.2f} MiB sent, {self.ragged_rows:10.0f}"
                 " visitors; counts first; NCCL's host waits, and no CUDA graph",
+                f"  slots   {self.slots_bytes / mib:10.2f} MiB sent, {self.dense_rows:10.0f}"
+                " visitors; all choices with them, no counts; for few tokens on TPUs",
                 f"  dense   {self.dense_bytes / mib:10.2f} MiB sent, {self.dense_rows:10.0f}"
                 " visitors; static, so CUDA graphs take it",
                 f"  dense sends {self.ratio:.2f} times as much",
@@ -79,13 +83,14 @@ def explain(
             "all are 1 or more, k is at most num_experts, and devices divides num_experts",
             "name sizes such as tokens=4096, width=4096, k=2, num_experts=16, devices=2",
         )
-    others = num_experts - num_experts // devices  # experts that are not of one device
-    each = 1 - math.comb(others, k) / math.comb(num_experts, k)
+    visits = exchanges.visits(devices, num_experts, k)
+    each = visits / (devices - 1) if devices > 1 else 1.0
     row, remote = width * jnp.dtype(dtype).itemsize, (devices - 1) / devices
     words = 4 * tokens * k
     return Explanation(
-        visits=(devices - 1) * each,
-        ragged_bytes=(devices - 1) * each * tokens * row + remote * words,
+        visits=visits,
+        ragged_bytes=visits * tokens * row + remote * words,
+        slots_bytes=visits * tokens * row + (devices - 1) * words,
         dense_bytes=(devices - 1) * (tokens * row + words),
         ragged_rows=devices * each * tokens,
         dense_rows=float(devices * tokens),

@@ -179,8 +179,14 @@ QUICK: dict[str, Covers] = {
     "test_moe_transforms::test_checkpoint_in_a_scan_keeps_nothing_and_differentiates": only(
         how=("kernels",)
     ),
-    "test_moe_transforms::test_second_order_and_forward": only(how=("ragged",)),
+    "test_moe_transforms::test_second_order_and_forward": only(how=("ragged", "kernels")),
     "test_moe_transforms::test_vmap": each("mapped"),
+    "test_moe_wires::test_values_are_those_that_the_wire_can_say": only(
+        how=("kernels", "ragged kernels")
+    ),
+    "test_moe_wires::test_derivatives_pass_straight_through_by_a_wire_of_their_own": only(
+        how=("kernels",)
+    ),
     "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_a_process_that_never_enters_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),

@@ -20,7 +20,9 @@ E, T, D, K = routings.EXPERTS, 5, 12, 3
 HOW: dict[str, dict[str, Any]] = {
     "dense": {"backend": "xla", "exchange": "dense"},
     "ragged": {"backend": "xla", "exchange": "ragged"},
-    "kernels": {"backend": "pallas"},
+    "slots": {"backend": "xla", "exchange": "slots"},
+    "kernels": {"backend": "pallas", "exchange": "slots"},
+    "ragged kernels": {"backend": "pallas", "exchange": "ragged"},
     "dense kernels": {"backend": "pallas", "exchange": "dense"},
 }
 # Mesh sizes, axes of the experts, index groups.
