@@ -172,8 +172,8 @@ QUICK: dict[str, Covers] = {
     "test_memory_spaces::test_kernels_find_in_hbm_what_they_take_for_it": _square,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
-    "test_moe::test_compiles_for_every_generation": only(generation=("v5e",)),
-    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": each("mode"),
+    "test_moe::test_compiles_for_every_generation": each("generation", "exchange", "wire"),
+    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": each("how x mode"),
     "test_moe::test_values_and_gradients_are_those_of_a_dense_layer": each("how"),
     "test_moe::test_what_fits_and_what_does_not": only(how=("ragged",), rows=(7,)),
     "test_moe_transforms::test_checkpoint_in_a_scan_keeps_nothing_and_differentiates": only(

@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import harness
-from pallas_collectives import replay
+from pallas_collectives import replay, verify
 from pallas_collectives.kernels import visits
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.verify.verdict import FAULTY, SOUND
 
 N, T, ROW = 4, 5, (8, 128)
 
@@ -228,6 +229,23 @@ def test_only_what_is_sent_crosses_the_wire_and_nothing_races() -> None:
     note = 4 * (visits.head_lanes(n) + 128)
     want = 16 * (4096 * (lists.sizes * hops).sum() + note * hops.sum())
     assert sum(report.link_bytes) == want
+
+
+def judged(x: jax.Array) -> Any:
+    """Some of the rows of x to each device, and everyone's notes."""
+    n, me = jax.lax.axis_size("x"), jax.lax.axis_index("x")
+    sizes = (jnp.arange(n, dtype=jnp.int32) + me) % 3
+    starts, listed = 3 * jnp.arange(n, dtype=jnp.int32), jnp.arange(3 * n, dtype=jnp.int32) % len(x)
+    return noted(x, listed, starts, sizes, False)
+
+
+@pytest.mark.parametrize("fault", ["none", "no_hearing"])
+def test_the_judge_finds_it_sound_and_broken_ones_not(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    with_fault(monkeypatch, fault)
+    verdict = verify.check(judged, "f32[5,8,128]", devices=(2, 4))
+    assert verdict.status == (SOUND if fault == "none" else FAULTY), verdict
 
 
 @pytest.mark.parametrize("generation", harness.GENERATIONS)

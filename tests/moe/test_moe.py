@@ -166,14 +166,15 @@ HOSTILE = {
 
 @pytest.mark.parametrize("dtype", HOSTILE)
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
-def test_hostile_routings_move_nothing_out_of_bounds(mode: str, dtype: str) -> None:
+@pytest.mark.parametrize("how", ["kernels", "ragged kernels"])
+def test_hostile_routings_move_nothing_out_of_bounds(how: str, mode: str, dtype: str) -> None:
     n, rows = 4, 9
     rng = np.random.default_rng(3)
     routing = rng.choice(np.array(HOSTILE[dtype]), (n, T, K)).astype(dtype)
     x, weights, w, _ = values(n)
 
     def run(x: Any, experts: Any, weights: Any, w: Any) -> Any:
-        home, plan = layer("x", None, HOW["kernels"], rows=rows)(x, experts, weights, w)
+        home, plan = layer("x", None, HOW[how], rows=rows)(x, experts, weights, w)
         return home, plan.kept, plan.overflow, plan.invalid
 
     mapped = harness.per_device(run, harness.mesh(n))
@@ -296,10 +297,14 @@ def test_an_axis_of_vmap_is_refused() -> None:
 
 
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
-def test_compiles_for_every_generation(generation: str) -> None:
+@pytest.mark.parametrize(
+    "exchange, wire", [("ragged", None), ("slots", None), ("slots", "float8_e4m3fn")]
+)
+def test_compiles_for_every_generation(exchange: str, wire: Any, generation: str) -> None:
     def call(x: Any) -> Any:
         experts = (x[:, :2].astype(jnp.int32) + jnp.arange(2)) % E
-        rows, plan = moe.dispatch(x, experts, "x", num_experts=E, rows=512, backend="pallas")
+        how: Any = {"exchange": exchange, "wire": wire, "backend": "pallas"}
+        rows, plan = moe.dispatch(x, experts, "x", num_experts=E, rows=512, **how)
         weights = x[:, :2].astype(jnp.float32)
         return moe.combine(rows, weights, plan, "x", backend="pallas")
 

@@ -83,6 +83,6 @@ def test_wires_that_lose_or_are_none_are_refused() -> None:
     def program(x: Any, **over: Any) -> Any:
         return moe.dispatch(x[0], np.zeros((6, 1), np.int32), "x", num_experts=6, **over)[0]
 
-    harness.fails(WireError, "wire='float3'", functools.partial(program, wire="float3"))
+    harness.fails(WireError, "dtype='float3' of a wire", functools.partial(program, wire="float3"))
     short = functools.partial(program, wire="int8", backend="pallas", exchange="slots")
     harness.fails(WireError, "more bytes|in place of", short)
