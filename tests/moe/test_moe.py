@@ -252,7 +252,7 @@ def call(x: Any, **wrong: Any) -> Any:
         ({"rows": 2.5}, CollectiveError, "one token alone may need 2"),
         ({"axis": "z"}, UnboundAxisError, "'z'"),
         ({"axis": ("x", "x")}, CollectiveError, "twice"),
-        ({"exchange": "sparse"}, AlgorithmError, "'auto' or one of ragged, dense"),
+        ({"exchange": "sparse"}, AlgorithmError, "'auto' or one of ragged, slots, dense"),
         ({"algorithm": "fastest"}, AlgorithmError, "ragged_all_to_all"),
         ({"axis_index_groups": [[0, 1], [2]]}, CollectiveError, "equal size"),
         ({"tokens": np.zeros((6, 4, 2), np.float32)}, CollectiveError, "x is .T, D."),
