@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import multihost_failing as failing
 import multihost_inside as inside
 from processes import Processes
 
@@ -246,8 +247,8 @@ def test_nothing_is_left_in_the_store(processes):
 def test_a_process_that_never_enters_is_named(doomed, how):
     alive = [rank for rank in range(len(doomed)) if rank != 1 or how == "stuck"]
     if how == "dead":
-        doomed.tell(inside.hang, how, on=[1])
-    outcomes = doomed.run(inside.hang, how, on=alive, timeout=TIMEOUT)
+        doomed.tell(failing.hang, how, on=[1])
+    outcomes = doomed.run(failing.hang, how, on=alive, timeout=TIMEOUT)
     for rank, outcome in zip(alive, outcomes, strict=True):
         if rank != 1:
             name, at_fault, message = outcome.unwrap()
@@ -258,12 +259,12 @@ def test_a_process_that_never_enters_is_named(doomed, how):
 def test_a_dead_process_is_named(doomed):
     doomed.signal(1, signal.SIGKILL)
     others = [rank for rank in range(len(doomed)) if rank != 1]
-    for outcome in doomed.run(inside.sync, 1.0, on=others, timeout=TIMEOUT):
+    for outcome in doomed.run(failing.sync, 1.0, on=others, timeout=TIMEOUT):
         name, at_fault, _ = outcome.unwrap()
         assert (name, at_fault) == ("ProcessTimeoutError", (1,))
     # Nor does it hold up those that must agree on a step to stop at, as it would in JAX.
     outcomes = doomed.run(
-        inside.train_beside_the_dead,
+        failing.train_beside_the_dead,
         on=others,
         timeout=TIMEOUT,
         during=lambda: doomed.signal(0, signal.SIGTERM),
@@ -274,23 +275,23 @@ def test_a_dead_process_is_named(doomed):
 def test_preemption_of_one_process_stops_all_at_one_step(doomed):
     stops = values(
         doomed,
-        inside.train,
+        failing.train,
         during=lambda: (time.sleep(0.5), doomed.signal(1, signal.SIGTERM)),
     )
     assert len(all_the_same(stops)) == 1
 
 
 def test_preemption_equals_jax(doomed):
-    answers = all_the_same(values(doomed, inside.train_beside_jax))
+    answers = all_the_same(values(doomed, failing.train_beside_jax))
     assert answers == [[False, False]] * 4 + [[True, True], [False, False]]
 
 
 def test_live_devices_equal_jax(processes):
-    assert all(all_the_same(values(processes, inside.live_beside_jax)))
+    assert all(all_the_same(values(processes, failing.live_beside_jax)))
 
 
 def test_a_process_that_lives_and_does_not_come_is_named(doomed):
-    for rank, error in enumerate(values(doomed, inside.live_late)):
+    for rank, error in enumerate(values(doomed, failing.live_late)):
         if rank != 1:
             name, at_fault, message = error
             assert (name, at_fault) == ("ProcessTimeoutError", (1,))
@@ -304,8 +305,8 @@ def test_the_others_go_on_without_a_process_that_dies(count):
     with Processes(count, devices=2, env=env, initialize=quick) as processes:
         values(processes, inside.ready)
         others = [rank for rank in range(count) if rank != 1]
-        processes.tell(inside.live_through_a_death, on=[1])
-        outcomes = processes.run(inside.live_through_a_death, on=others, timeout=TIMEOUT)
+        processes.tell(failing.live_through_a_death, on=[1])
+        outcomes = processes.run(failing.live_through_a_death, on=others, timeout=TIMEOUT)
         for outcome in outcomes:
             (name, at_fault, message, failed), goes_on = outcome.unwrap()
             assert (name, at_fault, len(failed)) == ("ProcessFailureError", (1,), 2)
