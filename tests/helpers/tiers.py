@@ -173,7 +173,7 @@ QUICK: dict[str, Covers] = {
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
     "test_moe::test_compiles_for_every_generation": only(generation=("v5e",)),
-    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": each("mode"),
+    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": once,
     "test_moe::test_values_and_gradients_are_those_of_a_dense_layer": each("how"),
     "test_moe::test_what_fits_and_what_does_not": only(how=("ragged",), rows=(7,)),
     "test_moe_transforms::test_checkpoint_in_a_scan_keeps_nothing_and_differentiates": only(
@@ -183,6 +183,14 @@ QUICK: dict[str, Covers] = {
     "test_moe_transforms::test_vmap": each("mapped"),
     "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_a_process_that_never_enters_is_named": only(doomed=[("cpu", 2)]),
+    "test_multihost::test_a_broadcast_has_one_source": each("count", "processes"),
+    "test_multihost::test_allgather_of_a_global_array_equals_jax": each("spec", "processes"),
+    "test_multihost::test_assert_equal_accepts": each("what", "processes"),
+    "test_multihost::test_assert_equal_says_where": each("what", "processes"),
+    "test_multihost::test_disagreement_is_shown_everywhere": each("what", "processes"),
+    "test_multihost::test_large_trees_travel_in_bounded_chunks": each("chunk_bytes", "processes"),
+    "test_multihost::test_local_to_global_and_back_equals_jax": each("spec", "processes"),
+    "test_multihost::test_nobody_passes_before_the_last_one_comes": each("wait", "processes"),
     "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),
     "test_multihost::test_broadcast_equals_jax": each("tree", "source", "processes"),
     "test_multihost::test_preemption_of_one_process_stops_all_at_one_step": only(
@@ -248,9 +256,7 @@ QUICK: dict[str, Covers] = {
     "test_split::test_values_are_laxs": each("form", "dtype"),
     "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
     "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
-    "test_torus_ragged_spread::test_routings_of_one_program": only(
-        sizes=[(2, 3)], mode=["on_wait"]
-    ),
+    "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=[(2, 3)]),
     "test_torus_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": once,
     "test_torus_all_to_all::test_compiles_with_nothing_around_it": only(
         topology=["v4:2x2x1", "v5e:4x4", "v6e:4x4", "tpu7x:2x2x1"], split=[0], concat=[0]
@@ -261,13 +267,11 @@ QUICK: dict[str, Covers] = {
     "test_torus_all_to_all::test_missing_wait_is_caught": once,
     "test_torus_all_to_all::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
     "test_torus_all_to_all::test_slots_that_serve_again_with_a_late_device": once,
-    "test_torus_all_to_all::test_values_are_laxs_without_races": only(
-        sizes=[(2, 4), (2, 2)], mode=["on_wait"]
-    ),
+    "test_torus_all_to_all::test_values_are_laxs_without_races": only(sizes=[(2, 4), (2, 2)]),
     "test_torus_ragged::test_compiles_for_every_generation": only(sizes=[(4, 4)]),
     "test_torus_ragged::test_devices_that_are_numbered_in_any_order": once,
     "test_torus_ragged::test_missing_wait_is_caught": once,
-    "test_torus_ragged::test_values_without_races": only(sizes=[(3, 2)], mode=["on_wait"]),
+    "test_torus_ragged::test_values_without_races": only(sizes=[(3, 2)]),
     "test_torus_on_tpus::test_compiles_for_every_generation": each("op", "topology"),
     "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
