@@ -1,5 +1,7 @@
 """pallas_collectives.multihost against jax.experimental.multihost_utils, on real processes."""
 
+import contextlib
+import functools
 import itertools
 import signal
 import time
@@ -15,6 +17,7 @@ from processes import Processes
 TIMEOUT = 60.0  # of a run that should take a second or two
 
 
+@contextlib.contextmanager
 def pool(param):
     platform, count = param
     if platform == "gpu":
@@ -30,15 +33,23 @@ def pool(param):
 POOLS = [("cpu", 2), ("cpu", 4), pytest.param(("gpu", 4), marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(scope="module", params=POOLS, ids=lambda p: f"{p[0]}{p[1]}")
-def processes(request):
-    yield from pool(request.param)
+@pytest.fixture(scope="module")
+def pools():
+    """Processes of each kind, started for the first test that wants them, whichever that is."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda param: stack.enter_context(pool(param)))
+
+
+@pytest.fixture(params=POOLS, ids=lambda p: f"{p[0]}{p[1]}")
+def processes(request, pools):
+    return pools(request.param)
 
 
 @pytest.fixture(params=POOLS, ids=lambda p: f"{p[0]}{p[1]}")
 def doomed(request):
     """Processes that do not outlive their test."""
-    yield from pool(request.param)
+    with pool(request.param) as processes:
+        yield processes
 
 
 def values(processes, function, *args, timeout=TIMEOUT, **kwargs):
