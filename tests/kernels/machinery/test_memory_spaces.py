@@ -22,7 +22,6 @@ import pallas_collectives
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.kernels.machinery import launch, spaces
-from pallas_collectives.lowering import primitives
 
 SHAPE = (256, 256)
 
@@ -299,9 +298,8 @@ def test_kernels_read_all_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -
         return run
 
     monkeypatch.setattr(launch.pl, "pallas_call", recording)
-    primitives._traced_effects.cache_clear()
     for space in ("", ":vmem"):
-        _traced(_on("v6e"), functools.partial(_separately, space), SHAPE, SHAPE)
+        _traced(_on("v6e"), functools.partial(_separately, space), SHAPE, SHAPE).lower()
     assert len(found) > 2 * len(ALGORITHMS)
     for eqn in found:
         assert eqn.primitive.name == "pallas_call"
