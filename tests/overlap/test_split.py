@@ -233,6 +233,31 @@ def test_narrower_numbers_go_as_by_the_whole_collective():
         harness.per_device(lambda x: pc.psum_start(x, "x", wires="int8").done(), harness.mesh(2))(x)
 
 
+def test_left_out_in_words_narrower_numbers_change_nothing(by_nccl, fresh_counts):
+    x = harness.random((N, 2 * N, 3 * N), "float32")
+    full = {"wire": None, "wire_backward": None}
+    for form in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute"):
+        got = on_devices(lambda x, f=form: split(f, x, **full)[0], x)
+        np.testing.assert_allclose(got, on_devices(functools.partial(whole, form), x), rtol=1e-6)
+    assert {algorithm for _, _, algorithm in pc.counts()} == {"copies"}
+
+
+def test_a_result_may_be_asked_for_again(by_nccl):
+    def twice(x):
+        started = pc.all_gather_start(x, "x", tiled=True)
+        return started.done(), started.done(after=x)
+
+    x = harness.random((N, 2, 3), "float32")
+    first, again = harness.per_device(twice, harness.mesh(N))(x)
+    np.testing.assert_array_equal(first, again)
+
+
+def test_a_tree_of_many_arrays_is_under_way_at_once(by_nccl):
+    x = harness.random((N, 70), "float32")
+    got = on_devices(lambda x: jnp.stack(pc.ppermute_start([*x], "x", SHIFT).done()), x)
+    np.testing.assert_array_equal(got, np.roll(x, 1, axis=0))
+
+
 def test_gpus_of_several_processes_have_it_at_once(monkeypatch):
     """The copy engines of one process know no other's memory."""
     nccl_host.serve(monkeypatch)
