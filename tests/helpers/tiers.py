@@ -279,6 +279,7 @@ QUICK: dict[str, Covers] = {
     "test_torus_on_tpus::test_sections_compile_for_every_generation": never,
     "test_torus_kernels::test_values_without_races": each("op"),
     "test_users_project::test_a_strict_checker_takes_its_files": never,
+    "test_verify_explore::test_a_schedule_shows_the_race_of_a_public_kernel": never,
     "test_wired::test_compiles_for_every_generation": only(
         generation=["v5e"], wire=["float8_e4m3fn"]
     ),
