@@ -393,12 +393,32 @@ def pmin_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) 
 def pbroadcast_start(
     x: Any, axis_name: AxisName, source: Any, *, after: Any = (), **options: Any
 ) -> Started:
-    """Starts `pbroadcast(x, axis_name, source, **options)`; see `all_gather_start`."""
+    """Starts `pbroadcast(x, axis_name, source, **options)`; see `all_gather_start`.
+
+    Example:
+      >>> P, mesh = jax.sharding.PartitionSpec("x"), jax.sharding.Mesh(jax.devices()[:2], ("x",))
+      >>> told = jax.shard_map(
+      ...     lambda x: pc.pbroadcast_start(x, "x", 1).done(), mesh=mesh, in_specs=P, out_specs=P
+      ... )
+      >>> jax.jit(told)(jnp.arange(2))
+      Array([1, 1], dtype=int32)
+    """
     del after
     return at_once(functools.partial(collectives.pbroadcast, x, axis_name, source, **options))
 
 
 def ragged_all_to_all_start(*operands: Any, after: Any = (), **options: Any) -> Started:
-    """Starts `ragged_all_to_all(*operands, **options)`; see `all_gather_start`."""
+    """Starts `ragged_all_to_all(*operands, **options)`; see `all_gather_start`.
+
+    Example, inside `jax.shard_map`, with the tables that `ragged_all_to_all` shows:
+      >>> def exchange(x):
+      ...     me, ones = jax.lax.axis_index("x"), jnp.ones(2, int)
+      ...     tables = jnp.arange(2), ones, jnp.full(2, me), ones
+      ...     return pc.ragged_all_to_all_start(x, 0 * x, *tables, axis_name="x").done()
+      >>> P, mesh = jax.sharding.PartitionSpec("x"), jax.sharding.Mesh(jax.devices()[:2], ("x",))
+      >>> rows = jnp.arange(4.0).repeat(128).reshape(4, 128)
+      >>> jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P, out_specs=P))(rows)[:, 0]
+      Array([0., 2., 1., 3.], dtype=float32)
+    """
     del after
     return at_once(functools.partial(collectives.ragged_all_to_all, *operands, **options))

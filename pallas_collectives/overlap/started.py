@@ -17,7 +17,16 @@ from pallas_collectives.validation import AxisName, Groups, varying
 
 
 class Started:
-    """A collective under way: a result that is still to come."""
+    """A collective under way: a result that is still to come.
+
+    Example:
+      >>> def sum_and_square(x):
+      ...     total = pc.psum_start(x, "x")
+      ...     y = x * x  # while the sum is on its way
+      ...     return total.done(after=y) + y
+      >>> jax.vmap(sum_and_square, axis_name="x")(jnp.arange(4.0))
+      Array([ 6.,  7., 10., 15.], dtype=float32)
+    """
 
     def __init__(self, tree: Any, here: Sequence[Any], under_way: Sequence["_UnderWay"]) -> None:
         self._tree, self._here, self._under_way = tree, here, under_way

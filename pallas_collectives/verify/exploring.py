@@ -104,6 +104,13 @@ def explore(
 
     Raises:
       AskError: too few simulated devices (`simulate(n)` makes them), or as `check`.
+
+    Example:
+      >>> def kernel(block):  # what stands inside shard_map
+      ...     return pc.all_gather(block, "x", tiled=True)
+      >>> found = pc.verify.explore(kernel, "f32[8,128]", devices=2, late=0)
+      >>> found.ok
+      True
     """
     target = asked.named(function) if isinstance(function, str) else function
     asked_for = asked.meshes(mesh, devices if mesh or devices else (2, 4), axis_names)
