@@ -51,6 +51,7 @@ CHUNK_BYTES, LEAST_CHUNK_BYTES = 512 << 10, 64 << 10
 SLOT_BYTES = 16 << 20
 MAX_WIDTH = 16  # see all_to_all
 WHOLE = 256  # in so many parts an opposite device's rows are shared between the two ways
+ROUNDS = 24  # in which the shares are worked out
 BALANCED_FROM = 32 << 20  # bytes of an operand: sharing takes some 50 us to work out
 LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
 
@@ -176,20 +177,18 @@ def _shares(all_sizes: jax.Array, n: int, most: int) -> jax.Array:
     over = link < hops, ((n - link) % n < n - hops) & (hops > 0)
     near = 2 * distance < n, 2 * distance > n
     right, left = (
-        jnp.einsum("sr,sri->i", sizes, (kept[:, :, None] & passed).astype(np.float32))
+        jnp.where(kept[:, :, None] & passed, sizes[:, :, None], 0).sum((0, 1))
         for kept, passed in zip(near, over, strict=True)
     )
     across = numbers, (numbers + n // 2) % n
-    opposite = sizes[across]
-    ways = [passed[across].astype(np.float32) for passed in over]  # [sender, link]
-
-    def move(_: Any, share: jax.Array) -> jax.Array:
-        carried = right + (share * opposite) @ ways[0], left + ((1 - share) * opposite) @ ways[1]
-        worst = [jnp.max(way * load, axis=1) for way, load in zip(ways, carried, strict=True)]
-        wanted = (worst[1] - worst[0]) / jnp.maximum(2 * opposite, 1)
-        return jnp.clip(share + wanted / 8, 0, 1)
-
-    share = lax.fori_loop(0, 24, move, jnp.full(n, 0.5, jnp.float32))
+    opposite, ways = sizes[across], [passed[across] for passed in over]  # [sender, link]
+    share = jnp.full(n, 0.5, jnp.float32)
+    for _ in range(ROUNDS):
+        worst = []
+        for passed, others, part in zip(ways, (right, left), (share, 1 - share), strict=True):
+            load = others + jnp.where(passed, (part * opposite)[:, None], 0).sum(0)
+            worst.append(jnp.where(passed, load, 0).max(1))
+        share = jnp.clip(share + (worst[1] - worst[0]) / jnp.maximum(16 * opposite, 1), 0, 1)
     return jnp.round(share * WHOLE).astype(jnp.int32)
 
 

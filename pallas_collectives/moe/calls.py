@@ -78,6 +78,16 @@ def dispatch(
       hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, up, plan.group_sizes))  # up (8, D, H)
       y = jax.lax.ragged_dot(hidden, down, plan.group_sizes)
       out = combine(y, weights, plan, "x")
+
+    Example, of 4 experts on two devices, each of which takes the tokens of both:
+      >>> def rows_of_experts(x, experts):
+      ...     rows, plan = pc.moe.dispatch(x, experts, "x", num_experts=4)
+      ...     return plan.group_sizes
+      >>> P, mesh = jax.sharding.PartitionSpec("x"), jax.sharding.Mesh(jax.devices()[:2], ("x",))
+      >>> counted = jax.shard_map(rows_of_experts, mesh=mesh, in_specs=P, out_specs=P)
+      >>> tokens, chosen = jnp.ones((4, 8)), jnp.array([[0, 1], [0, 2], [0, 3], [3, 1]])
+      >>> jax.jit(counted)(tokens, chosen)
+      Array([3, 2, 1, 2], dtype=int32)
     """
     ways = _wire(axis_name, axis_index_groups, backend, algorithm, wire, wire_backward)
     sizes = _sizes(x, experts, num_experts, rows, exchange, ways)
@@ -123,6 +133,16 @@ def combine(
     Raises:
       UnboundAxisError, CollectiveError, DtypeError, AlgorithmError, BackendError, WireError: see
         `errors`.
+
+    Example, of experts that double what they get; each token's choices weigh 1 together:
+      >>> def layer(x, experts, weights):
+      ...     rows, plan = pc.moe.dispatch(x, experts, "x", num_experts=4)
+      ...     return pc.moe.combine(2 * rows, weights, plan, "x")
+      >>> P, mesh = jax.sharding.PartitionSpec("x"), jax.sharding.Mesh(jax.devices()[:2], ("x",))
+      >>> mapped = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P, out_specs=P))
+      >>> chosen = jnp.array([[0, 1], [0, 2], [0, 3], [3, 1]])
+      >>> mapped(jnp.ones((4, 8)), chosen, jnp.full((4, 2), 0.5))[:, 0]
+      Array([2., 2., 2., 2.], dtype=float32)
     """
     _check_answers(y, weights, plan, overflow)
     ways = _wire(axis_name, axis_index_groups, backend, algorithm, wire, wire_backward)

@@ -75,7 +75,9 @@ def explain(
       CollectiveError: numbers that do not fit together.
 
     Example:
-      print(moe.explain(tokens=4096, width=4096, k=2, num_experts=16, devices=2))
+      >>> said = pc.moe.explain(tokens=4096, width=4096, k=2, num_experts=16, devices=2)
+      >>> f"dense sends {said.ratio:.2f} times as much"
+      'dense sends 1.30 times as much'
     """
     if min(tokens, width, k, num_experts, devices) < 1 or num_experts % devices or k > num_experts:
         raise CollectiveError(

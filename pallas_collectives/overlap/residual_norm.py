@@ -24,6 +24,7 @@ from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, P
 from pallas_collectives.collectives import LAX
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError, VmemError
 from pallas_collectives.kernels import residual_norm
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.lowering import remat
 from pallas_collectives.topology import chips, placement
@@ -332,9 +333,9 @@ def _effects(shapes: Any, spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
         try:
-            return frozenset(jax.make_jaxpr(functools.partial(_kernel, spec=spec))(*shapes).effects)
+            return launch.effects(functools.partial(_kernel, spec=spec), *shapes)
         except (VmemError, *UNSERVABLE):
-            return frozenset(jax.make_jaxpr(functools.partial(_sum, spec=spec))(shapes[0]).effects)
+            return launch.effects(functools.partial(_sum, spec=spec), shapes[0])
 
 
 def _sum(x: jax.Array, spec: Spec) -> jax.Array:
