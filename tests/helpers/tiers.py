@@ -197,7 +197,6 @@ QUICK: dict[str, Covers] = {
         doomed=[("cpu", 2)]
     ),
     "test_nccl_transfer::test_every_dtype_arrives_bit_for_bit": once,
-    "test_notebooks::test_notebook_runs_and_its_solutions_are_right": once,
     "test_notebooks::test_wrong_answers_are_not_passed_and_the_mistake_is_named": only(
         answers=["three"]
     ),
