@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -60,6 +61,20 @@ def pytest_collection_finish() -> None:
     """Tracing makes garbage by the million and JAX's modules are none: they are not looked at."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """What a test sets in the environment ends with it: another's processes would inherit it.
+
+    A number of simulated devices, for one: with that of a large slice each starts 16000 threads.
+    """
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.update(before)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
 
 
 @pytest.fixture(params=["written out", "looped"])

@@ -1,6 +1,7 @@
 """Collectives in two halves: values, gradients, batching, order, on GPUs and over a host's wire."""
 
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,20 @@ def test_a_result_may_be_asked_for_again(by_nccl):
     x = harness.random((N, 2, 3), "float32")
     first, again = harness.per_device(twice, harness.mesh(N))(x)
     np.testing.assert_array_equal(first, again)
+
+
+def test_a_result_that_is_never_asked_for_is_told_of(by_nccl, caplog):
+    def followed(x, *, done):
+        started = pc.all_gather_start(x, "x")
+        x = started.before(x)
+        return x + started.done().sum() if done else x
+
+    for done, told in ((True, 0), (False, 1)):
+        harness.per_device(functools.partial(followed, done=done), harness.mesh(N))(
+            jnp.ones((N, 3))
+        )
+        gc.collect()
+        assert sum("done() was not called" in message for message in caplog.messages) == told
 
 
 def test_a_tree_of_many_arrays_is_under_way_at_once(by_nccl):
