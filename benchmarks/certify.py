@@ -245,7 +245,7 @@ def _rig(mesh: Mesh, kept: Results) -> Rig | None:
 
 
 def _drop_if_empty(kept: Results, part: str) -> None:
-    """A part for which there was no time is no part of which nothing could run."""
+    """Drops a part that had no time: left empty, it would say that nothing of it could run."""
     if not kept.kept(part):
         kept.parts.pop(part, None)
 

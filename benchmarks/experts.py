@@ -1,7 +1,7 @@
 """`experts`: tokens to their experts and back, on modelled pods, or timed on GPUs.
 
 The experts are spread over all devices of a pod. Modelled, the kernels that carry the tokens there
-and their answers back are replayed, for routings of which each is one's own:
+and their answers back are replayed, for each of these routings:
 
     balanced    each token chooses k of all experts, all as likely
     zipf        expert e is chosen as 1 / (1 + e)

@@ -124,7 +124,7 @@ def _settings() -> Settings:
 
 
 def _check_simulable(wanted: Settings) -> None:
-    """Refuses sizes of which one row would take longer than a run may without a warning."""
+    """Refuses sizes whose rows would each take longer than a run may without a warning."""
     most = _LONG_MINUTES * 60 // 5 * (16 << 20) // math.prod(wanted.mesh)
     if max(wanted.sizes) > most:
         rule = f"the interpreter takes minutes a row above {most >> 20} MiB on these devices"

@@ -28,7 +28,6 @@ from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.lowering import remat
 from pallas_collectives.topology import chips, placement
-from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
 
@@ -237,7 +236,7 @@ def _pays(x: Any, residual: Any, group: Group) -> bool:
     return bool(gathered) and min(gathered) <= min(sums.values()) + 1e6 * passes
 
 
-def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: Chip) -> float:
+def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: chips.Chip) -> float:
     """What XLA's one pass over the sum takes at least: it reads both operands, writes both results.
 
     That is two DMAs, one after the other, at HBM's rate. What it takes to start the pass is left

@@ -189,6 +189,9 @@ QUICK: dict[str, Covers] = {
     ),
     "test_multihost::test_a_broadcast_has_one_source": each("count", "processes"),
     "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
+    "test_multihost::test_a_process_that_lives_and_does_not_come_is_named": only(
+        doomed=[("cpu", 2)]
+    ),
     "test_multihost::test_a_process_that_never_enters_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_allgather_of_a_global_array_equals_jax": each("spec", "processes"),
     "test_multihost::test_assert_equal_accepts": each("what", "processes"),
@@ -199,11 +202,12 @@ QUICK: dict[str, Covers] = {
     "test_multihost::test_nobody_passes_before_the_last_one_comes": each("wait", "processes"),
     "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),
     "test_multihost::test_broadcast_equals_jax": each("tree", "source", "processes"),
+    "test_multihost::test_preemption_equals_jax": only(doomed=[("cpu", 2)]),
     "test_multihost::test_preemption_of_one_process_stops_all_at_one_step": only(
         doomed=[("cpu", 2)]
     ),
+    "test_multihost::test_the_others_go_on_without_a_process_that_dies": only(count=[2]),
     "test_nccl_transfer::test_every_dtype_arrives_bit_for_bit": once,
-    "test_notebooks::test_notebook_runs_and_its_solutions_are_right": once,
     "test_notebooks::test_wrong_answers_are_not_passed_and_the_mistake_is_named": only(
         answers=["three"]
     ),

@@ -164,12 +164,6 @@ def sum_is_caught(mode: str, sizes: tuple[int, ...] = (4, 2), vmem: bool = True)
     return harness.caught(lambda: run(x), x.sum(0).reshape(n, 32, 128))
 
 
-@pytest.fixture
-def in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little scratch that the smallest operands go by in sections."""
-    monkeypatch.setattr(reduce_scatter, "SCRATCH_BYTES", 1 << 17)
-
-
 def on_lines(sizes: tuple[int, ...], lines: Sequence[int]) -> Group:
     """A group on a mesh some of whose axes are lines."""
     whole = group_of(*sizes)
