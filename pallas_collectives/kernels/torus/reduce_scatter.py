@@ -34,6 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import DType, Interpret, Number, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import all_gather, devices, scatter, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.scatter import Scatter
@@ -73,9 +74,9 @@ class ScatterScratch(NamedTuple):
     copy_sems: Semaphore  # (streams): own; the own block's way from VMEM into the result
 
     @classmethod
-    def of(cls, plan: Plan, dtype: DType, *, vmem: bool) -> "ScatterScratch":
-        """What to allocate."""
-        return cls(scatter.Scratch.of(plan, dtype, vmem=vmem), all_gather.copy_semaphores(plan))
+    def of(cls, plan: Plan, dtype: DType, **how: Any) -> "ScatterScratch":
+        """What to allocate; `how` as `scatter.Scratch.of` has it."""
+        return cls(scatter.Scratch.of(plan, dtype, **how), all_gather.copy_semaphores(plan))
 
 
 class ReduceScratch(NamedTuple):
@@ -86,9 +87,9 @@ class ReduceScratch(NamedTuple):
     gather: list[channels.Semaphores]  # see all_gather.Gather
 
     @classmethod
-    def of(cls, plan: Plan, dtype: DType, *, vmem: bool) -> "ReduceScratch":
-        """What to allocate."""
-        scattering = ScatterScratch.of(plan, dtype, vmem=vmem)
+    def of(cls, plan: Plan, dtype: DType, **how: Any) -> "ReduceScratch":
+        """What to allocate, as above."""
+        scattering = ScatterScratch.of(plan, dtype, **how)
         return cls(*scattering, all_gather.semaphores(plan, most=_ARRIVALS))
 
 
@@ -101,25 +102,26 @@ def reduce_scatter(
     vmem: bool,
     interpret: Interpret,
     name: str = "reduce_scatter_torus",
+    codec: Codec | None = None,
 ) -> jax.Array:
     """Reduces x over the group and leaves each device its block along `axis`.
 
-    Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions. `name` is
-    what profilers show.
+    Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions: of the
+    `codec`, if sums are to travel packed. `name` is what profilers show.
     """
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     view = View.of(shape, axis, x.dtype)
-    plan = _plan(axes, view.block, view.at, x.dtype, vmem, there_and_back=False)
+    plan = _plan(axes, view.block, view.at, x.dtype, vmem, there_and_back=False, codec=codec)
     ones = (1,) * len(axes)
     y = launch.call(
-        functools.partial(_scatter_kernel, plan=plan, op=op, vmem=vmem),
+        functools.partial(_scatter_kernel, plan=plan, op=op, vmem=vmem, codec=codec),
         group,
         view.into(x, devices.field_sizes(axes)),
         axes=axes,
         scalars=devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), x.dtype),
-        scratch=ScatterScratch.of(plan, x.dtype, vmem=vmem),
+        scratch=ScatterScratch.of(plan, x.dtype, vmem=vmem, codec=codec),
         barrier="neighbours on a torus",
         name=name,
         interpret=interpret,
@@ -165,6 +167,7 @@ def _plan(
     dtype: DType,
     vmem: bool,
     there_and_back: bool,
+    codec: Codec | None = None,
 ) -> Plan:
     """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
     stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes))
@@ -172,9 +175,10 @@ def _plan(
     wanted: Any = ReduceScratch if there_and_back else ScatterScratch
     chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
     room = min(SCRATCH_BYTES, chip.vmem_bytes // 2)
+    how: Any = {"vmem": vmem, "codec": codec}
 
     def fits(plan: Plan) -> bool:
-        scratch = wanted.of(plan, dtype, vmem=vmem)
+        scratch = wanted.of(plan, dtype, **how)
         enough = _semaphores(scratch) <= chip.semaphores - _SPARE
         return enough and (vmem or scratch.scatter.nbytes <= room)
 
@@ -182,7 +186,7 @@ def _plan(
         """Plans with pieces of up to so many units: of those that fit, the largest ones."""
         found: list[Plan] = []
         # No larger one fits: of what a piece takes, two thirds and more grow with its size.
-        taken = wanted.of(whole.in_sections(max(1, most) * whole.grain, streams), dtype, vmem=vmem)
+        taken = wanted.of(whole.in_sections(max(1, most) * whole.grain, streams), dtype, **how)
         for size in range(min(most, 1 + 3 * most * room // (2 * taken.scatter.nbytes)), 0, -1):
             if found and 2 * size * whole.grain <= found[0].bundles[0].size:
                 break
@@ -191,7 +195,8 @@ def _plan(
         return found
 
     for chunks in (2, 1) if halves else (1,):
-        whole = Plan.of(axes, block, at, dtype, chunks, there_and_back=there_and_back)
+        cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
+        whole = Plan.of(axes, block, at, dtype, chunks, **cut)
         if fits(whole) and not (uneven and halves):
             return whole
     units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
@@ -227,6 +232,7 @@ def _scatter_kernel(
     plan: Plan,
     op: str,
     vmem: bool,
+    codec: Codec | None,
 ) -> None:
     *numbers, x_ref, o_ref, scratch = refs
     # numbers: `devices.tables`
@@ -253,7 +259,7 @@ def _scatter_kernel(
     def end_copy(b: int, stream: Number) -> None:
         copy(b, 0, stream).wait()
 
-    stage = Scatter(plan, rings, operand, scratch.scatter, op=op, target=finish)
+    stage = Scatter(plan, rings, operand, scratch.scatter, op=op, target=finish, codec=codec)
     timetable.run(plan, (stage, range(len(rings))[::-1]))
     if not vmem:
         for b, bundle in enumerate(plan.bundles):
