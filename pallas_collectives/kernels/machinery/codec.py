@@ -99,9 +99,14 @@ class Codec:
             at = self._at(ref, number)
             ref[at] = total.astype(ref.dtype).reshape(ref.at[at].shape)
             return
-        scales, inverse = self._scales_of(_largest(total))
+        of_rows = _largest(total)
+        largest = _across_rows(of_rows)
+        scales = jnp.where(largest == 0, 0.0, self._steps(largest))
+        scales = jnp.where(largest < jnp.inf, scales, jnp.nan)
         ref[self._scales(number, tiles), :] = lax.bitcast_convert_type(scales, jnp.int32)
-        scaled = total * _along_rows(inverse)
+        steps = self._steps(of_rows)
+        inverse = pl.reciprocal(steps, approx=True)
+        scaled = total * (inverse * (2 - steps * inverse))
         if self.wire.dtype == "int8":
             narrow = lax.bitcast_convert_type(scaled + _TO_INTEGER, jnp.int32).astype(jnp.int8)
         else:
@@ -109,17 +114,14 @@ class Codec:
         for k, at in enumerate(self._numbers(number)):
             ref[at, :] = pltpu.bitcast(narrow[:, k * LANES : (k + 1) * LANES], jnp.int32)
 
-    def _scales_of(self, largest: Any) -> tuple[Any, Any]:
-        """Scales of groups with these largest magnitudes, and what to multiply numbers by."""
-        scales = jnp.maximum(largest * np.float32(1 / self.wire.largest), LEAST_SCALE)
-        if self.wire.scales == "power of two":
-            bits = lax.bitcast_convert_type(scales, jnp.int32)
-            rounded = (bits + np.int32(0x007FFFFF)) & np.int32(0x7F800000)
-            scales = lax.bitcast_convert_type(rounded, jnp.float32)
-        scales = jnp.where(largest == 0, 0.0, scales)
-        scales = jnp.where(largest < jnp.inf, scales, jnp.nan)
-        usable = scales > 0
-        return scales, jnp.where(usable, 1 / jnp.where(usable, scales, 1.0), 0.0)
+    def _steps(self, largest: Any) -> Any:
+        """Scales of groups with these largest magnitudes, which are finite and not all zeros."""
+        steps = jnp.maximum(largest * np.float32(1 / self.wire.largest), LEAST_SCALE)
+        if self.wire.scales != "power of two":
+            return steps
+        bits = lax.bitcast_convert_type(steps, jnp.int32)
+        rounded = (bits + np.int32(0x007FFFFF)) & np.int32(0x7F800000)
+        return lax.bitcast_convert_type(rounded, jnp.float32)
 
     # Where a tile's parts are.
 
@@ -171,9 +173,13 @@ def _along_rows(scales: Any) -> Any:
     return jnp.sum(spread, axis=1, keepdims=True)
 
 
+def _across_rows(column: Any) -> Any:
+    """(ROWS, 1) -> (1, LANES): the inverse."""
+    return jnp.sum(jnp.where(_diagonal(), column, 0.0), axis=0, keepdims=True)
+
+
 def _largest(total: Any) -> Any:
-    """(ROWS, group) -> (1, LANES): the largest magnitude of each row; inf where one is NaN."""
+    """(ROWS, group) -> (ROWS, 1): the largest magnitude of each row; inf where one is NaN."""
     magnitude = jnp.abs(total)
     magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
-    of_row = jnp.max(magnitude, axis=1, keepdims=True)
-    return jnp.sum(jnp.where(_diagonal(), of_row, 0.0), axis=0, keepdims=True)
+    return jnp.max(magnitude, axis=1, keepdims=True)
