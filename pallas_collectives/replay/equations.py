@@ -265,19 +265,19 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
     generation = stepper.generation
     name = eqn.primitive.name
     if _is_narrow(eqn):
-        return _NARROW * eqn.outvars[0].aval.size * _one_core(stepper)
+        return _NARROW * math.prod(jaxprs.type_of(eqn.outvars[0]).shape) * _one_core(stepper)
     if name in _FREE:
         return 0.0
     size = max((_in_registers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
     if name == "dot_general":
-        size = max(math.prod(v.aval.shape) for v in eqn.outvars)
+        size = max(math.prod(jaxprs.type_of(v).shape) for v in eqn.outvars)
         (contract, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(jaxprs.type_of(eqn.invars[0]).shape[d] for d in contract)
         return 2.0 * size * depth * generation.cores / generation.matrix_rate
     if name.startswith("reduce_") or name in ("argmax", "argmin"):
-        (operand,) = eqn.invars
-        size = math.prod(operand.aval.shape)
-        if len(operand.aval.shape) - 1 in eqn.params["axes"]:
+        shape = jaxprs.type_of(eqn.invars[0]).shape
+        size = math.prod(shape)
+        if len(shape) - 1 in eqn.params["axes"]:
             return stepper.generation.across_lanes * size * _one_core(stepper)
     return size / stepper.vector_rate
 
@@ -289,7 +289,7 @@ def _in_registers(shape: tuple[int, ...]) -> int:
 
 def _is_narrow(eqn: JaxprEqn) -> bool:
     """Whether it converts an array from numbers of one byte, or to them."""
-    if eqn.primitive.name != "convert_element_type" or not eqn.outvars[0].aval.shape:
+    if eqn.primitive.name != "convert_element_type" or not jaxprs.type_of(eqn.outvars[0]).shape:
         return False
     types = (jnp.dtype(jaxprs.type_of(v).dtype) for v in (*eqn.invars, *eqn.outvars))
     return any(dtype.itemsize == 1 and dtype != jnp.bool_ for dtype in types)

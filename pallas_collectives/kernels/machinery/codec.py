@@ -26,12 +26,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Number, Ref
+from pallas_collectives.annotations import Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.wires import LEAST_SCALE, Wire
 
 ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
-_WORDS = sublanes(jnp.int32)
+# Tiles whose scales are a whole tile of the hardware's; those of fewer are padded.
+WHOLE = sublanes(jnp.int32)
 
 # Numbers of at most 2^22 in magnitude that this is added to are rounded to integers, which are the
 # sum's low bits: one addition in place of a rounding and a conversion.
@@ -57,7 +58,12 @@ class Codec:
         """The shape of a packed array, of int32, whose plain shape is given."""
         tiles = math.prod(shape) // math.prod(self.tile)
         assert tiles * math.prod(self.tile) == math.prod(shape), f"{shape} in tiles {self.tile}"
-        return tiles * self._words + -(-tiles // _WORDS) * _WORDS, LANES
+        return tiles * self._words + -(-tiles // WHOLE) * WHOLE, LANES
+
+    def packed_bytes(self, numbers: int) -> int:
+        """Bytes of so many numbers, padded to whole tiles, packed."""
+        rows, columns = self.tile
+        return 4 * math.prod(self.packed_shape((-(-numbers // (rows * columns)) * rows, columns)))
 
     def combine(self, *sums: tuple[Any, ...]) -> None:
         """For each (out, *in) of `sums`: out = in[0] + in[1] + ..., in this order, in float32.
@@ -71,11 +77,11 @@ class Codec:
         plain = next(ref for ref in (out, *terms) if not self._is_packed(ref))
         tiles = math.prod(plain.shape) // math.prod(self.tile)
 
-        def one(number: Number) -> None:
+        def one(number: Any) -> None:
             read = [self._read(ref, number, tiles) for ref in terms]
             self._write(out, number, tiles, functools.reduce(jnp.add, read))
 
-        def several(turn: Number, _: None) -> None:
+        def several(turn: Any, _: None) -> None:
             for k in range(each):
                 one(turn * each + k)
 
@@ -85,7 +91,7 @@ class Codec:
     def _is_packed(self, ref: Ref) -> bool:
         return ref.dtype == jnp.int32
 
-    def _read(self, ref: Ref, number: Number, tiles: int) -> Any:
+    def _read(self, ref: Ref, number: Any, tiles: int) -> Any:
         """A tile's numbers, (ROWS, group) float32."""
         if not self._is_packed(ref):
             return ref[self._at(ref, number)].reshape(self.tile).astype(jnp.float32)
@@ -94,7 +100,7 @@ class Codec:
         parts = [pltpu.bitcast(part, jnp.dtype(self.wire.dtype)) for part in words]
         return _joined(parts).astype(jnp.float32) * _along_rows(scales)
 
-    def _write(self, ref: Ref, number: Number, tiles: int, total: Any) -> None:
+    def _write(self, ref: Ref, number: Any, tiles: int, total: Any) -> None:
         if not self._is_packed(ref):
             at = self._at(ref, number)
             ref[at] = total.astype(ref.dtype).reshape(ref.at[at].shape)
@@ -130,7 +136,7 @@ class Codec:
         """Rows of a tile's numbers."""
         return ROWS * self.tile[1] // (4 * LANES)
 
-    def _numbers(self, number: Number) -> list[Any]:
+    def _numbers(self, number: Any) -> list[Any]:
         """Rows of its numbers, for each 128 columns."""
         each = ROWS // 4
         start = number * self._words
@@ -139,10 +145,10 @@ class Codec:
             for k in range(self.tile[1] // LANES)
         ]
 
-    def _scales(self, number: Number, tiles: int) -> Any:
+    def _scales(self, number: Any, tiles: int) -> Any:
         return pl.ds(tiles * self._words + number, 1)
 
-    def _at(self, ref: Ref, number: Number) -> tuple[Any, ...]:
+    def _at(self, ref: Ref, number: Any) -> tuple[Any, ...]:
         """The index of a tile in a plain array, row-major."""
         *leading, rows, columns = ref.shape
         index: list[Any] = []

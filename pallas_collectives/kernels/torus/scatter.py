@@ -61,9 +61,15 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(
-        cls, plan: Plan, dtype: DType, *, vmem: bool, codec: Codec | None = None
+        cls,
+        plan: Plan,
+        dtype: DType,
+        *,
+        vmem: bool,
+        codec: Codec | None = None,
+        left: DType | None = None,
     ) -> "Scratch":
-        """What to allocate; `vmem` as `launch.call` has it."""
+        """What to allocate; `vmem` as `launch.call` has it. `left` is of what phases leave."""
         ways, phases = plan.ways, len(plan.sizes)
         each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
         pieces = [(bundle, plan.piece_shape(bundle, phase)) for bundle, phase in each]
@@ -87,7 +93,7 @@ class Scratch(NamedTuple):
                 )
                 for (bundle, phase), window in zip(each, windows, strict=True)
             ],
-            left=[pltpu.VMEM((bundle.streams, *piece), dtype) for bundle, piece in pieces],
+            left=[pltpu.VMEM((bundle.streams, *piece), left or dtype) for bundle, piece in pieces],
             terms=[
                 pltpu.VMEM((bundle.streams * ways, *piece), dtype)
                 for bundle, piece in pieces[phases - 1 :: phases]
@@ -241,8 +247,8 @@ class Scatter:
         slot = channel.slot(goes)
         only_if(number > 0, lambda: channel.wait_sent(slot))
         if self._codec:
-            slots, index = channel.slots
-            packed = slots.at[(*index, channel.window)]
+            slots = self._s.slots[leg.b * len(self._rings) + leg.phase]
+            packed = slots.at[leg.lane, channel.window]
             self._add_term(leg, leg.ahead - number, (packed,))
             channel.send(packed, slot, goes)
             return
