@@ -6,9 +6,10 @@ A sum has two ways over a wire with scales:
     bidirectional,  sums are added on the way round a ring or along a line, and quantised anew at
     line            every hop: (n-1)/n of an operand's bytes, as without a wire
 
-The algorithms of the second are those whose record says `requantizes`. A psum by either gathers
-the sums, quantised once more, and so gives everyone the same bits. The quicker one is taken; the
-exchange where no times tell, and where a draw or a residue presumes that terms are quantised once.
+The algorithms of the second are those whose record says `requantizes`; `psum` calls the first of
+them "ring". A psum by either way gathers the sums, quantised once more, and so gives everyone the
+same bits. The quicker one is taken; the exchange where no times tell, for few numbers, and where a
+draw or a residue presumes that terms are quantised once.
 """
 
 import dataclasses
@@ -30,8 +31,7 @@ from pallas_collectives.wires import Wire
 AUTO_BYTES = 2 << 20
 
 EXCHANGE = ordered.EXCHANGE.name
-# What `psum` calls the algorithms by which it scatters.
-_OF_PSUM = {"ring": "bidirectional", "line": "line"}
+_OF_PSUM = {"bidirectional": "ring"}
 
 
 class Way(NamedTuple):
@@ -53,6 +53,11 @@ class Way(NamedTuple):
     def requantizes(self) -> bool:
         """Whether sums are rounded at every hop."""
         return self.algorithm not in ("", EXCHANGE)
+
+    @property
+    def scatter(self) -> str:
+        """The algorithm of `psum_scatter` that it begins with."""
+        return next((own for own, of in _OF_PSUM.items() if of == self.algorithm), self.algorithm)
 
 
 _NO_WAY = Way("", 0, 0.0, None)
@@ -126,26 +131,26 @@ def _ways(
     moved = Way(EXCHANGE if in_terms else "", sent, passes, us)
     if not in_terms or _no_ring(group, how):
         return (moved,)
-    name, codec = _ring_of(group), Codec(wire)
+    way, codec = Way(_ring_of(op, group), 0, 0.0, None), Codec(wire)
     numbers = math.prod(blocks[1:])
     part = codec.packed_bytes(numbers)
     passes, scatter = (
         0.0,
         algorithms.predicted("reduce_scatter", part, placement.arranged(group), 1),
     )
-    times = [scatter.get(name)]
+    times = [scatter.get(way.scatter)]
     if op == "all_reduce":
         moved_bytes = 4 * numbers + part + n * part + x.nbytes  # sums come in float32
         passes = 1e6 * moved_bytes / chips.current().hbm_bandwidth
         times.append(_least("all_gather", part, group))
-    return (moved, Way(name, n * part, passes, _in_all(times, passes, how.backend)))
+    us = _in_all(times, passes, how.backend)
+    return (moved, way._replace(sent=n * part, passes_us=passes, us=us))
 
 
 def _chosen(found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: How) -> Way:
     """The way that is named, or the quickest; of few numbers, padded in a kernel, the exchange."""
     if how.algorithm is not None and wire.scaled and len(found) > 1:
-        wanted = _OF_PSUM.get(how.algorithm, how.algorithm)
-        return next(way for way in found if way.algorithm == wanted)
+        return next(way for way in found if way.algorithm == how.algorithm)
     few = math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile) if len(found) > 1 else True
     timed = [way for way in found if way.us is not None]
     return found[0] if few or len(timed) < len(found) else min(timed, key=lambda way: way.us or 0)
@@ -155,9 +160,10 @@ def _adds(op: str) -> bool:
     return catalogue.COLLECTIVES[op].example.adds
 
 
-def _ring_of(group: Group) -> str:
+def _ring_of(op: str, group: Group) -> str:
     """The algorithm that would add on the way."""
-    return "line" if placement.arranged(group).line else "bidirectional"
+    name = "line" if placement.arranged(group).line else "bidirectional"
+    return _OF_PSUM.get(name, name) if op == "all_reduce" else name
 
 
 def _no_ring(group: Group, how: How) -> str:
@@ -171,7 +177,8 @@ def _no_ring(group: Group, how: How) -> str:
     there = placement.arranged(group)
     if there.torus:
         return "the devices lie on several axes of a torus"
-    record = catalogue.COLLECTIVES["reduce_scatter"].algorithm(_ring_of(group))
+    name = _ring_of("reduce_scatter", group)
+    record = catalogue.COLLECTIVES["reduce_scatter"].algorithm(name)
     chip = chips.current()
     if record is None or not algorithms.serves(record, there, chip):
         return f"{chip.name} cannot write to all the devices that it must reach"
@@ -188,11 +195,9 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
             raise WireError(f"wire {wire} for {op}", why, "take groups of 128 or 256")
         return why
     if how.algorithm not in (None, EXCHANGE):
-        ring = _ring_of(group) if how.backend == "pallas" else ""
-        names = {ring, *(name for name, base in _OF_PSUM.items() if base == ring)}
-        of_op = names if op == "all_reduce" else {ring}
-        why = "over a wire with scales it is 'exchange', or adds on the way round a ring or line"
-        if how.algorithm in of_op:
+        ring = _ring_of(op, group)
+        why = f"over a wire with scales it is an 'exchange' and additions, or a {ring!r} here"
+        if how.algorithm == ring:
             why = _no_ring(group, how)
         if why and not wire.optional:
             remedy = "leave algorithm=None, or name 'exchange'"

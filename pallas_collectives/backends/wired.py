@@ -173,7 +173,7 @@ class OnWire:
         self, x: jax.Array, axis: int, result: Any, wire: Wire, group: Group, plain: How, way: Way
     ) -> jax.Array:
         """The sum of everyone's block `me`, added on the way."""
-        named = dataclasses.replace(plain, algorithm=way.algorithm)
+        named = dataclasses.replace(plain, algorithm=way.scatter)
         scatter = self._module.requantized_scatter
         return scatter(x, group, axis=axis, wire=wire, result=result, how=named)
 

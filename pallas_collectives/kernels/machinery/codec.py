@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives import _compat
 from pallas_collectives.annotations import Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.wires import LEAST_SCALE, Wire
@@ -111,7 +112,7 @@ class Codec:
         scales = jnp.where(largest < jnp.inf, scales, jnp.nan)
         ref[self._scales(number, tiles), :] = lax.bitcast_convert_type(scales, jnp.int32)
         steps = self._steps(of_rows)
-        inverse = pl.reciprocal(steps, approx=True)
+        inverse = _compat.approximate_reciprocal(steps)
         scaled = total * (inverse * (2 - steps * inverse))
         if self.wire.dtype == "int8":
             narrow = lax.bitcast_convert_type(scaled + _TO_INTEGER, jnp.int32).astype(jnp.int8)
