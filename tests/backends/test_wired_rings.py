@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives as pc
+from benchmarks import replay_rows
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import reduce_scatter
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus.scatter import Scatter
+from pallas_collectives.replay import Machine, replay
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
@@ -29,9 +32,7 @@ WIRES = (
 )
 
 
-def data(
-    n: int, kind: str = "normal", columns: int = COLUMNS, rows: int = ROWS
-) -> np.ndarray:
+def data(n: int, kind: str = "normal", columns: int = COLUMNS, rows: int = ROWS) -> np.ndarray:
     """A float32 term of each of n devices, (n, n * rows, columns)."""
     rng = np.random.default_rng(n)
     x = rng.normal(size=(n, n * rows, columns))
@@ -47,22 +48,31 @@ def data(
     return x.astype(np.float32)
 
 
-def scattered(
-    x: np.ndarray, wire: Wire, mode: str = "on_wait", line: bool = False
-) -> Callable[[], np.ndarray]:
+def scattering(
+    n: int, wire: Wire, mode: str = "on_wait", line: bool = False
+) -> Callable[[np.ndarray], np.ndarray]:
     """What runs the kernel on (n, n * rows, columns): the sum of each block, (n, rows, columns)."""
-    n = len(x)
-    group = dataclasses.replace(Group(("x",), (n,)), line=line)
-    scatter: Any = reduce_scatter.line if line else reduce_scatter.ring
-    if not line:
-        scatter = jax.tree_util.Partial(scatter, bidirectional=True)
 
     def program(x: jax.Array) -> jax.Array:
-        how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode], "codec": Codec(wire)}
-        return scatter(x, group, axis=0, op="sum", **how)
+        return kernel(x, n, wire, harness.ADVERSARIES[mode], line)
 
     run = harness.per_device(program, harness.mesh(n), check_vma=False)
-    return lambda: np.asarray(run(x))
+    return lambda x: np.asarray(run(x))
+
+
+def kernel(x: jax.Array, n: int, wire: Wire, interpret: Any, line: bool) -> jax.Array:
+    """The kernel, round a ring or along a line."""
+    how: Any = {"vmem": False, "interpret": interpret, "codec": Codec(wire)}
+    if line:
+        group = dataclasses.replace(Group(("x",), (n,)), line=True)
+        return reduce_scatter.line(x, group, axis=0, op="sum", **how)
+    group = Group(("x",), (n,))
+    return reduce_scatter.ring(x, group, axis=0, op="sum", bidirectional=True, **how)
+
+
+def exact(x: np.ndarray) -> np.ndarray:
+    """The sums, in the shape of the kernel's."""
+    return x.astype(np.float64).sum(axis=0).reshape(len(x), -1, x.shape[-1])
 
 
 def bound(x: np.ndarray, wire: Wire, line: bool = False) -> np.ndarray:
@@ -104,31 +114,32 @@ def half_steps(x: np.ndarray, wire: Wire) -> np.ndarray:
 
 
 @pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
-@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize(
+    "wire, n",
+    [*((wire, 3) for wire in WIRES), *((WIRES[0], n) for n in (2, 4, 5, 6, 7, 8))],
+    ids=str,
+)
 def test_sums_are_within_the_bound_that_grows_with_hops(wire: Wire, n: int, line: bool) -> None:
+    run = scattering(n, wire, line=line)
     for kind in KINDS:
         x = data(n, kind, int(wire.group))
-        off = np.abs(
-            scattered(x, wire, line=line)() - x.astype(np.float64).sum(0).reshape(n, ROWS, -1)
-        )
-        allowed = bound(x, wire, line)
+        off, allowed = np.abs(run(x) - exact(x)), bound(x, wire, line)
         assert (off <= allowed).all(), (kind, (off / np.maximum(allowed, 1e-37)).max())
-        assert kind in ("zeros", "constant") or off.max() > 0.1 * allowed.max()
+        assert kind in ("zeros", "constant") or (off > 0.1 * allowed).any()
 
 
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
 @pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
-def test_every_schedule_gives_the_same_bits(mode: str, line: bool) -> None:
-    x = data(4)
-    got = scattered(x, WIRES[0], mode, line)()
-    assert (np.abs(got - x.sum(0).reshape(got.shape)) <= bound(x, WIRES[0], line)).all()
+def test_sections_of_a_large_sum_are_safe_on_every_schedule(mode: str, line: bool) -> None:
+    x = data(4, rows=2048)  # along a line eight sections
+    got = scattering(4, WIRES[0], mode, line)(x)
+    assert (np.abs(got - exact(x)) <= bound(x, WIRES[0], line)).all()
 
 
 def test_groups_with_inf_and_nan_arrive_as_nan_and_leave_others_alone() -> None:
     x = data(2)
     x[1, 3, 7], x[1, 5, 1] = np.inf, np.nan  # of what device 1 sends for block 0
-    got = scattered(x, WIRES[0])()[0]
+    got = scattering(2, WIRES[0])(x)[0]
     assert np.isnan(got[[3, 5]]).all() and np.isfinite(np.delete(got, [3, 5], axis=0)).all()
 
 
@@ -197,9 +208,8 @@ def _before_its_scales_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, wire = data(3, "heavy tails", rows=1024), WIRES[0]  # pieces of two tiles
     fault(monkeypatch)
-    exact = x.sum(0).reshape(3, 1024, -1)
     try:
-        caught = not (np.abs(scattered(x, wire)() - exact) <= bound(x, wire)).all()
+        caught = not (np.abs(scattering(3, wire)(x) - exact(x)) <= bound(x, wire)).all()
     except Exception as error:
         caught = "race" in str(error).lower()
     finally:
@@ -230,13 +240,13 @@ def test_calls_that_name_a_ring_add_on_the_way() -> None:
     (rows, columns), whole, mapped = jax.tree.map(
         np.asarray, harness.per_device(program, harness.mesh(2), check_vma=False)(x)
     )
-    exact = x.astype(np.float64).sum(axis=0)
+    want = x.astype(np.float64).sum(axis=0)
     step = np.abs(x).max() / 127
-    assert np.abs(rows.reshape(exact.shape) - exact).max() <= step
-    assert np.abs(np.concatenate(list(columns), axis=1) - exact).max() <= step
-    assert np.abs(whole - exact).max() <= 2.5 * step and np.abs(whole - exact).max() > 0
+    assert np.abs(rows.reshape(want.shape) - want).max() <= step
+    assert np.abs(np.concatenate(list(columns), axis=1) - want).max() <= step
+    assert np.abs(whole - want).max() <= 2.5 * step and np.abs(whole - want).max() > 0
     np.testing.assert_array_equal(whole[0], whole[1])
-    assert np.abs(mapped - exact.reshape(2, 2, 128, 200).swapaxes(0, 1)).max() <= step
+    assert np.abs(mapped - want.reshape(2, 2, 128, 200).swapaxes(0, 1)).max() <= step
     assert ("reduce_scatter", "pallas", "bidirectional") in pc.counts()
     assert ("all_to_all", "pallas", "ring") not in pc.counts()
 
@@ -274,14 +284,38 @@ def test_large_sums_are_added_on_the_way_and_explained(devices: int, chip: str) 
         assert f"in the sum at each of {devices - 1} hops" in str(told)
 
 
-@pytest.mark.parametrize("wire", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
-def test_compiles_for_every_generation(generation: str, wire: str) -> None:
+def test_compiles_for_every_generation(generation: str, wire: Wire) -> None:
     def program(x: jax.Array) -> Any:
-        name = {"algorithm": "line" if generation in ("v4", "v5e", "v6e") else None}
-        return pc.psum_scatter(x, "x", tiled=True, wire=wire, backend="pallas", **name)
+        return [kernel(x, 8, wire, False, line) for line in (False, True)]
 
     compiled = harness.compile_for_tpu(
         program, harness.GENERATIONS[generation], (8192, 256), dtype=jnp.bfloat16
     )
-    assert compiled.ops.count("custom-call") == 1
+    assert compiled.ops.count("custom-call") == 2
+    assert {"copy", "transpose"}.isdisjoint(compiled.ops)
+
+
+@pytest.mark.parametrize(
+    "pod, n, mib",
+    [("v5e:16x16", 16, 16), ("v5p:4x4x4", 4, 64), ("v6e:16x16", 16, 64), ("7x:4x4x4", 4, 64)],
+)
+def test_a_sum_takes_sixty_hundredths_of_its_time_in_bfloat16(pod: str, n: int, mib: int) -> None:
+    machine = Machine.named(pod)
+    mesh = machine.mesh(replay_rows.mesh_axes(machine))
+
+    def us(**how: Any) -> float:
+        def program(x: jax.Array) -> jax.Array:
+            return pc.psum_scatter(x, "x", tiled=True, backend="pallas", **how)
+
+        nothing = PartitionSpec()
+        mapped = jax.shard_map(
+            program, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False
+        )
+        shape = jax.ShapeDtypeStruct((mib << 12, 128), jnp.bfloat16)
+        report = replay(mapped, shape, machine=machine)
+        assert report.ok is not False
+        return report.time
+
+    assert us(wire="int8") <= 0.6 * us()
