@@ -88,9 +88,8 @@ def tensorcore_mesh(axis_name: str, cores: int) -> Any:
 
 def approximate_reciprocal(x: jax.Array) -> jax.Array:
     """About 1 / x in a kernel, by the vector unit's own instruction."""
-    if "reciprocal" in vars(pltpu):  # from JAX 0.11 on
-        return pltpu.reciprocal(x, approx=True)
-    return pl.reciprocal(x, approx=True)
+    module: Any = pltpu if "reciprocal" in vars(pltpu) else pl  # from JAX 0.11 on in the former
+    return module.reciprocal(x, approx=True)
 
 
 def register(primitive: core.Primitive, **rules: Rule) -> None:

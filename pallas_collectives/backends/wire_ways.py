@@ -131,20 +131,19 @@ def _ways(
     moved = Way(EXCHANGE if in_terms else "", sent, passes, us)
     if not in_terms or _no_ring(group, how):
         return (moved,)
-    way, codec = Way(_ring_of(op, group), 0, 0.0, None), Codec(wire)
-    numbers = math.prod(blocks[1:])
-    part = codec.packed_bytes(numbers)
-    passes, scatter = (
-        0.0,
-        algorithms.predicted("reduce_scatter", part, placement.arranged(group), 1),
-    )
-    times = [scatter.get(way.scatter)]
-    if op == "all_reduce":
-        moved_bytes = 4 * numbers + part + n * part + x.nbytes  # sums come in float32
+    numbers, there = math.prod(blocks[1:]), placement.arranged(group)
+    part = Codec(wire).packed_bytes(numbers)
+    scatter = algorithms.predicted("reduce_scatter", part, there, cuts=1)
+    passes, gathered = 0.0, 0.0 if op == "reduce_scatter" else _least("all_gather", part, group)
+    if op == "all_reduce":  # sums come in float32
+        moved_bytes = 4 * numbers + part + n * part + x.nbytes
         passes = 1e6 * moved_bytes / chips.current().hbm_bandwidth
-        times.append(_least("all_gather", part, group))
-    us = _in_all(times, passes, how.backend)
-    return (moved, way._replace(sent=n * part, passes_us=passes, us=us))
+
+    def way(name: str) -> Way:
+        us = _in_all([scatter.get(name), gathered], passes, how.backend)
+        return Way(_of(op, name), n * part, passes, us)
+
+    return (moved, *map(way, _rings(group)))
 
 
 def _chosen(found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: How) -> Way:
@@ -152,17 +151,25 @@ def _chosen(found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: Ho
     if how.algorithm is not None and wire.scaled and len(found) > 1:
         return next(way for way in found if way.algorithm == how.algorithm)
     few = math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile) if len(found) > 1 else True
-    timed = [way for way in found if way.us is not None]
-    return found[0] if few or len(timed) < len(found) else min(timed, key=lambda way: way.us or 0)
+    if few or found[0].us is None:
+        return found[0]
+    return min(found, key=lambda way: math.inf if way.us is None else way.us)
 
 
 def _adds(op: str) -> bool:
     return catalogue.COLLECTIVES[op].example.adds
 
 
-def _ring_of(op: str, group: Group) -> str:
-    """The algorithm that would add on the way."""
-    name = "line" if placement.arranged(group).line else "bidirectional"
+def _rings(group: Group) -> tuple[str, ...]:
+    """The algorithms of `psum_scatter` that can add on the way among these devices."""
+    there, chip = placement.arranged(group), chips.current()
+    able = catalogue.COLLECTIVES["reduce_scatter"].algorithms
+    able = tuple(a for a in able if a.requantizes and algorithms.serves(a, there, chip))
+    return tuple(a.name for a in able)
+
+
+def _of(op: str, name: str) -> str:
+    """What a sum calls such an algorithm."""
     return _OF_PSUM.get(name, name) if op == "all_reduce" else name
 
 
@@ -174,14 +181,10 @@ def _no_ring(group: Group, how: How) -> str:
         return "a draw or a residue presumes that terms are quantised once"
     if slices.split(group, slices.slices(group, how.across)) is not None:
         return "the devices are in several slices"
-    there = placement.arranged(group)
-    if there.torus:
+    if placement.arranged(group).torus:
         return "the devices lie on several axes of a torus"
-    name = _ring_of("reduce_scatter", group)
-    record = catalogue.COLLECTIVES["reduce_scatter"].algorithm(name)
-    chip = chips.current()
-    if record is None or not algorithms.serves(record, there, chip):
-        return f"{chip.name} cannot write to all the devices that it must reach"
+    if not _rings(group):
+        return f"{chips.current().name} cannot write to all the devices that it must reach"
     return ""
 
 
@@ -195,10 +198,10 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
             raise WireError(f"wire {wire} for {op}", why, "take groups of 128 or 256")
         return why
     if how.algorithm not in (None, EXCHANGE):
-        ring = _ring_of(op, group)
-        why = f"over a wire with scales it is an 'exchange' and additions, or a {ring!r} here"
-        if how.algorithm == ring:
-            why = _no_ring(group, how)
+        rings = [_of(op, name) for name in _rings(group)]
+        able = " or ".join(map(repr, [EXCHANGE, *rings]))
+        why = "" if how.algorithm in rings else f"over a wire with scales it is {able} here"
+        why = why or _no_ring(group, how)
         if why and not wire.optional:
             remedy = "leave algorithm=None, or name 'exchange'"
             raise AlgorithmError(f"algorithm={how.algorithm!r} for {op}", why, remedy)

@@ -280,7 +280,7 @@ def test_large_sums_are_added_on_the_way_and_explained(devices: int, chip: str) 
         assert told.wire is not None and told.wire.way == name
         assert told.wire.us and told.wire.wired_us and told.wire.wired_us <= most * told.wire.us
         assert told.wire.sent <= 0.52 * told.wire.nbytes
-        assert [c.algorithm for c in told.candidates] == ["exchange", name]
+        assert [c.algorithm for c in told.candidates][:2] == ["exchange", name]
         assert f"in the sum at each of {devices - 1} hops" in str(told)
 
 

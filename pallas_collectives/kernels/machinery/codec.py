@@ -8,10 +8,14 @@ of consecutive numbers of a row (see `wires`), a scale for each:
                tiles of 8 rows
 
 So numbers and scales are one buffer, which one DMA moves. `Codec.combine` is the only operation:
-it adds plain arrays and packed ones in float32, and leaves the sum plain or packs it. What is
-packed on every hop of a ring is rounded on every hop: by half a step of the sum's group as it is
-there. So of n terms a sum goes through n - 1 roundings, and is off by half of s_1 + ... + s_(n-1),
-with s_k the step of the group in the sum of the first k terms (`wires.error_in_words`).
+it adds plain arrays and packed ones in float32, and leaves the sum plain or packs it.
+
+What is packed on every hop of a ring is rounded on every hop. A sum of n terms is packed n - 1
+times: as the first term alone, as the first two, and so on; its owner adds the last term unrounded.
+With h_k half a step of the number's group in the sum of k terms as it is sent, the result is within
+h_1 + ... + h_(n-1) of the exact sum, and what float32 rounds off; where sums come from both sides
+of a line, of the h of either side. Half a step is that of `wires.error_bound`, and a 128th more:
+scales are divided by in an approximation that is good to 2^-14.
 """
 
 import dataclasses

@@ -214,8 +214,11 @@ def _plan(
             return whole
     units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
     share = units // (orders * (SECTIONS if uneven else 1))
+    least = min(WHOLE, units // 2) if codec else 0  # or scales would be mostly padding
     for counts in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
-        fitting = [plan for streams in counts for plan in coarsest(streams, share // streams)]
+        fitting = [
+            plan for streams in counts for plan in coarsest(streams, max(least, share // streams))
+        ]
         if fitting:
             return min(fitting, key=lambda plan: _cost(plan, dtype))
     # Blocks that are too coarse to be cut so finely: as finely as they go.
