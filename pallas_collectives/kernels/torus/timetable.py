@@ -131,11 +131,15 @@ def _run_sections(plan: Plan, course: Course) -> None:
     first: what a section leaves is taken before the next one is there. Streams come in pairs, one
     for each way round. While what one pair has sent is on the wire, the next pair is seen to. Both
     streams of a pair take what has come before either sends, so that neither needs credits; on
-    lines, where there are credits, each takes and sends.
+    lines, where there are credits, each takes and sends, and bundles take turns besides.
     """
     pairs = -(-max(bundle.streams for bundle in plan.bundles) // 2)
     together = not any(plan.lines)  # see `scatter.is_paired`
     turns, steps = _turns(plan, course)
+    numbers, bundles = reversed(range(len(turns))), range(len(plan.bundles))
+    in_turn = [(k, b) for k in numbers for b in bundles]
+    if not together:
+        in_turn.sort(key=lambda each: each[1])
 
     def in_pair(pair: Any, b: int, section: Any, body: Callable[[Any], Any], here: Any) -> None:
         stop = jnp.minimum(plan.bundles[b].streams_in(section), 2 * pair + 2)
@@ -167,7 +171,7 @@ def _run_sections(plan: Plan, course: Course) -> None:
 
     def in_step(tick: Any, step: Any) -> None:
         def of_pair(pair: Any, _: None) -> None:
-            for k, b in itertools.product(reversed(range(len(turns))), range(len(plan.bundles))):
+            for k, b in in_turn:
                 see_to(tick, step, pair, k, b)
 
         lax.fori_loop(0, pairs, of_pair, None)
@@ -185,48 +189,42 @@ class Turn:
     Attributes:
       tick: it has section t - `tick` in tick t.
       begin: the step in which it begins.
-      start: the step behind which the first of its hops 1 and on come.
-      span: the steps that they are spread over.
+      span: the steps behind that one which its hops 1 and on are spread over.
     """
 
     tick: int
     begin: int
-    start: int
     span: int
 
     def done(self, step: Any, hops: int) -> Any:
         """How many of its hops 1 and on, of so many, it has had behind a step."""
-        return jnp.clip(lax.div((step - self.start) * hops, np.int32(self.span)), 0, hops)
+        return jnp.clip(lax.div((step - self.begin) * hops, np.int32(self.span)), 0, hops)
 
 
 def _turns(plan: Plan, course: Course) -> tuple[list[Turn], int]:
     """The turns of all phases of the course and of its end, and the steps of a tick.
 
     Along the last axis of links a phase moves the most; those along the others go by quicker. So
-    two of these that follow one another have one tick, half of it each: the fewer ticks a section
-    takes, the sooner all phases are under way, and the shorter links idle at the end.
+    round rings two of these that follow one another have one tick, half of it each: the fewer ticks
+    a section takes, the sooner all phases are under way, and the shorter links idle at the end.
 
     Along a line a reduction loads the link behind j others from hop j on, a gather up to hop j. So
-    a gather's hops come one hop earlier: then the link carries one of both in each.
+    a gather's hops come one step earlier: then the link carries one of both in each step.
     """
     rounds = max(1, max(plan.sizes) - 2)  # of hops 1 and on
-    late, outermost = int(any(plan.lines)), len(plan.sizes) - 1 - (plan.within is not None)
+    on_lines, outermost = any(plan.lines), len(plan.sizes) - 1 - (plan.within is not None)
     inner, halves = [phase < outermost for _, phase in course], [0] * len(course)
-    for k in range(len(course) - 1):
+    for k in range(0 if on_lines else len(course) - 1):
         if inner[k] and inner[k + 1] and halves[k] != 2:
             halves[k], halves[k + 1] = 1, 2
-    stride = 2 if any(halves) else 1
+    parts = 2 if any(halves) else 1
     turns, tick = [], -1
     for (stage, _), half in zip(course, halves, strict=True):
         tick += half != 2
-        gathers = stage is not course[0][0]
-        begin = 0 if gathers else late
-        if half == 2:
-            begin = late + rounds + 1
-        start = begin if half or not gathers else late * (1 - stride)
-        turns.append(Turn(tick, begin, start, rounds if half else stride * rounds))
-    ends = 0 if course[-1][0] is not course[0][0] else late
-    return [*turns, Turn(tick + 1, ends, 0, 1)], late + stride * (rounds + 1)
+        begin = rounds + 1 if half == 2 else int(on_lines and stage is course[0][0])
+        turns.append(Turn(tick, begin, rounds if half else parts * rounds))
+    ends = Turn(tick + 1, int(on_lines and course[-1][0] is course[0][0]), 1)
+    return [*turns, ends], parts * (rounds + 1) + on_lines
 
 
 def _for_each_stream(
