@@ -361,7 +361,7 @@ def test_large_sums_keep_the_wires_busy_in_16_mib(
 
 @pytest.mark.parametrize(
     "machine, axes, mib, of_wire",
-    [("7x:4x4x4", ("x", "y", "z", "core"), 64, 90)],
+    [pytest.param("7x:4x4x4", ("x", "y", "z", "core"), 64, 90, marks=SLOW)],
 )
 def test_a_sum_over_a_whole_slice_is_chosen_and_keeps_the_wires_busy(
     machine: str, axes: tuple[str, ...], mib: int, of_wire: float
