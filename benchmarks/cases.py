@@ -59,6 +59,12 @@ class _Cases(Sequence[Case]):
 CASES: Sequence[Case] = _Cases()
 
 
+def chosen(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
+    """Of algorithms that are named, those that a case has; the library's choice if none is."""
+    offered = catalogue.ALGORITHMS[case.op]
+    return tuple(a for a in named if a.partition(":")[0] in offered) if named else (None,)
+
+
 def layouts() -> tuple[Case, ...]:
     """The same, and some along the last dimension: where results are laid out, compilers differ."""
     by_name = {case.name: case for case in CASES}

@@ -152,12 +152,13 @@ def _asked(until: float) -> int:
         if answers:  # errors are of a process that could not ask; this one may
             kept.parts["asked"] = answers
         rows = risky.watched(command, draft, _PATIENCE, until, len(answers))
+        number = len(risky.questions(rigs.modelled(_machine(figures))))
+        title = "\nBarrier semaphores, and what a remote DMA and a signal reach"
         try:
-            kept.collect("asked", rows, len(risky.questions(rigs.modelled(_machine(figures)))))
+            kept.collect("asked", rows, number, title)
         except KeyboardInterrupt:
             return interrupt.STATUS
         _drop_if_empty(kept, "asked")
-        kept.show("asked", "\nBarrier semaphores, and what a remote DMA and a signal reach")
     asked = [row for row in kept.parts.get("asked", []) if isinstance(row, Asked)]
     measured = parts.machine(figures, [] if simulated else asked)
     note = f"{saved.environment['chip']}, {saved.environment['platform']}: certify's figures"
@@ -195,10 +196,7 @@ def _run(kept: Results, wanted: Settings, mesh: Mesh, until: float) -> int:
     def collect(part: str, rows: Iterator[Any], total: int, title: str) -> None:
         nonlocal left
         if time.monotonic() < until:
-            try:
-                kept.collect(part, _in_time(rows, until), total)
-            finally:
-                kept.show(part, title)
+            kept.collect(part, _in_time(rows, until), total, title)
             if time.monotonic() >= until:
                 _drop_if_empty(kept, part)
         left += total - kept.kept(part)
@@ -221,8 +219,7 @@ def _run(kept: Results, wanted: Settings, mesh: Mesh, until: float) -> int:
     rows = soak.rows(wanted, mesh, number, effort.runs, effort.length, kept.kept("soak"))
     collect("soak", rows, number, "\nSoak: mixed collectives back to back")
     if kind == "simulated":
-        pods = sweep.ONE_POD_EACH
-        on_pods = replay_rows.plan(pods["pods"], wanted.cases, pods["sizes"])
+        on_pods = replay_rows.wanted(sweep.on_pods(wanted))
         rows = replay_rows.rows(on_pods[kept.kept("replayed") :])
         collect("replayed", rows, len(on_pods), "\nModelled, not measured")
         return left
@@ -247,7 +244,7 @@ def _rig(mesh: Mesh, kept: Results) -> Rig | None:
 
 
 def _drop_if_empty(kept: Results, part: str) -> None:
-    """A part for which there was no time is no part of which nothing could run."""
+    """Drops a part that had no time: left empty, it would say that nothing of it could run."""
     if not kept.kept(part):
         kept.parts.pop(part, None)
 

@@ -15,8 +15,17 @@ from benchmarks.rows import (
     Stepped,
     Wired,
 )
+from pallas_collectives import catalogue
 
 MIB = 1 << 20
+_NUMBER = 9  # characters of most numbers
+_NAMES = {
+    "op": max(map(len, catalogue.functions())),
+    "algorithm": max(len(name) for names in catalogue.ALGORITHMS.values() for name in names),
+    "machine": len("tpu7x:4x4x4"),
+    "topology": len("tpu7x:2x2x1"),
+    "type": len("bfloat16"),
+}
 
 
 class Column(NamedTuple):
@@ -25,6 +34,12 @@ class Column(NamedTuple):
     header: str
     cell: Callable[[Any], str]
     is_text: bool = False  # to the left, where numbers go to the right
+    widest: int = 0  # what it is known to hold, in characters
+
+    @property
+    def width(self) -> int:
+        """What to leave for it before its cells are known."""
+        return max(len(self.header), self.widest, 0 if self.is_text else _NUMBER)
 
 
 def of(rows: Sequence[Row]) -> tuple[Column, ...]:
@@ -67,7 +82,8 @@ def few(rows: Sequence[Row]) -> tuple[Column, ...]:
 
 
 def _text(header: str, name: str) -> Column:
-    return Column(header, lambda row: str(getattr(row, name) or "-"), is_text=True)
+    cell = lambda row: str(getattr(row, name) or "-")  # noqa: E731
+    return Column(header, cell, is_text=True, widest=_NAMES.get(name, 0))
 
 
 def _number(header: str, name: str, digits: int = 0) -> Column:
@@ -79,7 +95,11 @@ def _number(header: str, name: str, digits: int = 0) -> Column:
 
 
 def _mib(header: str, name: str) -> Column:
-    return Column(header, lambda row: "-" if row.error else f"{getattr(row, name) / MIB:.1f}")
+    return Column(header, lambda row: "-" if row.reason else f"{getattr(row, name) / MIB:.1f}")
+
+
+def _not_compiled(row: Any) -> str:
+    return "refused" if row.refused else "error"
 
 
 def _wrong(row: Any) -> str:
@@ -134,14 +154,14 @@ def _of_model(row: Any) -> str:
     return f"{100 * row.time_us / row.model_us:.0f}"
 
 
-def _bytes(row: Any) -> str:
+def nbytes(size: int) -> str:
     """A size as --sizes takes it: 256M."""
     units = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K"))
-    unit, name = next((u for u in units if row.size % u[0] == 0), (1, ""))
-    return f"{row.size // unit}{name}"
+    unit, name = next((u for u in units if size % u[0] == 0), (1, ""))
+    return f"{size // unit}{name}"
 
 
-_BYTES = Column("size", _bytes)
+_BYTES = Column("size", lambda row: nbytes(row.size))
 _FEW = (
     _text("op", "op"),
     Column("algorithm", lambda row: row.algorithm or row.backend, is_text=True),
@@ -170,8 +190,8 @@ _COMPILED = (
     _number("devices", "devices"),
     _mib("temp MiB", "temp"),
     _mib("lax temp", "lax_temp"),
-    Column("program", lambda row: row.ops or "error", is_text=True),
-    Column("lax program", lambda row: row.lax_ops or "error", is_text=True),
+    Column("program", lambda row: row.ops or _not_compiled(row), is_text=True, widest=12),
+    Column("lax program", lambda row: row.lax_ops or _not_compiled(row), is_text=True),
 )
 _STEPPED = (
     _text("topology", "topology"),
@@ -218,7 +238,10 @@ _WIRED = (
     Column("ran", lambda row: "refused" if row.refused else "ERROR" if row.failed else "ok"),
 )
 _SERVED = Column(
-    "algorithm", lambda row: row.algorithm or row.served or row.kernel or "-", is_text=True
+    "algorithm",
+    lambda row: row.algorithm or row.served or row.kernel or "-",
+    is_text=True,
+    widest=_NAMES["algorithm"],
 )
 _SOUND = Column("sound", lambda row: "refused" if row.refused else "FAULT" if row.failed else "ok")
 _REPLAYED = (

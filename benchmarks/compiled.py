@@ -31,12 +31,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
 from benchmarks import baseline, devices
-from benchmarks.cases import LANES, Case, layouts
+from benchmarks.cases import LANES, Case, chosen, layouts
 from benchmarks.rows import Compiled
 from benchmarks.settings import Settings
+from pallas_collectives.errors import CollectiveError
 
-SIZE = 256 << 20  # bytes of the full array: more than any TPU's VMEM
-SMALLEST = SIZE >> 14  # elements: a thousandth of the array, in 32 bits, and less in fewer
+SIZE = 256 << 20  # bytes of the full array, by default: more than any TPU's VMEM
 # This process may hold libtpu's lock; the other only compiles, and touches no TPU.
 _ENVIRONMENT = {
     **devices.WITHOUT_TPU,
@@ -56,13 +56,21 @@ class Task(NamedTuple):
     topology: str
     layout: str
     dtype: str
+    size: int
+    algorithm: str | None
 
 
-def plan(settings: Settings) -> list[Task]:
-    """The rows to compile."""
+def plan(settings: Settings, size: int = SIZE) -> list[Task]:
+    """The rows to compile, for so many bytes of the full array."""
     ops = {case.op for case in settings.cases}
-    names = [layout.name for layout in layouts() if layout.op in ops]
-    return [Task(*task) for task in itertools.product(settings.topologies, names, settings.dtypes)]
+    of_ops = [layout for layout in layouts() if layout.op in ops]
+    return [
+        Task(topology, layout.name, dtype, size, algorithm)
+        for topology, layout, dtype in itertools.product(
+            settings.topologies, of_ops, settings.dtypes
+        )
+        for algorithm in chosen(layout, settings.algorithms)
+    ]
 
 
 def is_available() -> bool:
@@ -110,14 +118,16 @@ def main() -> None:
 
 def _row(task: Task) -> Compiled:
     pallas_collectives.reset_counts()
-    topology, name, dtype = task
+    topology, name, dtype, size, asked = task
     (layout,) = (layout for layout in layouts() if layout.name == name)
-    base = Compiled(topology=topology, op=name, type=dtype)
+    base = Compiled(topology=topology, op=name, type=dtype, size=size, asked=asked or "")
     try:
         mesh = _mesh(topology)
-        ours = _compile(layout, dtype, mesh)
+        ours = _compile(layout, task, mesh)
         counts = pallas_collectives.counts()
-        by_lax = _compile(layout, dtype, mesh, by_lax=True)
+        by_lax = _compile(layout, task, mesh, by_lax=True)
+    except CollectiveError as error:
+        return dataclasses.replace(base, refused=str(error))
     except Exception as error:  # the other rows are wanted all the same
         return dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
     served = dict.fromkeys(algorithm or backend for _, backend, algorithm in counts)
@@ -126,9 +136,9 @@ def _row(task: Task) -> Compiled:
         algorithm=" + ".join(served),
         devices=mesh.size,
         temp=ours.memory_analysis().temp_size_in_bytes,
-        ops=summary(ours.as_text()),
+        ops=summary(ours.as_text(), smallest(size)),
         lax_temp=by_lax.memory_analysis().temp_size_in_bytes,
-        lax_ops=summary(by_lax.as_text()),
+        lax_ops=summary(by_lax.as_text(), smallest(size)),
     )
 
 
@@ -138,18 +148,27 @@ def _mesh(topology: str) -> Mesh:
     return Mesh(np.array(described.devices), ("x",))
 
 
-def _compile(layout: Case, dtype: str, mesh: Mesh, *, by_lax: bool = False) -> Any:
+def smallest(size: int) -> int:
+    """Elements that make an array one of the program's, and no table of positions and offsets: a
+    thousandth of the full array, in 32 bits, and less in fewer.
+    """
+    return max(size >> 14, 64)
+
+
+def _compile(layout: Case, task: Task, mesh: Mesh, *, by_lax: bool = False) -> Any:
+    how = {"algorithm": task.algorithm} if task.algorithm else {}
+
     def program(x: jax.Array) -> jax.Array:
         with jax.named_scope("producer"):
             x = _touch(x[0])
-        y = layout.by_lax(x, "x") if by_lax else layout.call(pallas_collectives, x, "x")
+        y = layout.by_lax(x, "x") if by_lax else layout.call(pallas_collectives, x, "x", **how)
         with jax.named_scope("consumer"):
             return _touch(y)[None]
 
     spec = PartitionSpec("x")
-    rows = SIZE // (mesh.size * LANES * jnp.dtype(dtype).itemsize)
+    rows = max(1, task.size // (mesh.size * LANES * jnp.dtype(task.dtype).itemsize))
     shape = (mesh.size, *layout.operand(mesh.size, rows))
-    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    x = jax.ShapeDtypeStruct(shape, task.dtype, sharding=NamedSharding(mesh, spec))
     mapped = jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     chip = mesh.devices.flat[0].device_kind
     options = baseline.options("tpu", chip) if by_lax else {}
@@ -167,7 +186,7 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%\S+ = (.*?) ([a-z][\w\-]*)\(")
 _FREE = {"bitcast", "broadcast", "constant", "fusion", "get-tuple-element", "parameter", "tuple"}
 
 
-def summary(hlo: str, smallest: int = SMALLEST) -> str:
+def summary(hlo: str, smallest: int) -> str:
     """The array instructions of a compiled program, those of producer and consumer left out.
 
     Instructions inside fusions count, the fusions themselves do not; asynchronous pairs count once;

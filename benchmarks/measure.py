@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 from benchmarks import devices, peaks, timing
-from benchmarks.cases import Case
+from benchmarks.cases import Case, chosen
 from benchmarks.problem import Problem
 from benchmarks.rows import Measured, Soaked
 from benchmarks.settings import Settings
@@ -50,8 +50,7 @@ def plan(settings: Settings) -> list[Task]:
 def _algorithms(case: Case, backend: str, named: tuple[str, ...]) -> tuple[str | None, ...]:
     if backend != "pallas":
         return (None,)
-    offered = ALGORITHMS[case.op]
-    return tuple(a for a in named if a.partition(":")[0] in offered) if named else offered
+    return chosen(case, named or ALGORITHMS[case.op])
 
 
 def rows(tasks: Sequence[Task], settings: Settings, mesh: Mesh) -> Iterator[Measured]:

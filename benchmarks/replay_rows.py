@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import pallas_collectives
-from benchmarks.cases import LANES, Case
+from benchmarks.cases import LANES, Case, chosen
 from benchmarks.rows import Replayed
-from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
+from benchmarks.settings import Settings
+from pallas_collectives.catalogue import COLLECTIVES
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
@@ -63,14 +64,13 @@ def plan(
     return [
         Task(pod, case, dtype, size, algorithm, axes)
         for pod, case, dtype, size in itertools.product(pods, cases, dtypes, sizes)
-        for algorithm in _algorithms(case, algorithms)
+        for algorithm in chosen(case, algorithms)
     ]
 
 
-def _algorithms(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
-    if not named:
-        return (None,)
-    return tuple(a for a in named if a.partition(":")[0] in ALGORITHMS[case.op])
+def wanted(of: Settings) -> list[Task]:
+    """The rows that settings ask for."""
+    return plan(of.pods, of.cases, of.sizes, of.dtypes, of.algorithms, of.axes)
 
 
 def rows(tasks: Sequence[Task], *, races: bool = False) -> Iterator[Replayed]:

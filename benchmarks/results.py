@@ -1,5 +1,6 @@
 """What a run keeps: rows by part, in JSON and CSV files that are up to date while they come."""
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -68,21 +69,28 @@ class Results:
         """How many rows of a part are there already."""
         return len(self.parts.get(part, []))
 
-    def collect(self, part: str, rows: Iterator[Row], total: int) -> None:
-        """Takes the rows of a part as they are made, behind a progress bar."""
+    def collect(self, part: str, rows: Iterator[Row], total: int, title: str = "") -> None:
+        """Takes the rows of a part as they are made, behind a progress bar.
+
+        With a title they are shown as a table, those that were kept before among them.
+        """
         kept = self.parts.setdefault(part, [])
-        with interrupt.between_rows() as check, self._screen.progress() as progress:
+        with (
+            self._screen.table(title) if title else contextlib.nullcontext() as table,
+            interrupt.between_rows() as check,
+            self._screen.progress() as progress,
+        ):
+            show = table.add if table else lambda row: None
+            for row in kept:
+                show(row)
             bar = progress.add_task(part, total=total, completed=len(kept))
             for row in rows:
                 kept.append(row)
                 self.save()
+                show(row)
                 said = "failed" if row.failed else "refused" if row.reason else "ok"
                 progress.update(bar, advance=1, description=f"{row}: {said}")
                 check()
-
-    def show(self, part: str, title: str) -> None:
-        """Prints a part's table."""
-        self._screen.show(title, self.parts.get(part, []))
 
     def say(self, line: str) -> None:
         """Prints a line."""

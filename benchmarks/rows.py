@@ -94,7 +94,9 @@ class Compiled(Row):
     Attributes:
       topology: libtpu's name.
       op: lax's name, and what is special about the call.
-      algorithm: those that the library chose; "xla" where it left a call to lax.
+      size: bytes of the full array.
+      asked: the algorithm that was asked for; "" where the library chose.
+      algorithm: those that serve; "xla" where a call was left to lax.
       temp: bytes of our program beyond its arguments and results; the collective's operand and
         result are among them where they do not fit VMEM.
       ops: what our program holds beside producer and consumer.
@@ -103,6 +105,8 @@ class Compiled(Row):
     """
 
     topology: str
+    size: int = 256 << 20
+    asked: str = ""
     temp: int | None = None
     ops: str = ""
     lax_temp: int | None = None
@@ -110,10 +114,10 @@ class Compiled(Row):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.topology, self.op, self.type)
+        return (self.topology, self.op, self.type, self.size, self.asked)
 
     def __str__(self) -> str:
-        return f"{self.op} for {self.topology}"
+        return f"{self.op} {self.asked}".strip() + f" for {self.topology}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

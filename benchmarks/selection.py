@@ -112,15 +112,20 @@ def _require_effect(replayed: bool, kind: str) -> None:
 def _backends(kind: str, replayed: bool) -> tuple[str, ...]:
     named = settings.check_backends(_BACKEND.value)
     for name in named:
+        remedy = "leave it out for what the platform has"
         if replayed and name != "pallas":
             rule = "only kernels can be replayed"
         elif kind != "gpu" and name == "nccl":
-            rule = "it needs NVIDIA GPUs, and there are none here"
+            rule = "it needs NVIDIA GPUs, and JAX finds none here"
+            remedy = (
+                "where there are some, install JAX for them, pip install -e '.[gpu]', and unset "
+                "JAX_PLATFORMS; else leave it out"
+            )
         elif kind == "gpu" and name == "pallas" and not replayed:
             rule = "its kernels are for TPUs, and there are GPUs here"
         else:
             continue
-        raise FlagError(f"--backend={name}", rule, "leave it out for what the platform has")
+        raise FlagError(f"--backend={name}", rule, remedy)
     named = named or devices.backends(kind)
     if not _COMPARE.value:
         return named
@@ -128,6 +133,11 @@ def _backends(kind: str, replayed: bool) -> tuple[str, ...]:
         rule = "only kernels can be replayed, and lax's collectives are none"
         raise FlagError("--compare=lax with --replay", rule, "leave one of them out")
     return ("xla", *(name for name in named if name != "xla"))
+
+
+def sizes_are_named() -> bool:
+    """Whether flags say what sizes are wanted."""
+    return any((_SIZES.value, _BEGIN.value, _END.value, _FACTOR.value))
 
 
 def _sizes(default: str) -> tuple[int, ...]:

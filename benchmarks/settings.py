@@ -27,7 +27,14 @@ class FlagError(CollectiveError):
 
 def parse_steps(first: str, last: str, factor: str) -> tuple[int, ...]:
     """The sizes of nccl-tests' -b, -e and -f; a last size or a factor left out is as there."""
-    return parse_sizes(f"{first}:{last or first}:{factor or 2}x")
+    for size, flag in ((first, "-b"), (last or first, "-e")):
+        parse_bytes(size, flag)
+    try:
+        return parse_sizes(f"{first}:{last or first}:{factor or 2}x")
+    except FlagError as error:
+        rule = "-b is at most -e, and -f a factor above 1 that makes at most 256 sizes"
+        given = f"-b {first} -e {last or first} -f {factor or 2}"
+        raise FlagError(given, rule, "write it like -b 8K -e 256M -f 2") from error
 
 
 def parse_count(text: str, flag: str, most: int = 1 << 20) -> int:
@@ -47,7 +54,8 @@ def parse_bytes(text: str, flag: str = "--sizes") -> int:
             "a size is a whole number of bytes, from 1 to 1024G, with K, M or G (powers of 1024) "
             "behind it"
         )
-        raise FlagError(f"{flag}={text[:40]!r}", rule, "write it like 8192, 8K or 256M")
+        joined = "=" if flag.startswith("--") else " "
+        raise FlagError(f"{flag}{joined}{text[:40]!r}", rule, "write it like 8192, 8K or 256M")
     return size
 
 

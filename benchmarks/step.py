@@ -81,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
     kept = Results(screen, devices.environment(mesh), about, json_file)
     if runs:
         count = len(_PROGRAM.value) * len(forms) * len(running.UNDER)
-        kept.collect("ran", running.rows(_PROGRAM.value, forms), count)
-        kept.show("ran", "Measured: a step by the clock, and what is exposed by the profiler.")
+        title = "Measured: a step by the clock, and what is exposed by the profiler."
+        kept.collect("ran", running.rows(_PROGRAM.value, forms), count, title)
     if compiles:
         _compile(screen, kept, compiling.plan(where, _PROGRAM.value, forms), plot)
     if left := _left_out():
@@ -96,8 +96,8 @@ def _need_compiler(is_there: bool) -> None:
 
 
 def _compile(screen: Screen, kept: Results, tasks: Sequence[compiling.Task], plot: str) -> None:
-    kept.collect("steps", compiling.rows(tasks), len(tasks) * len(compiling.UNDER))
-    kept.show("steps", "Modelled, not measured: XLA's cycles, and the replay of collectives.")
+    title = "Modelled, not measured: XLA's cycles, and the replay of collectives."
+    kept.collect("steps", compiling.rows(tasks), len(tasks) * len(compiling.UNDER), title)
     rows = [row for row in kept.parts["steps"] if isinstance(row, Stepped)]
     if _EACH.value:
         for row in rows:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from benchmarks import (
     baseline,
+    columns,
     compiled,
     devices,
     interrupt,
@@ -72,8 +73,6 @@ _LONG_MINUTES = 10
 ONE_POD_EACH: dict[str, Any] = {
     "pods": ("v4:4x4x4", "v5e:4x4", "v5p:4x4x4", "v6e:4x4", "tpu7x:4x4x4"),
     "sizes": (16 << 20,),
-    "axes": ("x",),
-    "algorithms": (),
 }
 
 
@@ -125,7 +124,7 @@ def _settings() -> Settings:
 
 
 def _check_simulable(wanted: Settings) -> None:
-    """Refuses sizes of which one row would take longer than a run may without a warning."""
+    """Refuses sizes whose rows would each take longer than a run may without a warning."""
     most = _LONG_MINUTES * 60 // 5 * (16 << 20) // math.prod(wanted.mesh)
     if max(wanted.sizes) > most:
         rule = f"the interpreter takes minutes a row above {most >> 20} MiB on these devices"
@@ -158,7 +157,7 @@ def _run(wanted: Settings, screen: Screen) -> int:
             _measure(kept, screen, wanted, mesh)
             _compile(kept, screen, wanted)
             if _REPLAY.value is None and devices.kind() == "simulated":
-                _replay(kept, screen, dataclasses.replace(wanted, **ONE_POD_EACH))
+                _replay(kept, screen, on_pods(wanted))
                 if not _ALL.value:
                     screen.say("\n--all runs larger sizes, and compiles for each generation.")
     except KeyboardInterrupt:
@@ -172,6 +171,17 @@ def _run(wanted: Settings, screen: Screen) -> int:
     return int(kept.failed)
 
 
+def on_pods(wanted: Settings) -> Settings:
+    """One pod of each generation that has the axes, with the sizes that flags name."""
+    sizes = wanted.sizes if selection.sizes_are_named() else ONE_POD_EACH["sizes"]
+    pods = tuple(
+        pod
+        for pod in ONE_POD_EACH["pods"]
+        if set(wanted.axes) <= set(replay_rows.mesh_axes(Machine.named(pod)))
+    )
+    return dataclasses.replace(wanted, pods=pods, sizes=sizes)
+
+
 def _over_wires(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:
     """Time beside error, over each wire and without."""
     tasks = wired_rows.plan(wanted)
@@ -180,12 +190,8 @@ def _over_wires(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> 
         "Over narrower wires. On pods: modelled, kernels by replay, XLA's passes at HBM's rate.\n"
         "% off: the largest error of any number, in percent of the result's largest."
     )
-    try:
-        rows = wired_rows.rows(tasks[done // each :], wanted, mesh)
-        rows = itertools.islice(rows, done % each, None)
-        kept.collect("wires", rows, each * len(tasks))
-    finally:
-        kept.show("wires", title)
+    rows = wired_rows.rows(tasks[done // each :], wanted, mesh)
+    kept.collect("wires", itertools.islice(rows, done % each, None), each * len(tasks), title)
 
 
 def _measure(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:
@@ -206,10 +212,7 @@ def _measure(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> Non
             f"Simulating these {len(tasks) - done} rows takes something like {minutes:.0f} "
             "minutes; name fewer --sizes, --collective or --algorithm, or --devices=2, for less."
         )
-    try:
-        kept.collect("measured", measure.rows(tasks[done:], wanted, mesh), len(tasks))
-    finally:
-        kept.show("measured", title)
+    kept.collect("measured", measure.rows(tasks[done:], wanted, mesh), len(tasks), title)
     if wanted.check:
         screen.say(
             "size: bytes of the full array, all devices' blocks; count: elements of one block, of "
@@ -228,22 +231,23 @@ def _compile(kept: Results, screen: Screen, wanted: Settings) -> None:
     if not wanted.topologies or not devices.speaks():
         return
     screen.say()
-    if not compiled.is_available():
-        screen.say(f"Not compiled for TPUs that are not there: {compiled.INSTALL}.")
+    left = "" if compiled.is_available() else compiled.INSTALL
+    if len(wanted.axes) > 1:
+        left = "that is done over one axis, and --axis names several"
+    if left:
+        screen.say(f"Not compiled for TPUs that are not there: {left}.")
         return
+    size = max(wanted.sizes) if selection.sizes_are_named() else compiled.SIZE
     title = (
-        f"Compiled for TPUs that are not there, {compiled.SIZE >> 20} MiB on one axis, ours and "
+        f"Compiled for TPUs that are not there, {columns.nbytes(size)} on one axis, ours and "
         "lax's between a producer and a consumer.\ntemp: memory beyond arguments and results; "
         f"program: what stands there besides the two.\n"
         f"lax's are compiled with {baseline.named(baseline.options('tpu', 'TPU v5e'))} on v5e, "
         "and elsewhere with those that are not for all-gathers."
     )
-    tasks = compiled.plan(wanted)
-    try:
-        with contextlib.closing(compiled.rows(tasks[kept.kept("compiled") :])) as rows:
-            kept.collect("compiled", rows, len(tasks))
-    finally:
-        kept.show("compiled", title)
+    tasks = compiled.plan(wanted, size)
+    with contextlib.closing(compiled.rows(tasks[kept.kept("compiled") :])) as rows:
+        kept.collect("compiled", rows, len(tasks), title)
 
 
 def _replay(kept: Results, screen: Screen, wanted: Settings) -> None:
@@ -251,17 +255,12 @@ def _replay(kept: Results, screen: Screen, wanted: Settings) -> None:
     if not devices.speaks():
         return
     screen.say()
-    tasks = replay_rows.plan(
-        wanted.pods, wanted.cases, wanted.sizes, wanted.dtypes, wanted.algorithms, wanted.axes
-    )
+    tasks = replay_rows.wanted(wanted)
     title = (
         "Modelled, not measured: the kernels' own DMA programs on a model of the pod.\n"
         "bound: no schedule takes less. % of wire: the least time on the busiest link alone.\n"
         "sound: no deadlock, no count left over. Below 1 MiB times are good to 45%: they rest on\n"
         "launch, hop and DMA costs that nobody has measured alone."
     )
-    try:
-        rows = replay_rows.rows(tasks[kept.kept("replayed") :])
-        kept.collect("replayed", rows, len(tasks))
-    finally:
-        kept.show("replayed", title)
+    rows = replay_rows.rows(tasks[kept.kept("replayed") :])
+    kept.collect("replayed", rows, len(tasks), title)

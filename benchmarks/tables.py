@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -22,6 +22,51 @@ from benchmarks.rows import Row
 _WIDEST = 1000  # a terminal breaks lines that are too long for it; rich would leave parts out
 
 
+class Rows:
+    """The rows of a table, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.added: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Takes the next row."""
+        self.added.append(row)
+
+
+class _Gathered(Rows):
+    """Rows that are printed together."""
+
+
+class _Piped(Rows):
+    """Rows that are printed as they come, below a header; a new one where columns change."""
+
+    def __init__(self, title: str, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._title, self._say = title, say
+        self._headers: list[str] = []
+        self._widths: list[int] = []
+
+    def add(self, row: Row) -> None:
+        super().add(row)
+        shown = columns.of(self.added)
+        if len(self.added) == 1:
+            self._say(self._title)
+        headers, cells = [c.header for c in shown], [c.cell(row) for c in shown]
+        if headers != self._headers:
+            self._headers, self._widths = headers, [c.width for c in shown]
+            self._line(shown, headers)
+        self._line(shown, cells)
+
+    def _line(self, shown: Sequence[Column], cells: Sequence[str]) -> None:
+        """Columns grow with what comes; what has been printed stays."""
+        self._widths = [max(w, len(cell)) for w, cell in zip(self._widths, cells, strict=True)]
+        placed = (
+            cell.ljust(width) if column.is_text else cell.rjust(width)
+            for column, cell, width in zip(shown, cells, self._widths, strict=True)
+        )
+        self._say("  ".join(placed).rstrip())
+
+
 class Screen:
     """Standard output for results and standard error for progress; neither if `quiet`."""
 
@@ -33,20 +78,28 @@ class Screen:
         """Prints a line."""
         self._stdout.print(line, highlight=False, markup=False)
 
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Prints a table, with what was refused or failed spelt out below it."""
-        if not rows:
-            return
-        on_terminal = self._stdout.is_terminal
+    @contextlib.contextmanager
+    def table(self, title: str) -> Iterator["Rows"]:
+        """A table of the rows that are added within this context; nothing if there are none.
+
+        Piped, each row is printed as it is added. A terminal gets the table at the end, since its
+        columns are chosen to fit. Below stands what was refused or failed.
+        """
+        rows = _Gathered() if self._stdout.is_terminal else _Piped(title, self.say)
+        try:
+            yield rows
+        finally:
+            if isinstance(rows, _Gathered) and rows.added:
+                self._fitted(title, rows.added)
+            for line in reasons(rows.added):
+                self.say(line)
+
+    def _fitted(self, title: str, rows: Sequence[Row]) -> None:
         shown = columns.of(rows)
-        narrow = on_terminal and _width(shown, rows) > shutil.get_terminal_size().columns
+        narrow = _width(shown, rows) > shutil.get_terminal_size().columns
         if narrow:
             shown = columns.few(rows)
-        table = Table(
-            box=box.SIMPLE_HEAD if on_terminal else None,
-            pad_edge=on_terminal and not narrow,
-            collapse_padding=narrow,
-        )
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=not narrow, collapse_padding=narrow)
         for column in shown:
             justify = "left" if column.is_text else "right"
             table.add_column(column.header, justify=justify, no_wrap=True)  # type: ignore[arg-type]
@@ -55,8 +108,6 @@ class Screen:
             table.add_row(*cells, style="red" if row.failed else None)
         self.say(title)
         self._stdout.print(table)
-        for line in reasons(rows):
-            self.say(line)
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -68,6 +119,7 @@ class Screen:
             TimeElapsedColumn(),
             console=self._stderr,
             transient=True,
+            redirect_stdout=self._stdout.is_terminal,
             disable=not self._stderr.is_terminal,
         ) as progress:
             yield progress

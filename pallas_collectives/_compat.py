@@ -6,9 +6,10 @@ package runs on, JAX 0.10 to 0.12, because JAX has no public way to do it.
 Importing the package changes nothing of JAX's. `prepare` does, when the package is used first.
 """
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -210,6 +211,43 @@ def races_reported() -> bool:
     module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
     races = getattr(module, "races", None)
     return bool(races is not None and races.races_found)
+
+
+def simulated_failure(error: Exception) -> str:
+    """What a failure of the interpreter of TPU kernels tells of the kernel; "" of another error."""
+    text = str(error)
+    if "race detected" in text.lower():
+        return "a race is reported"
+    buffer = error.args[0] if isinstance(error, KeyError) else None
+    if isinstance(buffer, tuple) and len(buffer) == 4:  # memory space, number, device, core
+        return f"device {buffer[2]}'s memory is used before it enters a kernel, or after it leaves"
+    return ""
+
+
+@contextlib.contextmanager
+def watched_simulation(on_wait: Callable[[int], None]) -> Iterator[list[Exception]]:
+    """Calls on_wait(core) whenever a core that the interpreter simulates begins to wait.
+
+    Yields a list to which failures are added, in the order in which they happen. The one that JAX
+    raises may be that of a device that was ended because of another's.
+    """
+    module = importlib.import_module("jax._src.pallas.mosaic.interpret.shared_memory")
+    wait, set_failed = module.Semaphore.wait, module.SharedMemory.set_failed
+    failures: list[Exception] = []
+
+    def told_wait(semaphore: Any, value: Any, core: Any, **how: Any) -> None:
+        on_wait(int(core))
+        wait(semaphore, value, core, **how)
+
+    def told_failure(memory: Any, failure: Exception, *args: Any, **how: Any) -> None:
+        failures.append(failure)
+        set_failed(memory, failure, *args, **how)
+
+    module.Semaphore.wait, module.SharedMemory.set_failed = told_wait, told_failure
+    try:
+        yield failures
+    finally:
+        module.Semaphore.wait, module.SharedMemory.set_failed = wait, set_failed
 
 
 def forget_simulated_failures() -> None:

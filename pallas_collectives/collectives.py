@@ -231,6 +231,16 @@ def ragged_all_to_all(
 
     Raises:
       UnboundAxisError, CollectiveError, AlgorithmError, BackendError, VmemError: see `errors`.
+
+    Example, a row from each of two devices to each, inside `jax.shard_map`:
+      >>> def exchange(x):
+      ...     me, ones = jax.lax.axis_index("x"), jnp.ones(2, int)
+      ...     tables = jnp.arange(2), ones, jnp.full(2, me), ones
+      ...     return pc.ragged_all_to_all(x, 0 * x, *tables, axis_name="x")
+      >>> P, mesh = jax.sharding.PartitionSpec("x"), jax.sharding.Mesh(jax.devices()[:2], ("x",))
+      >>> rows = jnp.arange(4.0).repeat(128).reshape(4, 128)
+      >>> jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P, out_specs=P))(rows)[:, 0]
+      Array([0., 2., 1., 3.], dtype=float32)
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)

@@ -74,8 +74,10 @@ def check_columns(op: str, shape: Any, columns: Any) -> None:
         or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
         or (op == "matmul_reduce_scatter" and len(numbers) > 1)
     ):
-        rule = "it is N of the right-hand side (K, N), or of each that all_gather_matmul has"
-        raise CollectiveError(f"columns={columns!r} for {op}", rule, "write it like 4096")
+        rule = "it is how many columns the matrix has that x is multiplied with"
+        several = "" if op == SCATTER else ", or (4096, 1024) for two matrices"
+        remedy = f"write columns=4096{several}"
+        raise CollectiveError(f"columns={columns!r} for {op}", rule, remedy)
 
 
 def check(

@@ -129,7 +129,9 @@ def explain(
       order: "rank" for a sum in the order of the ranks, as `psum` takes it.
       wire: the narrower numbers that it is to send, as `psum` takes them: told are their bytes,
         modelled time and error.
-      columns: of a product, N of its right-hand side (K, N), or of each; x has `shape` and `dtype`.
+      columns: of a product alone, which needs it: how many columns the matrix has on each device
+        that x, of `shape` and `dtype`, is multiplied with; of all_gather_matmul with several
+        matrices a tuple, one for each. Their rows follow from `shape`.
 
     Raises:
       CollectiveError: a collective, chip or torus that is not known, too little to go on, or a
@@ -144,6 +146,9 @@ def explain(
       >>> found = pc.explain("psum", 32 << 10, devices=8, chip="v5p")
       >>> found.torus, len(found.candidates) > 1
       ('ring', True)
+      >>> sizes = {"shape": (1024, 4096), "columns": 4096}  # (1024, 4096) by (4096, 4096)
+      >>> pc.explain("all_gather_matmul", **sizes, devices=16, chip="v5e").algorithm
+      'fused'
     """
     chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
     explain_checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
@@ -195,7 +200,7 @@ def _traced_on(mesh: AnyMesh) -> Iterator[None]:
 @contextlib.contextmanager
 def _on(mesh: AnyMesh, where: Places | None) -> Iterator[None]:
     """Within this context decisions are those of a lowering for a mesh, and are not counted."""
-    with _traced_on(mesh), placement.scope(where), hierarchy.scope(mesh), launch.left_out():
+    with _traced_on(mesh), placement.scope(where), hierarchy.scope(mesh), launch.left_out(True):
         yield
 
 

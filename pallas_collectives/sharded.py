@@ -2,6 +2,8 @@
 
 `**how` takes the collective's own keyword arguments that say what serves it: `backend`, `algorithm`
 and, for sums, `precise` and `order` (see `collectives`).
+
+The examples have two devices: `mesh = jax.make_mesh((2,), ("x",))`.
 """
 
 import math
@@ -10,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from pallas_collectives import collectives
-from pallas_collectives.errors import CollectiveError, UnboundAxisError
+from pallas_collectives import collectives, laying
+from pallas_collectives.errors import CollectiveError
 from pallas_collectives.validation import AxisName
 
 
@@ -41,9 +43,14 @@ def all_gather(
 
     Raises:
       CollectiveError: `spec` does not lay `axis` over `axis_name` alone.
+
+    Example:
+      >>> whole = pc.sharded.all_gather(jnp.arange(4.0), mesh=mesh, axis_name="x")
+      >>> whole.is_fully_replicated, whole.tolist()
+      (True, [0.0, 1.0, 2.0, 3.0])
     """
-    axis = _dimension(x, axis)
-    before = _spec(x, axis, axis_name, spec)
+    axis = laying.dimension(x, axis)
+    before = laying.spec_of(x, axis, axis_name, spec)
     after = PartitionSpec(*(None if d == axis else s for d, s in enumerate(before)))
 
     def gather(shard: jax.Array) -> jax.Array:
@@ -51,7 +58,7 @@ def all_gather(
             shard, axis_name, axis=axis, tiled=True, to="invarying", **how
         )
 
-    return _mapped(gather, mesh, before, after, x)
+    return laying.mapped(gather, mesh, before, after, x)
 
 
 def psum_scatter(
@@ -71,15 +78,20 @@ def psum_scatter(
 
     Raises:
       CollectiveError: x has no dimension `axis` beside its rows.
+
+    Example:
+      >>> total = pc.sharded.psum_scatter(jnp.ones((2, 4)), mesh=mesh, axis_name="x")
+      >>> tuple(total.sharding.spec), total.tolist()
+      (('x',), [2.0, 2.0, 2.0, 2.0])
     """
-    axis = _dimension(x[0], axis)
+    axis = laying.dimension(x[0], axis)
 
     def scatter(rows: jax.Array) -> jax.Array:
         term = rows.sum(axis=0, dtype=rows.dtype)  # one row, or a device's own few
         return collectives.psum_scatter(term, axis_name, scatter_dimension=axis, tiled=True, **how)
 
     after = PartitionSpec(*(axis_name if d == axis else None for d in range(x.ndim - 1)))
-    return _mapped(scatter, mesh, PartitionSpec(axis_name), after, x)
+    return laying.mapped(scatter, mesh, PartitionSpec(axis_name), after, x)
 
 
 reduce_scatter = psum_scatter
@@ -96,6 +108,10 @@ def psum(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Ar
 
     Returns:
       x.sum(axis=0), replicated.
+
+    Example:
+      >>> pc.sharded.psum(jnp.arange(6.0).reshape(2, 3), mesh=mesh, axis_name="x")
+      Array([3., 5., 7.], dtype=float32)
     """
     return _over_rows(collectives.psum, jnp.sum, x, mesh, axis_name, **how)
 
@@ -104,17 +120,32 @@ all_reduce = psum
 
 
 def pmean(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Array:
-    """x.mean(axis=0), replicated; arguments as `psum`'s."""
+    """x.mean(axis=0), replicated; arguments as `psum`'s.
+
+    Example:
+      >>> pc.sharded.pmean(jnp.arange(6.0).reshape(2, 3), mesh=mesh, axis_name="x")
+      Array([1.5, 2.5, 3.5], dtype=float32)
+    """
     return psum(x, mesh=mesh, axis_name=axis_name, **how) / x.shape[0]
 
 
 def pmax(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Array:
-    """x.max(axis=0), replicated; arguments as `psum`'s."""
+    """x.max(axis=0), replicated; arguments as `psum`'s.
+
+    Example:
+      >>> pc.sharded.pmax(jnp.arange(6.0).reshape(2, 3), mesh=mesh, axis_name="x")
+      Array([3., 4., 5.], dtype=float32)
+    """
     return _over_rows(collectives.pmax, jnp.max, x, mesh, axis_name, **how)
 
 
 def pmin(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Array:
-    """x.min(axis=0), replicated; arguments as `psum`'s."""
+    """x.min(axis=0), replicated; arguments as `psum`'s.
+
+    Example:
+      >>> pc.sharded.pmin(jnp.arange(6.0).reshape(2, 3), mesh=mesh, axis_name="x")
+      Array([0., 1., 2.], dtype=float32)
+    """
     return _over_rows(collectives.pmin, jnp.min, x, mesh, axis_name, **how)
 
 
@@ -130,7 +161,7 @@ def _over_rows(
         return collective(locally(rows, axis=0).astype(rows.dtype), axis_name, **how)
 
     before, after = PartitionSpec(axis_name), PartitionSpec()
-    return _mapped(reduce, mesh, before, after, x)
+    return laying.mapped(reduce, mesh, before, after, x)
 
 
 def all_to_all(
@@ -161,9 +192,15 @@ def all_to_all(
     Raises:
       CollectiveError: `spec` does not lay `concat_axis` over `axis_name` alone, or lays
         `split_axis` over something.
+
+    Example:
+      >>> x, to_columns = jnp.arange(4).reshape(2, 2), {"split_axis": 1, "concat_axis": 0}
+      >>> y = pc.sharded.all_to_all(x, mesh=mesh, axis_name="x", **to_columns)
+      >>> tuple(y.sharding.spec), bool((y == x).all())
+      ((None, 'x'), True)
     """
-    split_axis, concat_axis = _dimension(x, split_axis), _dimension(x, concat_axis)
-    before = _spec(x, concat_axis, axis_name, spec)
+    split_axis, concat_axis = laying.dimension(x, split_axis), laying.dimension(x, concat_axis)
+    before = laying.spec_of(x, concat_axis, axis_name, spec)
     if before[split_axis] is not None:
         raise CollectiveError(
             f"split_axis={split_axis} with spec={before}",
@@ -176,7 +213,7 @@ def all_to_all(
     def exchange(shard: jax.Array) -> jax.Array:
         return collectives.all_to_all(shard, axis_name, split_axis, concat_axis, tiled=True, **how)
 
-    return _mapped(exchange, mesh, before, after, x)
+    return laying.mapped(exchange, mesh, before, after, x)
 
 
 def ragged_all_to_all(
@@ -210,6 +247,14 @@ def ragged_all_to_all(
 
     Raises:
       CollectiveError: see `collectives.ragged_all_to_all`.
+
+    Example:
+      >>> sizes, starts = np.array([1, 1, 1, 1]), np.array([0, 1, 0, 1])  # a row from each to each
+      >>> tables = starts, sizes, np.array([0, 0, 1, 1]), sizes
+      >>> rows = jnp.arange(4.0).repeat(128).reshape(4, 128)
+      >>> got = pc.sharded.ragged_all_to_all(rows, 0 * rows, *tables, mesh=mesh, axis_name="x")
+      >>> got[:, 0]
+      Array([0., 2., 1., 3.], dtype=float32)
     """
 
     def exchange(*shards: jax.Array) -> jax.Array:
@@ -217,7 +262,7 @@ def ragged_all_to_all(
 
     rows = PartitionSpec(axis_name)
     slices = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    return _mapped(exchange, mesh, rows, rows, operand, output, *slices)
+    return laying.mapped(exchange, mesh, rows, rows, operand, output, *slices)
 
 
 def ppermute(
@@ -246,6 +291,10 @@ def ppermute(
 
     Raises:
       CollectiveError: a bad `perm`, or `spec` does not lay `axis` over `axis_name` alone.
+
+    Example:
+      >>> pc.sharded.ppermute(jnp.arange(4), mesh=mesh, axis_name="x", perm=[(0, 1), (1, 0)])
+      Array([2, 3, 0, 1], dtype=int32)
     """
     return _of_blocks(collectives.ppermute, x, perm, mesh, axis_name, axis, spec, how)
 
@@ -260,7 +309,12 @@ def pshuffle(
     spec: PartitionSpec | None = None,
     **how: Any,
 ) -> jax.Array:
-    """`ppermute` by sources: block t becomes what block perm[t] was; arguments as `ppermute`'s."""
+    """`ppermute` by sources: block t becomes what block perm[t] was; arguments as `ppermute`'s.
+
+    Example:
+      >>> pc.sharded.pshuffle(jnp.arange(4), mesh=mesh, axis_name="x", perm=[1, 0])
+      Array([2, 3, 0, 1], dtype=int32)
+    """
     return _of_blocks(collectives.pshuffle, x, perm, mesh, axis_name, axis, spec, how)
 
 
@@ -274,7 +328,12 @@ def pbroadcast(
     spec: PartitionSpec | None = None,
     **how: Any,
 ) -> jax.Array:
-    """Every block becomes what block `source` is, bit for bit; other arguments as `ppermute`'s."""
+    """Every block becomes what block `source` is, bit for bit; other arguments as `ppermute`'s.
+
+    Example:
+      >>> pc.sharded.pbroadcast(jnp.arange(4), mesh=mesh, axis_name="x", source=1)
+      Array([2, 3, 2, 3], dtype=int32)
+    """
     return _of_blocks(collectives.pbroadcast, x, source, mesh, axis_name, axis, spec, how)
 
 
@@ -293,8 +352,13 @@ def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int, **how
 
     Raises:
       CollectiveError: x has more or fewer rows than there are devices, or another size on `axis`.
+
+    Example:
+      >>> pc.sharded.pswapaxes(jnp.arange(4).reshape(2, 2), mesh=mesh, axis_name="x", axis=1)
+      Array([[0, 2],
+             [1, 3]], dtype=int32)
     """
-    axis, rows = _dimension(x, axis), PartitionSpec(axis_name)
+    axis, rows = laying.dimension(x, axis), PartitionSpec(axis_name)
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     devices = math.prod(mesh.shape[name] for name in names)
     if axis == 0 or x.shape[0] != devices:
@@ -307,7 +371,7 @@ def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int, **how
     def swap(row: jax.Array) -> jax.Array:
         return collectives.pswapaxes(row[0], axis_name, axis - 1, **how)[None]
 
-    return _mapped(swap, mesh, rows, rows, x)
+    return laying.mapped(swap, mesh, rows, rows, x)
 
 
 def _of_blocks(
@@ -321,68 +385,9 @@ def _of_blocks(
     how: dict[str, Any],
 ) -> jax.Array:
     """A collective that leaves the blocks of an array laid out as they are."""
-    layout = _spec(x, _dimension(x, axis), axis_name, spec)
+    layout = laying.spec_of(x, laying.dimension(x, axis), axis_name, spec)
 
     def move(shard: jax.Array) -> jax.Array:
         return collective(shard, axis_name, argument, **how)
 
-    return _mapped(move, mesh, layout, layout, x)
-
-
-def _mapped(
-    fn: Callable[..., jax.Array],
-    mesh: Mesh,
-    before: PartitionSpec,
-    after: PartitionSpec,
-    *arrays: jax.Array,
-) -> jax.Array:
-    """fn on each device's shards of arrays, which are laid over the mesh first if they are not."""
-    for x in arrays:
-        _check_layout(x, mesh, before)
-    laid = (jax.device_put(x, NamedSharding(mesh, before)) for x in arrays)
-    return jax.shard_map(fn, mesh=mesh, in_specs=before, out_specs=after)(*laid)
-
-
-def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
-    """Refuses axes that the mesh lacks, and dimensions that its devices do not divide."""
-    there = getattr(mesh, "shape", None)
-    if there is None:
-        raise CollectiveError(f"mesh={mesh!r}", "it is a jax.sharding.Mesh", "make one")
-    for dimension, names in enumerate(spec):
-        axes = names if isinstance(names, tuple) else () if names is None else (names,)
-        for name in axes:
-            if name not in there:
-                rule = f"the mesh has the axes {', '.join(map(str, there))}"
-                raise UnboundAxisError(f"axis_name={name!r}", rule, "name one of them")
-        devices = math.prod(there[name] for name in axes)
-        if x.shape[dimension] % devices:
-            raise CollectiveError(
-                f"dimension {dimension} of size {x.shape[dimension]}",
-                f"it is laid over {devices} devices, and must be a multiple of that",
-                "pad it",
-            )
-
-
-def _dimension(x: jax.Array, axis: int) -> int:
-    if not -x.ndim <= axis < x.ndim:
-        raise CollectiveError(
-            f"dimension {axis}",
-            f"it must lie in [{-x.ndim}, {x.ndim}) for this array",
-            "count dimensions from 0, or from -1 backwards",
-        )
-    return axis % x.ndim
-
-
-def _spec(
-    x: jax.Array, axis: int, axis_name: AxisName, spec: PartitionSpec | None
-) -> PartitionSpec:
-    if spec is None:
-        return PartitionSpec(*(axis_name if d == axis else None for d in range(x.ndim)))
-    padded = (*spec, *(None,) * (x.ndim - len(spec)))
-    if padded[axis] not in (axis_name, (axis_name,)) and (padded[axis],) != axis_name:
-        raise CollectiveError(
-            f"spec={spec}",
-            f"it must lay dimension {axis} over {axis_name!r}",
-            "pass the spec that x has, and the axis to gather over",
-        )
-    return PartitionSpec(*padded)
+    return laying.mapped(move, mesh, layout, layout, x)

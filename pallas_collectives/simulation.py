@@ -4,6 +4,7 @@ import os
 import re
 
 import jax
+from absl import logging
 
 from pallas_collectives import _compat
 from pallas_collectives.errors import BackendError
@@ -15,7 +16,8 @@ def simulate(devices: int = 8) -> None:
     """Makes JAX see this many simulated TPU devices; call it before anything else uses JAX.
 
     Sets `JAX_PLATFORMS=cpu` and the flag of `XLA_FLAGS` that splits the CPU into devices, unless
-    that is set already.
+    that is set already. Once JAX has started their number stays: a call for fewer leaves it as it
+    is, and warns.
 
     Raises:
       BackendError: no such number, or JAX has been used already and has fewer devices.
@@ -38,6 +40,12 @@ def simulate(devices: int = 8) -> None:
             f"{devices} simulated devices",
             f"JAX has started with {jax.device_count()}",
             "call simulate() before anything else uses JAX; XLA_FLAGS may ask for fewer",
+        )
+    if jax.device_count() > devices:
+        logging.warning(
+            "pallas_collectives: simulate(%d) has no effect: there are %d simulated devices, since "
+            "JAX has started with them or XLA_FLAGS asks for them; a mesh may take some of them",
+            *(devices, jax.device_count()),
         )
 
 

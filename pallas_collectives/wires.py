@@ -61,6 +61,14 @@ class Wire:
 
     Raises:
       WireError: a value that is none of these, or a key where none is used or none where one is.
+
+    Example:
+      >>> wire = pc.Wire("int8", group=256)
+      >>> print(wire)
+      int8 in groups of 256, scales float32
+      >>> total = jax.vmap(lambda x: pc.psum(x, "x", wire=wire), axis_name="x")(jnp.ones((4, 256)))
+      >>> total[0, :2]
+      Array([4., 4.], dtype=float32)
     """
 
     dtype: str

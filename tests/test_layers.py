@@ -26,7 +26,7 @@ LAYERS = (
     ("catalogue", "records"),
     ("kernels",),
     ("kernels.machinery", "topology"),
-    ("_compat", "annotations", "errors", "examples", "simulation", "validation", "wires"),
+    ("_compat", "annotations", "errors", "examples", "laying", "simulation", "validation", "wires"),
 )
 
 Graph = dict[str, set[str]]

@@ -329,6 +329,11 @@ def test_wires_of_functions_by_name() -> None:
     np.testing.assert_array_equal(exact[1], narrow[1])  # too small: left out, and counted
     assert ("all_reduce", "int8", "") in pc.wire_counts()
     assert any(wire == "" for _, wire, _ in pc.wire_counts())
+    used, left = pc.override_report().wires
+    assert (used.op, used.wire, used.why, used.times) == ("all_reduce", "int8", "", 1)
+    assert 0.25 < used.sent / used.nbytes < 0.27
+    assert f"1 x all_reduce over wire int8: {used.sent} bytes in" in str(pc.override_report())
+    assert left.why and f"1 x all_reduce without its wire int8: {left.why}" in str(left)
 
 
 def test_wires_that_no_function_takes() -> None:

@@ -1,9 +1,15 @@
 """What makes no sense is refused when it is said, with what to say instead."""
 
+import os
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
@@ -50,3 +56,66 @@ def test_explain_takes_names_of_topologies_and_hints_at_meshes() -> None:
         pc.explain("psum", nbytes=1 << 20, devices=(4, 4), chip="v5p")  # type: ignore[arg-type]
     mesh = Machine.named("v5p:4x4x1").mesh({"x": 4, "y": 4})
     assert pc.explain("psum", nbytes=1 << 20, mesh=mesh, axis_name=("x", "y")).devices == 16
+
+
+def test_fewer_simulated_devices_than_there_are_say_that_nothing_changes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setenv("PJRT_NPROC", os.environ.get("PJRT_NPROC", "16"))
+    pc.simulate(8)
+    assert not caplog.records
+    pc.simulate(4)
+    assert "simulate(4) has no effect: there are 8 simulated devices" in caplog.text
+
+
+@pytest.mark.parametrize("backend", [None, "pallas", "xla"])
+def test_a_wire_for_numbers_that_it_cannot_carry_is_refused_and_nothing_else_is_said(
+    backend: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    total = jax.shard_map(
+        lambda x: pc.psum(x, "x", wire="int8", backend=backend),
+        mesh=harness.mesh(2), in_specs=P("x"), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(pc.errors.DtypeError, match="of int32 by wire int8: a wire is for float32"):
+        jax.jit(total)(np.ones((8, 128), np.int32))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "op, columns, told",
+    [
+        ("all_gather_matmul", None, r"how many columns .* write columns=4096, or \(4096, 1024\)"),
+        ("matmul_reduce_scatter", "4", "how many columns .* write columns=4096[.]"),
+        ("matmul_reduce_scatter", (4, 4), "how many columns "),
+    ],
+)
+def test_explain_asks_for_the_columns_of_a_product(op: str, columns: Any, told: str) -> None:
+    with pytest.raises(CollectiveError, match=told):
+        pc.explain(op, shape=(1024, 4096), devices=16, chip="v5e", columns=columns)
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        (lambda: {"device_id": (0,)}, "device_id has 1 of the indices along x, y, and a tuple has"),
+        (
+            lambda: {"device_id": [0], "device_id_type": pl.DeviceIdType.LOGICAL},
+            "device_id has 1 indices and is LOGICAL, which is one number",
+        ),
+    ],
+    ids=["too few", "logical"],
+)
+def test_verify_names_device_ids_that_name_no_device(how: Callable[[], Any], told: str) -> None:
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        barrier = pltpu.get_barrier_semaphore()
+        pl.semaphore_signal(barrier, **how())
+        pl.semaphore_wait(barrier, 1)
+
+    def function(x: jax.Array) -> jax.Array:
+        params = pltpu.CompilerParams(collective_id=0)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(kernel, out_shape=shape, compiler_params=params)(x)
+
+    verdict = pc.verify.check(function, "f32[8,128]", mesh={"x": 2, "y": 2})
+    assert verdict.status == "cannot be judged" and told in str(verdict)

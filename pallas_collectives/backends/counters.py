@@ -104,7 +104,7 @@ def note(plan: Plan) -> None:
         plans.append(plan)
     if not _counting.get():
         return
-    if (built := _built.get()) is not None and not isinstance(plan, WirePlan):
+    if (built := _built.get()) is not None:
         built.append(plan)
     if isinstance(plan, ProductPlan):
         reason = "" if plan.algorithm == FUSED else plan.why

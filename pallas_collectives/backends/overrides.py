@@ -10,7 +10,7 @@ from absl import logging
 
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.algorithms import KernelPlan
-from pallas_collectives.backends.plans import Plan
+from pallas_collectives.backends.plans import Plan, WirePlan
 from pallas_collectives.tuning import overlaps
 
 
@@ -39,6 +39,33 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
+class OnWire:
+    """Calls of one collective for which `wire=` asked for narrower numbers, and that fared alike.
+
+    Attributes:
+      op: the canonical collective; what moves the numbers has a `Line` of its own.
+      wire: the one asked for, in words.
+      why: why it is left out; "" where it is used.
+      times: how often it was built.
+      nbytes: of a device's operands, in all.
+      sent: of these, as they travel; 0 where the wire is left out.
+    """
+
+    op: str
+    wire: str
+    why: str
+    times: int
+    nbytes: int
+    sent: int
+
+    def __str__(self) -> str:
+        if self.why:
+            return f"{self.times} x {self.op} without its wire {self.wire}: {self.why}"
+        share = f"{self.sent} bytes in place of {self.nbytes}"
+        return f"{self.times} x {self.op} over wire {self.wire}: {share}"
+
+
+@dataclasses.dataclass(frozen=True)
 class OverrideReport:
     """What became of the collectives of programs that were built in one context.
 
@@ -47,12 +74,23 @@ class OverrideReport:
       left: those that lax serves.
       programs: how many programs were built.
       kept: the functions that `only=` and `keep=` left to lax; their calls are not noted.
+      wires: what became of the wires that `wire=` names.
+
+    Example:
+      >>> with pc.override_lax():
+      ...     pass
+      >>> report = pc.override_report()
+      >>> report.replaced, report.left, report.programs
+      ((), (), 0)
+      >>> print(report)
+      override_lax: programs built: 0, collectives in them: 0
     """
 
     replaced: tuple[Line, ...] = ()
     left: tuple[Line, ...] = ()
     programs: int = 0
     kept: tuple[str, ...] = ()
+    wires: tuple[OnWire, ...] = ()
 
     def __str__(self) -> str:
         kept = f"; only= and keep= leave to lax: {', '.join(self.kept)}" if self.kept else ""
@@ -65,6 +103,7 @@ class OverrideReport:
             stops = f", stops the core {_us(line.before_us)} -> {_us(line.after_us)} us (modelled)"
             stops = "" if line.before_us is None else stops
             lines.append(f"  {line.times} x {line.op} by {line.by}{stops}: {line.why}")
+        lines += [f"  {line}" for line in self.wires]
         return "\n".join(lines)
 
 
@@ -142,7 +181,11 @@ def told(kept: Iterable[str]) -> Iterator[None]:
 
 def _report(plans: list[Plan], programs: int) -> OverrideReport:
     alike: dict[tuple[bool, str, str, str], list[Plan]] = {}
+    on_wires: dict[tuple[str, str, str], list[WirePlan]] = {}
     for plan in plans:
+        if isinstance(plan, WirePlan):
+            on_wires.setdefault((plan.op, str(plan.wire), plan.why), []).append(plan)
+            continue
         ours = plan.backend != "xla"
         by = " ".join(filter(None, (plan.backend, plan.algorithm))) if ours else "lax"
         key = ours, plan.op, by, plan.why or "it was asked for by name"
@@ -155,7 +198,11 @@ def _report(plans: list[Plan], programs: int) -> OverrideReport:
             if ours == of_ours
         )
 
-    return OverrideReport(lines(True), lines(False), programs)
+    told = tuple(
+        OnWire(*key, len(same), sum(p.nbytes for p in same), sum(p.sent for p in same))
+        for key, same in on_wires.items()
+    )
+    return OverrideReport(lines(True), lines(False), programs, wires=told)
 
 
 def _nbytes(plan: Plan) -> int:

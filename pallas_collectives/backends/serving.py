@@ -44,9 +44,12 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
                 wire=how.wire,
                 wire_backward=how.wire_backward,
             )
-    note(Plan(op=op, backend="xla", why=how.fallback, beside=bool(kept)))
+    plan = Plan(op=op, backend="xla", why=how.fallback, beside=bool(kept))
     if how.wire is not None or (how.order is not None and _adds(op)):
-        return run(op, how, *args, **params)
+        result = run(op, how, *args, **params)  # raises what lax cannot mend, and then serves not
+        note(plan)
+        return result
+    note(plan)
     with choice.rebound(frozenset()):
         return by_lax(*args, **params)
 

@@ -64,12 +64,14 @@ def gather_and_consume(
       ReachError: the chip cannot write from each device to both neighbours on a ring of them (v5e).
       VmemError: tiles and operands exceed the chip's VMEM.
 
-    Example, inside `jax.shard_map` over 8 devices:
-      def body(x, scale, y):
-          y[...] = (x[...].astype(jnp.float32) * scale[...]).astype(y.dtype)
-
-      x: int8[1024, 8192], scale: f32[1, 8192] -> gather_and_consume(x, body, "x",
-        out=jax.ShapeDtypeStruct((1024, 8192), jnp.bfloat16), operands=[scale]): bf16[8192, 8192]
+    Example, bytes that come are scaled while others are on the wire; inside `jax.shard_map`:
+      >>> def scaled(x, scale):
+      ...     def body(x, scale, y):
+      ...         y[...] = (x[...].astype(jnp.float32) * scale[...]).astype(y.dtype)
+      ...     out = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+      ...     return pc.gather_and_consume(x, body, "x", out=out, operands=[scale])
+      >>> pc.verify.check(scaled, "s8[1024,1024]", "f32[1,1024]", devices=4).status
+      'sound'
     """
     name, interpret = "gather_and_consume", _interpret(axis_name)
     x, *kept = (_operand(a, name) for a in (x_shard, *operands))
@@ -129,13 +131,16 @@ def produce_and_scatter(
       UnboundAxisError, CollectiveError, DtypeError, BackendError, ReachError, VmemError: see
         `gather_and_consume`.
 
-    Example, inside `jax.shard_map` over 8 devices, a product of int8 rows with scaled weights:
-      def body(x, w, scale, term):
-          total = jnp.dot(x[...], w[...], preferred_element_type=jnp.int32)
-          term[...] = total.astype(jnp.float32) * scale[...]
-
-      x: int8[8192, 1024], w: int8[1024, 1024], scale: f32[1, 1024] -> produce_and_scatter(x, body,
-        "x", out=jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), operands=[w, scale])
+    Example, a product of int8 rows with scaled weights; inside `jax.shard_map`:
+      >>> def product(x, w, scale):
+      ...     def body(x, w, scale, term):
+      ...         total = jnp.dot(x[...], w[...], preferred_element_type=jnp.int32)
+      ...         term[...] = total.astype(jnp.float32) * scale[...]
+      ...     out = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+      ...     return pc.produce_and_scatter(x, body, "x", out=out, operands=[w, scale])
+      >>> operands = "s8[1024,256]", "s8[256,256]", "f32[1,256]"
+      >>> pc.verify.check(product, *operands, devices=4).status
+      'sound'
     """
     name, interpret = "produce_and_scatter", _interpret(axis_name)
     x, *kept = (_operand(a, name) for a in (x, *operands))

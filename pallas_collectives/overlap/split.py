@@ -75,7 +75,8 @@ def all_gather_start(
 
     Args:
       after: arrays, in any pytree: on GPUs, what is to be computed before it starts.
-      **narrower: `wire` and the like; then the collective is one call, where it is started.
+      **narrower: `wire` and the like; unless all are as if left out, the collective is one call,
+        where it is started.
 
     Returns:
       What gives the result when it is asked for: see `Started.done`.
@@ -103,9 +104,9 @@ def all_gather_start(
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     settled = choice.settle(axis_name, axis_index_groups, **how)
-    if narrower or (to != "varying" and (to != "invarying" or axis_index_groups is not None)):
+    if to != "varying" and (to != "invarying" or axis_index_groups is not None):
         return at_once(call)
-    return start(x, axis_name, axis_index_groups, settled, call, leave, after)
+    return start(x, axis_name, axis_index_groups, settled, call, narrower, leave, after)
 
 
 def psum_scatter_start(
@@ -150,9 +151,7 @@ def psum_scatter_start(
     how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
     call = functools.partial(collectives.psum_scatter, x, axis_name, **how, **options, **narrower)
     settled = choice.settle(axis_name, axis_index_groups, **how)
-    if narrower:
-        return at_once(call)
-    return start(x, axis_name, axis_index_groups, settled, call, leave, after)
+    return start(x, axis_name, axis_index_groups, settled, call, narrower, leave, after)
 
 
 reduce_scatter_start = psum_scatter_start
@@ -246,9 +245,9 @@ def _sum(
         return Way(flights.new("exchange", group), blocks(flat, 0, group.size), arrive)
 
     traced = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
-    if narrower or groups is not None or not traced:
+    if groups is not None or not traced:
         return at_once(call)  # a constant's sum is one, and lax types no sums of groups
-    return start(x, axis_name, None, settled, call, leave, after)
+    return start(x, axis_name, None, settled, call, narrower, leave, after)
 
 
 def all_to_all_start(
@@ -292,9 +291,7 @@ def all_to_all_start(
     options |= {"split_axis": split_axis, "concat_axis": concat_axis}
     call = functools.partial(collectives.all_to_all, x, axis_name, **how, **options, **narrower)
     settled = choice.settle(axis_name, axis_index_groups, **how)
-    if narrower:
-        return at_once(call)
-    return start(x, axis_name, axis_index_groups, settled, call, leave, after)
+    return start(x, axis_name, axis_index_groups, settled, call, narrower, leave, after)
 
 
 def pswapaxes_start(
@@ -346,9 +343,7 @@ def ppermute_start(
         return Way(flights.new("permute", group, pairs), leaf, lambda came: came)
 
     call = functools.partial(collectives.ppermute, x, axis_name, pairs, **how, **narrower)
-    if narrower:
-        return at_once(call)
-    return start(x, axis_name, None, settled, call, leave, after)
+    return start(x, axis_name, None, settled, call, narrower, leave, after)
 
 
 def pshuffle_start(
@@ -398,12 +393,32 @@ def pmin_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) 
 def pbroadcast_start(
     x: Any, axis_name: AxisName, source: Any, *, after: Any = (), **options: Any
 ) -> Started:
-    """Starts `pbroadcast(x, axis_name, source, **options)`; see `all_gather_start`."""
+    """Starts `pbroadcast(x, axis_name, source, **options)`; see `all_gather_start`.
+
+    Example:
+      >>> P, mesh = jax.sharding.PartitionSpec("x"), jax.sharding.Mesh(jax.devices()[:2], ("x",))
+      >>> told = jax.shard_map(
+      ...     lambda x: pc.pbroadcast_start(x, "x", 1).done(), mesh=mesh, in_specs=P, out_specs=P
+      ... )
+      >>> jax.jit(told)(jnp.arange(2))
+      Array([1, 1], dtype=int32)
+    """
     del after
     return at_once(functools.partial(collectives.pbroadcast, x, axis_name, source, **options))
 
 
 def ragged_all_to_all_start(*operands: Any, after: Any = (), **options: Any) -> Started:
-    """Starts `ragged_all_to_all(*operands, **options)`; see `all_gather_start`."""
+    """Starts `ragged_all_to_all(*operands, **options)`; see `all_gather_start`.
+
+    Example, inside `jax.shard_map`, with the tables that `ragged_all_to_all` shows:
+      >>> def exchange(x):
+      ...     me, ones = jax.lax.axis_index("x"), jnp.ones(2, int)
+      ...     tables = jnp.arange(2), ones, jnp.full(2, me), ones
+      ...     return pc.ragged_all_to_all_start(x, 0 * x, *tables, axis_name="x").done()
+      >>> P, mesh = jax.sharding.PartitionSpec("x"), jax.sharding.Mesh(jax.devices()[:2], ("x",))
+      >>> rows = jnp.arange(4.0).repeat(128).reshape(4, 128)
+      >>> jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P, out_specs=P))(rows)[:, 0]
+      Array([0., 2., 1., 3.], dtype=float32)
+    """
     del after
     return at_once(functools.partial(collectives.ragged_all_to_all, *operands, **options))

@@ -1,7 +1,9 @@
 """What a collective in two halves gives between them; `split` starts them."""
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,14 +17,34 @@ from pallas_collectives.validation import AxisName, Groups, varying
 
 
 class Started:
-    """A collective under way: a result that is still to come."""
+    """A collective under way: a result that is still to come.
+
+    Example:
+      >>> def sum_and_square(x):
+      ...     total = pc.psum_start(x, "x")
+      ...     y = x * x  # while the sum is on its way
+      ...     return total.done(after=y) + y
+      >>> jax.vmap(sum_and_square, axis_name="x")(jnp.arange(4.0))
+      Array([ 6.,  7., 10., 15.], dtype=float32)
+    """
 
     def __init__(self, tree: Any, here: Sequence[Any], under_way: Sequence["_UnderWay"]) -> None:
         self._tree, self._here, self._under_way = tree, here, under_way
+        self._came: list[Any] | None = None
+        self._kept = False  # what is neither awaited nor followed XLA takes out of the program
+
+    def __del__(self) -> None:
+        if self._kept and self._came is None:
+            logging.warning(
+                "pallas_collectives: a collective was started and followed, and done() was not "
+                "called: its bytes may arrive in memory that XLA uses for something else; call "
+                "done() in the function in which it is started"
+            )
 
     @property
     def tokens(self) -> list[jax.Array]:
         """What to name in another's `after`, for it to come after this one's start."""
+        self._kept = bool(self._under_way)
         return [leaf.token for leaf in self._under_way]
 
     @classmethod
@@ -37,18 +59,21 @@ class Started:
         Args:
           after: arrays, in any pytree: on GPUs, what is to be computed before the result is waited
             for. Elsewhere XLA decides.
+
+        Asked for again, it is what came the first time.
         """
-        tokens = jax.tree.leaves(after)
-        came = [leaf.done(tokens) for leaf in self._under_way]
-        return jax.tree.unflatten(self._tree, [*self._here, *came])
+        if self._came is None:
+            tokens = jax.tree.leaves(after)
+            self._came = [leaf.done(tokens) for leaf in self._under_way]
+        return jax.tree.unflatten(self._tree, [*self._here, *self._came])
 
     def before(self, arrays: Any) -> Any:
         """These arrays, for use once the collective is under way: on GPUs XLA keeps that order.
 
         It does so for whole numbers without dimensions, and as a rule for other arrays.
         """
-        for leaf in self._under_way:
-            arrays = jax.tree.map(functools.partial(_behind, leaf.token), arrays)
+        for token in self.tokens:
+            arrays = jax.tree.map(functools.partial(_behind, token), arrays)
         return arrays
 
 
@@ -99,16 +124,20 @@ def start(
     axis_name: AxisName,
     groups: Groups,
     settled: How,
-    call: Callable[[], Any],
+    call: "functools.partial[Any]",
+    narrower: Mapping[str, Any],
     leave: Callable[[jax.Array, Group], Way],
     after: Any,
 ) -> Started:
     """Starts a collective by copy engines, or all of it at once (`call`) where they cannot.
 
+    narrower: those of call's arguments that ask for narrower numbers, or that it does not know.
     leave: how an array sets out; it is typed as different on all devices of the axes.
     """
     leaves, tree = jax.tree.flatten(x)
-    if not flights.serve(settled) or not all(map(flights.moves, leaves)):
+    whole = inspect.signature(call.func).parameters
+    left_out = all(name in whole and whole[name].default is narrower[name] for name in narrower)
+    if not left_out or not flights.serve(settled) or not all(map(flights.moves, leaves)):
         return at_once(call)
     group = canonical.group_of(axis_name, groups)
     tokens = jax.tree.leaves(after)

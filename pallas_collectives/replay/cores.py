@@ -105,7 +105,10 @@ class _Call:
             elif not hasattr(aval, "inner_aval"):  # a number that the body has captured
                 refs.append(take(given, self.every % self.stepper.n_devices))
             else:
-                refs.append(self._allocated(i, aval, ref_names[i], shared=True))
+                name = ref_names[i]
+                if isinstance(given, View) and name.startswith(("args[", "operand")):  # captured
+                    name = given.buffer.name
+                refs.append(self._allocated(i, aval, name, shared=True))
                 self.stepper.follow(refs[-1], aval, given, self.first)
                 if isinstance(given, View):
                     same[given.buffer.id] = refs[-1]

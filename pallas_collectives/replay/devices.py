@@ -112,9 +112,19 @@ class Devices:
         elif isinstance(device_id, dict):
             by_axis = self._by_single_axis(device_id)
         elif logical:
+            if isinstance(device_id, (tuple, list)):
+                raise ValueError(
+                    f"device_id has {len(device_id)} indices and is LOGICAL, which is one number "
+                    "and no tuple; give the number, or a dict of mesh axes"
+                )
             return self._canonical(self._on_core(device_id, {}, core, lanes, home))
         else:
             ids = device_id if isinstance(device_id, (tuple, list)) else (device_id,)
+            if len(ids) != len(self.axes):
+                raise ValueError(
+                    f"device_id has {len(ids)} of the indices along {', '.join(self.axes)}, and "
+                    "a tuple has all of them; give each, or a dict of those that differ"
+                )
             by_axis = dict(zip(self.axes, ids, strict=True))
         device: Any = 0
         for name, stride in self._strides.items():

@@ -67,6 +67,12 @@ class Machine:
         `Generation`, e.g. `link_bandwidth=50e9` (bytes/s) or `hop_latency=0.8e-6` (seconds). A name
         that ends in .json is a file that `save` has written, and is loaded as it is. Raises
         MachineError for a name it does not know.
+
+        Example:
+          >>> pc.replay.Machine.named("v5e:16x16").n_chips
+          256
+          >>> pc.replay.Machine.named("v5p:4x4x4", link_bandwidth=50e9).generation.link_bandwidth
+          50000000000.0
         """
         if str(name).endswith(".json"):
             there = Machine.load(name)

@@ -46,10 +46,11 @@ def _array(stepper: Stepper, key: Any, aval: Any, name: str, value: Any, lanes: 
 
 def run_state(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     jaxpr, _ = jaxprs.open_jaxpr(eqn.params["jaxpr"])
+    ref_names = names.of_refs(jaxpr)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         refs = [
-            _array(stepper, (id(eqn), i), v.aval, f"state{i}", env[ins[i]], lanes)
+            _array(stepper, (id(eqn), i), v.aval, ref_names[i] or f"state{i}", env[ins[i]], lanes)
             for i, v in enumerate(jaxpr.invars)
         ]
         stepper.run(jaxpr, refs, lanes)

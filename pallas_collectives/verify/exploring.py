@@ -3,8 +3,9 @@ follow, and to see with values what it found.
 
 A run is one schedule. The interpreter performs each copy as late as it may, newest first
 ("on_wait"), or at once ("eager"), keeps vector clocks and reports races; here one device after the
-other is held back as well. That finds less than the judge does, which asks for all schedules: a
-barrier that is missing shows only if a device comes late by enough.
+other is held back as well, before it enters and before it waits, so that others run ahead of it.
+That finds less than the judge does, which asks for all schedules: a barrier that is missing shows
+only if a device comes late by enough.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pallas_collectives.verify.asked import AskError, Axes
 from pallas_collectives.verify.verdict import FAULTY, Verdict
 
 MODES = ("on_wait", "eager")
+_HELD = 8  # of a late device's waits: so many come late
 
 
 class _Schedules(pltpu.InterpretParams):
@@ -39,6 +41,26 @@ class _Schedules(pltpu.InterpretParams):
 
     def choose(self, mode: str) -> None:
         vars(self)["dma_execution_mode"] = mode
+
+
+class _Late:
+    """Which device is held back, if any is."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.choose(None)
+
+    def choose(self, device: int | None) -> None:
+        self._device, self._waits = device, _HELD
+
+    def enter(self, device: int) -> None:
+        if device == self._device:
+            time.sleep(self._seconds)
+
+    def wait(self, device: int) -> None:
+        if device == self._device and self._waits:
+            self._waits -= 1
+            time.sleep(self._seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +119,21 @@ def explore(
         default. Operands given by type are made up: of floats small whole numbers, of others zeros.
         One device's are different on each.
       expected: the result; of a function of one device those of all, stacked. None: not compared.
-      late: so many devices are held back, one after the other, where it is the function of one.
-      seconds: for so long.
+      late: so many devices are held back, one after the other: before they enter, where it is the
+        function of one device, and before each of their first waits.
+      seconds: for so long each time.
       timeout: seconds for one run. What takes longer counts as a deadlock, and no more is run: the
         simulated devices of this process are then held up for good, and its end may be an abort.
 
     Raises:
       AskError: too few simulated devices (`simulate(n)` makes them), or as `check`.
+
+    Example:
+      >>> def kernel(block):  # what stands inside shard_map
+      ...     return pc.all_gather(block, "x", tiled=True)
+      >>> found = pc.verify.explore(kernel, "f32[8,128]", devices=2, late=0)
+      >>> found.ok
+      True
     """
     target = asked.named(function) if isinstance(function, str) else function
     asked_for = asked.meshes(mesh, devices if mesh or devices else (2, 4), axis_names)
@@ -151,17 +181,20 @@ def _runs(
     grid = np.array(jax.devices()[:n]).reshape(tuple(axes.values()))
     on = jax.sharding.Mesh(grid, tuple(axes), axis_types=auto)
     schedules = _Schedules(detect_races=True)
-    held: dict[str, int | None] = {"device": None}
-    with pltpu.force_tpu_interpret_mode(schedules):
+    held = _Late(seconds)
+    with (
+        pltpu.force_tpu_interpret_mode(schedules),
+        _compat.watched_simulation(held.wait) as failures,  # a core is numbered as its device
+    ):
         program = programs.over_mesh(function, asked.arguments(args, n), on, axes, inside)
         operands = [_made_up(arg, n if program.inside else None) for arg in program.args]
-        run = jax.jit(_stacked(function, on, held, seconds) if program.inside else program.function)
+        run = jax.jit(_stacked(function, on, held) if program.inside else program.function)
         want = expected
-        for device in (None, *range(min(late, n))) if program.inside else (None,):
+        for device in (None, *range(min(late, n))):
             for mode in MODES:
                 schedules.choose(mode)
-                held["device"] = device
-                got, wrong = _ran(lambda: run(*operands), schedules, timeout)
+                held.choose(device)
+                got, wrong = _ran(lambda: run(*operands), schedules, failures, timeout)
                 if not wrong and want is not None:
                     wrong = _differs(got, want)
                 elif not wrong:
@@ -169,16 +202,13 @@ def _runs(
                 yield Run(axes, mode, device, wrong)
 
 
-def _stacked(
-    function: Callable[..., Any], mesh: AnyMesh, held: dict[str, int | None], seconds: float
-) -> Callable[..., Any]:
+def _stacked(function: Callable[..., Any], mesh: AnyMesh, held: _Late) -> Callable[..., Any]:
     """The function of one device over operands of all, stacked; one device gets its own late."""
     names = tuple(mesh.axis_names)
     spec = jax.sharding.PartitionSpec(names)
 
     def hold(position: Any, value: Any) -> Any:
-        if held["device"] == int(position):
-            time.sleep(seconds)
+        held.enter(int(position))
         return value
 
     def body(*args: Any) -> Any:
@@ -209,9 +239,12 @@ def _made_up(arg: Any, stacked: int | None) -> Any:
     return jax.tree.map(value, arg)
 
 
-def _ran(run: Callable[[], Any], schedules: _Schedules, timeout: float) -> tuple[Any, str]:
-    """(result, what went wrong) of a run, which may never end."""
+def _ran(
+    run: Callable[[], Any], schedules: _Schedules, failures: list[Exception], timeout: float
+) -> tuple[Any, str]:
+    """(result, what went wrong) of a run, which may never end; the first of `failures` tells."""
     ended: list[tuple[Any, str]] = []
+    failures.clear()
 
     def attempt() -> None:
         try:
@@ -219,7 +252,7 @@ def _ran(run: Callable[[], Any], schedules: _Schedules, timeout: float) -> tuple
                 got = jax.tree.map(np.asarray, run())
             ended.append((got, "a race is reported" if _compat.races_reported() else ""))
         except Exception as error:
-            ended.append((None, _reason(error)))
+            ended.append((None, _reason(failures[0] if failures else error)))
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
@@ -231,9 +264,9 @@ def _ran(run: Callable[[], Any], schedules: _Schedules, timeout: float) -> tuple
 
 
 def _reason(error: Exception) -> str:
+    if known := _compat.simulated_failure(error):
+        return known
     text = str(error)
-    if "race" in text.lower():
-        return "a race is reported"
     lines = [line.strip() for line in text.splitlines() if "Error" in line or "Exception" in line]
     return f"{type(error).__name__}: {(lines or text.splitlines() or [''])[-1][:200]}"
 

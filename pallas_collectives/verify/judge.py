@@ -47,6 +47,13 @@ def check(
 
     Raises:
       AskError: what is asked for makes no sense, with what to ask instead.
+
+    Example:
+      >>> def kernel(block):  # what stands inside shard_map
+      ...     return pc.all_gather(block, "x", tiled=True)
+      >>> verdict = pc.verify.check(kernel, "f32[64,128]", devices=(2, 4))
+      >>> verdict.status, len(verdict.cases)
+      ('sound', 2)
     """
     target = asked.named(function) if isinstance(function, str) else function
     compiled.require_known(compile)

@@ -17,6 +17,12 @@ def assert_sound(function: Callable[..., Any] | str, *args: Any, **how: Any) -> 
     Raises:
       AssertionError: it is not, or cannot be judged; the message is the verdict.
       AskError: what is asked for makes no sense.
+
+    Example:
+      >>> def kernel(block):  # what stands inside shard_map
+      ...     return pc.all_gather(block, "x", tiled=True)
+      >>> pc.verify.assert_sound(kernel, "f32[64,128]", devices=4).ok
+      True
     """
     __tracebackhide__ = True
     verdict = judge.check(function, *args, **how)

@@ -22,10 +22,31 @@ LIBTPU = pytest.mark.skipif(
 
 
 @LIBTPU
+def test_sizes_and_algorithms_that_are_named_reach_every_table(
+    bench: Bench, tmp_path: Path
+) -> None:
+    file = tmp_path / "out.json"
+    status, out, err = bench(
+        *("--mesh=2", "-b", "16K", "-e", "32K", "--collective=all_gather"),
+        *("--algorithm=direct", "--compile_for=v5p:2x2x1,v5e:2x4", f"--json={file}"),
+    )
+    assert status == 0, err
+    saved = json.loads(file.read_text())
+    for part in ("measured", "replayed"):
+        assert {row["size"] for row in saved[part]} == {16 << 10, 32 << 10}, part
+        assert {row["algorithm"] for row in saved[part]} == {"direct"}, part
+    served, _, refused, _ = saved["compiled"]  # the second is of another layout
+    assert "Compiled for TPUs that are not there, 32K on one axis" in out
+    assert (served["size"], served["asked"], served["algorithm"]) == (32 << 10, "direct", "direct")
+    assert "kernel" in served["ops"] and served["temp"] < 1 << 20
+    assert "v5e" in refused["refused"] and not refused["error"]
+
+
+@LIBTPU
 def test_collectives_are_compiled_beside_lax(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     status, out, err = bench(
-        *("--mesh=2", "--sizes=8K", "--collective=all_gather", "--algorithm=direct"),
+        *("--mesh=2", "--collective=all_gather", "--backend=xla"),
         *("--compile_for=v5e:2x2,v99:2x2", "--replay=", f"--json={file}"),
     )
     assert status == 1, err  # for the second topology

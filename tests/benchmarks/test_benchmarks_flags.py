@@ -42,6 +42,25 @@ def test_meshes_and_axes() -> None:
 
 
 @pytest.mark.parametrize(
+    "given, told",
+    [
+        (("8K", "8Q", ""), "-e '8Q': a size is"),
+        (("Q", "", ""), "-b 'Q': a size is"),
+        (("8K", "4K", ""), "-b 8K -e 4K -f 2: -b is at most -e"),
+        (("8K", "64K", "0"), "-b 8K -e 64K -f 0: "),
+        (("1", "1024G", "1"), "-f a factor above 1"),
+    ],
+)
+def test_sizes_as_nccl_tests_has_them_are_refused_by_their_own_names(
+    given: tuple[str, str, str], told: str
+) -> None:
+    assert settings.parse_steps("8K", "32K", "2") == (8192, 16384, 32768)
+    with pytest.raises(FlagError) as refused:
+        settings.parse_steps(*given)
+    assert told in str(refused.value) and "--sizes" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     "flag",
     [
         "--mesh=4y2",
@@ -83,7 +102,10 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
         (("certify", "--certificate=/nowhere/a"), "--certificate=/nowhere/a.json"),
         (("certify", "--json=a.json"), "--json: it is no flag of this command"),
         (("--mesh=4x2", "--devices=4"), "--devices=4: --mesh=4x2 is one of 8"),
-        (("--backend=nccl",), "--backend=nccl: it needs NVIDIA GPUs, and there are none here"),
+        (
+            ("--backend=nccl",),
+            "--backend=nccl: it needs NVIDIA GPUs, and JAX finds none here; where there are some, ",
+        ),
         (("--backend=xla", "--replay=v5e:4x4"), "--backend=xla: only kernels can be replayed"),
         (("certify", "--out=a"), "--out: it is no flag of this command"),
         (("--replay=v5e:4x4", "--mesh=4"), "--mesh: a replay runs on no device"),

@@ -1,5 +1,6 @@
 """Tables fit a terminal; piped they have every column."""
 
+import dataclasses
 import io
 import re
 
@@ -62,7 +63,8 @@ def shown(row: Row, monkeypatch: pytest.MonkeyPatch, width: int, terminal: bool)
     monkeypatch.setenv("COLUMNS", str(width))
     file, screen = io.StringIO(), Screen()
     screen._stdout = Console(file=file, width=1000, force_terminal=terminal, no_color=True)
-    screen.show("a table", [row])
+    with screen.table("a table") as table:
+        table.add(row)
     return [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in file.getvalue().splitlines()]
 
 
@@ -78,6 +80,29 @@ def test_a_row_is_a_line_on_80_columns(row: Row, monkeypatch: pytest.MonkeyPatch
     ):
         header = next(line for line in wide if row.op not in line and "op" in line)
         assert all(column.header in header for column in columns.of([row]))
+
+
+def test_piped_rows_come_as_they_are_made_below_headers_that_hold() -> None:
+    file, screen = io.StringIO(), Screen()
+    screen._stdout = Console(file=file, width=1000)
+    refused = dataclasses.replace(MEASURED, time_us=None, wrong=None, refused="too far")
+    with screen.table("a table") as table:
+        for row, lines in ((refused, 3), (MEASURED, 5), (MEASURED, 6)):  # with times a new header
+            table.add(row)
+            assert len(file.getvalue().splitlines()) == lines
+    title, without, _, header, first, second, reason = file.getvalue().splitlines()
+    assert title == "a table" and first == second and "too far" in reason
+    assert "time(us)" in header and "time(us)" not in without
+    assert header.index("algorithm") == first.index("unidirectional")
+    assert header.index("time(us)") + len("time(us)") == first.index("12345.6") + len("12345.6")
+
+
+def test_no_row_no_table() -> None:
+    file, screen = io.StringIO(), Screen()
+    screen._stdout = Console(file=file)
+    with screen.table("a table"):
+        pass
+    assert not file.getvalue()
 
 
 @pytest.mark.parametrize("op", ALGORITHMS)

@@ -99,6 +99,11 @@ def test_mutants_are_caught_or_equivalent_and_all_schedules_agree(name: str) -> 
     assert sum(found.name == "caught" for found in verdicts) >= 5
 
 
+def test_refs_that_a_program_made_outside_keep_their_names() -> None:
+    named = {buffer.name for buffer in _program("refs from outside", 2).buffers}
+    assert {"x_ref", "o_ref"} <= named, named
+
+
 def test_a_judge_that_sees_no_races_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_mutants, "find_races", lambda *args, **kwargs: [])
     program = _program("ring ", 3)

@@ -1,6 +1,7 @@
 """`explore`: schedules in the interpreter, beside what the judge says."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import judged_public
 import verify_kernels as kernels
 from pallas_collectives import verify
 
@@ -37,6 +39,40 @@ def test_a_shared_semaphore_shows_in_runs_too() -> None:
     assert not found.ok and "SOUND" in str(found)
     shown = {run.mode for run in found.runs if run.wrong}
     assert shown  # by a report, or by values that differ from those of the other
+
+
+# Each race that the page on proofs reports of public kernels, in miniature: what the judge finds,
+# the run that shows it, by its mode and late device, and what is wrong there.
+RACES = {
+    "two_rings": ({"early-read"}, "on_wait", 0, r"a race is reported|\d+% of the result is wrong"),
+    "asks_one_side": ({"entry"}, "eager", 0, "device 0's memory is used before it enters a kernel"),
+    "zeroed": ({"race"}, "eager", None, "a race is reported"),
+    "zeroed_by_turns": ({"race"}, "eager", None, "a race is reported"),
+    "gather_in_halves": ({"race"}, "eager", None, "a race is reported"),
+    "scatter_in_two_steps": ({"race"}, "eager", None, "a race is reported"),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_a_schedule_shows_the_race_of_a_public_kernel(name: str) -> None:
+    rules, mode, late, wrong = RACES[name]
+    gathered = np.broadcast_to(np.arange(4.0)[:, None, None], (4, 4, 32, 128))
+
+    def body(x: Any) -> Any:
+        position = jax.lax.axis_index("x").astype(x.dtype)
+        return getattr(judged_public, name)(x * 0 + position, 4)
+
+    found = verify.explore(
+        body,
+        "f32[32,128]",
+        devices=(4,),
+        late=1,
+        seconds=0.3,
+        expected=gathered if name == "two_rings" else None,
+    )
+    assert {finding.rule for finding in found.verdict.findings} == rules
+    (run,) = (run for run in found.runs if (run.mode, run.late) == (mode, late))
+    assert re.match(wrong, run.wrong), found
 
 
 def test_what_never_ends_is_not_run() -> None:

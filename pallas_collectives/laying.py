@@ -1,0 +1,71 @@
+"""How whole arrays are laid over a mesh, for `sharded`."""
+
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_collectives.errors import CollectiveError, UnboundAxisError
+from pallas_collectives.validation import AxisName
+
+
+def mapped(
+    fn: Callable[..., jax.Array],
+    mesh: Mesh,
+    before: PartitionSpec,
+    after: PartitionSpec,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """fn on each device's shards of arrays, which are laid over the mesh first if they are not."""
+    for x in arrays:
+        _check_layout(x, mesh, before)
+    laid = (jax.device_put(x, NamedSharding(mesh, before)) for x in arrays)
+    return jax.shard_map(fn, mesh=mesh, in_specs=before, out_specs=after)(*laid)
+
+
+def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
+    """Refuses axes that the mesh lacks, and dimensions that its devices do not divide."""
+    there = getattr(mesh, "shape", None)
+    if there is None:
+        raise CollectiveError(f"mesh={mesh!r}", "it is a jax.sharding.Mesh", "make one")
+    for dimension, names in enumerate(spec):
+        axes = names if isinstance(names, tuple) else () if names is None else (names,)
+        for name in axes:
+            if name not in there:
+                rule = f"the mesh has the axes {', '.join(map(str, there))}"
+                raise UnboundAxisError(f"axis_name={name!r}", rule, "name one of them")
+        devices = math.prod(there[name] for name in axes)
+        if x.shape[dimension] % devices:
+            raise CollectiveError(
+                f"dimension {dimension} of size {x.shape[dimension]}",
+                f"it is laid over {devices} devices, and must be a multiple of that",
+                "pad it",
+            )
+
+
+def dimension(x: jax.Array, axis: int) -> int:
+    """A dimension of x, counted from 0."""
+    if not -x.ndim <= axis < x.ndim:
+        raise CollectiveError(
+            f"dimension {axis}",
+            f"it must lie in [{-x.ndim}, {x.ndim}) for this array",
+            "count dimensions from 0, or from -1 backwards",
+        )
+    return axis % x.ndim
+
+
+def spec_of(
+    x: jax.Array, axis: int, axis_name: AxisName, spec: PartitionSpec | None
+) -> PartitionSpec:
+    """The spec given, padded, which lays `axis` over `axis_name`; by default that alone."""
+    if spec is None:
+        return PartitionSpec(*(axis_name if d == axis else None for d in range(x.ndim)))
+    padded = (*spec, *(None,) * (x.ndim - len(spec)))
+    if padded[axis] not in (axis_name, (axis_name,)) and (padded[axis],) != axis_name:
+        raise CollectiveError(
+            f"spec={spec}",
+            f"it must lay dimension {axis} over {axis_name!r}",
+            "pass the spec that x has, and the axis to gather over",
+        )
+    return PartitionSpec(*padded)
