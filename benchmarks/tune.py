@@ -44,7 +44,7 @@ _ON_THREE = (
 # The two devices of a chip are one more axis; over the others both do the same, each with its own.
 _ON_FOUR = (
     *(*_SMALL, "2x2x2 grid", "2x2x4 grid", "2x2x2x2 grid", "2x4x4x4 torus"),
-    "4x4 torus",
+    *("4x4 torus", "4x4x4 torus"),
 )
 # Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
 BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)

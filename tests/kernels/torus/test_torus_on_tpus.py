@@ -80,7 +80,7 @@ def test_sections_compile_for_every_generation(
         ("psum", "v5e:16x16", {"x": 16}, 64, 0.99),
         pytest.param("psum_scatter", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
         pytest.param("psum", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
-        pytest.param("psum", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.95, marks=SLOW),
+        pytest.param("psum", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.92, marks=SLOW),
         pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.925, marks=SLOW),
     ],
 )
@@ -175,7 +175,7 @@ def test_scratch_of_sums_is_16_mib_at_the_most(
     axes = [Group((NAMES[k],), (n,), line=k in lines) for k, n in enumerate(sizes)]
     for rows, dtype, back in itertools.product((64, 2048, 3001), (4, 2), (False, True)):
         kind = {4: jnp.float32, 2: jnp.bfloat16}[dtype]
-        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, False, back)
+        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, back, vmem=False)
         own: Any = reduce_scatter.ReduceScratch if back else reduce_scatter.ScatterScratch
         assert own.of(plan, kind, vmem=False).scatter.nbytes <= 16 << 20
 
