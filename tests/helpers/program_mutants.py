@@ -1,6 +1,6 @@
 """Breaks the kernels' stepped programs, one small fault at a time, and has the judge judge each.
 
-    python tests/helpers/program_mutants.py                  all kernels on 2 to 8 devices
+    python tests/helpers/program_mutants.py        all kernels on 2 to 8 devices, and on tori
     python tests/helpers/program_mutants.py all_gather --devices=2,3 --search
 
 A mutant is a program with one change: a wait, signal, barrier or credit left out or elsewhere in
@@ -19,6 +19,7 @@ alarm. The exit status is 1 if there is any of either.
 
 import argparse
 import dataclasses
+import math
 import re
 import sys
 from collections import Counter
@@ -46,7 +47,7 @@ from pallas_collectives.replay.races import find_races
 from pallas_collectives.replay.report import report
 from pallas_collectives.replay.trace_program import trace
 
-DEVICES = (2, 3, 4, 5, 8)
+MESHES = ("2", "3", "4", "5", "8", "2x2", "2x2x2")  # those of several axes: for tori alone
 _STATES = 4_000
 
 
@@ -323,18 +324,26 @@ def kernels() -> dict[str, Any]:
     return {f"{c.op}:{a}": (c, a) for c in CASES for a in ALGORITHMS[c.op]}
 
 
-def program_of(name: str, n: int) -> Program | None:
-    """The stepped program of one of our kernels on n devices; None if it cannot serve there."""
+def program_of(name: str, *sizes: int) -> Program | None:
+    """The stepped program of one of our kernels over axes of such sizes.
+
+    None where it cannot serve; over several axes those for tori alone do.
+    """
     case, algorithm = kernels()[name]
-    machine = machine_of(n)
+    if len(sizes) > 1 and algorithm != "torus":
+        return None
+    axes = dict(zip("xyz", sizes, strict=False))
+    over = tuple(axes) if len(axes) > 1 else "x"
+    n = math.prod(sizes)
+    machine = Machine.named("v5p:" + "x".join(map(str, [*sizes, 1, 1][:3])))
     shape = case.operand(n, 1)
 
     def body(x: Any) -> Any:
-        call = case.call(pallas_collectives, x[0], "x", backend="pallas", algorithm=algorithm)
+        call = case.call(pallas_collectives, x[0], over, backend="pallas", algorithm=algorithm)
         return call[None]
 
-    spec = jax.sharding.PartitionSpec("x")
-    mesh = machine.mesh({"x": n})
+    spec = jax.sharding.PartitionSpec(over)
+    mesh = machine.mesh(axes)
     f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     x = jax.ShapeDtypeStruct((n, *shape), np.float32)
     try:
@@ -352,7 +361,7 @@ def program_of(name: str, n: int) -> Program | None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", nargs="*", help="kernels whose name holds one of these")
-    parser.add_argument("--devices", default=",".join(map(str, DEVICES)))
+    parser.add_argument("--devices", default=",".join(MESHES), help="of a torus: 2x2x2")
     parser.add_argument("--search", action="store_true", help="go through all schedules, too")
     parser.add_argument("--list", action="store_true", help="print each that is not caught")
     asked = parser.parse_args(arguments)
@@ -361,8 +370,8 @@ def main(arguments: list[str]) -> int:
     for name in kernels():
         if asked.name and not any(part in name for part in asked.name):
             continue
-        for n in map(int, asked.devices.split(",")):
-            program = program_of(name, n)
+        for mesh in asked.devices.split(","):
+            program = program_of(name, *map(int, mesh.split("x")))
             for mutant in mutants_of(program) if program else ():
                 found = verdict(program, mutant, search=asked.search)
                 count[mutant.fault, found.name] += 1
@@ -371,7 +380,7 @@ def main(arguments: list[str]) -> int:
                 if not found.agrees or (asked.list and found.name != "caught"):
                     line = re.sub(r"\s+", " ", mutant.line)
                     shows = "" if found.agrees else f"  schedules: {sorted(found.searched)}"
-                    print(name, n, mutant.fault, line, found.name, sorted(found.found), shows)
+                    print(name, mesh, mutant.fault, line, found.name, sorted(found.found), shows)
     kinds = ("caught", "another result", "equivalent")
     print(f"{'fault':24}" + "".join(f"{kind:>16}" for kind in kinds))
     for fault in FAULTS:
