@@ -1,4 +1,7 @@
-"""`report A.json ...`: JSON results as a Markdown page, with plots beside it."""
+"""`report A.json ...`: JSON results as a Markdown page, with plots beside it.
+
+`report --gallery --out=PAGE.md` shows every kind of picture that there is, with what to see in it.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +15,10 @@ from benchmarks.settings import FlagError
 
 _OUT = flags.DEFINE_string(
     "out", "", "The page, *.md, with PAGE-RESULTS.png beside it; by default printed."
+)
+
+_GALLERY = flags.DEFINE_bool(
+    "gallery", False, "Add every kind of picture once, with what to see in it; wants --out."
 )
 
 _TITLES = {
@@ -29,8 +36,10 @@ _VERSIONS = ("jax", "jaxlib", "libtpu", "nccl", "nccl4py", "pallas-collectives")
 
 def main(argv: Sequence[str]) -> int:
     """Prints or writes the page."""
-    if not argv[1:]:
+    if not argv[1:] and not _GALLERY.value:
         raise FlagError("report", "it wants files of results", "name some that --json has written")
+    if _GALLERY.value and not _OUT.value:
+        raise FlagError("--gallery", "its pictures lie beside a page", "name it, --out=gallery.md")
     saved = {path: results.load(path) for path in argv[1:]}
     if not _OUT.value:
         print("\n".join(page(Path(path).stem, of) for path, of in saved.items()))
@@ -46,9 +55,18 @@ def main(argv: Sequence[str]) -> int:
         if plots.save(str(picture), of.parts, of.environment):
             text += f"\n![bandwidth and time against size]({picture.name})\n"
         pages.append(text)
+    if _GALLERY.value:
+        pages.append(_gallery(out))
     results.write(str(out), lambda file: file.write("\n".join(pages)))
     print(f"written: {out}")
     return 0
+
+
+def _gallery(out: Path) -> str:
+    from benchmarks import devices, gallery  # all of the replay, which a page of results needs not
+
+    devices.prepare(2)
+    return gallery.page_of(out.parent, out.stem)
 
 
 def page(title: str, saved: Saved) -> str:

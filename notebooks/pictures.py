@@ -174,7 +174,7 @@ def overlap(panels: dict[str, tuple[Report, float]]) -> Any:
         works = list(zip(begins, ends, strict=True))
         if after:
             works = [(report.time, report.time + after)]
-        rows = ((sent, 1, COLOURS[0]), (works, 0, COLOURS[1]), (waits, 0, WAITING))
+        rows = ((sent, 1, LINK), (works, 0, COMPUTE), (waits, 0, WAITING))
         for spans, row, colour in rows:
             bars = [(start * us, (stop - start) * us) for start, stop in spans]
             axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colour)
@@ -191,8 +191,13 @@ def lanes(panels: dict[str, Course]) -> Any:
     """
     us, end = 1e6, max(course.time for course in panels.values())
     figure, all_axes = plt.subplots(
-        len(panels), 1, figsize=(9, 1.4 * len(panels) + 0.6), sharex=True, layout="constrained"
+        *(len(panels), 1),
+        figsize=(9, 1.4 * len(panels) + 0.6),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
+    all_axes = all_axes[:, 0]
     for axes, (title, course) in zip(all_axes, panels.items(), strict=True):
         engines = list(dict.fromkeys([CORE, *(span.engine for span in course.spans)]))
         for span in course.spans:

@@ -200,7 +200,7 @@ def _traced_on(mesh: AnyMesh) -> Iterator[None]:
 @contextlib.contextmanager
 def _on(mesh: AnyMesh, where: Places | None) -> Iterator[None]:
     """Within this context decisions are those of a lowering for a mesh, and are not counted."""
-    with _traced_on(mesh), placement.scope(where), hierarchy.scope(mesh), launch.left_out():
+    with _traced_on(mesh), placement.scope(where), hierarchy.scope(mesh), launch.left_out(True):
         yield
 
 

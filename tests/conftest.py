@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,10 @@ _QUICKLY_COMPILED = (
 )
 if jax.__version_info__ < (0, 11):  # it has simpler emitters still
     _QUICKLY_COMPILED += " --xla_cpu_use_fusion_emitters=false"
+else:  # these passes take longer than they save: half the time to compile, at JAX 0.10 nothing
+    _QUICKLY_COMPILED += (
+        " --xla_disable_hlo_passes=fusion,simplify-while-loops,while-loop-invariant-code-motion"
+    )
 
 ANY_TIER = "not gpu and not slow"
 
@@ -56,6 +61,20 @@ def pytest_collection_finish() -> None:
     """Tracing makes garbage by the million and JAX's modules are none: they are not looked at."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """What a test sets in the environment ends with it: another's processes would inherit it.
+
+    A number of simulated devices, for one: with that of a large slice each starts 16000 threads.
+    """
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.update(before)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
 
 
 @pytest.fixture(params=["written out", "looped"])

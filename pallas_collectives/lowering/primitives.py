@@ -22,6 +22,7 @@ from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import choice, counters, nested, serving, slices
 from pallas_collectives.backends.plans import UNSERVABLE, How
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import bundles, many_operands, remat
 from pallas_collectives.topology import placement
 from pallas_collectives.validation import AxisName
@@ -321,7 +322,7 @@ def _traced_effects(
     run = functools.partial(serving.run, op, how, **dict(params))
     with counters.uncounted(), placement.settled_later():
         try:
-            return frozenset(jax.make_jaxpr(run)(*shapes).effects)
+            return launch.effects(run, *shapes)
         except UNSERVABLE:
             if how.strict:
                 raise

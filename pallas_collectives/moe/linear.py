@@ -27,6 +27,7 @@ from pallas_collectives import _compat, collectives, validation
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import counters, serving, slices
 from pallas_collectives.backends.plans import How
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import remat
 from pallas_collectives.topology import placement
 from pallas_collectives.validation import AxisName
@@ -188,8 +189,7 @@ def _effects(run: Any, shapes: Any, params: dict[str, Any], mesh: AnyMesh) -> fr
     """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
-        call = functools.partial(run, **dict(params))
-        return frozenset(jax.make_jaxpr(call)(*shapes).effects)
+        return launch.effects(functools.partial(run, **dict(params)), *shapes)
 
 
 def _type(run: Any, rows: int, avals: Any, params: dict[str, Any]) -> Any:

@@ -24,10 +24,10 @@ from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, P
 from pallas_collectives.collectives import LAX
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError, VmemError
 from pallas_collectives.kernels import residual_norm
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.lowering import remat
 from pallas_collectives.topology import chips, placement
-from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
 
@@ -236,7 +236,7 @@ def _pays(x: Any, residual: Any, group: Group) -> bool:
     return bool(gathered) and min(gathered) <= min(sums.values()) + 1e6 * passes
 
 
-def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: Chip) -> float:
+def seconds_of_passes(x_bytes: int, residual_bytes: int, chip: chips.Chip) -> float:
     """What XLA's one pass over the sum takes at least: it reads both operands, writes both results.
 
     That is two DMAs, one after the other, at HBM's rate. What it takes to start the pass is left
@@ -332,9 +332,9 @@ def _effects(shapes: Any, spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
         try:
-            return frozenset(jax.make_jaxpr(functools.partial(_kernel, spec=spec))(*shapes).effects)
+            return launch.effects(functools.partial(_kernel, spec=spec), *shapes)
         except (VmemError, *UNSERVABLE):
-            return frozenset(jax.make_jaxpr(functools.partial(_sum, spec=spec))(shapes[0]).effects)
+            return launch.effects(functools.partial(_sum, spec=spec), shapes[0])
 
 
 def _sum(x: jax.Array, spec: Spec) -> jax.Array:

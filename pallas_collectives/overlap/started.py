@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,10 +31,20 @@ class Started:
     def __init__(self, tree: Any, here: Sequence[Any], under_way: Sequence["_UnderWay"]) -> None:
         self._tree, self._here, self._under_way = tree, here, under_way
         self._came: list[Any] | None = None
+        self._kept = False  # what is neither awaited nor followed XLA takes out of the program
+
+    def __del__(self) -> None:
+        if self._kept and self._came is None:
+            logging.warning(
+                "pallas_collectives: a collective was started and followed, and done() was not "
+                "called: its bytes may arrive in memory that XLA uses for something else; call "
+                "done() in the function in which it is started"
+            )
 
     @property
     def tokens(self) -> list[jax.Array]:
         """What to name in another's `after`, for it to come after this one's start."""
+        self._kept = bool(self._under_way)
         return [leaf.token for leaf in self._under_way]
 
     @classmethod
@@ -61,8 +72,8 @@ class Started:
 
         It does so for whole numbers without dimensions, and as a rule for other arrays.
         """
-        for leaf in self._under_way:
-            arrays = jax.tree.map(functools.partial(_behind, leaf.token), arrays)
+        for token in self.tokens:
+            arrays = jax.tree.map(functools.partial(_behind, token), arrays)
         return arrays
 
 

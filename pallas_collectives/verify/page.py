@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from pallas_collectives.replay import timeline
+from pallas_collectives.replay import style, timeline
 from pallas_collectives.replay.report import Report
 from pallas_collectives.replay.timeline import Interval
 from pallas_collectives.verify.verdict import HEADS, Case, Verdict, mesh_said, status_said
 
-_COLOURS = {"core": "#b8b8b8", "remote copies": "#1f77b4", "local copies": "#2ca02c"}
-_LINK, _FOR_EVER = "#ff7f0e", "#d62728"
+_COLOURS = {
+    "core": style.WAITING,
+    "remote copies": style.LINK,
+    "local copies": style.LOCAL,
+    "link": style.LINK,
+}
 _LABELS, _DRAWN, _ROW = 260, 900, 18  # widths in pixels, and the height of a row
 _DEVICES, _LINKS = 12, 8  # shown of each time line
 
@@ -92,7 +96,7 @@ def _lanes(case: Case, report: Report) -> str:
 
 def _bar(span: Interval, kind: str, y: int, end: float) -> str:
     x, width = _LABELS + _DRAWN * span.start / end, _DRAWN * (span.end - span.start) / end
-    colour = _FOR_EVER if span.name == timeline.FOR_EVER else _COLOURS.get(kind, _LINK)
+    colour = style.LOST if span.name == timeline.FOR_EVER else _COLOURS[kind]
     detail = "; ".join(f"{key} {value}" for key, value in span.detail.items() if value)
     said = f"{span.name}, {(span.end - span.start) * 1e6:.2f} µs: {detail}"
     return (

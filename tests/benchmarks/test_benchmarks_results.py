@@ -1,7 +1,9 @@
 """What is done with results: kept and gone on with, reported, plotted, compared."""
 
+import ast
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from benchmarks import compare, measure, plots, report, results, tables
 from benchmarks.results import Saved
 from benchmarks.rows import Compiled, Measured, Replayed, Row
 from benchmarks.settings import FlagError
+from pallas_collectives.replay import draw
 
 SMALL = (
     "--mesh=2",
@@ -133,6 +136,30 @@ def test_report_says_what_results_depend_on_and_shows_every_row(
     assert picture.shape[0] > 300 and np.ptp(picture) > 0.5
     status, _, err = bench("report")
     assert status == 2 and "files of results" in err
+
+
+def test_gallery_shows_every_kind_of_picture(bench: Bench, tmp_path: Path) -> None:
+    status, out, err = bench("report", "--gallery", f"--out={tmp_path / 'gallery.md'}")
+    assert (status, out) == (0, f"written: {tmp_path / 'gallery.md'}\n"), err
+    text = (tmp_path / "gallery.md").read_text()
+    files = re.findall(r"^!?\[.*\]\((gallery-.*)\)$", text, re.M)
+    assert {file.name for file in tmp_path.iterdir()} == {"gallery.md", *files}
+    assert all((tmp_path / file).stat().st_size > 4000 for file in files)
+    kinds = re.findall(r"^## `(.*)`\n\n(.+)$", text, re.M)
+    assert len(kinds) == len(files) and all(len(see.split()) > 8 for _, see in kinds)
+    drawn = {kind.split(".")[-1] for kind, _ in kinds}
+    notebooks = Path(__file__).parents[2] / "notebooks"
+    for module in (draw.__file__, notebooks / "pictures.py", notebooks / "films.py"):
+        tree = ast.parse(Path(module).read_text())
+        public = [f.name for f in tree.body if isinstance(f, ast.FunctionDef) and f.name[0] != "_"]
+        returned = {name for name in public if name not in HELPERS}
+        assert returned <= drawn, f"{module} draws more: {returned - drawn}"
+    status, _, err = bench("report", "--gallery")
+    assert status == 2 and "--out=gallery.md" in err
+
+
+# What pictures are put together from.
+HELPERS = {"cells", "boxes", "film", "terms_of"}
 
 
 def test_plot_has_a_line_for_each_algorithm_lax_and_the_bound(

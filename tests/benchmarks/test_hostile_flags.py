@@ -1,7 +1,6 @@
 """Every command, fed flags that make no sense: an exit status, a sentence, and no traceback."""
 
 import importlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,7 +152,6 @@ def test_verify_answers_with_a_status_and_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.setattr(judge, "_judged", lambda program, pod: Case(program.mesh, pod))
     monkeypatch.setattr(judge.compiled, "ask", lambda g, *_: pytest.fail(f"{g} asked"))
 

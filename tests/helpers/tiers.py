@@ -131,10 +131,10 @@ QUICK: dict[str, Covers] = {
     "test_benchmarks_measure::test_references_agree_with_lax": each("case", "dtype"),
     "test_bundles::test_each_leaf_is_transformed_on_its_own_with_kernels": once,
     "test_collective_matmul::test_every_ring_under_both_adversaries": each("mode"),
-    "test_collective_matmul::test_products_of_tiles_that_stick_out": each("keep", "transposed"),
-    "test_collective_matmul::test_scatter_compiles": never,
-    "test_collective_matmul::test_the_shorter_of_wire_and_product_is_hidden": each("name", "op"),
-    "test_collective_matmul::test_transformer_sizes_compile_to_the_kernel_alone": once,
+    "test_product::test_products_of_tiles_that_stick_out": each("keep", "transposed"),
+    "test_matmul_on_tpus::test_scatter_compiles": never,
+    "test_matmul_on_tpus::test_the_shorter_of_wire_and_product_is_hidden": each("name", "op"),
+    "test_matmul_on_tpus::test_transformer_sizes_compile_to_the_kernel_alone": once,
     "test_compiled::test_a_gibibyte_per_device_compiles": each("op"),
     "test_compiled::test_a_pod_compiles_in_seconds": each("op", "topology"),
     "test_compiled::test_compiles_for_every_generation": each(
@@ -173,7 +173,7 @@ QUICK: dict[str, Covers] = {
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
     "test_moe::test_compiles_for_every_generation": only(generation=("v5e",)),
-    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": each("mode"),
+    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": once,
     "test_moe::test_values_and_gradients_are_those_of_a_dense_layer": each("how"),
     "test_moe::test_what_fits_and_what_does_not": only(how=("ragged",), rows=(7,)),
     "test_moe_transforms::test_checkpoint_in_a_scan_keeps_nothing_and_differentiates": only(
@@ -181,13 +181,26 @@ QUICK: dict[str, Covers] = {
     ),
     "test_moe_transforms::test_second_order_and_forward": only(how=("ragged",)),
     "test_moe_transforms::test_vmap": each("mapped"),
+    "test_multihost::test_a_broadcast_has_one_source": each("count", "processes"),
     "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
+    "test_multihost::test_a_process_that_lives_and_does_not_come_is_named": only(
+        doomed=[("cpu", 2)]
+    ),
     "test_multihost::test_a_process_that_never_enters_is_named": only(doomed=[("cpu", 2)]),
+    "test_multihost::test_allgather_of_a_global_array_equals_jax": each("spec", "processes"),
+    "test_multihost::test_assert_equal_accepts": each("what", "processes"),
+    "test_multihost::test_assert_equal_says_where": each("what", "processes"),
+    "test_multihost::test_disagreement_is_shown_everywhere": each("what", "processes"),
+    "test_multihost::test_large_trees_travel_in_bounded_chunks": each("chunk_bytes", "processes"),
+    "test_multihost::test_local_to_global_and_back_equals_jax": each("spec", "processes"),
+    "test_multihost::test_nobody_passes_before_the_last_one_comes": each("wait", "processes"),
     "test_multihost::test_allgather_equals_jax": each("tree", "tiled", "processes"),
     "test_multihost::test_broadcast_equals_jax": each("tree", "source", "processes"),
+    "test_multihost::test_preemption_equals_jax": only(doomed=[("cpu", 2)]),
     "test_multihost::test_preemption_of_one_process_stops_all_at_one_step": only(
         doomed=[("cpu", 2)]
     ),
+    "test_multihost::test_the_others_go_on_without_a_process_that_dies": only(count=[2]),
     "test_nccl_transfer::test_every_dtype_arrives_bit_for_bit": once,
     "test_notebooks::test_notebook_runs_and_its_solutions_are_right": once,
     "test_notebooks::test_wrong_answers_are_not_passed_and_the_mistake_is_named": only(
@@ -248,9 +261,7 @@ QUICK: dict[str, Covers] = {
     "test_split::test_values_are_laxs": each("form", "dtype"),
     "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
     "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
-    "test_torus_ragged_spread::test_routings_of_one_program": only(
-        sizes=[(2, 3)], mode=["on_wait"]
-    ),
+    "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=[(2, 3)]),
     "test_torus_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": once,
     "test_torus_all_to_all::test_compiles_with_nothing_around_it": only(
         topology=["v4:2x2x1", "v5e:4x4", "v6e:4x4", "tpu7x:2x2x1"], split=[0], concat=[0]
@@ -261,18 +272,16 @@ QUICK: dict[str, Covers] = {
     "test_torus_all_to_all::test_missing_wait_is_caught": once,
     "test_torus_all_to_all::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
     "test_torus_all_to_all::test_slots_that_serve_again_with_a_late_device": once,
-    "test_torus_all_to_all::test_values_are_laxs_without_races": only(
-        sizes=[(2, 4), (2, 2)], mode=["on_wait"]
-    ),
+    "test_torus_all_to_all::test_values_are_laxs_without_races": only(sizes=[(2, 4), (2, 2)]),
     "test_torus_ragged::test_compiles_for_every_generation": only(sizes=[(4, 4)]),
     "test_torus_ragged::test_devices_that_are_numbered_in_any_order": once,
     "test_torus_ragged::test_missing_wait_is_caught": once,
-    "test_torus_ragged::test_values_without_races": only(sizes=[(3, 2)], mode=["on_wait"]),
-    "test_torus_kernels::test_compiles_for_every_generation": each("op", "topology"),
+    "test_torus_ragged::test_values_without_races": only(sizes=[(3, 2)]),
+    "test_torus_on_tpus::test_compiles_for_every_generation": each("op", "topology"),
     "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": once,
     "test_torus_kernels::test_sections_add_up_without_races": each("op"),
-    "test_torus_kernels::test_sections_compile_for_every_generation": never,
+    "test_torus_on_tpus::test_sections_compile_for_every_generation": never,
     "test_torus_kernels::test_values_without_races": each("op"),
     "test_users_project::test_a_strict_checker_takes_its_files": never,
     "test_verify_explore::test_a_schedule_shows_the_race_of_a_public_kernel": never,

@@ -1,5 +1,7 @@
 """pallas_collectives.multihost against jax.experimental.multihost_utils, on real processes."""
 
+import contextlib
+import functools
 import itertools
 import signal
 import time
@@ -8,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
+import multihost_failing as failing
 import multihost_inside as inside
 from processes import Processes
 
 TIMEOUT = 60.0  # of a run that should take a second or two
 
 
+@contextlib.contextmanager
 def pool(param):
     platform, count = param
     if platform == "gpu":
@@ -29,15 +33,23 @@ def pool(param):
 POOLS = [("cpu", 2), ("cpu", 4), pytest.param(("gpu", 4), marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(scope="module", params=POOLS, ids=lambda p: f"{p[0]}{p[1]}")
-def processes(request):
-    yield from pool(request.param)
+@pytest.fixture(scope="module")
+def pools():
+    """Processes of each kind, started for the first test that wants them, whichever that is."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda param: stack.enter_context(pool(param)))
+
+
+@pytest.fixture(params=POOLS, ids=lambda p: f"{p[0]}{p[1]}")
+def processes(request, pools):
+    return pools(request.param)
 
 
 @pytest.fixture(params=POOLS, ids=lambda p: f"{p[0]}{p[1]}")
 def doomed(request):
     """Processes that do not outlive their test."""
-    yield from pool(request.param)
+    with pool(request.param) as processes:
+        yield processes
 
 
 def values(processes, function, *args, timeout=TIMEOUT, **kwargs):
@@ -246,8 +258,8 @@ def test_nothing_is_left_in_the_store(processes):
 def test_a_process_that_never_enters_is_named(doomed, how):
     alive = [rank for rank in range(len(doomed)) if rank != 1 or how == "stuck"]
     if how == "dead":
-        doomed.tell(inside.hang, how, on=[1])
-    outcomes = doomed.run(inside.hang, how, on=alive, timeout=TIMEOUT)
+        doomed.tell(failing.hang, how, on=[1])
+    outcomes = doomed.run(failing.hang, how, on=alive, timeout=TIMEOUT)
     for rank, outcome in zip(alive, outcomes, strict=True):
         if rank != 1:
             name, at_fault, message = outcome.unwrap()
@@ -258,12 +270,12 @@ def test_a_process_that_never_enters_is_named(doomed, how):
 def test_a_dead_process_is_named(doomed):
     doomed.signal(1, signal.SIGKILL)
     others = [rank for rank in range(len(doomed)) if rank != 1]
-    for outcome in doomed.run(inside.sync, 1.0, on=others, timeout=TIMEOUT):
+    for outcome in doomed.run(failing.sync, 1.0, on=others, timeout=TIMEOUT):
         name, at_fault, _ = outcome.unwrap()
         assert (name, at_fault) == ("ProcessTimeoutError", (1,))
     # Nor does it hold up those that must agree on a step to stop at, as it would in JAX.
     outcomes = doomed.run(
-        inside.train_beside_the_dead,
+        failing.train_beside_the_dead,
         on=others,
         timeout=TIMEOUT,
         during=lambda: doomed.signal(0, signal.SIGTERM),
@@ -274,23 +286,23 @@ def test_a_dead_process_is_named(doomed):
 def test_preemption_of_one_process_stops_all_at_one_step(doomed):
     stops = values(
         doomed,
-        inside.train,
+        failing.train,
         during=lambda: (time.sleep(0.5), doomed.signal(1, signal.SIGTERM)),
     )
     assert len(all_the_same(stops)) == 1
 
 
 def test_preemption_equals_jax(doomed):
-    answers = all_the_same(values(doomed, inside.train_beside_jax))
+    answers = all_the_same(values(doomed, failing.train_beside_jax))
     assert answers == [[False, False]] * 4 + [[True, True], [False, False]]
 
 
 def test_live_devices_equal_jax(processes):
-    assert all(all_the_same(values(processes, inside.live_beside_jax)))
+    assert all(all_the_same(values(processes, failing.live_beside_jax)))
 
 
 def test_a_process_that_lives_and_does_not_come_is_named(doomed):
-    for rank, error in enumerate(values(doomed, inside.live_late)):
+    for rank, error in enumerate(values(doomed, failing.live_late)):
         if rank != 1:
             name, at_fault, message = error
             assert (name, at_fault) == ("ProcessTimeoutError", (1,))
@@ -304,8 +316,8 @@ def test_the_others_go_on_without_a_process_that_dies(count):
     with Processes(count, devices=2, env=env, initialize=quick) as processes:
         values(processes, inside.ready)
         others = [rank for rank in range(count) if rank != 1]
-        processes.tell(inside.live_through_a_death, on=[1])
-        outcomes = processes.run(inside.live_through_a_death, on=others, timeout=TIMEOUT)
+        processes.tell(failing.live_through_a_death, on=[1])
+        outcomes = processes.run(failing.live_through_a_death, on=others, timeout=TIMEOUT)
         for outcome in outcomes:
             (name, at_fault, message, failed), goes_on = outcome.unwrap()
             assert (name, at_fault, len(failed)) == ("ProcessFailureError", (1,), 2)

@@ -1,7 +1,7 @@
 """Collectives in two halves: values, gradients, batching, order, on GPUs and over a host's wire."""
 
 import functools
-import re
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -11,68 +11,10 @@ import pytest
 import harness
 import nccl_host
 import pallas_collectives as pc
+from in_halves import AT_ONCE, EVERY, FORMS, SHIFT, N, split, whole
 from pallas_collectives.backends import choice, flights, ordered
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.topology.groups import Group
-
-N = min(4, jax.device_count())  # a host may have two GPUs
-SHIFT = [(d, (d + 1) % N) for d in range(N)]
-
-
-FORMS = {
-    "all_gather": lambda x, **o: ("all_gather", (x, "x"), {"tiled": True, **o}),
-    "all_gather stacked": lambda x, **o: ("all_gather", (x, "x"), {"axis": -1, **o}),
-    "psum_scatter": lambda x, **o: ("psum_scatter", (x, "x"), {"tiled": True, **o}),
-    "psum_scatter 1": lambda x, **o: (
-        "psum_scatter",
-        (x, "x"),
-        {"tiled": True, "scatter_dimension": 1, **o},
-    ),
-    "psum_scatter stacked": lambda x, **o: ("psum_scatter", (x[:N], "x"), o),
-    "psum_scatter in order": lambda x, **o: (
-        "psum_scatter",
-        (x, "x"),
-        {"tiled": True, "scatter_dimension": -1, "precise": True, "order": "rank", **o},
-    ),
-    "psum": lambda x, **o: ("psum", (x, "x"), o),
-    "pmean": lambda x, **o: ("pmean", (x, "x"), o),
-    "all_to_all": lambda x, **o: ("all_to_all", (x, "x", 0, 1), {"tiled": True, **o}),
-    "all_to_all stacked": lambda x, **o: ("all_to_all", (x[:N], "x", 0, 1), o),
-    "pswapaxes": lambda x, **o: ("pswapaxes", (x[:N], "x", 0), o),
-    "ppermute": lambda x, **o: ("ppermute", (x, "x", SHIFT), o),
-    "ppermute in part": lambda x, **o: ("ppermute", (x, "x", SHIFT[:-1]), o),
-    "pshuffle": lambda x, **o: ("pshuffle", (x, "x", [s for s, _ in SHIFT][::-1]), o),
-}
-# What copy engines do not do: one call, where it is started.
-AT_ONCE = {
-    "pmax": lambda x, **o: ("pmax", (x, "x"), o),
-    "pmin": lambda x, **o: ("pmin", (x, "x"), o),
-    "pbroadcast": lambda x, **o: ("pbroadcast", (x, "x", 1), o),
-}
-EVERY = {**FORMS, **AT_ONCE}
-
-
-def split(form, x, **options):
-    """The collective in two halves, with work between them."""
-    name, args, kwargs = EVERY[form](x, **options)
-    started = getattr(pc, f"{name}_start")(*args, **kwargs)
-    between = jnp.tanh(started.before(x))
-    return started.done(after=between), between
-
-
-def whole(form, x):
-    if form == "pbroadcast":  # lax has it on GPUs alone
-        return jax.lax.all_gather(x, "x")[1]
-    if form == "psum_scatter stacked":  # lax's batching of it fails
-        return jax.lax.psum_scatter(x[:N], "x", tiled=True)[0]
-    if form == "all_to_all stacked":  # lax's transpose of it fails
-        return jnp.moveaxis(jax.lax.pswapaxes(x[:N], "x", 0), 0, 1)
-    name, args, kwargs = EVERY[form](x)
-    for ours in ("order", "precise"):
-        kwargs.pop(ours, None)
-    if "scatter_dimension" in kwargs:  # JAX 0.10 takes no negative ones
-        kwargs["scatter_dimension"] %= x.ndim
-    return getattr(jax.lax, name)(*args, **kwargs)
 
 
 def on_devices(fn, x):
@@ -252,6 +194,20 @@ def test_a_result_may_be_asked_for_again(by_nccl):
     np.testing.assert_array_equal(first, again)
 
 
+def test_a_result_that_is_never_asked_for_is_told_of(by_nccl, caplog):
+    def followed(x, *, done):
+        started = pc.all_gather_start(x, "x")
+        x = started.before(x)
+        return x + started.done().sum() if done else x
+
+    for done, told in ((True, 0), (False, 1)):
+        harness.per_device(functools.partial(followed, done=done), harness.mesh(N))(
+            jnp.ones((N, 3))
+        )
+        gc.collect()
+        assert sum("done() was not called" in message for message in caplog.messages) == told
+
+
 def test_a_tree_of_many_arrays_is_under_way_at_once(by_nccl):
     x = harness.random((N, 70), "float32")
     got = on_devices(lambda x: jnp.stack(pc.ppermute_start([*x], "x", SHIFT).done()), x)
@@ -408,79 +364,3 @@ def test_a_program_has_one_text_whenever_it_is_traced(by_nccl):
     between.lower(jax.ShapeDtypeStruct((N, 2 * N, 3 * N), "float32"))
     assert text() == first
     assert all(f"gather start {24 * N * N} {place} " in first for place in range(2))
-
-
-# On TPUs ------------------------------------------------------------------------------------------
-
-MIB = 1 << 20
-SERVED = {
-    ("all_gather_start", "v4"): "the core stops for it, where it is started .v4's SparseCores",
-    ("all_gather_start", "v5e"): "XLA runs all_gather beside compute",
-    ("all_gather_start", "v5p"): "a SparseCore runs it, beside compute",
-    ("all_gather_start", "v6e"): "a SparseCore runs it, beside compute",
-    ("all_gather_start", "7x"): "XLA runs all_gather beside compute",
-    ("all_to_all_start", "v6e"): "a SparseCore runs it, beside compute",
-    ("all_to_all_start", "7x"): "a SparseCore runs it, beside compute",
-    ("ppermute_start", "v4"): "XLA runs ppermute beside compute",
-    ("psum_start", "7x"): "XLA runs all_reduce beside compute",
-}
-
-
-@pytest.mark.parametrize("op, chip", SERVED)
-def test_explain_says_who_runs_what_is_started(op, chip):
-    said = pc.explain(op, 16 * MIB, devices=8, chip=chip)
-    assert re.match(SERVED[op, chip], said.why), said.why
-    assert said.algorithm.endswith(":sc") == ("SparseCore runs" in said.why)
-    short = pc.explain(op, 4096, devices=8, chip=chip)
-    assert not short.algorithm.endswith(":sc")
-    whole = pc.explain(op.removesuffix("_start"), 16 * MIB, devices=8, chip=chip)
-    assert not whole.algorithm.endswith(":sc") and whole.algorithm != "lax's own"
-
-
-@pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e", "7x"])
-def test_compiled_it_is_beside_products_where_anything_can_run_it_there(generation):
-    pytest.importorskip("libtpu")
-
-    def program(x):
-        started = pc.all_gather_start(x, "x", tiled=True)
-        w = jnp.ones((1024, 1024), x.dtype)
-        between = jnp.tanh(jnp.tanh(x[:1024] @ w) @ w)
-        return started.done(after=between)[:1024] + between
-
-    pc.reset_counts()
-    topology = harness.GENERATIONS[generation]
-    text = harness.compile_for_tpu(program, topology, (4096, 1024), sizes=(4, 2)).text
-    ((_, backend, algorithm),) = pc.counts()
-    on_sparsecore = "call-start" in text and 'async_execution_thread="sparsecore"' in text
-    match generation:
-        case "v4":
-            assert backend == "pallas" and not algorithm.endswith(":sc")
-        case "v5e":
-            assert backend == "xla"
-        case "7x":
-            assert backend == "xla" and on_sparsecore
-        case _:
-            assert algorithm.endswith(":sc") and on_sparsecore
-
-
-def test_jaxs_own_started_scatter_is_ours_within_override_lax():
-    if not hasattr(jax.lax, "psum_scatter_start"):
-        pytest.skip("JAX has it from 0.12 on")
-    of_lax = jax.lax.psum_scatter_start
-    x = harness.random((2, 16, 128), "float32")
-
-    def loss(x):
-        started = jax.lax.psum_scatter_start(x, "x", tiled=True)
-        return jnp.sum(started.done() ** 2)
-
-    pc.reset_counts()
-    with pc.override_lax():
-        got = np.asarray(harness.per_device(jax.grad(loss), harness.mesh(2))(x))
-    assert {(op, backend) for op, backend, _ in pc.counts()} == {
-        ("reduce_scatter", "pallas"),
-        ("all_gather", "pallas"),
-    }
-    np.testing.assert_allclose(got[0], 2 * x.sum(0), rtol=1e-6)
-    assert jax.lax.psum_scatter_start is of_lax
-    with pc.override_lax(keep=["psum_scatter_start"]), pytest.raises(Exception):  # noqa: B017
-        harness.per_device(jax.grad(loss), harness.mesh(2)).lower(x)

@@ -33,7 +33,6 @@ def fresh(*args: str, **how: Any) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     """Runs the command here: (status, what it printed, what it complained of)."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
     def run(*args: str) -> tuple[int, str, str]:
         try:

@@ -227,8 +227,7 @@ def effects(op: str, spec: Spec, shapes: Any) -> frozenset[Any]:
 def _traced_effects(op: str, spec: Spec, shapes: Any, mesh: AnyMesh) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted():
-        run = functools.partial(kernel, op, spec=spec)
-        return frozenset(jax.make_jaxpr(run)(*shapes).effects)
+        return launch.effects(functools.partial(kernel, op, spec=spec), *shapes)
 
 
 def all_gather_matmul(

@@ -12,11 +12,9 @@ all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores wo
 agree at every wait, with a signal each, which this does not count. So one core starts all.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from pallas_collectives import _compat
@@ -104,8 +103,6 @@ def call_many(
       VmemError: what is to be in VMEM does not fit the chip's.
       EngineError: no SparseCore can run it (`sparsecore`), though one is wanted.
     """
-    if _left_out.get():
-        return tuple(jnp.zeros(result.shape, result.dtype) for result in out_shapes)
     _compat.prepare()
     along, entered = axes or (group,), entry.Entry.of(barrier, group)
     members = [ring.members() for ring in along]
@@ -176,6 +173,9 @@ def call_many(
     }
     if sparsecore.is_wanted():
         sparsecore.check(name, chips.current(), adds=vmem_bytes > 0)
+    if left_out.value:
+        return tuple(_stand_in.bind(out_shapes=tuple(out_shapes), interpret=interpret))
+    if sparsecore.is_wanted():
         compiled = sparsecore.kernel(
             body, (list(out_shapes), buffers), allocated, aliases, sharing, **options
         )
@@ -199,19 +199,22 @@ def call_many(
     def run(*arrays: Any) -> Any:
         return compiled(*jax.tree.map(spaces.operand, arrays))
 
-    # pallas_call knows no varying types; a shard_map over no axes hides it from the checker.
-    unchecked = jax.shard_map(
+    read = jax.tree.map(
+        sparsecore.whole_registers if sharing else lambda x: x, (tables, [*scalars])
+    )
+    results, _ = _unchecked(run)(*read, list(operands))
+    return tuple(results)
+
+
+def _unchecked(run: Callable[..., Any]) -> Callable[..., Any]:
+    """pallas_call knows no varying types; a shard_map over no axes hides it from the checker."""
+    return jax.shard_map(
         run,
         in_specs=PartitionSpec(),
         out_specs=PartitionSpec(),
         axis_names=frozenset(),
         check_vma=False,
     )
-    read = jax.tree.map(
-        sparsecore.whole_registers if sharing else lambda x: x, (tables, [*scalars])
-    )
-    results, _ = unchecked(*read, list(operands))
-    return tuple(results)
 
 
 class _Vmem(NamedTuple):
@@ -263,17 +266,37 @@ def _is_buffer(shape: Any) -> bool:
     return isinstance(shape, jax.ShapeDtypeStruct)
 
 
-_left_out = contextvars.ContextVar("left_out", default=False)
+# Within this context no kernel is built, for who asks what would: `_stand_in` gives the results.
+# What cannot be launched is refused all the same. JAX's caches keep what is traced so apart.
+left_out = jax.make_user_context(False)
+
+_stand_in = core.Primitive("kernel_left_out")
+_stand_in.multiple_results = True
 
 
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """Within this context no kernel is built: zeros stand for results, for who asks what would."""
-    token = _left_out.set(True)
-    try:
-        yield
-    finally:
-        _left_out.reset(token)
+@_stand_in.def_effectful_abstract_eval
+def _(*, out_shapes: Sequence[jax.ShapeDtypeStruct], interpret: Interpret) -> Any:
+    types = [_compat.array_type(result.shape, result.dtype) for result in out_shapes]
+    return types, _effects_of_a_kernel(interpret)
+
+
+@functools.cache
+def _effects_of_a_kernel(interpret: Interpret) -> frozenset[Any]:
+    """The effects of any kernel that runs so."""
+    shape = jax.ShapeDtypeStruct((8, LANES), jnp.float32)
+    empty = pl.pallas_call(lambda _: None, out_shape=shape, interpret=interpret)
+    with left_out(False):
+        return frozenset(jax.make_jaxpr(_unchecked(empty))().effects)
+
+
+def effects(run: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> frozenset[Any]:
+    """The effects of what launches kernels: those of TPU interpret mode, or none.
+
+    Builds no kernel, which takes most of the time that a call takes to trace. Raises what
+    launching raises.
+    """
+    with left_out(True):
+        return frozenset(jax.make_jaxpr(run)(*shapes).effects)
 
 
 def _is_vmem(scratch: Any) -> bool:

@@ -1,20 +1,23 @@
-"""VMEM, decided at launch."""
+"""VMEM, decided at launch; and what would be launched, asked without a kernel."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 import harness
+import jaxprs
 import pallas_collectives
 from benchmarks import replay_rows
 from benchmarks.cases import CASES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import ppermute
-from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.replay.program import Enter, Signal, Start, Wait
 from pallas_collectives.topology.groups import Group
@@ -64,3 +67,46 @@ def test_zeros_of_a_result_in_vmem_are_there_before_others_write_over_them(every
 def test_a_barrier_that_nobody_knows_is_refused() -> None:
     with pytest.raises(AssertionError, match="no barrier 'neighbors'"):
         sync.enter("neighbors", (), ())
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("algorithm", ["bidirectional", "direct:vmem", "direct:sc", "fused"])
+def test_effects_are_those_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, cores: int
+) -> None:
+    """JAX orders and keeps what has effects: a kernel that is left out has all of its own."""
+    left_out, asked = launch.effects, []
+
+    def both(run: Callable[..., Any], *shapes: Any) -> frozenset[Any]:
+        built = frozenset(jax.make_jaxpr(lambda *xs: run(*xs))(*shapes).effects)
+        asked.append((left_out(run, *shapes), built))
+        return built
+
+    def program(x: jax.Array) -> jax.Array:
+        if algorithm == "fused":
+            return pallas_collectives.all_gather_matmul(x, x.T, "x", algorithm=algorithm)
+        return pallas_collectives.all_gather(x, "x", algorithm=algorithm)
+
+    monkeypatch.setattr(launch, "effects", both)
+    x = np.zeros((4, 128, 256 + 128 * cores), np.float32)  # a shape that no other test has asked
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(num_cores_or_threads=cores)):
+        jax.eval_shape(harness.per_device(program, harness.mesh(4), jit=False), x)
+    assert asked
+    for found, built in asked:
+        assert found == built != frozenset()
+
+
+def test_a_kernel_that_was_left_out_is_built_when_it_is_to_run() -> None:
+    """JAX keeps what it has traced of a jitted function; without the kernel it is another."""
+    group = Group(("x",), (4,))
+    on, spec = harness.mesh(4), PartitionSpec("x")
+    pairs: Any = {"perm": ((0, 1), (1, 2), (3, 0)), "everyone": False}
+    simulated = pltpu.InterpretParams()
+    shift = jax.jit(lambda x: ppermute.direct(x, group, **pairs, vmem=False, interpret=simulated))
+    whole = jax.shard_map(shift, mesh=on, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((64, 128), np.float32)
+    effects = launch.effects(whole, x)
+    program = jax.make_jaxpr(lambda x: whole(x))(x)
+    assert "pallas_call" in jaxprs.primitives_in(program.jaxpr)
+    assert effects == program.effects
+    assert launch.effects(lambda x: whole(x), x) == effects

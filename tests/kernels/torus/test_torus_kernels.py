@@ -1,4 +1,4 @@
-"""All axes of a torus at once: the kernels' values, faults and loads."""
+"""All axes of a torus at once: the kernels' values and faults."""
 
 import dataclasses
 import functools
@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives
 from pallas_collectives.kernels.machinery import channel, sync
 from pallas_collectives.kernels.torus import all_gather, reduce_scatter, scatter
 from pallas_collectives.kernels.torus.shares import Plan
-from pallas_collectives.replay import Machine, Report, bound, replay
-from pallas_collectives.topology import chips, placement, torus_axes
+from pallas_collectives.topology import placement, torus_axes
 from pallas_collectives.topology.groups import Group
 
 SLOW = pytest.mark.slow
@@ -166,12 +164,6 @@ def sum_is_caught(mode: str, sizes: tuple[int, ...] = (4, 2), vmem: bool = True)
     return harness.caught(lambda: run(x), x.sum(0).reshape(n, 32, 128))
 
 
-@pytest.fixture
-def in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little scratch that the smallest operands go by in sections."""
-    monkeypatch.setattr(reduce_scatter, "SCRATCH_BYTES", 1 << 17)
-
-
 def on_lines(sizes: tuple[int, ...], lines: Sequence[int]) -> Group:
     """A group on a mesh some of whose axes are lines."""
     whole = group_of(*sizes)
@@ -277,235 +269,3 @@ def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sync, "barrier_on_torus", none)
     assert gather_is_caught("eager", (2, 2), hold=1)
-
-
-# On tori that are not there: the compiler, and the replay.
-
-
-@pytest.mark.parametrize(
-    "topology, sizes",
-    [
-        ("v4:2x2x1", (2, 2, 2)),
-        ("v5e:16x16", (16, 16)),
-        ("v5p:4x4x4", (4, 4, 4)),
-        ("v6e:4x4", (4, 4)),
-        ("tpu7x:2x2x1", (2, 2, 2)),
-    ],
-)
-@pytest.mark.parametrize("op", ["all_gather", pytest.param("psum_scatter", marks=SLOW), "psum"])
-def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int, ...]) -> None:
-    pytest.importorskip("libtpu")
-    call, axes = CASES[op][0], NAMES[: len(sizes)]
-    rows = 16 * 2 * len(sizes) * (1 if op == "all_gather" else math.prod(sizes))
-    program = harness.compile_for_tpu(
-        lambda x: call(pallas_collectives, x, axes, algorithm="torus", backend="pallas"),
-        topology,
-        (rows, 256),
-        dtype=jnp.bfloat16,
-        sizes=sizes,
-    )
-    assert "custom-call" in program.ops
-    assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
-
-
-@pytest.mark.parametrize(
-    "topology, sizes, mib",
-    [
-        ("v4:2x2x1", (2, 2, 2), 64),
-        ("v5e:4x4", (4, 4), 8),
-        pytest.param("v5p:4x4x4", (4, 4, 4), 64, marks=SLOW),
-        pytest.param("tpu7x:2x2x1", (2, 2, 2), 64, marks=SLOW),
-        pytest.param("v6e:2x4", (8,), 64, marks=SLOW),
-    ],
-)
-def test_sections_compile_for_every_generation(
-    topology: str, sizes: tuple[int, ...], mib: int
-) -> None:
-    pytest.importorskip("libtpu")
-    axes = NAMES[: len(sizes)]
-    algorithm = "torus" if len(sizes) > 1 else "ring"
-    program = harness.compile_for_tpu(
-        lambda x: pallas_collectives.psum(x, axes, algorithm=algorithm, backend="pallas"),
-        topology,
-        (mib << 11, 128),
-        sizes=sizes,
-    )
-    assert "custom-call" in program.ops
-    assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
-
-
-@pytest.mark.parametrize(
-    "op, machine, mesh, mib, share",
-    [
-        ("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4}, 64, 0.96),
-        ("psum", "v5e:16x16", {"x": 16}, 64, 0.99),
-        pytest.param("psum_scatter", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
-        pytest.param("psum", "v5e:16x16", {"x": 16, "y": 16}, 256, 0.98, marks=SLOW),
-        pytest.param("psum", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.92, marks=SLOW),
-        pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, 64, 0.925, marks=SLOW),
-    ],
-)
-def test_large_sums_keep_the_wires_busy_in_16_mib(
-    op: str, machine: str, mesh: dict[str, int], mib: int, share: float
-) -> None:
-    n = math.prod(mesh.values())
-    whole = dict(zip(NAMES, Machine.named(machine).shape, strict=False))
-    how = {"algorithm": "torus"} if len(mesh) > 1 else {}
-    report, least = replayed(op, machine, whole, (mib << 20) // n, over=tuple(mesh), **how)
-    assert not report.findings
-    assert report.hbm_scratch_bytes == 0 and report.vmem_bytes <= 16 << 20
-    rate = report.machine.generation.link_bandwidth * report.machine.generation.link_efficiency
-    assert share * report.time <= least / rate
-
-
-def races_of_sections(op: str, *sizes: int, **how: Any) -> int:
-    """How many races a sum has, in sections round rings of a v5p torus, on any schedule."""
-    mesh = dict(zip(NAMES, sizes, strict=False))
-    name = f"v5p:{'x'.join(map(str, sizes))}"
-    report, _ = replayed(op, name, mesh, 64 << 10, races=True, algorithm="torus", **how)
-    assert not report.stuck and not report.leftovers
-    return len(report.findings)
-
-
-@pytest.fixture
-def closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every axis of a torus closes."""
-    monkeypatch.setattr(chips.Chip, "wraps", lambda chip, shape: tuple(n > 2 for n in shape))
-
-
-@pytest.mark.parametrize(
-    "op, sizes",
-    [
-        ("psum_scatter", (4, 4)),
-        ("psum", (3, 3)),
-        pytest.param("psum", (3, 5), marks=SLOW),
-        pytest.param("psum_scatter", (2, 4), marks=SLOW),
-        pytest.param("psum_scatter", (4, 8, 8), marks=SLOW),
-        pytest.param("psum", (4, 4, 4), marks=SLOW),
-    ],
-)
-def test_pairs_need_no_credits_in_sections(
-    op: str, sizes: tuple[int, ...], in_sections: None, closing: None
-) -> None:
-    assert not races_of_sections(op, *sizes)
-
-
-def test_a_window_of_two_slots_without_credits_is_caught(
-    monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
-) -> None:
-    monkeypatch.setattr(scatter, "SLOTS", 2)
-    assert races_of_sections("psum_scatter", 4, 4)
-
-
-def test_a_pair_that_does_not_take_together_is_caught(
-    monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
-) -> None:
-    take, go_on = scatter.Scatter.take, scatter.Scatter.go_on
-
-    def in_turn(stage: Any, *where: Any) -> None:
-        take(stage, *where)
-        go_on(stage, *where)
-
-    monkeypatch.setattr(scatter.Scatter, "take", lambda *_: None)
-    monkeypatch.setattr(scatter.Scatter, "go_on", in_turn)
-    assert races_of_sections("psum_scatter", 4, 4)
-
-
-TORI_OF_SUMS = [(2, 4), (3, 5), (4, 4, 4), (4, 8, 8), (16, 16), (16,)]
-
-
-@pytest.mark.parametrize("lines", [(), (0, 1, 2)])
-@pytest.mark.parametrize("sizes", TORI_OF_SUMS)
-def test_scratch_of_sums_is_16_mib_at_the_most(
-    sizes: tuple[int, ...], lines: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chips, "current", lambda: chips.BY_NAME["v5p"])
-    axes = [Group((NAMES[k],), (n,), line=k in lines) for k, n in enumerate(sizes)]
-    for rows, dtype, back in itertools.product((64, 2048, 3001), (4, 2), (False, True)):
-        kind = {4: jnp.float32, 2: jnp.bfloat16}[dtype]
-        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, False, back)
-        own: Any = reduce_scatter.ReduceScratch if back else reduce_scatter.ScatterScratch
-        assert own.of(plan, kind, vmem=False).scatter.nbytes <= 16 << 20
-
-
-def test_columns_are_gathered_in_place() -> None:
-    pytest.importorskip("libtpu")
-    program = harness.compile_for_tpu(
-        lambda x: pallas_collectives.all_gather(
-            x, ("x", "y"), axis=1, tiled=True, algorithm="torus", backend="pallas"
-        ),
-        "v6e:4x4",
-        (256, 512),
-        sizes=(4, 4),
-    )
-    assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
-
-
-def replayed(
-    op: str,
-    name: str,
-    mesh: dict[str, int],
-    nbytes: int,
-    over: tuple[str, ...] | None = None,
-    races: bool = False,
-    **how: Any,
-) -> tuple[Report, float]:
-    """The replay of a collective of blocks of `nbytes` on a whole pod, and its bound in bytes.
-
-    Over all axes of the mesh, or over some, the first ones. `races` as `replay` has it.
-    """
-    machine, axes = Machine.named(name), over or tuple(mesh)
-    n = math.prod(mesh[axis] for axis in axes)
-    call = functools.partial(CASES[op][0], pallas_collectives, backend="pallas", **how)
-    function = jax.shard_map(
-        lambda x: call(x, axes),
-        mesh=machine.mesh(mesh),
-        in_specs=PartitionSpec(),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    rows = nbytes // 1024 * (1 if op == "all_gather" else n)
-    operand = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
-    report = replay(function, operand, machine=machine, races=races)
-    canonical = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}.get(op, op)
-    rate = machine.generation.link_bandwidth * machine.generation.link_efficiency
-    groups = np.arange(math.prod(mesh.values())).reshape(n, -1).T
-    return report, bound(canonical, machine, groups, nbytes).wire * rate
-
-
-@pytest.mark.parametrize(
-    "op, machine, mesh",
-    [
-        ("all_gather", "v5e:16x16", {"x": 16, "y": 16}),
-        ("all_gather", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}),
-        ("all_gather", "v5p:4x4x8", {"x": 4, "y": 4, "z": 8}),
-        ("all_gather", "v5p:4x4x4", {"x": 64}),
-        ("all_gather", "v5p:8x8x8", {"x": 8, "y": 8, "z": 8}),
-        ("all_gather", "v4:2x2x2", {"x": 2, "y": 2, "z": 2}),
-        ("all_gather", "v6e:8x16", {"x": 8, "y": 16}),
-        ("all_gather", "7x:2x2x1", {"x": 8}),
-        ("all_gather", "7x:4x4x4", {"x": 4, "y": 4, "z": 4, "core": 2}),
-        pytest.param("psum", "7x:2x2x1", {"x": 2, "y": 2, "core": 2}, marks=SLOW),
-        pytest.param("psum_scatter", "v5p:4x4x4", {"x": 4, "y": 4, "z": 4}, marks=SLOW),
-        pytest.param("psum", "v5e:16x16", {"x": 16, "y": 16}, marks=SLOW),
-    ],
-)
-def test_the_busiest_link_carries_what_it_must(op: str, machine: str, mesh: dict[str, int]) -> None:
-    """Within 2% of the least that is possible; chosen by itself, also for one mesh axis.
-
-    But on four chips of two devices a ring takes no longer.
-    """
-    how = {"algorithm": "torus"} if machine == "7x:2x2x1" else {}
-    report, least = replayed(op, machine, mesh, 8 << 20, **how)
-    assert [kernel.name.endswith("_torus") for kernel in report.kernels] == [True]
-    assert not report.findings
-    assert 0.999 <= report.busiest_link[1] / least <= 1.02
-
-
-@pytest.mark.parametrize(
-    "machine, mesh", [("v5e:16x16", {"x": 16, "y": 16}), ("v5p:4x4x4", {"x": 4, "y": 4, "z": 4})]
-)
-def test_gathers_take_little_longer_than_links_allow(machine: str, mesh: dict[str, int]) -> None:
-    report, least = replayed("all_gather", machine, mesh, 4 << 20)
-    rate = report.machine.generation.link_bandwidth * report.machine.generation.link_efficiency
-    assert report.time <= 1.05 * least / rate

@@ -1,0 +1,127 @@
+"""A product by tiles, by itself."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import harness
+from pallas_collectives.errors import VmemError
+from pallas_collectives.kernels import matmul_plan
+from pallas_collectives.kernels.machinery import product
+from pallas_collectives.kernels.machinery.product import Problem, Tiles
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group
+
+F32 = jnp.dtype(jnp.float32)
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def multiply(
+    problem: Problem, tiles: Tiles, x: Any, w: Any, *terms: Any, adds: bool = True, **options: Any
+) -> Any:
+    def kernel(x_ref: Any, w_ref: Any, *refs: Any) -> None:
+        *term_refs, out_ref, sum_ref, w_vmem_ref = refs
+        if tiles.keep == "all":
+            pltpu.sync_copy(w_ref, product.resident(problem, w_vmem_ref))
+            w_ref = w_vmem_ref
+        options["adds"] = adds or jnp.zeros((), jnp.int32) > 0  # as kernels have it: traced
+        product.multiply(
+            x_ref, w_ref, out_ref, *term_refs,
+            sum_ref=sum_ref, problem=problem, tiles=tiles, **options,
+        )  # fmt: skip
+
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((*x.shape[:2], problem.columns), problem.out_dtype),
+        in_specs=[hbm] * (2 + len(terms)),
+        out_specs=hbm,
+        scratch_shapes=[
+            pltpu.VMEM(product.sum_shape(tiles), product.accumulator_dtype(x.dtype)),
+            pltpu.VMEM(product.resident_shape(problem, tiles), w.dtype),
+        ],
+        interpret=pltpu.InterpretParams(uninitialized_memory="nan"),
+    )(x, w, *terms)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("keep", ["all", "panel", "tile"])
+def test_products_of_tiles_that_stick_out(keep: str, transposed: bool) -> None:
+    """Rows and columns that are no multiple of a tile; K in several tiles, and those in slabs."""
+    problem = Problem(2, 40, 512, 384, F32, F32, F32, terms=1, transposed=transposed)
+    tiles = Tiles(rows=16, depth=256, columns=256, inner=128, keep=keep)
+    x, w = harness.random((2, 40, 512), F32), harness.random((512, 384), F32, 1)
+    term = harness.random((2, 40, 384), F32, 2)
+    given = w.T if transposed else w
+    adds = keep != "panel"
+    got = multiply(problem, tiles, x, given, term, adds=adds, scale=0.5)
+    np.testing.assert_array_equal(got, (x @ w + (term if adds else 0)) * 0.5)
+
+
+@pytest.mark.parametrize(
+    "x_dtype, w_dtype, out_dtype",
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "float32"),
+        ("int8", "int8", "int32"),
+        ("float8_e4m3fn", "float8_e4m3fn", "float32"),
+    ],
+)
+def test_products_are_added_up_wide(x_dtype: str, w_dtype: str, out_dtype: str) -> None:
+    x_dtype, w_dtype, out_dtype = map(jnp.dtype, (x_dtype, w_dtype, out_dtype))
+    problem = Problem(1, 32, 256, 128, x_dtype, w_dtype, out_dtype)
+    tiles = Tiles(rows=32, depth=128, columns=128, inner=128, keep="tile")
+    x, w = harness.random((1, 32, 256), x_dtype), harness.random((256, 128), w_dtype, 1)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    got = np.asarray(multiply(problem, tiles, x, w))
+    np.testing.assert_array_equal(got, exact.astype(out_dtype))  # rounded once
+
+
+@pytest.mark.parametrize("chip", chips.BY_NAME)
+@pytest.mark.parametrize("columns", [8192, 11008, 28672, 29568])
+def test_tiles_fit_and_feed_the_matrix_unit(chip: str, columns: int) -> None:
+    problem = Problem(1, 2048, 8192, columns, BF16, BF16, BF16)
+    budget = int(chips.BY_NAME[chip].vmem_bytes * matmul_plan.VMEM_SHARE)
+    tiles = product.choose_tiles(problem, budget, chips.BY_NAME[chip])
+    assert tiles is not None
+    assert product.vmem(problem, tiles) <= budget
+    assert problem.depth % tiles.depth == tiles.depth % tiles.inner == 0
+    rates = chips.BY_NAME[chip]
+    least = problem.flops * rates.cores / rates.matrix_rate
+    assert least <= product.seconds(problem, tiles, rates) <= 1.25 * least
+
+
+@pytest.mark.parametrize("chip", chips.BY_NAME)
+def test_weights_stay_in_vmem_where_they_fit(chip: str) -> None:
+    budget = int(chips.BY_NAME[chip].vmem_bytes * matmul_plan.VMEM_SHARE)
+
+    def kept(depth: int, columns: int) -> str:
+        problem = Problem(1, 1024, depth, columns, BF16, BF16, BF16)
+        tiles = product.choose_tiles(problem, budget, chips.BY_NAME[chip])
+        assert tiles is not None
+        return tiles.keep
+
+    assert kept(2048, 2048) == "all"
+    assert kept(8192, 11008) != "all"
+
+
+def test_what_no_tile_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        chips, "SIMULATED", dataclasses.replace(chips.SIMULATED, vmem_bytes=1 << 16)
+    )
+    with pytest.raises(VmemError, match="MiB of VMEM"):
+        matmul_plan.plan(
+            (1, 64, 1024),
+            [(1024, BF16)],
+            BF16,
+            BF16,
+            group=Group(("x",), (4,)),
+            block_bytes=1 << 17,
+            cores=1,
+        )

@@ -1,0 +1,139 @@
+"""The fused kernels on TPUs that are not there: the compiler, the modelled time."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import harness
+import pallas_collectives
+from benchmarks.replay_rows import mesh_axes
+from pallas_collectives.replay import Machine, bound, replay
+
+BF16 = jnp.dtype(jnp.bfloat16)
+WIDTHS = (11008, 28672, 29568, 8192, 11008)
+
+
+def compiled(generation: str, columns: int, op: str, dtype: Any = BF16) -> harness.Compiled:
+    """A product of 8192 x 8192 a device with weights of `columns`, with its collective."""
+    options: dict[str, Any] = {"algorithm": "fused"}
+    if jnp.issubdtype(dtype, jnp.integer):
+        options["preferred_element_type"] = jnp.int32
+    function = getattr(pallas_collectives, op)
+    return harness.compile_for_tpu(
+        lambda x, w: function(x, w, "x", **options),
+        harness.GENERATIONS[generation],
+        (8192, 8192),
+        (8192, columns),
+        dtype=dtype,
+    )
+
+
+MEGACORE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import pallas_collectives as pc
+def program(x, w):
+    y = pc.all_gather_matmul(2 * x, w, "x", algorithm="fused")
+    return pc.matmul_reduce_scatter(y, w.T, "x", algorithm="fused") + 1
+for name, options in (("v4:2x2x1", {"chip_config_name": "megacore"}), ("v5p:2x2x1", {})):
+    found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    mesh = Mesh(np.array(found.devices), ("x",))
+    spec = lambda *shape: jax.ShapeDtypeStruct(
+        shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+    run = jax.shard_map(program, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    text = jax.jit(run).lower(spec(4 * 2048, 1024), spec(4 * 1024, 2048)).compile().as_text()
+    lines = [line.partition(" custom-call(") for line in text.splitlines()]
+    kernels = [result for result, call, _ in lines if call]
+    assert len(kernels) == 2 and not any("S(" in kernel for kernel in kernels), kernels
+"""
+
+
+def test_both_cores_compile_on_chips_that_have_two() -> None:
+    """In a process of its own: libtpu's topologies of other layouts are for one each."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    subprocess.run([sys.executable, "-c", MEGACORE], env=environment, check=True, timeout=240)
+
+
+def assert_nothing_else(found: harness.Compiled) -> None:
+    """Between producers and consumer stands the kernel: no copy, no pad, no collective."""
+    kernel = [op for op in found.ops if op not in ("parameter", "fusion", "get-tuple-element")]
+    assert kernel == ["custom-call"], found.ops
+    assert found.ops.count("fusion") == 3, found.ops
+
+
+@pytest.mark.parametrize("generation, columns", list(zip(harness.GENERATIONS, WIDTHS, strict=True)))
+def test_transformer_sizes_compile_to_the_kernel_alone(generation: str, columns: int) -> None:
+    assert_nothing_else(compiled(generation, columns, "all_gather_matmul"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("columns", [8192, 11008, 28672, 29568])
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_all_transformer_sizes_compile(generation: str, columns: int, op: str) -> None:
+    assert_nothing_else(compiled(generation, columns, op))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_other_dtypes_compile(generation: str, op: str, dtype: str) -> None:
+    if generation == "v4" and dtype != "float32":
+        with pytest.raises(pallas_collectives.errors.AlgorithmError, match="matrix unit"):
+            compiled(generation, 8192, op, jnp.dtype(dtype))
+    else:
+        compiled(generation, 8192, op, jnp.dtype(dtype))
+
+
+def test_scatter_compiles() -> None:
+    assert_nothing_else(compiled("v5e", 11008, "matmul_reduce_scatter"))
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("ratio", [0.5, 2])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("v5e:16", "v5p:4x4x4", "7x:4x4x4"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4:4x4x4", "v6e:16")),
+    ],
+)
+def test_the_shorter_of_wire_and_product_is_hidden(name: str, ratio: float, op: str) -> None:
+    """Modelled, with products that take half as long as the wire, or twice: within 15%."""
+    machine, size = Machine.named(name), 3072 if name.endswith(":16") else 4096
+    rates, axes = machine.generation, mesh_axes(machine)
+    n = axes["x"]
+    devices = np.arange(int(np.prod(list(axes.values())))).reshape(tuple(axes.values()))
+    groups = np.moveaxis(devices, 0, -1).reshape(-1, n)
+    gathers = op == "all_gather_matmul"
+    collective = "all_gather" if gathers else "reduce_scatter"
+    wire = bound(collective, machine, groups, 2 * size * size).wire
+    rate = rates.matrix_rate
+    free = 256 * round(ratio * wire * rate / (2 * n * size * size) / 256)
+    depth, columns = (size, free) if gathers else (free, size)
+
+    function = jax.shard_map(
+        lambda x, w: getattr(pallas_collectives, op)(x, w, "x", algorithm="fused"),
+        mesh=machine.mesh(axes),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    x = jax.ShapeDtypeStruct((size if gathers else n * size, depth), BF16)
+    w = jax.ShapeDtypeStruct((depth, columns), BF16)
+    report = replay(function, x, w, machine=machine)
+    assert not report.stuck
+    assert not report.leftovers
+    assert max(kernel.vmem_bytes for kernel in report.kernels) <= rates.vmem_bytes
+    products = 2 * n * size * depth * columns / rate
+    assert 1 <= report.time / max(products, wire) <= 1.15

@@ -1,0 +1,11 @@
+"""What the tests of sums over a torus share."""
+
+import pytest
+
+from pallas_collectives.kernels.torus import reduce_scatter
+
+
+@pytest.fixture
+def in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little scratch that the smallest operands go by in sections."""
+    monkeypatch.setattr(reduce_scatter, "SCRATCH_BYTES", 1 << 17)
