@@ -219,8 +219,7 @@ def _run(kept: Results, wanted: Settings, mesh: Mesh, until: float) -> int:
     rows = soak.rows(wanted, mesh, number, effort.runs, effort.length, kept.kept("soak"))
     collect("soak", rows, number, "\nSoak: mixed collectives back to back")
     if kind == "simulated":
-        pods = sweep.ONE_POD_EACH
-        on_pods = replay_rows.plan(pods["pods"], wanted.cases, pods["sizes"])
+        on_pods = replay_rows.wanted(sweep.on_pods(wanted))
         rows = replay_rows.rows(on_pods[kept.kept("replayed") :])
         collect("replayed", rows, len(on_pods), "\nModelled, not measured")
         return left
@@ -245,7 +244,7 @@ def _rig(mesh: Mesh, kept: Results) -> Rig | None:
 
 
 def _drop_if_empty(kept: Results, part: str) -> None:
-    """A part for which there was no time is no part of which nothing could run."""
+    """Drops a part that had no time: left empty, it would say that nothing of it could run."""
     if not kept.kept(part):
         kept.parts.pop(part, None)
 

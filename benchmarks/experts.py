@@ -1,7 +1,7 @@
 """`experts`: tokens to their experts and back, on modelled pods, or timed on GPUs.
 
 The experts are spread over all devices of a pod. Modelled, the kernels that carry the tokens there
-and their answers back are replayed, for routings of which each is one's own:
+and their answers back are replayed, for each of these routings:
 
     balanced    each token chooses k of all experts, all as likely
     zipf        expert e is chosen as 1 / (1 + e)
@@ -16,11 +16,15 @@ with few tokens, the bound is latency, and all times are in µs.
 On GPUs it times both ways, of balanced routing, beside two dense all-to-alls of all choices' bytes
 and beside the same by lax: `experts_gpu`.
 
+What `moe.dispatch` and `moe.combine` launch is replayed, by the exchange that they choose: by slots
+one kernel there, with choices (or two gathers, where the links then carry less), and back a gather
+of weights and one kernel; ragged a gather of counts, then words, then tokens, and back weights,
+then answers. Where tokens go to all, they share links, and `% wire` may be more than 100.
+
 A row of 16 devices takes seconds to replay; one of 64 minutes, and more where most pairs' rows are
 passed on.
 
-The plan, a gather of counts and sums on small tables, and the passes over HBM that lay rows out,
-are not in these times.
+The plan's sums on small tables, and the passes over HBM that lay rows out, are not in these times.
 """
 
 import dataclasses
@@ -38,6 +42,11 @@ import pallas_collectives
 from benchmarks import devices, experts_gpu, settings
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
+from pallas_collectives.backends import choice
+from pallas_collectives.backends.plans import How
+from pallas_collectives.kernels import visits as visits_kernel
+from pallas_collectives.moe import exchanges, linear, slots
+from pallas_collectives.moe.wire import Sizes, Wire
 from pallas_collectives.replay import Machine, MachineError, Report, bound, replay
 from pallas_collectives.replay.bound import Bound
 
@@ -114,16 +123,23 @@ def worst(rng: np.random.Generator, tokens: int, experts: int, k: int) -> np.nda
 ROUTINGS = {"balanced": balanced, "zipf": zipf, "worst": worst}
 
 
+def choices(name: str, n: int, tokens: int, experts: int, k: int) -> np.ndarray:
+    """int[n, tokens, k]: the experts that each device's tokens choose."""
+    rng = np.random.default_rng(0)
+    return np.array([ROUTINGS[name](rng, tokens, experts, k) for _ in range(n)])
+
+
+def going(chosen: np.ndarray, n: int, experts: int) -> np.ndarray:
+    """bool[n, tokens, n]: whether a token of a device goes to each."""
+    there = np.zeros((*chosen.shape[:2], n), bool)
+    np.put_along_axis(there, chosen // (experts // n), True, axis=2)
+    return there
+
+
 def visits(name: str, n: int, tokens: int, experts: int, k: int) -> np.ndarray:
     """int32[n, n]: how many tokens of each device go to each."""
-    rng = np.random.default_rng(0)
-    sent = np.zeros((n, n), np.int32)
-    for home in range(n):
-        away = ROUTINGS[name](rng, tokens, experts, k) // (experts // n)
-        there = np.zeros((tokens, n), bool)
-        np.put_along_axis(there, away, True, axis=1)
-        sent[home] = there.sum(axis=0)
-    return sent
+    there = going(choices(name, n, tokens, experts, k), n, experts)
+    return there.sum(axis=1, dtype=np.int32)
 
 
 HEADER = (
@@ -166,40 +182,139 @@ def rows(
     machine: Machine, name: str, tokens: int, *, races: bool = False, algorithm: str = "auto"
 ) -> Iterator[Row]:
     """There, and back."""
-    sent = visits(name, machine.n_devices, tokens, _EXPERTS.value, _CHOICES.value)
+    n, width = machine.n_devices, _WIDTH.value
+    chosen = choices(name, n, tokens, _EXPERTS.value, _CHOICES.value)
+    there = going(chosen, n, _EXPERTS.value)
+    sent = there.sum(axis=1, dtype=np.int32)
+    how = How("pallas", algorithm=None if algorithm == "auto" else algorithm)
+    exchange = exchanges.choose(
+        "auto",
+        how,
+        tuple(mesh_axes(machine).values()),
+        tokens=tokens,
+        experts=_EXPERTS.value,
+        k=_CHOICES.value,
+        rows=None,
+        reaches_all=machine.generation.reaches_all,
+    )
     for way, matrix in (("there", sent), ("back", np.ascontiguousarray(sent.T))):
-        report = replayed(machine, matrix, _WIDTH.value, races=races, algorithm=algorithm)
+        if exchange == "slots":
+            report = by_slots(machine, chosen, _EXPERTS.value, width, way, races=races)
+        else:
+            lists = words_of(chosen, n, _EXPERTS.value)
+            lists = lists if way == "there" else np.ascontiguousarray(lists.T)
+            report = replayed(machine, matrix, width, races=races, algorithm=algorithm, lists=lists)
         served = report.kernels[-1].name.removeprefix("ragged_all_to_all_")
-        group = np.arange(machine.n_devices)[None]
-        least = bound("ragged_all_to_all", machine, group, 2.0 * _WIDTH.value * matrix)
+        served = "gather" if served.startswith("all_gather") else served
+        group = np.arange(n)[None]
+        least = bound("ragged_all_to_all", machine, group, 2.0 * width * matrix)
         yield Row(machine, name, tokens, way, matrix, report, least, served)
 
 
-def replayed(
-    machine: Machine, sent: np.ndarray, width: int, *, races: bool, algorithm: str
+def words_of(chosen: np.ndarray, n: int, experts: int) -> np.ndarray:
+    """int32[n, n]: rows of 128 words on choices, from each device to each."""
+    away = chosen.reshape(n, -1) // (experts // n)
+    count = np.array([np.bincount(own, minlength=n) for own in away])
+    return -(-count // 128).astype(np.int32)
+
+
+def by_slots(
+    machine: Machine, chosen: np.ndarray, experts: int, width: int, way: str, *, races: bool
 ) -> Report:
-    """The exchange of sent[p, q] rows from each device p to each q, one behind the other."""
-    axes = mesh_axes(machine)
-    starts, lands = np.cumsum(sent, 1) - sent, np.cumsum(sent, 0) - sent
-    tables = (starts, sent, lands, np.ascontiguousarray(sent.T))
-    leaving, coming = int(sent.sum(1).max()), int(sent.sum(0).max())
+    """The exchange by slots of int[n, tokens, k] choices, one way."""
+    axes, (n, tokens, k) = mesh_axes(machine), chosen.shape
+    numbers = np.arange(n * tokens, dtype=np.int32)
 
-    def exchange(x: jax.Array, out: jax.Array, *tables: jax.Array) -> jax.Array:
-        return pallas_collectives.ragged_all_to_all(
-            x, out, *tables, axis_name=tuple(axes), backend="pallas", algorithm=algorithm
-        )
+    def exchange(x: jax.Array, tables: Any, note: jax.Array, weights: jax.Array) -> Any:
+        how = choice.choose(tuple(axes), "pallas", None)
+        wire = Wire(tuple(axes), None, how, "pallas")
+        ways = wire.ways(Sizes(tokens, k, n, experts // n, n * tokens, "slots"))
+        if way == "there":
+            return slots.arrive(x, note, tables.tokens, tables.home, ways)
+        return wire.everyones(weights), slots.back(x, tables, ways)
 
-    everywhere, own = PartitionSpec(), PartitionSpec(tuple(axes))
+    there = going(chosen, n, experts)
+    sent = there.sum(axis=1, dtype=np.int32)
+    most = tokens * min(k, n)
+    tables = slots.Tables(
+        tokens=np.array([_padded(np.nonzero(own.T)[1], most, tokens) for own in there]),
+        places=np.zeros((n, tokens, min(k, n)), np.int32),
+        order=np.array([_padded(numbers[there[..., q].ravel()], n * tokens, 0) for q in range(n)]),
+        ranks=np.zeros((n, n * tokens), np.int32),
+        home=_ends(sent),
+        away=_ends(sent.T),
+    )
+    head = visits_kernel.head_lanes(n)
+    words = head + -(-tokens * k // 128) * 128
+    note = np.zeros((n, words), np.int32)
+    note[:, :n] = sent
+    own = PartitionSpec(tuple(axes))
+    everywhere = PartitionSpec()
+    whole = jax.tree.map(lambda table: table.reshape(-1, *table.shape[2:]), tables)
     function = jax.shard_map(
         exchange,
         mesh=machine.mesh(axes),
-        in_specs=(everywhere, everywhere, *(own,) * 4),
+        in_specs=(everywhere, jax.tree.map(lambda _: own, whole), own, everywhere),
         out_specs=everywhere,
         check_vma=False,
     )
-    operands: list[Any] = [
-        jax.ShapeDtypeStruct((max(1, size), width // 128, 128), jnp.bfloat16)
-        for size in (leaving, coming)
-    ]
-    words = (table.astype(np.int32).reshape(-1) for table in tables)
-    return replay(function, *operands, *words, machine=machine, races=races)
+    rows = tokens if way == "there" else n * tokens
+    x = jax.ShapeDtypeStruct((rows, width // 128, 128), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((tokens, k), jnp.float32)
+    return replay(function, x, whole, note.reshape(-1), weights, machine=machine, races=races)
+
+
+def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
+    return np.pad(values, (0, size - len(values)), constant_values=fill).astype(np.int32)
+
+
+def _ends(sent: np.ndarray) -> linear.Side:
+    """Where blocks of sent[p, q] rows start at p, where they land at q, and their sizes."""
+    starts, lands = np.cumsum(sent, 1) - sent, np.cumsum(sent, 0) - sent
+    return linear.Side(starts.astype(np.int32), lands.astype(np.int32), sent.astype(np.int32))
+
+
+def replayed(
+    machine: Machine,
+    sent: np.ndarray,
+    width: int,
+    *,
+    races: bool,
+    algorithm: str,
+    lists: np.ndarray | None = None,
+) -> Report:
+    """The exchange of sent[p, q] rows from each device p to each q, one behind the other.
+
+    With `lists`, so many rows of 128 words: also what goes before it, a gather of counts, and these
+    words.
+    """
+    axes, n = mesh_axes(machine), machine.n_devices
+    by: dict[str, Any] = {"axis_name": tuple(axes), "backend": "pallas", "algorithm": algorithm}
+
+    def exchange(counts: jax.Array, *exchanged: Any) -> Any:
+        told = []
+        if lists is not None:
+            told.append(pallas_collectives.all_gather(counts, tuple(axes), backend="pallas"))
+        return told, [pallas_collectives.ragged_all_to_all(*each, **by) for each in exchanged]
+
+    everywhere, own = PartitionSpec(), PartitionSpec(tuple(axes))
+    parts = [] if lists is None else [_exchanged(lists, (1, 128), jnp.int32)]
+    parts.append(_exchanged(sent, (width // 128, 128), jnp.bfloat16))
+    function = jax.shard_map(
+        exchange,
+        mesh=machine.mesh(axes),
+        in_specs=(everywhere, *[(everywhere, everywhere, *(own,) * 4)] * len(parts)),
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    counts = jax.ShapeDtypeStruct((2, n), jnp.int32)
+    return replay(function, counts, *parts, machine=machine, races=races)
+
+
+def _exchanged(sent: np.ndarray, row: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+    """The arguments of an exchange of sent[p, q] rows."""
+    most = int(sent.sum(1).max()), int(sent.sum(0).max())
+    operands = [jax.ShapeDtypeStruct((max(1, size), *row), dtype) for size in most]
+    ends = _ends(sent)
+    tables = ends.starts, ends.sizes, ends.landings, np.ascontiguousarray(sent.T)
+    return *operands, *(table.astype(np.int32).reshape(-1) for table in tables)

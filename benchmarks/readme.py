@@ -218,7 +218,7 @@ def _memory(row: Compiled) -> str:
 
 
 def _grouped(rows: Sequence[Compiled], text: Callable[[Compiled], str]) -> str:
-    """What is said of all TPUs; or each text with the TPUs of which it is."""
+    """What is said of all TPUs alike; or each text with the TPUs that it is said of."""
     chips: dict[str, list[str]] = {}
     for row in rows:
         chips.setdefault(text(row), []).append(row.topology.partition(":")[0].removeprefix("tpu"))

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 import pallas_collectives
 from benchmarks.cases import LANES, Case, chosen
 from benchmarks.rows import Replayed
+from benchmarks.settings import Settings
 from pallas_collectives.catalogue import COLLECTIVES
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
@@ -65,6 +66,11 @@ def plan(
         for pod, case, dtype, size in itertools.product(pods, cases, dtypes, sizes)
         for algorithm in chosen(case, algorithms)
     ]
+
+
+def wanted(of: Settings) -> list[Task]:
+    """The rows that settings ask for."""
+    return plan(of.pods, of.cases, of.sizes, of.dtypes, of.algorithms, of.axes)
 
 
 def rows(tasks: Sequence[Task], *, races: bool = False) -> Iterator[Replayed]:

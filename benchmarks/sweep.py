@@ -124,7 +124,7 @@ def _settings() -> Settings:
 
 
 def _check_simulable(wanted: Settings) -> None:
-    """Refuses sizes of which one row would take longer than a run may without a warning."""
+    """Refuses sizes whose rows would each take longer than a run may without a warning."""
     most = _LONG_MINUTES * 60 // 5 * (16 << 20) // math.prod(wanted.mesh)
     if max(wanted.sizes) > most:
         rule = f"the interpreter takes minutes a row above {most >> 20} MiB on these devices"
@@ -157,7 +157,7 @@ def _run(wanted: Settings, screen: Screen) -> int:
             _measure(kept, screen, wanted, mesh)
             _compile(kept, screen, wanted)
             if _REPLAY.value is None and devices.kind() == "simulated":
-                _replay(kept, screen, _on_pods(wanted))
+                _replay(kept, screen, on_pods(wanted))
                 if not _ALL.value:
                     screen.say("\n--all runs larger sizes, and compiles for each generation.")
     except KeyboardInterrupt:
@@ -171,7 +171,7 @@ def _run(wanted: Settings, screen: Screen) -> int:
     return int(kept.failed)
 
 
-def _on_pods(wanted: Settings) -> Settings:
+def on_pods(wanted: Settings) -> Settings:
     """One pod of each generation that has the axes, with the sizes that flags name."""
     sizes = wanted.sizes if selection.sizes_are_named() else ONE_POD_EACH["sizes"]
     pods = tuple(
@@ -255,9 +255,7 @@ def _replay(kept: Results, screen: Screen, wanted: Settings) -> None:
     if not devices.speaks():
         return
     screen.say()
-    tasks = replay_rows.plan(
-        wanted.pods, wanted.cases, wanted.sizes, wanted.dtypes, wanted.algorithms, wanted.axes
-    )
+    tasks = replay_rows.wanted(wanted)
     title = (
         "Modelled, not measured: the kernels' own DMA programs on a model of the pod.\n"
         "bound: no schedule takes less. % of wire: the least time on the busiest link alone.\n"

@@ -244,7 +244,7 @@ def _measure(out: Path | None, iters: int) -> int:
 
 
 def group_sizes(n: int) -> list[int]:
-    """The groups of which the devices can be cut into several alike, and of all."""
+    """The sizes of equal groups that n devices can be cut into, n itself among them."""
     return [k for k in range(2, n + 1) if n % k == 0]
 
 

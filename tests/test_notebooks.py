@@ -4,9 +4,11 @@ import ast
 import base64
 import functools
 import importlib
+import importlib.util
 import json
 import re
 import sys
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 pytest.importorskip("nbclient")
 import nbclient
 import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
@@ -33,6 +36,11 @@ MACHINE = re.compile(r"(?<![\w.])/[\w.-]+/\S+\.py|ipykernel_\d|0x[0-9a-f]{6}")
 @functools.cache
 def read(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
+
+
+def python(cell: Any) -> str:
+    """A cell's source, its magics as calls."""
+    return TransformerManager().transform_cell(cell.source)
 
 
 def outputs(cell: Any) -> str:
@@ -86,7 +94,7 @@ def test_saved_notebook_is_readable_as_it_is(path: Path) -> None:
         assert not MACHINE.search(text), f"a path of one machine in the output of {cell.id}"
         if CHECK.search(cell.source):
             assert outputs(cell).startswith("not yet"), "exercises are saved undone"
-        elif "inspect" not in cell.source:
+        elif "inspect" not in cell.source and "find_spec" not in cell.source:
             assert len(outputs(cell).splitlines()) <= 24, "a wall of text"
 
 
@@ -97,13 +105,52 @@ def test_the_source_that_it_ends_with_is_the_shipped_one(
     """Its last cell, by itself: with the imports of the others, and nothing else of them."""
     monkeypatch.syspath_prepend(FOLDER)
     code = [cell for cell in read(path).cells if cell.cell_type == "code"]
-    lines = [node for cell in code for node in ast.parse(cell.source).body]
+    lines = [node for cell in code for node in ast.parse(python(cell)).body]
     imports = [node for node in lines if isinstance(node, ast.Import | ast.ImportFrom)]
     here: dict[str, Any] = {}
     exec("\n".join(map(ast.unparse, imports)), here)
     capsys.readouterr()
     exec(code[-1].source, here)
     assert capsys.readouterr().out == outputs(code[-1]), "execute it anew, and save it"
+
+
+# All but two, which have no such cell yet.
+HOSTED = [path for path in NOTEBOOKS if path.name[:2] not in ("05", "10")]
+
+
+@pytest.mark.parametrize("path", HOSTED, ids=lambda path: path.stem)
+def test_it_begins_with_the_cell_that_installs_where_it_is_hosted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It installs the clone that the notebook lies in, and nothing where the package is there."""
+    first, *others = (cell for cell in read(path).cells if cell.cell_type == "code")
+    assert not first.outputs and not any("%pip" in cell.source for cell in others)
+    ran: list[tuple[str, str]] = []
+    shell = types.SimpleNamespace(run_line_magic=lambda *magic: ran.append(magic))
+    exec(python(first), {"get_ipython": lambda: shell})
+    assert not ran
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(python(first), {"get_ipython": lambda: shell})
+    assert ran == [("pip", 'install -q "..[notebooks]"')]
+    project = tomllib.loads((path.parent / ".." / "pyproject.toml").read_text())["project"]
+    assert "notebooks" in project["optional-dependencies"]
+
+
+def test_colours_are_those_that_mean_something() -> None:
+    """They have names in `replay.style`; greys, black and white may be written out."""
+    written = re.compile(r"['\"](#[0-9a-fA-F]{6}|tab:\w+|C\d)['\"]")
+    root = FOLDER.parent
+    texts = {
+        path: "\n".join(c.source for c in read(path).cells if c.cell_type == "code")
+        for path in NOTEBOOKS
+    }
+    for folder in ("notebooks", "benchmarks", "pallas_collectives"):
+        texts |= {path: path.read_text() for path in (root / folder).rglob("*.py")}
+    del texts[root / "pallas_collectives" / "replay" / "style.py"]
+    for path, text in texts.items():
+        found = [colour for colour in written.findall(text) if len({*colour[1::2]}) > 1]
+        assert not found, f"{path}: {found}"
+        assert not re.search(r'color="(?!black|white)[a-z]', text), path
 
 
 @pytest.mark.timeout(4 * SECONDS)

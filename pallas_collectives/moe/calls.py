@@ -8,14 +8,15 @@ import numpy as np
 
 from pallas_collectives import _compat, validation
 from pallas_collectives.backends import choice
-from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
-from pallas_collectives.moe import linear, plans
+from pallas_collectives.errors import CollectiveError, DtypeError
+from pallas_collectives.lowering import quantized
+from pallas_collectives.moe import exchanges, linear, plans
 from pallas_collectives.moe.plans import Plan
 from pallas_collectives.moe.wire import Sizes, Wire
+from pallas_collectives.topology import chips, reach
 from pallas_collectives.validation import AxisName, Groups
 
 MOST_CHOICES = 8
-EXCHANGES = ("ragged", "dense")
 
 
 def dispatch(
@@ -26,6 +27,8 @@ def dispatch(
     num_experts: int,
     rows: int | None = None,
     exchange: str = "auto",
+    wire: Any = None,
+    wire_backward: Any = None,
     axis_index_groups: Groups = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -44,12 +47,18 @@ def dispatch(
       rows: R, the most rows that a device has room for; by default for all that could come, that is
         n * T * min(k, E/n). Where more want to come than fit, those of later devices, and of these
         the later tokens, are turned away, and counted in `plan.overflow` at home.
-      exchange: "ragged" (tokens travel to the devices that want them), "dense" (to all: static, so
-        that CUDA graphs take it); "auto" is dense with NCCL and lax, else ragged.
+      exchange: "ragged" (tokens travel to the devices that want them, counts first), "slots" (the
+        same, with all choices and no counts, each token to a place of its own), "dense" (to all:
+        static, so that CUDA graphs take it). "auto" is dense with NCCL and lax. On TPUs it is slots
+        for few tokens, and where the links carry less if all get all tokens; else ragged.
+      wire: the numbers that tokens travel as, "float8_e4m3fn" or others (see `collectives`), each
+        row with its scales behind it; None for x's own.
+      wire_backward: those of x's derivative, which passes straight through rounding.
       axis_index_groups: lists of device numbers that partition the axis; each is n devices, with
         E experts, by itself.
       backend: see `collectives`.
-      algorithm: of `ragged_all_to_all`, or if dense of `all_gather`, for what travels.
+      algorithm: of `ragged_all_to_all`, or if dense of `all_gather`, for what travels; slots have
+        none to name, so "auto" is then ragged.
 
     Returns:
       rows: (R, D): the tokens that chose this device's experts: by expert, then by the device they
@@ -61,7 +70,8 @@ def dispatch(
     back the way that the plan says: no counts are exchanged again.
 
     Raises:
-      UnboundAxisError, CollectiveError, DtypeError, AlgorithmError, BackendError: see `errors`.
+      UnboundAxisError, CollectiveError, DtypeError, AlgorithmError, BackendError, WireError: see
+        `errors`.
 
     Example, inside `jax.shard_map` over 8 devices:
       rows, plan = dispatch(x, experts, "x", num_experts=64)
@@ -79,10 +89,10 @@ def dispatch(
       >>> jax.jit(counted)(tokens, chosen)
       Array([3, 2, 1, 2], dtype=int32)
     """
-    wire = _wire(axis_name, axis_index_groups, backend, algorithm)
-    sizes = _sizes(x, experts, num_experts, rows, _dense(exchange, wire), wire.size)
-    found = plans.plan(experts, sizes, wire)
-    visitors = wire.there(x, found.ragged, sizes.away_visitors)
+    ways = _wire(axis_name, axis_index_groups, backend, algorithm, wire, wire_backward)
+    sizes = _sizes(x, experts, num_experts, rows, exchange, ways)
+    x = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)
+    found, visitors = plans.with_visitors(x, experts, sizes, ways)
     return linear.gather_sum(visitors, found.visitors[:, None], found.rows), found
 
 
@@ -93,6 +103,8 @@ def combine(
     axis_name: AxisName,
     *,
     overflow: str = "share",
+    wire: Any = None,
+    wire_backward: Any = None,
     axis_index_groups: Groups = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -109,6 +121,8 @@ def combine(
       axis_name: as given to `dispatch`; as the next three.
       overflow: where choices did not fit: "share" gives their weight to the token's others, in
         proportion to theirs; "drop" leaves it out. A token gets zeros if nothing of it fitted.
+      wire: the numbers that sums travel as, "bfloat16" (of float32) or others, as for `dispatch`.
+      wire_backward: those of y's derivative; see there.
       axis_index_groups: see `axis_name`.
       backend: see `axis_name`.
       algorithm: see `axis_name`.
@@ -117,7 +131,8 @@ def combine(
       (T, D), in y's dtype.
 
     Raises:
-      UnboundAxisError, CollectiveError, DtypeError, AlgorithmError, BackendError: see `errors`.
+      UnboundAxisError, CollectiveError, DtypeError, AlgorithmError, BackendError, WireError: see
+        `errors`.
 
     Example, of experts that double what they get; each token's choices weigh 1 together:
       >>> def layer(x, experts, weights):
@@ -130,14 +145,17 @@ def combine(
       Array([2., 2., 2., 2.], dtype=float32)
     """
     _check_answers(y, weights, plan, overflow)
-    wire = _wire(axis_name, axis_index_groups, backend, algorithm)
-    words = plan.sizes(wire.size).away_words
+    ways = _wire(axis_name, axis_index_groups, backend, algorithm, wire, wire_backward)
+    sizes = plan.sizes(ways.size)
     led = _weights_of_leaders(weights.astype(linear.wide(weights.dtype)), plan, overflow)
-    of_words = wire.weights_there(led, plan.ragged, words)
+    of_words = ways.weights_there(led, plan.tables, sizes.away_words)
     of_rows = of_words.at[plan.words].get(mode="fill", fill_value=0)
     weighed = y.astype(linear.wide(y.dtype)) * of_rows[:, None]
     answers = linear.gather_sum(weighed, plan.rows, plan.visitors[:, None])
-    return wire.back(answers.astype(y.dtype), plan.ragged)
+    answers = quantized.sent(
+        answers.astype(y.dtype), wire, axis_name, axis_index_groups, quantized.WHOLE
+    )
+    return ways.back(answers, plan.tables, sizes)
 
 
 def _weights_of_leaders(weights: jax.Array, plan: Plan, overflow: str) -> jax.Array:
@@ -156,31 +174,28 @@ def _weights_of_leaders(weights: jax.Array, plan: Plan, overflow: str) -> jax.Ar
 # What is settled, and what arguments must be ------------------------------------------------------
 
 
-def _wire(axis_name: AxisName, groups: Groups, backend: str | None, algorithm: str | None) -> Wire:
-    size = validation.size_of(axis_name)
+def _wire(
+    axis_name: AxisName,
+    groups: Groups,
+    backend: str | None,
+    algorithm: str | None,
+    wire: Any,
+    wire_backward: Any,
+) -> Wire:
+    validation.size_of(axis_name)
     mesh = jax.sharding.get_abstract_mesh().axis_names
     if mapped := [axis for axis in validation.named(axis_name) if axis not in mesh]:
         rule = "experts lie on axes of a mesh, and it is one of vmap"
         raise CollectiveError(f"axis {mapped[0]!r}", rule, "call inside jax.shard_map")
-    if groups is not None:
-        validation.check_groups(groups, size)
-        groups = tuple(map(tuple, groups))
-    how = choice.choose(validation.named(axis_name), backend, algorithm)
+    over = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, groups, backend, algorithm, **over)
+    groups = None if groups is None else tuple(map(tuple, groups))
     return Wire(axis_name, groups, how, backend)
 
 
-def _dense(exchange: str, wire: Wire) -> bool:
-    """Whether everyone gets all tokens."""
-    if exchange not in ("auto", *EXCHANGES):
-        rule = f"it is 'auto' or one of {', '.join(EXCHANGES)}"
-        raise AlgorithmError(f"exchange={exchange!r}", rule, "name one")
-    if wire.size == 1:
-        return True  # nothing is exchanged
-    return wire.how.backend != "pallas" if exchange == "auto" else exchange == "dense"
-
-
-def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, dense: bool, devices: int) -> Sizes:
+def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wire: Wire) -> Sizes:
     """The sizes of a call, if they fit together."""
+    devices = wire.size
     if np.ndim(x) != 2 or np.ndim(experts) != 2 or len(x) != len(experts) or not len(x):
         raise CollectiveError(
             f"x of shape {np.shape(x)}, experts of shape {np.shape(experts)}",
@@ -213,7 +228,17 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, dense: bool, devic
     if num_experts * T >= 1 << 31 or most >= 1 << 30:
         rule = "tokens and choices are numbered in 32 bits"
         raise CollectiveError(f"{T} tokens and {num_experts} experts", rule, "use fewer tokens")
-    return Sizes(T, k, devices, each, int(most if rows is None else rows), dense)
+    chosen = exchanges.choose(
+        exchange,
+        wire.how,
+        wire.axis_sizes,
+        tokens=T,
+        experts=int(num_experts),
+        k=k,
+        rows=rows,
+        reaches_all=reach.everywhere(chips.current()),
+    )
+    return Sizes(T, k, devices, each, int(most if rows is None else rows), chosen)
 
 
 def _is_whole(value: Any) -> bool:

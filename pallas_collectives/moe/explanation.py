@@ -1,12 +1,14 @@
-"""`explain`: what an exchange of tokens sends, ragged and dense."""
+"""`explain`: what each exchange of tokens sends, and which is chosen."""
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.moe import exchanges
+from pallas_collectives.topology import chips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,16 +18,22 @@ class Explanation:
     Attributes:
       visits: to how many other devices a token goes, on average.
       ragged_bytes: of tokens and of words on choices, where only what is wanted is sent.
+      slots_bytes: of tokens that are wanted, and of all choices.
       dense_bytes: where everyone gets all tokens.
       ragged_rows: what a device has to have room for, visitors on average.
-      dense_rows: the same.
+      dense_rows: the same; also by slots.
+      chip: the TPU generation for which an exchange is chosen.
+      chosen: "ragged", "slots" or "dense": what "auto" is there; on GPUs it is dense.
     """
 
     visits: float
     ragged_bytes: float
+    slots_bytes: float
     dense_bytes: float
     ragged_rows: float
     dense_rows: float
+    chip: str
+    chosen: str
 
     @property
     def ratio(self) -> float:
@@ -39,9 +47,12 @@ class Explanation:
                 f"a token goes to {self.visits:.2f} other devices",
                 f"  ragged  {self.ragged_bytes / mib:10.2f} MiB sent, {self.ragged_rows:10.0f}"
                 " visitors; counts first; NCCL's host waits, and no CUDA graph",
+                f"  slots   {self.slots_bytes / mib:10.2f} MiB sent, {self.dense_rows:10.0f}"
+                " visitors; all choices with them, no counts; on TPUs; or by a gather",
                 f"  dense   {self.dense_bytes / mib:10.2f} MiB sent, {self.dense_rows:10.0f}"
                 " visitors; static, so CUDA graphs take it",
                 f"  dense sends {self.ratio:.2f} times as much",
+                f"  on {self.chip}, along one axis, {self.chosen} is chosen",
             )
         )
 
@@ -54,8 +65,9 @@ def explain(
     num_experts: int,
     devices: int,
     dtype: DTypeLike = jnp.bfloat16,
+    chip: str = "v5p",
 ) -> Explanation:
-    """What a dispatch sends from each device, and a combine back, by either exchange.
+    """What a dispatch sends from each device, and a combine back, by each exchange.
 
     For tokens that choose k different experts, all as likely.
 
@@ -66,9 +78,10 @@ def explain(
       num_experts: E, a multiple of `devices`.
       devices: n.
       dtype: of the tokens.
+      chip: a TPU generation: "v4", "v5e", "v5p", "v6e" or "7x".
 
     Raises:
-      CollectiveError: numbers that do not fit together.
+      CollectiveError: numbers that do not fit together, or no such chip.
 
     Example:
       >>> said = pc.moe.explain(tokens=4096, width=4096, k=2, num_experts=16, devices=2)
@@ -81,14 +94,30 @@ def explain(
             "all are 1 or more, k is at most num_experts, and devices divides num_experts",
             "name sizes such as tokens=4096, width=4096, k=2, num_experts=16, devices=2",
         )
-    others = num_experts - num_experts // devices  # experts that are not of one device
-    each = 1 - math.comb(others, k) / math.comb(num_experts, k)
+    if chip not in chips.BY_NAME:
+        known = ", ".join(chips.BY_NAME)
+        raise CollectiveError(f"chip={chip!r}", f"it is one of {known}", "name one of them")
+    chosen = exchanges.choose(
+        "auto",
+        How("pallas"),
+        (devices,),
+        tokens=tokens,
+        experts=num_experts,
+        k=k,
+        rows=None,
+        reaches_all=chips.BY_NAME[chip].reaches_all,
+    )
+    visits = exchanges.visits(devices, num_experts, k)
+    each = visits / (devices - 1) if devices > 1 else 1.0
     row, remote = width * jnp.dtype(dtype).itemsize, (devices - 1) / devices
     words = 4 * tokens * k
     return Explanation(
-        visits=(devices - 1) * each,
-        ragged_bytes=(devices - 1) * each * tokens * row + remote * words,
+        visits=visits,
+        ragged_bytes=visits * tokens * row + remote * words,
+        slots_bytes=visits * tokens * row + (devices - 1) * words,
         dense_bytes=(devices - 1) * (tokens * row + words),
         ragged_rows=devices * each * tokens,
         dense_rows=float(devices * tokens),
+        chip=chip,
+        chosen=chosen,
     )

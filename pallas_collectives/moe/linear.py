@@ -57,7 +57,7 @@ def gather_sum(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
       index: int32[results, terms]; x's number of rows, or more, stands for none.
       inverse: int32[rows, uses]: to which results a row goes; their number stands for none.
     """
-    return _gather_sum_p.bind(*_alike(x, index, inverse))
+    return _gather_sum_p.bind(*alike(x, index, inverse))
 
 
 def wide(dtype: DTypeLike) -> Any:
@@ -80,7 +80,7 @@ def route(
       groups: `axis_index_groups`.
       how: the backend.
     """
-    operands = _alike(x, *here, *there)
+    operands = alike(x, *here, *there)
     return _route_p.bind(
         *operands, rows=rows, rows_back=len(x), axis_name=axis_name, groups=groups, how=how
     )
@@ -101,7 +101,7 @@ def _of_everyone(x: jax.Array, back: bool, axis_name: AxisName, groups: Any, how
     return _everyone_p.bind(x, back=back, axis_name=axis_name, groups=groups, how=how)
 
 
-def _alike(*operands: jax.Array) -> list[jax.Array]:
+def alike(*operands: jax.Array) -> list[jax.Array]:
     """Operands typed as varying over the same axes."""
     axes = frozenset().union(*map(_compat.varying, operands))
     return [_compat.as_varying(x, axes) for x in operands]
@@ -119,7 +119,7 @@ def _sums(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
     return added.astype(x.dtype)
 
 
-def _routed(
+def routed(
     x: jax.Array,
     *tables: jax.Array,
     rows: int,
@@ -129,6 +129,7 @@ def _routed(
     how: How,
     emulated: bool = False,
 ) -> jax.Array:
+    """What `route` is lowered to."""
     del rows_back
     here, there = Side(*tables[:3]), Side(*tables[3:])
     axis: Any = {"axis_name": axis_name, "axis_index_groups": groups}
@@ -148,7 +149,7 @@ def _by_all_to_all(
     row, place = jnp.arange(len(x)), jnp.arange(len(blank))[:, None]
     index = jnp.where(row < here.sizes[:, None], here.starts[:, None] + row, len(x))
     blocks = x.at[index].get(mode="fill", fill_value=0)
-    n = _devices(**axis)
+    n = devices_of(**axis)
     come = collectives.LAX.all_to_all(
         blocks.reshape(n, -1, *x.shape), axis["axis_name"], 0, 0,
         axis_index_groups=axis["axis_index_groups"], tiled=True,
@@ -161,10 +162,9 @@ def _by_all_to_all(
     return come.at[found].get(mode="fill", fill_value=0)
 
 
-def _everyones(
-    x: jax.Array, *, back: bool, axis_name: AxisName, groups: Any, how: How
-) -> jax.Array:
-    n = _devices(axis_name, groups)
+def everyones(x: jax.Array, *, back: bool, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
+    """What `to_everyone` and `from_everyone` are lowered to."""
+    n = devices_of(axis_name, groups)
     tiled: Any = {"axis_index_groups": groups, "tiled": True}
     axis: Any = {"axis_name": axis_name, **tiled}
     if not back:
@@ -178,32 +178,32 @@ def _everyones(
     return functools.reduce(jnp.add, terms).astype(x.dtype)  # in the order of devices
 
 
-def _devices(axis_name: AxisName, axis_index_groups: Any) -> int:
+def devices_of(axis_name: AxisName, axis_index_groups: Any) -> int:
     """How many exchange."""
     groups = axis_index_groups
     return int(lax.axis_size(axis_name)) if groups is None else len(groups[0])
 
 
 @functools.lru_cache(maxsize=1024)
-def _effects(run: Any, shapes: Any, params: dict[str, Any], mesh: AnyMesh) -> frozenset[Any]:
+def effects_of(run: Any, shapes: Any, params: dict[str, Any], mesh: AnyMesh) -> frozenset[Any]:
     """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
         return launch.effects(functools.partial(run, **dict(params)), *shapes)
 
 
-def _type(run: Any, rows: int, avals: Any, params: dict[str, Any]) -> Any:
+def typed(run: Any, rows: int, avals: Any, params: dict[str, Any], how: How) -> Any:
     """Of a result with so many rows, and the effects of what makes it."""
     x = avals[0]
     aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
-    if params["how"].backend == "xla":
+    if how.backend == "xla":
         return aval, frozenset()
     shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
     mesh = jax.sharding.get_abstract_mesh()
-    return aval, _effects(run, shapes, tuple(params.items()), mesh)
+    return aval, effects_of(run, shapes, tuple(params.items()), mesh)
 
 
-def _primitive(name: str) -> core.Primitive:
+def new_primitive(name: str) -> core.Primitive:
     primitive = core.Primitive(name)
     remat.register(primitive)
     _compat.register(primitive, jvp=functools.partial(_jvp, primitive))
@@ -216,12 +216,19 @@ def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) 
     out = primitive.bind(*primals, **params)
     if isinstance(moving, ad.Zero):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, primitive.bind(*_alike(moving, *tables), **params)
+    return out, primitive.bind(*alike(moving, *tables), **derived(params))
 
 
-_gather_sum_p = _primitive("moe_gather_sum")
-_route_p = _primitive("moe_route")
-_everyone_p = _primitive("moe_everyone")
+def derived(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a primitive's derivatives, which have a wire of their own."""
+    return params | {
+        name: params[name].differentiated for name in ("how", "ways") if name in params
+    }
+
+
+_gather_sum_p = new_primitive("moe_gather_sum")
+_route_p = new_primitive("moe_route")
+_everyone_p = new_primitive("moe_everyone")
 
 
 @_gather_sum_p.def_abstract_eval
@@ -231,16 +238,17 @@ def _gather_sum_type(x: Any, index: Any, inverse: Any) -> Any:
 
 @_route_p.def_effectful_abstract_eval
 def _route_type(*avals: Any, **params: Any) -> Any:
-    return _type(_routed, params["rows"], avals, params)
+    return typed(routed, params["rows"], avals, params, params["how"])
 
 
 @_everyone_p.def_effectful_abstract_eval
 def _everyone_type(x: Any, **params: Any) -> Any:
-    n, rows = _devices(params["axis_name"], params["groups"]), x.shape[0]
-    return _type(_everyones, rows // n if params["back"] else rows * n, (x,), params)
+    n, rows = devices_of(params["axis_name"], params["groups"]), x.shape[0]
+    rows = rows // n if params["back"] else rows * n
+    return typed(everyones, rows, (x,), params, params["how"])
 
 
-def _lowering(rule: Any) -> Any:
+def lowering_of(rule: Any) -> Any:
     def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
@@ -249,15 +257,15 @@ def _lowering(rule: Any) -> Any:
     return lower
 
 
-_on_cpus = functools.partial(_routed, emulated=True)
+_on_cpus = functools.partial(routed, emulated=True)
 _compat.register(_gather_sum_p, lowering=mlir.lower_fun(_sums, multiple_results=False))
 _compat.register(
     _route_p,
-    lowering=_lowering(mlir.lower_fun(_routed, multiple_results=False)),
-    on_cpu=_lowering(mlir.lower_fun(_on_cpus, multiple_results=False)),
+    lowering=lowering_of(mlir.lower_fun(routed, multiple_results=False)),
+    on_cpu=lowering_of(mlir.lower_fun(_on_cpus, multiple_results=False)),
 )
 _compat.register(
-    _everyone_p, lowering=_lowering(mlir.lower_fun(_everyones, multiple_results=False))
+    _everyone_p, lowering=lowering_of(mlir.lower_fun(everyones, multiple_results=False))
 )
 
 
@@ -277,13 +285,14 @@ def _route_transpose(
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval.to_ct_aval()), *nothing]
     back = *tables[3:], *tables[:3]
-    return [_route_p.bind(*_alike(ct, *back), rows=rows_back, rows_back=rows, **params), *nothing]
+    sizes = {"rows": rows_back, "rows_back": rows}
+    return [_route_p.bind(*alike(ct, *back), **sizes, **derived(params)), *nothing]
 
 
 def _everyone_transpose(ct: Any, x: Any, *, back: bool, how: How, **params: Any) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval.to_ct_aval())]
-    how = dataclasses.replace(how, algorithm=None)  # the name is of the other one's
+    how = dataclasses.replace(how.differentiated, algorithm=None)  # the name is of the other one's
     return [_everyone_p.bind(ct, back=not back, how=how, **params)]
 
 
@@ -292,12 +301,12 @@ _compat.register(_gather_sum_p, transpose=_gather_sum_transpose)
 _compat.register(_route_p, transpose=_route_transpose)
 
 
-def _in_front(args: Sequence[Any], dims: Sequence[Any]) -> tuple[int, list[Any]]:
+def in_front(args: Sequence[Any], dims: Sequence[Any]) -> tuple[int, list[Any]]:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     return size, [batching.bdim_at_front(a, d, size) for a, d in zip(args, dims, strict=True)]
 
 
-def _batch_of_rows(primitive: core.Primitive, args: Any, dim: int, **params: Any) -> Any:
+def batch_of_rows(primitive: core.Primitive, args: Any, dim: int, **params: Any) -> Any:
     """With the same tables for all: what is mapped is a dimension of each row."""
     x, *tables = args
     return primitive.bind(jnp.moveaxis(x, dim, 1), *tables, **params), 1
@@ -305,8 +314,8 @@ def _batch_of_rows(primitive: core.Primitive, args: Any, dim: int, **params: Any
 
 def _gather_sum_batch(args: Any, dims: Any) -> Any:
     if dims[1] is None and dims[2] is None:
-        return _batch_of_rows(_gather_sum_p, args, dims[0])
-    size, (x, index, inverse) = _in_front(args, dims)
+        return batch_of_rows(_gather_sum_p, args, dims[0])
+    size, (x, index, inverse) = in_front(args, dims)
     rows, results = x.shape[1], index.shape[1]
     flat = gather_sum(x.reshape(-1, *x.shape[2:]), _offset(index, rows), _offset(inverse, results))
     return flat.reshape(size, results, *x.shape[2:]), 0
@@ -323,9 +332,9 @@ def _offset(index: jax.Array, rows: int) -> jax.Array:
 def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: Any) -> Any:
     sizes = {"rows": rows, "rows_back": rows_back}
     if all(dim is None for dim in dims[1:]):
-        return _batch_of_rows(_route_p, args, dims[0], **sizes, **params)
-    size, (x, *tables) = _in_front(args, dims)
-    peers = _devices(params["axis_name"], params["groups"])
+        return batch_of_rows(_route_p, args, dims[0], **sizes, **params)
+    size, (x, *tables) = in_front(args, dims)
+    peers = devices_of(params["axis_name"], params["groups"])
 
     def slices_of(table: jax.Array, each: int) -> jax.Array:
         """(size, n * slices) starts in arrays of so many rows, as (n * size * slices) in one."""
@@ -335,14 +344,14 @@ def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: A
     ends = rows_back, rows, 0, rows, rows_back, 0  # whose starts and landings these are
     tables = [slices_of(table, each) for table, each in zip(tables, ends, strict=True)]
     flat = _route_p.bind(
-        *_alike(x.reshape(-1, *x.shape[2:]), *tables),
+        *alike(x.reshape(-1, *x.shape[2:]), *tables),
         rows=size * rows, rows_back=size * rows_back, **params,
     )  # fmt: skip
     return flat.reshape(size, rows, *x.shape[2:]), 0
 
 
 def _everyone_batch(args: Any, dims: Any, **params: Any) -> Any:
-    return _batch_of_rows(_everyone_p, args, dims[0], **params)
+    return batch_of_rows(_everyone_p, args, dims[0], **params)
 
 
 _compat.register(_everyone_p, batch_alone=_everyone_batch)

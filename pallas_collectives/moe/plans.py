@@ -10,10 +10,13 @@ comes for, and later with what weight, travels apart: a word for each choice.
            visitors  by home and token
            rows      by expert, then home, then token: what experts compute on
 
-An exchange is ragged or dense. Ragged: blocks lie one behind the other, and only what there is
-travels, from where to where all know from everyone's counts. Dense: everyone gets everyone's tokens
-and choices, and picks: static shapes that NCCL plays without the host, and no counts. With many
-choices and few devices that is little more; `explain` has the figures.
+An exchange is ragged or dense, or by slots (`exchanges` chooses). Ragged: blocks lie one behind the
+other, and only what there is travels, from where to where all know from everyone's counts. Dense:
+everyone gets everyone's tokens and choices, and picks: static shapes that NCCL plays without the
+host, and no counts. With many choices and few devices that is little more; `explain` has the
+figures. By slots: everyone gets everyone's choices, in one kernel with the tokens that it is to
+have (`slots`); each token has a place of its own there, the same as if all came, so that the plan
+is the dense one, and nothing waits for counts.
 
 What does not fit. A device has room for so many rows. Choices are taken in the order of homes,
 tokens and experts for as long as there is room, so all that follow are turned away. Each home knows
@@ -27,8 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_collectives.kernels import visits
 from pallas_collectives.kernels.machinery.blocks import LANES
+from pallas_collectives.moe import slots
 from pallas_collectives.moe.linear import Side
+from pallas_collectives.moe.slots import Tables
 from pallas_collectives.moe.wire import Ends, Ragged, Sizes, Wire
 
 
@@ -47,7 +53,7 @@ class Plan(NamedTuple):
       visitors: int32[R]: away, the visitor in each row; their number for none.
       rows: int32[visitors, min(k, L)]: away, where each is; R for none.
       words: int32[R]: away, the word of each row; their number for none.
-      ragged: what a ragged exchange needs besides; None for a dense one.
+      tables: what an exchange needs besides; None for a dense one.
     """
 
     group_sizes: Any
@@ -58,24 +64,71 @@ class Plan(NamedTuple):
     visitors: Any
     rows: Any
     words: Any
-    ragged: Ragged | None
+    tables: Ragged | Tables | None
 
     def sizes(self, devices: int) -> Sizes:
         """Those of the call that made it."""
         (tokens, k), (rows,) = self.kept.shape, self.visitors.shape
         experts = self.group_sizes.shape[0]
-        return Sizes(tokens, k, devices, experts, rows, self.ragged is None)
+        kinds = {Ragged: "ragged", Tables: "slots"}
+        exchange = kinds.get(type(self.tables), "dense")
+        return Sizes(tokens, k, devices, experts, rows, exchange)
 
 
-def plan(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
-    """The plan for this device's choices."""
-    return (_dense if sizes.dense else _ragged)(experts, sizes, wire)
-
-
-def _dense(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
-    """By one exchange: of everyone's choices."""
-    n, T, me = sizes.devices, sizes.tokens, wire.me
+def with_visitors(
+    x: jax.Array, experts: jax.Array, sizes: Sizes, wire: Wire
+) -> tuple[Plan, jax.Array]:
+    """The plan for this device's choices; and what has come by it of everyone's x."""
+    if sizes.exchange == "slots":
+        return _by_slots(x, experts, sizes, wire)
+    if sizes.exchange == "ragged":
+        plan, tables = _ragged(experts, sizes, wire)
+        return plan, wire.there(x, tables, sizes.away_visitors)
     every = jax.vmap(lambda own: _Choices.of(own, sizes))(wire.everyones(experts))
+    return _of_everyones(every, sizes, wire.me), wire.there(x, None, sizes.away_visitors)
+
+
+def _by_slots(x: jax.Array, experts: jax.Array, sizes: Sizes, wire: Wire) -> tuple[Plan, jax.Array]:
+    """By one exchange: of everyone's choices, with the tokens."""
+    n, T, k, me = sizes.devices, sizes.tokens, sizes.k, wire.me
+    numbers = _numbers(experts, sizes)
+    own = _Choices.of(numbers, sizes)
+    sent = own.counts[1]
+    starts = _exclusive(sent)
+    goes = own.nth == 0
+    goes &= own.device < n
+    place = starts[jnp.minimum(own.device, n - 1)] + own.visitor
+    place = jnp.where(goes, place, sizes.home_visitors)
+    token = lax.div(jnp.arange(T * k, dtype=jnp.int32), np.int32(k))
+    tokens = _scattered(place, token, sizes.home_visitors, T)
+    head = visits.head_lanes(n)
+    words = head + -(-T * k // LANES) * LANES
+    note = jnp.concatenate([jnp.pad(sent, (0, head - n)), numbers.reshape(-1)])
+    note = jnp.pad(note, (0, words - len(note)))
+    ways = wire.ways(sizes)
+    visitors, notes = slots.arrive(x, note, tokens, Side(starts, starts, sent), ways)
+
+    everyones = notes[:, head : head + T * k].reshape(n, T, k)
+    every = jax.vmap(lambda own: _Choices.of(own, sizes))(everyones)
+    ends = _blocks(every.counts[:, 1], me)
+    came = (every.device == me) & (every.nth == 0)
+    rank = jnp.where(came, ends.away.starts[:, None, None] + every.visitor, n * T)
+    slot = jnp.broadcast_to(jnp.arange(n * T, dtype=jnp.int32).reshape(n, T, 1), rank.shape)
+    tables = Tables(
+        tokens=tokens,
+        places=jnp.sort(place, axis=1)[:, : min(k, n)],
+        order=_scattered(rank, slot, n * T, n * T),
+        ranks=jnp.min(rank, axis=2).reshape(-1),
+        home=ends.home,
+        away=ends.away,
+    )
+    plan = _of_everyones(every, sizes, me)._replace(tables=tables)
+    return plan, slots.held(x, visitors, tables, ways)
+
+
+def _of_everyones(every: "_Choices", sizes: Sizes, me: Any) -> Plan:
+    """The plan by everyone's choices: those of each home, one after the other."""
+    n, T = sizes.devices, sizes.tokens
     # [home, device]; where there is room for all, nothing is counted.
     room = None if sizes.rows >= sizes.most_rows else _room(every.counts[:, 0], sizes)
     admitted = jax.vmap(_Choices.admitted)(every, room)
@@ -88,7 +141,7 @@ def _dense(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
     return _plan(own, admitted[me], away, None)
 
 
-def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
+def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> tuple[Plan, Ragged]:
     """By two exchanges: of counts, and of words."""
     n, T, k, me = sizes.devices, sizes.tokens, sizes.k, wire.me
     own = _Choices.of(experts, sizes)
@@ -97,12 +150,12 @@ def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
     admitted = own.admitted(room[me])
     goes = admitted & (own.nth == 0)
     lists = _blocks(lax.div(room + (LANES - 1), np.int32(LANES)), me)  # in rows of words
-    visits = _blocks(everyones[:, 1], me)
+    coming_to = _blocks(everyones[:, 1], me)
 
     # Home: where each choice's word lies, and each visitor.
     device = jnp.minimum(own.device, n - 1)
     place = jnp.where(admitted, lists.home.starts[device] * LANES + own.in_block, sizes.home_words)
-    slot = jnp.where(goes, visits.home.starts[device] + own.visitor, sizes.home_visitors)
+    slot = jnp.where(goes, coming_to.home.starts[device] + own.visitor, sizes.home_visitors)
     choice = jnp.arange(T * k, dtype=jnp.int32)
     word = 1 + 2 * own.local + (own.nth == 0)  # even: a visitor's first
     words = _scattered(place, word, sizes.home_words, 0)
@@ -120,19 +173,20 @@ def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> Plan:
     begin = jnp.minimum(lists.away.starts * LANES, sizes.away_words)
     coming = before[jnp.minimum(begin + room[:, me], sizes.away_words)] - before[begin]
 
-    visits = Ends(visits.home._replace(sizes=leaving), visits.away._replace(sizes=coming))
-    slots = jnp.sort(slot, axis=1)[:, : min(k, n)]
+    home, here = coming_to.home._replace(sizes=leaving), coming_to.away._replace(sizes=coming)
+    of_token = jnp.sort(slot, axis=1)[:, : min(k, n)]
     tokens = _scattered(slot, lax.div(choice, np.int32(k)), sizes.home_visitors, T)
     choices = _scattered(place, choice, sizes.home_words, T * k)
-    return _plan(own, admitted, away, Ragged(choices, tokens, slots, lists, visits))
+    tables = Ragged(choices, tokens, of_token, lists, Ends(home, here))
+    return _plan(own, admitted, away, tables), tables
 
 
-def _plan(own: "_Choices", admitted: jax.Array, away: "_Away", ragged: Ragged | None) -> Plan:
+def _plan(own: "_Choices", admitted: jax.Array, away: "_Away", tables: Ragged | None) -> Plan:
     k = own.leader.shape[1]
     valid = own.leader < k
     kept = jnp.take_along_axis(admitted, jnp.minimum(own.leader, k - 1), axis=1) & valid
     overflow = jnp.sum(valid & ~kept, dtype=jnp.int32)
-    return Plan(away.group_sizes, overflow, own.invalid, kept, own.leader, *away[1:], ragged)
+    return Plan(away.group_sizes, overflow, own.invalid, kept, own.leader, *away[1:], tables)
 
 
 class _Choices(NamedTuple):
@@ -150,8 +204,7 @@ class _Choices(NamedTuple):
     @classmethod
     def of(cls, experts: jax.Array, sizes: Sizes) -> "_Choices":
         k, n, L = sizes.k, sizes.devices, sizes.experts
-        info = jnp.iinfo(experts.dtype)
-        number = jnp.clip(experts, max(info.min, -2), min(info.max, n * L)).astype(jnp.int32)
+        number = _numbers(experts, sizes)
         valid = (number >= 0) & (number < n * L)
         same = number[:, :, None] == number[:, None, :]
         leader = jnp.where(valid, jnp.argmax(same, axis=2), k).astype(jnp.int32)
@@ -185,6 +238,12 @@ class _Choices(NamedTuple):
         if room is None:
             return self.device < n
         return (self.device < n) & (self.in_block < room[jnp.minimum(self.device, n - 1)])
+
+
+def _numbers(experts: jax.Array, sizes: Sizes) -> jax.Array:
+    """int32: the numbers of experts; those of none as -1, -2 or E, whatever they are."""
+    info, last = jnp.iinfo(experts.dtype), sizes.devices * sizes.experts
+    return jnp.clip(experts, max(info.min, -2), min(info.max, last)).astype(jnp.int32)
 
 
 def _room(choices: jax.Array, sizes: Sizes) -> jax.Array:

@@ -1,6 +1,6 @@
 """How a call's tokens, words and answers travel: the one place where anything goes on the wire.
 
-Rows narrower there than in memory would be made so in `Wire.there` and `Wire.back`.
+Tokens and answers may be narrower there than in memory (`How.wire`); words and weights never are.
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_collectives import collectives
+from pallas_collectives import collectives, validation
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.blocks import LANES
-from pallas_collectives.moe import linear
+from pallas_collectives.moe import exchanges, linear, slots
 from pallas_collectives.moe.linear import Side
+from pallas_collectives.moe.slots import Tables, Ways
 
 
 class Ends(NamedTuple):
@@ -53,7 +54,7 @@ class Sizes:
       devices: n.
       experts: L, of each device.
       rows: R, that each device has room for.
-      dense: whether everyone gets all tokens.
+      exchange: one of `exchanges.EXCHANGES`.
     """
 
     tokens: int
@@ -61,7 +62,12 @@ class Sizes:
     devices: int
     experts: int
     rows: int
-    dense: bool
+    exchange: str
+
+    @property
+    def static(self) -> bool:
+        """Whether visitor home * T + token is that token, whoever comes; else they lie in a row."""
+        return self.exchange != "ragged"
 
     @property
     def per_visit(self) -> int:
@@ -81,7 +87,7 @@ class Sizes:
     @property
     def away_words(self) -> int:
         """Words in the list away."""
-        if self.dense:
+        if self.static:
             return self.devices * self.tokens * self.k
         return self._whole_rows(min(self.rows, self.most_rows))
 
@@ -90,14 +96,14 @@ class Sizes:
 
     @property
     def home_visitors(self) -> int:
-        """Visitors that leave a device; if ragged."""
+        """Visitors that leave a device; unless dense."""
         return self.tokens * min(self.k, self.devices)
 
     @property
     def away_visitors(self) -> int:
         """Visitors that come to a device."""
         everyone = self.devices * self.tokens
-        return everyone if self.dense else min(everyone, self.rows)
+        return everyone if self.static else min(everyone, self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +130,14 @@ class Wire:
         return int(lax.axis_size(self.axis_name))
 
     @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        """Of each of the axes; of a group its own."""
+        if self.groups is not None:
+            return (self.size,)
+        shape = jax.sharding.get_abstract_mesh().shape
+        return tuple(shape[axis] for axis in validation.named(self.axis_name))
+
+    @property
     def me(self) -> Any:
         """This device's position among them."""
         number = lax.axis_index(self.axis_name)
@@ -140,31 +154,39 @@ class Wire:
             small, self.axis_name, axis_index_groups=self.groups, backend=self.backend
         )
 
+    def ways(self, sizes: Sizes) -> Ways:
+        """How tokens go to slots, and come back."""
+        visited = exchanges.visits(sizes.devices, sizes.devices * sizes.experts, sizes.k)
+        return Ways(self.axis_name, self.groups, self.how, visited)
+
     def there(self, x: jax.Array, ragged: Ragged | None, visitors: int) -> jax.Array:
-        """From home: the (visitors, D) that come to this device."""
+        """From home: the (visitors, D) that come to this device; not to slots."""
         if ragged is None:
             return linear.to_everyone(x, self.axis_name, self.groups, self.how)
         leaving = linear.gather_sum(x, ragged.tokens[:, None], ragged.slots)
-        return self._route(leaving, ragged.visits, visitors)
+        return self._route(leaving, ragged.visits, visitors, self.how)
 
-    def back(self, answers: jax.Array, ragged: Ragged | None) -> jax.Array:
+    def back(self, answers: jax.Array, tables: Ragged | Tables | None, sizes: Sizes) -> jax.Array:
         """From away: (T, D), what came back for each token, added up."""
-        if ragged is None:
+        if tables is None:
             return linear.from_everyone(answers, self.axis_name, self.groups, self.how)
-        ends = Ends(ragged.visits.away, ragged.visits.home)
-        home = self._route(answers, ends, len(ragged.tokens))
-        return linear.gather_sum(home, ragged.slots, ragged.tokens[:, None])
+        if isinstance(tables, Tables):
+            return slots.back(answers, tables, self.ways(sizes))
+        ends = Ends(tables.visits.away, tables.visits.home)
+        home = self._route(answers, ends, len(tables.tokens), self.how)
+        return linear.gather_sum(home, tables.slots, tables.tokens[:, None])
 
-    def weights_there(self, weights: jax.Array, ragged: Ragged | None, words: int) -> jax.Array:
+    def weights_there(self, weights: jax.Array, tables: Any, words: int) -> jax.Array:
         """(T, k) of the choices at home, in the list of words away."""
-        if ragged is None:
+        if not isinstance(tables, Ragged):
             return self.everyones(weights).reshape(-1)
-        listed = weights.reshape(-1).at[ragged.choices].get(mode="fill", fill_value=0)
-        return self.words_there(listed, ragged.lists, words)
+        listed = weights.reshape(-1).at[tables.choices].get(mode="fill", fill_value=0)
+        return self.words_there(listed, tables.lists, words)
 
     def words_there(self, words: jax.Array, lists: Ends, size: int) -> jax.Array:
         """The list of words away, of a size, by that at home."""
-        return self._route(words.reshape(-1, LANES), lists, size // LANES).reshape(-1)
+        plain = dataclasses.replace(self.how, wire=None, wire_backward=None)
+        return self._route(words.reshape(-1, LANES), lists, size // LANES, plain).reshape(-1)
 
-    def _route(self, x: jax.Array, ends: Ends, rows: int) -> jax.Array:
-        return linear.route(x, *ends, rows, self.axis_name, self.groups, self.how)
+    def _route(self, x: jax.Array, ends: Ends, rows: int, how: How) -> jax.Array:
+        return linear.route(x, *ends, rows, self.axis_name, self.groups, how)

@@ -42,7 +42,7 @@ from pallas_collectives.nccl.errors import CommunicatorError, ProcessError
 from pallas_collectives.nccl.group import Group
 
 _WORD = 4  # bytes
-_FLIGHTS = 512  # of a slot, of which it is known where they lie: a tree may have many arrays
+_FLIGHTS = 512  # that a slot keeps: a tree may have many arrays
 _IN_A_ROW = 2  # the addresses of an operand and its result
 
 

@@ -1,8 +1,9 @@
 """What is known of memory's contents: scalar memory, and small integer operands in HBM.
 
 Sizes, offsets and tables that a kernel reads decide what it does. They are followed where they come
-from arguments of known contents: through stores, and through copies from HBM to scalar memory, or
-to a table in vector memory (by which a SparseCore's subcores read one), and between devices.
+from arguments of known contents: through stores, and through copies between small arrays in HBM,
+scalar memory and tables in vector memory (by which a SparseCore's subcores read one), and between
+devices.
 Anything else is unknown, and a program that depends on it says so.
 """
 

@@ -269,8 +269,9 @@ class Stepper:
         number = len(self.buffers)
         buffer = Buffer(number, name, space, shape, element_size(aval), self.kernel_number)
         self.buffers.append(buffer)
-        table = space == "vmem" and len(shape) == 1 and aval.dtype == np.int32
-        if space == "smem" or (table and shape[0] <= _LARGEST_FOLLOWED):
+        table = space == "hbm" or (space == "vmem" and len(shape) == 1)
+        table &= aval.dtype == np.int32 and math.prod(shape) <= _LARGEST_FOLLOWED
+        if space == "smem" or table:
             self.contents.hold(buffer, aval.dtype, self.devices.n_lanes)
         return buffer
 

@@ -19,6 +19,7 @@ from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import bundles
+from pallas_collectives.moe import slots
 from pallas_collectives.replay import jaxprs
 from pallas_collectives.replay.values import Known
 from pallas_collectives.validation import AxisName
@@ -26,8 +27,12 @@ from pallas_collectives.validation import AxisName
 
 def is_twin(eqn: JaxprEqn) -> bool:
     """Whether an equation is one of our collectives, served by a backend of ours."""
-    how = eqn.params.get("how", getattr(eqn.params.get("spec"), "how", None))
-    return isinstance(how, How) and how.backend != "xla"
+    return isinstance(how := _how(eqn), How) and how.backend != "xla"
+
+
+def _how(eqn: JaxprEqn) -> Any:
+    by = eqn.params.get("spec", eqn.params.get("ways"))
+    return eqn.params.get("how", getattr(by, "how", None))
 
 
 def expand(eqn: JaxprEqn, mesh: AnyMesh) -> Any:
@@ -36,12 +41,15 @@ def expand(eqn: JaxprEqn, mesh: AnyMesh) -> Any:
     op = eqn.primitive.name.removeprefix("pallas_")
     if "spec" in params:
         return _local(functools.partial(_fused_kernel, op, **params), eqn, mesh)
-    how = params.pop("how")
+    how = _how(eqn)
     if how.backend != "pallas":
         raise jaxprs.UnsupportedEquation(
             f"{eqn.primitive.name} at {jaxprs.where(eqn)} is served by {how.backend!r}: "
             "replay runs Pallas kernels"
         )
+    if op.startswith("moe_"):
+        return _local(functools.partial(slots.lowered(op), **params), eqn, mesh)
+    del params["how"]
     module = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
     run = functools.partial(canonical.run, module, op, how, **params)
     if not eqn.primitive.multiple_results:

@@ -80,7 +80,7 @@ def test_what_it_prints(
     done = bench("experts", *few, "--expert_pods=v6e:4", "--routings=balanced")
     header, *lines = done.out.splitlines()[2:]
     assert done.status == 0 and header.split()[:3] == ["pod", "routing", "tokens"]
-    assert [line.split()[3:5] for line in lines] == [["there", "direct"], ["back", "direct"]]
+    assert [line.split()[3:5] for line in lines] == [["there", "visits"], ["back", "visits"]]
     assert all(line.endswith("ok") for line in lines)
     for wrong, said in [
         ("--tokens=0", "whole number"),

@@ -65,7 +65,7 @@ UNDIFFERENTIABLE: dict[str, Callable[..., Any]] = {
 
 
 def loss(f: Fn) -> Fn:
-    """A scalar of which no derivative is constant."""
+    """A scalar none of whose derivatives is constant."""
     return lambda x: jnp.sum(jnp.sin(f(x)))
 
 

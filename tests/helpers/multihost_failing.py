@@ -1,4 +1,4 @@
-"""What processes run of which one dies, is late, or is told to stop."""
+"""What processes run while one of them dies, is late, or is told to stop."""
 
 import itertools
 import os

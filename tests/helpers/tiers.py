@@ -172,15 +172,21 @@ QUICK: dict[str, Covers] = {
     "test_memory_spaces::test_kernels_find_in_hbm_what_they_take_for_it": _square,
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
-    "test_moe::test_compiles_for_every_generation": only(generation=("v5e",)),
-    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": once,
+    "test_moe::test_compiles_for_every_generation": each("generation", "exchange x wire"),
+    "test_moe::test_hostile_routings_move_nothing_out_of_bounds": each("how"),
     "test_moe::test_values_and_gradients_are_those_of_a_dense_layer": each("how"),
     "test_moe::test_what_fits_and_what_does_not": only(how=("ragged",), rows=(7,)),
     "test_moe_transforms::test_checkpoint_in_a_scan_keeps_nothing_and_differentiates": only(
         how=("kernels",)
     ),
-    "test_moe_transforms::test_second_order_and_forward": only(how=("ragged",)),
+    "test_moe_transforms::test_second_order_and_forward": only(how=("ragged", "kernels")),
     "test_moe_transforms::test_vmap": each("mapped"),
+    "test_moe_wires::test_values_are_those_that_the_wire_can_say": only(
+        how=("kernels", "ragged kernels")
+    ),
+    "test_moe_wires::test_derivatives_pass_straight_through_by_a_wire_of_their_own": only(
+        how=("kernels",)
+    ),
     "test_multihost::test_a_broadcast_has_one_source": each("count", "processes"),
     "test_multihost::test_a_dead_process_is_named": only(doomed=[("cpu", 2)]),
     "test_multihost::test_a_process_that_lives_and_does_not_come_is_named": only(
@@ -202,7 +208,6 @@ QUICK: dict[str, Covers] = {
     ),
     "test_multihost::test_the_others_go_on_without_a_process_that_dies": only(count=[2]),
     "test_nccl_transfer::test_every_dtype_arrives_bit_for_bit": once,
-    "test_notebooks::test_notebook_runs_and_its_solutions_are_right": once,
     "test_notebooks::test_wrong_answers_are_not_passed_and_the_mistake_is_named": only(
         answers=["three"]
     ),

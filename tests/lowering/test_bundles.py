@@ -1,4 +1,4 @@
-"""Reductions of trees: one primitive of many operands, of which small ones travel together."""
+"""Reductions of trees: one primitive of many operands. Small operands travel together."""
 
 from collections.abc import Callable
 from typing import Any

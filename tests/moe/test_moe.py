@@ -20,7 +20,9 @@ E, T, D, K = routings.EXPERTS, 5, 12, 3
 HOW: dict[str, dict[str, Any]] = {
     "dense": {"backend": "xla", "exchange": "dense"},
     "ragged": {"backend": "xla", "exchange": "ragged"},
-    "kernels": {"backend": "pallas"},
+    "slots": {"backend": "xla", "exchange": "slots"},
+    "kernels": {"backend": "pallas", "exchange": "slots"},
+    "ragged kernels": {"backend": "pallas", "exchange": "ragged"},
     "dense kernels": {"backend": "pallas", "exchange": "dense"},
 }
 # Mesh sizes, axes of the experts, index groups.
@@ -163,14 +165,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("dtype", HOSTILE)
-def test_hostile_routings_move_nothing_out_of_bounds(dtype: str) -> None:
+@pytest.mark.parametrize("how", ["kernels", "ragged kernels"])
+def test_hostile_routings_move_nothing_out_of_bounds(how: str, dtype: str) -> None:
     n, rows = 4, 9
     rng = np.random.default_rng(3)
     routing = rng.choice(np.array(HOSTILE[dtype]), (n, T, K)).astype(dtype)
     x, weights, w, _ = values(n)
 
     def run(x: Any, experts: Any, weights: Any, w: Any) -> Any:
-        home, plan = layer("x", None, HOW["kernels"], rows=rows)(x, experts, weights, w)
+        home, plan = layer("x", None, HOW[how], rows=rows)(x, experts, weights, w)
         return home, plan.kept, plan.overflow, plan.invalid
 
     mapped = harness.per_device(run, harness.mesh(n))
@@ -251,7 +254,7 @@ def call(x: Any, **wrong: Any) -> Any:
         ({"rows": 2.5}, CollectiveError, "one token alone may need 2"),
         ({"axis": "z"}, UnboundAxisError, "'z'"),
         ({"axis": ("x", "x")}, CollectiveError, "twice"),
-        ({"exchange": "sparse"}, AlgorithmError, "'auto' or one of ragged, dense"),
+        ({"exchange": "sparse"}, AlgorithmError, "'auto' or one of ragged, slots, dense"),
         ({"algorithm": "fastest"}, AlgorithmError, "ragged_all_to_all"),
         ({"axis_index_groups": [[0, 1], [2]]}, CollectiveError, "equal size"),
         ({"tokens": np.zeros((6, 4, 2), np.float32)}, CollectiveError, "x is .T, D."),
@@ -296,10 +299,14 @@ def test_an_axis_of_vmap_is_refused() -> None:
 
 
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
-def test_compiles_for_every_generation(generation: str) -> None:
+@pytest.mark.parametrize(
+    "exchange, wire", [("ragged", None), ("slots", None), ("slots", "float8_e4m3fn")]
+)
+def test_compiles_for_every_generation(exchange: str, wire: Any, generation: str) -> None:
     def call(x: Any) -> Any:
         experts = (x[:, :2].astype(jnp.int32) + jnp.arange(2)) % E
-        rows, plan = moe.dispatch(x, experts, "x", num_experts=E, rows=512, backend="pallas")
+        how: Any = {"exchange": exchange, "wire": wire, "backend": "pallas"}
+        rows, plan = moe.dispatch(x, experts, "x", num_experts=E, rows=512, **how)
         weights = x[:, :2].astype(jnp.float32)
         return moe.combine(rows, weights, plan, "x", backend="pallas")
 

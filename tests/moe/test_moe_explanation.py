@@ -23,6 +23,19 @@ def test_visits_are_those_of_a_balanced_routing(n: int, total: int, k: int) -> N
     assert f"{found.ratio:.2f} times" in str(found)
 
 
+@pytest.mark.parametrize(
+    "chip, n, tokens, chosen",
+    [("v5e", 16, 4096, "slots"), ("v5p", 64, 4096, "ragged"), ("v5p", 64, 64, "slots")],
+)
+def test_it_says_what_is_chosen(chip: str, n: int, tokens: int, chosen: str) -> None:
+    sizes = {"width": 7168, "k": 8, "num_experts": 256}
+    found = moe.explain(tokens=tokens, devices=n, chip=chip, **sizes)
+    assert f"on {chip}, along one axis, {chosen} is chosen" in str(found)
+    assert found.slots_bytes - found.ragged_bytes == (n - 1) ** 2 / n * 4 * tokens * 8
+
+
 def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(CollectiveError, match="it is one of v4"):
+        moe.explain(tokens=8, width=8, k=2, num_experts=8, devices=4, chip="v3")
     with pytest.raises(CollectiveError, match="devices divides num_experts"):
         moe.explain(tokens=8, width=8, k=2, num_experts=10, devices=4)

@@ -19,7 +19,8 @@ E, N, T, D, K = routings.EXPERTS, 4, 4, 8, 2
 HOW: dict[str, dict[str, Any]] = {
     "dense": {"backend": "xla", "exchange": "dense"},
     "ragged": {"backend": "xla", "exchange": "ragged"},
-    "kernels": {"backend": "pallas"},
+    "kernels": {"backend": "pallas", "exchange": "slots"},
+    "ragged kernels": {"backend": "pallas", "exchange": "ragged"},
 }
 every = pytest.mark.parametrize("how", HOW)
 
@@ -150,7 +151,8 @@ def test_the_plan_goes_through_functions_of_its_own() -> None:
 
 def wires(program: Callable[..., Any], *args: Any) -> collections.Counter[str]:
     traced = jax.make_jaxpr(harness.per_device(program, harness.mesh(N), jit=False))(*args)
-    sends = {f"pallas_{name}" for name in catalogue.primitives()} | {"moe_route", "moe_everyone"}
+    own = {"moe_route", "moe_everyone", "moe_arrive", "moe_slots"}
+    sends = {f"pallas_{name}" for name in catalogue.primitives()} | own
     return collections.Counter({k: v for k, v in primitives_in(traced).items() if k in sends})
 
 
@@ -165,6 +167,9 @@ def test_going_back_exchanges_no_counts(how: str) -> None:
     if how == "dense":
         there = {"pallas_all_gather": 2, "moe_everyone": 2}
         back = {"pallas_reduce_scatter": 1, "moe_everyone": 2}
+    if how == "kernels":  # choices go with the tokens
+        there = {"moe_arrive": 1, "pallas_all_gather": 1, "moe_slots": 1}
+        back = {"pallas_reduce_scatter": 1, "moe_slots": 2}
 
     def forward(x: Any, e: Any, c: Any, w: Any) -> Any:
         return layer(how, x, e, c, own(w))
@@ -183,7 +188,7 @@ def test_no_expert_is_asked_twice_and_no_device_sent_to_twice() -> None:
 
     def program(x: Any, e: Any) -> Any:
         _, plan = moe.dispatch(x, e, "x", num_experts=E, **HOW["ragged"])
-        return plan.ragged.visits.home.sizes, plan.group_sizes
+        return plan.tables.visits.home.sizes, plan.group_sizes
 
     sent, group_sizes = run(program, x, routing)
     assert [*sent[0]] == [3, 1, 0, 1]  # tokens 0, 1 and 3 to device 0

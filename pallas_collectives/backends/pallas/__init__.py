@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
 from pallas_collectives.kernels.machinery import spaces
-from pallas_collectives.kernels.machinery.blocks import LANES, sliceable
+from pallas_collectives.kernels.machinery.blocks import sliceable
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -94,18 +93,13 @@ def ragged_all_to_all(
     """
     group = placement.arranged(group)
     plan = algorithms.choose("ragged_all_to_all", how, operand, group)
-    (x, added), (init, _) = packing.pack(operand), packing.pack(output)
-    if added:
-        x, init = jnp.moveaxis(x, 0, 1), jnp.moveaxis(init, 0, 1)
-    rows, rows_init = _whole_lanes(x), _whole_lanes(init)
+    rows, rows_init = packing.rows_of(operand), packing.rows_of(output)
     begin, sizes, targets, received = map(_as_int32, tables)
     given = [sizes, targets, received]
     if plan.record.takes_everyones:
         given = [*_tables_of_all(jnp.stack([sizes, targets]), group, how)]
     y = plan.launch(rows, rows_init, begin, *given, group, interpret=how.interpret)
-    row_size = math.prod(init.shape[1:])
-    y = y.reshape(len(y), -1)[:, :row_size].reshape(init.shape)
-    return packing.unpack(jnp.moveaxis(y, 1, 0) if added else y, output.dtype)
+    return packing.from_rows(y, output)
 
 
 def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
@@ -151,14 +145,6 @@ def _blocks_along(stacked: jax.Array, axis: int) -> jax.Array:
     n, *block = stacked.shape
     block[axis] *= n
     return jnp.moveaxis(stacked, 0, axis).reshape(block)
-
-
-def _whole_lanes(rows: jax.Array) -> jax.Array:
-    """Rows with whole lanes as their last dimension, and one dimension more at least."""
-    if rows.ndim > 2 and rows.shape[-1] % LANES == 0:
-        return rows
-    flat = rows.reshape(len(rows), -1)
-    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % LANES))).reshape(len(flat), -1, LANES)
 
 
 def _as_int32(x: jax.Array) -> jax.Array:

@@ -4,10 +4,14 @@ A collective that only moves data may move any bits of the same size. Aligned sh
 dtypes pass through untouched; all else costs a pass over the array before, and one after.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+
+from pallas_collectives.kernels.machinery.blocks import LANES
 
 # One-byte floats that the TPU compiler takes for no kernel's operand.
 _UNTAKEN = ("float8_e3m4", "float8_e4m3", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -49,3 +53,26 @@ def unpack(y: jax.Array, dtype: DTypeLike) -> jax.Array:
         low, high = y.astype(jnp.uint64)
         return lax.bitcast_convert_type(low | (high << 32), dtype)
     return y if y.dtype == dtype else lax.bitcast_convert_type(y, dtype)
+
+
+def rows_of(x: jax.Array) -> jax.Array:
+    """x packed, as rows that DMAs can begin at: whole lanes in three dimensions or more.
+
+    Arrays of three or more dimensions whose last is whole lanes stay as they are; the rows of
+    others are padded to whole lanes, in one pass.
+    """
+    packed, added = pack(x)
+    rows = jnp.moveaxis(packed, 0, 1) if added else packed
+    if rows.ndim > 2 and rows.shape[-1] % LANES == 0:
+        return rows
+    flat = rows.reshape(len(rows), -1)
+    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % LANES))).reshape(len(flat), -1, LANES)
+
+
+def from_rows(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """The inverse of `rows_of`, for as many rows as there are of what is otherwise like `like`."""
+    packed = jax.eval_shape(lambda x: pack(x)[0], like).shape
+    added = len(packed) > like.ndim
+    row = (packed[0], *packed[2:]) if added else packed[1:]
+    y = rows.reshape(len(rows), -1)[:, : math.prod(row)].reshape(len(rows), *row)
+    return unpack(jnp.moveaxis(y, 1, 0) if added else y, like.dtype)
