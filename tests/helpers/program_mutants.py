@@ -1,6 +1,6 @@
 """Breaks the kernels' stepped programs, one small fault at a time, and has the judge judge each.
 
-    python tests/helpers/program_mutants.py        all kernels on 2 to 8 devices, and on tori
+    python tests/helpers/program_mutants.py        all kernels of `stepped`, on its meshes
     python tests/helpers/program_mutants.py all_gather --devices=2,3 --search
 
 A mutant is a program with one change: a wait, signal, barrier or credit left out or elsewhere in
@@ -19,7 +19,6 @@ alarm. The exit status is 1 if there is any of either.
 
 import argparse
 import dataclasses
-import math
 import re
 import sys
 from collections import Counter
@@ -30,24 +29,18 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-import jax
 import numpy as np
 
-import pallas_collectives
 import schedules
+import stepped
 import tokens
-from benchmarks.cases import CASES
-from pallas_collectives import errors
-from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import Machine, rules, symmetry
 from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.order import Order
 from pallas_collectives.replay.program import Enter, Leave, Program, Signal, Start, Wait
 from pallas_collectives.replay.races import find_races
 from pallas_collectives.replay.report import report
-from pallas_collectives.replay.trace_program import trace
 
-MESHES = ("2", "3", "4", "5", "8", "2x2", "2x2x2")  # those of several axes: for tori alone
 _STATES = 4_000
 
 
@@ -316,62 +309,20 @@ def shown(outcome: schedules.Outcome) -> frozenset[str]:
     return frozenset(kind for kind, is_so in kinds.items() if is_so)
 
 
-# The kernels --------------------------------------------------------------------------------------
-
-
-def kernels() -> dict[str, Any]:
-    """Each collective and algorithm of ours, by name: (case, algorithm)."""
-    return {f"{c.op}:{a}": (c, a) for c in CASES for a in ALGORITHMS[c.op]}
-
-
-def program_of(name: str, *sizes: int) -> Program | None:
-    """The stepped program of one of our kernels over axes of such sizes.
-
-    None where it cannot serve; over several axes those for tori alone do.
-    """
-    case, algorithm = kernels()[name]
-    if len(sizes) > 1 and algorithm != "torus":
-        return None
-    axes = dict(zip("xyz", sizes, strict=False))
-    over = tuple(axes) if len(axes) > 1 else "x"
-    n = math.prod(sizes)
-    machine = Machine.named("v5p:" + "x".join(map(str, [*sizes, 1, 1][:3])))
-    shape = case.operand(n, 1)
-
-    def body(x: Any) -> Any:
-        call = case.call(pallas_collectives, x[0], over, backend="pallas", algorithm=algorithm)
-        return call[None]
-
-    spec = jax.sharding.PartitionSpec(over)
-    mesh = machine.mesh(axes)
-    f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    x = jax.ShapeDtypeStruct((n, *shape), np.float32)
-    try:
-        program, _ = trace(
-            f,
-            x,
-            generation=machine.generation,
-            where=lambda mesh: machine.places(machine.default_placement(n)),
-        )
-    except errors.CollectiveError:
-        return None
-    return program
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", nargs="*", help="kernels whose name holds one of these")
-    parser.add_argument("--devices", default=",".join(MESHES), help="of a torus: 2x2x2")
+    parser.add_argument("--devices", help="2,3 or, of a torus, 2x2x2; else as `stepped` says")
     parser.add_argument("--search", action="store_true", help="go through all schedules, too")
     parser.add_argument("--list", action="store_true", help="print each that is not caught")
     asked = parser.parse_args(arguments)
     count: Counter[tuple[str, str]] = Counter()
     searched = wrong = 0
-    for name in kernels():
+    for name, kernel in stepped.kernels().items():
         if asked.name and not any(part in name for part in asked.name):
             continue
-        for mesh in asked.devices.split(","):
-            program = program_of(name, *map(int, mesh.split("x")))
+        for mesh in asked.devices.split(",") if asked.devices else kernel.meshes:
+            program = stepped.program_of(name, *map(int, mesh.split("x")))
             for mutant in mutants_of(program) if program else ():
                 found = verdict(program, mutant, search=asked.search)
                 count[mutant.fault, found.name] += 1
