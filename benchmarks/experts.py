@@ -22,7 +22,7 @@ of weights and one kernel; ragged a gather of counts, then words, then tokens, a
 then answers. Where tokens go to all, they share links, and `% wire` may be more than 100.
 
 A row of 16 devices takes seconds to replay; one of 64 minutes, and more where most pairs' rows are
-passed on.
+passed on, or go one by one.
 
 The plan's sums on small tables, and the passes over HBM that lay rows out, are not in these times.
 """
@@ -203,7 +203,8 @@ def rows(
         else:
             lists = words_of(chosen, n, _EXPERTS.value)
             lists = lists if way == "there" else np.ascontiguousarray(lists.T)
-            report = replayed(machine, matrix, width, races=races, algorithm=algorithm, lists=lists)
+            before: dict[str, Any] = {"lists": lists, "counted": way == "there"}
+            report = replayed(machine, matrix, width, races=races, algorithm=algorithm, **before)
         served = report.kernels[-1].name.removeprefix("ragged_all_to_all_")
         served = "gather" if served.startswith("all_gather") else served
         group = np.arange(n)[None]
@@ -282,18 +283,19 @@ def replayed(
     races: bool,
     algorithm: str,
     lists: np.ndarray | None = None,
+    counted: bool = False,
 ) -> Report:
     """The exchange of sent[p, q] rows from each device p to each q, one behind the other.
 
-    With `lists`, so many rows of 128 words: also what goes before it, a gather of counts, and these
-    words.
+    With `lists`, so many rows of 128 words, these go before it; if `counted`, and a gather of
+    counts before them.
     """
     axes, n = mesh_axes(machine), machine.n_devices
     by: dict[str, Any] = {"axis_name": tuple(axes), "backend": "pallas", "algorithm": algorithm}
 
     def exchange(counts: jax.Array, *exchanged: Any) -> Any:
         told = []
-        if lists is not None:
+        if counted:
             told.append(pallas_collectives.all_gather(counts, tuple(axes), backend="pallas"))
         return told, [pallas_collectives.ragged_all_to_all(*each, **by) for each in exchanged]
 

@@ -41,8 +41,11 @@ _ON_THREE = (
     *_SMALL,
     *("4x4 torus", "8x8 torus", "2x2x2 grid", "2x2x4 grid", "4x4x4 torus", "4x4x8 torus"),
 )
-# The two devices of a chip are one more axis.
-_ON_FOUR = (*_SMALL, "2x2x2 grid", "2x2x4 grid", "2x2x2x2 grid", "2x4x4x4 torus")
+# The two devices of a chip are one more axis; over the others both do the same, each with its own.
+_ON_FOUR = (
+    *(*_SMALL, "2x2x2 grid", "2x2x4 grid", "2x2x2x2 grid", "2x4x4x4 torus"),
+    *("4x4 torus", "4x4x4 torus"),
+)
 # Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
 BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)
 OPERAND_BYTES = (*BLOCK_BYTES, 16 << 20, 64 << 20)
@@ -128,12 +131,13 @@ def machine_of(chip: str, torus: str, n: int) -> tuple[Machine, tuple[str, ...]]
     if not sizes:
         rest = (False,) * (generation.dims - 1)
         return Machine.named(f"{chip}:{n}", (torus == "ring", *rest)), ("x",)
-    sizes = sizes[generation.devices_per_chip - 1 :]
+    dies = sizes[0] == generation.devices_per_chip == 2
+    sizes = sizes[dies:]
     closing = tuple(word == "torus" and size > 2 for size in sizes)
     rest = (False,) * (generation.dims - len(sizes))
     wraps = None if word == "cylinder" else closing + rest
     machine = Machine.named(f"{chip}:{'x'.join(map(str, sizes))}", wraps)
-    return machine, tuple(replay_rows.mesh_axes(machine))
+    return machine, tuple(a for a in replay_rows.mesh_axes(machine) if dies or a != "core")
 
 
 def model(

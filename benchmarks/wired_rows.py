@@ -7,6 +7,7 @@ On devices they are those of the results; for pods those of as many terms of nor
 """
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from benchmarks.settings import Settings
 from pallas_collectives import wires
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import WirePlan
+from pallas_collectives.backends.wire_ways import EXCHANGE
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.wires import Wire
 
@@ -105,6 +107,7 @@ def _replayed(
     with counters.recorded() as plans:
         report = replay_rows.run(one, wire=wire)
     share, passes_us = _sent(plans)
+    requantizes = any(isinstance(p, WirePlan) and p.way not in ("", EXCHANGE) for p in plans)
     n = int(np.prod([replay_rows.mesh_axes(one.machine)[axis] for axis in settings.axes]))
     return dataclasses.replace(
         row,
@@ -112,16 +115,25 @@ def _replayed(
         time_us=report.time * 1e6 + passes_us,
         passes_us=passes_us,
         of_bytes=share,
-        off=_drawn_error(task, wire, n, rng),
+        off=_drawn_error(task, wire, n, rng, by_hops=requantizes),
     )
 
 
-def _drawn_error(task: Task, wire: Wire | None, n: int, rng: np.random.Generator) -> float:
-    """Of a result of n terms of normal numbers, where it adds; else of one."""
+def _drawn_error(
+    task: Task, wire: Wire | None, n: int, rng: np.random.Generator, *, by_hops: bool
+) -> float:
+    """Of a result of n terms of normal numbers, where it adds; else of one.
+
+    With `by_hops` a sum is quantised at each hop, and not each term once.
+    """
     terms = rng.standard_normal((n if task.case.adds else 1, _NUMBERS)).astype(task.dtype)
     x = jnp.asarray(terms)
     sent = x if wire is None else wires.as_sent(x, wire)
     total = sent.astype(jnp.float32).sum(axis=0)
+    if wire is not None and by_hops:
+        total = functools.reduce(
+            lambda so_far, term: wires.as_sent(so_far, wire) + term, x.astype(jnp.float32)
+        )
     if wire is not None and task.case.op == "all_reduce":
         total = wires.as_sent(total, wire)
     exact = terms.astype(np.float64).sum(axis=0)

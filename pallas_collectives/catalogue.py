@@ -47,6 +47,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         sent="(n−1)/2 blocks",
         steps="⌊n/2⌋",
         by_subcores=True,
+        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(
@@ -67,6 +68,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         steps="n−1",
         lies=(ON_LINE,),
         by_subcores=True,
+        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(

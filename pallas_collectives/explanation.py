@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import catalogue, explain_checks, validation
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wired
+from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wire_ways
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
@@ -287,7 +287,9 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
     over = next((plan for plan in plans if isinstance(plan, WirePlan)), None)
     if over is not None and over.algorithm is not None:
         told = _over_wire(over, group.size)
-        return Explanation(*about, torus, f"wire {over.algorithm}", told, (), steps, over)
+        return Explanation(
+            *about, torus, f"wire {over.algorithm}", told, over.candidates, steps, over
+        )
     first = dataclasses.replace(first, wire=over)
     if first.devices == group.size:
         return dataclasses.replace(first, op=op, nbytes=nbytes, inside=steps[1:])
@@ -299,7 +301,8 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
 def _over_wire(plan: WirePlan, devices: int) -> str:
     """Bytes, time and error of a collective over a wire, in a sentence."""
     share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
-    error = wired.error_in_words(plan.op, plan.wire, devices)
+    requantizes = plan.way not in ("", wire_ways.EXCHANGE)
+    error = wire_ways.error_in_words(plan.op, plan.wire, devices, requantizes)
     if plan.us is None or plan.wired_us is None:
         return f"{share}; no table has its time; {error}"
     time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, XLA's passes included"

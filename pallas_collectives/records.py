@@ -85,6 +85,8 @@ class Algorithm:
         nothing, and is done only on request.
       in_order: it adds every element in the order of the ranks, and rounds once.
       by_subcores: what it adds can be added by a SparseCore's vector subcores.
+      requantizes: its launcher takes a `codec`, by which sums travel as numbers of one byte and are
+        rounded at every hop.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not only this device's.
       wide: it begins with a barrier among all devices of the axes, whoever writes to whom.
@@ -102,6 +104,7 @@ class Algorithm:
     in_vmem: Callable[[int, int], int] | None = None
     in_order: bool = False
     by_subcores: bool = False
+    requantizes: bool = False
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None

@@ -101,7 +101,8 @@ def over_wires(how: How, wire: Any, backward: Any) -> How:
     if back is not None and back.key is not None:
         rule = "derivatives are rounded to nearest: they have no key of their own"
         raise WireError(f"wire_backward={backward!r}", rule, "leave rounding and key out")
-    return dataclasses.replace(how, wire=there and there.fixed, wire_backward=back)
+    once = there is not None and there.key is not None
+    return dataclasses.replace(how, wire=there and there.fixed, wire_backward=back, once=once)
 
 
 def choose(

@@ -51,6 +51,7 @@ class How:
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
       wire: the numbers that floats travel as, if narrower than they are (see `wires`).
       wire_backward: those of derivatives.
+      once: over a wire, terms are to be quantised once each: draws or residues of them presume it.
       mapped: how many leading dimensions are vmap's; over a wire no group is of two elements.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
@@ -68,6 +69,7 @@ class How:
     across: tuple[str, ...] | None = None
     wire: Wire | None = None
     wire_backward: Wire | None = None
+    once: bool = False
     mapped: int = 0
     beside: bool = False
     awaited: bool = False
@@ -166,6 +168,7 @@ class WirePlan(Plan):
       nbytes: of one device's operand.
       sent: of these, as they travel, scales and padding included.
       passes_us: what XLA's passes over HBM take before and behind, at the least, on a TPU.
+      way: of a sum over a wire with scales, by what it goes (see `backends.wire_ways`).
       us, wired_us: predicted times without and with it, passes included; None where no table tells.
     """
 
@@ -173,6 +176,7 @@ class WirePlan(Plan):
     nbytes: int = 0
     sent: int = 0
     passes_us: float = 0.0
+    way: str = ""
     us: float | None = None
     wired_us: float | None = None
 

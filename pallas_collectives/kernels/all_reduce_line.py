@@ -19,8 +19,8 @@ One chunk on five devices; the terms in the sum that each device holds:
     line     2 floor(n/2), each    the operand                          22 chunks in VMEM
              chunk
 
-A chunk is 32 KiB or so, whatever the operand. Sums arrive in VMEM, are added to there, and leave
-from there; finished chunks go straight to their place in each device's result.
+A chunk is 16 or 32 KiB or so (`chunk_bytes`), whatever the operand. Sums arrive in VMEM, are added
+to there, and leave from there; finished chunks go straight to their place in each device's result.
 
 Order and rounding. Each side's sum begins at the end of the line; the middle device adds
 left + own + right. Terms are added in float32 (integers in 32 bits); what goes on the wire is
@@ -43,6 +43,7 @@ from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.combine import combine
+from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if, wrap_step
 
 # Ticks between a device's turn with a chunk and the next device's: as long as a chunk's time on the
@@ -56,9 +57,10 @@ IN_FLIGHT = 4
 # the one being added to, and one while its credit travels.
 SLOTS = SKEW + IN_FLIGHT + 2
 
-# Sizes by the replay of lines of 4 and 8 on v5e and v6e. Small chunks cost the core more time than
-# the wire; while large ones fill the line, and while they drain, links idle.
-CHUNK_BYTES = 32 << 10
+# A chunk is what a link carries in so long, as a power of two. By the replay of lines of 4 and 8 on
+# v5e and v6e smaller ones cost the core more time than the wire; while larger ones fill the line,
+# and while they drain, links idle.
+CHUNK_SECONDS = 0.4e-6
 SMALLEST_CHUNK = 16 << 10
 CHUNKS_PER_DEVICE = 8
 
@@ -99,8 +101,8 @@ def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interpre
     Of a number of tiles that cannot be cut into chunks XLA makes one that can: two passes more.
     """
     chunks = chunks_of(x.shape, x.dtype, group.size)
-    if chunks.nbytes(x.dtype) > 2 * CHUNK_BYTES * chunks.chunks:
-        whole = CHUNK_BYTES // jnp.dtype(x.dtype).itemsize
+    if chunks.nbytes(x.dtype) > 2 * chunk_bytes() * chunks.chunks:
+        whole = chunk_bytes() // jnp.dtype(x.dtype).itemsize
         cut = jnp.pad(x.reshape(-1), (0, -x.size % whole)).reshape(1, -1, LANES)
         y = line(cut, group, op=op, vmem=vmem, interpret=interpret)
         return y.reshape(-1)[: x.size].reshape(x.shape)
@@ -124,7 +126,12 @@ def chunks_of(shape: tuple[int, ...], dtype: DType, n: int) -> Blocks:
     """How an operand is cut."""
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     fine = min(CHUNKS_PER_DEVICE * n, nbytes // SMALLEST_CHUNK)
-    return Blocks.of(shape, 0, dtype, max(1, nbytes // CHUNK_BYTES, fine))
+    return Blocks.of(shape, 0, dtype, max(1, nbytes // chunk_bytes(), fine))
+
+
+def chunk_bytes() -> int:
+    """How large a chunk is on the chip of the mesh in scope: 16 KiB on v4 and v5e, else 32 KiB."""
+    return 1 << int(math.log2(CHUNK_SECONDS * chips.current().link_bandwidth))
 
 
 def steps(place: Number, n: int) -> tuple[Any, Any]:

@@ -10,9 +10,8 @@ device 1 sends two rows to device 0 and one to itself:
     [B C . .]                [D . . a]                                       o_ref; . as it was
 
 Ring. For chips that cannot write to all devices. Slices go in chunks of 64 to 512 KiB, by the
-shorter side (to the opposite device of an even ring a share of each chunk either way, see
-`_shares`), and neighbours pass them on (see `relay`). Each device has the tables of all, so it
-knows what comes and where it goes.
+shorter side (to the opposite device of an even ring half of a chunk each way), and neighbours pass
+them on (see `relay`). Each device has the tables of all, so it knows what comes and where it goes.
 
 Line. As the ring, but every slice goes the one way that there is on a line.
 
@@ -50,9 +49,6 @@ from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 512 << 10, 64 << 10
 SLOT_BYTES = 16 << 20
 MAX_WIDTH = 16  # see all_to_all
-WHOLE = 256  # in so many parts an opposite device's rows are shared between the two ways
-ROUNDS = 24  # in which the shares are worked out
-BALANCED_FROM = 32 << 20  # bytes of an operand: sharing takes some 50 us to work out
 LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
 
 
@@ -131,9 +127,6 @@ def ring(
     fitting = max(1, SLOT_BYTES // (4 * chunk * row_bytes))
     width = farthest if on_line else min(fitting, farthest, MAX_WIDTH)
     schedule = relay.Schedule((RIGHT, LEFT), 1, farthest, width)
-    shares = jnp.full(n, WHOLE // 2, jnp.int32)
-    if n % 2 == 0 and not on_line and operand.nbytes >= BALANCED_FROM:
-        shares = _shares(all_sizes, n, most)
     chunks = -(-jnp.clip(all_sizes.max(), 0, most) // chunk)
     message = (chunk, *operand.shape[1:])
     return launch.call(
@@ -144,7 +137,7 @@ def ring(
         operand,
         output,
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
-        scalars=(chunks.reshape(1), shares, input_offsets, all_sizes, all_places),
+        scalars=(chunks.reshape(1), input_offsets, all_sizes, all_places),
         scratch=Scratch(relay.Scratch.of(schedule, message, operand.dtype, ragged=True)),
         # A device may neither send nor receive, and end at once.
         barrier=WIDE,
@@ -158,38 +151,6 @@ def ring(
 
 # As `ring`, along a line of at most `catalogue.LONGEST_LINE` devices.
 line = functools.partial(ring, on_line=True)
-
-
-def _shares(all_sizes: jax.Array, n: int, most: int) -> jax.Array:
-    """int32[n]: of each sender's rows for the opposite device, how many of `WHOLE` go right.
-
-    So many that the busiest links on either way there carry alike. All senders move their shares at
-    once, towards that by an eighth of what would do if they were alone, for each passes n/2 links
-    with others. With a popular device the rest of its ring is not loaded alike on both sides: half
-    each way would take a tenth longer for 16 devices and experts chosen as 1 / (1 + e).
-    """
-    sizes = jnp.clip(all_sizes, 0, most).reshape(n, n, -1).sum(2).astype(jnp.float32)
-    numbers = np.arange(n)
-    distance = (numbers - numbers[:, None]) % n  # [sender, receiver]
-    link = (numbers - numbers[:, None, None]) % n  # [sender, 1, link]: how far behind the sender
-    hops = distance[:, :, None]
-    # Link i leads from device i to the next, or on the way left to the one before.
-    over = link < hops, ((n - link) % n < n - hops) & (hops > 0)
-    near = 2 * distance < n, 2 * distance > n
-    right, left = (
-        jnp.where(kept[:, :, None] & passed, sizes[:, :, None], 0).sum((0, 1))
-        for kept, passed in zip(near, over, strict=True)
-    )
-    across = numbers, (numbers + n // 2) % n
-    opposite, ways = sizes[across], [passed[across] for passed in over]  # [sender, link]
-    share = jnp.full(n, 0.5, jnp.float32)
-    for _ in range(ROUNDS):
-        worst = []
-        for passed, others, part in zip(ways, (right, left), (share, 1 - share), strict=True):
-            load = others + jnp.where(passed, (part * opposite)[:, None], 0).sum(0)
-            worst.append(jnp.where(passed, load, 0).max(1))
-        share = jnp.clip(share + (worst[1] - worst[0]) / jnp.maximum(16 * opposite, 1), 0, 1)
-    return jnp.round(share * WHOLE).astype(jnp.int32)
 
 
 def _for_each_slice(
@@ -272,8 +233,7 @@ def _wait(semaphore: Semaphore, ref: Ref, _: Any, count: Any) -> None:
 
 def _ring_kernel(
     ring: Ring,
-    chunks_ref: Ref,  # (1,): SMEM: chunks of the largest slice of all, as the next four
-    shares_ref: Ref,  # (n,): of each sender's rows for the opposite device, those that go right
+    chunks_ref: Ref,  # (1,): SMEM: chunks of the largest slice of all, as the next three
     input_offsets_ref: Ref,  # (n * slices,)
     sizes_ref: Ref,  # (n * n * slices,): rows of each sender's slices, by receiver
     places_ref: Ref,  # (n * n * slices,): where they begin there
@@ -308,12 +268,9 @@ def _ring_kernel(
                 there = relay.on_line(ring, direction, hop, distance)
                 count = lax.select(there, whole, np.int32(0))
             else:
-                # Rounded up for even senders: of odd rows as many go either way.
-                up = (WHOLE - 1) * lax.rem(sender + 1, np.int32(2))
-                right = lax.div(whole * shares_ref[sender] + up, np.int32(WHOLE))
-                skipped = lax.select(
-                    2 * distance == n, right if way else whole - right, np.int32(0)
-                )
+                # Of an opposite device's rows half go each way, an odd one right from even senders.
+                half = lax.div(whole + lax.rem(sender + 1, np.int32(2)), np.int32(2))
+                skipped = lax.select(2 * distance == n, half if way else whole - half, np.int32(0))
                 begin, count = begin + (skipped if way else 0), whole - skipped
 
             def send(_: Any) -> None:

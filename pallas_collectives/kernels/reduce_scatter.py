@@ -102,40 +102,49 @@ def ring(
     bidirectional: bool,
     vmem: bool,
     interpret: Interpret,
+    **packed: Any,
 ) -> jax.Array:
     """Reduces x over the group and leaves each device its block along `axis`.
 
-    Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
+    Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions. `packed`
+    is a `codec` for what travels, and the `result`'s dtype: see `torus.reduce_scatter`.
     """
     name = f"reduce_scatter_{'bidirectional' if bidirectional else 'unidirectional'}"
     streams_of = functools.partial(groups.streams, group.size, bidirectional=bidirectional)
+    how: Any = {"vmem": vmem, "interpret": interpret}
+    if packed:
+        return in_sections(x, group, axis=axis, op=op, line=False, name=name, **how, **packed)
     if sparsecore.is_wanted():
         return _by_subcores(x, group, axis, streams_of, op, name, interpret)
     blocks = _blocks(x, group, axis, vmem)
     streams = streams_of(chunks=blocks.chunks)
     if bidirectional and goes_in_sections(blocks, x.dtype, vmem):
-        alone = one_axis(group, line=False)
-        return torus.reduce_scatter(
-            x, alone, axis=axis, op=op, vmem=vmem, interpret=interpret, name=name
-        )
-    return _by_hops(x, group, blocks, streams, op, name, vmem=vmem, interpret=interpret)
+        return in_sections(x, group, axis=axis, op=op, line=False, name=name, **how)
+    return _by_hops(x, group, blocks, streams, op, name, **how)
 
 
 def line(
-    x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Interpret
+    x: jax.Array,
+    group: Group,
+    *,
+    axis: int,
+    op: str,
+    vmem: bool,
+    interpret: Interpret,
+    **packed: Any,
 ) -> jax.Array:
     """Reduces x over a line, as `ring`."""
+    how: Any = {"vmem": vmem, "interpret": interpret}
     name, streams_of = "reduce_scatter_line", functools.partial(groups.line_streams, group.size)
+    if packed:
+        return in_sections(x, group, axis=axis, op=op, line=True, name=name, **how, **packed)
     if sparsecore.is_wanted():
         return _by_subcores(x, group, axis, streams_of, op, name, interpret)
     blocks = _blocks(x, group, axis, vmem)
     streams = streams_of(chunks=blocks.chunks)
     if goes_in_sections(blocks, x.dtype, vmem):
-        alone = one_axis(group, line=True)
-        return torus.reduce_scatter(
-            x, alone, axis=axis, op=op, vmem=vmem, interpret=interpret, name=name
-        )
-    return _by_hops(x, group, blocks, streams, op, name, vmem=vmem, interpret=interpret)
+        return in_sections(x, group, axis=axis, op=op, line=True, name=name, **how)
+    return _by_hops(x, group, blocks, streams, op, name, **how)
 
 
 def direct(
@@ -160,6 +169,11 @@ def direct(
 def goes_in_sections(blocks: Blocks, dtype: DType, vmem: bool) -> bool:
     """Whether what both directions' slots take of HBM would be more than scratch may be."""
     return not vmem and 2 * SLOTS * blocks.nbytes(dtype) > torus.SCRATCH_BYTES
+
+
+def in_sections(x: jax.Array, group: Group, *, line: bool, **options: Any) -> jax.Array:
+    """Reduces x in VMEM, section by section, as over a torus of one axis."""
+    return torus.reduce_scatter(x, one_axis(group, line=line), **options)
 
 
 def one_axis(group: Group, *, line: bool) -> Group:

@@ -8,9 +8,11 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.replay import (
     control,
     cores,
@@ -27,6 +29,15 @@ from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent, View
 
 _LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, outside kernels
+# Elementwise operations that take as long, for each number, as a conversion from or to numbers of
+# one byte. With `Chip.across_lanes` it is fitted to the loops that the compiler makes of
+# `kernels.machinery.codec`: cycles for 16384 numbers, by the compiler and by this,
+#
+#                           v4         v5e        v5p        v6e and 7x
+#     unpacked              146, 140   66, 64     66, 58     57, 48
+#     packed                243, 152   102, 100   102, 76    98, 84
+#     added and packed      355, 286   143, 164   143, 134   112, 132
+_NARROW = 4
 # Primitives that move no data on a TPU core, or whose cost is that of the loads and stores around
 # them.
 _FREE = values.IDENTITY | {"iota", "transpose", "slice", "dynamic_slice", "concatenate", "split"}
@@ -47,7 +58,7 @@ def compile_equation(
         return _operation(stepper, eqn, op, ins, outs)
     if name in _NO_WORK:
         return None
-    if name in values.IDENTITY and len(ins) == len(outs) == 1:
+    if name in values.IDENTITY and len(ins) == len(outs) == 1 and not _is_narrow(eqn):
         return _identity(stepper, eqn, ins, outs)
     scalar = all(not getattr(v.aval, "shape", ()) for v in eqn.outvars)
     if name in values.SCALAR and scalar:
@@ -253,16 +264,40 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
     """Seconds of a core's vector or matrix unit for an equation on arrays."""
     generation = stepper.generation
     name = eqn.primitive.name
+    if _is_narrow(eqn):
+        return _NARROW * math.prod(jaxprs.type_of(eqn.outvars[0]).shape) * _one_core(stepper)
     if name in _FREE:
         return 0.0
-    size = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
+    size = max((_in_registers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
     if name == "dot_general":
+        size = max(math.prod(jaxprs.type_of(v).shape) for v in eqn.outvars)
         (contract, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(jaxprs.type_of(eqn.invars[0]).shape[d] for d in contract)
         return 2.0 * size * depth * generation.cores / generation.matrix_rate
     if name.startswith("reduce_") or name in ("argmax", "argmin"):
-        size = max(math.prod(getattr(v.aval, "shape", ())) for v in eqn.invars)
+        shape = jaxprs.type_of(eqn.invars[0]).shape
+        size = math.prod(shape)
+        if len(shape) - 1 in eqn.params["axes"]:
+            return stepper.generation.across_lanes * size * _one_core(stepper)
     return size / stepper.vector_rate
+
+
+def _in_registers(shape: tuple[int, ...]) -> int:
+    """Numbers that are computed with an array of a shape: a column has a register's lanes each."""
+    return math.prod(shape) * (LANES if len(shape) > 1 and shape[-1] == 1 else 1)
+
+
+def _is_narrow(eqn: JaxprEqn) -> bool:
+    """Whether it converts an array from numbers of one byte, or to them."""
+    if eqn.primitive.name != "convert_element_type" or not jaxprs.type_of(eqn.outvars[0]).shape:
+        return False
+    types = (jnp.dtype(jaxprs.type_of(v).dtype) for v in (*eqn.invars, *eqn.outvars))
+    return any(dtype.itemsize == 1 and dtype != jnp.bool_ for dtype in types)
+
+
+def _one_core(stepper: Stepper) -> float:
+    """Seconds of an elementwise operation on a number, of one core."""
+    return stepper.generation.cores / stepper.vector_rate
 
 
 # Places and kernels -------------------------------------------------------------------------------

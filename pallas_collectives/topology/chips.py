@@ -2,7 +2,8 @@
 
 Sources: [SB] the JAX scaling book (jax-ml.github.io/scaling-book, "How to think about TPUs"); [V]
 the vendor's pages for v4, v5e, v5p, v6e and 7x; [TI] `pltpu.get_tpu_info_for_chip`; [AOT] the TPU
-compiler, ahead of time: the largest array of semaphores with which a kernel of one copy compiles.
+compiler, ahead of time: the largest array of semaphores with which a kernel of one copy compiles;
+or the cycles of a loop (see `replay.equations`).
 They have a memory of 512 words (7x: 4096), and the compiler keeps the rest of it. The number is the
 same whether they count DMAs or signals, and with a barrier semaphore besides. libtpu 0.0.50 allows
 one less than 0.0.42, whose numbers are here. [D] is derived: vector rate = 8·128 lanes × 4 units ×
@@ -47,6 +48,8 @@ class Chip:
     hbm_bandwidth: float  # [SB, V]
     vmem_bandwidth: float  # core loads and stores [D]
     vector_rate: float  # 32-bit elementwise operations [D]
+    # Elementwise operations that take as long as one along the lanes of a register [AOT]
+    across_lanes: float = 9.0
     matrix_rate: float  # bf16, of all cores [V]
     vmem_bytes: int  # of one core [TI, V]
     smem_bytes: int = 1 * MIB  # of one core [TI, V]
@@ -104,6 +107,7 @@ BY_NAME = {
             link_bandwidth=45e9,
             hbm_bandwidth=1.23e12,
             matrix_rate=275e12,
+            across_lanes=28.0,
             vmem_bytes=16 * MIB,
             semaphores=434,
             no_sparsecore="Pallas does not reach its SparseCores",
@@ -133,6 +137,7 @@ BY_NAME = {
             link_bandwidth=90e9,
             hbm_bandwidth=1.64e12,
             matrix_rate=920e12,
+            across_lanes=5.0,
             vmem_bytes=128 * MIB,
             semaphores=440,
             clock_ghz=1.75,
@@ -146,6 +151,7 @@ BY_NAME = {
             launch_cost=3.9 * US,
             hbm_bandwidth=7.40e12 / 2,
             matrix_rate=2310e12 / 2,
+            across_lanes=5.0,
             vmem_bytes=64 * MIB,
             semaphores=3832,
             devices_per_chip=2,

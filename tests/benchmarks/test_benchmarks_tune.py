@@ -125,3 +125,26 @@ def test_a_machine_file_that_is_none_is_refused(tmp_path: Path, capsys: Any) -> 
     with pytest.raises(SystemExit):
         tune.main(["--model", f"--machine={path}"])
     assert "name an --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "torus, machine, wraps, axes",
+    [
+        ("4x4 torus", "7x:4x4x1", (True, True, False), ("x", "y")),
+        ("2x4 grid", "7x:4x1x1", (False, False, False), ("x", "core")),
+    ],
+)
+def test_the_two_devices_of_a_chip_are_an_axis_of_two_or_none(
+    torus: str, machine: str, wraps: tuple[bool, ...], axes: tuple[str, ...]
+) -> None:
+    on, over = tune.machine_of("7x", torus, 16)
+    assert (str(on), on.wraps, over) == (machine, wraps, axes)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_large_blocks_go_along_both_axes_of_a_7x(op: str) -> None:
+    nbytes = 16 * KIB * KIB if op == "all_reduce" else KIB * KIB
+    found = choice.predict(
+        op, nbytes, 16, chips.BY_NAME["7x"], ("bidirectional", "ring", "torus"), "4x4 torus"
+    )
+    assert choice.fastest_first(op, found)[0] == "torus"

@@ -31,7 +31,8 @@ def test_pods_have_modelled_times_with_xlas_passes() -> None:
         if row.wire == "none":
             assert row.of_bytes == 100 and not row.passes_us and row.off < 0.5
             continue
-        assert row.of_bytes and row.of_bytes <= 52 and row.passes_us
+        assert row.of_bytes and row.of_bytes <= 52
+        assert bool(row.passes_us) == (row.op == "all_gather")  # sums are packed in their kernel
         assert row.of_plain and row.off > 0.1
     gather = rows[1]
     assert gather.of_plain and gather.of_plain < 75  # the bytes, and a pass over the result

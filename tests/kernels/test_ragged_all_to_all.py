@@ -89,48 +89,6 @@ def test_chunks_and_waves(n: int, algorithm: str) -> None:
     checker(n, algorithm)(operand, output, routed(send))
 
 
-def links(sizes: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Rows over each link of a ring, either way, if such shares of the opposite's go right."""
-    n = len(sizes)
-    right, left = np.zeros(n), np.zeros(n)
-    for sender in range(n):
-        for receiver in range(n):
-            hops = (receiver - sender) % n
-            share = shares[sender] if 2 * hops == n else float(2 * hops < n)
-            for i in range(hops):
-                right[(sender + i) % n] += share * sizes[sender, receiver]
-            for i in range((n - hops) % n):
-                left[(sender - i) % n] += (1 - share) * sizes[sender, receiver]
-    return np.concatenate([right, left])
-
-
-def shared(sizes: np.ndarray) -> np.ndarray:
-    table = np.asarray(
-        ragged_all_to_all._shares(sizes.reshape(-1).astype(np.int32), len(sizes), 1 << 20)
-    )
-    return table / ragged_all_to_all.WHOLE
-
-
-@pytest.mark.parametrize("n", [4, 8, 16])
-def test_what_goes_across_the_ring_takes_the_way_that_is_less_loaded(n: int) -> None:
-    popular = np.round(40_000 / (1 + np.arange(n))) * np.ones((n, 1))
-    half = np.full(n, 0.5)
-    np.testing.assert_array_equal(shared(np.full((n, n), 300.0)), half)
-    for sizes in (popular, popular.T):
-        assert links(sizes, shared(sizes)).max() <= 0.97 * links(sizes, half).max()
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_shares_of_any_size_come_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    n = 6
-    monkeypatch.setattr(ragged_all_to_all, "BALANCED_FROM", 0)
-    operand, output = (harness.random((n, 80, 8, 128), "float32", seed) for seed in (1, 2))
-    check = checker(n, "ring")
-    for send in (np.tile([12, 7, 3, 2, 1, 0], (n, 1)), np.diag(np.arange(3, 3 + n))[:, ::-1]):
-        assert not np.array_equal(shared(send), np.full(n, 0.5))
-        check(operand, output, routed(send))
-
-
 def test_the_ring_goes_by_what_the_senders_send() -> None:
     operand, output = (harness.random((3, 12, 2), "float32", seed) for seed in (1, 2))
     *tables, received = conformance.ragged_arguments(3)

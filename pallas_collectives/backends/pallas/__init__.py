@@ -14,6 +14,9 @@ from pallas_collectives.backends import algorithms, nested, ordered
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
+from pallas_collectives.backends.pallas.reductions import (
+    requantized_scatter as requantized_scatter,
+)
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels

@@ -12,9 +12,11 @@ from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError
 from pallas_collectives.kernels.machinery.blocks import LANES, sliceable, sublanes
+from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.wires import Wire
 
 
 def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
@@ -41,6 +43,28 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     y = plan.launch(wire, group, axis=along, op="sum", interpret=how.interpret)
     y = y if aligned else _unrows(y, tuple(shape))
     return y.astype(x.dtype)
+
+
+def requantized_scatter(
+    x: jax.Array, group: Group, *, axis: int, wire: Wire, result: DType, how: How
+) -> jax.Array:
+    """`reduce_scatter`, in a dtype, by an algorithm that `requantizes`: `how` names it.
+
+    Blocks of whole tiles (`Codec.tile`) are read in place; others are flattened and padded first,
+    one pass over the operand.
+    """
+    group, codec = placement.arranged(group), Codec(wire)
+    x = x.astype(wire_dtype(x.dtype, "sum", False))
+    shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
+    (rows, columns), along = codec.tile, axis
+    if axis > len(shape) - 2 or shape[-2] % rows or shape[-1] % columns:
+        split = x.reshape(*x.shape[:axis], group.size, *shape[axis:])
+        flat = jnp.moveaxis(split, axis, 0).reshape(group.size, -1)
+        padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (rows * columns))))
+        x, along = padded.reshape(group.size, -1, columns), 0
+    plan = algorithms.choose("reduce_scatter", how, x, group)
+    options = {"codec": codec, "result": result, "interpret": how.interpret}
+    return _unrows(plan.launch(x, group, axis=along, op="sum", **options), shape)
 
 
 def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:

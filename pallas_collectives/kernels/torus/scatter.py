@@ -17,6 +17,7 @@ from pallas_collectives.annotations import DType, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.kernels.torus.devices import Field
@@ -49,7 +50,9 @@ class Scratch(NamedTuple):
     """What `Scatter` takes beside its arrays. Ways: two where a torus has lines, else one."""
 
     # for each bundle and phase: VMEM
-    slots: list[Any]  # (streams * ways, SLOTS or fewer, piece); written by upstream
+    # (streams * ways, SLOTS or fewer, piece); written by upstream. Of packed pieces (`Codec`) there
+    # is one more behind these, which is our own: a term is packed there before it sets out
+    slots: list[Any]
     semaphores: list[channels.Semaphores]  # (streams * ways)
     left: list[Any]  # (streams, piece): what the phase leaves, of the section that it was in last
     # for each bundle: VMEM
@@ -57,15 +60,29 @@ class Scratch(NamedTuple):
     term_sems: Semaphore  # (all streams * ways): own; a term is here
 
     @classmethod
-    def of(cls, plan: Plan, dtype: DType, *, vmem: bool) -> "Scratch":
-        """What to allocate; `vmem` as `launch.call` has it."""
+    def of(
+        cls,
+        plan: Plan,
+        dtype: DType,
+        *,
+        vmem: bool,
+        codec: Codec | None = None,
+        left: DType | None = None,
+    ) -> "Scratch":
+        """What to allocate; `vmem` as `launch.call` has it. `left` is of what phases leave."""
         ways, phases = plan.ways, len(plan.sizes)
         each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
         pieces = [(bundle, plan.piece_shape(bundle, phase)) for bundle, phase in each]
         windows = [_window(plan, bundle, phase) for bundle, phase in each]
+
+        def slots(count: int, window: int, piece: tuple[int, ...]) -> Any:
+            if codec is None:
+                return pltpu.VMEM((count, window, *piece), dtype)
+            return pltpu.VMEM((count, window + 1, *codec.packed_shape(piece)), jnp.int32)
+
         return cls(
             slots=[
-                pltpu.VMEM((bundle.streams * ways, window, *piece), dtype)
+                slots(bundle.streams * ways, window, piece)
                 for (bundle, piece), window in zip(pieces, windows, strict=True)
             ],
             semaphores=[
@@ -76,7 +93,7 @@ class Scratch(NamedTuple):
                 )
                 for (bundle, phase), window in zip(each, windows, strict=True)
             ],
-            left=[pltpu.VMEM((bundle.streams, *piece), dtype) for bundle, piece in pieces],
+            left=[pltpu.VMEM((bundle.streams, *piece), left or dtype) for bundle, piece in pieces],
             terms=[
                 pltpu.VMEM((bundle.streams * ways, *piece), dtype)
                 for bundle, piece in pieces[phases - 1 :: phases]
@@ -141,10 +158,12 @@ class Scatter:
         # (bundle, section, stream, body): body(place) for where the own block's sum is to be; in
         #   VMEM
         target: Callable[[int, Any, Any, Callable[[Any], None]], None],
+        codec: Codec | None = None,  # of what travels
     ) -> None:
         self._plan, self._rings, self._operand = plan, rings, operand
-        self._s, self._target = scratch, target
-        self._combine = functools.partial(combine, op, vmem=True)
+        self._s, self._target, self._codec = scratch, target, codec
+        plainly: Callable[..., None] = functools.partial(combine, op, vmem=True)
+        self._combine = codec.combine if codec else plainly
 
     def own(self, b: int, section: Any, stream: Number) -> Any:
         """Where a stream's part of the own block may be, in VMEM; a section later it changes."""
@@ -158,6 +177,8 @@ class Scatter:
             sets_out = True if leg.behind is None else leg.behind == 0
             if b == 0 and leg.behind is None and self._from_hbm(leg) and self._plan.sections > 1:
                 only_if((section == 0) & (stream >= 2), functools.partial(self._be_late, leg))
+            if self._codec:
+                self._fetch(leg, 0, way == 0)
             only_if(sets_out, functools.partial(self._set_out, leg, 0))
             self._fetch(leg, 1, way == 0)
 
@@ -225,6 +246,12 @@ class Scatter:
         channel, goes = leg.channel, leg.goes(number)
         slot = channel.slot(goes)
         only_if(number > 0, lambda: channel.wait_sent(slot))
+        if self._codec:
+            slots = self._s.slots[leg.b * len(self._rings) + leg.phase]
+            packed = slots.at[leg.lane, channel.window]
+            self._add_term(leg, leg.ahead - number, (packed,))
+            channel.send(packed, slot, goes)
+            return
         channel.wait_until_free(goes)
 
         def push(term: Ref, part: Callable[[Any], Any]) -> None:
@@ -331,7 +358,9 @@ class Scatter:
             self._with_term(leg, leg.ahead - hop, start)
             return
         number = hop - leg.behind
-        wanted = (leg.behind > 0) & (number >= 0) & (number < leg.ahead)
+        wanted = (number >= 0) & (number < leg.ahead)
+        if not self._codec:  # where sums set out they leave from the operand
+            wanted &= leg.behind > 0
         if first:
             wanted |= number == leg.ahead
         only_if(wanted, lambda: self._with_term(leg, leg.ahead - number, start))

@@ -115,15 +115,18 @@ class Plan:
         chunks: int,
         both: bool = False,
         there_and_back: bool = False,
+        tile: tuple[int, int] | None = None,
     ) -> "Plan":
         """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
+
+        `tile` is the rows and columns of which every piece is a multiple; by default the dtype's.
 
         With `both`, half of several chunks go on from there in the other order (see `ways`). With
         `there_and_back` what is reduced is gathered again, meanwhile.
         """
         sizes = tuple(axis.size for axis in axes)
         sharing = tuple(links_shared(axis, there_and_back) for axis in axes)
-        cut, grain = _finest_cut(block, dtype, 2 * len(sizes) * chunks)
+        cut, grain = _finest_cut(block, dtype, 2 * len(sizes) * chunks, tile)
         units = block[cut] // grain
         while chunks > 1 and units % (2 * chunks) != 0:
             chunks //= 2
@@ -262,12 +265,14 @@ def cuts(shape: tuple[int, ...], axis: int, dtype: DType) -> int:
     return block[cut] // grain
 
 
-def _finest_cut(block: tuple[int, ...], dtype: DType, wanted: int) -> tuple[int, int]:
+def _finest_cut(
+    block: tuple[int, ...], dtype: DType, wanted: int, tile: tuple[int, int] | None = None
+) -> tuple[int, int]:
     """The dimension to cut, and in multiples of what: the first that is fine enough, or the finest.
 
     Fine enough: shares may be off by one unit; with 32 units each that is 3% of one in four.
     """
-    grains = (*(1,) * (len(block) - 2), sublanes(dtype), LANES)[-len(block) :]
+    grains = (*(1,) * (len(block) - 2), *(tile or (sublanes(dtype), LANES)))[-len(block) :]
     units = [n // grain if n % grain == 0 else 1 for n, grain in zip(block, grains, strict=True)]
     found = next((i for i, count in enumerate(units) if count >= 32 * wanted), None)
     cut = units.index(max(units)) if found is None else found

@@ -124,79 +124,107 @@ def _begin(course: Course, b: int, k: int, section: Any, stream: Number) -> None
 
 
 def _run_sections(plan: Plan, course: Course) -> None:
-    """In tick t, section t is in the first phase of the course, section t - k in phase number k.
+    """In a tick each phase of the course has a section: the first one the section of its number,
+    those behind it earlier ones (`Turn`).
 
-    So all phases are under way at once, each with another section, and hops of all of them take
-    turns. Earlier sections come first: what a section leaves is taken before the next one is there.
-    Streams come in pairs, one for each way round. While what one pair has sent is on the wire, the
-    next pair is seen to. Both streams of a pair take what has come before either sends, so that
-    neither needs credits; on lines, where there are credits, each takes and sends.
-
-    Along a line a reduction loads the link behind j others from hop j on, a gather up to hop j. So
-    a gather's hops come one round earlier: then the link carries one of both in each round.
+    So all phases are under way at once, and hops of all of them take turns. Earlier sections come
+    first: what a section leaves is taken before the next one is there. Streams come in pairs, one
+    for each way round. While what one pair has sent is on the wire, the next pair is seen to. Both
+    streams of a pair take what has come before either sends, so that neither needs credits; on
+    lines, where there are credits, each takes and sends, and bundles take turns besides.
     """
-    bundles = range(len(plan.bundles))
     pairs = -(-max(bundle.streams for bundle in plan.bundles) // 2)
-    rounds = max(plan.sizes) - 2  # of hops 1 and on
-    early = [any(plan.lines) and stage is not course[0][0] for stage, _ in course]
-    early.append(early[-1])
-    last = len(course)
     together = not any(plan.lines)  # see `scatter.is_paired`
+    turns, steps = _turns(plan, course)
+    numbers, bundles = reversed(range(len(turns))), range(len(plan.bundles))
+    in_turn = [(k, b) for k in numbers for b in bundles]
+    if not together:
+        in_turn.sort(key=lambda each: each[1])
 
-    def in_pair(pair: Any, b: int, section: Any, body: Callable[[Any], Any]) -> None:
+    def in_pair(pair: Any, b: int, section: Any, body: Callable[[Any], Any], here: Any) -> None:
         stop = jnp.minimum(plan.bundles[b].streams_in(section), 2 * pair + 2)
 
         def one(stream: Number, _: None) -> None:
             body(stream)
 
-        lax.fori_loop(2 * pair, stop, one, None)
+        lax.fori_loop(2 * pair, jnp.where(here, stop, 0), one, None)
 
-    def begin(tick: Any, pair: Any, k: int, b: int) -> None:
-        in_pair(pair, b, tick - k, functools.partial(_begin, course, b, k, tick - k))
-
-    def go_on(tick: Any, g: Any, pair: Any, k: int, b: int) -> None:
-        (stage, phase), section = course[k], tick - k
+    def see_to(tick: Any, step: Any, pair: Any, k: int, b: int) -> None:
+        turn, section = turns[k], tick - turns[k].tick
+        begin = functools.partial(_begin, course, b, k, section)
+        in_pair(pair, b, section, begin, step == turn.begin)
+        if k == len(course):
+            return
+        stage, phase = course[k]
         hops = plan.hops(plan.bundles[b], phase) - 1
-        bounds = [jnp.minimum(lax.div((g + i) * hops, np.int32(rounds)), hops) for i in (0, 1)]
 
-        def turn(hop: Number, _: None) -> None:
-            in_turn = functools.partial(in_pair, pair, b, section)
+        def go_on(hop: Number, _: None) -> None:
             take = functools.partial(stage.take, b, phase, hop, section)
             send = functools.partial(stage.go_on, b, phase, hop, section)
             if together:
-                in_turn(take)
-                in_turn(send)
+                in_pair(pair, b, section, take, True)
+                in_pair(pair, b, section, send, True)
             else:
-                in_turn(lambda stream: (take(stream), send(stream)))
+                in_pair(pair, b, section, lambda stream: (take(stream), send(stream)), True)
 
-        lax.fori_loop(bounds[0] + 1, bounds[1] + 1, turn, None)
+        lax.fori_loop(turn.done(step - 1, hops) + 1, turn.done(step, hops) + 1, go_on, None)
 
-    def round_of(*parts: tuple[Callable[[Any, int, int], None], Sequence[int]]) -> None:
+    def in_step(tick: Any, step: Any) -> None:
         def of_pair(pair: Any, _: None) -> None:
-            for body, numbers in parts:
-                for k, b in itertools.product(sorted(numbers, reverse=True), bundles):
-                    body(pair, k, b)
+            for k, b in in_turn:
+                see_to(tick, step, pair, k, b)
 
         lax.fori_loop(0, pairs, of_pair, None)
 
     def in_tick(tick: Any, _: None) -> None:
-        first = [k for k in range(last + 1) if early[k]]
-        others = [k for k in range(last + 1) if not early[k]]
-        hops = functools.partial(go_on, tick)
-        if first:
-            round_of((functools.partial(begin, tick), first))
-        ahead = [(functools.partial(hops, np.int32(0)), first[:-1])] if first and rounds else []
-        round_of(*ahead, (functools.partial(begin, tick), others))
+        lax.fori_loop(0, steps, lambda step, _: in_step(tick, step), None)
 
-        def in_round(g: Any, _: None) -> None:
-            round_of(
-                (functools.partial(hops, g + 1), first[:-1]),
-                (functools.partial(hops, g), [k for k in others if k < last]),
-            )
+    lax.fori_loop(0, plan.sections + turns[-1].tick, in_tick, None)
 
-        lax.fori_loop(0, rounds, in_round, None)
 
-    lax.fori_loop(0, plan.sections + last, in_tick, None)
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """When a phase of the course has its hops, in a tick of some steps.
+
+    Attributes:
+      tick: it has section t - `tick` in tick t.
+      begin: the step in which it begins.
+      span: the steps behind that one which its hops 1 and on are spread over.
+    """
+
+    tick: int
+    begin: int
+    span: int
+
+    def done(self, step: Any, hops: int) -> Any:
+        """How many of its hops 1 and on, of so many, it has had behind a step."""
+        return jnp.clip(lax.div((step - self.begin) * hops, np.int32(self.span)), 0, hops)
+
+
+def _turns(plan: Plan, course: Course) -> tuple[list[Turn], int]:
+    """The turns of all phases of the course and of its end, and the steps of a tick.
+
+    Along the last axis of links a phase moves the most; those along the others go by quicker. So
+    round rings two of these that follow one another have one tick, half of it each: the fewer ticks
+    a section takes, the sooner all phases are under way, and the shorter links idle at the end.
+
+    Along a line a reduction loads the link behind j others from hop j on, a gather up to hop j. So
+    a gather's hops come one step earlier: then the link carries one of both in each step.
+    """
+    rounds = max(1, max(plan.sizes) - 2)  # of hops 1 and on
+    on_lines, outermost = any(plan.lines), len(plan.sizes) - 1 - (plan.within is not None)
+    inner, halves = [phase < outermost for _, phase in course], [0] * len(course)
+    for k in range(0 if on_lines else len(course) - 1):
+        if inner[k] and inner[k + 1] and halves[k] != 2:
+            halves[k], halves[k + 1] = 1, 2
+    parts = 2 if any(halves) else 1
+    turns, tick = [], -1
+    for (stage, _), half in zip(course, halves, strict=True):
+        tick += half != 2
+        begin = rounds + 1 if half == 2 else int(on_lines and stage is course[0][0])
+        turns.append(Turn(tick, begin, rounds if half else parts * rounds))
+    ends = Turn(tick + 1, int(on_lines and course[-1][0] is course[0][0]), 1)
+    return [*turns, ends], parts * (rounds + 1) + on_lines
 
 
 def _for_each_stream(

@@ -184,7 +184,10 @@ def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
     }
 
 
-@pytest.mark.parametrize("sizes, lines", [((2, 3), [False] * 2), ((4, 3), [True, False])])
+@pytest.mark.parametrize(
+    "sizes, lines",
+    [((2, 3), [False] * 2), ((4, 3), [True, False]), ((3, 2, 4), [False] * 3)],
+)
 def test_in_sections_each_phase_comes_in_its_turn(
     sizes: tuple[int, ...], lines: list[bool]
 ) -> None:

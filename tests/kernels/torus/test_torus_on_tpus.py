@@ -14,6 +14,7 @@ from test_torus_kernels import CASES, NAMES, SLOW
 
 import harness
 import pallas_collectives
+from benchmarks import cases, replay_rows
 from pallas_collectives.kernels.torus import reduce_scatter, scatter
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
@@ -96,6 +97,19 @@ def test_large_sums_keep_the_wires_busy_in_16_mib(
     assert share * report.time <= least / rate
 
 
+@pytest.mark.parametrize(
+    "machine, axes, mib, of_wire",
+    [pytest.param("7x:4x4x4", ("x", "y", "z", "core"), 64, 90, marks=SLOW)],
+)
+def test_a_sum_over_a_whole_slice_is_chosen_and_keeps_the_wires_busy(
+    machine: str, axes: tuple[str, ...], mib: int, of_wire: float
+) -> None:
+    psum = [case for case in cases.CASES if case.name == "psum"]
+    (row,) = replay_rows.rows(replay_rows.plan([machine], psum, [mib << 20], axes=axes))
+    assert row.served == "torus" and not row.faults
+    assert (row.of_wire or 0) >= of_wire
+
+
 def races_of_sections(op: str, *sizes: int, **how: Any) -> int:
     """How many races a sum has, in sections round rings of a v5p torus, on any schedule."""
     mesh = dict(zip(NAMES, sizes, strict=False))
@@ -161,7 +175,7 @@ def test_scratch_of_sums_is_16_mib_at_the_most(
     axes = [Group((NAMES[k],), (n,), line=k in lines) for k, n in enumerate(sizes)]
     for rows, dtype, back in itertools.product((64, 2048, 3001), (4, 2), (False, True)):
         kind = {4: jnp.float32, 2: jnp.bfloat16}[dtype]
-        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, False, back)
+        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, back, vmem=False)
         own: Any = reduce_scatter.ReduceScratch if back else reduce_scatter.ScatterScratch
         assert own.of(plan, kind, vmem=False).scatter.nbytes <= 16 << 20
 

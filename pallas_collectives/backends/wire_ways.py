@@ -1,0 +1,286 @@
+"""Whether a call takes its wire, and in which way a sum goes over it: settled here, and counted.
+
+A sum has two ways over a wire with scales:
+
+    exchange        each device gets everyone's term of its block, quantised once, and adds them
+    bidirectional,  sums are added on the way round a ring or along a line, and quantised anew at
+    line            every hop: (n-1)/n of an operand's bytes, as without a wire
+
+The algorithms of the second are those whose record says `requantizes`; `psum` calls the first of
+them "ring". A psum by either way gathers the sums, quantised once more, and so gives everyone the
+same bits. The quicker one is taken; the exchange where no times tell, for few numbers, and where a
+draw or a residue presumes that terms are quantised once.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+
+from pallas_collectives import catalogue, wires
+from pallas_collectives.backends import algorithms, counters, ordered, slices
+from pallas_collectives.backends.plans import Candidate, How, WirePlan
+from pallas_collectives.errors import AlgorithmError, WireError
+from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
+from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.wires import Wire
+
+# From so many bytes of an operand a wire is taken where no times tell: smaller ones are latency.
+AUTO_BYTES = 2 << 20
+
+EXCHANGE = ordered.EXCHANGE.name
+_OF_PSUM = {"bidirectional": "ring"}
+
+
+class Way(NamedTuple):
+    """One way of a collective over a wire.
+
+    Attributes:
+      algorithm: of the sum; "" where nothing is added.
+      sent: bytes of the operand as they travel, scales and padding included.
+      passes_us: what XLA's passes over HBM take before and behind, at the least.
+      us: predicted time, these included; None where no table tells.
+    """
+
+    algorithm: str
+    sent: int
+    passes_us: float
+    us: float | None
+
+    @property
+    def requantizes(self) -> bool:
+        """Whether sums are rounded at every hop."""
+        return self.algorithm not in ("", EXCHANGE)
+
+    @property
+    def scatter(self) -> str:
+        """The algorithm of `psum_scatter` that it begins with."""
+        return next((own for own, of in _OF_PSUM.items() if of == self.algorithm), self.algorithm)
+
+
+_NO_WAY = Way("", 0, 0.0, None)
+
+
+def settled(
+    op: str, x: jax.Array, blocks: tuple[int, ...], group: Group, how: How
+) -> tuple[Wire | None, How, Way]:
+    """The wire that a call takes, what is asked of the backend then, and the way; counted.
+
+    Args:
+      op: the canonical collective.
+      x: the operand.
+      blocks: how many blocks or rows are quantised, each by itself, and then the shape of one.
+      group: the devices.
+      how: the caller's wishes.
+
+    Raises:
+      DtypeError, WireError, AlgorithmError: a wire that was named cannot be had, or loses.
+    """
+    plain = dataclasses.replace(how, wire=None, wire_backward=None, mapped=0, once=False)
+    wire = how.wire
+    if wire is None or group.size == 1:  # nothing is sent
+        return None, plain, _NO_WAY
+    if not wire.optional:
+        wires.check(wire, x.dtype, op)
+    if why := wires.obstacle(wire, x.dtype) or _unfit(op, wire, group, how):
+        _note_left_out(op, wire, why)
+        return None, plain, _NO_WAY
+    found = _ways(op, x, blocks, group, how)
+    way = _chosen(found, blocks, wire, how)
+    bundled_later = op == "all_reduce" and placement.are_settled_later()
+    if way.sent >= x.nbytes and not bundled_later:
+        lost = f"with scales and padding it takes {way.sent} bytes in place of {x.nbytes}"
+        if not wire.optional:
+            remedy = "leave wire=None, or wire='auto' to have it left out; or make rows longer"
+            raise WireError(f"wire {wire} for {op} of {x.dtype}{list(x.shape)}", lost, remedy)
+        _note_left_out(op, wire, lost)
+        return None, plain, _NO_WAY
+    us = _plain_us(op, x.nbytes, group, how.backend)
+    if wire.optional and us is not None and way.us is not None and way.us >= us:
+        _note_left_out(op, wire, f"it would take {way.us:.0f} us in place of {us:.0f}")
+        return None, plain, _NO_WAY
+    if wire.optional and us is None and x.nbytes < AUTO_BYTES:
+        _note_left_out(op, wire, f"the operand is smaller than {AUTO_BYTES >> 20} MiB")
+        return None, plain, _NO_WAY
+    told = tuple(_told(op, w, wire, group.size) for w in found if w.algorithm)
+    counters.note(
+        WirePlan(op=op, backend=how.backend, algorithm=str(wire), wire=wire, nbytes=x.nbytes,
+                 sent=way.sent, passes_us=way.passes_us, us=us, wired_us=way.us, way=way.algorithm,
+                 candidates=told)
+    )  # fmt: skip
+    if wire.scaled and _adds(op):
+        plain = dataclasses.replace(plain, algorithm=None)
+    return wire, plain, way
+
+
+def _ways(
+    op: str, x: jax.Array, blocks: tuple[int, ...], group: Group, how: How
+) -> tuple[Way, ...]:
+    """The ways that there are."""
+    wire = how.wire
+    assert wire is not None
+    n, sent, in_terms = group.size, 2 * x.size, _adds(op) and wire.scaled
+    if wire.scaled:
+        sent = blocks[0] * wires.packed_bytes(blocks[1:], wire)
+    passes = 1e6 * seconds_of_passes(op, x.nbytes, sent, n)
+    steps = ordered.STEPS[op] if in_terms else (op,)
+    part = sent // n if in_terms else catalogue.COLLECTIVES[op].block_bytes(sent, n)
+    us = _in_all([_least(step, part, group) for step in steps], passes, how.backend)
+    moved = Way(EXCHANGE if in_terms else "", sent, passes, us)
+    if not in_terms or _no_ring(group, how):
+        return (moved,)
+    numbers, there = math.prod(blocks[1:]), placement.arranged(group)
+    part = Codec(wire).packed_bytes(numbers)
+    scatter = algorithms.predicted("reduce_scatter", part, there, cuts=1)
+    passes, gathered = 0.0, 0.0 if op == "reduce_scatter" else _least("all_gather", part, group)
+    if op == "all_reduce":  # sums come in float32
+        moved_bytes = 4 * numbers + part + n * part + x.nbytes
+        passes = 1e6 * moved_bytes / chips.current().hbm_bandwidth
+
+    def way(name: str) -> Way:
+        us = _in_all([scatter.get(name), gathered], passes, how.backend)
+        return Way(_of(op, name), n * part, passes, us)
+
+    return (moved, *map(way, _rings(group)))
+
+
+def _chosen(found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: How) -> Way:
+    """The way that is named, or the quickest; of few numbers, padded in a kernel, the exchange."""
+    if how.algorithm is not None and wire.scaled and len(found) > 1:
+        return next(way for way in found if way.algorithm == how.algorithm)
+    few = math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile) if len(found) > 1 else True
+    if few or found[0].us is None:
+        return found[0]
+    return min(found, key=lambda way: math.inf if way.us is None else way.us)
+
+
+def _adds(op: str) -> bool:
+    return catalogue.COLLECTIVES[op].example.adds
+
+
+def _rings(group: Group) -> tuple[str, ...]:
+    """The algorithms of `psum_scatter` that can add on the way among these devices."""
+    there, chip = placement.arranged(group), chips.current()
+    able = catalogue.COLLECTIVES["reduce_scatter"].algorithms
+    able = tuple(a for a in able if a.requantizes and algorithms.serves(a, there, chip))
+    return tuple(a.name for a in able)
+
+
+def _of(op: str, name: str) -> str:
+    """What a sum calls such an algorithm."""
+    return _OF_PSUM.get(name, name) if op == "all_reduce" else name
+
+
+def _no_ring(group: Group, how: How) -> str:
+    """Why sums over a group cannot be added on the way; "" if they can."""
+    if how.backend != "pallas":
+        return f"backend {how.backend!r} adds where it has all terms"
+    if how.once:
+        return "a draw or a residue presumes that terms are quantised once"
+    if slices.split(group, slices.slices(group, how.across)) is not None:
+        return "the devices are in several slices"
+    if placement.arranged(group).torus:
+        return "the devices lie on several axes of a torus"
+    if not _rings(group):
+        return f"{chips.current().name} cannot write to all the devices that it must reach"
+    return ""
+
+
+def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
+    """What of a call a wire cannot be had with; raises where the wire was named."""
+    if not _adds(op) or not wire.scaled:
+        return ""
+    if wire.group == "row":
+        why = "a sum's groups are of the flattened operand, which has no rows"
+        if not wire.optional:
+            raise WireError(f"wire {wire} for {op}", why, "take groups of 128 or 256")
+        return why
+    if how.algorithm not in (None, EXCHANGE):
+        rings = [_of(op, name) for name in _rings(group)]
+        able = " or ".join(map(repr, [EXCHANGE, *rings]))
+        why = "" if how.algorithm in rings else f"over a wire with scales it is {able} here"
+        why = why or _no_ring(group, how)
+        if why and not wire.optional:
+            remedy = "leave algorithm=None, or name 'exchange'"
+            raise AlgorithmError(f"algorithm={how.algorithm!r} for {op}", why, remedy)
+        return why
+    if how.order is not None:
+        why = "groups have a scale together, so that bits depend on an element's neighbours"
+        if not wire.optional:
+            raise WireError(f"wire {wire} for {op} with order={how.order!r}", why, "leave one out")
+        return why
+    return ""
+
+
+def _note_left_out(op: str, wire: Wire, why: str) -> None:
+    counters.note(WirePlan(op=op, backend="", algorithm=None, why=why, wire=wire))
+
+
+# What it takes, and what it loses -----------------------------------------------------------------
+
+
+def _plain_us(op: str, nbytes: int, group: Group, backend: str) -> float | None:
+    """Microseconds of a collective without a wire; None where no table tells."""
+    if backend != "pallas":
+        return None
+    return _least(op, catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size), group)
+
+
+def _in_all(steps: list[float | None], passes_us: float, backend: str) -> float | None:
+    """Of steps one after the other, with XLA's passes; None where no table tells."""
+    if backend != "pallas" or None in steps:
+        return None
+    return sum(filter(None, steps)) + passes_us
+
+
+def _least(op: str, block_bytes: int, group: Group) -> float | None:
+    cuts = max(1, block_bytes >> 12)
+    times = algorithms.predicted(op, block_bytes, placement.arranged(group), cuts=cuts)
+    return min(times.values(), default=None)
+
+
+def _told(op: str, way: Way, wire: Wire, n: int) -> Candidate:
+    """A way as `explain` prints it."""
+    said = f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.requantizes)}"
+    return Candidate(way.algorithm, way.us, None, said)
+
+
+def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False) -> str:
+    """How far a result may be from the exact one, before it is rounded to the operand's dtype."""
+    if not wire.scaled:
+        return "rounded to bfloat16, 2^-9 of each number, at every hop"
+    shares = {"int8": "1/254 of the largest number of its group", "float8_e4m3fn": "1/16 of itself"}
+    half = shares.get(wire.dtype, "1/8 of itself")
+    if wire.scales != "float32" and wire.dtype == "int8":
+        half = "1/127 of the largest number of its group"
+    once = f"each number is off by {half} at most"
+    terms = f"in the sum at each of {n - 1} hops" if requantizes else f"in each of the {n} terms"
+    match op:
+        case "reduce_scatter":
+            return f"{once}, {terms}"
+        case "all_reduce":
+            return f"{once}, {terms} and in their sum"
+    return once
+
+
+def seconds_of_passes(op: str, nbytes: int, sent: int, n: int) -> float:
+    """What quantising an operand and dequantising what comes takes at the least, on the chip here.
+
+    Args:
+      op: the canonical collective; sums by the exchange.
+      nbytes: of the operand.
+      sent: its bytes on the wire.
+      n: devices.
+    """
+    copies = n if op == "all_gather" else 1
+    moved_bytes = nbytes + sent  # read and written
+    match op:
+        case "reduce_scatter":
+            moved_bytes += sent + nbytes // n
+        case "all_reduce":  # terms are added, the sums quantised, and all of them dequantised
+            moved_bytes += sent + sent // n + sent + nbytes
+        case _:
+            moved_bytes += copies * (sent + nbytes)
+    return moved_bytes / chips.current().hbm_bandwidth

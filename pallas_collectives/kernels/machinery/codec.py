@@ -1,0 +1,196 @@
+"""Sums whose parts travel as numbers of one byte: packed, added and unpacked in VMEM.
+
+A plain array has whole tiles, of `ROWS` rows and `group` columns. Packed, each tile is 128 groups
+of consecutive numbers of a row (see `wires`), a scale for each:
+
+    numbers    `group` rows of 128 bytes a tile, as int32 (32 rows a tile, or 64)
+    scales     behind all numbers: a row of 128 float32 a tile, whose bits are int32 too; in whole
+               tiles of 8 rows
+
+So numbers and scales are one buffer, which one DMA moves. `Codec.combine` is the only operation:
+it adds plain arrays and packed ones in float32, and leaves the sum plain or packs it.
+
+What is packed on every hop of a ring is rounded on every hop. A sum of n terms is packed n - 1
+times: as the first term alone, as the first two, and so on; its owner adds the last term unrounded.
+With h_k half a step of the number's group in the sum of k terms as it is sent, the result is within
+h_1 + ... + h_(n-1) of the exact sum, and what float32 rounds off; where sums come from both sides
+of a line, of the h of either side. Half a step is that of `wires.error_bound`, and a 128th more:
+scales are divided by in an approximation that is good to 2^-14.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives import _compat
+from pallas_collectives.annotations import Ref
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.wires import LEAST_SCALE, Wire
+
+ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
+# Tiles whose scales are a whole tile of the hardware's; those of fewer are padded.
+WHOLE = sublanes(jnp.int32)
+
+# Numbers of at most 2^22 in magnitude that this is added to are rounded to integers, which are the
+# sum's low bits: one addition in place of a rounding and a conversion.
+_TO_INTEGER = np.float32(1.5 * 2**23)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How the sums of a kernel travel.
+
+    Attributes:
+      wire: with scales, of groups of 128 or 256, rounded to nearest.
+    """
+
+    wire: Wire
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile; plain arrays are whole ones."""
+        return ROWS, int(self.wire.group)
+
+    def packed_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of a packed array, of int32, whose plain shape is given."""
+        tiles = math.prod(shape) // math.prod(self.tile)
+        assert tiles * math.prod(self.tile) == math.prod(shape), f"{shape} in tiles {self.tile}"
+        return tiles * self._words + -(-tiles // WHOLE) * WHOLE, LANES
+
+    def packed_bytes(self, numbers: int) -> int:
+        """Bytes of so many numbers, padded to whole tiles, packed."""
+        rows, columns = self.tile
+        return 4 * math.prod(self.packed_shape((-(-numbers // (rows * columns)) * rows, columns)))
+
+    def combine(self, *sums: tuple[Any, ...]) -> None:
+        """For each (out, *in) of `sums`: out = in[0] + in[1] + ..., in this order, in float32.
+
+        Refs are plain or packed, as their shapes tell, and lie in VMEM. `out` may be one of `in`.
+        """
+        for out, *terms in sums:
+            self._combine(out, terms)
+
+    def _combine(self, out: Ref, terms: Sequence[Ref]) -> None:
+        plain = next(ref for ref in (out, *terms) if not self._is_packed(ref))
+        tiles = math.prod(plain.shape) // math.prod(self.tile)
+
+        def one(number: Any) -> None:
+            read = [self._read(ref, number, tiles) for ref in terms]
+            self._write(out, number, tiles, functools.reduce(jnp.add, read))
+
+        def several(turn: Any, _: None) -> None:
+            for k in range(each):
+                one(turn * each + k)
+
+        each = 2 if tiles % 2 == 0 else 1  # that the compiler may do side by side
+        lax.fori_loop(0, tiles // each, several, None)
+
+    def _is_packed(self, ref: Ref) -> bool:
+        return ref.dtype == jnp.int32
+
+    def _read(self, ref: Ref, number: Any, tiles: int) -> Any:
+        """A tile's numbers, (ROWS, group) float32."""
+        if not self._is_packed(ref):
+            return ref[self._at(ref, number)].reshape(self.tile).astype(jnp.float32)
+        scales = lax.bitcast_convert_type(ref[self._scales(number, tiles), :], jnp.float32)
+        words = [ref[at, :] for at in self._numbers(number)]
+        parts = [pltpu.bitcast(part, jnp.dtype(self.wire.dtype)) for part in words]
+        return _joined(parts).astype(jnp.float32) * _along_rows(scales)
+
+    def _write(self, ref: Ref, number: Any, tiles: int, total: Any) -> None:
+        if not self._is_packed(ref):
+            at = self._at(ref, number)
+            ref[at] = total.astype(ref.dtype).reshape(ref.at[at].shape)
+            return
+        of_rows = _largest(total)
+        largest = _across_rows(of_rows)
+        scales = jnp.where(largest == 0, 0.0, self._steps(largest))
+        scales = jnp.where(largest < jnp.inf, scales, jnp.nan)
+        ref[self._scales(number, tiles), :] = lax.bitcast_convert_type(scales, jnp.int32)
+        steps = self._steps(of_rows)
+        inverse = _compat.approximate_reciprocal(steps)
+        scaled = total * (inverse * (2 - steps * inverse))
+        if self.wire.dtype == "int8":
+            narrow = lax.bitcast_convert_type(scaled + _TO_INTEGER, jnp.int32).astype(jnp.int8)
+        else:
+            narrow = scaled.astype(self.wire.dtype)
+        for k, at in enumerate(self._numbers(number)):
+            ref[at, :] = pltpu.bitcast(narrow[:, k * LANES : (k + 1) * LANES], jnp.int32)
+
+    def _steps(self, largest: Any) -> Any:
+        """Scales of groups with these largest magnitudes, which are finite and not all zeros."""
+        steps = jnp.maximum(largest * np.float32(1 / self.wire.largest), LEAST_SCALE)
+        if self.wire.scales != "power of two":
+            return steps
+        bits = lax.bitcast_convert_type(steps, jnp.int32)
+        rounded = (bits + np.int32(0x007FFFFF)) & np.int32(0x7F800000)
+        return lax.bitcast_convert_type(rounded, jnp.float32)
+
+    # Where a tile's parts are.
+
+    @property
+    def _words(self) -> int:
+        """Rows of a tile's numbers."""
+        return ROWS * self.tile[1] // (4 * LANES)
+
+    def _numbers(self, number: Any) -> list[Any]:
+        """Rows of its numbers, for each 128 columns."""
+        each = ROWS // 4
+        start = number * self._words
+        return [
+            pl.ds(pl.multiple_of(start + k * each, each), each)
+            for k in range(self.tile[1] // LANES)
+        ]
+
+    def _scales(self, number: Any, tiles: int) -> Any:
+        return pl.ds(tiles * self._words + number, 1)
+
+    def _at(self, ref: Ref, number: Any) -> tuple[Any, ...]:
+        """The index of a tile in a plain array, row-major."""
+        *leading, rows, columns = ref.shape
+        index: list[Any] = []
+        for size in reversed((*leading, rows // self.tile[0], columns // self.tile[1])):
+            index.insert(0, lax.rem(number, np.int32(size)))
+            number = lax.div(number, np.int32(size))
+        sizes = (*(1 for _ in leading), *self.tile)
+        starts = zip(index, sizes, strict=True)
+        return tuple(pl.ds(pl.multiple_of(i * size, size), size) for i, size in starts)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _diagonal() -> Any:
+    """Of ROWS x LANES, where scale r of a row of scales meets row r of its tile."""
+    row, lane = (lax.broadcasted_iota(jnp.int32, (ROWS, LANES), d) for d in (0, 1))
+    return row == lane
+
+
+def _along_rows(scales: Any) -> Any:
+    """(1, LANES) -> (ROWS, 1): number r for all of row r.
+
+    Neither this nor the inverse is a transpose, for which vector registers have no quick way.
+    """
+    spread = jnp.where(_diagonal(), jnp.broadcast_to(scales, (ROWS, LANES)), 0.0)
+    return jnp.sum(spread, axis=1, keepdims=True)
+
+
+def _across_rows(column: Any) -> Any:
+    """(ROWS, 1) -> (1, LANES): the inverse."""
+    return jnp.sum(jnp.where(_diagonal(), column, 0.0), axis=0, keepdims=True)
+
+
+def _largest(total: Any) -> Any:
+    """(ROWS, group) -> (ROWS, 1): the largest magnitude of each row; inf where one is NaN."""
+    magnitude = jnp.abs(total)
+    magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
+    return jnp.max(magnitude, axis=1, keepdims=True)

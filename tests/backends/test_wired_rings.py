@@ -1,0 +1,321 @@
+"""Sums over a wire that are added on the way: rounded at every hop, within the stated bound."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import harness
+import pallas_collectives as pc
+from benchmarks import replay_rows
+from pallas_collectives.errors import AlgorithmError
+from pallas_collectives.kernels import reduce_scatter
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.torus.scatter import Scatter
+from pallas_collectives.replay import Machine, replay
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.wires import Wire
+
+ROWS, COLUMNS = 256, 128
+KINDS = ("normal", "heavy tails", "constant", "one outlier", "zeros")
+WIRES = (
+    Wire("int8"),
+    Wire("int8", group=256, scales="power of two"),
+    Wire("float8_e4m3fn"),
+    Wire("float8_e5m2", group=256),
+)
+
+
+def data(n: int, kind: str = "normal", columns: int = COLUMNS, rows: int = ROWS) -> np.ndarray:
+    """A float32 term of each of n devices, (n, n * rows, columns)."""
+    rng = np.random.default_rng(n)
+    x = rng.normal(size=(n, n * rows, columns))
+    match kind:
+        case "heavy tails":
+            x = rng.standard_cauchy(x.shape)
+        case "constant":
+            x = np.full(x.shape, 0.3)
+        case "one outlier":
+            x[0, 0, 5] = 1e4
+        case "zeros":
+            x[:] = 0
+    return x.astype(np.float32)
+
+
+def scattering(
+    n: int, wire: Wire, mode: str = "on_wait", line: bool = False
+) -> Callable[[np.ndarray], np.ndarray]:
+    """What runs the kernel on (n, n * rows, columns): the sum of each block, (n, rows, columns)."""
+
+    def program(x: jax.Array) -> jax.Array:
+        return kernel(x, n, wire, harness.ADVERSARIES[mode], line)
+
+    run = harness.per_device(program, harness.mesh(n), check_vma=False)
+    return lambda x: np.asarray(run(x))
+
+
+def kernel(x: jax.Array, n: int, wire: Wire, interpret: Any, line: bool) -> jax.Array:
+    """The kernel, round a ring or along a line."""
+    how: Any = {"vmem": False, "interpret": interpret, "codec": Codec(wire)}
+    if line:
+        group = dataclasses.replace(Group(("x",), (n,)), line=True)
+        return reduce_scatter.line(x, group, axis=0, op="sum", **how)
+    group = Group(("x",), (n,))
+    return reduce_scatter.ring(x, group, axis=0, op="sum", bidirectional=True, **how)
+
+
+def exact(x: np.ndarray) -> np.ndarray:
+    """The sums, in the shape of the kernel's."""
+    return x.astype(np.float64).sum(axis=0).reshape(len(x), -1, x.shape[-1])
+
+
+def bound(x: np.ndarray, wire: Wire, line: bool = False) -> np.ndarray:
+    """How far each number of the sums may be off: half a step of each sum that was sent.
+
+    A sum goes round either way, or on a line comes from both sides. Steps are those of what is
+    sent, which is off already: so a step more of it than has come. And of float32.
+    """
+    n = len(x)
+    blocks = x.astype(np.float64).reshape(n, n, -1, x.shape[-1])
+    off = np.zeros(blocks.shape[1:])
+
+    def sent(devices: list[int], block: int) -> np.ndarray:
+        so_far, lost = np.zeros_like(off[0]), np.zeros_like(off[0])
+        for device in devices:
+            so_far = so_far + blocks[device, block]
+            lost = lost + half_steps(np.abs(so_far) + lost, wire)
+        return lost
+
+    for block in range(n):
+        if line:
+            right = sent(list(range(n - 1, block, -1)), block)
+            off[block] = sent(list(range(block)), block) + right
+        else:
+            to_left, to_right = ([(block + s * k) % n for k in range(1, n)][::-1] for s in (1, -1))
+            off[block] = np.maximum(sent(to_left, block), sent(to_right, block))
+    return off + 2.0**-22 * np.abs(blocks).sum(axis=0)
+
+
+def half_steps(x: np.ndarray, wire: Wire) -> np.ndarray:
+    """By the largest number of each group of a row, in numpy alone."""
+    groups = x.reshape(-1, int(wire.group))
+    step = groups.max(axis=1, keepdims=True) / wire.largest
+    if wire.scales == "power of two":
+        step = 2.0 ** np.ceil(np.log2(np.maximum(step, 1e-300)))
+    relative = {"int8": 0.0, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}[wire.dtype]
+    half = np.maximum(groups * relative, step / (2 if wire.dtype == "int8" else 2.0**8))
+    return (half * (1 + 2.0**-7) + 1e-37).reshape(x.shape)  # of the reciprocal a 256th of a step
+
+
+@pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
+@pytest.mark.parametrize(
+    "wire, n",
+    [*((wire, 3) for wire in WIRES), *((WIRES[0], n) for n in (2, 4, 5, 6, 7, 8))],
+    ids=str,
+)
+def test_sums_are_within_the_bound_that_grows_with_hops(wire: Wire, n: int, line: bool) -> None:
+    run = scattering(n, wire, line=line)
+    for kind in KINDS:
+        x = data(n, kind, int(wire.group))
+        off, allowed = np.abs(run(x) - exact(x)), bound(x, wire, line)
+        assert (off <= allowed).all(), (kind, (off / np.maximum(allowed, 1e-37)).max())
+        assert kind in ("zeros", "constant") or (off > 0.1 * allowed).any()
+
+
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+@pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
+def test_sections_of_a_large_sum_are_safe_on_every_schedule(mode: str, line: bool) -> None:
+    x = data(4, rows=2048)  # along a line eight sections
+    got = scattering(4, WIRES[0], mode, line)(x)
+    assert (np.abs(got - exact(x)) <= bound(x, WIRES[0], line)).all()
+
+
+def test_groups_with_inf_and_nan_arrive_as_nan_and_leave_others_alone() -> None:
+    x = data(2)
+    x[1, 3, 7], x[1, 5, 1] = np.inf, np.nan  # of what device 1 sends for block 0
+    got = scattering(2, WIRES[0])(x)[0]
+    assert np.isnan(got[[3, 5]]).all() and np.isfinite(np.delete(got, [3, 5], axis=0)).all()
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+
+def _another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, scales = Codec._read, Codec._scales
+
+    def shifted(self: Codec, number: Any, tiles: int) -> Any:
+        return scales(self, jax.lax.rem(number + 1, np.int32(tiles)), tiles)
+
+    def wrong(self: Codec, ref: Any, number: Any, tiles: int) -> Any:
+        with monkeypatch.context() as within:
+            within.setattr(Codec, "_scales", shifted)
+            return read(self, ref, number, tiles)
+
+    monkeypatch.setattr(Codec, "_read", wrong)
+
+
+def _another_slots_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of a chunk go out with its numbers, and the scales of the term it came with."""
+    write = Codec._write
+
+    def wrong(self: Codec, ref: Any, number: Any, tiles: int, total: Any) -> None:
+        packed = self._is_packed(ref)
+        before = ref[self._scales(number, tiles), :] if packed else None
+        write(self, ref, number, tiles, total)
+        if packed:
+            ref[self._scales(number, tiles), :] = before
+
+    monkeypatch.setattr(Codec, "_write", wrong)
+
+
+def _before_its_scales_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come is added before it is waited for: numbers or scales may not be there yet."""
+    receive, take, add = Channel.receive, Scatter._take, Scatter._add
+    late: list[Any] = []
+
+    def put_off(self: Channel, number: Any, place: Any) -> None:
+        late.append((self, number, place))
+
+    def hurried(self: Scatter, leg: Any, comes: Any, goes: Any) -> None:
+        with monkeypatch.context() as within:
+            within.setattr(Channel, "receive", put_off)
+            take(self, leg, comes, goes)
+
+    def then(self: Scatter, leg: Any, comes: Any, goes: Any) -> None:
+        combined = self._combine
+
+        def combine(*sums: Any) -> None:
+            combined(*sums)
+            receive(*late.pop())
+
+        self._combine = combine
+        add(self, leg, comes, goes)
+        self._combine = combined
+
+    monkeypatch.setattr(Scatter, "_take", hurried)
+    monkeypatch.setattr(Scatter, "_add", then)
+
+
+@pytest.mark.parametrize(
+    "fault", [_another_tiles_scale, _another_slots_scale, _before_its_scales_have_come]
+)
+def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, wire = data(3, "heavy tails", rows=1024), WIRES[0]  # pieces of two tiles
+    fault(monkeypatch)
+    try:
+        caught = not (np.abs(scattering(3, wire)(x) - exact(x)) <= bound(x, wire)).all()
+    except Exception as error:
+        caught = "race" in str(error).lower()
+    finally:
+        harness.forget_failures()
+    assert caught or harness.race_reported()
+
+
+# Calls --------------------------------------------------------------------------------------------
+
+
+def test_calls_that_name_a_ring_add_on_the_way() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 512, 200)).astype(np.float32)
+
+    def program(x: jax.Array) -> Any:
+        how: Any = {"wire": "int8", "backend": "pallas"}
+        scattered = [
+            pc.psum_scatter(x, "x", tiled=True, algorithm="bidirectional", **how),
+            pc.psum_scatter(
+                x, "x", scatter_dimension=1, tiled=True, algorithm="bidirectional", **how
+            ),
+        ]
+        mapped = jax.vmap(
+            lambda x: pc.psum_scatter(x, "x", tiled=True, algorithm="bidirectional", **how)
+        )
+        return scattered, pc.psum(x, "x", algorithm="ring", **how), mapped(x.reshape(2, 256, 200))
+
+    pc.reset_counts()
+    (rows, columns), whole, mapped = jax.tree.map(
+        np.asarray, harness.per_device(program, harness.mesh(2), check_vma=False)(x)
+    )
+    want = x.astype(np.float64).sum(axis=0)
+    step = np.abs(x).max() / 127
+    assert np.abs(rows.reshape(want.shape) - want).max() <= step
+    assert np.abs(np.concatenate(list(columns), axis=1) - want).max() <= step
+    assert np.abs(whole - want).max() <= 2.5 * step and np.abs(whole - want).max() > 0
+    np.testing.assert_array_equal(whole[0], whole[1])
+    assert np.abs(mapped - want.reshape(2, 2, 128, 200).swapaxes(0, 1)).max() <= step
+    assert ("reduce_scatter", "pallas", "bidirectional") in pc.counts()
+    assert ("all_to_all", "pallas", "ring") not in pc.counts()
+
+
+@pytest.mark.parametrize(
+    "why, how",
+    [
+        ("quantised once", {"return_residue": True}),
+        ("quantised once", {"wire": Wire("int8", rounding="stochastic", key=jax.random.key(0))}),
+        ("'exchange'", {"algorithm": "gather"}),
+        ("backend 'xla'", {"backend": "xla", "algorithm": None}),
+    ],
+)
+def test_what_a_ring_does_not_add_on_the_way(why: str, how: Any) -> None:
+    asked: Any = {"wire": "int8", "algorithm": "ring", "backend": "pallas", **how}
+    program = lambda x: pc.psum(x, "x", **asked)  # noqa: E731
+    lower = harness.per_device(program, harness.mesh(2), check_vma=False).lower  # type: ignore[attr-defined]
+    x = jax.ShapeDtypeStruct((2, 512, 128), jnp.float32)
+    if asked["algorithm"] is None:
+        assert "custom_call" not in lower(x).as_text()
+        return
+    with pytest.raises(AlgorithmError, match=why):
+        lower(x)
+
+
+@pytest.mark.parametrize("devices, chip", [(16, "v5e"), (4, "v5p"), (16, "v6e"), (4, "7x")])
+def test_large_sums_are_added_on_the_way_and_explained(devices: int, chip: str) -> None:
+    of: Any = {"shape": (1 << 16, 512), "dtype": "bfloat16", "devices": devices, "chip": chip}
+    for op, name, most in (("psum_scatter", "bidirectional", 0.6), ("psum", "ring", 0.62)):
+        told = pc.explain(op, **of, wire="int8")
+        assert told.wire is not None and told.wire.way == name
+        assert told.wire.us and told.wire.wired_us and told.wire.wired_us <= most * told.wire.us
+        assert told.wire.sent <= 0.52 * told.wire.nbytes
+        assert [c.algorithm for c in told.candidates][:2] == ["exchange", name]
+        assert f"in the sum at each of {devices - 1} hops" in str(told)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_compiles_for_every_generation(generation: str, wire: Wire) -> None:
+    def program(x: jax.Array) -> Any:
+        return [kernel(x, 8, wire, False, line) for line in (False, True)]
+
+    compiled = harness.compile_for_tpu(
+        program, harness.GENERATIONS[generation], (8192, 256), dtype=jnp.bfloat16
+    )
+    assert compiled.ops.count("custom-call") == 2
+    assert {"copy", "transpose"}.isdisjoint(compiled.ops)
+
+
+@pytest.mark.parametrize(
+    "pod, n, mib",
+    [("v5e:16x16", 16, 16), ("v5p:4x4x4", 4, 64), ("v6e:16x16", 16, 64), ("7x:4x4x4", 4, 64)],
+)
+def test_a_sum_takes_sixty_hundredths_of_its_time_in_bfloat16(pod: str, n: int, mib: int) -> None:
+    machine = Machine.named(pod)
+    mesh = machine.mesh(replay_rows.mesh_axes(machine))
+
+    def us(**how: Any) -> float:
+        def program(x: jax.Array) -> jax.Array:
+            return pc.psum_scatter(x, "x", tiled=True, backend="pallas", **how)
+
+        nothing = PartitionSpec()
+        mapped = jax.shard_map(
+            program, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False
+        )
+        shape = jax.ShapeDtypeStruct((mib << 12, 128), jnp.bfloat16)
+        report = replay(mapped, shape, machine=machine)
+        assert report.ok is not False
+        return report.time
+
+    assert us(wire="int8") <= 0.6 * us()

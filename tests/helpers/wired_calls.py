@@ -1,0 +1,89 @@
+"""What the tests of collectives over narrower wires share: data, calls, bounds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives import wires
+from pallas_collectives.wires import Wire
+
+BY_XLA = {"backend": "xla"}
+COLUMNS = 384
+WIRES = (
+    Wire("int8"),
+    Wire("int8", group=256, scales="power of two"),
+    Wire("float8_e4m3fn"),
+    Wire("float8_e5m2", group=256),
+)
+KINDS = ("normal", "heavy tails", "constant", "one outlier", "zeros")
+
+
+def data(n: int, kind: str = "normal", rows: int = 2) -> np.ndarray:
+    """A float32 term of each of n devices, (n, rows of each block * n, columns)."""
+    rng = np.random.default_rng(n)
+    x = rng.normal(size=(n, rows * n, COLUMNS))
+    match kind:
+        case "heavy tails":
+            x = rng.standard_cauchy(x.shape)
+        case "constant":
+            x = np.full(x.shape, 0.3)
+        case "one outlier":
+            x[0, 0, 5] = 1e4
+        case "zeros":
+            x[:] = 0
+    return x.astype(np.float32)
+
+
+def run(program: Callable[..., Any], *operands: Any, n: int = 4, **options: Any) -> Any:
+    """What each device has of a program."""
+    got = harness.per_device(program, harness.mesh(n), **options)(*operands)
+    return jax.tree.map(np.asarray, got)
+
+
+def moves(x: jax.Array, n: int, **how: Any) -> list[jax.Array]:
+    """What every collective makes of one device's (rows, columns) that only moves data."""
+    return [
+        pc.all_gather(x, "x", **how),
+        pc.all_gather(x, "x", axis=1, tiled=True, **how),
+        pc.all_to_all(x, "x", 0, 0, tiled=True, **how),
+        pc.all_to_all(x, "x", 0, 1, tiled=True, **how),
+        pc.ppermute(x, "x", [(0, n - 1), (n - 1, 0)], **how),
+        pc.pshuffle(x, "x", [*range(1, n), 0], **how),
+    ]
+
+
+def sums(x: jax.Array, **how: Any) -> list[jax.Array]:
+    """As `moves`, of those that add."""
+    return [
+        pc.psum_scatter(x, "x", tiled=True, **how),
+        pc.psum(x, "x", **how),
+        pc.pmean(x[:, :200], "x", **how),
+    ]
+
+
+def within(x: jax.Array, wire: Wire) -> jax.Array:
+    """How far each number of x may be off when it has been sent once."""
+    return wires.error_bound(x, wires.quantize(x, wire)[1], wire)
+
+
+def ragged(x: jax.Array, output: jax.Array, n: int, **how: Any) -> jax.Array:
+    """One row of x (rows, columns) to each of n devices, behind the first row of their output."""
+    me, each = jax.lax.axis_index("x"), jnp.ones(n, jnp.int32)
+    return pc.ragged_all_to_all(
+        x, output, jnp.arange(n, dtype=jnp.int32), each, jnp.full(n, 1 + me, jnp.int32), each,
+        axis_name="x", **how
+    )  # fmt: skip
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "all_gather": lambda x, **how: pc.all_gather(x, "x", **how),
+    "psum_scatter": lambda x, **how: pc.psum_scatter(x, "x", tiled=True, **how),
+    "psum": lambda x, **how: pc.psum(x, "x", **how),
+    "all_to_all": lambda x, **how: pc.all_to_all(x, "x", 0, 1, tiled=True, **how),
+    "ppermute": lambda x, **how: pc.ppermute(x, "x", [(0, 1), (1, 0)], **how),
+}
