@@ -114,11 +114,7 @@ def test_the_source_that_it_ends_with_is_the_shipped_one(
     assert capsys.readouterr().out == outputs(code[-1]), "execute it anew, and save it"
 
 
-# All but two, which have no such cell yet.
-HOSTED = [path for path in NOTEBOOKS if path.name[:2] not in ("05", "10")]
-
-
-@pytest.mark.parametrize("path", HOSTED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_begins_with_the_cell_that_installs_where_it_is_hosted(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,9 +103,12 @@ class Stepper:
         self._beside = 0.0  # other work since then that instructions have been charged with
 
     def program(self) -> Program:
+        """What has been stepped. Scalar memory that no copy touches, nothing can race with."""
+        starts = [column for column in self.columns if isinstance(column, Start)]
+        copied = {view.buffer.id for start in starts for view in (start.src, start.dst)}
         return Program(
             self.devices.n_lanes,
-            self.columns,
+            [c for c in self.columns if not _is_scalar(c) or c.view.buffer.id in copied],
             self.buffers,
             self.semaphores,
             self.kernels,
@@ -376,6 +379,7 @@ class Stepper:
     ) -> Any:
         view = self.view(op.view, operands)
         if view.buffer.space == "smem":
+            self.emit(Access(lanes, 0.0, source, view, op.writes))
             loaded = self.contents.load(view, lanes)
             if op.writes:
                 self.contents.store(view, operands[op.value.index], lanes)
@@ -388,6 +392,10 @@ class Stepper:
         if op.writes:
             self.contents.store(view, UNKNOWN, lanes)
         return loaded
+
+
+def _is_scalar(column: Any) -> bool:
+    return isinstance(column, Access) and column.view.buffer.space == "smem"
 
 
 def _read_tree(device_id: Any, operands: list[Any]) -> Any:

@@ -94,13 +94,20 @@ def _added_up(x: Any, n: int) -> Any:
     )(x)
 
 
-def _looped(x: Any, n: int, *, through_hbm: bool, turns: int = 2) -> Any:
-    """As many turns as a table says, which lies in scalar memory, or is brought there."""
+def _looped(x: Any, n: int, *, through_hbm: bool, turns: int = 2, early: bool = False) -> Any:
+    """As many turns as a table says, which lies in scalar memory, or is brought there; read
+    `early`, before it has come.
+    """
 
     def kernel(t_ref: Any, x_ref: Any, o_ref: Any, table: Any, sem: Any) -> None:
+        brought = pltpu.make_async_copy(t_ref, table, sem)
         if through_hbm:
-            pltpu.sync_copy(t_ref, table)
+            brought.start()
+        if through_hbm and not early:
+            brought.wait()
         count = (table if through_hbm else t_ref)[1]
+        if through_hbm and early:
+            brought.wait()
 
         def turn(i: Any) -> Any:
             part = pl.ds(8 * i, 8)
@@ -155,6 +162,12 @@ case("blocks by element", _by_element, devices=(2,))
 case("sums over a grid", _added_up, devices=(2,))
 case("a loop by a table", lambda x, n: _looped(x, n, through_hbm=False), devices=(2,))
 case("a loop by a table from HBM", lambda x, n: _looped(x, n, through_hbm=True), devices=(2,))
+case(
+    "a loop by a table read early",
+    lambda x, n: _looped(x, n, through_hbm=True, early=True),
+    "race",
+    devices=(2,),
+)
 case(
     "a loop beyond the operand",
     lambda x, n: _looped(x, n, through_hbm=True, turns=1000),

@@ -1,6 +1,6 @@
 """Breaks the kernels' stepped programs, one small fault at a time, and has the judge judge each.
 
-    python tests/helpers/program_mutants.py                  all kernels on 2 to 8 devices
+    python tests/helpers/program_mutants.py        all kernels of `stepped`, on its meshes
     python tests/helpers/program_mutants.py all_gather --devices=2,3 --search
 
 A mutant is a program with one change: a wait, signal, barrier or credit left out or elsewhere in
@@ -29,24 +29,18 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-import jax
 import numpy as np
 
-import pallas_collectives
 import schedules
+import stepped
 import tokens
-from benchmarks.cases import CASES
-from pallas_collectives import errors
-from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import Machine, rules, symmetry
 from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.order import Order
 from pallas_collectives.replay.program import Enter, Leave, Program, Signal, Start, Wait
 from pallas_collectives.replay.races import find_races
 from pallas_collectives.replay.report import report
-from pallas_collectives.replay.trace_program import trace
 
-DEVICES = (2, 3, 4, 5, 8)
 _STATES = 4_000
 
 
@@ -315,54 +309,20 @@ def shown(outcome: schedules.Outcome) -> frozenset[str]:
     return frozenset(kind for kind, is_so in kinds.items() if is_so)
 
 
-# The kernels --------------------------------------------------------------------------------------
-
-
-def kernels() -> dict[str, Any]:
-    """Each collective and algorithm of ours, by name: (case, algorithm)."""
-    return {f"{c.op}:{a}": (c, a) for c in CASES for a in ALGORITHMS[c.op]}
-
-
-def program_of(name: str, n: int) -> Program | None:
-    """The stepped program of one of our kernels on n devices; None if it cannot serve there."""
-    case, algorithm = kernels()[name]
-    machine = machine_of(n)
-    shape = case.operand(n, 1)
-
-    def body(x: Any) -> Any:
-        call = case.call(pallas_collectives, x[0], "x", backend="pallas", algorithm=algorithm)
-        return call[None]
-
-    spec = jax.sharding.PartitionSpec("x")
-    mesh = machine.mesh({"x": n})
-    f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    x = jax.ShapeDtypeStruct((n, *shape), np.float32)
-    try:
-        program, _ = trace(
-            f,
-            x,
-            generation=machine.generation,
-            where=lambda mesh: machine.places(machine.default_placement(n)),
-        )
-    except errors.CollectiveError:
-        return None
-    return program
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", nargs="*", help="kernels whose name holds one of these")
-    parser.add_argument("--devices", default=",".join(map(str, DEVICES)))
+    parser.add_argument("--devices", help="2,3 or, of a torus, 2x2x2; else as `stepped` says")
     parser.add_argument("--search", action="store_true", help="go through all schedules, too")
     parser.add_argument("--list", action="store_true", help="print each that is not caught")
     asked = parser.parse_args(arguments)
     count: Counter[tuple[str, str]] = Counter()
     searched = wrong = 0
-    for name in kernels():
+    for name, kernel in stepped.kernels().items():
         if asked.name and not any(part in name for part in asked.name):
             continue
-        for n in map(int, asked.devices.split(",")):
-            program = program_of(name, n)
+        for mesh in asked.devices.split(",") if asked.devices else kernel.meshes:
+            program = stepped.program_of(name, *map(int, mesh.split("x")))
             for mutant in mutants_of(program) if program else ():
                 found = verdict(program, mutant, search=asked.search)
                 count[mutant.fault, found.name] += 1
@@ -371,7 +331,7 @@ def main(arguments: list[str]) -> int:
                 if not found.agrees or (asked.list and found.name != "caught"):
                     line = re.sub(r"\s+", " ", mutant.line)
                     shows = "" if found.agrees else f"  schedules: {sorted(found.searched)}"
-                    print(name, n, mutant.fault, line, found.name, sorted(found.found), shows)
+                    print(name, mesh, mutant.fault, line, found.name, sorted(found.found), shows)
     kinds = ("caught", "another result", "equivalent")
     print(f"{'fault':24}" + "".join(f"{kind:>16}" for kind in kinds))
     for fault in FAULTS:

@@ -15,8 +15,13 @@ from pallas_collectives.replay.program import Access, Start
 from schedules import bytes_of
 
 
+@np.errstate(over="ignore")  # sums are modulo 2**64
 def results(order: Order) -> dict[Any, np.ndarray]:
-    """Per device and buffer that a kernel returns, the tokens of its bytes at the end."""
+    """Per device and buffer that a kernel returns, the tokens of its bytes at the end.
+
+    And of scalar memory that copies write: loops and waits go by it, and the steps that were taken
+    hold for such numbers alone.
+    """
     program = order.program
     memory: dict[Any, np.ndarray] = {}
 
@@ -42,6 +47,8 @@ def results(order: Order) -> dict[Any, np.ndarray]:
                 order_of = np.arange(1, 2 * len(at_bytes), 2, dtype=np.uint64)
                 known[device] = _mixed(known[device] + np.sum(tokens[at_bytes] * order_of))
     wanted = {number for kernel in program.kernels for number in kernel.results}
+    copies = (column for column in program.columns if isinstance(column, Start))
+    wanted |= {copy.dst.buffer.id for copy in copies if copy.dst.buffer.space == "smem"}
     buffers = {b.id: b for b in program.buffers if b.space != "semaphore_mem" and b.id in wanted}
     n_devices = program.n_devices // program.cores
     return {
@@ -58,8 +65,7 @@ def same(a: dict[Any, np.ndarray], b: dict[Any, np.ndarray]) -> bool:
 
 def _mixed(x: Any) -> Any:
     """SplitMix64's finaliser."""
-    with np.errstate(over="ignore"):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -16,6 +16,7 @@ import judged
 import program_mutants
 import replay_kernels
 import schedules
+import stepped
 from judged import Case
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.replay.jaxprs import UnsupportedEquation
@@ -29,6 +30,8 @@ _SEARCHED = [
     for n in c.devices
     if n <= 4 and not c.finds & {"bounds", "memory"}
 ]
+# All but sums on SparseCores: 16 subcores a device have more schedules than a search goes through.
+_MUTATED = [name for name, kernel in stepped.kernels().items() if "4" in kernel.meshes]
 
 
 def _function(case: Case, n: int) -> tuple[Any, Any, Machine]:
@@ -84,10 +87,10 @@ def test_schedules_that_are_left_out_show_nothing_else(name: str, n: int) -> Non
     assert dataclasses.replace(few, states=0) == dataclasses.replace(all_of_them, states=0)
 
 
-@pytest.mark.parametrize("name", program_mutants.kernels())
+@pytest.mark.parametrize("name", _MUTATED)
 def test_mutants_are_caught_or_equivalent_and_all_schedules_agree(name: str) -> None:
     """A sample of a kernel's, spread over faults, on the fewest devices that have a ring."""
-    program = program_mutants.program_of(name, 3)
+    program = stepped.program_of(name, 3)
     assert program is not None
     mutants = list(program_mutants.mutants_of(program))
     verdicts = [
