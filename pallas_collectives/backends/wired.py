@@ -12,6 +12,7 @@ buffer, so that scales travel with their chunk:
 Sums take groups of the flattened block. With b_p the error bound of device p's term (half a step,
 see `wires.error_bound`) and B that of the sum: a scattered sum is within b_0 + ... + b_(n-1) of the
 exact one, and a psum within B more; all of it before the result is rounded to the operand's dtype.
+A sum beyond that dtype is inf; so a psum has NaN in its group, as wherever a group holds inf.
 
 On TPUs a ring or a line can add on the way instead, with the bytes of a ring (`requantized`): there
 sums are rounded at every hop. Whether a wire is used, and in which of these ways, is settled in
@@ -161,6 +162,7 @@ class OnWire:
             sums = self._requantized(blocks, 0, jnp.float32, wire, group, plain, way)[0]
         else:
             sums = self._scattered(blocks, wire, group, plain)
+        sums = _overflown(sums, x.dtype)
         whole = _dequantized(moved(sums[None], wire, gather), x.dtype).reshape(-1)[: flat.size]
         return whole.reshape(elements, padded)[:, :size].reshape(x.shape)
 
@@ -195,6 +197,18 @@ def _term(values: jax.Array, scales: jax.Array, number: Any) -> jax.Array:
     return wires.dequantize(
         *(lax.dynamic_index_in_dim(part, number, keepdims=False) for part in (values, scales))
     )
+
+
+def _overflown(sums: jax.Array, dtype: Any) -> jax.Array:
+    """Sums of float32, with inf for those that a dtype rounds to inf.
+
+    The wire would bring its largest number instead, and hide that a sum has overflowed.
+    """
+    info = jnp.finfo(dtype)
+    if info.dtype == sums.dtype:
+        return sums
+    beyond = 2.0**info.maxexp * (1 - 2.0 ** -(info.nmant + 2))  # halfway to what would come next
+    return jnp.where(jnp.abs(sums) < beyond, sums, sums * jnp.inf)
 
 
 def _padded(size: int, how: How) -> int:

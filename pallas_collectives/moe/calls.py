@@ -196,10 +196,10 @@ def _wire(
 def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wire: Wire) -> Sizes:
     """The sizes of a call, if they fit together."""
     devices = wire.size
-    if np.ndim(x) != 2 or np.ndim(experts) != 2 or len(x) != len(experts) or not len(x):
+    if np.ndim(x) != 2 or np.ndim(experts) != 2 or len(x) != len(experts) or not np.size(x):
         raise CollectiveError(
             f"x of shape {np.shape(x)}, experts of shape {np.shape(experts)}",
-            "x is (T, D) and experts (T, k), for T tokens, one or more",
+            "x is (T, D) and experts (T, k), for one token of one number or more",
             "reshape them; jax.vmap takes further dimensions",
         )
     T, k = np.shape(experts)

@@ -55,7 +55,7 @@ def of(
         args = arguments(given, n)
     except AskError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AskError(
             f"arguments for {n} devices",
             f"making them raises {type(error).__name__}: {error}",
@@ -80,13 +80,13 @@ def over_mesh(
         function, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
     )
     ways = [(False, whole), (False, _in_scope_of(mesh, whole)), (True, within)]
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     for is_inside, candidate in ways:
         if inside is not None and is_inside != inside:
             continue
         try:
             return Asked(candidate, args, _own_mesh(candidate, args), is_inside)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             errors.append(error)
     missing = isinstance(errors[0], (NoShardMap, NameError)) and len(errors) > 1
     told = errors[-1] if missing else errors[0]
@@ -148,11 +148,11 @@ def _mesh_said(axes: Axes) -> str:
     return ", ".join(f"{name}={size}" for name, size in axes.items())
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """` (at file:line)` of the reader's code that raised."""
     place = ""
     trace = error.__traceback__

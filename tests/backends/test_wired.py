@@ -103,6 +103,23 @@ def test_kernels_give_the_bits_that_lax_gives(wire: Wire) -> None:
     assert pc.wire_counts()["all_reduce", str(wire), ""] >= 2
 
 
+def test_sums_that_overflow_are_seen() -> None:
+    """As where a term is inf: their group is NaN. A sum that is the largest number stays."""
+    largest = float(jnp.finfo("float16").max)
+    x = np.zeros((2, 3 * 128, 128), np.float16)  # a ring's whole tiles
+    x[:, 0, 5] = largest * 0.75
+    x[0, 1, 5] = largest
+    x[:, 2, 5] = -largest * 0.49
+
+    def program(x: jax.Array) -> Any:
+        on_the_way = {"backend": "pallas", "algorithm": "ring"}
+        return [pc.psum(x, "x", wire="int8", **how) for how in (BY_XLA, on_the_way)]
+
+    for got in run(program, x, n=2, check_vma=False):
+        assert np.isnan(got[:, 0]).all() and np.isfinite(got[:, 1:]).all()
+        assert (got[:, 1, 5] == largest).all()
+
+
 @pytest.mark.usefixtures("by_nccl")
 def test_nccl_gives_the_bits_that_lax_gives() -> None:
     x, n = data(2), 2

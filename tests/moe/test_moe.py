@@ -258,8 +258,9 @@ def call(x: Any, **wrong: Any) -> Any:
         ({"algorithm": "fastest"}, AlgorithmError, "ragged_all_to_all"),
         ({"axis_index_groups": [[0, 1], [2]]}, CollectiveError, "equal size"),
         ({"tokens": np.zeros((6, 4, 2), np.float32)}, CollectiveError, "x is .T, D."),
+        ({"tokens": np.zeros((6, 0), np.float32)}, CollectiveError, "one number or more"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_bad_input_is_refused_before_launch(
     wrong: dict[str, Any], error: type[Exception], match: str

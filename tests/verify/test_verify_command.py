@@ -91,6 +91,8 @@ def test_exit_status(in_process: Any, function: str, status: int) -> None:
         (["verify_kernels:gather", "--arg=f32[2**40,2**40]"], "at most 2**48 elements"),
         (["verify_kernels:gather", "--compile="], "name some of v4"),
         (["ends_at_once:f"], "importing it raises SystemExit"),
+        (["sys:exit", "--devices=2"], "tracing it on x=2 raises SystemExit"),
+        (["verify_kernels:gather", "--args=sys:exit"], "making them raises SystemExit"),
         ([], "--help"),
     ],
 )
