@@ -106,7 +106,7 @@ def test_explain_of_a_product_across_slices() -> None:
         (GATHER, {"shape": (8, 128)}, "columns=None"),
         (GATHER, {"shape": (8, 128), "columns": ()}, r"columns=\(\)"),
         (GATHER, {"shape": (8, 128), "columns": 0}, "columns=0"),
-        (SCATTER, {"shape": (8, 128), "columns": (8, 8)}, "N of the right-hand side"),
+        (SCATTER, {"shape": (8, 128), "columns": (8, 8)}, r"columns=\(8, 8\).*multiplied with"),
         (SCATTER, {"shape": (9, 128), "columns": 8}, "multiple of the 4 devices"),
         (GATHER, {"shape": (128,), "columns": 8}, "two dimensions or more"),
         (GATHER, {"shape": (8, 128), "columns": 8, "axis": 2}, "gather_axis=2"),
