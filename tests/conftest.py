@@ -17,10 +17,6 @@ _QUICKLY_COMPILED = (
 )
 if jax.__version_info__ < (0, 11):  # it has simpler emitters still
     _QUICKLY_COMPILED += " --xla_cpu_use_fusion_emitters=false"
-else:  # these passes take longer than they save: half the time to compile, at JAX 0.10 nothing
-    _QUICKLY_COMPILED += (
-        " --xla_disable_hlo_passes=fusion,simplify-while-loops,while-loop-invariant-code-motion"
-    )
 
 ANY_TIER = "not gpu and not slow"
 
