@@ -13,6 +13,7 @@ asks no device for a count, and adds nothing in an order that could change: no s
 
 import dataclasses
 import functools
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, collectives, validation
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.backends import counters, serving, slices
+from pallas_collectives.backends import canonical, counters, serving, slices, wired
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import remat
@@ -135,9 +136,17 @@ def routed(
     axis: Any = {"axis_name": axis_name, "axis_index_groups": groups}
     blank = jnp.zeros((rows, *x.shape[1:]), x.dtype)
     by_lax: Any = collectives.LAX.ragged_all_to_all
+    ragged = here.starts, here.sizes, here.landings, there.sizes
     if emulated:
         by_lax = functools.partial(_by_all_to_all, here=here, there=there)
-    ragged = here.starts, here.sizes, here.landings, there.sizes
+        if how.backend == "xla" and how.wire is not None:
+            packed = types.SimpleNamespace(  # what `wired` moves goes the same way
+                ragged_all_to_all=lambda x, blank, tables, *_, how: by_lax(
+                    x, blank, *tables, **axis
+                )
+            )
+            group = canonical.group_of(axis_name, groups)
+            return wired.OnWire(packed).ragged_all_to_all(x, blank, ragged, group, how=how)
     return serving.served("ragged_all_to_all", how, by_lax, x, blank, *ragged, **axis)
 
 
