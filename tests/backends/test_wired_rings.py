@@ -1,6 +1,7 @@
 """Sums over a wire that are added on the way: rounded at every hop, within the stated bound."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives as pc
+import wired_calls
 from benchmarks import replay_rows
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import reduce_scatter
@@ -21,31 +23,10 @@ from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
+from wired_calls import KINDS, WIRES
 
 ROWS, COLUMNS = 256, 128
-KINDS = ("normal", "heavy tails", "constant", "one outlier", "zeros")
-WIRES = (
-    Wire("int8"),
-    Wire("int8", group=256, scales="power of two"),
-    Wire("float8_e4m3fn"),
-    Wire("float8_e5m2", group=256),
-)
-
-
-def data(n: int, kind: str = "normal", columns: int = COLUMNS, rows: int = ROWS) -> np.ndarray:
-    """A float32 term of each of n devices, (n, n * rows, columns)."""
-    rng = np.random.default_rng(n)
-    x = rng.normal(size=(n, n * rows, columns))
-    match kind:
-        case "heavy tails":
-            x = rng.standard_cauchy(x.shape)
-        case "constant":
-            x = np.full(x.shape, 0.3)
-        case "one outlier":
-            x[0, 0, 5] = 1e4
-        case "zeros":
-            x[:] = 0
-    return x.astype(np.float32)
+data = functools.partial(wired_calls.data, rows=ROWS, columns=COLUMNS)
 
 
 def scattering(
@@ -122,7 +103,7 @@ def half_steps(x: np.ndarray, wire: Wire) -> np.ndarray:
 def test_sums_are_within_the_bound_that_grows_with_hops(wire: Wire, n: int, line: bool) -> None:
     run = scattering(n, wire, line=line)
     for kind in KINDS:
-        x = data(n, kind, int(wire.group))
+        x = data(n, kind, columns=int(wire.group))
         off, allowed = np.abs(run(x) - exact(x)), bound(x, wire, line)
         assert (off <= allowed).all(), (kind, (off / np.maximum(allowed, 1e-37)).max())
         assert kind in ("zeros", "constant") or (off > 0.1 * allowed).any()

@@ -8,6 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 EXPERTS = 16
+# Who moves the tokens of a call, and by which exchange.
+HOW: dict[str, dict[str, Any]] = {
+    "dense": {"backend": "xla", "exchange": "dense"},
+    "ragged": {"backend": "xla", "exchange": "ragged"},
+    "kernels": {"backend": "pallas", "exchange": "slots"},
+    "ragged kernels": {"backend": "pallas", "exchange": "ragged"},
+}
 
 
 def random(n: int, tokens: int, k: int, experts: int = EXPERTS, seed: int = 0) -> np.ndarray:

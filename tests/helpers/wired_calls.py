@@ -23,10 +23,10 @@ WIRES = (
 KINDS = ("normal", "heavy tails", "constant", "one outlier", "zeros")
 
 
-def data(n: int, kind: str = "normal", rows: int = 2) -> np.ndarray:
+def data(n: int, kind: str = "normal", rows: int = 2, columns: int = COLUMNS) -> np.ndarray:
     """A float32 term of each of n devices, (n, rows of each block * n, columns)."""
     rng = np.random.default_rng(n)
-    x = rng.normal(size=(n, rows * n, COLUMNS))
+    x = rng.normal(size=(n, rows * n, columns))
     match kind:
         case "heavy tails":
             x = rng.standard_cauchy(x.shape)

@@ -14,14 +14,9 @@ import harness
 import routings
 from jaxprs import primitives_in
 from pallas_collectives import catalogue, moe
+from routings import HOW
 
 E, N, T, D, K = routings.EXPERTS, 4, 4, 8, 2
-HOW: dict[str, dict[str, Any]] = {
-    "dense": {"backend": "xla", "exchange": "dense"},
-    "ragged": {"backend": "xla", "exchange": "ragged"},
-    "kernels": {"backend": "pallas", "exchange": "slots"},
-    "ragged kernels": {"backend": "pallas", "exchange": "ragged"},
-}
 every = pytest.mark.parametrize("how", HOW)
 
 

@@ -12,14 +12,9 @@ import harness
 import routings
 from pallas_collectives import moe, wires
 from pallas_collectives.errors import WireError
+from routings import HOW
 
 N, T, D, K, E = 4, 6, 256, 3, routings.EXPERTS
-HOW: dict[str, dict[str, Any]] = {
-    "dense": {"backend": "xla", "exchange": "dense"},
-    "ragged": {"backend": "xla", "exchange": "ragged"},
-    "kernels": {"backend": "pallas", "exchange": "slots"},
-    "ragged kernels": {"backend": "pallas", "exchange": "ragged"},
-}
 every = pytest.mark.parametrize("how", HOW)
 
 
