@@ -217,6 +217,10 @@ def load(path: str | os.PathLike[str] | None = None) -> Library:
 
     path: the file, e.g. "/opt/nccl/libnccl.so.2"; see the top of this module for what None means.
     Raises LibraryError; this process is left as it was.
+
+    Example, which needs NVIDIA's library:
+      >>> pc.nccl.load().version  # doctest: +SKIP
+      '2.28.9'
     """
     in_process = loaded()
     return _load(os.path.realpath(choose(path, in_process)), in_process is not None)
