@@ -13,9 +13,9 @@ gives an error here instead of taking this process down.
 
 NCCL's own environment variables are left alone, but for NCCL_GRAPH_REGISTER before NCCL 2.29.2,
 which is 0 there unless it is set. With 1, NCCL's default, captured calls reach their peers' operands
-directly: on two H200 1.2 to 1.4 times as fast from 16 MiB on. But where an exchange and then a
-gather or a sum register the same memory on one communicator, kernels write to address 0 and up:
-`ipcRegisterBuffer` tells the GPU the peers' addresses only when a collective registers first.
+directly: on two H200 1.2 to 1.4 times as fast from 16 MiB on. But where an exchange and then
+a gather or a sum register the same memory on one communicator, kernels write to address 0 and
+up: `ipcRegisterBuffer` tells the GPU the peers' addresses only when a collective registers first.
 
 Another to know: kernels of several communicators that
 run on one GPU at a time, on streams that nothing orders, must all fit on it or start in the same
