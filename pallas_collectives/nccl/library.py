@@ -12,7 +12,7 @@ A file that is not in the process yet is loaded in another process first, so tha
 gives an error here instead of taking this process down.
 
 NCCL's own environment variables are left alone, but for NCCL_GRAPH_REGISTER before NCCL 2.29.2,
-which is 0 there unless it is set. With 1, NCCL's default, captured calls reach their peers' operands
+which is 0 there unless it is set. With 1, NCCL's default, captured calls reach peers' operands
 directly: on two H200 1.2 to 1.4 times as fast from 16 MiB on. But where an exchange and then
 a gather or a sum register the same memory on one communicator, kernels write to address 0 and
 up: `ipcRegisterBuffer` tells the GPU the peers' addresses only when a collective registers first.
