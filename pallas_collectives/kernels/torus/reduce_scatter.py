@@ -35,7 +35,13 @@ from pallas_collectives.annotations import DType, Interpret, Number, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
-from pallas_collectives.kernels.torus import all_gather, devices, scatter, timetable
+from pallas_collectives.kernels.torus import (
+    all_gather,
+    all_reduce_grid,
+    devices,
+    scatter,
+    timetable,
+)
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.kernels.torus.shares import Plan
@@ -148,6 +154,9 @@ def all_reduce(
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group; `name` as above."""
     axes = devices.axes_of(group)
+    cut = None if vmem else all_reduce_grid.cut_of(axes, x.shape, x.dtype)
+    if cut:
+        return all_reduce_grid.grid(x, group, axes, cut, op=op, interpret=interpret, name=name)
     plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem=vmem, there_and_back=True)
     y = launch.call(
         functools.partial(_reduce_kernel, plan=plan, op=op, vmem=vmem),
