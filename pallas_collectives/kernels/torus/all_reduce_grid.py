@@ -49,7 +49,7 @@ from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if, wrap_step
 
 # Ticks between a device's turn with a chunk and the next device's, as `all_reduce_line.SKEW`.
-SKEW = 2
+SKEW = 4
 
 # Sends of sums along a row that may be under way when the next one starts.
 IN_FLIGHT = 4
@@ -180,11 +180,20 @@ def ticks(sizes: tuple[int, int]) -> int:
 def cut_of(axes: Sequence[Group], shape: tuple[int, ...], dtype: DType) -> Cut | None:
     """How an operand of blocks of rows and columns is cut; None if others serve it better."""
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
-    if len(axes) != 2 or not all(axis.line for axis in axes) or nbytes < LEAST_BYTES:
+    if len(axes) != 2 or not _is_grid(axes) or nbytes < LEAST_BYTES:
         return None
     sizes = axes[0].size, axes[1].size
     rows = (math.prod(shape[:-1]), shape[-1])
     return Cut.of(sizes, rows, dtype, PAIR_SECONDS * chips.current().link_bandwidth)
+
+
+def _is_grid(axes: Sequence[Group]) -> bool:
+    """Whether none of some axes closes, and one at least is longer than two devices."""
+    lines = [axis.line for axis in axes]
+    return any(lines) and all(
+        line or (axis.size == 2 and not axis.chip)
+        for line, axis in zip(lines, axes, strict=True)
+    )
 
 
 def grid(
@@ -349,6 +358,12 @@ class _Part:
         rounds, rest = divmod(self._count, self._row.size)
         return rounds * (stop - start) + jnp.clip(rest - start, 0, stop - start)
 
+    def _number_on(self, side: Number, behind: Any, chunk: Any) -> Any:
+        """Number of a chunk among those that go on from a device with so many behind it."""
+        owner, count = self._owner(chunk), self._last - behind
+        before = jnp.where(side == 0, owner - behind - 1, owner)
+        return self._round(chunk) * count + before
+
     def _going(self, side: Number) -> Any:
         """How many sums go on past us, of those that come from a side or set out here."""
         place = self._row.place
@@ -424,8 +439,8 @@ class _Part:
 
     def _add(self, side: Number, chunk: Any) -> None:
         """Adds our term to a sum that comes from a side, and sends it on."""
-        on, ahead = self._on(side), self._ahead(side, chunk)
-        number = self._round(chunk) * (self._last - self._behind(side)) + ahead - 1
+        on = self._on(side)
+        number = self._number_on(side, self._behind(side), chunk)
 
         def begin() -> None:
             self._end_send(side, number - IN_FLIGHT)
@@ -449,7 +464,7 @@ class _Part:
             channel = dataclasses.replace(channel, sent=self._sent(side, number))
             channel.send(source, channel.slot(number_there), number_there)
 
-        there = rounds * (self._last - self._behind(side) - 1) + ahead - 2
+        there = self._number_on(side, self._behind(side) + 1, chunk)
         only_if(ahead == 1, lambda: send(self._here(side), rounds))
         only_if(ahead > 1, lambda: send(self._on(side), there))
 
