@@ -52,10 +52,10 @@ from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if
 SKEW = 4
 
 # Sends of sums along a row that may be under way when the next one starts.
-IN_FLIGHT = 4
+IN_FLIGHT = 2
 
 # Finished and summed chunks of a column that may be on their way from a device.
-SUMS = 3
+SUMS = 2
 
 # The least operand: by the replay of v5e and v6e smaller ones take less time as a whole.
 LEAST_BYTES = 2 << 20
