@@ -39,6 +39,7 @@ from pallas_collectives.kernels.torus import (
     all_gather,
     all_reduce_grid,
     devices,
+    grid_chunks,
     scatter,
     timetable,
 )
@@ -154,7 +155,7 @@ def all_reduce(
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group; `name` as above."""
     axes = devices.axes_of(group)
-    cut = None if vmem else all_reduce_grid.cut_of(axes, x.shape, x.dtype)
+    cut = None if vmem else grid_chunks.cut_of(axes, x.shape, x.dtype)
     if cut:
         return all_reduce_grid.grid(x, group, axes, cut, op=op, interpret=interpret, name=name)
     plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem=vmem, there_and_back=True)
