@@ -12,11 +12,17 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import collectives, validation
+from pallas_collectives.backends import flights
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.moe import exchanges, linear, slots
 from pallas_collectives.moe.linear import Side
 from pallas_collectives.moe.slots import Tables, Ways
+from pallas_collectives.overlap import split
+from pallas_collectives.overlap.started import Started
+
+# Bytes of a device's tokens from which copy engines take them, outside CUDA graphs.
+_BESIDE_BYTES = 4 << 20
 
 
 class Ends(NamedTuple):
@@ -159,10 +165,20 @@ class Wire:
         visited = exchanges.visits(sizes.devices, sizes.devices * sizes.experts, sizes.k)
         return Ways(self.axis_name, self.groups, self.how, visited)
 
-    def there(self, x: jax.Array, ragged: Ragged | None, visitors: int) -> jax.Array:
-        """From home: the (visitors, D) that come to this device; not to slots."""
-        if ragged is None:
-            return linear.to_everyone(x, self.axis_name, self.groups, self.how)
+    def start(self, x: jax.Array) -> Started:
+        """Starts to send everyone's (T, D) to all: the (n * T, D) that comes.
+
+        Large ones by copy engines where those serve, beside what else is computed.
+        """
+        how = self.how
+        if how.wire or how.wire_backward or x.nbytes < _BESIDE_BYTES or not flights.serve(how):
+            return Started.of(linear.to_everyone(x, self.axis_name, self.groups, how))
+        return split.all_gather_start(
+            x, self.axis_name, axis_index_groups=self.groups, tiled=True, backend=how.backend
+        )
+
+    def there(self, x: jax.Array, ragged: Ragged, visitors: int) -> jax.Array:
+        """From home: the (visitors, D) that come to this device, if ragged."""
         leaving = linear.gather_sum(x, ragged.tokens[:, None], ragged.slots)
         return self._route(leaving, ragged.visits, visitors, self.how)
 

@@ -11,7 +11,13 @@ loaded answers to it. So the choice is made once, in this order:
 A file that is not in the process yet is loaded in another process first, so that a broken one
 gives an error here instead of taking this process down.
 
-NCCL's own environment variables are left alone. One to know: kernels of several communicators that
+NCCL's own environment variables are left alone, but for NCCL_GRAPH_REGISTER, which is 0 unless it
+is set. With 1, NCCL's default, it registers the operands of a captured call for as long as the
+captured graph lives. XLA plays a copy of that graph and destroys the captured one: kernels then
+write to addresses that are no longer registered (NCCL 2.28.9, JAX 0.11.2, two H200: a sum over a
+narrow wire, an all-to-all and an all-gather in one program, died of an illegal address).
+
+Another to know: kernels of several communicators that
 run on one GPU at a time, on streams that nothing orders, must all fit on it or start in the same
 order everywhere. A few fit. NCCL_LAUNCH_ORDER_IMPLICIT=1 (set it before JAX uses its GPUs) has NCCL
 keep the host's order; on 4 H200 in one process it cost 8 to 25 µs a call inside CUDA graphs.
@@ -211,6 +217,10 @@ def load(path: str | os.PathLike[str] | None = None) -> Library:
 
     path: the file, e.g. "/opt/nccl/libnccl.so.2"; see the top of this module for what None means.
     Raises LibraryError; this process is left as it was.
+
+    Example, which needs NVIDIA's library:
+      >>> pc.nccl.load().version  # doctest: +SKIP
+      '2.28.9'
     """
     in_process = loaded()
     return _load(os.path.realpath(choose(path, in_process)), in_process is not None)
@@ -226,6 +236,7 @@ def _load(path: str, in_process: bool) -> Library:
         ) from error
     if not in_process:
         probe(path)
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # read at the first captured call
     ctypes.CDLL(path)
     try:
         code, taken = bindings.get_version(), bindings.get_library_path()
