@@ -123,7 +123,7 @@ def test_explain_across_slices_gives_the_steps() -> None:
     mesh = AbstractMesh((2, 4), ("dcn", "x"))
     with pc.across_slices("dcn"):
         steps = pc.explain("psum", MIB, mesh=mesh, axis_name=("dcn", "x"))
-        assert [step.op for step in steps.inside] == ["all_reduce"]
+        assert [step.op for step in steps.inside] == ["reduce_scatter", "all_gather"]
         assert [step.nbytes for step in steps.inside] == [MIB, MIB // 4]
         assert "lax between them" in str(steps)
         gather = pc.explain("all_gather", KIB, mesh=mesh, axis_name=("dcn", "x"))

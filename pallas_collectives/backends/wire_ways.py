@@ -17,12 +17,14 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_collectives import catalogue, wires
 from pallas_collectives.backends import algorithms, counters, ordered, slices
 from pallas_collectives.backends.plans import Candidate, How, WirePlan
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
+from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -134,14 +136,28 @@ def _ways(
         *(
             Way(name, packed, 0.0, by_name.get(name) if how.backend == "pallas" else None)
             for name in _rings(op, group)
+            if name != "torus" or _fits(op, x, tiles, group, codec)
         ),
     )
+
+
+def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool:
+    """Whether VMEM has room for what a sum over several axes takes, of so many tiles a block."""
+    there, (rows, columns) = placement.arranged(group), codec.tile
+    dtype = jnp.float32 if x.dtype == "float16" else x.dtype  # as kernels have it
+    how = {"back": op == "all_reduce"}
+    return torus.fits_packed(there, (tiles * rows, columns), 0, jnp.dtype(dtype), codec, **how)
 
 
 def _chosen(found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: How) -> Way:
     """The way that is named, or the quickest; of few numbers, padded in a kernel, the exchange."""
     if how.algorithm is not None and wire.scaled and len(found) > 1:
-        return next(way for way in found if way.algorithm == how.algorithm)
+        named = [way for way in found if way.algorithm == how.algorithm]
+        if not named:
+            what = f"algorithm={how.algorithm!r} over a wire"
+            why = "what several axes have met takes more VMEM than the chip has"
+            raise AlgorithmError(what, why, "leave algorithm=None, or name 'exchange'")
+        return named[0]
     few = math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile) if len(found) > 1 else True
     if few or found[0].us is None:
         return found[0]

@@ -14,6 +14,7 @@ from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError
 from pallas_collectives.kernels.machinery.blocks import LANES, sliceable, sublanes
 from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -58,7 +59,7 @@ def requantized_scatter(
     x = x.astype(wire_dtype(x.dtype, "sum", False))
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     along = axis
-    if axis > len(shape) - 2 or not _whole_groups(shape, codec):
+    if axis > len(shape) - 2 or not _lie_well(group, shape, axis, x.dtype, codec, back=False):
         split = x.reshape(*x.shape[:axis], group.size, *shape[axis:])
         x, along = _padded_blocks(jnp.moveaxis(split, axis, 0), codec), 0
     plan = algorithms.choose("reduce_scatter", how, x, group)
@@ -74,7 +75,7 @@ def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How)
     group, dtype = placement.arranged(group), blocks.dtype
     codec = Codec(wire, beyond=wires.overflows_from(dtype))
     x = blocks.astype(wire_dtype(dtype, "sum", False))
-    if not _whole_groups(x.shape, codec):
+    if not _lie_well(group, x.shape[1:], 0, x.dtype, codec, back=True):
         x = _padded_blocks(x, codec)
     plan = algorithms.choose("all_reduce", how, x, group)
     y = plan.launch(x, group, op="sum", codec=codec, interpret=how.interpret)
@@ -82,10 +83,14 @@ def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How)
     return wires.saturated(y, dtype)
 
 
-def _whole_groups(shape: tuple[int, ...], codec: Codec) -> bool:
-    """Whether arrays of a shape are whole tiles of what travels packed."""
+def _lie_well(
+    group: Group, shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec, *, back: bool
+) -> bool:
+    """Whether blocks are whole tiles of what travels packed, and can be cut so as to fit VMEM."""
     rows, columns = codec.tile
-    return len(shape) >= 2 and shape[-2] % rows == shape[-1] % columns == 0
+    if len(shape) < 2 or shape[-2] % rows or shape[-1] % columns:
+        return False
+    return torus.fits_packed(group, shape, axis, dtype, codec, back=back)
 
 
 def _padded_blocks(blocks: jax.Array, codec: Codec) -> jax.Array:

@@ -193,6 +193,21 @@ def all_reduce(
     return y.reshape(x.shape)
 
 
+def fits_packed(
+    group: Group, block: tuple[int, ...], axis: int, dtype: DType, codec: Codec, *, back: bool
+) -> bool:
+    """Whether the scratch of a sum that travels packed leaves VMEM room; `back` for `all_reduce`.
+
+    Of blocks of a shape along an axis. Pieces of what several axes have met may be too large.
+    """
+    axes, view = devices.axes_of(group), View.of(block, axis, dtype)
+    of: Any = functools.partial(ScatterScratch.of, vmem=False, left=dtype)
+    of = functools.partial(PackedScratch.of if back else of, dtype=dtype, codec=codec)
+    how: Any = {"there_and_back": back, "vmem": False, "codec": codec}
+    plan = _plan(axes, view.block, view.at, dtype, of, **how)
+    return 4 * _vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
+
+
 def _plan(
     axes: Sequence[Group],
     block: tuple[int, ...],

@@ -208,13 +208,13 @@ def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int,
     def program(x: jax.Array) -> jax.Array:
         group = placement.arranged(Group(names, sizes))
         how: Any = {"op": "sum", "vmem": False, "interpret": False, "codec": Codec(WIRE)}
-        blocks = x.reshape(n, -1, 256)
+        blocks = x.reshape(n, -1, 128)
         if op == "all_reduce":
             return reduce_scatter.all_reduce(blocks, group, **how)
         return reduce_scatter.reduce_scatter(blocks, group, axis=0, **how)
 
     compiled = harness.compile_for_tpu(
-        program, topology, (n * 2048, 256), dtype=jnp.bfloat16, sizes=sizes
+        program, topology, (n * 2048, 128), dtype=jnp.bfloat16, sizes=sizes
     )
     assert "custom-call" in compiled.ops
     assert not {"copy", "transpose", "pad"} & set(compiled.ops)
