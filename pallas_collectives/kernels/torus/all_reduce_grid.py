@@ -36,7 +36,6 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
-from pallas_collectives.kernels.all_reduce_line import steps
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.combine import combine, wide
@@ -179,13 +178,13 @@ class _Part:
         self._rings, self._row, self._s = (row, column), Row(row, cut.count), scratch
         self._x_ref, self._o_ref, self._cut, self._number = x_ref, o_ref, cut, number
         self._combine = functools.partial(combine, op, vmem=True)
-        adds, ends = steps(column.place, column.size)
-        self._adds, self._ends = row.size - 1 + adds, row.size - 1 + ends
         middle = column.size // 2
+        hops = abs(column.place - middle)  # of a sum to it, and back
+        self._adds, self._ends = (row.size - 1 + middle + sign * hops for sign in (-1, 1))
         self._in_middle = column.place == middle
         low = (column.place > 0) & (column.place <= middle)
         high = (column.place < column.size - 1) & (column.place >= middle)
-        self._column_is_low = column.place < middle
+        self._is_low = column.place < middle
         self._sums_from = (low, high)  # the sides of the column that sums come from
         # Where finished chunks of our column go: ring, direction, whether there is anyone.
         along = (row, RIGHT, row.place < row.size - 1), (row, LEFT, row.place > 0)
@@ -325,8 +324,8 @@ class _Part:
     def _add_in_column(self, chunk: Any) -> None:
         """Adds what comes from all sides, and sends the sum on; in the middle it is finished."""
         number, term = self._row.round(chunk), self._term(2, chunk)
-        summed = self._summed(number)
         self._end_sums(number - SUMS)
+        summed = self._summed(number)
         so_far = summed if wide(summed.dtype) == summed.dtype else self._s.wide_ref
         self._combine((so_far, term))
         in_row = ((self._row.behind(side) > 0, self._here(side)) for side in (0, 1))
@@ -345,8 +344,8 @@ class _Part:
         only_if(~self._in_middle, lambda: self._send_in(number))
 
     def _send_in(self, number: Any) -> None:
-        channel = self._along(jnp.where(self._column_is_low, 0, 1))
-        own = dataclasses.replace(channel, sent=self._sum_sent(number))
+        channel, sent = self._along(jnp.where(self._is_low, 0, 1)), self._sum_sent(number)
+        own = dataclasses.replace(channel, sent=sent)
         own.send(self._summed(number), channel.slot(number), number)
 
     def _finish(self, chunk: Any, number: Any) -> None:
@@ -354,9 +353,8 @@ class _Part:
         self._spread(chunk, self._summed(number), self._sum_sent(number))
 
     def _result_copy(self, chunk: Any, number: Any) -> Any:
-        place, semaphore = self._of(self._o_ref, chunk), wrap_step(number, SUMS)
-        source = self._summed(number)
-        return pltpu.make_async_copy(source, place, self._s.result_sems.at[semaphore])
+        source, semaphore = self._summed(number), self._s.result_sems.at[wrap_step(number, SUMS)]
+        return pltpu.make_async_copy(source, self._of(self._o_ref, chunk), semaphore)
 
     def _summed(self, number: Any) -> Any:
         return self._s.sums_ref.at[wrap_step(number, SUMS)]
