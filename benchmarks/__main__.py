@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     module = importlib.import_module(f"benchmarks.{argv[0]}")
     try:
         _refuse_others(module)
+        _refuse_empty(module)
         return module.main(argv)
     except FlagError as error:
         print(error, file=sys.stderr)
@@ -54,6 +55,13 @@ def _refuse_others(module: Any) -> None:
             if flag.present and flag.name not in its:
                 rule = "it is no flag of this command"
                 raise FlagError(f"--{flag.name}", rule, "leave it out; --help shows those it has")
+
+
+def _refuse_empty(module: Any) -> None:
+    """Refuses flags with nothing behind their "="; a list whose default is None may be empty."""
+    for flag in flags.FLAGS.get_key_flags_for_module(module):
+        if flag.present and (flag.value == "" or (flag.value == [] and flag.default is not None)):
+            raise FlagError(f"--{flag.name}=", "nothing is named", "name it, or leave the flag out")
 
 
 def _parsed(arguments: list[str]) -> list[str]:

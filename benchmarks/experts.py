@@ -73,14 +73,17 @@ def main(argv: Sequence[str]) -> int:
         raise FlagError(f"--choices={_CHOICES.value}", rule, "correct one of them")
     most = _MOST_CHOICES // _EXPERTS.value
     tokens = [settings.parse_count(text, "--tokens", most) for text in _TOKENS.value]
-    machines = [_machine(pod) for pod in _PODS.value]
     devices.prepare(8)
     if devices.kind() == "gpu":
+        if _EXPERTS.value % jax.device_count():
+            rule = f"they are a multiple of the {jax.device_count()} GPUs"
+            raise FlagError(f"--experts={_EXPERTS.value}", rule, "give another number")
         problem = experts_gpu.Problem(tokens[0], _WIDTH.value, _EXPERTS.value, _CHOICES.value)
         rng, sizes = np.random.default_rng(0), (problem.tokens, problem.experts, problem.choices)
         routing = [balanced(rng, *sizes) for _ in range(jax.device_count())]
         experts_gpu.run(problem, np.array(routing))
         return 0
+    machines = [_machine(pod) for pod in _PODS.value]
     print(
         f"Modelled, not measured: {_WIDTH.value} elements of bfloat16 a token, {_CHOICES.value} of"
     )

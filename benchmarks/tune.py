@@ -22,8 +22,9 @@ from jax.sharding import Mesh
 
 from benchmarks import devices, interrupt, measure, replay_rows
 from benchmarks.cases import CASES, Case
+from benchmarks.results import check_writable
 from benchmarks.rows import Measured
-from benchmarks.settings import Settings
+from benchmarks.settings import MOST_RUNS, FlagError, Settings
 from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.errors import CollectiveError, ReachError, VmemError
@@ -72,26 +73,42 @@ def main(argv: Sequence[str]) -> int:
         "--machine", type=Path, help="with --model: a machine file, for its generation and figures"
     )
     parser.add_argument("--out", type=Path, help="the file to write")
-    parser.add_argument("--iters", type=int, default=20, help="collectives in one timed chain")
+    parser.add_argument("--iters", type=int, help="collectives in one timed chain; 20 by default")
     wanted = parser.parse_args(argv)
-    if wanted.iters < 1:
-        parser.error(f"--iters={wanted.iters}: a chain has one collective or more")
-    if wanted.out and not wanted.out.parent.is_dir():
-        parser.error(f"--out={wanted.out}: there is no folder {wanted.out.parent}; make it first")
+    if why := _without_sense(wanted):
+        parser.error(why)
     try:
-        if wanted.machine and not wanted.out:
-            parser.error("--machine: the package's own table has no place for it; name an --out")
         if wanted.model:
             measured_on = Machine.load(wanted.machine).generation if wanted.machine else None
             path = wanted.out or tables.MODELLED
             _write(modelled(tables.load(path) if wanted.add else None, measured_on), path)
             return 0
-        return _measure(wanted.out, wanted.iters)
+        return _measure(wanted.out, wanted.iters or 20)
     except (CollectiveError, MachineError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return interrupt.STATUS
+
+
+def _without_sense(wanted: argparse.Namespace) -> str:
+    """What is wrong with the arguments: value, rule and remedy; "" if nothing is."""
+    if wanted.out is not None:
+        try:
+            check_writable(str(wanted.out), "--out")
+        except FlagError as error:
+            return str(error)
+    if wanted.iters is not None and not 1 <= wanted.iters <= MOST_RUNS:
+        return f"--iters={wanted.iters}: a chain has 1 to {MOST_RUNS} collectives; name as many"
+    if wanted.iters is not None and wanted.model:
+        return "--iters: a model measures nothing; leave out this or --model"
+    if wanted.add and not wanted.model:
+        return "--add: what is measured is measured anew; leave it out, or add --model"
+    if wanted.machine and not wanted.model:
+        return "--machine: times are measured on the chips that are here; add --model"
+    if wanted.machine and not wanted.out:
+        return "--machine: the package's own table has no place for it; name an --out"
+    return ""
 
 
 # Modelled ---------------------------------------------------------------------------------------

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import nccl_host
 import pallas_collectives as pc
+from pallas_collectives.nccl import group, runtime
 
 # Modules whose functions are public, and a method that users begin with.
-MODULES = ("sharded", "moe", "verify", "replay")
+MODULES = ("sharded", "moe", "verify", "replay", "multihost", "nccl")
 METHODS = ("replay.Machine.named",)
 # By lax here, with the same results; what lax has not on a CPU is simulated.
 BY_LAX = ("sharded", "moe")
@@ -46,14 +48,25 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_has_an_example_that_prints_what_it_says(name: str) -> None:
-    """Short ones: `jax.vmap` stands for the mesh, or lax serves. Kernels are tested elsewhere."""
+def test_each_has_an_example_that_prints_what_it_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short ones: `jax.vmap` stands for the mesh, or lax serves. Kernels are tested elsewhere.
+
+    NCCL's run over a wire of host memory; those that are skipped say what they need.
+    """
+    if name.startswith("nccl."):
+        nccl_host.serve(monkeypatch)
+        on_host = group._options["runtime"]
+        monkeypatch.setattr(runtime.Runtime, "of_this_process", lambda: on_host)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     known = {"jax": jax, "jnp": jnp, "np": np, "pc": pc, "mesh": mesh}
     of = functools.reduce(getattr, name.split("."), pc)
     found = doctest.DocTestFinder(recurse=False).find(of, name, globs=known)
     examples = list(itertools.chain.from_iterable(each.examples for each in found))
     assert examples, "it shows nothing that runs"
+    skips = any(example.options.get(doctest.SKIP) for example in examples)
+    assert not skips or "which needs " in inspect.getdoc(of), "it does not say why it is skipped"
     by_lax = name.split(".")[0] in BY_LAX and name not in SIMULATED
     how = pc.use_backend("xla") if by_lax else contextlib.nullcontext()
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
@@ -65,7 +78,8 @@ def test_each_has_an_example_that_prints_what_it_says(name: str) -> None:
 
 def test_functions_of_modules_are_among_them() -> None:
     assert {"sharded.psum", "moe.dispatch", "verify.check", "replay.replay"} <= set(NAMES)
-    assert len(NAMES) > 70
+    assert {"multihost.assert_equal", "nccl.send_or_recv"} <= set(NAMES)
+    assert len(NAMES) > 85
 
 
 @pytest.mark.parametrize("name", ["psum", "psum_scatter", "all_gather", "all_to_all", "ppermute"])

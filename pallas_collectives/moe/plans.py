@@ -84,8 +84,11 @@ def with_visitors(
     if sizes.exchange == "ragged":
         plan, tables = _ragged(experts, sizes, wire)
         return plan, wire.there(x, tables, sizes.away_visitors)
-    every = jax.vmap(lambda own: _Choices.of(own, sizes))(wire.everyones(experts))
-    return _of_everyones(every, sizes, wire.me), wire.there(x, None, sizes.away_visitors)
+    started = wire.start(x)
+    everyones = wire.everyones(started.before(experts))
+    every = jax.vmap(lambda own: _Choices.of(own, sizes))(everyones)
+    plan = _of_everyones(every, sizes, wire.me)
+    return plan, started.done(after=plan)
 
 
 def _by_slots(x: jax.Array, experts: jax.Array, sizes: Sizes, wire: Wire) -> tuple[Plan, jax.Array]:
@@ -273,15 +276,15 @@ class _Away(NamedTuple):
         # Rows by expert; the sort is stable, so within it by home and token.
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
         numbers = jnp.arange(L, dtype=jnp.int32)
-        ends = jnp.searchsorted(expert[order], numbers, side="right").astype(jnp.int32)
+        group_sizes = jnp.sum(expert[:, None] == numbers, axis=0, dtype=jnp.int32)
         row = jnp.zeros(size, jnp.int32).at[order].set(jnp.arange(size, dtype=jnp.int32))
         visitor = jnp.where(expert < L, visitor, sizes.away_visitors)
         rows = jnp.full((sizes.away_visitors, sizes.per_visit), R, jnp.int32)
         rows = rows.at[visitor, nth].set(row, mode="drop")
         words = jnp.concatenate([order, jnp.full(max(0, R - size), size, jnp.int32)])[:R]
-        words = jnp.where(jnp.arange(R) < ends[-1], words, size)
+        words = jnp.where(jnp.arange(R) < jnp.sum(group_sizes), words, size)
         visitors = visitor.at[words].get(mode="fill", fill_value=sizes.away_visitors)
-        return cls(jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32)), visitors, rows, words)
+        return cls(group_sizes, visitors, rows, words)
 
 
 def _scattered(place: jax.Array, values: jax.Array, size: int, fill: Any) -> jax.Array:

@@ -12,11 +12,17 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import collectives, validation
+from pallas_collectives.backends import flights
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.moe import exchanges, linear, slots
 from pallas_collectives.moe.linear import Side
 from pallas_collectives.moe.slots import Tables, Ways
+from pallas_collectives.overlap import split
+from pallas_collectives.overlap.started import Started
+
+# Bytes of a device's tokens from which copy engines take them, outside CUDA graphs.
+_BESIDE_BYTES = 4 << 20
 
 
 class Ends(NamedTuple):
@@ -159,15 +165,35 @@ class Wire:
         visited = exchanges.visits(sizes.devices, sizes.devices * sizes.experts, sizes.k)
         return Ways(self.axis_name, self.groups, self.how, visited)
 
-    def there(self, x: jax.Array, ragged: Ragged | None, visitors: int) -> jax.Array:
-        """From home: the (visitors, D) that come to this device; not to slots."""
-        if ragged is None:
-            return linear.to_everyone(x, self.axis_name, self.groups, self.how)
+    def start(self, x: jax.Array) -> Started:
+        """Starts to send everyone's (T, D) to all: the (n * T, D) that comes.
+
+        Large ones by copy engines where those serve, beside what else is computed.
+        """
+        if self._copied(x.nbytes):
+            return split.all_gather_start(x, **self._tiled)
+        return Started.of(linear.to_everyone(x, self.axis_name, self.groups, self.how))
+
+    def _copied(self, nbytes: int) -> bool:
+        """Whether copy engines carry so many bytes for each device of a dense exchange."""
+        how = self.how
+        plain = how.wire is None and how.wire_backward is None
+        return plain and nbytes >= _BESIDE_BYTES and flights.serve(how)
+
+    @property
+    def _tiled(self) -> dict[str, Any]:
+        to = {"axis_name": self.axis_name, "axis_index_groups": self.groups}
+        return to | {"tiled": True, "backend": self.how.backend}
+
+    def there(self, x: jax.Array, ragged: Ragged, visitors: int) -> jax.Array:
+        """From home: the (visitors, D) that come to this device, if ragged."""
         leaving = linear.gather_sum(x, ragged.tokens[:, None], ragged.slots)
         return self._route(leaving, ragged.visits, visitors, self.how)
 
     def back(self, answers: jax.Array, tables: Ragged | Tables | None, sizes: Sizes) -> jax.Array:
         """From away: (T, D), what came back for each token, added up."""
+        if tables is None and self._copied(answers.nbytes // sizes.devices):
+            return split.psum_scatter_start(answers, **self._tiled).done()
         if tables is None:
             return linear.from_everyone(answers, self.axis_name, self.groups, self.how)
         if isinstance(tables, Tables):

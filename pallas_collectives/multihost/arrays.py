@@ -40,6 +40,12 @@ def host_local_array_to_global_array(local_inputs: Any, global_mesh: Mesh, pspec
     Raises:
       CollectiveError: None for a pspec; a leaf that is traced.
       ValueError: pspecs is no prefix, or a dimension is not divisible by its local devices.
+
+    Example, the same on one process as on many:
+      >>> mesh, spec = jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec("x")
+      >>> x = pc.multihost.host_local_array_to_global_array(np.arange(4), mesh, spec)
+      >>> [shard.data.tolist() for shard in x.addressable_shards]
+      [[0, 1], [2, 3]]
     """
 
     def convert(array: Any, spec: P) -> jax.Array:
@@ -75,6 +81,12 @@ def global_array_to_host_local_array(
       CollectiveError: None for a pspec; a leaf that is traced.
       ProcessTimeoutError, ProcessMismatchError: of a resharding, naming the processes at fault.
       ValueError: pspecs is no prefix.
+
+    Example, on one process:
+      >>> mesh, spec = jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec("x")
+      >>> whole = jax.device_put(np.arange(4), jax.sharding.NamedSharding(mesh, spec))
+      >>> pc.multihost.global_array_to_host_local_array(whole, mesh, spec).tolist()
+      [0, 1, 2, 3]
     """
     operation = "global_array_to_host_local_array"
 

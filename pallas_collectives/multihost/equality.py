@@ -36,6 +36,9 @@ def assert_equal(in_tree: Any, fail_message: str = "", *, timeout: float = DEFAU
       ProcessTimeoutError: names the processes that did not come.
       CollectiveError: a leaf whose shards lie on several processes, so that no process holds it
         whole.
+
+    Example:
+      >>> pc.multihost.assert_equal({"seed": 7, "lr": 1e-3}, "every process reads one config")
     """
     try:
         _compare(in_tree, timeout)

@@ -52,6 +52,11 @@ def live_devices(
       ProcessTimeoutError: names those that did not come, and have not been found dead.
       CollectiveError: no devices, no device of this process, or a timeout that is not positive and
         finite.
+
+    Example, on one process:
+      >>> with pc.multihost.live_devices(jax.devices()) as devices:
+      ...     devices == jax.devices()
+      True
     """
     check_timeout(_OPERATION, timeout)
     mine = jax.process_index()

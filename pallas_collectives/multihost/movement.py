@@ -42,6 +42,10 @@ def broadcast_one_to_all(
     Raises:
       ProcessTimeoutError, ProcessMismatchError: on every process, naming the ones at fault.
       CollectiveError: not exactly one source; a leaf sharded over processes; a leaf that is traced.
+
+    Example:
+      >>> pc.multihost.broadcast_one_to_all({"seed": 7})  # process 0's, on every process
+      {'seed': array(7)}
     """
     operation = "broadcast_one_to_all"
     wire.check_chunk_bytes(chunk_bytes, operation)
@@ -96,6 +100,10 @@ def process_allgather(
     Raises:
       ProcessTimeoutError, ProcessMismatchError: on every process, naming the ones at fault.
       CollectiveError: a global array without `tiled`; a leaf that is traced.
+
+    Example, on one process; on n the first dimension is n:
+      >>> pc.multihost.process_allgather(np.arange(3)).shape
+      (1, 3)
     """
     operation = f"process_allgather(tiled={tiled})"
     wire.check_chunk_bytes(chunk_bytes, operation)

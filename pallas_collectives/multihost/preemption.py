@@ -37,6 +37,13 @@ def reached_preemption_sync_point(step_id: int, *, timeout: float = DEFAULT_TIME
       ProcessTimeoutError: names the processes that left the others waiting.
       CollectiveError: JAX runs without its preemption service; a timeout that is not positive and
         finite.
+
+    Example, in a training loop:
+      >>> for step in range(3):
+      ...     if pc.multihost.reached_preemption_sync_point(step):
+      ...         break  # save and stop
+      >>> step
+      2
     """
     operation = f"reached_preemption_sync_point({step_id})"
     check_timeout(operation, timeout)

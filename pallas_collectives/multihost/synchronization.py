@@ -23,6 +23,9 @@ def sync_global_devices(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
     Raises:
       ProcessMismatchError: names differ; shows two that do, and the processes.
       ProcessTimeoutError: names the processes that did not come.
+
+    Example:
+      >>> pc.multihost.sync_global_devices("before the clock starts")
     """
     agreement = agree(f"sync_global_devices({name!r})", timeout=timeout)
     if jax.process_count() > 1:
@@ -42,6 +45,11 @@ def barrier(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
     Raises:
       ProcessTimeoutError: on every process, the late one included; names those that did not come.
       CollectiveError: an empty name, or a timeout that is not positive and finite.
+
+    Example, process 0 writes what all read:
+      >>> if jax.process_index() == 0:
+      ...     pass  # write the file
+      >>> pc.multihost.barrier("the file is there", timeout=60)
     """
     if not name:
         raise CollectiveError(

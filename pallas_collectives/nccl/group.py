@@ -187,6 +187,11 @@ def create(
     may be created while a stream is captured, on this thread or another: new threads do the work.
     Raises ValueError for devices that cannot form a group here, RendezvousError, which names who
     is missing, after `timeout`, and CallError where NCCL fails.
+
+    Example:
+      >>> with pc.nccl.create(jax.devices(), name="demo", timeout=60) as group:
+      ...     sorted(group.communicators) == list(range(jax.device_count()))
+      True
     """
     devices = tuple(devices)
     runtime = runtime or Runtime.of_this_process()
@@ -244,7 +249,10 @@ _creating = threading.Lock()
 def configure(**options: Any) -> None:
     """Sets `create`'s options for the groups that transfers and collectives in jit create.
 
-    Call it in every process, before their first use: `configure(timeout=60, watchdog=30)`.
+    Call it in every process, before their first use.
+
+    Example:
+      >>> pc.nccl.configure(timeout=60, watchdog=30)
     """
     if unknown := set(options) - {"timeout", "watchdog", "runtime"}:
         raise TypeError(f"unknown options {sorted(unknown)}: they are timeout, watchdog, runtime")
@@ -256,6 +264,11 @@ def get(devices: Sequence[jax.Device], *, name: str, **options: Any) -> Group:
 
     options: `create`'s, where they differ from `configure`'s. A group that has been closed or
     aborted is created anew.
+
+    Example:
+      >>> group = pc.nccl.get(jax.devices(), name="mine")
+      >>> pc.nccl.get(jax.devices(), name="mine") is group
+      True
     """
     key = (name, tuple(devices))
     with _creating:
@@ -274,6 +287,9 @@ def check() -> None:
     Results that were under way are undefined then, also those of programs that ended without an
     error: call this after waiting for results and before trusting them. The next use creates the
     group anew; for collectives inside jit that is the next lowering (`jax.clear_caches()`).
+
+    Example, after a step's results are there:
+      >>> pc.nccl.check()
     """
     for key, group in list(_groups.items()):
         if not group.usable:

@@ -125,6 +125,14 @@ def send_or_recv(
     name, options: of the group over all devices of both, created at the first transfer between
     them (see `create` and `configure`).
     Raises ValueError or TypeError, before anything is sent, for arguments that do not fit.
+
+    Example, rows that four GPUs hold, moved to two others:
+      >>> P, devices = jax.sharding.PartitionSpec("x"), np.array(jax.devices())
+      >>> four, two = (jax.sharding.Mesh(d, ("x",)) for d in (devices[:4], devices[4:6]))
+      >>> x = jax.device_put(np.arange(8), jax.sharding.NamedSharding(four, P))
+      >>> y = pc.nccl.send_or_recv(x, jax.sharding.NamedSharding(two, P)).array()
+      >>> [shard.data.tolist() for shard in y.addressable_shards]
+      [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     source = _source_sharding(x, src_sharding)
     shape, dtype = tuple(x.shape), np.dtype(x.dtype)
@@ -146,6 +154,9 @@ def send(x: jax.Array, tgt_sharding: Sharding, **options: Any) -> Transfer:
     """The sender's half of `send_or_recv`, where this process owns no target device.
 
     Its `wait` says when x's memory has been read. Raises ValueError if this process is a target.
+
+    Example, which needs a second process:
+      >>> pc.nccl.send(x, theirs).wait(timeout=60)  # doctest: +SKIP
     """
     _check_half(tgt_sharding, "receives as well", "send_or_recv(x, tgt_sharding)")
     return send_or_recv(x, tgt_sharding, **options)
@@ -157,6 +168,10 @@ def recv(
     """The receiver's half of `send_or_recv`, where this process owns no source device.
 
     Its `array` gives the array. Raises ValueError if this process is a source.
+
+    Example, which needs a second process:
+      >>> shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+      >>> y = pc.nccl.recv(shape, mine, theirs).array()  # doctest: +SKIP
     """
     _check_half(src_sharding, "sends as well", "send_or_recv(x, tgt_sharding) with the array")
     return send_or_recv(x, tgt_sharding, src_sharding, **options)

@@ -217,7 +217,8 @@ def _exchanged(produced: _Call, ring: Ring, places: Places) -> Any:
         return ready, lay_all(arriving, ways, distance, received)
 
     if not ways:
-        return places.room(produced(ring.me))
+        own = produced(ring.me)
+        return places.lay(own, ring.me, places.room(own))
     ready = [produced(ring.at(way)) for way in ways]
     ready, received = _loop(range(1, last), hop, (ready, places.room(ready[0])), ring.size)
     ready, received = hop(last, (ready, received), far)

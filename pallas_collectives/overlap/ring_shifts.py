@@ -4,10 +4,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.overlap import split
 from pallas_collectives.topology import groups
 from pallas_collectives.validation import AxisName
@@ -79,7 +78,7 @@ class Places:
         self._ring, self._axis, self._tiled = ring, axis, tiled
 
     def room(self, results: Any) -> Any:
-        """Arrays with room for the results of all devices, filled with copies of these."""
+        """Arrays with room for the results of all devices, of whatever values."""
         for leaf, where in validation.leaves(results):
             validation.check_axis("axis", self._axis, leaf.ndim + (not self._tiled), where)
         return jax.tree.map(self._room, results)
@@ -90,8 +89,9 @@ class Places:
 
     def _room(self, leaf: jax.Array) -> jax.Array:
         block, axis = self._block(leaf)
-        copies = [self._ring.size if d == axis else 1 for d in range(block.ndim)]
-        return jnp.tile(lax.stop_gradient(block), copies)
+        shape = [self._ring.size if d == axis else 1 for d in range(block.ndim)]
+        shape = [size * count for size, count in zip(block.shape, shape, strict=True)]
+        return _compat.as_varying(lax.empty(tuple(shape), block.dtype), _compat.varying(block))
 
     def _lay(self, leaf: jax.Array, source: Any, whole: jax.Array) -> jax.Array:
         block, axis = self._block(leaf)

@@ -47,7 +47,8 @@ def gantt(report: Report, *, max_rows: int = 40) -> Any:
             break
         shown += 1
         rows += [(f"{lane.devices}: {row}", row, lane.rows[row]) for row in sorted(lane.rows)]
-    rows += [(name, "link", spans) for name, spans in links[: max(1, max_rows - len(rows))]]
+    drawn = links[: max(1, max_rows - len(rows))]
+    rows += [(name, "link", spans) for name, spans in drawn]
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.28 * len(rows)), layout="constrained")
     for y, (_, kind, spans) in enumerate(rows):
         axes.broken_barh(
@@ -60,9 +61,10 @@ def gantt(report: Report, *, max_rows: int = 40) -> Any:
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.invert_yaxis()
     axes.set_xlabel("modelled time, µs")
-    hidden = len(folded) - shown
-    more = f"; {hidden} more kinds of device" if hidden else ""
-    axes.set_title(f"{report.machine}: waits, copies (remote ones and links: ochre){more}")
+    hidden = {"kinds of device": len(folded) - shown, "links": len(links) - len(drawn)}
+    more = " and ".join(f"{number} more {what}" for what, number in hidden.items() if number)
+    title = f"{report.machine}: waits, copies (remote ones and links: ochre)"
+    axes.set_title(f"{title}; {more} not drawn" if more else title)
     return figure
 
 

@@ -153,17 +153,23 @@ def _require_files(given: Any) -> None:
     for flag, file in files.items():
         if flag == "--json=-":
             continue
-        folder = file.parent
-        if file.is_dir() or not folder.is_dir() or not os.access(_first_there(file), os.W_OK):
-            raise asked.AskError(
-                flag, "no file can be written there", "name one in a folder of yours"
-            )
+        if why := _obstacle(file):
+            rule = f"no file can be written there ({why})"
+            raise asked.AskError(flag, rule, "name one in a folder of yours")
     if len({str(file.resolve()) for file in files.values()}) < len(files):
         raise asked.AskError(" and ".join(files), "are one file", "name a file for each")
 
 
-def _first_there(file: Path) -> Path:
-    return file if file.exists() else file.parent
+def _obstacle(file: Path) -> str | None:
+    """Why a file cannot be written; what is there stays as it is."""
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _operands(given: Any) -> Sequence[Any]:

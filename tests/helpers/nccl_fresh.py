@@ -45,7 +45,7 @@ from pallas_collectives.nccl import connection, cuda, ffi  # noqa: E402
 
 P = jax.sharding.PartitionSpec
 N = jax.device_count()
-RUNS = 5
+RUNS = 7
 ROWS, COLUMNS = 2 * N, 8 * N
 NCCL = {"backend": "nccl"}
 
@@ -87,7 +87,7 @@ def collective(m, x, axis, groups, **how):
     if op == "all_to_all":
         return sliced(m.all_to_all(x, axis, 0, 0, tiled=True, **how))
     if op == "ragged_all_to_all":  # of equal parts, so that lax's all_to_all does the same
-        if m is jax.lax:
+        if m is not pc:
             return m.all_to_all(x, axis, 0, 0, tiled=True)
         each = jnp.full(n, x.shape[0] // n, jnp.int32)
         starts = each * jnp.arange(n)

@@ -14,6 +14,7 @@ import nccl_host
 import pallas_collectives as pc
 import routings
 from pallas_collectives import moe
+from pallas_collectives.moe import wire
 from pallas_collectives.nccl import ffi, group
 
 E, T, D, K = routings.EXPERTS, 5, 16, 3
@@ -55,8 +56,13 @@ def gradients(x: Any, experts: Any, weights: Any, w: Any, **how: Any) -> Any:
     return jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, w)
 
 
-@pytest.mark.parametrize("exchange", ["auto", "ragged"])
-def test_values_and_gradients_are_those_of_a_dense_layer(exchange: str) -> None:
+@pytest.mark.parametrize("exchange", ["auto", "auto, beside the plan", "ragged"])
+def test_values_and_gradients_are_those_of_a_dense_layer(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, _, beside = exchange.partition(", ")
+    if beside:  # as large tokens go
+        monkeypatch.setattr(wire, "_BESIDE_BYTES", 0)
     x, weights, w = values()
     run = harness.per_device(functools.partial(gradients, exchange=exchange), harness.mesh(N))
     pc.reset_counts()
@@ -76,6 +82,8 @@ def test_values_and_gradients_are_those_of_a_dense_layer(exchange: str) -> None:
     ragged = {("ragged_all_to_all", "nccl"), ("all_gather", "nccl")}
     dense = {("all_gather", "nccl"), ("all_to_all", "nccl"), ("reduce_scatter", "nccl")}
     assert served == (ragged if exchange == "ragged" else dense)
+    by_copies = {op for op, _, algorithm in pc.counts() if algorithm == "copies"}
+    assert by_copies == ({"all_gather", "all_to_all"} if beside else set())
     assert not pc.fallback_counts()
 
 

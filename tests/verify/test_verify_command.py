@@ -106,7 +106,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_judged(
     in_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "check", lambda *args, **how: pytest.fail("judged"))
-    assert in_process("verify_kernels:gather", "--arg=f32[8]", "--html=/nowhere/x")[0] == 2
+    for flag in ("--html=/nowhere/x", "--json=/proc/nope/x", "--sarif=/proc/x", "--json="):
+        assert in_process("verify_kernels:gather", "--arg=f32[8]", flag)[0] == 2
 
 
 def test_operands_by_a_function_and_whole_programs(in_process: Any) -> None:
