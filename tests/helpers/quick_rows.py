@@ -108,8 +108,8 @@ QUICK: dict[str, Covers] = {
         dtype=["bfloat16"], vmem=[True]
     ),
     "test_all_reduce_gather::test_one_mesh_axis_laid_over_a_torus_in_any_order": never,
-    "test_all_reduce_gather::test_takes_hardly_longer_than_gathering_the_operands": each(
-        "machine", "nbytes"
+    "test_all_reduce_gather::test_takes_hardly_longer_than_gathering_the_operands": only(
+        nbytes=[16384]
     ),
     "test_all_reduce_line::test_all_devices_have_the_documented_bits_however_late_one_is": once,
     "test_all_reduce_line::test_compiles_to_the_kernel_alone": each("generation", "dtype"),
@@ -122,10 +122,12 @@ QUICK: dict[str, Covers] = {
         n=[3, 8], vmem=[False]
     ),
     "test_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
+    "test_all_to_all::test_axes_may_be_negative_and_leaves_of_any_rank": never,
     "test_all_to_all::test_calls_in_one_program_do_not_disturb_each_other": never,
     "test_all_to_all::test_chunks_and_waves_with_a_late_device": each("mode"),
     "test_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
     "test_all_to_all::test_dropped_credit_is_caught": each("dropped"),
+    "test_all_to_all::test_sharded_pswapaxes_of_a_whole_array": never,
     "test_all_to_all::test_small_blocks_go_along_a_line": once,
     "test_axes::test_axes_of_vmap_and_of_a_mesh_together": each("op", "axes"),
     "test_axes::test_nested_shard_map": each("op", "in_scope"),
@@ -145,6 +147,7 @@ QUICK: dict[str, Covers] = {
     "test_benchmarks_readme::test_stored_replays_are_what_the_model_says_now": only(
         op=["all_gather"]
     ),
+    "test_benchmarks_wires::test_pods_have_modelled_times_with_xlas_passes": never,
     "test_bundles::test_each_leaf_is_transformed_on_its_own_with_kernels": once,
     "test_collective_matmul::test_both_cores_of_a_device_have_a_ring_each": once,
     "test_collective_matmul::test_every_ring_under_both_adversaries": each("mode"),
@@ -169,7 +172,7 @@ QUICK: dict[str, Covers] = {
     "test_hierarchy::test_an_axis_over_two_slices_as_its_devices_lie": once,
     "test_hierarchy::test_dtypes": never,
     "test_hierarchy::test_every_form_of_the_calls": never,
-    "test_hierarchy::test_gradients_are_laxs": once,
+    "test_hierarchy::test_gradients_are_laxs": never,
     "test_hierarchy::test_minima_means_and_broadcasts": never,
     "test_hierarchy::test_values_are_laxs_by_kernels_inside_and_lax_across": only(
         layout=["two-slices-of-four"]
@@ -181,14 +184,13 @@ QUICK: dict[str, Covers] = {
     "test_judge::test_verdicts": each("case"),
     "test_judge::test_verdicts_are_what_all_schedules_show": _findings,
     "test_kernel_bodies::test_kernel_bodies_compile": once,
+    "test_layer_scan::test_it_equals_a_scan_over_gathered_weights": each("depth"),
     "test_matmul_on_tpus::test_both_cores_compile_on_chips_that_have_two": never,
     "test_matmul_on_tpus::test_scatter_compiles": never,
     "test_matmul_on_tpus::test_the_shorter_of_wire_and_product_is_hidden": each("name", "op"),
     "test_matmul_on_tpus::test_transformer_sizes_compile_to_the_kernel_alone": once,
     "test_megacore::test_no_kernel_is_divided_between_cores": once,
-    "test_memory_spaces::test_kernels_find_in_hbm_what_they_take_for_it": each(
-        "generation", "form"
-    ),
+    "test_memory_spaces::test_kernels_find_in_hbm_what_they_take_for_it": only(generation=["v6e"]),
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
     "test_moe::test_compiles_for_every_generation": only(
@@ -208,7 +210,7 @@ QUICK: dict[str, Covers] = {
     "test_moe_wires::test_derivatives_pass_straight_through_by_a_wire_of_their_own": only(
         how=("kernels",)
     ),
-    "test_moe_wires::test_values_are_those_that_the_wire_can_say": only(how=("kernels",)),
+    "test_moe_wires::test_values_are_those_that_the_wire_can_say": never,
     "test_multihost::test_a_broadcast_has_one_source": each("count"),
     "test_multihost::test_a_process_that_never_enters_is_named": only(how=["stuck"]),
     "test_multihost::test_allgather_equals_jax": each("tree", "tiled"),
@@ -228,6 +230,7 @@ QUICK: dict[str, Covers] = {
     "test_operands::test_every_dtype_of_laxs": never,
     "test_operands::test_float0_tangents_and_integer_gradients": never,
     "test_operands::test_shapes": each("op", "shape"),
+    "test_operands::test_trees_of_mixed_dtypes": never,
     "test_ordered::test_a_row_has_the_same_bits_in_any_batch": never,
     "test_ordered::test_groups_add_in_the_order_that_they_are_given_in": once,
     "test_ordered::test_ranks_are_numbered_over_several_axes_as_they_are_named": once,
@@ -239,6 +242,7 @@ QUICK: dict[str, Covers] = {
     "test_pipelined_products::test_all_gather_matmul": each("axis", "dtype", "to"),
     "test_pipelined_products::test_laxs_permutes_fly_while_a_tpu_multiplies": once,
     "test_pipelined_products::test_matmul_reduce_scatter": each("axis", "dtype", "to"),
+    "test_pipelines::test_values": only(n=[2, 3]),
     "test_pipelines_gradients::test_derivatives": each("name", "hops"),
     "test_places::test_every_algorithm_takes_an_order_of_its_own": once,
     "test_places::test_results_are_in_laxs_order_whatever_the_torus": never,
@@ -255,7 +259,7 @@ QUICK: dict[str, Covers] = {
     ),
     "test_product::test_products_of_tiles_that_stick_out": each("keep", "transposed"),
     "test_properties::test_ragged_value_and_gradient": never,
-    "test_properties::test_value_and_gradient": once,
+    "test_properties::test_value_and_gradient": never,
     "test_ragged_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": each("algorithm"),
     "test_ragged_all_to_all"
     "::test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other": never,
@@ -269,6 +273,7 @@ QUICK: dict[str, Covers] = {
     "test_reach::test_some_kernel_serves_every_axis_of_a_slice": only(shape=[(4, 4)]),
     "test_reduce_scatter::test_bfloat16_sums_round_once_per_hop_and_precise_ones_once": once,
     "test_reduce_scatter::test_sharded_sums_of_whole_arrays": once,
+    "test_reduce_scatter::test_sums_and_gathers_in_one_program": never,
     "test_replay_races::test_our_all_gathers_are_clean": each("algorithm"),
     "test_replay_races::test_the_all_gather_that_jax_ships_races": once,
     "test_replay_rows::test_lines_come_near_the_bound_at_every_size": each("machine"),
@@ -305,8 +310,9 @@ QUICK: dict[str, Covers] = {
     ),
     "test_torus_all_to_all::test_missing_wait_is_caught": once,
     "test_torus_all_to_all::test_one_mesh_axis_laid_over_a_torus_in_any_order": never,
-    "test_torus_all_to_all::test_slots_that_serve_again_with_a_late_device": once,
-    "test_torus_all_to_all::test_values_are_laxs_without_races": only(sizes=[(2, 4), (2, 2)]),
+    "test_torus_all_to_all::test_slots_that_serve_again_with_a_late_device": never,
+    "test_torus_all_to_all::test_values_are_laxs_without_races": only(sizes=[(2, 2)]),
+    "test_torus_kernels::test_few_semaphores_do_under_credits": never,
     "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": never,
     "test_torus_kernels::test_sections_add_up_without_races": once,
@@ -320,7 +326,7 @@ QUICK: dict[str, Covers] = {
     "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
     "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
     "test_torus_ragged_spread::test_no_race_on_16_devices": never,
-    "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=[(2, 2)]),
+    "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=[(2,)]),
     "test_users_project::test_a_strict_checker_takes_its_files": never,
     "test_verify_explore::test_a_schedule_shows_the_race_of_a_public_kernel": never,
     "test_verify_scale::test_devices_of_a_pod_are_judged_in_time": only(name=["all_gather"]),
@@ -336,8 +342,10 @@ QUICK: dict[str, Covers] = {
     ),
     "test_wired_refusals::test_what_is_refused": only(backend=["pallas"]),
     "test_wired_rings::test_a_sum_takes_sixty_hundredths_of_its_time_in_bfloat16": once,
+    "test_wired_rings::test_calls_that_name_a_ring_add_on_the_way": never,
     "test_wired_rings::test_compiles_for_every_generation": once,
     "test_wired_rings::test_sections_of_a_large_sum_are_safe_on_every_schedule": never,
     "test_wired_rings::test_sums_are_within_the_bound_that_grows_with_hops": once,
     "test_wired_training::test_int8_gradient_sums_end_within_a_percent_of_the_exact_loss": never,
+    "test_wires::test_one_buffer_has_values_and_scales": each("wire", "shape"),
 }
