@@ -78,6 +78,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         sent="(n−1)/2d blocks, on d axes at once",
         steps="the axes' together",
         lies=(ON_SEVERAL,),
+        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(
@@ -100,6 +101,7 @@ _ALL_REDUCE = (
         sent="(n−1)/n of the operand",
         steps="2⌊n/2⌋",
         by_subcores=True,
+        requantizes=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
@@ -111,11 +113,13 @@ _ALL_REDUCE = (
         lies=(ON_LINE,),
         most_devices=64,  # some 55 + 4 n semaphores
         takes_whole=True,
+        requantizes=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
         name="torus",
         launcher=Kernel("torus.reduce_scatter", "all_reduce"),
+        requantizes=True,
         reach=TORUS,
         sent="(n−1)/dn of the operand, on d axes at once",
         steps="the axes' together",

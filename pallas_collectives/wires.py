@@ -205,9 +205,21 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.float32) -
     """
     columns, group = values.shape[-1], group_size(values.shape[-1], scales.shape[-1])
     wide = jnp.repeat(scales, group, axis=-1)[..., :columns]
-    numbers = values.astype(jnp.float32) * wide
+    return saturated(values.astype(jnp.float32) * wide, dtype)
+
+
+def saturated(numbers: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers that have arrived in a dtype: its largest number for those beyond."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(numbers, -limit, limit).astype(dtype)
+
+
+def overflows_from(dtype: Any) -> float:
+    """The least magnitude that a dtype rounds to inf."""
+    info = jnp.finfo(dtype)
+    if info.dtype == jnp.float32:
+        return math.inf
+    return float(2.0**info.maxexp * (1 - 2.0 ** -(info.nmant + 2)))  # halfway to what would be next
 
 
 def group_size(columns: int, groups: int) -> int:

@@ -3,8 +3,8 @@
 A sum has two ways over a wire with scales:
 
     exchange        each device gets everyone's term of its block, quantised once, and adds them
-    bidirectional,  sums are added on the way round a ring or along a line, and quantised anew at
-    line            every hop: (n-1)/n of an operand's bytes, as without a wire
+    bidirectional,  sums are added on the way round a ring, along a line or over a torus, and
+    line, torus     quantised anew at every hop: (n-1)/n of an operand's bytes, as without a wire
 
 The algorithms of the second are those whose record says `requantizes`; `psum` calls the first of
 them "ring". A psum by either way gathers the sums, quantised once more, and so gives everyone the
@@ -17,12 +17,14 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_collectives import catalogue, wires
 from pallas_collectives.backends import algorithms, counters, ordered, slices
 from pallas_collectives.backends.plans import Candidate, How, WirePlan
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
+from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -31,7 +33,6 @@ from pallas_collectives.wires import Wire
 AUTO_BYTES = 2 << 20
 
 EXCHANGE = ordered.EXCHANGE.name
-_OF_PSUM = {"bidirectional": "ring"}
 
 
 class Way(NamedTuple):
@@ -53,11 +54,6 @@ class Way(NamedTuple):
     def requantizes(self) -> bool:
         """Whether sums are rounded at every hop."""
         return self.algorithm not in ("", EXCHANGE)
-
-    @property
-    def scatter(self) -> str:
-        """The algorithm of `psum_scatter` that it begins with."""
-        return next((own for own, of in _OF_PSUM.items() if of == self.algorithm), self.algorithm)
 
 
 _NO_WAY = Way("", 0, 0.0, None)
@@ -129,27 +125,39 @@ def _ways(
     part = sent // n if in_terms else catalogue.COLLECTIVES[op].block_bytes(sent, n)
     us = _in_all([_least(step, part, group) for step in steps], passes, how.backend)
     moved = Way(EXCHANGE if in_terms else "", sent, passes, us)
-    if not in_terms or _no_ring(group, how):
+    if not in_terms or _no_ring(op, group, how):
         return (moved,)
-    numbers, there = math.prod(blocks[1:]), placement.arranged(group)
-    part = Codec(wire).packed_bytes(numbers)
-    scatter = algorithms.predicted("reduce_scatter", part, there, cuts=1)
-    passes, gathered = 0.0, 0.0 if op == "reduce_scatter" else _least("all_gather", part, group)
-    if op == "all_reduce":  # sums come in float32
-        moved_bytes = 4 * numbers + part + n * part + x.nbytes
-        passes = 1e6 * moved_bytes / chips.current().hbm_bandwidth
+    numbers, codec = math.prod(blocks[1:]), Codec(wire)
+    packed, tiles = n * codec.packed_bytes(numbers), -(-numbers // math.prod(codec.tile))
+    block = catalogue.COLLECTIVES[op].block_bytes(packed, n)
+    by_name = algorithms.predicted(op, block, placement.arranged(group), cuts=tiles)
+    return (
+        moved,
+        *(
+            Way(name, packed, 0.0, by_name.get(name) if how.backend == "pallas" else None)
+            for name in _rings(op, group)
+            if name != "torus" or _fits(op, x, tiles, group, codec)
+        ),
+    )
 
-    def way(name: str) -> Way:
-        us = _in_all([scatter.get(name), gathered], passes, how.backend)
-        return Way(_of(op, name), n * part, passes, us)
 
-    return (moved, *map(way, _rings(group)))
+def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool:
+    """Whether VMEM has room for what a sum over several axes takes, of so many tiles a block."""
+    there, (rows, columns) = placement.arranged(group), codec.tile
+    dtype = jnp.float32 if x.dtype == "float16" else x.dtype  # as kernels have it
+    how = {"back": op == "all_reduce"}
+    return torus.fits_packed(there, (tiles * rows, columns), 0, jnp.dtype(dtype), codec, **how)
 
 
 def _chosen(found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: How) -> Way:
     """The way that is named, or the quickest; of few numbers, padded in a kernel, the exchange."""
     if how.algorithm is not None and wire.scaled and len(found) > 1:
-        return next(way for way in found if way.algorithm == how.algorithm)
+        named = [way for way in found if way.algorithm == how.algorithm]
+        if not named:
+            what = f"algorithm={how.algorithm!r} over a wire"
+            why = "what several axes have met takes more VMEM than the chip has"
+            raise AlgorithmError(what, why, "leave algorithm=None, or name 'exchange'")
+        return named[0]
     few = math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile) if len(found) > 1 else True
     if few or found[0].us is None:
         return found[0]
@@ -160,20 +168,14 @@ def _adds(op: str) -> bool:
     return catalogue.COLLECTIVES[op].example.adds
 
 
-def _rings(group: Group) -> tuple[str, ...]:
-    """The algorithms of `psum_scatter` that can add on the way among these devices."""
+def _rings(op: str, group: Group) -> tuple[str, ...]:
+    """The algorithms of a sum that can add on the way among these devices."""
     there, chip = placement.arranged(group), chips.current()
-    able = catalogue.COLLECTIVES["reduce_scatter"].algorithms
-    able = tuple(a for a in able if a.requantizes and algorithms.serves(a, there, chip))
-    return tuple(a.name for a in able)
+    able = (a for a in catalogue.COLLECTIVES[op].algorithms if a.requantizes)
+    return tuple(a.name for a in able if algorithms.serves(a, there, chip))
 
 
-def _of(op: str, name: str) -> str:
-    """What a sum calls such an algorithm."""
-    return _OF_PSUM.get(name, name) if op == "all_reduce" else name
-
-
-def _no_ring(group: Group, how: How) -> str:
+def _no_ring(op: str, group: Group, how: How) -> str:
     """Why sums over a group cannot be added on the way; "" if they can."""
     if how.backend != "pallas":
         return f"backend {how.backend!r} adds where it has all terms"
@@ -181,9 +183,7 @@ def _no_ring(group: Group, how: How) -> str:
         return "a draw or a residue presumes that terms are quantised once"
     if slices.split(group, slices.slices(group, how.across)) is not None:
         return "the devices are in several slices"
-    if placement.arranged(group).torus:
-        return "the devices lie on several axes of a torus"
-    if not _rings(group):
+    if not _rings(op, group):
         return f"{chips.current().name} cannot write to all the devices that it must reach"
     return ""
 
@@ -198,10 +198,10 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
             raise WireError(f"wire {wire} for {op}", why, "take groups of 128 or 256")
         return why
     if how.algorithm not in (None, EXCHANGE):
-        rings = [_of(op, name) for name in _rings(group)]
+        rings = _rings(op, group)
         able = " or ".join(map(repr, [EXCHANGE, *rings]))
         why = "" if how.algorithm in rings else f"over a wire with scales it is {able} here"
-        why = why or _no_ring(group, how)
+        why = why or _no_ring(op, group, how)
         if why and not wire.optional:
             remedy = "leave algorithm=None, or name 'exchange'"
             raise AlgorithmError(f"algorithm={how.algorithm!r} for {op}", why, remedy)

@@ -14,9 +14,9 @@ see `wires.error_bound`) and B that of the sum: a scattered sum is within b_0 + 
 exact one, and a psum within B more; all of it before the result is rounded to the operand's dtype.
 A sum beyond that dtype is inf; so a psum has NaN in its group, as wherever a group holds inf.
 
-On TPUs a ring or a line can add on the way instead, with the bytes of a ring (`requantized`): there
-sums are rounded at every hop. Whether a wire is used, and in which of these ways, is settled in
-`wire_ways`, and counted (`wire_counts`).
+On TPUs rings, lines and tori can add on the way instead, with the bytes of a ring: there sums are
+rounded at every hop, and a psum is one kernel. Whether a wire is used, and in which of these ways,
+is settled in `wire_ways`, and counted (`wire_counts`).
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from pallas_collectives.backends import ordered
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.plans import How
-from pallas_collectives.backends.wire_ways import Way, settled
+from pallas_collectives.backends.wire_ways import settled
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
@@ -128,10 +128,12 @@ class OnWire:
             return summed.astype(x.dtype)
         flat = blocks.reshape(group.size, elements, size)
         flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padded - size))).reshape(group.size, -1)
-        if way.requantizes and padded == size:
-            return self._requantized(x, axis, x.dtype, wire, group, plain, way)
         if way.requantizes:
-            sums = self._requantized(flat, 0, x.dtype, wire, group, plain, way)
+            named = dataclasses.replace(plain, algorithm=way.algorithm)
+            options = {"wire": wire, "result": x.dtype, "how": named}
+            if padded == size:
+                return self._module.requantized_scatter(x, group, axis=axis, **options)
+            sums = self._module.requantized_scatter(flat, group, axis=0, **options)
         else:
             sums = self._scattered(flat, wire, group, plain)
         return sums.reshape(elements, padded)[:, :size].reshape(shape).astype(x.dtype)
@@ -159,25 +161,18 @@ class OnWire:
             rows = math.prod(x.shape[:-1])
             if blocks.size == x.size and rows % n == 0 and x.shape[-1] % int(wire.group) == 0:
                 blocks = x.reshape(n, rows // n, x.shape[-1])  # as they lie
-            sums = self._requantized(blocks, 0, jnp.float32, wire, group, plain, way)[0]
+            named = dataclasses.replace(plain, algorithm=way.algorithm)
+            whole = self._module.requantized_reduce(blocks, group, wire=wire, how=named)
         else:
-            sums = self._scattered(blocks, wire, group, plain)
-        sums = _overflown(sums, x.dtype)
-        whole = _dequantized(moved(sums[None], wire, gather), x.dtype).reshape(-1)[: flat.size]
+            sums = _overflown(self._scattered(blocks, wire, group, plain), x.dtype)
+            whole = _dequantized(moved(sums[None], wire, gather), x.dtype)
+        whole = whole.reshape(-1)[: flat.size]
         return whole.reshape(elements, padded)[:, :size].reshape(x.shape)
 
     def _scattered(self, blocks: jax.Array, wire: Wire, group: Group, plain: How) -> jax.Array:
         """(n, elements) -> (elements,): everyone's terms for this device, added in float32."""
         values, scales = moved(blocks, wire, self._exchange(group, plain))
         return ordered.total(lambda p: _term(values, scales, p), group.size)
-
-    def _requantized(
-        self, x: jax.Array, axis: int, result: Any, wire: Wire, group: Group, plain: How, way: Way
-    ) -> jax.Array:
-        """The sum of everyone's block `me`, added on the way."""
-        named = dataclasses.replace(plain, algorithm=way.scatter)
-        scatter = self._module.requantized_scatter
-        return scatter(x, group, axis=axis, wire=wire, result=result, how=named)
 
     def _exchange(self, group: Group, plain: How) -> Move:
         at = {"split_axis": 0, "concat_axis": 0}
@@ -204,10 +199,7 @@ def _overflown(sums: jax.Array, dtype: Any) -> jax.Array:
 
     The wire would bring its largest number instead, and hide that a sum has overflowed.
     """
-    info = jnp.finfo(dtype)
-    if info.dtype == sums.dtype:
-        return sums
-    beyond = 2.0**info.maxexp * (1 - 2.0 ** -(info.nmant + 2))  # halfway to what would come next
+    beyond = wires.overflows_from(dtype)
     return jnp.where(jnp.abs(sums) < beyond, sums, sums * jnp.inf)
 
 

@@ -48,12 +48,22 @@ class Scratch(NamedTuple):
 
 
 def ring(
-    x: jax.Array, group: Group, *, op: str, bidirectional: bool, vmem: bool, interpret: Interpret
+    x: jax.Array,
+    group: Group,
+    *,
+    op: str,
+    bidirectional: bool,
+    vmem: bool,
+    interpret: Interpret,
+    **packed: Any,
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group.
 
     On a SparseCore it is two kernels: vector subcores scatter the sum, the scalar one gathers it.
+    `packed` is a `codec` for what travels: see `torus.all_reduce`.
     """
+    if packed:
+        return _in_sections(x, group, op=op, vmem=vmem, interpret=interpret, **packed)
     if sparsecore.is_wanted():
         how: Any = {"bidirectional": bidirectional, "vmem": False, "interpret": interpret}
         block = reduce_scatter.ring(x, group, axis=0, op=op, **how)
@@ -62,10 +72,7 @@ def ring(
     blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.chunks_of(shape, x.dtype, vmem))
     streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
     if bidirectional and reduce_scatter.goes_in_sections(blocks, x.dtype, vmem):
-        alone = reduce_scatter.one_axis(group, line=False)
-        return torus.all_reduce(
-            x, alone, op=op, vmem=vmem, interpret=interpret, name="all_reduce_ring"
-        )
+        return _in_sections(x, group, op=op, vmem=vmem, interpret=interpret)
     return launch.call(
         functools.partial(_ring_kernel, blocks=blocks, streams=streams, op=op, vmem=vmem),
         group,
@@ -80,6 +87,12 @@ def ring(
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
     )
+
+
+def _in_sections(x: jax.Array, group: Group, **options: Any) -> jax.Array:
+    """Reduces x in VMEM, section by section, as over a torus of one axis."""
+    alone = reduce_scatter.one_axis(group, line=False)
+    return torus.all_reduce(x, alone, name="all_reduce_ring", **options)
 
 
 def one_shot(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interpret) -> jax.Array:

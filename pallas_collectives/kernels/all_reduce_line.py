@@ -43,6 +43,8 @@ from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.combine import combine
+from pallas_collectives.kernels.reduce_scatter import one_axis
+from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if, wrap_step
 
@@ -95,11 +97,19 @@ class Scratch(NamedTuple):
         )
 
 
-def line(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interpret) -> jax.Array:
+def line(
+    x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interpret, **packed: Any
+) -> jax.Array:
     """Reduces x over a line; its last two dimensions are whole tiles.
 
     Of a number of tiles that cannot be cut into chunks XLA makes one that can: two passes more.
+    `packed` is a `codec` for what travels; then x is n blocks, and goes by section by section, as
+    over a torus of one axis, which loads links no more.
     """
+    if packed:
+        options: Any = {"op": op, "vmem": vmem, "interpret": interpret, **packed}
+        alone = one_axis(group, line=True)
+        return torus.all_reduce(x, alone, name="all_reduce_line", **options)
     chunks = chunks_of(x.shape, x.dtype, group.size)
     if chunks.nbytes(x.dtype) > 2 * chunk_bytes() * chunks.chunks:
         whole = chunk_bytes() // jnp.dtype(x.dtype).itemsize

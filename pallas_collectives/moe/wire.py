@@ -170,12 +170,20 @@ class Wire:
 
         Large ones by copy engines where those serve, beside what else is computed.
         """
+        if self._copied(x.nbytes):
+            return split.all_gather_start(x, **self._tiled)
+        return Started.of(linear.to_everyone(x, self.axis_name, self.groups, self.how))
+
+    def _copied(self, nbytes: int) -> bool:
+        """Whether copy engines carry so many bytes for each device of a dense exchange."""
         how = self.how
-        if how.wire or how.wire_backward or x.nbytes < _BESIDE_BYTES or not flights.serve(how):
-            return Started.of(linear.to_everyone(x, self.axis_name, self.groups, how))
-        return split.all_gather_start(
-            x, self.axis_name, axis_index_groups=self.groups, tiled=True, backend=how.backend
-        )
+        plain = how.wire is None and how.wire_backward is None
+        return plain and nbytes >= _BESIDE_BYTES and flights.serve(how)
+
+    @property
+    def _tiled(self) -> dict[str, Any]:
+        to = {"axis_name": self.axis_name, "axis_index_groups": self.groups}
+        return to | {"tiled": True, "backend": self.how.backend}
 
     def there(self, x: jax.Array, ragged: Ragged, visitors: int) -> jax.Array:
         """From home: the (visitors, D) that come to this device, if ragged."""
@@ -184,6 +192,8 @@ class Wire:
 
     def back(self, answers: jax.Array, tables: Ragged | Tables | None, sizes: Sizes) -> jax.Array:
         """From away: (T, D), what came back for each token, added up."""
+        if tables is None and self._copied(answers.nbytes // sizes.devices):
+            return split.psum_scatter_start(answers, **self._tiled).done()
         if tables is None:
             return linear.from_everyone(answers, self.axis_name, self.groups, self.how)
         if isinstance(tables, Tables):

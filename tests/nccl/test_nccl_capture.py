@@ -74,8 +74,8 @@ def test_a_call_that_nccl_refuses_is_told_and_harms_nothing(devices, monkeypatch
         nccl_gpu.gather(group)
 
 
-def test_graphs_outlive_the_captures_they_are_copies_of():
-    """An exchange and a gather in one program, whose kernels NCCL registers operands for."""
+def test_an_exchange_and_a_gather_are_captured_together():
+    """For each of the two NCCL would register the same memory."""
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     n, size = jax.device_count(), 1 << 21

@@ -14,6 +14,7 @@ from pallas_collectives.backends import algorithms, nested, ordered
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
+from pallas_collectives.backends.pallas.reductions import requantized_reduce as requantized_reduce
 from pallas_collectives.backends.pallas.reductions import (
     requantized_scatter as requantized_scatter,
 )

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_collectives import wires
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError
 from pallas_collectives.kernels.machinery.blocks import LANES, sliceable, sublanes
 from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -56,15 +58,47 @@ def requantized_scatter(
     group, codec = placement.arranged(group), Codec(wire)
     x = x.astype(wire_dtype(x.dtype, "sum", False))
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
-    (rows, columns), along = codec.tile, axis
-    if axis > len(shape) - 2 or shape[-2] % rows or shape[-1] % columns:
+    along = axis
+    if axis > len(shape) - 2 or not _lie_well(group, shape, axis, x.dtype, codec, back=False):
         split = x.reshape(*x.shape[:axis], group.size, *shape[axis:])
-        flat = jnp.moveaxis(split, axis, 0).reshape(group.size, -1)
-        padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (rows * columns))))
-        x, along = padded.reshape(group.size, -1, columns), 0
+        x, along = _padded_blocks(jnp.moveaxis(split, axis, 0), codec), 0
     plan = algorithms.choose("reduce_scatter", how, x, group)
     options = {"codec": codec, "result": result, "interpret": how.interpret}
     return _unrows(plan.launch(x, group, axis=along, op="sum", **options), shape)
+
+
+def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How) -> jax.Array:
+    """`all_reduce` of a sum's n blocks, by an algorithm that `requantizes`: `how` names it.
+
+    Blocks of whole tiles are read in place, as above.
+    """
+    group, dtype = placement.arranged(group), blocks.dtype
+    codec = Codec(wire, beyond=wires.overflows_from(dtype))
+    x = blocks.astype(wire_dtype(dtype, "sum", False))
+    if not _lie_well(group, x.shape[1:], 0, x.dtype, codec, back=True):
+        x = _padded_blocks(x, codec)
+    plan = algorithms.choose("all_reduce", how, x, group)
+    y = plan.launch(x, group, op="sum", codec=codec, interpret=how.interpret)
+    y = y.reshape(group.size, -1)[:, : blocks.size // group.size].reshape(blocks.shape)
+    return wires.saturated(y, dtype)
+
+
+def _lie_well(
+    group: Group, shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec, *, back: bool
+) -> bool:
+    """Whether blocks are whole tiles of what travels packed, and can be cut so as to fit VMEM."""
+    rows, columns = codec.tile
+    if len(shape) < 2 or shape[-2] % rows or shape[-1] % columns:
+        return False
+    return torus.fits_packed(group, shape, axis, dtype, codec, back=back)
+
+
+def _padded_blocks(blocks: jax.Array, codec: Codec) -> jax.Array:
+    """(n, *block) as (n, rows, columns) of whole tiles, padded with zeros."""
+    rows, columns = codec.tile
+    flat = blocks.reshape(len(blocks), -1)
+    padded = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (rows * columns))))
+    return padded.reshape(len(blocks), -1, columns)
 
 
 def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:

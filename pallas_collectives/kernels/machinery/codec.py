@@ -7,8 +7,8 @@ of consecutive numbers of a row (see `wires`), a scale for each:
     scales     behind all numbers: a row of 128 float32 a tile, whose bits are int32 too; in whole
                tiles of 8 rows
 
-So numbers and scales are one buffer, which one DMA moves. `Codec.combine` is the only operation:
-it adds plain arrays and packed ones in float32, and leaves the sum plain or packs it.
+So numbers and scales are one buffer, which one DMA moves. `Codec.combine` adds plain arrays and
+packed ones in float32, and leaves the sum plain or packs it; `Codec.unpack` is for what has come.
 
 What is packed on every hop of a ring is rounded on every hop. A sum of n terms is packed n - 1
 times: as the first term alone, as the first two, and so on; its owner adds the last term unrounded.
@@ -21,7 +21,7 @@ scales are divided by in an approximation that is good to 2^-14.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -50,9 +50,16 @@ class Codec:
 
     Attributes:
       wire: with scales, of groups of 128 or 256, rounded to nearest.
+      beyond: a group with a number of this magnitude has scale NaN, as if that were inf.
     """
 
     wire: Wire
+    beyond: float = math.inf
+
+    @property
+    def within_hops(self) -> "Codec":
+        """The same for sums that are not whole yet: others may bring them back within bounds."""
+        return dataclasses.replace(self, beyond=math.inf)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -76,15 +83,20 @@ class Codec:
         Refs are plain or packed, as their shapes tell, and lie in VMEM. `out` may be one of `in`.
         """
         for out, *terms in sums:
-            self._combine(out, terms)
+            self._over_tiles(out, terms, lambda *terms: functools.reduce(jnp.add, terms))
 
-    def _combine(self, out: Ref, terms: Sequence[Ref]) -> None:
+    def unpack(self, out: Ref, packed: Ref) -> None:
+        """out = packed; what would round up beyond the dtype of `out` is its largest number."""
+        limit = float(jnp.finfo(out.dtype).max)
+        self._over_tiles(out, [packed], lambda numbers: jnp.clip(numbers, -limit, limit))
+
+    def _over_tiles(self, out: Ref, terms: Sequence[Ref], make: Callable[..., Any]) -> None:
         plain = next(ref for ref in (out, *terms) if not self._is_packed(ref))
         tiles = math.prod(plain.shape) // math.prod(self.tile)
 
         def one(number: Any) -> None:
             read = [self._read(ref, number, tiles) for ref in terms]
-            self._write(out, number, tiles, functools.reduce(jnp.add, read))
+            self._write(out, number, tiles, make(*read))
 
         def several(turn: Any, _: None) -> None:
             for k in range(each):
@@ -113,7 +125,7 @@ class Codec:
         of_rows = _largest(total)
         largest = _across_rows(of_rows)
         scales = jnp.where(largest == 0, 0.0, self._steps(largest))
-        scales = jnp.where(largest < jnp.inf, scales, jnp.nan)
+        scales = jnp.where(largest < np.float32(self.beyond), scales, jnp.nan)
         ref[self._scales(number, tiles), :] = lax.bitcast_convert_type(scales, jnp.int32)
         steps = self._steps(of_rows)
         inverse = _compat.approximate_reciprocal(steps)

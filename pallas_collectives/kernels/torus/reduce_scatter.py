@@ -35,7 +35,15 @@ from pallas_collectives.annotations import DType, Interpret, Number, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
-from pallas_collectives.kernels.torus import all_gather, devices, scatter, timetable
+from pallas_collectives.kernels.torus import (
+    all_gather,
+    all_reduce_grid,
+    devices,
+    grid_chunks,
+    packed_gather,
+    scatter,
+    timetable,
+)
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.kernels.torus.shares import Plan
@@ -95,6 +103,19 @@ class ReduceScratch(NamedTuple):
         return cls(*scattering, all_gather.semaphores(plan, most=_ARRIVALS))
 
 
+class PackedScratch(NamedTuple):
+    """What the all-reduce's kernel takes beside its arrays where blocks travel packed."""
+
+    scatter: scatter.Scratch
+    gather: packed_gather.Scratch
+
+    @classmethod
+    def of(cls, plan: Plan, dtype: DType, *, codec: Codec) -> "PackedScratch":
+        """What to allocate, as above."""
+        scattering = scatter.Scratch.of(plan, dtype, vmem=False, codec=codec)
+        return cls(scattering, packed_gather.Scratch.of(plan, dtype, codec))
+
+
 def reduce_scatter(
     x: jax.Array,
     group: Group,
@@ -117,8 +138,9 @@ def reduce_scatter(
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     view = View.of(shape, axis, x.dtype)
-    how: Any = {"vmem": vmem, "codec": codec, "left": left}
-    plan = _plan(axes, view.block, view.at, x.dtype, there_and_back=False, **how)
+    of = functools.partial(ScatterScratch.of, dtype=x.dtype, vmem=vmem, codec=codec, left=left)
+    how: Any = {"there_and_back": False, "vmem": vmem, "codec": codec}
+    plan = _plan(axes, view.block, view.at, x.dtype, of, **how)
     ones = (1,) * len(axes)
     y = launch.call(
         functools.partial(_scatter_kernel, plan=plan, op=op, vmem=vmem, codec=codec),
@@ -127,7 +149,7 @@ def reduce_scatter(
         axes=axes,
         scalars=devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), left),
-        scratch=ScatterScratch.of(plan, x.dtype, **how),
+        scratch=of(plan),
         barrier="neighbours on a torus",
         name=name,
         interpret=interpret,
@@ -145,18 +167,28 @@ def all_reduce(
     vmem: bool,
     interpret: Interpret,
     name: str = "all_reduce_torus",
+    codec: Codec | None = None,
 ) -> jax.Array:
-    """Reduces x, of shape (n, whole tiles), over the group; `name` as above."""
+    """Reduces x, of shape (n, whole tiles), over the group; `name` and `codec` as above."""
     axes = devices.axes_of(group)
-    plan = _plan(axes, x.shape[1:], 0, x.dtype, vmem=vmem, there_and_back=True)
+    cut = None if vmem or codec else grid_chunks.cut_of(axes, x.shape, x.dtype)
+    if cut:
+        return all_reduce_grid.grid(x, group, axes, cut, op=op, interpret=interpret, name=name)
+    of: Callable[[Plan], Any] = functools.partial(ReduceScratch.of, dtype=x.dtype, vmem=vmem)
+    kernel: Callable[..., None] = functools.partial(_reduce_kernel, op=op, vmem=vmem)
+    if codec:
+        of = functools.partial(PackedScratch.of, dtype=x.dtype, codec=codec)
+        kernel = functools.partial(_packed_kernel, codec=codec)
+    how: Any = {"there_and_back": True, "vmem": vmem, "codec": codec}
+    plan = _plan(axes, x.shape[1:], 0, x.dtype, of, **how)
     y = launch.call(
-        functools.partial(_reduce_kernel, plan=plan, op=op, vmem=vmem),
+        functools.partial(kernel, plan=plan),
         group,
         x.reshape(plan.shape(devices.field_sizes(axes))),
         axes=axes,
         scalars=devices.tables(axes),
         out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
-        scratch=ReduceScratch.of(plan, x.dtype, vmem=vmem),
+        scratch=of(plan),
         barrier="neighbours on a torus",
         name=name,
         interpret=interpret,
@@ -166,39 +198,49 @@ def all_reduce(
     return y.reshape(x.shape)
 
 
+def fits_packed(
+    group: Group, block: tuple[int, ...], axis: int, dtype: DType, codec: Codec, *, back: bool
+) -> bool:
+    """Whether the scratch of a sum that travels packed leaves VMEM room; `back` for `all_reduce`.
+
+    Of blocks of a shape along an axis. Pieces of what several axes have met may be too large.
+    """
+    axes, view = devices.axes_of(group), View.of(block, axis, dtype)
+    of: Any = functools.partial(ScatterScratch.of, vmem=False, left=dtype)
+    of = functools.partial(PackedScratch.of if back else of, dtype=dtype, codec=codec)
+    how: Any = {"there_and_back": back, "vmem": False, "codec": codec}
+    plan = _plan(axes, view.block, view.at, dtype, of, **how)
+    return 4 * _vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
+
+
 def _plan(
     axes: Sequence[Group],
     block: tuple[int, ...],
     at: int,
     dtype: DType,
-    there_and_back: bool,
+    scratch_of: Callable[[Plan], Any],
     *,
+    there_and_back: bool,
     vmem: bool,
-    codec: Codec | None = None,
-    left: DType | None = None,
+    codec: Codec | None,
 ) -> Plan:
-    """How blocks are cut: in one section if its scratch fits, else in as many as it takes.
-
-    `vmem` and what follows as `scatter.Scratch.of` has them.
-    """
-    how: Any = {"vmem": vmem, "codec": codec, "left": left}
+    """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
     stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes))
     halves = not vmem and (stream_bytes >= HALVES_FROM_BYTES or codec is not None)
-    wanted: Any = ReduceScratch if there_and_back else ScatterScratch
     chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
     room = min(PACKED_SCRATCH_BYTES if codec else SCRATCH_BYTES, chip.vmem_bytes // 2)
 
     def fits(plan: Plan) -> bool:
-        scratch = wanted.of(plan, dtype, **how)
+        scratch = scratch_of(plan)
         enough = _semaphores(scratch) <= chip.semaphores - _SPARE
-        return enough and (vmem or scratch.scatter.nbytes <= room)
+        return enough and (vmem or _vmem_bytes(scratch) <= room)
 
     def coarsest(streams: int, most: int) -> list[Plan]:
         """Plans with pieces of up to so many units: of those that fit, the largest ones."""
         found: list[Plan] = []
         # No larger one fits: of what a piece takes, two thirds and more grow with its size.
-        taken = wanted.of(whole.in_sections(max(1, most) * whole.grain, streams), dtype, **how)
-        for size in range(min(most, 1 + 3 * most * room // (2 * taken.scatter.nbytes)), 0, -1):
+        taken = _vmem_bytes(scratch_of(whole.in_sections(max(1, most) * whole.grain, streams)))
+        for size in range(min(most, 1 + 3 * most * room // (2 * taken)), 0, -1):
             if found and 2 * size * whole.grain <= found[0].bundles[0].size:
                 break
             if codec and size > WHOLE and size % WHOLE:
@@ -240,8 +282,17 @@ def _cost(plan: Plan, dtype: DType) -> float:
 
 def _semaphores(scratch: Any) -> int:
     """How many there are in what is to be allocated."""
-    kinds = [x for x in jax.tree.leaves(scratch) if x.memory_space == pltpu.SEMAPHORE]
-    return sum(math.prod(kind.shape) for kind in kinds)
+    return sum(math.prod(x.shape) for x in _allocated(scratch, pltpu.SEMAPHORE))
+
+
+def _vmem_bytes(scratch: Any) -> int:
+    """Bytes of VMEM in it."""
+    places = _allocated(scratch, pltpu.VMEM)
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in places)
+
+
+def _allocated(scratch: Any, space: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(scratch) if x.memory_space == space]
 
 
 def _scatter_kernel(
@@ -310,5 +361,28 @@ def _reduce_kernel(
     stage = Scatter(plan, rings, operand, scratch.scatter, op=op, target=finish)
     own = None if vmem else (stage.own, scratch.copy_sems)
     gather = all_gather.Gather(plan, rings, result, scratch.gather, own=own)
+    phases = range(len(rings))
+    timetable.run(plan, (stage, phases[::-1]), (gather, phases))
+
+
+def _packed_kernel(
+    rings: Sequence[Ring],  # along each axis
+    *refs: Any,  # see below
+    plan: Plan,
+    codec: Codec,
+) -> None:
+    *numbers, x_ref, o_ref, scratch = refs
+    # numbers: `devices.tables`
+    # x_ref: all blocks: HBM
+    # o_ref: all blocks: HBM; nobody else writes to it
+    # scratch: a PackedScratch
+    operand, result = Field(plan, x_ref, *numbers), Field(plan, o_ref, *numbers)
+    gather = packed_gather.PackedGather(plan, rings, result, scratch.gather, codec)
+
+    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
+        add(gather.own(b, section, stream))
+
+    how: Any = {"op": "sum", "target": finish, "codec": codec.within_hops, "last": codec}
+    stage = Scatter(plan, rings, operand, scratch.scatter, **how)
     phases = range(len(rings))
     timetable.run(plan, (stage, phases[::-1]), (gather, phases))

@@ -6,7 +6,6 @@ next phase takes its own terms from it.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
 SLOTS = 3
 
 
-def _window(plan: Plan, bundle: Bundle, phase: int) -> int:
+def window(plan: Plan, bundle: Bundle, phase: int) -> int:
     """How many slots a channel has; nothing is sent on from them if one hop is all."""
     return min(SLOTS, plan.sizes[bundle.order[phase]])
 
@@ -54,7 +53,9 @@ class Scratch(NamedTuple):
     # is one more behind these, which is our own: a term is packed there before it sets out
     slots: list[Any]
     semaphores: list[channels.Semaphores]  # (streams * ways)
-    left: list[Any]  # (streams, piece): what the phase leaves, of the section that it was in last
+    # (streams, piece): what the phase leaves, of the section that it was in last; None of phase 0
+    # where that is packed, in a place of the host's
+    left: list[Any]
     # for each bundle: VMEM
     terms: list[Any]  # (streams * ways, piece): our terms, on their way from HBM; none if there
     term_sems: Semaphore  # (all streams * ways): own; a term is here
@@ -69,16 +70,27 @@ class Scratch(NamedTuple):
         codec: Codec | None = None,
         left: DType | None = None,
     ) -> "Scratch":
-        """What to allocate; `vmem` as `launch.call` has it. `left` is of what phases leave."""
+        """What to allocate; `vmem` as `launch.call` has it.
+
+        `left` is of what phase 0 leaves; None with a `codec` for what is packed.
+        """
         ways, phases = plan.ways, len(plan.sizes)
         each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
         pieces = [(bundle, plan.piece_shape(bundle, phase)) for bundle, phase in each]
-        windows = [_window(plan, bundle, phase) for bundle, phase in each]
+        windows = [window(plan, bundle, phase) for bundle, phase in each]
 
         def slots(count: int, window: int, piece: tuple[int, ...]) -> Any:
             if codec is None:
                 return pltpu.VMEM((count, window, *piece), dtype)
             return pltpu.VMEM((count, window + 1, *codec.packed_shape(piece)), jnp.int32)
+
+        def leaves(bundle: Bundle, phase: int) -> Any:
+            if codec is None:
+                of: DType | None = dtype
+            else:
+                of = jnp.float32 if phase else left
+            piece = bundle.streams, *plan.piece_shape(bundle, phase)
+            return None if of is None else pltpu.VMEM(piece, of)
 
         return cls(
             slots=[
@@ -93,7 +105,7 @@ class Scratch(NamedTuple):
                 )
                 for (bundle, phase), window in zip(each, windows, strict=True)
             ],
-            left=[pltpu.VMEM((bundle.streams, *piece), left or dtype) for bundle, piece in pieces],
+            left=[leaves(*of) for of in each],
             terms=[
                 pltpu.VMEM((bundle.streams * ways, *piece), dtype)
                 for bundle, piece in pieces[phases - 1 :: phases]
@@ -101,12 +113,6 @@ class Scratch(NamedTuple):
             ],
             term_sems=pltpu.SemaphoreType.DMA((plan.streams * ways,)),
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of VMEM, of what is to be allocated."""
-        places = [*self.slots, *self.left, *self.terms]
-        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in places)
 
 
 class _Leg(NamedTuple):
@@ -159,11 +165,13 @@ class Scatter:
         #   VMEM
         target: Callable[[int, Any, Any, Callable[[Any], None]], None],
         codec: Codec | None = None,  # of what travels
+        last: Codec | None = None,  # of the own block's sum, if that is packed too
     ) -> None:
         self._plan, self._rings, self._operand = plan, rings, operand
         self._s, self._target, self._codec = scratch, target, codec
         plainly: Callable[..., None] = functools.partial(combine, op, vmem=True)
         self._combine = codec.combine if codec else plainly
+        self._combine_last = last.combine if last else self._combine
 
     def own(self, b: int, section: Any, stream: Number) -> Any:
         """Where a stream's part of the own block may be, in VMEM; a section later it changes."""
@@ -249,7 +257,7 @@ class Scatter:
         if self._codec:
             slots = self._s.slots[leg.b * len(self._rings) + leg.phase]
             packed = slots.at[leg.lane, channel.window]
-            self._add_term(leg, leg.ahead - number, (packed,))
+            self._add_term(leg, leg.ahead - number, (packed,), self._combine)
             channel.send(packed, slot, goes)
             return
         channel.wait_until_free(goes)
@@ -275,7 +283,7 @@ class Scatter:
         """Adds our term to a sum that has come, and sends it on."""
         channel = leg.channel
         summed = channel.slot(leg.comes(comes))
-        self._add_term(leg, leg.ahead - goes, (summed, summed))
+        self._add_term(leg, leg.ahead - goes, (summed, summed), self._combine)
         channel.send(summed, channel.slot(leg.goes(goes)), leg.goes(goes))
 
     def _finish(self, b: int, phase: int, section: Any, stream: Number) -> None:
@@ -305,7 +313,8 @@ class Scatter:
             number = leg.comes(leg.arrivals - 1)
             come.append(leg.channel.slot(number))
             leg.channel.receive(number, come[-1])
-        self._add_term(legs[0], 0, (target, *come))
+        combined = self._combine if legs[0].phase else self._combine_last
+        self._add_term(legs[0], 0, (target, *come), combined)
 
     def _end(self, leg: _Leg) -> None:
         """The last send of a section ends, and nothing lies in slots any more."""
@@ -320,12 +329,14 @@ class Scatter:
 
     # Our own terms.
 
-    def _add_term(self, leg: _Leg, ahead: Any, refs: Sequence[Ref]) -> None:
+    def _add_term(
+        self, leg: _Leg, ahead: Any, refs: Sequence[Ref], combined: Callable[..., None]
+    ) -> None:
         """refs[0] = our term for the device so far ahead + refs[1] + ..."""
 
         def add(term: Ref, part: Callable[[Any], Any]) -> None:
             out, *come = map(part, refs)
-            self._combine((out, term, *come))
+            combined((out, term, *come))
 
         if self._from_hbm(leg):
             fetched, semaphore = self._fetched(leg)

@@ -176,9 +176,11 @@ def test_scratch_of_sums_is_16_mib_at_the_most(
     axes = [Group((NAMES[k],), (n,), line=k in lines) for k, n in enumerate(sizes)]
     for rows, dtype, back in itertools.product((64, 2048, 3001), (4, 2), (False, True)):
         kind = {4: jnp.float32, 2: jnp.bfloat16}[dtype]
-        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, back, vmem=False)
         own: Any = reduce_scatter.ReduceScratch if back else reduce_scatter.ScatterScratch
-        assert own.of(plan, kind, vmem=False).scatter.nbytes <= 16 << 20
+        of = functools.partial(own.of, dtype=kind, vmem=False)
+        how: Any = {"there_and_back": back, "vmem": False, "codec": None}
+        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, of, **how)
+        assert reduce_scatter._vmem_bytes(of(plan)) <= 16 << 20
 
 
 def test_columns_are_gathered_in_place() -> None:

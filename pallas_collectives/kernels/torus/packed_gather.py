@@ -1,0 +1,289 @@
+"""All-gather of packed blocks over all axes of a torus, unpacked in VMEM: `all_reduce`'s way back.
+
+As `all_gather.Gather`, of blocks that travel packed (see `codec`). A message arrives in a slot in
+VMEM, goes on from there, and stays here as well:
+
+    phases before the last    it is copied to `held`, the packed blocks that the last phase sends
+    the last phase            it is unpacked, and copied to its place in the result
+
+Of HBM that takes one write for each byte of the result. The own block is unpacked from what it has
+been packed to, so that all devices have the same bits.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.annotations import DType, Number, Ref, Semaphore
+from pallas_collectives.kernels.machinery import channel as channels
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.torus import scatter, shares
+from pallas_collectives.kernels.torus.devices import Field
+from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
+
+
+def _met(plan: Plan, bundle: Bundle, phase: int) -> int:
+    """How many blocks a stream has of when a phase begins: those of the axes before."""
+    return math.prod(plan.sizes[axis] for axis in bundle.order[:phase])
+
+
+class Scratch(NamedTuple):
+    """What `PackedGather` takes beside its arrays. Ways: two where a torus has lines, else one."""
+
+    # for each bundle and phase: VMEM
+    slots: list[Any]  # (streams * ways, 3 or fewer, blocks met, packed piece); written by upstream
+    semaphores: list[channels.Semaphores]  # (streams * ways)
+    # for each bundle: VMEM
+    held: list[Any]  # (streams, sections, blocks met, packed piece); sections: those under way
+    plain: list[Any]  # (streams * ways, piece): on its way from a slot to the result
+    kept_sems: Semaphore  # (phases, all streams * ways): own; what stays here is in its place
+
+    @classmethod
+    def of(cls, plan: Plan, dtype: DType, codec: Codec) -> "Scratch":
+        """What to allocate."""
+        ways, phases = plan.ways, len(plan.sizes)
+        each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
+        windows = [scatter.window(plan, bundle, phase) for bundle, phase in each]
+
+        def packed(bundle: Bundle, phase: int, *leading: int) -> Any:
+            piece = codec.packed_shape(plan.piece_shape(bundle, 0))
+            return pltpu.VMEM((*leading, _met(plan, bundle, phase), *piece), jnp.int32)
+
+        return cls(
+            slots=[
+                packed(bundle, phase, bundle.streams * ways, window)
+                for (bundle, phase), window in zip(each, windows, strict=True)
+            ],
+            semaphores=[
+                channels.Semaphores.of(
+                    bundle.streams * ways,
+                    window=window,
+                    credits=not scatter.is_paired(plan, bundle, phase),
+                )
+                for (bundle, phase), window in zip(each, windows, strict=True)
+            ],
+            held=[
+                packed(bundle, phases - 1, bundle.streams, min(bundle.sections, phases))
+                for bundle in plan.bundles
+            ],
+            plain=[
+                pltpu.VMEM((bundle.streams * ways, *plan.piece_shape(bundle, phases - 1)), dtype)
+                for bundle in plan.bundles
+            ],
+            kept_sems=pltpu.SemaphoreType.DMA((phases, plan.streams * ways)),
+        )
+
+
+class _Leg(NamedTuple):
+    """One way of a stream along one axis, in one section.
+
+    What is sent at hop t is message t of the section: the own blocks, then what has come at the hop
+    before. On a ring as many are sent as come.
+    """
+
+    b: int
+    phase: int
+    section: Any
+    stream: Number
+    lane: Any  # the stream's way, among those of its bundle's streams
+    channel: Channel
+    comes_in_all: Any  # messages in a section
+    sends_in_all: Any  # likewise
+
+    def comes(self, hop: Number) -> Any:
+        """Whether a message comes that was sent at a hop."""
+        return isinstance(self.comes_in_all, int) or hop < self.comes_in_all
+
+    def sends(self, hop: Number) -> Any:
+        """Whether we send one."""
+        return isinstance(self.sends_in_all, int) or hop < self.sends_in_all
+
+    def come(self, hop: Number) -> Any:
+        """The number in its channel of the message that comes."""
+        return self.section * self.comes_in_all + hop
+
+    def sent(self, hop: Number) -> Any:
+        """The number in its channel of the message that we send."""
+        return self.section * self.sends_in_all + hop
+
+
+class PackedGather:
+    """A `timetable.Stage`: sends the own packed block and what arrives on, and unpacks it all.
+
+    A stream has channels for each phase, with slots of their own, and one send under way at a time.
+    A message's slot is released when our send from it has ended and what stays here has left it;
+    the order of both is that of `scatter.Scatter`, and so is the reason why pairs need no credits
+    (`scatter.is_paired`): a message is kept before the next one goes on.
+
+    `held` is written by us alone. It has a part for each section that is under way: phase p has
+    section s in tick s + p at the latest, and section s + phases begins when s has ended.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rings: Sequence[Ring],
+        field: Field,  # the result
+        scratch: Scratch,
+        codec: Codec,
+    ) -> None:
+        self._plan, self._rings, self._field = plan, rings, field
+        self._s, self._codec = scratch, codec
+        self._last = len(rings) - 1
+
+    def own(self, b: int, section: Any, stream: Number) -> Any:
+        """Where a stream's part of the own block is to be packed to, in VMEM, before phase 0."""
+        return self._held(b, 0, section, stream).at[0]
+
+    def begin(self, b: int, phase: int, section: Any, stream: Number) -> None:
+        if phase:
+            self._finish(b, phase - 1, section, stream)
+        own, legs = self._held(b, phase, section, stream), self._legs(b, phase, section, stream)
+        for leg in legs:
+            only_if(leg.sends(0), functools.partial(self._send, leg, 0, own))
+        if phase == self._last:
+            self._unpack(legs[0], own, legs[0].channel.ring.me)
+
+    def take(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
+        for way, leg in enumerate(self._legs(b, phase, section, stream)):
+            self._take(leg, hop, way)
+
+    def go_on(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
+        for leg in self._legs(b, phase, section, stream):
+            come = leg.channel.slot(leg.come(hop - 1))
+            only_if(leg.sends(hop), functools.partial(self._send, leg, hop, come))
+            only_if(leg.comes(hop - 1), functools.partial(self._keep, leg, hop - 1))
+
+    def end(self, b: int, section: Any, stream: Number) -> None:
+        self._finish(b, self._last, section, stream)
+
+    def _finish(self, b: int, phase: int, section: Any, stream: Number) -> None:
+        """Waits for the last hop of a phase, until all that we have sent has left, and is kept."""
+        hops = self._plan.hops(self._plan.bundles[b], phase)
+        for way, leg in enumerate(self._legs(b, phase, section, stream)):
+            self._take(leg, hops, way)
+
+            def last(leg: _Leg = leg) -> None:
+                self._keep(leg, hops - 1)
+                self._end_kept(leg)
+                leg.channel.release(leg.come(hops - 1))
+
+            only_if(leg.comes(hops - 1), last)
+
+    def _take(self, leg: _Leg, hop: Number, way: int) -> None:
+        """Waits for what comes from the hop before, and for the end of what we sent at it."""
+        channel = leg.channel
+        come = channel.slot(leg.come(hop - 1))
+        only_if(leg.comes(hop - 1), lambda: channel.receive(leg.come(hop - 1), come))
+        only_if(leg.sends(hop - 1), lambda: channel.wait_sent(come))
+
+        def release() -> None:
+            self._end_kept(leg)
+            channel.release(leg.come(hop - 2))
+
+        only_if((hop >= 2) & leg.comes(hop - 2), release)
+        if leg.phase == self._last and way == 0:  # our own block
+            only_if(hop == 1, lambda: self._end_kept(leg))
+
+    def _send(self, leg: _Leg, hop: Number, source: Ref) -> None:
+        number = leg.sent(hop)
+        leg.channel.send(source, leg.channel.slot(number), number)
+
+    # What stays here.
+
+    def _keep(self, leg: _Leg, hop: Number) -> None:
+        """Starts to bring a message that has come to its place: in `held`, or in the result."""
+        come = leg.channel.slot(leg.come(hop))
+        place = leg.channel.ring.block(-leg.channel.direction * (hop + 1))
+        if leg.phase == self._last:
+            self._unpack(leg, come, place)
+        else:
+            target = self._held(leg.b, leg.phase, leg.section, leg.stream, place)
+            pltpu.make_async_copy(come, target, self._kept_sem(leg)).start()
+
+    def _end_kept(self, leg: _Leg) -> None:
+        """Waits until it is there."""
+        if leg.phase == self._last:
+            sync.wait(self._kept_sem(leg), self._s.plain[leg.b].at[leg.lane])
+        else:
+            sync.wait(self._kept_sem(leg), leg.channel.slot(0))
+
+    def _kept_sem(self, leg: _Leg) -> Any:
+        first = self._plan.stream(leg.b, 0) * self._plan.ways
+        return self._s.kept_sems.at[leg.phase, first + leg.lane]
+
+    def _unpack(self, leg: _Leg, packed: Ref, number: Any) -> None:
+        """Unpacks the blocks of device `number` on the last axis, and starts to copy them."""
+        bundle, rings = self._plan.bundles[leg.b], self._rings
+        plain, semaphore = self._s.plain[leg.b].at[leg.lane], self._kept_sem(leg)
+        *inner, axis = bundle.order
+
+        def one(block: Number, _: None) -> None:
+            here: list[Any] = [0] * len(rings)
+            rest = block
+            for other in inner:
+                here[other] = lax.rem(rest, np.int32(self._plan.sizes[other]))
+                rest = lax.div(rest, np.int32(self._plan.sizes[other]))
+            self._codec.unpack(self._plan.blocks(plain, here), packed.at[block])
+
+        lax.fori_loop(0, _met(self._plan, bundle, leg.phase), one, None)
+        place: list[Any] = [None] * len(rings)
+        place[axis] = number
+
+        def copy(target: Ref, here: Sequence[Any]) -> None:
+            inside = [*here[:axis], 0, *here[axis + 1 :]]
+            source = self._plan.blocks(plain, inside)
+            pltpu.make_async_copy(source, target, semaphore).start()
+
+        self._field.for_each_piece(place, bundle, leg.section, leg.stream, copy)
+
+    def _held(self, b: int, phase: int, section: Any, stream: Number, number: Any = None) -> Any:
+        """The blocks that device `number` (by default we) sends first in a phase, held here.
+
+        Blocks are numbered by their places on the axes that a gather goes through before the last,
+        the first axis innermost.
+        """
+        bundle = self._plan.bundles[b]
+        start: Any = 0
+        for later in range(phase, self._last):
+            ring = self._rings[bundle.order[later]]
+            place = ring.me if later > phase or number is None else number
+            start = start + place * _met(self._plan, bundle, later)
+        ref = self._s.held[b]
+        part = lax.rem(section, np.int32(ref.shape[1])) if ref.shape[1] > 1 else 0
+        return ref.at[stream, part, pl.ds(start, _met(self._plan, bundle, phase))]
+
+    def _legs(self, b: int, phase: int, section: Any, stream: Number) -> list[_Leg]:
+        bundle, hops = self._plan.bundles[b], self._plan.hops(self._plan.bundles[b], phase)
+        axis, number = bundle.order[phase], b * len(self._rings) + phase
+        ring, paired = self._rings[axis], scatter.is_paired(self._plan, bundle, phase)
+
+        def leg(way: int, direction: Number, comes: Any, goes: Any) -> _Leg:
+            lane = stream * self._plan.ways + way
+            channel = Channel(
+                ring,
+                direction,
+                self._s.semaphores[number],
+                (lane,),
+                arrivals=comes * bundle.sections_of(stream),
+                longest=0 if paired else ring.size * bundle.sections,
+                slots=(self._s.slots[number], (lane,)),
+            )
+            return _Leg(b, phase, section, stream, lane, channel, comes, goes)
+
+        if not self._plan.lines[axis]:
+            return [leg(0, shares.direction_of(stream), hops, hops)]
+        place, last = ring.place, ring.size - 1
+        right = jnp.where(place < last, place + 1, 0)
+        left = jnp.where(place > 0, last - place + 1, 0)
+        return [leg(0, RIGHT, place, right), leg(1, LEFT, last - place, left)]

@@ -1,0 +1,220 @@
+"""Sums over all axes of a torus that travel packed: within the bound, the same bits everywhere."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from test_torus_kernels import on_lines
+
+import harness
+import pallas_collectives as pc
+from benchmarks import replay_rows
+from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.torus import packed_gather, reduce_scatter, scatter
+from pallas_collectives.replay import Machine, Report, replay
+from pallas_collectives.topology import placement
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.wires import Wire
+
+SLOW = pytest.mark.slow
+WIRE = Wire("int8")
+ROWS = 4 * 128  # of a block: a tile for each of four streams
+
+
+def summed(
+    op: str, sizes: tuple[int, ...], lines: tuple[int, ...], mode: str, x: np.ndarray
+) -> np.ndarray:
+    """Every device's result, of x: (n, n, rows, columns)."""
+    group = on_lines(sizes, lines)
+    how: Any = {"op": "sum", "vmem": False, "interpret": harness.ADVERSARIES[mode]}
+
+    def program(blocks: jax.Array) -> jax.Array:
+        if op == "all_reduce":
+            return reduce_scatter.all_reduce(blocks, group, codec=Codec(WIRE), **how)
+        return reduce_scatter.reduce_scatter(blocks, group, axis=0, codec=Codec(WIRE), **how)
+
+    return np.asarray(harness.per_device(program, harness.mesh(*sizes), check_vma=False)(x))
+
+
+def terms(n: int, rows: int = ROWS) -> np.ndarray:
+    return np.random.default_rng(n).normal(size=(n, n, rows, 128)).astype(np.float32)
+
+
+def holds(op: str, x: np.ndarray, got: np.ndarray) -> bool:
+    """Whether each of the n-1 sums that were sent has cost half a step at most; a psum one more.
+
+    No sum on the way is larger than that of all magnitudes.
+    """
+    n, exact = len(x), x.astype(np.float64).sum(0)
+    whole = np.abs(x.astype(np.float64)).sum(0) * 1.1
+    half = whole.max(axis=-1, keepdims=True) / 127 / 2 * (1 + 2.0**-7)
+    wanted = exact if op == "all_reduce" else exact[:, None]
+    allowed = half * (n if op == "all_reduce" else n - 1)
+    allowed = allowed if op == "all_reduce" else allowed[:, None]
+    same = op != "all_reduce" or all((each == got[0]).all() for each in got)
+    return same and bool((np.abs(got.reshape(-1, *wanted.shape) - wanted) <= allowed).all())
+
+
+CASES = [
+    ("all_reduce", (2, 2), (), "on_wait"),
+    ("reduce_scatter", (2, 4), (), "on_wait"),
+    ("all_reduce", (4, 2), (), "eager"),
+    ("all_reduce", (2, 3), (1,), "on_wait"),
+    ("all_reduce", (3, 2), (0, 1), "eager"),
+    ("all_reduce", (2, 2, 2), (), "on_wait"),
+    ("reduce_scatter", (3, 2), (0,), "on_wait"),
+]
+
+
+@pytest.mark.parametrize(
+    "op, sizes, lines, mode",
+    [pytest.param(*case, marks=() if k < 1 else SLOW) for k, case in enumerate(CASES)],
+)
+def test_sums_are_within_the_bound(
+    op: str, sizes: tuple[int, ...], lines: tuple[int, ...], mode: str
+) -> None:
+    x = terms(math.prod(sizes))
+    assert holds(op, x, summed(op, sizes, lines, mode, x))
+    assert not harness.race_reported()
+
+
+@pytest.mark.parametrize(
+    "op, sizes, lines, mode",
+    [
+        ("all_reduce", (2, 2), (), "on_wait"),
+        pytest.param("all_reduce", (3, 2), (), "eager", marks=SLOW),
+        pytest.param("all_reduce", (2, 3), (1,), "on_wait", marks=SLOW),
+        pytest.param("reduce_scatter", (2, 2), (), "on_wait", marks=SLOW),
+    ],
+)
+def test_sections_are_within_the_bound(
+    op: str,
+    sizes: tuple[int, ...],
+    lines: tuple[int, ...],
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 1 << 20)
+    x = terms(math.prod(sizes), rows=16 * 128)
+    assert holds(op, x, summed(op, sizes, lines, mode, x))
+    assert not harness.race_reported()
+
+
+def replayed(op: str, pod: str, axes: tuple[str, ...], mib: float, **how: Any) -> Report:
+    """The replay of a public call in bfloat16."""
+    machine = Machine.named(pod)
+    sizes = replay_rows.mesh_axes(machine)
+    races = how.pop("races", False)
+
+    def program(x: jax.Array) -> jax.Array:
+        if op == "all_reduce":
+            return pc.psum(x, axes, backend="pallas", **how)
+        return pc.psum_scatter(x, axes, tiled=True, backend="pallas", **how)
+
+    nothing = PartitionSpec()
+    call = jax.shard_map(
+        program, mesh=machine.mesh(sizes), in_specs=nothing, out_specs=nothing, check_vma=False
+    )
+    shape = jax.ShapeDtypeStruct((int(mib * 4096), 128), jnp.bfloat16)
+    return replay(call, shape, machine=machine, races=races)
+
+
+@pytest.mark.parametrize(
+    "op, pod, axes, mib",
+    [
+        ("all_reduce", "v5p:4x4x4", ("x", "y"), 8),
+        pytest.param("all_reduce", "v5p:4x4x4", ("x", "y", "z"), 32, marks=SLOW),
+        pytest.param("all_reduce", "v5e:4x4", ("x", "y"), 8, marks=SLOW),
+        pytest.param("all_reduce", "7x:4x4x4", ("x", "core"), 8, marks=SLOW),
+        pytest.param("reduce_scatter", "v5p:4x4x4", ("x", "y"), 64, marks=SLOW),
+    ],
+)
+def test_no_schedule_has_a_race(
+    op: str, pod: str, axes: tuple[str, ...], mib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 8 << 20)
+    report = replayed(op, pod, axes, mib, races=True, wire="int8", algorithm="torus")
+    assert report.ok and report.races == []
+
+
+def _one_section_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last phase sends lies where the next section's blocks come, on lines meanwhile."""
+    held = packed_gather.PackedGather._held
+
+    def first(self: Any, b: int, phase: int, section: Any, *where: Any) -> Any:
+        return held(self, b, phase, np.int32(0), *where)
+
+    monkeypatch.setattr(packed_gather.PackedGather, "_held", first)
+
+
+def _two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scatter, "SLOTS", 2)
+
+
+def _blocks_kept_after_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's copy is waited for at the phase's end, when its slot may have the next one."""
+    end_kept, finish = packed_gather.PackedGather._end_kept, packed_gather.PackedGather._finish
+
+    def at_the_end(self: Any, b: int, phase: int, section: Any, stream: Any) -> None:
+        finish(self, b, phase, section, stream)
+        (leg,) = self._legs(b, phase, section, stream)
+        kept = self._plan.hops(self._plan.bundles[b], phase) + (phase == self._last)
+        for _ in range(kept):
+            end_kept(self, leg)
+
+    monkeypatch.setattr(packed_gather.PackedGather, "_end_kept", lambda *_: None)
+    monkeypatch.setattr(packed_gather.PackedGather, "_finish", at_the_end)
+
+
+@pytest.mark.parametrize(
+    "fault, pod, mib",
+    [
+        (_one_section_held, "v5e:4x4", 8),
+        (_two_slots, "v5p:4x4x4", 16),
+        (_blocks_kept_after_the_next_one_goes_on, "v5p:4x4x4", 16),
+    ],
+)
+def test_faults_are_caught_on_some_schedule(
+    fault: Callable[..., None], pod: str, mib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 4 << 20)
+    fault(monkeypatch)
+    report = replayed(
+        "all_reduce", pod, ("x", "y"), mib, races=True, wire="int8", algorithm="torus"
+    )
+    assert report.races
+
+
+@pytest.mark.parametrize(
+    "topology, sizes",
+    [
+        ("v4:2x2x1", (2, 2, 2)),
+        ("v5e:4x4", (4, 4)),
+        ("v5p:4x4x4", (4, 4, 4)),
+        ("v6e:4x4", (4, 4)),
+        ("tpu7x:2x2x1", (2, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
+def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int, ...]) -> None:
+    pytest.importorskip("libtpu")
+    n, names = math.prod(sizes), ("x", "y", "z")[: len(sizes)]
+
+    def program(x: jax.Array) -> jax.Array:
+        group = placement.arranged(Group(names, sizes))
+        how: Any = {"op": "sum", "vmem": False, "interpret": False, "codec": Codec(WIRE)}
+        blocks = x.reshape(n, -1, 128)
+        if op == "all_reduce":
+            return reduce_scatter.all_reduce(blocks, group, **how)
+        return reduce_scatter.reduce_scatter(blocks, group, axis=0, **how)
+
+    compiled = harness.compile_for_tpu(
+        program, topology, (n * 2048, 128), dtype=jnp.bfloat16, sizes=sizes
+    )
+    assert "custom-call" in compiled.ops
+    assert not {"copy", "transpose", "pad"} & set(compiled.ops)
