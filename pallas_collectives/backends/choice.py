@@ -154,6 +154,13 @@ def choose(
     )
 
 
+def asked(how: How, x: Any) -> How:
+    """The same, of these operands: told whether products wait for the result (`How.awaited`)."""
+    if not how.beside or beside_compute.value == STARTED:
+        return how
+    return dataclasses.replace(how, awaited=all(map(_compat.is_awaited, jax.tree.leaves(x))))
+
+
 def _check_name(name: str) -> None:
     if name not in NAMES:
         environment = os.environ.get(ENVIRONMENT_VARIABLE) == name
