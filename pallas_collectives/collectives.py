@@ -24,7 +24,6 @@ Semantics are lax's own: its function runs, with our primitives in place of its 
 `lowering.primitives`). The checks are for mistakes that lax reports later, or less clearly.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -32,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_collectives import _compat, validation
+from pallas_collectives import validation
 from pallas_collectives.backends import choice
 from pallas_collectives.lowering import primitives, quantized
 from pallas_collectives.lowering.of_lax import LAX as LAX
@@ -104,9 +103,7 @@ def all_gather(
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
-    started = choice.beside_compute.value == choice.STARTED
-    if how.beside and not started and all(map(_compat.is_computed, jax.tree.leaves(x))):
-        how = dataclasses.replace(how, awaited=True)
+    how = choice.asked(how, x)
     given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)
     validation.check_flag("dequantize", dequantize)
     if not dequantize:

@@ -258,6 +258,9 @@ _BY_NAME = {case.name: case for case in CASES}
         ("v5p:4x4x4", ("x", "y", "z")),
         ("7x:4x4x4", ("x", "y")),
         ("v5p:8x8x8", ("x", "y", "z")),  # larger than any
+        ("v5p:4x8x4", ("x", "y")),  # of other lengths than any
+        ("v5e:3x5", ("x", "y")),
+        ("v5e:6x6", ("x",)),  # between those that there are
     ],
 )
 @pytest.mark.parametrize("name", ["all_gather", "psum_scatter", "psum", "all_to_all"])
