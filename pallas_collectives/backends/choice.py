@@ -194,7 +194,7 @@ def _missing(name: str, platform: str) -> str:
         case "nccl" if platform not in _GPU:
             return f"NCCL needs NVIDIA GPUs, and the mesh in scope is of {platform} devices"
         case "nccl" if not importlib.util.find_spec("nccl"):
-            return "nccl4py is not installed (pip install 'pallas-collectives[gpu]')"
+            return "nccl4py is not installed (pip install -e '.[gpu]' in the clone)"
         case "pallas" if platform not in ("tpu", "cpu"):
             return f"the kernels are for TPUs, and the mesh in scope is of {platform} devices"
     return ""

@@ -334,3 +334,48 @@ def _closed(sums: frozenset[int]) -> frozenset[int]:
     while more := {a | b for a in sums for b in sums if not a & b} - sums:
         sums |= more
     return sums
+
+
+def _first_arrivals(machine: Machine) -> np.ndarray:
+    """Seconds from each chip until something of its own can be at each other, by any relays.
+
+    A copy starts when its source has what it sends, and has heard, hop by hop, that its target has
+    entered; on v5e it goes along one axis, over a power of two of chips.
+    """
+    g, n = machine.generation, machine.n_chips
+    here, there = np.divmod(np.arange(n * n), n)
+    hops = machine.distance(here, there).reshape(n, n)
+    at = np.stack(np.unravel_index(np.arange(n), machine.shape))
+    apart = abs(at[:, :, None] - at[:, None, :])  # (axes, source, target)
+    sizes, wraps = np.array(machine.shape)[:, None, None], np.array(machine.wraps)[:, None, None]
+    jumps = [apart, np.where(wraps, sizes - apart, 0)]
+    powers = sum((jump > 0) & (jump & (jump - 1) == 0) for jump in jumps) > 0
+    joined = ((apart > 0).sum(axis=0) == 1) & powers.any(axis=0)
+    if g.reaches_all:
+        joined = hops > 0
+    copy = np.where(joined, g.dma_latency + hops * g.hop_latency, np.inf)
+    heard = hops * g.hop_latency
+    first = np.where(np.eye(n, dtype=bool), 0.0, np.inf)
+    while True:
+        through = np.maximum(first[:, :, None], heard[None]) + copy[None]
+        sooner = np.minimum(first, through.min(axis=1))
+        if (sooner == first).all():
+            return first
+        first = sooner
+
+
+_FAR = [*_SHAPES.values(), *((name, None) for name in ("v5e:16", "v5e:7", "v5e:4x4", "v5p:4x4x4"))]
+
+
+@pytest.mark.parametrize("name, wraps", _FAR)
+@pytest.mark.parametrize("op", ["all_gather", "all_reduce", "all_to_all"])
+def test_no_chain_of_copies_joins_the_farthest_sooner(
+    op: str, name: str, wraps: tuple[bool, ...] | None
+) -> None:
+    machine = Machine.named(name, wraps)
+    for groups in (np.arange(machine.n_chips)[None], _rows(machine)):
+        if groups.shape[1] == 1:
+            continue
+        least = bound(op, machine, groups, 0.0).latency - machine.generation.launch_cost
+        first = _first_arrivals(machine)[np.ix_(groups[0], groups[0])].max()
+        assert 0.8 * first <= least <= first * (1 + 1e-9)
