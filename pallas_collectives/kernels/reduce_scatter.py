@@ -58,6 +58,7 @@ from pallas_collectives.topology.groups import Group, Ring, Stream
 UNIT_BYTES = 64 << 10
 MOST_CHUNKS = 8
 MOST_CHUNKS_IN_VMEM = 5
+CHUNKS_OF_A_SUBCORE = 2  # with five semaphores each, both ways; v5p's have 27
 
 
 class DirectScratch(NamedTuple):
@@ -205,7 +206,7 @@ def _by_subcores(
     shape, sharing = _block_shape(x, group, axis), sparsecore.shares(interpret)
     operand = sparsecore.cut(x, axis, group.size, sharing)
     share = (1, *operand.shape[2:])
-    blocks = Blocks.of(share, 0, x.dtype, max(2, chunks_of(share, x.dtype, False)))
+    blocks = Blocks.of(share, 0, x.dtype, CHUNKS_OF_A_SUBCORE)
     streams = streams_of(chunks=blocks.chunks)
     scratch = Scratch.of(streams, blocks, x.dtype)
     slots = scratch.slots_ref

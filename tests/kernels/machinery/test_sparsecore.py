@@ -308,3 +308,17 @@ def test_xla_is_told_how_long_a_call_is_on_links() -> None:
     ]
     core, there = estimates
     assert there == pytest.approx(core * 1640 / (2 * 90), rel=1e-3)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("algorithm", ["bidirectional:sc", "line:sc"])
+def test_large_sums_have_semaphores_enough(generation: str, algorithm: str) -> None:
+    """Of 32 MiB: in as many chunks as on a TensorCore they would not compile for v5p."""
+
+    def scatter(x: jax.Array) -> jax.Array:
+        return pc.psum_scatter(x, "x", tiled=True, algorithm=algorithm)
+
+    there = harness.compile_for_tpu(
+        scatter, GENERATIONS[generation], (4 * 4096, 4096), sizes=(4, 2)
+    )
+    assert "call-start" in there.text
