@@ -200,6 +200,7 @@ _STEPPED = (
     _number("compute us", "compute_us"),
     _number("exposed us", "exposed_us"),
     _number("hidden us", "hidden_us"),
+    _number("hideable us", "hideable_us"),
     _number("step us", "time_us"),
     _mib("temp MiB", "temp"),
     Column("beside compute", lambda row: _beside(row)),

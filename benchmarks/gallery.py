@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import pallas_collectives as pc
-from benchmarks import plots, replay_rows
+from benchmarks import plots, replay_rows, wired_rows
 from benchmarks.cases import CASES
 from benchmarks.rows import Stepped
-from benchmarks.settings import FlagError
+from benchmarks.settings import FlagError, Settings
 from benchmarks.steps import lanes
 from pallas_collectives.replay import Machine, Report, bound, draw, replay, steps
 from pallas_collectives.verify import page
@@ -78,6 +78,13 @@ def pictures() -> Iterator[Picture]:
         "A collective's bandwidth and time against size, a line for each algorithm or pod. On the "
         "left of the time it is flat: latency. The dotted line is the bound: no line crosses it.",
         _against_size,
+    )
+    yield Picture(
+        "wires.png",
+        "benchmarks --wire --plot",
+        "Time against error over narrower wires, each a point. The dotted line is the time without "
+        "one: a wire there gains nothing.",
+        _error_against_time,
     )
     yield Picture(
         "step.png",
@@ -247,6 +254,15 @@ def _against_size(path: Path) -> None:
     cases = [case for case in CASES if case.name == "all_gather"]
     tasks = replay_rows.plan(["v5e:4x4", "v5p:4x4x4"], cases, [16 << 10, 256 << 10, 4 << 20])
     plots.save(str(path), {"replayed": list(replay_rows.rows(tasks))}, {})
+
+
+def _error_against_time(path: Path) -> None:
+    cases = tuple(case for case in CASES if case.name == "psum_scatter")
+    pods, sizes = ("v5e:16", "v6e:4x4"), (4 << 20,)
+    wires = ("int8", "float8_e4m3fn")
+    asked = Settings(cases, dtypes=("bfloat16",), wires=wires, pods=pods, sizes=sizes)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    plots.save(str(path), {"wired": list(wired_rows.rows(wired_rows.plan(asked), asked, mesh))}, {})
 
 
 def _algorithms(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Pictures of results: bandwidth and time against size, one line for each algorithm and for lax."""
+"""Pictures of results: bandwidth and time against size, one line for each algorithm and for lax.
+
+Of collectives over narrower wires: error against time.
+"""
 
 import importlib.util
 import itertools
@@ -6,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import Measured, Replayed, Row
+from benchmarks.rows import Measured, Replayed, Row, Wired
 from benchmarks.settings import FlagError
 from pallas_collectives.replay import style
 
@@ -21,11 +24,17 @@ def check_installed() -> None:
 def save(path: str, parts: Mapping[str, Sequence[Row]], environment: Mapping[str, Any]) -> bool:
     """Writes a PNG: two panels for each collective; whether there was anything to plot.
 
-    What was measured has a line for each algorithm; what was replayed, for each pod.
+    What was measured has a line for each algorithm; what was replayed, for each pod. Of rows over
+    narrower wires it is `error_against_time`.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
+    if wired := [row for rows in parts.values() for row in rows if isinstance(row, Wired)]:
+        if not any(row.of_plain for row in wired):
+            return False
+        error_against_time(wired).savefig(Path(path), format="png", dpi=120)
+        return True
     rows = _timed(parts)
     ops = list(dict.fromkeys(_panel(row) for row in rows))
     if not ops:
@@ -38,6 +47,43 @@ def save(path: str, parts: Mapping[str, Sequence[Row]], environment: Mapping[str
             _draw([row for row in rows if _panel(row) == op], op, bandwidth, time)
     figure.savefig(Path(path), format="png", dpi=120)
     return True
+
+
+def error_against_time(rows: Sequence[Wired]) -> Any:
+    """A figure: a panel for each collective, and in it a point for each wire, on a line a place.
+
+    rows: as `wired_rows` gives them; those without a wire, or without a time, are no points.
+    """
+    from matplotlib.figure import Figure
+
+    points = [row for row in rows if row.of_plain and row.off]
+    ops = list(dict.fromkeys(row.op for row in points))
+    size = (0.6 + 3.6 * len(ops), 3.4)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    panels = figure.subplots(1, len(ops), squeeze=False, sharex=True, sharey=True)[0]
+    for op, panel in zip(ops, panels, strict=True):
+        of_op = [row for row in points if row.op == op]
+        for number, place in enumerate(dict.fromkeys(map(_place, of_op))):
+            there = sorted(
+                (row for row in of_op if _place(row) == place), key=lambda row: row.of_plain or 0
+            )
+            look = {"color": style.LINES[number % len(style.LINES)], "marker": "o", "lw": 0.8}
+            panel.plot([r.of_plain for r in there], [r.off for r in there], **look, label=place)
+            for row in there:
+                at = row.of_plain, row.off
+                panel.annotate(row.wire, at, (4, 4), textcoords="offset points", fontsize=7)
+        panel.axvline(100, **style.BOUND)
+        panel.set(yscale="log", title=op, xlabel="time, % of that without a wire")
+        style.count_axis(panel.yaxis)
+        panel.margins(y=0.15)
+        panel.set_xlim(0, max(110, *(1.1 * (row.of_plain or 0) for row in points)))
+        panel.legend(fontsize=7)
+    panels[0].set_ylabel("largest error, % of the largest number")
+    return figure
+
+
+def _place(row: Wired) -> str:
+    return f"{row.where}, {row.devices} devices, {style.nbytes(row.size)}"
 
 
 def _timed(parts: Mapping[str, Sequence[Row]]) -> list[Any]:

@@ -131,6 +131,8 @@ class Stepped(Row):
       compute_us: the core's own work, by XLA's estimate.
       exposed_us: what the core waits for collectives.
       hidden_us: what collectives take beside the core's work.
+      hideable_us: what they could at the most, by the program's data dependencies (see
+        `steps.bound`).
       time_us: the step: compute and exposed.
       temp: bytes of the program beyond its arguments and results.
       collectives: each, as `steps.timeline.Served`.
@@ -142,6 +144,7 @@ class Stepped(Row):
     compute_us: float | None = None
     exposed_us: float | None = None
     hidden_us: float | None = None
+    hideable_us: float | None = None
     time_us: float | None = None
     temp: int | None = None
     collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -5,6 +5,9 @@ Each program is compiled for each topology three times: with lax's collectives, 
 what runs beside what, and how many cycles the core's own work takes; a replay of the whole step
 says what collectives take. So all these times are modelled, none is measured. No TPU is needed.
 
+"Hideable" is the most of it that the core's work could hide in any order of the program, by its
+data dependencies (`steps.bound`): what is awaited at once has nothing beside it.
+
 On TPUs and GPUs the programs also run, under lax and under `override_lax()`: the time of a step by
 the clock, and what is exposed by the profiler.
 

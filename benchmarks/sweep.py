@@ -49,7 +49,9 @@ _ALL = flags.DEFINE_bool(
 )
 _JSON = flags.DEFINE_string("json", "", "File for the results, kept up to date while they come.")
 _CSV = flags.DEFINE_string("csv", "", "File for what was measured, likewise.")
-_PLOT = flags.DEFINE_string("plot", "", "PNG for bandwidth and time against size.")
+_PLOT = flags.DEFINE_string(
+    "plot", "", "PNG for bandwidth and time against size; with --wire for error against time."
+)
 _WIRE = flags.DEFINE_list(
     "wire",
     [],

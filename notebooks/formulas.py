@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import mistakes
+import pallas_collectives as pc
+from pallas_collectives import wires
 from pallas_collectives.topology import groups
 
 
@@ -245,3 +248,53 @@ def impossible(answer: Any) -> str:
         if (row in got) != (share > 1):
             return f"{row}: its busbw is {share:.0%} of what two links carry"
     return ""
+
+
+# 10: fewer bytes --------------------------------------------------------------------------------
+
+
+def bytes_of_row(answer: Any) -> str:
+    cases = [(columns, group) for columns in (128, 4096, 1000, 100) for group in (128, 256)]
+    return _differs(answer, lambda columns, group: columns + 4 * -(-columns // group), cases)
+
+
+def most_off(answer: Any) -> str:
+    def right(n: int, largest: float, ring: bool) -> float:
+        return largest / 254 * (n * (n - 1) / 2 if ring else n)
+
+    cases = [(n, m, ring) for n in (2, 4, 16) for m in (1.0, 40.0) for ring in (False, True)]
+    return _differs(answer, right, cases)
+
+
+def choose_group(answer: Any) -> str:
+    rng, groups = np.random.default_rng(3), ("row", 256, 128)
+    smooth = rng.normal(size=(64, 1024)).astype(np.float32)
+    few, many = smooth.copy(), smooth.copy()
+    few[::4, 700] = 200.0
+    many[:, ::128] = 200.0
+    asked = [
+        ("numbers without outliers", smooth, 0.02),
+        ("numbers without outliers", smooth, 1e-4),
+        ("a large number in every fourth row", few, 0.15),
+        ("a large number in every fourth row", few, 0.09),
+        ("a large number in each 128", many, 0.2),
+        ("a large number in each 128", many, 0.5),
+    ]
+    for name, x, most in asked:
+        case = f"{name}, and {most} at most"
+        got = given(answer(x.copy(), most))
+        if not isinstance(got, str | int) or got not in (*groups, "bfloat16"):
+            return f"{case}: 'row', 256, 128 or 'bfloat16' is wanted, not {got!r}"
+        off = {group: _root_mean_square(x, group) for group in groups}
+        right = next((group for group in groups if off[group] <= most), "bfloat16")
+        if got == right:
+            continue
+        if got in groups and off[got] > most:
+            return f"{case}: by groups of {got} they are off by {off[got]:.2g}"
+        return f"{case}: groups of {right} are off by {off[right]:.2g} only, with fewer bytes"
+    return ""
+
+
+def _root_mean_square(x: np.ndarray, group: int | str) -> float:
+    sent = wires.as_sent(jnp.asarray(x), pc.Wire("int8", group=group))
+    return float(np.sqrt(np.mean((np.asarray(sent) - x) ** 2)))

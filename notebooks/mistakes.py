@@ -181,6 +181,32 @@ KNOWN: dict[str, list[tuple[Callable[..., Any], str]]] = {
         (lambda op, s, t, n: s / t * (n - 1), "size is of all blocks together: (n-1)/n of it"),
         (lambda op, s, t, n: s * t, "bytes over seconds"),
     ],
+    "bytes_of_row": [
+        (lambda c, g: c, "the scales are missing: four bytes for each group"),
+        (lambda c, g: c + 4 * (c // g), "the last group has a scale too, if it is a short one"),
+        (lambda c, g: c + 4 * c / g, "there are no parts of a scale: round up"),
+        (lambda c, g: c + -(-c // g), "a scale is a float32: four bytes"),
+        (lambda c, g: 2 * c + 4 * -(-c // g), "a number of int8 takes one byte"),
+    ],
+    "most_off": [
+        (
+            lambda n, m, ring: m / 254 * ((n - 1) if ring else n),
+            "partial sums grow, and their steps with them: hop k carries the sum of k terms",
+        ),
+        (
+            lambda n, m, ring: m / 254 * (n * (n - 1) / 2 if ring else n - 1),
+            "by an exchange the own term is rounded as well",
+        ),
+        (
+            lambda n, m, ring: m / 127 * (n * (n - 1) / 2 if ring else n),
+            "to the nearest, a number is off by half a step",
+        ),
+        (
+            lambda n, m, ring: m / 254 * (n * (n + 1) / 2 if ring else n),
+            "a ring has n-1 hops: the last sum, of n terms, stays where it is",
+        ),
+        (lambda n, m, ring: m / 254, "each term is off by that, or the sum at each hop"),
+    ],
 }
 
 

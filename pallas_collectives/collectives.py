@@ -24,14 +24,14 @@ Semantics are lax's own: its function runs, with our primitives in place of its 
 `lowering.primitives`). The checks are for mistakes that lax reports later, or less clearly.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_collectives import _compat, validation
+from pallas_collectives import validation
 from pallas_collectives.backends import choice
 from pallas_collectives.lowering import primitives, quantized
 from pallas_collectives.lowering.of_lax import LAX as LAX
@@ -103,9 +103,7 @@ def all_gather(
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
-    started = choice.beside_compute.value == choice.STARTED
-    if how.beside and not started and all(map(_compat.is_computed, jax.tree.leaves(x))):
-        how = dataclasses.replace(how, awaited=True)
+    how = choice.asked(how, x)
     given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)
     validation.check_flag("dequantize", dequantize)
     if not dequantize:
@@ -368,10 +366,14 @@ def pbroadcast(
     axis_name: AxisName,
     source: Any,
     *,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`.
+
+    Over a wire all get the same bits, the source too.
 
     Example:
       >>> mesh = jax.make_mesh((2,), ("x",))
@@ -379,5 +381,17 @@ def pbroadcast(
       [1.0, 1.0]
     """
     how = choice.settle(axis_name, None, backend, algorithm)
-    validation.check_source(source, validation.size_of(axis_name))
-    return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
+    over = choice.over_wires(how, wire, wire_backward)
+    devices = validation.size_of(axis_name)
+    validation.check_source(source, devices)
+
+    def move(x: Any) -> Any:
+        return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
+
+    if wire is wire_backward is None or devices == 1:
+        return move(x)
+    given = jax.tree.map(jnp.asarray, quantized.sent(x, wire, axis_name, None, quantized.WHOLE))
+    each = functools.partial(
+        quantized.broadcast, wire=over.wire, backward=over.wire_backward, move=move
+    )
+    return jax.tree.map(each, given)

@@ -25,6 +25,7 @@ from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.ring_orders import Torus
+from pallas_collectives.tuning import overlaps
 from pallas_collectives.validation import AxisName
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
@@ -230,8 +231,8 @@ def _engine(plan: KernelPlan) -> str:
     chip = chips.current()
     if chip.no_sparsecore:
         why = f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
-    elif catalogue.COLLECTIVES[plan.op].example.adds:
-        why = "a SparseCore adds on request alone: algorithm='auto:sc'"
+    elif plan.candidates and overlaps.by_sparsecore(plan.candidates[0].us, chip):
+        why = "a SparseCore adds along rings and lines alone, in their order"
     else:
         why = "it is too short to be worth a SparseCore's launch"
     return f"the core stops for it, where it is started ({why})"

@@ -70,7 +70,7 @@ def with_solutions(notebook: Any) -> tuple[Any, dict[int, str]]:
 
 
 def test_all_notebooks_are_here() -> None:
-    assert [path.name[:2] for path in NOTEBOOKS] == [f"{k:02}" for k in (*range(10), 11)]
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{k:02}" for k in range(12)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import pallas_collectives
 from benchmarks import compiled
 from benchmarks.rows import Stepped
-from benchmarks.steps import programs, schedule, timeline, wires
+from benchmarks.steps import bound, programs, schedule, timeline, wires
 from benchmarks.steps.programs import Form, Program
 from pallas_collectives.backends import counters
 from pallas_collectives.replay import Machine
@@ -129,14 +129,25 @@ def _figures(
     machine = machine_of(task.topology, devices.size)
     placement = machine.placement_of(devices)
     what_of = wires.programs(machine, placement, program.axes, plans)
-    line = timeline.run(schedule.events(compiled_.as_text()), machine, placement, what_of)
+    text = compiled_.as_text()
+    events = schedule.events(text)
+    line = timeline.run(events, machine, placement, what_of)
+    collectives = line.served.values()
+    under_way = sum(served.times * served.each_us for served in collectives)
+    must_wait = bound.exposed(
+        events,
+        schedule.needs(text),
+        lambda c: line.served[c.name].each_us,
+        timeline.clock(machine.generation) * timeline.US,
+    )
     return {
         "compute_us": line.compute_us,
         "exposed_us": line.exposed_us,
         "hidden_us": line.hidden_us,
+        "hideable_us": under_way - must_wait,
         "time_us": line.step_us,
         "temp": compiled_.memory_analysis().temp_size_in_bytes,
-        "collectives": [dataclasses.asdict(served) for served in line.served.values()],
+        "collectives": [dataclasses.asdict(served) for served in collectives],
         "spans": [dataclasses.astuple(span) for span in line.spans],
     }
 

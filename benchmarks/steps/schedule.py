@@ -78,6 +78,7 @@ class Start:
 
     key: str
     collective: Collective
+    name: str = dataclasses.field(default="", compare=False)  # the instruction's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Done:
     """The core waits for the collective that set out under this key."""
 
     key: str
+    name: str = dataclasses.field(default="", compare=False)  # the instruction's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Loop:
 
     times: int
     events: tuple[Any, ...]
+    name: str = dataclasses.field(default="", compare=False)  # the instruction's
 
 
 Event = Work | Start | Done | Loop
@@ -119,6 +122,12 @@ def events(hlo: str) -> tuple[Event, ...]:
     """The events of a scheduled program, as the text of its compiled form has them."""
     computations, entry = _parsed(hlo)
     return tuple(_Walk(computations).of(entry))
+
+
+def needs(hlo: str) -> dict[str, list[str]]:
+    """The operands of each instruction, whose name is one in the whole program."""
+    computations, _ = _parsed(hlo)
+    return {i.name: i.operands for found in computations.values() for i in found}
 
 
 def _parsed(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
@@ -152,7 +161,8 @@ class _Walk:
         plain = re.sub(r"-(start|update|done)$", "", i.op)
         ends = i.op[len(plain) :]
         if i.op == "while":
-            yield Loop(self._times(i.named("condition")), tuple(self.of(i.named("body"))))
+            turn = tuple(self.of(i.named("body")))
+            yield Loop(self._times(i.named("condition")), turn, i.name)
         elif i.op == "conditional":
             names = re.findall(r"%([\w.\-]+)", i.rest.partition("branch_computations=")[2])
             branches = [tuple(self.of(name)) for name in names if name in self._computations]
@@ -165,10 +175,11 @@ class _Walk:
             yield from self._own(i, i, plain, ends)
         elif i.op == "fusion" and (inner := self._collective_fusion(i)):
             start, chain, collective = inner
-            yield Start(chain, self._by_xla(collective, DMA)) if start else Done(chain)
+            ours = self._by_xla(collective, DMA)
+            yield Start(chain, ours, i.name) if start else Done(chain, i.name)
         elif i.op == "fusion" and (summed := self._fused_sum(i)):
-            yield Start(i.name, summed)
-            yield Done(i.name)
+            yield Start(i.name, summed, i.name)
+            yield Done(i.name, i.name)
         elif "tpu_custom_call" in i.rest and i.op == "custom-call":
             yield from self._own(i, i, "", "")
         elif cycles := _CYCLES.search(i.rest):
@@ -177,29 +188,35 @@ class _Walk:
     def _own(self, i: _Instruction, inner: _Instruction, op: str, ends: str) -> Iterator[Event]:
         """A collective whose instructions are its own."""
         if ends == "-done":
-            yield Done(i.operands[0])
+            yield Done(i.operands[0], i.name)
             return
         collective = self._by_xla(inner, DMA if ends else CORE) if op else _by_kernel(i, CORE)
-        yield Start(i.name, collective)
+        yield Start(i.name, collective, i.name)
         if not ends:
-            yield Done(i.name)
+            yield Done(i.name, i.name)
 
     def _asynchronous(self, i: _Instruction, ends: str) -> Iterator[Event]:
         """A call of a computation, which runs elsewhere."""
         if ends == "-done":
-            yield Done(i.operands[0])
+            yield Done(i.operands[0], i.name)
             return
         starts = i if ends == "-start" else self._by_name(i.operands[0])
         handed_over = ends == "-update" or i.operands or not i.type.startswith("((), ()")
-        called = self._computations.get(starts.named("to_apply") or starts.named("calls"), [])
         if not handed_over:
             return
         engine = SPARSECORE if '"sparsecore"' in starts.rest else DMA
-        for inner in called:
+        for inner in self._called(starts):
             if inner.op in _OPS:
-                yield Start(i.name, self._by_xla(inner, engine))
+                yield Start(i.name, self._by_xla(inner, engine), i.name)
             elif "tpu_custom_call" in inner.rest:
-                yield Start(i.name, _by_kernel(inner, engine))
+                yield Start(i.name, _by_kernel(inner, engine), i.name)
+
+    def _called(self, i: _Instruction) -> Iterator[_Instruction]:
+        """What a call runs, through calls: a SparseCore's scalar subcore calls the vector ones."""
+        for inner in self._computations.get(i.named("to_apply") or i.named("calls"), []):
+            yield inner
+            if inner.op == "call-start":
+                yield from self._called(inner)
 
     def _by_name(self, name: str) -> _Instruction:
         of_all = (i for instructions in self._computations.values() for i in instructions)

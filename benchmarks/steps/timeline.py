@@ -91,10 +91,9 @@ def run(
       machine, placement: where the devices are, as `replay.replay` takes them.
       what_of: the stepped program of a collective, or its seconds.
     """
-    generation = machine.generation
-    clock = generation.vector_rate / (_LANES * generation.cores)
+    cycles = clock(machine.generation)
     flat = list(_flat(events))
-    parts = [_part(event, clock, what_of) for event in flat]
+    parts = [_part(event, cycles, what_of) for event in flat]
     course = steps.run(parts, machine, placement)
     return _Account(flat).of(course)
 
@@ -110,11 +109,13 @@ def _flat(events: Iterable[Event]) -> Iterator[Work | Start | Done]:
 
 
 def _part(
-    event: Work | Start | Done, clock: float, what_of: Callable[[Collective], Program | float]
+    event: Work | Start | Done,
+    clock_rate: float,
+    what_of: Callable[[Collective], Program | float],
 ) -> steps.Part:
     match event:
         case Work(name, cycles):
-            return steps.Compute(name, cycles / clock)
+            return steps.Compute(name, cycles / clock_rate)
         case Start(key, c):
             return steps.Launch(key, c.name, c.engine, what_of(c))
         case Done(key):
@@ -179,6 +180,11 @@ class _Account:
 
     def _draw(self, lane: str, kind: str, name: str, spans: list[steps.Span]) -> None:
         self._line.spans += [Span(lane, kind, name, s.begin / US, s.end / US) for s in spans]
+
+
+def clock(generation: Chip) -> float:
+    """Cycles of a core in a second."""
+    return generation.vector_rate / (_LANES * generation.cores)
 
 
 def chip_of(topology: str) -> Chip:

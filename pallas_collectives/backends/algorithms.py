@@ -1,5 +1,6 @@
 """Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -56,12 +57,15 @@ def choose(
     base, _, suffix = name.partition(":")
     if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        added_there = suffix == "sc" and record.example.adds and how.order is None
-        base, candidates = _fastest(
-            op, block, group, chip, cuts, torus, perm, how.order, by_subcores=added_there
+        fastest = functools.partial(_fastest, op, block, group, chip, cuts, torus, perm, how.order)
+        adds = record.example.adds
+        base, on_core, candidates = fastest(
+            by_subcores=adds and suffix == "sc" and how.order is None
         )
-        if how.beside and not how.awaited and not record.example.adds:
-            suffix = "sc" if overlaps.by_sparsecore(candidates[0].us, chip) else suffix
+        if how.beside and not how.awaited and sparsecore_can(op, how.order, group, chip, cuts):
+            there, us, others = fastest(by_subcores=adds)
+            if overlaps.by_sparsecore(us, chip, on_core):
+                base, candidates, suffix = there, others, "sc"
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]
     able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
@@ -120,6 +124,13 @@ def in_order(op: str, order: str | None) -> tuple[Algorithm, ...]:
     return (*(algorithm for algorithm in algorithms if algorithm.in_order), ordered.EXCHANGE)
 
 
+def sparsecore_can(op: str, order: str | None, group: Group, chip: Chip, cuts: float) -> bool:
+    """Whether a SparseCore has an algorithm that can serve: of sums those that subcores run."""
+    names = reachable(op, group, chip, cuts)
+    moves = not catalogue.COLLECTIVES[op].example.adds
+    return any(a.name in names and (a.by_subcores or moves) for a in in_order(op, order))
+
+
 _EXCHANGE = ordered.EXCHANGE.name
 
 
@@ -157,8 +168,12 @@ def _fastest(
     order: str | None,
     *,
     by_subcores: bool,
-) -> tuple[str, tuple[Candidate, ...]]:
-    """The algorithm with the least predicted time, of those that can serve; and all of them."""
+) -> tuple[str, float | None, tuple[Candidate, ...]]:
+    """The algorithm with the least predicted time, of those that can serve; and all of them.
+
+    Between them its time in microseconds, be it a figure or, where the table has no such group, no
+    more than an order; None where the table has nothing.
+    """
     algorithms = in_order(op, order)
     if by_subcores:
         algorithms = tuple(algorithm for algorithm in algorithms if algorithm.by_subcores)
@@ -197,7 +212,9 @@ def _fastest(
     lies = torus if torus in tables.ONE_AXIS else ON_SEVERAL
     able = (a for a in algorithms if a.name in names)
     preferred = min(able, key=lambda a: a.rank(lies, block_bytes)).name
-    return candidates[0].algorithm if candidates else preferred, (*candidates, *others)
+    if not timed:
+        return preferred, None, tuple(others)
+    return candidates[0].algorithm, timed[0][0], (*candidates, *others)
 
 
 def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:

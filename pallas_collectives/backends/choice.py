@@ -154,6 +154,13 @@ def choose(
     )
 
 
+def asked(how: How, x: Any) -> How:
+    """The same, of these operands: told whether products wait for the result (`How.awaited`)."""
+    if not how.beside or beside_compute.value == STARTED:
+        return how
+    return dataclasses.replace(how, awaited=all(map(_compat.is_awaited, jax.tree.leaves(x))))
+
+
 def _check_name(name: str) -> None:
     if name not in NAMES:
         environment = os.environ.get(ENVIRONMENT_VARIABLE) == name
@@ -187,7 +194,7 @@ def _missing(name: str, platform: str) -> str:
         case "nccl" if platform not in _GPU:
             return f"NCCL needs NVIDIA GPUs, and the mesh in scope is of {platform} devices"
         case "nccl" if not importlib.util.find_spec("nccl"):
-            return "nccl4py is not installed (pip install 'pallas-collectives[gpu]')"
+            return "nccl4py is not installed (pip install -e '.[gpu]' in the clone)"
         case "pallas" if platform not in ("tpu", "cpu"):
             return f"the kernels are for TPUs, and the mesh in scope is of {platform} devices"
     return ""

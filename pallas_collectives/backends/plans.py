@@ -55,8 +55,9 @@ class How:
       mapped: how many leading dimensions are vmap's; over a wire no group is of two elements.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
-      awaited: whether the operand was computed right before, as tokens are and weights are not, so
-        that products wait for the result: a SparseCore, which serves one at a time, is left free.
+      awaited: whether the operand was computed on the way to the step's result, as tokens are, and
+        weights and gradients are not, so that products wait for what comes: a SparseCore, which
+        serves one at a time, is left free.
     """
 
     backend: str

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_collectives.annotations import Interpret, Ref, buffer
-from pallas_collectives.kernels import all_gather, reduce_scatter
+from pallas_collectives.kernels import adding, all_gather, reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
@@ -43,7 +43,7 @@ from pallas_collectives.topology.groups import Group, Ring, Stream
 class Scratch(NamedTuple):
     """What the ring's kernel takes beside its arrays."""
 
-    scatter: reduce_scatter.Scratch
+    scatter: adding.Scratch
     gather: channels.Semaphores  # see all_gather.pass_on
 
 
@@ -79,7 +79,7 @@ def ring(
         x,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scratch=Scratch(
-            reduce_scatter.Scratch.of(streams, blocks, x.dtype), all_gather.semaphores(streams)
+            adding.Scratch.of(streams, blocks, x.dtype), all_gather.semaphores(streams)
         ),
         barrier="neighbours",
         name="all_reduce_ring",
@@ -128,9 +128,7 @@ def _ring_kernel(
     cut: Any = {"blocks": blocks, "streams": streams}
     own_ref = blocks.at(o_ref, ring.me)
     with jax.named_scope("reduce_scatter"):
-        reduce_scatter.add_on_the_way(
-            ring, x_ref, own_ref, scratch.scatter, op=op, vmem=vmem, **cut
-        )
+        adding.add_on_the_way(ring, x_ref, own_ref, scratch.scatter, op=op, vmem=vmem, **cut)
     with jax.named_scope("all_gather"):
         all_gather.pass_on(ring, own_ref, o_ref, scratch.gather, **cut)
 

@@ -35,12 +35,12 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import DType, Number, Ref, Semaphore, Step, buffer
-from pallas_collectives.kernels import all_gather, reduce_scatter
+from pallas_collectives.kernels import adding, all_gather
+from pallas_collectives.kernels.adding import SLOTS
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.channel import Channel
-from pallas_collectives.kernels.reduce_scatter import SLOTS
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Ring, Stream, wrap_step
 
@@ -247,9 +247,7 @@ def gather_and_consume(
         sync.for_each(0, moving.chunks, drain)
 
 
-def scatter_scratch(
-    streams: tuple[Stream, ...], blocks: Blocks, dtype: DType
-) -> reduce_scatter.Scratch:
+def scatter_scratch(streams: tuple[Stream, ...], blocks: Blocks, dtype: DType) -> adding.Scratch:
     """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out.
 
     Semaphores are each core's own; slots of all chunks lie in HBM, which cores share.
@@ -257,13 +255,13 @@ def scatter_scratch(
     index = len(streams), streams[0].chunks
     slots = len(streams), blocks.chunks, SLOTS + 1, *blocks.chunk_shape
     semaphores = channels.Semaphores.of(*index, window=SLOTS)
-    return reduce_scatter.Scratch(buffer(slots, dtype), semaphores)
+    return adding.Scratch(buffer(slots, dtype), semaphores)
 
 
 def produce_and_scatter(
     ring: Ring,
     o_ref: Ref,  # own block of the result: HBM
-    scratch: reduce_scatter.Scratch,  # see scatter_scratch: HBM
+    scratch: adding.Scratch,  # see scatter_scratch: HBM
     *,
     produce: Callable[..., None],
     finish: Callable[..., None],
@@ -276,7 +274,7 @@ def produce_and_scatter(
     puts it there. finish(chunk, target_ref, *sum_refs) writes the sum of our own term and of what
     has come.
 
-    Messages are those of `reduce_scatter.add_on_the_way` round a ring. Terms of step 0 set out from
+    Messages are those of `adding.add_on_the_way` round a ring. Terms of step 0 set out from
     a slot that nobody else writes to. A chunk has one send under way at a time.
     """
     moving = Streams(ring, streams)

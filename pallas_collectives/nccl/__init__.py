@@ -2,7 +2,7 @@
 
 Usable alone. `create` makes a `Group` with a `Communicator` for each of this process's devices;
 `send_or_recv` moves sharded arrays between devices and processes; a group with a watchdog turns a
-peer that does not come into a `PeerError`. Needs `pip install 'pallas-collectives[gpu]'`.
+peer that does not come into a `PeerError`. Needs the extra `gpu`.
 """
 
 from pallas_collectives.nccl.communicator import Communicator as Communicator

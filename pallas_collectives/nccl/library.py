@@ -233,7 +233,7 @@ def _load(path: str, in_process: bool) -> Library:
         from nccl.bindings import nccl as bindings
     except ImportError as error:
         raise LibraryError(
-            f"NVIDIA's NCCL bindings are missing ({error}): pip install 'pallas-collectives[gpu]'"
+            f"NVIDIA's NCCL bindings are missing ({error}): pip install -e '.[gpu]' in the clone"
         ) from error
     if not in_process:
         probe(path)

@@ -25,7 +25,7 @@ def _pyplot() -> Any:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(
-            "pictures need matplotlib: pip install 'pallas-collectives[notebooks]'"
+            "pictures need matplotlib: pip install -e '.[notebooks]' in the clone"
         ) from error
     return plt
 

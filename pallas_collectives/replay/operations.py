@@ -263,3 +263,12 @@ def operation(eqn: JaxprEqn) -> Any | None:
 def parallel_loop(eqn: JaxprEqn) -> tuple[Any, Any, Any, Any, Any]:
     """(lower, upper, step, constants, carry) of a vector subcore's loop, as `Slot`s."""
     return _unflatten(eqn, "tree", _slots(eqn))
+
+
+def read_tree(device_id: Any, operands: list[Any]) -> Any:
+    """What an operation names, with slots read: trees of tuples and dicts."""
+    if isinstance(device_id, dict):
+        return {k: read_tree(v, operands) for k, v in device_id.items()}
+    if isinstance(device_id, (tuple, list)):
+        return tuple(read_tree(v, operands) for v in device_id)
+    return operands[device_id.index] if isinstance(device_id, Slot) else device_id

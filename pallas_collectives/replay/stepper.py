@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives import _compat
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.replay import jaxprs, operations, values
 from pallas_collectives.replay.contents import Contents
@@ -87,9 +86,8 @@ class Stepper:
         self.kernel: Kernel | None = None  # the kernel being stepped; None outside kernels
         self.kernel_number = 0  # how many kernels were begun: each call has buffers of its own
         self.collective_id: int | None = None
-        self.grid: tuple[
-            tuple[int, int], ...
-        ] = ()  # (program id, number of programs) per grid axis
+        # (program id, number of programs) per grid axis
+        self.grid: tuple[tuple[int, int], ...] = ()
         self.homes: dict[tuple[str, int], CoreMesh] = {}  # of memory that names a mesh of cores
         self.contents = Contents(self.n_devices)
         self.unfinished: dict[int, set[int]] = {}  # kernels, by a semaphore that they handed on
@@ -154,11 +152,11 @@ class Stepper:
 
         def operand(var: Any) -> int:
             if jaxprs.is_literal(var):
-                return new_slot(constant(var.val, var.aval))
+                return new_slot(values.constant(var.val, var.aval))
             return slots[var]
 
         for i, var in enumerate(jaxpr.constvars):
-            slots[var] = new_slot(constant(consts[i], var.aval) if consts else None)
+            slots[var] = new_slot(values.constant(consts[i], var.aval) if consts else None)
         for var in jaxpr.invars:
             slots[var] = new_slot(None)
         steps = []
@@ -322,7 +320,7 @@ class Stepper:
         source = self.source(eqn)
         match op:
             case operations.DmaStart():
-                device_id = _read_tree(op.device_id, operands)
+                device_id = operations.read_tree(op.device_id, operands)
                 home = None if device_id is None else self._home(op.dst_sem, operands)
                 target = self.devices.target(device_id, op.logical, lanes, None, home)
                 src, dst = self.view(op.src, operands), self.view(op.dst, operands)
@@ -347,7 +345,9 @@ class Stepper:
                 nbytes = self.view(op.sized_by, operands).nbytes
                 self.emit(Wait(lanes, self.take_busy(), source, sem, nbytes, is_dma=True))
             case operations.Signal():
-                device_id, core = (_read_tree(i, operands) for i in (op.device_id, op.core))
+                device_id, core = (
+                    operations.read_tree(i, operands) for i in (op.device_id, op.core)
+                )
                 home = self._home(op.sem, operands)
                 device = self.devices.target(device_id, op.logical, lanes, core, home)
                 sem = self.semaphore(op.sem, operands)
@@ -396,26 +396,3 @@ class Stepper:
 
 def _is_scalar(column: Any) -> bool:
     return isinstance(column, Access) and column.view.buffer.space == "smem"
-
-
-def _read_tree(device_id: Any, operands: list[Any]) -> Any:
-    if isinstance(device_id, dict):
-        return {k: _read_tree(v, operands) for k, v in device_id.items()}
-    if isinstance(device_id, (tuple, list)):
-        return tuple(_read_tree(v, operands) for v in device_id)
-    return operands[device_id.index] if isinstance(device_id, operations.Slot) else device_id
-
-
-def constant(value: Any, aval: Any) -> Any:
-    """A constant of a jaxpr as a value: scalars evaluated, integer arrays known, anything
-    else unknown.
-    """
-    if _compat.is_traced(value):  # a captured ref or index: supplied by the equation's operands
-        return UNKNOWN
-    if not isinstance(aval.dtype, np.dtype):  # a random key
-        return UNKNOWN
-    array = np.asarray(value)
-    if array.ndim == 0:
-        numeric = array.dtype.kind in "iubf"
-        return values.settle(array.item(), np.dtype(aval.dtype)) if numeric else UNKNOWN
-    return Known(array, False) if array.dtype.kind in "iub" else UNKNOWN

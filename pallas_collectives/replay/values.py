@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from pallas_collectives import _compat
+
 
 class _Unknown:
     def __repr__(self) -> str:
@@ -176,3 +178,18 @@ IDENTITY = frozenset(
         "with_memory_space_constraint",
     }
 )
+
+
+def constant(value: Any, aval: Any) -> Any:
+    """A constant of a jaxpr as a value: scalars evaluated, integer arrays known, anything
+    else unknown.
+    """
+    if _compat.is_traced(value):  # a captured ref or index: supplied by the equation's operands
+        return UNKNOWN
+    if not isinstance(aval.dtype, np.dtype):  # a random key
+        return UNKNOWN
+    array = np.asarray(value)
+    if array.ndim == 0:
+        numeric = array.dtype.kind in "iubf"
+        return settle(array.item(), np.dtype(aval.dtype)) if numeric else UNKNOWN
+    return Known(array, False) if array.dtype.kind in "iub" else UNKNOWN

@@ -74,7 +74,7 @@ class View:
     def take(self, positions: np.ndarray) -> View:
         """The view on the lanes at `positions` only."""
         dims = tuple((take(size, positions), stride) for size, stride in self.dims)
-        return dataclasses.replace(self, base=take(self.base, positions), dims=dims)
+        return View(self.buffer, take(self.base, positions), dims, self.itemsize)
 
     def transformed(self, transform: Any, read: Any) -> View:
         """The view after one transform of `operations`; `read` gives an operand's value."""
@@ -106,12 +106,12 @@ class View:
             if isinstance(start, np.ndarray):
                 start = start.astype(np.int64)
             base = base + start * stride
-        return dataclasses.replace(self, base=base, dims=tuple(dims))
+        return View(self.buffer, base, tuple(dims), self.itemsize)
 
     def _require_inside(self, start: Any, size: Any, step: int, length: Any) -> None:
         last = start + (size - 1) * step
         outside = (size > 0) & ((start < 0) | (last >= length))
-        if np.any(outside):
+        if outside is not False and np.any(outside):  # most are Python's: nothing to ask NumPy
             first, last = np.min(start), np.max(last)
             raise IndexError(f"indices {first} to {last} of {length} of {self.buffer.name}")
 

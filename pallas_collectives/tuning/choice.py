@@ -55,9 +55,10 @@ class Prediction(NamedTuple):
       latency_us: of these, what remains at the fewest bytes that the table has.
       table: where it is from.
       devices: the group sizes in the table that it lies between, or the one that it is of.
-      close: whether it is a figure, of this group or between two that lie as it does, and of a sum
-        over several axes of no more bytes than the table has; else it tells no more than which
-        algorithm is quicker: a group of other numbers or links can take times as long.
+      close: whether it is a figure: of this group, or on one axis between two that lie as it does,
+        but for an exchange, which grows with the square; and of a sum over several axes of no more
+        bytes than the table has. Else it tells no more than which algorithm is quicker: a group of
+        other numbers or links can take times as long.
     """
 
     us: float
@@ -190,11 +191,13 @@ def _predict(
     if us is None or latency is None:
         return None
     own = entries[0].torus == torus and devices in around
-    alike = {tables.family(entry.torus) for entry in entries} == {tables.family(torus)}
+    alike = {entry.torus for entry in entries} == {torus}  # on several axes so are their lengths
+    record = catalogue.COLLECTIVES[entries[0].op]
     # Over several axes sums wait for HBM beyond what the table has, and take longer than its line.
-    bends = torus not in tables.ONE_AXIS and catalogue.COLLECTIVES[entries[0].op].example.adds
+    bends = torus not in tables.ONE_AXIS and record.example.adds
     listed = not bends or block_bytes <= max(entry.bytes[-1] for entry in entries)
-    close = listed and (own or (alike and around[0] < devices < around[-1]))
+    squares = record.of_blocks and not record.phases  # of the devices: an exchange
+    close = listed and (own or (alike and not squares and around[0] < devices < around[-1]))
     return Prediction(us, latency, table, around, close)
 
 

@@ -19,6 +19,7 @@ from benchmarks import compare
 from benchmarks.results import Saved
 from benchmarks.rows import Ran, Stepped
 from benchmarks.steps import (
+    bound,
     compiling,
     exposed,
     lanes,
@@ -51,6 +52,13 @@ HLO = """
 %called (p: f32[8,128]) -> f32[64,128] {
   ROOT %k = f32[64,128]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/all_gather_bidirectional/mpmd_map"}
 }
+%tile (p: f32[64,128]) -> f32[1,8,128] {
+  ROOT %v = f32[1,8,128]{2,1,0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/reduce_scatter_line/mpmd_map"}
+}
+%tiles (p: f32[64,128]) -> f32[1,8,128] {
+  %tile.call-start = ((f32[64,128]{1,0}), f32[1,8,128]{2,1,0}, u32[]{:S(8)}) call-start(%p), async_execution_thread="sparsecore", to_apply=%tile
+  ROOT %tile.call-done = f32[1,8,128]{2,1,0} call-done(%tile.call-start)
+}
 %condition (p: (s32[], f32[8,128])) -> pred[] {
   %three = s32[]{:T(128)} constant(3), metadata={op_name="x"}
   ROOT %less = pred[] compare(%i, %three), direction=LT
@@ -78,6 +86,9 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
 }}
   %s.call-update = ((f32[8,128]{1,0}), f32[64,128]{1,0}) call-update(%s.call-start, %x)
   %s.call-done = f32[64,128]{1,0} call-done(%s.call-update)
+  %t.call-start = ((), (), (s32[1]{0:S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%tiles
+  %t.call-update = ((f32[8,128]{1,0}), f32[1,8,128]{2,1,0}) call-update(%t.call-start, %x)
+  %t.call-done = f32[1,8,128]{2,1,0} call-done(%t.call-update)
   %sum = bf16[8,128]{1,0} all-reduce(%z), replica_groups=[2,4]<=[8], to_apply=%add
   %fusion.9 = bf16[2,128]{1,0} fusion(%x), kind=kCustom, calls=%scattered
   %fusion.8 = bf16[8,128]{1,0} fusion(%x), kind=kOutput, calls=%carried, backend_config={"window_config":{"estimated_cycles":"700"}}
@@ -97,6 +108,9 @@ def test_events_of_a_schedule() -> None:
     )
     scattered = (0, 2, 4, 6)
     key, by_kernel = "s.call-update", "all_gather_bidirectional"
+    by_subcores = Collective(
+        "v", "reduce_scatter", "reduce_scatter_line", SPARSECORE, 4096, 0, shape=(1, 8, 128)
+    )
     assert rest == [
         Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4, ("x",))),
         Work("work.2", 2000),
@@ -105,6 +119,9 @@ def test_events_of_a_schedule() -> None:
             key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0, shape=(64, 128))
         ),
         Done(key),
+        # On vector subcores: the scalar one calls them.
+        Start("t.call-update", by_subcores),
+        Done("t.call-update"),
         Start("sum", Collective("sum", "all_reduce", "", CORE, 2048, 4)),
         Done("sum"),
         Start(
@@ -138,6 +155,41 @@ def test_what_is_exposed_and_hidden() -> None:
     assert (line.served["a"].beside, line.served["a"].beside_what) == (6000, "w")
     lanes_of = {span.lane for span in line.spans}
     assert lanes_of == {CORE, DMA, "wire", SPARSECORE}
+
+
+def least(events: list[Any], needs: dict[str, list[str]]) -> float:
+    """What is exposed in any order; a cycle takes as long as a collective's byte."""
+    return bound.exposed(events, needs, lambda c: float(c.nbytes), 1.0)
+
+
+def flight(name: str, takes: int, engine: str = SPARSECORE) -> tuple[Start, Done]:
+    c = Collective(name, "all_gather", "", engine, takes, 4)
+    return Start(name, c, f"{name}-start"), Done(name, f"{name}-done")
+
+
+def test_what_no_order_hides() -> None:
+    """Awaited at once; too little beside; a chain; two on one engine; loops; v5e's carriers."""
+    work = [Work("a", 100), Work("b", 50)]
+    needs = {"g-done": ["g-start"], "b": ["a"]}
+    both = [*work, *flight("g", 70)]
+    assert least(both, needs) == 0
+    assert least(both, needs | {"g-start": ["a"]}) == 20
+    assert least(both, needs | {"g-start": ["a"], "b": ["tuple"], "tuple": ["g-done"]}) == 70
+    assert least([*work, *flight("g", 200)], needs) == 50
+    # On the core it is awaited, and could run beside what it does not need all the same.
+    alone = Start("g", flight("g", 70, CORE)[0].collective, "g"), Done("g", "g")
+    assert least([*work, *alone], {"g": ["a"], "b": ["a"]}) == 20
+    later = {"h-done": ["h-start"], "h-start": ["g-done"], "b": ["h-done"]}
+    assert least([*both, *flight("h", 90)], needs | later) == 60
+    queue = needs | {"h-done": ["h-start"], "h-start": ["a"], "g-start": ["a"]}
+    assert least([*both, *flight("h", 90)], queue) == 110
+    assert least([*both, *flight("h", 90, DMA)], queue) == 40
+    loop = Loop(3, tuple(both), "loop")
+    awaited = needs | {"g-start": ["a"]}
+    assert least([loop], awaited) == 60
+    assert least([loop, *flight("h", 500)], awaited | {"h-done": ["h-start"]}) == 60
+    carried = {"b": ["g-start"], "g-done": ["b"], "g-start": []}
+    assert least([*work[1:], *flight("g", 30, DMA)], carried) == 0
 
 
 def test_the_engine_that_runs_a_collective() -> None:
@@ -232,6 +284,11 @@ def test_a_program_of_a_users(
     for row in rows:
         assert row.time_us == pytest.approx(row.compute_us + row.exposed_us)
         assert sum(of["times"] for of in row.collectives) == 2
+        under_way = sum(of["times"] * of["each_us"] for of in row.collectives)
+        assert row.hideable_us is not None and row.exposed_us is not None
+        # The second gather could have the first product beside it, and the first has nothing.
+        assert under_way / 3 < row.hideable_us < 2 * under_way / 3
+        assert under_way - row.exposed_us <= 1.01 * row.hideable_us
         assert row.compute_us > 0 and row.temp is not None
 
 

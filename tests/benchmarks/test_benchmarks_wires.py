@@ -1,12 +1,13 @@
 """`--wire`: time beside error, modelled and on the devices there are."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import pytest
 
 import harness
-from benchmarks import columns, settings, wired_rows
+from benchmarks import columns, plots, settings, wired_rows
 from benchmarks.cases import CASES
 from benchmarks.settings import FlagError, Settings
 
@@ -38,6 +39,23 @@ def test_pods_have_modelled_times_with_xlas_passes() -> None:
     assert gather.of_plain and gather.of_plain < 75  # the bytes, and a pass over the result
     assert rows[2].off > rows[1].off  # type: ignore[operator]  # 3 bits of mantissa
     assert all(len(column.cell(gather)) for column in columns.of(rows))
+
+
+def test_error_against_time_is_drawn_for_each_collective_and_wire(tmp_path: Path) -> None:
+    asked = wanted("all_gather", "psum_scatter", pods=("v6e:4x4",), sizes=(1 << 20,))
+    rows = list(wired_rows.rows(wired_rows.plan(asked), asked, harness.mesh(2)))
+    assert plots.save(str(tmp_path / "wires.png"), {"wired": rows}, {})
+    assert (tmp_path / "wires.png").stat().st_size > 10_000
+    panels = plots.error_against_time(rows).axes
+    assert [panel.get_title() for panel in panels] == ["all_gather", "psum_scatter"]
+    for panel, of_op in zip(panels, (rows[:3], rows[3:]), strict=True):
+        drawn, without = panel.get_lines()
+        points = sorted((row.of_plain, row.off) for row in of_op if row.wire != "none")
+        assert sorted(zip(*drawn.get_data(), strict=True)) == points
+        assert without.get_xdata()[0] == 100
+        assert {text.get_text() for text in panel.texts} == set(WIRES)
+    simulated = [dataclasses.replace(row, of_plain=None, time_us=None) for row in rows]
+    assert not plots.save(str(tmp_path / "none.png"), {"wired": simulated}, {})
 
 
 def test_devices_have_errors_of_their_results() -> None:

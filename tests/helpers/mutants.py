@@ -161,7 +161,7 @@ EQUIVALENT = {
     "swap-semaphores:machinery.sync:push_to_everyone.push": (
         "as many leave as come; both are waited for last"
     ),
-    "wrong-step:reduce_scatter:add_on_the_way.wait_sent": (
+    "wrong-step:adding:add_on_the_way.wait_sent": (
         "a wait takes a slot's size alone, and all slots are as large"
     ),
 }

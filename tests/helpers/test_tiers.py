@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import quick_rows
 import tiers
 
 ROOT = Path(__file__).parents[2]
@@ -19,13 +20,17 @@ class Item:
         self.path, self.name = Path(f"tests/some/folder/{module}.py"), name
         self.originalname = name
         self.callspec = type("CallSpec", (), {"params": parameters})
+        self.marks: set[str] = set()
+
+    def iter_markers(self, name: str) -> set[str]:
+        return self.marks & {name}
 
 
 def product(name: str) -> list[Any]:
     return [Item("test_a", name, n=n, op=op, mode=m) for n in (2, 3) for op in "gsp" for m in "ew"]
 
 
-def quick(monkeypatch: pytest.MonkeyPatch, covers: tiers.Covers) -> list[dict[str, Any]]:
+def quick(monkeypatch: pytest.MonkeyPatch, covers: quick_rows.Covers) -> list[dict[str, Any]]:
     monkeypatch.setattr(tiers, "QUICK", {"test_a::test_b": covers})
     items = product("test_b")
     chosen = tiers.quick(items)
@@ -33,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, covers: tiers.Covers) -> list[dict[st
 
 
 def test_each_value_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = quick(monkeypatch, tiers.each("n", "op", "mode"))
+    rows = quick(monkeypatch, quick_rows.each("n", "op", "mode"))
     assert len(rows) == 3
     assert [{row[name] for row in rows} for name in ("n", "op", "mode")] == [
         {2, 3},
@@ -43,14 +48,25 @@ def test_each_value_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_combination_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = quick(monkeypatch, tiers.each("n x op"))
+    rows = quick(monkeypatch, quick_rows.each("n x op"))
     assert len(rows) == 6
     assert {(row["n"], row["op"]) for row in rows} == {(n, op) for n in (2, 3) for op in "gsp"}
 
 
 def test_one_row_or_none_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert quick(monkeypatch, tiers.once) == [{"n": 2, "op": "g", "mode": "e"}]
-    assert quick(monkeypatch, tiers.never) == []
+    assert quick(monkeypatch, quick_rows.once) == [{"n": 2, "op": "g", "mode": "e"}]
+    assert quick(monkeypatch, quick_rows.never) == []
+
+
+def test_some_values_are_in_a_quick_row_and_a_row_marked_full_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = quick(monkeypatch, quick_rows.some(op="gs"))
+    assert [row["op"] for row in rows] == ["g", "s"]
+    monkeypatch.setattr(tiers, "QUICK", {})
+    items = product("test_b")
+    items[0].marks.add("full")
+    assert tiers.quick(items) == set(items[1:])
 
 
 def test_what_no_rule_names_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +76,12 @@ def test_what_no_rule_names_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rule_for_no_test_or_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        tiers, "QUICK", {"test_a::gone": tiers.once, "test_c::elsewhere": tiers.once}
+        tiers, "QUICK", {"test_a::gone": quick_rows.once, "test_c::elsewhere": quick_rows.once}
     )
     with pytest.raises(pytest.UsageError, match="test_a::gone: no test has this name"):
         tiers.check(product("test_b"))
     with pytest.raises(pytest.UsageError, match=r"no parameter 'size'.*'n', 'op', 'mode'"):
-        quick(monkeypatch, tiers.each("size"))
+        quick(monkeypatch, quick_rows.each("size"))
 
 
 def collected(*arguments: str) -> int:

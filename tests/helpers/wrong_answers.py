@@ -16,7 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import mistakes
+import pallas_collectives as pc
 import verify_kernels
+from pallas_collectives import wires
 from pallas_collectives.kernels.machinery import sync
 
 Answer = tuple[Callable[..., Any], str]
@@ -120,6 +122,24 @@ def _cumulated(counts: np.ndarray, me: int) -> tuple[np.ndarray, ...]:
 
 def _offsets(change: Callable[..., Any]) -> Callable[..., Any]:
     return lambda counts, me: change(counts, me, *_cumulated(counts, me))
+
+
+def _rms(off: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(off**2)))
+
+
+def _first_within(
+    measure: Callable[[np.ndarray], float], groups: tuple[Any, ...] = ("row", 256, 128)
+) -> Callable[..., Any]:
+    """The first group whose errors a measure finds small enough."""
+
+    def answer(x: np.ndarray, most: float) -> Any:
+        def sent(group: Any) -> np.ndarray:
+            return np.asarray(wires.as_sent(jnp.asarray(x), pc.Wire("int8", group=group)))
+
+        return next((g for g in groups if measure(sent(g) - x) <= most), "bfloat16")
+
+    return answer
 
 
 def _snake(rows: int, columns: int) -> list[tuple[int, int]]:
@@ -255,6 +275,19 @@ OTHERS: dict[str, list[Answer]] = {
         (lambda rows, link: [True for row in rows], "is none of the rows"),
         (lambda rows, link: [_busbw(row) for row in rows], "is none of the rows"),
         (lambda rows, link: [row for row in rows if _busbw(row) > 3 * link], "two links carry"),
+    ],
+    "choose_group": [
+        (lambda x, most: 128, "groups of row are off by 0.0078 only, with fewer bytes"),
+        (lambda x, most: "row", "by groups of row they are off by"),
+        (lambda x, most: 256, "with fewer bytes"),
+        (lambda x, most: "bfloat16", "groups of row are off by 0.0078 only"),
+        (lambda x, most: 512, "is wanted, not 512"),
+        (lambda x, most: "128", "is wanted, not '128'"),
+        (lambda x, most: ("row", 256, 128), "is wanted, not ('row', 256, 128)"),
+        (_first_within(lambda off: np.abs(off).max()), "with fewer bytes"),
+        (_first_within(lambda off: abs(off.mean())), "by groups of row they are off by"),
+        (_first_within(lambda off: np.mean(off**2)), "they are off by"),
+        (_first_within(_rms, (128, 256, "row")), "with fewer bytes"),
     ],
     "whole_by_sum": [
         (lambda w: w, "each device ends with shape (2, 3)"),

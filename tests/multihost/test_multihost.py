@@ -30,7 +30,11 @@ def pool(param):
         yield processes
 
 
-POOLS = [("cpu", 2), ("cpu", 4), pytest.param(("gpu", 4), marks=pytest.mark.gpu)]
+POOLS = [
+    ("cpu", 2),
+    pytest.param(("cpu", 4), marks=pytest.mark.full),
+    pytest.param(("gpu", 4), marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ SERVED = {
     ("all_gather_start", "7x"): "XLA runs all_gather beside compute",
     ("all_to_all_start", "v6e"): "a SparseCore runs it, beside compute",
     ("all_to_all_start", "7x"): "a SparseCore runs it, beside compute",
+    ("psum_start", "v6e"): "a SparseCore runs it, beside compute",
+    ("psum_scatter_start", "v5p"): "a SparseCore runs it, beside compute",
     ("ppermute_start", "v4"): "XLA runs ppermute beside compute",
     ("psum_start", "7x"): "XLA runs all_reduce beside compute",
 }

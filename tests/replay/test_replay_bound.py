@@ -249,6 +249,50 @@ def test_no_schedule_loads_links_less(shape: str, op: str) -> None:
             assert least == pytest.approx(best)
 
 
+def _least_exchange(machine: Machine, groups: list[list[int]], sent: np.ndarray) -> float:
+    """The same where each position of a group sends another its own: what comes from a source flows
+    to its targets along any ways, in any shares."""
+    links, sources = _links(machine), [(group, i) for group in groups for i in range(len(sent))]
+    n = len(sources) * len(links) + 1
+    equal, wanted, loads = [], [], np.zeros((len(links), n))
+    for k, (group, i) in enumerate(sources):
+        first = k * len(links)
+        loads[:, first : first + len(links)] = np.eye(len(links))
+        comes = dict(zip(group, sent[i], strict=True))
+        for chip in set(range(machine.n_chips)) - {group[i]}:
+            row = np.zeros(n)
+            for link, (source, target) in enumerate(links):
+                row[first + link] = (target == chip) - (source == chip)
+            equal.append(row)
+            wanted.append(comes.get(chip, 0.0))
+    loads[:, -1] = -1
+    done = linprog(np.eye(n)[-1], A_ub=loads, b_ub=np.zeros(len(links)), A_eq=equal, b_eq=wanted)
+    assert done.status == 0
+    return float(done.fun)
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "ragged_all_to_all", "ppermute"])
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_no_exchange_loads_links_less(shape: str, op: str) -> None:
+    name, wraps = _SHAPES[shape]
+    machine = Machine.named(name, wraps)
+    everyone = np.arange(machine.n_chips)
+    for groups in (everyone[None], everyone.reshape(machine.shape)):
+        if (n := groups.shape[1]) == 1:
+            continue
+        sent = {
+            "all_to_all": np.ones((n, n)),
+            "ragged_all_to_all": np.random.default_rng(n).integers(0, 4, (n, n)).astype(float),
+            "ppermute": np.roll(np.eye(n), 1, axis=1),
+        }[op]
+        shard = 1e6 if op == "all_to_all" else 1e6 * sent
+        least = bound(op, machine, groups, shard).wire * _link(machine) / 1e6
+        best = _least_exchange(machine, groups.tolist(), sent)
+        assert least <= best * (1 + 1e-6)
+        if len(groups) == 1 and op == "all_to_all":
+            assert least == pytest.approx(best)  # on so few chips, what the best schedule needs
+
+
 @pytest.mark.parametrize(
     "n, links",
     [
@@ -290,3 +334,48 @@ def _closed(sums: frozenset[int]) -> frozenset[int]:
     while more := {a | b for a in sums for b in sums if not a & b} - sums:
         sums |= more
     return sums
+
+
+def _first_arrivals(machine: Machine) -> np.ndarray:
+    """Seconds from each chip until something of its own can be at each other, by any relays.
+
+    A copy starts when its source has what it sends, and has heard, hop by hop, that its target has
+    entered; on v5e it goes along one axis, over a power of two of chips.
+    """
+    g, n = machine.generation, machine.n_chips
+    here, there = np.divmod(np.arange(n * n), n)
+    hops = machine.distance(here, there).reshape(n, n)
+    at = np.stack(np.unravel_index(np.arange(n), machine.shape))
+    apart = abs(at[:, :, None] - at[:, None, :])  # (axes, source, target)
+    sizes, wraps = np.array(machine.shape)[:, None, None], np.array(machine.wraps)[:, None, None]
+    jumps = [apart, np.where(wraps, sizes - apart, 0)]
+    powers = sum((jump > 0) & (jump & (jump - 1) == 0) for jump in jumps) > 0
+    joined = ((apart > 0).sum(axis=0) == 1) & powers.any(axis=0)
+    if g.reaches_all:
+        joined = hops > 0
+    copy = np.where(joined, g.dma_latency + hops * g.hop_latency, np.inf)
+    heard = hops * g.hop_latency
+    first = np.where(np.eye(n, dtype=bool), 0.0, np.inf)
+    while True:
+        through = np.maximum(first[:, :, None], heard[None]) + copy[None]
+        sooner = np.minimum(first, through.min(axis=1))
+        if (sooner == first).all():
+            return first
+        first = sooner
+
+
+_FAR = [*_SHAPES.values(), *((name, None) for name in ("v5e:16", "v5e:7", "v5e:4x4", "v5p:4x4x4"))]
+
+
+@pytest.mark.parametrize("name, wraps", _FAR)
+@pytest.mark.parametrize("op", ["all_gather", "all_reduce", "all_to_all"])
+def test_no_chain_of_copies_joins_the_farthest_sooner(
+    op: str, name: str, wraps: tuple[bool, ...] | None
+) -> None:
+    machine = Machine.named(name, wraps)
+    for groups in (np.arange(machine.n_chips)[None], _rows(machine)):
+        if groups.shape[1] == 1:
+            continue
+        least = bound(op, machine, groups, 0.0).latency - machine.generation.launch_cost
+        first = _first_arrivals(machine)[np.ix_(groups[0], groups[0])].max()
+        assert 0.8 * first <= least <= first * (1 + 1e-9)

@@ -136,6 +136,8 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
         ("v4", "line", 3, "ppermute", "partners"),
         ("v5p", "2x2x2 grid", 8, "all_gather", "torus"),
         ("7x", "2x2 grid", 4, "reduce_scatter", "torus:vmem"),
+        pytest.param("v5e", "4x4 grid", 16, "all_reduce", "torus", marks=pytest.mark.slow),
+        pytest.param("7x", "2x4x4x4 torus", 128, "all_reduce", "torus", marks=pytest.mark.slow),
     ],
 )
 def test_times_made_again_agree(chip: str, torus: str, n: int, op: str, algorithm: str) -> None:

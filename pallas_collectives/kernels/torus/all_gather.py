@@ -21,7 +21,7 @@ from pallas_collectives.kernels.all_gather import Way
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.channel import Channel
-from pallas_collectives.kernels.torus import devices, shares, timetable
+from pallas_collectives.kernels.torus import balance, devices, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Plan
 from pallas_collectives.kernels.torus.views import View
@@ -69,7 +69,7 @@ def all_axes(
 
 def plan_of(axes: Sequence[Group], view: View, dtype: DType) -> Plan:
     """How blocks are cut that are gathered over the axes of a torus."""
-    both = shares.differ(axes)
+    both = balance.differ(axes)
     return Plan.of(axes, view.block, view.at, dtype, chunks=1 + both, both=both)
 
 

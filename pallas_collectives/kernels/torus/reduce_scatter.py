@@ -37,7 +37,9 @@ from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
 from pallas_collectives.kernels.torus import (
     all_gather,
+    all_reduce_grid,
     devices,
+    grid_chunks,
     packed_gather,
     scatter,
     timetable,
@@ -172,6 +174,9 @@ def all_reduce(
 ) -> jax.Array:
     """Reduces x, of shape (n, whole tiles), over the group; `name` and `codec` as above."""
     axes = devices.axes_of(group)
+    cut = None if vmem or codec else grid_chunks.cut_of(axes, x.shape, x.dtype)
+    if cut:
+        return all_reduce_grid.grid(x, group, axes, cut, op=op, interpret=interpret, name=name)
     of: Callable[[Plan], Any] = functools.partial(ReduceScratch.of, dtype=x.dtype, vmem=vmem)
     kernel: Callable[..., None] = functools.partial(_reduce_kernel, op=op, vmem=vmem)
     if codec:

@@ -13,7 +13,7 @@ same load at all times. Gathering on 4 x 4 devices; 3 x 4 means 3 hops, each of 
 
 Each link carries (n-1)/(2d) blocks for n devices and d axes, the least there is: n-1 blocks come in
 over 2d links. On axes of different lengths, parts of one size would load the longer axis more; so
-parts that begin with different axes differ in size (`ways`). The devices of one chip share its
+parts that begin with different axes differ in size (`balance`). The devices of one chip share its
 links and are an axis of their own, through which all parts go last. A reduction goes the same ways
 backwards. When each hop has its turn is `timetable`'s matter.
 
@@ -22,19 +22,17 @@ torus interconnects, ICS 2010; XLA's own all-reduce goes round a torus alike.
 """
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.kernels.torus import balance
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group
 
@@ -85,7 +83,7 @@ class Plan:
 
     Attributes:
       sizes: devices along each axis of the torus.
-      sharing: how many directions share a link along each axis (`links_shared`).
+      sharing: how many directions share a link along each axis (`balance.links_shared`).
       block: the shape of one block.
       at: before which dimension of a block those of the torus stand.
       cut: the dimension along which a block is cut.
@@ -121,21 +119,21 @@ class Plan:
 
         `tile` is the rows and columns of which every piece is a multiple; by default the dtype's.
 
-        With `both`, half of several chunks go on from there in the other order (see `ways`). With
-        `there_and_back` what is reduced is gathered again, meanwhile.
+        With `both`, half of several chunks go on from there in the other order (see
+        `balance.ways`). With `there_and_back` what is reduced is gathered again, meanwhile.
         """
         sizes = tuple(axis.size for axis in axes)
-        sharing = tuple(links_shared(axis, there_and_back) for axis in axes)
+        sharing = tuple(balance.links_shared(axis, there_and_back) for axis in axes)
         cut, grain = _finest_cut(block, dtype, 2 * len(sizes) * chunks, tile)
         units = block[cut] // grain
         while chunks > 1 and units % (2 * chunks) != 0:
             chunks //= 2
         within = next((a for a, axis in enumerate(axes) if axis.chip), None)
         lines = tuple(axis.line for axis in axes)
-        orders, exact, load = ways(sizes, sharing, within, both=both and chunks > 1)
+        orders, exact, load = balance.ways(sizes, sharing, within, both=both and chunks > 1)
         streams = 2 * chunks * len(load) // len(orders)  # as many in all
         bundles, start = [], 0
-        for order, share in zip(orders, shares(exact, load, units // streams), strict=True):
+        for order, share in zip(orders, balance.shares(exact, load, units // streams), strict=True):
             if share:
                 bundles.append(Bundle(order, start, share * grain, streams, streams))
                 start += share * grain * streams
@@ -149,10 +147,10 @@ class Plan:
         Bundles have so many sections that all links carry about the same. What is left over are
         bundles of small pieces, shared out likewise; without `even` as little as can be.
         """
-        orders, exact, load = ways(self.sizes, self.sharing, self.within)
+        orders, exact, load = balance.ways(self.sizes, self.sharing, self.within)
         each = size // self.grain * 2  # units that a pair of streams takes
         units = self.block[self.cut] // self.grain
-        pairs, small = _in_pairs(exact * units, load, each, even)
+        pairs, small = balance.in_pairs(exact * units, load, each, even)
         sections = 2 * max(pairs) // streams
         bundles, start = [], 0
 
@@ -277,127 +275,6 @@ def _finest_cut(
     found = next((i for i, count in enumerate(units) if count >= 32 * wanted), None)
     cut = units.index(max(units)) if found is None else found
     return cut, block[cut] // units[cut] if units[cut] == 1 else grains[cut]
-
-
-_MOST_UNITS = 64  # in a tile to add (`combine.TILE_BYTES`), where a unit is one of the hardware's
-
-
-def ways(
-    sizes: Sequence[int], sharing: Sequence[Any], within: int | None = None, both: bool = False
-) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:
-    """Orders of the axes to go through, and how much goes in each so that all links carry the same.
-
-    What begins with axis a moves n_a - 1 times its size along it, then n_a (n_b - 1) times along
-    the next axis b, and so on: one linear equation for each axis. The axis `within` chips comes
-    last: so what goes to both devices of a chip comes in once. With `both`, parts go on from an
-    axis to the one before it as well as to the one behind it, if that can balance the load.
-
-    Returns:
-      The orders, what share of all goes in each, and the load of each axis of links by each share.
-    """
-    links = [axis for axis in range(len(sizes)) if axis != within]
-    orders = [(*links[first:], *links[:first]) for first in range(len(links))]
-    if both:
-        orders += [(first, *reversed(rest)) for first, *rest in orders]
-    load = np.zeros((len(sizes), len(orders)))  # of axis (row) by what goes in an order (column)
-    for column, order in enumerate(orders):
-        for phase, axis in enumerate(order):
-            met = math.prod(sizes[before] for before in order[:phase])
-            load[axis, column] = met * (sizes[axis] - 1) * sharing[axis]
-    exact = np.linalg.lstsq(load[links], np.ones(len(links)))[0]  # of many solutions the evenest
-    if both and (exact < 0).any():  # a long axis beside short ones
-        return ways(sizes, sharing, within)
-    assert (exact >= 0).all(), (sizes, exact)
-    last = () if within is None else (within,)
-    return [(*order, *last) for order in orders], exact / exact.sum(), load[links]
-
-
-def _in_pairs(
-    exact: np.ndarray, load: np.ndarray, each: int, even: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Units shared out about as `exact` says: how often `each` of them, and how often two more.
-
-    So that the busiest links carry least; or, without `even`, with the fewest of the latter.
-    """
-    units, best = round(exact.sum()), None
-
-    def near(shares: np.ndarray, slack: int) -> Iterator[tuple[int, ...]]:
-        whole = [math.floor(share + 1e-6) for share in shares]
-        return itertools.product(*(range(max(0, w - slack), max(0, w + 2 + slack)) for w in whole))
-
-    for pairs in near(exact / each, 0):
-        rest = (units - each * sum(pairs)) // 2
-        for small in near((exact - each * np.array(pairs)) / 2, 1) if rest >= 0 else ():
-            if sum(small) == rest:
-                carried = (load @ (each * np.array(pairs) + 2 * np.array(small))).max()
-                key = (carried, rest) if even else (rest, carried)
-                if best is None or key < best[0]:
-                    best = key, pairs, small
-    assert best is not None
-    return best[1:]
-
-
-def differ(axes: Sequence[Group]) -> bool:
-    """Whether it is better that parts go through axes in more orders than one from each.
-
-    On axes that differ parts do too, and the largest is the last to be through: so it is made two.
-    By the replay that takes 3% to 17% off a gather, of 64 KiB to 2 MiB on 4 x 4 x 8 and 4 x 8 x 8;
-    sums of 64 and 512 KiB take longer so.
-    """
-    links = [axis for axis in axes if not axis.chip]
-    return len(links) > 2 and len({(axis.size, links_shared(axis)) for axis in links}) > 1
-
-
-def shares(exact: np.ndarray, load: np.ndarray, units: int) -> tuple[int, ...]:
-    """So many `units`, in whole ones, shared out about as `exact` says.
-
-    Of the ways that leave all links about the same load, to those shares that tiles divide best:
-    213 units are added in 71 tiles of 3, which takes ten times as long as 212 in 4 of 53.
-    """
-    wholes = _roundings(exact * units)
-    loads = [load @ whole for whole in wholes]
-    fair = [
-        w for w, carried in zip(wholes, loads, strict=True) if carried.max() <= 1.01 * carried.min()
-    ]
-    best = max(fair, key=_worst_tile) if fair else min(wholes, key=lambda w: (load @ w).max())
-    return tuple(best.tolist())
-
-
-def _roundings(exact: np.ndarray) -> list[np.ndarray]:
-    """Whole numbers near to `exact` with the same sum: the largest takes what is left over."""
-    units, largest = round(exact.sum()), int(np.argmax(exact))
-    # More than three are those of a gather, which adds nothing.
-    reach = [min(4, int(e / 32)) if len(exact) <= 3 else 0 for e in exact]
-    near = [range(int(e) - r, int(e) + 2 + r) for e, r in zip(exact + 1e-6, reach, strict=True)]
-    near[largest] = range(1)
-    found = [np.array(whole) for whole in itertools.product(*near)]
-    for whole in found:
-        whole[largest] = units - whole.sum()
-    return [whole for whole in found if whole[largest] >= 0]
-
-
-def _worst_tile(whole: np.ndarray) -> float:
-    """What the share that tiles divide worst has in one of them, of what it could have."""
-    tiles = (
-        max(n for n in range(1, _MOST_UNITS + 1) if share % n == 0) / min(share, _MOST_UNITS)
-        for share in whole.tolist()
-        if share
-    )
-    return min(tiles, default=1.0)
-
-
-def links_shared(axis: Group, there_and_back: bool = False) -> int | Fraction:
-    """How many directions share a link: both between two devices, and on a line.
-
-    On a line of n devices the busiest link carries n-1 blocks in either direction; where what is
-    reduced goes back meanwhile, n in both, for then it is the busiest one way alone. Between
-    devices of a chip both ways go over one link as well, six times as fast as those of the two.
-    """
-    if axis.chip:
-        return Fraction(1, 6)
-    if axis.line and there_and_back:
-        return Fraction(axis.size, axis.size - 1)
-    return 2 if axis.size == 2 or axis.line else 1
 
 
 def direction_of(stream: Number) -> Any:

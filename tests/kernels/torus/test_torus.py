@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import step_tables
-from pallas_collectives.kernels.torus import devices, timetable
+from pallas_collectives.kernels.torus import balance, devices, timetable
 from pallas_collectives.kernels.torus import shares as torus
 from pallas_collectives.kernels.torus.shares import Plan
 from pallas_collectives.topology.groups import RIGHT, Group
@@ -100,7 +100,7 @@ def test_a_long_axis_beside_short_ones_has_no_more_orders(
     sizes: tuple[int, ...], sharing: tuple[int, ...]
 ) -> None:
     """In both orders some parts would be less than nothing."""
-    orders, exact, _ = torus.ways(sizes, sharing, both=True)
+    orders, exact, _ = balance.ways(sizes, sharing, both=True)
     assert len(orders) == len(sizes) and (exact >= 0).all() and exact.sum() == pytest.approx(1)
     axes = tuple(Group((name,), (n,)) for name, n in zip("xyzw", sizes, strict=False))
     plan = Plan.of(axes, (256, 128), 0, "float32", chunks=2, both=True)
@@ -115,8 +115,8 @@ def test_uneven_shares_can_be_cut_into_good_tiles(
     sizes: tuple[int, ...], sharing: tuple[int, ...], units: int
 ) -> None:
     """213 of 256 units are added in 71 tiles of 3: ten times as long as 212, in 4 of 53."""
-    _, exact, load = torus.ways(sizes, sharing)
-    shares = torus.shares(exact, load, units)
+    _, exact, load = balance.ways(sizes, sharing)
+    shares = balance.shares(exact, load, units)
     assert sum(shares) == units
     for share in shares:
         assert max(n for n in range(1, 65) if share % n == 0) >= min(share, 10)
@@ -246,7 +246,7 @@ def test_sections_leave_all_links_about_the_same_load(
 ) -> None:
     """What is over is shared out as evenly as tiles allow, in pairs."""
     plan = plan_of(sizes, lines, rows).in_sections(8 * size, 6)
-    _, exact, load = torus.ways(plan.sizes, plan.sharing)
+    _, exact, load = balance.ways(plan.sizes, plan.sharing)
     least = float((load @ exact)[0]) * 8 * rows
     assert least * (1 - 1e-6) <= plan.busiest <= least + 3 * 8 * float(load.max())
 

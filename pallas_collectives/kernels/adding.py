@@ -1,0 +1,195 @@
+"""Sums on their way round a ring or along a line: the phase that all-reduce has, too.
+
+`reduce_scatter` says which sums go where; here is what a device does with them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_collectives.annotations import DType, Number, Ref, Step, buffer
+from pallas_collectives.kernels.machinery import channel as channels
+from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.combine import combine
+from pallas_collectives.topology import groups
+from pallas_collectives.topology.groups import Ring, Stream
+
+# Slots per stream for sums that arrive. One is being added to and sent on from, one is being
+# received into; the third lets upstream start before our send from the first has ended.
+SLOTS = 3
+
+# Sends of a stream under way at a time. More would share the wire: all chunks would come late and
+# together, and be added when the last is there, instead of each while the next comes.
+IN_FLIGHT = 3
+
+
+class Scratch(NamedTuple):
+    """What `add_on_the_way` takes beside its arrays."""
+
+    slots_ref: Ref  # (streams, chunks, SLOTS, one chunk): HBM or VMEM; written by upstream
+    semaphores: channels.Semaphores  # (streams, chunks)
+
+    @classmethod
+    def of(cls, streams: tuple[Stream, ...], blocks: Blocks, dtype: DType) -> "Scratch":
+        """What to allocate."""
+        index = len(streams), blocks.chunks
+        slots = buffer((*index, SLOTS, *blocks.chunk_shape), dtype)
+        return cls(slots, channels.Semaphores.of(*index, window=SLOTS))
+
+
+def add_on_the_way(
+    ring: Ring,
+    x_ref: Ref,  # n blocks: HBM or VMEM
+    o_ref: Ref,  # the own block of the result: HBM or VMEM
+    scratch: Scratch,
+    *,
+    blocks: Blocks,
+    streams: tuple[Stream, ...],
+    op: str,
+    vmem: bool,
+) -> None:
+    """Sends each block's sum towards its owner, adding the own term, and finishes the own block.
+
+    On a ring we send, of each chunk, our own term of the furthest block as message 0, and as
+    message k our term added to what message k - 1 has brought.
+
+    On a line messages number the owners, the furthest first: a sum that comes as message k goes on
+    as message k, in the step that comes as many after as there are devices behind us. So what we do
+    in one step, for owners on either side, arrives together, and our own block's sums come from
+    both sides in the last.
+
+    Upstream may be ahead of us, and its message k + SLOTS goes to the slot from which we send on
+    what message k brought. So a slot is released when that send has ended, and not before.
+    """
+    on_line = streams[0].line
+    behind, ahead = ([s.behind(ring) for s in streams], [s.ahead(ring) for s in streams])
+
+    def channel_of(i: int, chunk: Number) -> Channel:
+        stream, index = streams[i], (i, chunk)
+        comes = ahead[i] + 1 if on_line else stream.hops_of(chunk)
+        return Channel(
+            ring,
+            stream.direction,
+            scratch.semaphores,
+            index,
+            arrivals=comes,
+            longest=stream.hops,
+            slots=(scratch.slots_ref, index),
+        )
+
+    def wait_sent(i: int, chunk: Number) -> None:
+        channel = channel_of(i, chunk)
+        channel.wait_sent(channel.slot(0))
+
+    turns = [_Turns(s, functools.partial(wait_sent, i)) for i, s in enumerate(streams)]
+
+    def own_term(number: Number, i: int, chunk: Number) -> Any:
+        """Our term of the sum that we send as this message."""
+        furthest = ahead[i] if on_line else streams[i].hops_of(chunk)
+        return blocks.at(x_ref, ring.block(streams[i].direction * (furthest - number)), chunk)
+
+    def set_out(number: Number, i: int, chunk: Number) -> None:
+        channel = channel_of(i, chunk)
+        turns[i].end_earlier(number, chunk)
+        channel.send(own_term(number, i, chunk), channel.slot(number), number)
+
+    def add(number: Number, i: int, chunk: Number) -> None:
+        channel, come = channel_of(i, chunk), number if on_line else number - 1
+        summed = channel.slot(come)
+        channel.receive(come, summed)
+        combine(op, (summed, own_term(number, i, chunk), summed), vmem=vmem)
+        turns[i].end_earlier(number, chunk)  # that of this chunk too, from the slot before
+        channel.release(come - 1)
+        channel.send(summed, channel.slot(number), number)
+
+    def begin(_: Any, i: int, chunk: Number) -> None:
+        sets_out = behind[i] == 0 if on_line else True
+        groups.only_if(sets_out, lambda: set_out(np.int32(0), i, chunk))
+
+    def forward(step: Step, i: int, chunk: Number) -> None:
+        if not on_line:
+            add(step, i, chunk)
+            return
+        number = step - behind[i]
+        groups.only_if(behind[i] == 0, lambda: set_out(number, i, chunk))
+        groups.only_if((behind[i] > 0) & (number >= 0), lambda: add(number, i, chunk))
+
+    def last_sum(i: int, chunk: Number, comes: Any) -> Any:
+        """Where the last sum of our own block's chunk is on a stream, once it has come."""
+        channel = channel_of(i, chunk)
+        number = channel.arrivals - 1
+        groups.only_if(comes, lambda: channel.receive(number, channel.slot(number)))
+        return channel.slot(number)
+
+    def with_own(chunk: Number, *sums: Any) -> tuple[Any, ...]:
+        """What `combine` makes our own block's chunk of: our term, and what has come."""
+        return blocks.at(o_ref, chunk=chunk), blocks.at(x_ref, ring.me, chunk), *sums
+
+    def finish_one(chunk: Number) -> None:
+        """At a line's end, and between two devices: what comes, in one message of one stream."""
+        here = [b > 0 if on_line else streams[i].hops_of(chunk) > 0 for i, b in enumerate(behind)]
+        sums = [last_sum(i, chunk, comes) for i, comes in enumerate(here)]
+        alone = with_own(chunk, scratch.slots_ref.at[here[1].astype(np.int32), chunk, 0])
+        add = functools.partial(combine, op, vmem=vmem)
+        if not on_line:
+            add(alone)
+            return
+        groups.only_if(here[0] & here[1], lambda: add(with_own(chunk, *sums)))
+        groups.only_if(~(here[0] & here[1]), lambda: add(alone))
+
+    def finish(turn: Number, _: None) -> None:
+        """Our own block's chunk; with it that which comes last on the other stream, if any does."""
+        chosen = (turn, turn + rounds)[: blocks.chunks // rounds]
+        if on_line or (len(streams) > 1 and not streams[0].near):
+            for chunk in chosen:
+                finish_one(chunk)
+            return
+        each = range(len(streams))
+        sums = [with_own(chunk, *(last_sum(i, chunk, True) for i in each)) for chunk in chosen]
+        combine(op, *sums, vmem=vmem)
+
+    paired = 2 * streams[0].far_chunks == blocks.chunks
+    rounds = streams[0].far_chunks if paired else blocks.chunks
+
+    with jax.named_scope("own_terms"):
+        groups.for_each_chunk(streams, begin)
+    with jax.named_scope("forward"):
+        groups.for_each_step(streams, forward, start=1)
+    with jax.named_scope("finish"):
+        lax.fori_loop(0, rounds, finish, None)
+        for i in range(len(streams)):
+            groups.only_if(ahead[i] > 0 if on_line else True, turns[i].end_last)
+
+
+class _Turns:
+    """The sends of a stream, at most IN_FLIGHT of them under way at a time.
+
+    They take turns, chunk by chunk and step by step. Before one starts, that IN_FLIGHT turns
+    earlier has ended, and with it all before that: also the same chunk's of the step before, as
+    IN_FLIGHT counts at most for a step's chunks.
+    """
+
+    def __init__(self, stream: Stream, wait_sent: Callable[[Any], None]) -> None:
+        self._stream, self._wait_sent = stream, wait_sent  # a chunk's oldest send has ended
+        self._in_flight = min(IN_FLIGHT, stream.chunks)
+
+    def end_earlier(self, number: Number, chunk: Number) -> None:
+        """Waits, before a chunk's message is sent, for the send that must have ended by then."""
+        turn = self._stream.turn(chunk)
+
+        @pl.when((turn >= self._in_flight) | (number >= 1))
+        def _() -> None:  # turns below 0 are those of the step before
+            self._wait_sent(self._stream.chunk(turn - self._in_flight))
+
+    def end_last(self) -> None:
+        """Waits for the sends that no later one has waited for."""
+        stream = self._stream
+        count = stream.near * stream.chunks + stream.far_chunks
+        for back in range(1, 1 + min(self._in_flight, count)):
+            self._wait_sent(stream.chunk(stream.far_chunks - back))
