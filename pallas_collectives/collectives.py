@@ -28,6 +28,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_collectives import validation
@@ -365,10 +366,14 @@ def pbroadcast(
     axis_name: AxisName,
     source: Any,
     *,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`.
+
+    Over a wire all get the same bits, the source too.
 
     Example:
       >>> mesh = jax.make_mesh((2,), ("x",))
@@ -376,5 +381,17 @@ def pbroadcast(
       [1.0, 1.0]
     """
     how = choice.settle(axis_name, None, backend, algorithm)
-    validation.check_source(source, validation.size_of(axis_name))
-    return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
+    over = choice.over_wires(how, wire, wire_backward)
+    devices = validation.size_of(axis_name)
+    validation.check_source(source, devices)
+
+    def move(x: Any) -> Any:
+        return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
+
+    if wire is wire_backward is None or devices == 1:
+        return move(x)
+    given = jax.tree.map(jnp.asarray, quantized.sent(x, wire, axis_name, None, quantized.WHOLE))
+    each = functools.partial(
+        quantized.broadcast, wire=over.wire, backward=over.wire_backward, move=move
+    )
+    return jax.tree.map(each, given)

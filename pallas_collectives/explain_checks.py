@@ -49,11 +49,12 @@ def check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: An
 
 
 def check_wire(op: str, wire: Any) -> None:
-    """Not all collectives take a wire, and no product does."""
-    function = getattr(collectives, op.removesuffix("_start"), None)
+    """Not all collectives take a wire; of a product's and a broadcast's there are no figures."""
+    name = op.removesuffix("_start")
+    function = getattr(collectives, name, None)
     takes = function and "wire" in inspect.signature(function).parameters
-    if wire is not None and not takes:
-        rule = "it takes no wire"
+    if wire is not None and (not takes or name == "pbroadcast"):
+        rule = "it takes none, or there are no figures of it"
         raise WireError(f"wire={wire!r} for {op}", rule, "leave it out")
 
 

@@ -14,7 +14,7 @@ draw or a residue presumes that terms are quantised once.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,19 +86,15 @@ def settled(
     found = _ways(op, x, blocks, group, how)
     way = _chosen(found, blocks, wire, how)
     bundled_later = op == "all_reduce" and placement.are_settled_later()
-    if way.sent >= x.nbytes and not bundled_later:
-        lost = f"with scales and padding it takes {way.sent} bytes in place of {x.nbytes}"
-        if not wire.optional:
-            remedy = "leave wire=None, or wire='auto' to have it left out; or make rows longer"
-            raise WireError(f"wire {wire} for {op} of {x.dtype}{list(x.shape)}", lost, remedy)
+    if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
         _note_left_out(op, wire, lost)
         return None, plain, _NO_WAY
     us = _plain_us(op, x.nbytes, group, how.backend)
     if wire.optional and us is not None and way.us is not None and way.us >= us:
         _note_left_out(op, wire, f"it would take {way.us:.0f} us in place of {us:.0f}")
         return None, plain, _NO_WAY
-    if wire.optional and us is None and x.nbytes < AUTO_BYTES:
-        _note_left_out(op, wire, f"the operand is smaller than {AUTO_BYTES >> 20} MiB")
+    if us is None and (small := _small(x, wire)):
+        _note_left_out(op, wire, small)
         return None, plain, _NO_WAY
     told = tuple(_told(op, w, wire, group.size) for w in found if w.algorithm)
     counters.note(
@@ -109,6 +105,40 @@ def settled(
     if wire.scaled and _adds(op):
         plain = dataclasses.replace(plain, algorithm=None)
     return wire, plain, way
+
+
+def taken(op: str, x: jax.Array, sent: int, wire: Wire) -> Wire | None:
+    """The wire that an array takes in `sent` bytes, if any, where no table tells; counted.
+
+    Raises:
+      DtypeError, WireError: it was named and cannot be had, or loses.
+    """
+    if not wire.optional:
+        wires.check(wire, x.dtype, op)
+    if why := wires.obstacle(wire, x.dtype) or _lost(op, x, sent, wire) or _small(x, wire):
+        _note_left_out(op, wire, why)
+        return None
+    told: dict[str, Any] = {"wire": wire, "nbytes": x.nbytes, "sent": sent}
+    counters.note(WirePlan(op=op, backend="", algorithm=str(wire), **told))
+    return wire
+
+
+def _lost(op: str, x: jax.Array, sent: int, wire: Wire) -> str:
+    """What a wire that takes no fewer bytes loses; "" if it gains. Raises where it was named."""
+    if sent < x.nbytes:
+        return ""
+    lost = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
+    if not wire.optional:
+        remedy = "leave wire=None, or wire='auto' to have it left out; or make rows longer"
+        raise WireError(f"wire {wire} for {op} of {x.dtype}{list(x.shape)}", lost, remedy)
+    return lost
+
+
+def _small(x: jax.Array, wire: Wire) -> str:
+    """Why a wire that may be left out is, where no times tell; "" if it is taken."""
+    if wire.optional and x.nbytes < AUTO_BYTES:
+        return f"the operand is smaller than {AUTO_BYTES >> 20} MiB"
+    return ""
 
 
 def _ways(

@@ -5,6 +5,7 @@ program, so numbers are drawn here, before: x becomes what its wire can send, an
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import _compat, validation, wires
-from pallas_collectives.backends import wired
+from pallas_collectives.backends import wire_ways, wired
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.errors import CollectiveError, WireError
@@ -180,6 +181,33 @@ def exchanged(
 def permuted(x: Any, wire: Any, move: Move) -> Any:
     """(values, scales) of what comes; `move` permutes."""
     return _each(lambda x: tuple(p[0] for p in wired.moved(x[None], wire, move)), x, wire)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def broadcast(x: jax.Array, wire: Wire | None, backward: Wire | None, move: Move) -> jax.Array:
+    """What `move`, a broadcast, brings of x over a wire; its derivative goes straight through.
+
+    Raises:
+      DtypeError, WireError: as `wire_ways.taken`.
+    """
+    if wire is None or not x.size:
+        return move(x)
+    rows = x if x.ndim else x[None]
+    taken = wire_ways.taken("pbroadcast", x, wires.packed_bytes(rows.shape, wire), wire)
+    if taken is None:
+        return move(x)
+    if not wire.scaled:
+        return move(x.astype(jnp.bfloat16)).astype(x.dtype)
+    come = wired.moved(rows[None], wire, move)
+    return wires.dequantize(*come, x.dtype).reshape(x.shape)
+
+
+@broadcast.defjvp
+def _broadcast_jvp(
+    wire: Wire | None, backward: Wire | None, move: Move, primals: Any, tangents: Any
+) -> Any:
+    (x,), (moving,) = primals, tangents
+    return broadcast(x, wire, backward, move), broadcast(moving, backward, None, move)
 
 
 def checked(wire: Any, wire_backward: Any, order: str | None = None) -> Wire:

@@ -68,6 +68,8 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
     how = spec.how
     if spec.wish == UNFUSED:
         return _plan(op, spec, UNFUSED, "it was asked for")
+    if how.wire is not None or how.wire_backward is not None:
+        return refused(op, spec, "over a wire the collective and the product run apart")
     if op == SCATTER and how.order is not None:
         return refused(op, spec, f"on its way round the ring it adds in no order={how.order!r}")
     if how.backend != "pallas":

@@ -30,8 +30,10 @@ from pallas_collectives.overlap import array_products, fusion
 from pallas_collectives.topology import placement
 
 
-def all_gather_matmul(x: jax.Array, ws: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
-    """[gathered x, x @ w, ...], fused or not."""
+def all_gather_matmul(
+    x: jax.Array, ws: Sequence[jax.Array], spec: Spec, **wires: Any
+) -> list[jax.Array]:
+    """[gathered x, x @ w, ...], fused or not; wires: as `collectives.all_gather` takes them."""
     plan = fusion.decide(GATHER, [x], ws, spec)
     if plan.algorithm == FUSED:
         return _gather_p.bind(*_alike([x, *ws], spec), spec=spec, plan=plan)
@@ -54,14 +56,15 @@ def all_gather_matmul(x: jax.Array, ws: Sequence[jax.Array], spec: Spec) -> list
         tiled=True,
         order=spec.how.order,
         backend=_named(spec),
+        **wires,
     )
     return [gathered, *(product(gathered, w, spec) for w in ws)]
 
 
 def matmul_reduce_scatter(
-    xs: Sequence[jax.Array], ws: Sequence[jax.Array], spec: Spec
+    xs: Sequence[jax.Array], ws: Sequence[jax.Array], spec: Spec, **wires: Any
 ) -> jax.Array:
-    """The scattered sum of all x @ w, fused or not."""
+    """The scattered sum of all x @ w, fused or not; wires: as `psum_scatter` takes them."""
     plan = fusion.decide(SCATTER, xs, ws, spec)
     if plan.algorithm == FUSED:
         return _scatter_p.bind(*_alike([*xs, *ws], spec), spec=spec, plan=plan)[0]
@@ -88,6 +91,7 @@ def matmul_reduce_scatter(
         tiled=True,
         order=spec.how.order,
         backend=_named(spec),
+        **wires,
     )
     scattered = scattered if spec.scale == 1.0 else scattered * spec.scale
     return scattered.astype(spec.out_dtype)

@@ -11,6 +11,7 @@ run unfused there, which on four H200 took 0.6 to 0.75 of the time. `fusion_coun
 and why; `explain` says it beforehand.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ def all_gather_matmul(
     preferred_element_type: Any = None,
     precision: Any = None,
     order: str | None = None,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> Any:
@@ -54,6 +57,8 @@ def all_gather_matmul(
       precision: as `jnp.matmul`'s.
       order: "rank" to have the backward pass add in the order of the ranks, see
         `matmul_reduce_scatter`.
+      wire: the numbers that x travels as, "int8" or others (see `collectives`), and
+      wire_backward: those of its derivative. Products of what comes over a wire run unfused.
       backend: see `collectives`.
       algorithm: "fused", "unfused", or None: on TPUs the one that a model of the chip says is
         faster, elsewhere "unfused". "fused" is one kernel on TPUs, and elsewhere
@@ -86,10 +91,12 @@ def all_gather_matmul(
     x, weights = jnp.asarray(x_shard), [jnp.asarray(w) for w in (ws if several else [ws])]
     contracted = validation.size_of(axis_name) * x.shape[-1] if _is_last(gather_axis, x) else None
     axis = _check_operands("gather_axis", gather_axis, x, weights, axis_name, contracted)
+    over = {"wire": wire, "wire_backward": wire_backward}
     spec = _spec(
-        axis_name, axis, x, weights, preferred_element_type, precision, order, backend, algorithm
-    )
-    gathered, *products = primitives.all_gather_matmul(x, weights, spec)
+        axis_name, axis, x, weights, preferred_element_type, precision, order, backend, algorithm,
+        over,
+    )  # fmt: skip
+    gathered, *products = primitives.all_gather_matmul(x, weights, spec, **over)
     result = jax.tree.unflatten(jax.tree.structure(ws), products) if several else products[0]
     return (result, gathered) if return_gathered else result
 
@@ -105,6 +112,8 @@ def matmul_reduce_scatter(
     preferred_element_type: Any = None,
     precision: Any = None,
     order: str | None = None,
+    wire: Any = None,
+    wire_backward: Any = None,
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> jax.Array:
@@ -124,6 +133,8 @@ def matmul_reduce_scatter(
       precision: as `jnp.matmul`'s.
       order: "rank" to have products added in the order of the ranks, see `psum`; unfused, as the
         kernel adds them on their way round the ring.
+      wire: the numbers that products travel as, "int8" or others (see `collectives`), and
+      wire_backward: those of the derivative. Products for a wire run unfused.
       backend: see `collectives`.
       algorithm: "fused", "unfused" or None, as `all_gather_matmul`'s; on other chips than TPUs
         "fused" is `pipelined_produce_and_all_to_all`.
@@ -159,14 +170,15 @@ def matmul_reduce_scatter(
     if reduce not in ("sum", "mean"):
         raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
     validation.check_flag("precise", precise)
+    over = {"wire": wire, "wire_backward": wire_backward}
     spec = _spec(
-        axis_name, axis, x, [w], preferred_element_type, precision, order, backend, algorithm,
+        axis_name, axis, x, [w], preferred_element_type, precision, order, backend, algorithm, over,
         precise=precise, scale=1.0 if reduce == "sum" else 1 / n,
     )  # fmt: skip
     if reduce == "mean" and not jnp.issubdtype(spec.out_dtype, jnp.inexact):
         rule = "a mean of integers is not an integer"
         raise DtypeError(f"reduce='mean' of {spec.out_dtype}", rule, "pass a floating dtype")
-    return primitives.matmul_reduce_scatter([x], [w], spec)
+    return primitives.matmul_reduce_scatter([x], [w], spec, **over)
 
 
 def _is_last(axis: int, x: jax.Array) -> bool:
@@ -213,6 +225,7 @@ def _spec(
     order: str | None,
     backend: str | None,
     algorithm: str | None,
+    over: dict[str, Any],
     **more: Any,
 ) -> Spec:
     algorithm = None if algorithm == "auto" else algorithm
@@ -221,7 +234,8 @@ def _spec(
         raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
     axes = validation.named(axis_name)
     validation.check_order_of_sum(order, axes)
-    how = choice.choose(axes, backend, None, order=order)
+    how = choice.choose(axes, backend, None, more.get("precise", False), order)
+    how = dataclasses.replace(choice.over_wires(how, *over.values()), precise=False)
     try:
         out = jnp.result_type(x, *ws) if dtype is None else jnp.dtype(dtype)
     except TypeError:

@@ -11,7 +11,7 @@ import pytest
 import harness
 import pallas_collectives as pc
 from pallas_collectives import wires
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.wires import Wire
 from wired_calls import BY_XLA, KINDS, WIRES, data, moves, ragged, run, sums, within
 
@@ -57,6 +57,39 @@ def test_sums_are_within_the_stated_bound(wire: Wire, n: int) -> None:
         assert (mean <= (np.abs(x).max() * 2 + 1e-30)).all()
         assert all((row == got[1][0]).all() for row in got[1])  # the same on every device
         assert all((row == got[2][0]).all() for row in got[2])
+
+
+@pytest.mark.parametrize("wire", [*WIRES, "bfloat16"], ids=str)
+def test_a_broadcast_brings_everyone_the_same_bits_within_half_a_step(
+    wire: Any,
+) -> None:
+    n, source, columns = 3, 1, 300
+
+    def program(x: jax.Array) -> Any:
+        def loss(x: jax.Array) -> Any:
+            come = pc.pbroadcast(x, "x", source, wire=wire)
+            return (come * jnp.arange(columns)).sum(), come
+
+        bound = jnp.abs(x) / 256 if wire == "bfloat16" else within(x, wire)
+        return jax.grad(loss, has_aux=True)(x), bound
+
+    x = data(n, "heavy tails", columns=columns)
+    (slope, come), bound = run(program, x, n=n)
+    assert (come == come[0]).all()
+    assert (np.abs(come[0].astype(np.float64) - x[source]) <= bound[source]).all()
+    assert (come[0] != x[source]).any()
+    others = [d for d in range(n) if d != source]
+    assert (slope[source] == n * np.arange(columns)).all() and not slope[others].any()
+
+
+def test_a_broadcast_that_a_wire_makes_larger_is_refused() -> None:
+    with pytest.raises(WireError, match="in place of 12"):
+        run(lambda x: pc.pbroadcast(x[:1, :3], "x", 1, wire="int8"), data(2), n=2)
+    pc.reset_counts()
+    got = run(lambda x: pc.pbroadcast(x, "x", 1, wire="auto"), data(2), n=2)
+    assert (got == data(2)[1]).all()
+    (left,) = pc.wire_counts()
+    assert left[:2] == ("pbroadcast", "") and "smaller than 2 MiB" in left[2]
 
 
 def _flat_bound(x: np.ndarray, wire: Wire, n: int) -> np.ndarray:
