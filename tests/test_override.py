@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from pallas_collectives import collectives
-from pallas_collectives.backends import counters, overrides
-from pallas_collectives.backends.plans import KernelPlan
+from pallas_collectives.backends import overrides
 from pallas_collectives.errors import CollectiveError, WireError
 
 NAMES = sorted(vars(collectives.LAX))
@@ -237,67 +236,6 @@ def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> No
     by = served(build("v6e:4x4"))
     assert any(name.endswith(":sc") for name in by["all_gather"])
     assert any(name.endswith(":sc") for name in by["reduce_scatter"])
-
-
-def engines(step: Any, *shapes: tuple[int, ...]) -> dict[tuple[str, int], set[bool]]:
-    """Whether a SparseCore of a v6e serves each collective of so many bytes."""
-    pytest.importorskip("libtpu")
-    on = harness.tpu_mesh("v6e:4x4", {"x": 16})
-    run = jax.shard_map(step, mesh=on, in_specs=P(), out_specs=P(), check_vma=False)
-    given = jax.NamedSharding(on, P())
-    with counters.recorded(built=True) as plans:
-        jax.jit(run).lower(*(jax.ShapeDtypeStruct(s, "bfloat16", sharding=given) for s in shapes))
-    found: dict[tuple[str, int], set[bool]] = {}
-    for plan in plans:
-        if isinstance(plan, KernelPlan):
-            found.setdefault((plan.op, plan.nbytes), set()).add(plan.on_sparsecore)
-    return found
-
-
-W, X, WHOLE = 256 * 4096 * 2, 1024 * 4096 * 2, 16 * 256 * 4096 * 2
-
-
-@pytest.mark.parametrize(
-    "by", [pc.override_lax(), pc.overridden], ids=["override_lax", "overridden"]
-)
-def test_a_sparsecore_is_left_to_what_is_asked_for_ahead(by: Any) -> None:
-    """Weights, or a part of them, and sums of gradients; tokens are awaited at once, both ways."""
-
-    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
-        weights = jax.lax.all_gather(w[0], "x", tiled=True)
-        tokens = jax.lax.all_gather(jnp.tanh(x), "x", tiled=True)
-        return jax.lax.psum_scatter(jnp.sin(tokens @ weights), "x", tiled=True)
-
-    def step(w: jax.Array, x: jax.Array) -> Any:
-        return jax.grad(lambda w, x: jnp.sum(layer(w, x) ** 2).astype("float32"), (0, 1))(w, x)
-
-    found = engines(by(step), (1, 256, 4096), (1024, 4096))
-    assert found.pop(("all_gather", W)) == found.pop(("reduce_scatter", WHOLE)) == {True}
-    assert found == {("all_gather", X): {False}, ("reduce_scatter", 16 * X): {False}}
-
-
-def test_a_sparsecore_sums_gradients_and_no_activations() -> None:
-    """By name, as data parallel steps do: scaled or not, in a tree, of a scan, but not in order."""
-
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        y, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
-        return jnp.sum(jax.lax.psum(y, "x").astype("float32"))
-
-    def step(w: jax.Array, x: jax.Array) -> Any:
-        of_w, of_x = jax.grad(loss, (0, 1))(w, x)
-        return jax.lax.psum({"w": of_w, "half": of_x / 2}, "x"), jax.lax.psum(jnp.sin(x), "x")
-
-    with pc.override_lax():
-        found = engines(step, (2, 2048, 2048), (1024, 2048))
-    assert found[("all_reduce", 2 * 2048 * 2048 * 2)] == {True}
-    assert found[("all_reduce", 1024 * 2048 * 2)] == {True, False}
-
-    def in_order(w: jax.Array, x: jax.Array) -> Any:
-        return pc.psum(jax.grad(loss)(w, x), "x", order="rank")
-
-    with pc.override_lax():
-        found = engines(in_order, (2, 2048, 2048), (1024, 2048))
-    assert not any(True in on for (op, _), on in found.items() if op == "all_reduce")
 
 
 def test_the_report_says_what_is_exposed_before_and_after() -> None:

@@ -59,10 +59,12 @@ def choose(
         block = record.block_bytes(operand.nbytes, group.size)
         fastest = functools.partial(_fastest, op, block, group, chip, cuts, torus, perm, how.order)
         adds = record.example.adds
-        base, _, candidates = fastest(by_subcores=adds and suffix == "sc" and how.order is None)
+        base, on_core, candidates = fastest(
+            by_subcores=adds and suffix == "sc" and how.order is None
+        )
         if how.beside and not how.awaited and sparsecore_can(op, how.order, group, chip, cuts):
             there, us, others = fastest(by_subcores=adds)
-            if overlaps.by_sparsecore(us, chip):
+            if overlaps.by_sparsecore(us, chip, on_core):
                 base, candidates, suffix = there, others, "sc"
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]

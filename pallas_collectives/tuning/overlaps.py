@@ -19,6 +19,9 @@ PATH = Path(__file__).parent / "overlaps.json"
 # `replay.machine`): less than a tenth of what takes as long as this.
 _WORTH_US = 50.0
 
+# What the core waits of that all the same, as XLA orders the built-in steps: half, on v6e (`step`).
+_EXPOSED = 0.5
+
 
 class Learned(NamedTuple):
     """What the compiler did.
@@ -51,9 +54,14 @@ def by_xla(op: str, chip: Chip) -> str:
     return f"XLA runs {op} beside compute on {chip.name} ({there}; libtpu {learned().libtpu})"
 
 
-def by_sparsecore(us: float | None, chip: Chip) -> bool:
-    """Whether a kernel that takes so long alone is better run on a SparseCore, beside compute."""
-    return chip.name in learned().engines and not chip.no_sparsecore and (us or 0.0) >= _WORTH_US
+def by_sparsecore(us: float | None, chip: Chip, on_core: float | None = None) -> bool:
+    """Whether a kernel that takes so long alone is better run on a SparseCore, beside compute.
+
+    on_core: what the TensorCore's fastest takes, where that is another: sums over several axes.
+    """
+    if chip.name not in learned().engines or chip.no_sparsecore or (us or 0.0) < _WORTH_US:
+        return False
+    return on_core is None or (us or 0.0) * _EXPOSED <= on_core
 
 
 def gathers_on_sparsecore(chip: Chip) -> bool:

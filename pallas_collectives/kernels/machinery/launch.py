@@ -162,10 +162,13 @@ def call_many(
     # The compiler keeps operands of the matrix unit besides: a quarter more than the tiles.
     in_vmem = filter(_is_vmem, jax.tree.leaves(allocated))
     vmem_bytes = sum(map(_padded_bytes, in_vmem)) + pipeline_bytes * 5 // 4
+    under_way = wire_bytes
+    if sparsecore.is_wanted():
+        under_way = sparsecore.as_long_as(wire_bytes, chips.current(), links=2 * len(along))
     options: dict[str, Any] = {
         "name": name,
         "interpret": interpret,
-        "cost_estimate": pl.CostEstimate(flops, transcendentals=0, bytes_accessed=wire_bytes),
+        "cost_estimate": pl.CostEstimate(flops, transcendentals=0, bytes_accessed=under_way),
         "compiler_params": pltpu.CompilerParams(
             collective_id=entry.barrier_id(barrier, group, interpret, sparsecore.is_wanted()),
             vmem_limit_bytes=_vmem_limit(vmem_bytes, name),

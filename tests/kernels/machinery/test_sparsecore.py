@@ -292,3 +292,19 @@ def test_replayed_as_a_second_engine(op: str, algorithm: str, name: str) -> None
     like_the_core = {"sparsecore_launch_cost": g.launch_cost, "sparsecore_issue_cost": g.issue_cost}
     if op != "ragged_all_to_all":  # there its result begins as a copy, which the core need not make
         assert report(":sc", **like_the_core).time <= 1.1 * here.time
+
+
+def test_xla_is_told_how_long_a_call_is_on_links() -> None:
+    """On v6e a link has an 18th of HBM's bandwidth, and a ring two of them."""
+    pytest.importorskip("libtpu")
+    estimates = [
+        int(
+            re.findall(
+                r'bytes_accessed"?[^0-9]+(\d+)', compiled("all_gather", name, topology).text
+            )[0]
+        )
+        for topology in [GENERATIONS["v6e"]]
+        for name in ("bidirectional:hbm", "bidirectional:sc")
+    ]
+    core, there = estimates
+    assert there == pytest.approx(core * 1640 / (2 * 90), rel=1e-3)

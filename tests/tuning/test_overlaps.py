@@ -1,0 +1,86 @@
+"""Which collectives of a step a SparseCore runs, and which the core."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import KernelPlan
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import overlaps
+
+
+def engines(step: Any, *shapes: tuple[int, ...]) -> dict[tuple[str, int], set[bool]]:
+    """Whether a SparseCore of a v6e serves each collective of so many bytes."""
+    pytest.importorskip("libtpu")
+    on = harness.tpu_mesh("v6e:4x4", {"x": 16})
+    run = jax.shard_map(step, mesh=on, in_specs=P(), out_specs=P(), check_vma=False)
+    given = jax.NamedSharding(on, P())
+    with counters.recorded(built=True) as plans:
+        jax.jit(run).lower(*(jax.ShapeDtypeStruct(s, "bfloat16", sharding=given) for s in shapes))
+    found: dict[tuple[str, int], set[bool]] = {}
+    for plan in plans:
+        if isinstance(plan, KernelPlan):
+            found.setdefault((plan.op, plan.nbytes), set()).add(plan.on_sparsecore)
+    return found
+
+
+W, X, WHOLE = 256 * 4096 * 2, 1024 * 4096 * 2, 16 * 256 * 4096 * 2
+
+
+@pytest.mark.parametrize(
+    "by", [pc.override_lax(), pc.overridden], ids=["override_lax", "overridden"]
+)
+def test_a_sparsecore_is_left_to_what_is_asked_for_ahead(by: Any) -> None:
+    """Weights, or a part of them, and sums of gradients; tokens are awaited at once, both ways."""
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        weights = jax.lax.all_gather(w[0], "x", tiled=True)
+        tokens = jax.lax.all_gather(jnp.tanh(x), "x", tiled=True)
+        return jax.lax.psum_scatter(jnp.sin(tokens @ weights), "x", tiled=True)
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return jax.grad(lambda w, x: jnp.sum(layer(w, x) ** 2).astype("float32"), (0, 1))(w, x)
+
+    found = engines(by(step), (1, 256, 4096), (1024, 4096))
+    assert found.pop(("all_gather", W)) == found.pop(("reduce_scatter", WHOLE)) == {True}
+    assert found == {("all_gather", X): {False}, ("reduce_scatter", 16 * X): {False}}
+
+
+def test_what_is_worth_a_sparsecores_time() -> None:
+    """Enough for its launch, and not more than twice what the core's fastest takes."""
+    v6e, v5e = chips.BY_NAME["v6e"], chips.BY_NAME["v5e"]
+    assert overlaps.by_sparsecore(60.0, v6e) and not overlaps.by_sparsecore(60.0, v5e)
+    assert not overlaps.by_sparsecore(40.0, v6e) and not overlaps.by_sparsecore(None, v6e)
+    assert overlaps.by_sparsecore(300.0, v6e, 160.0)
+    assert not overlaps.by_sparsecore(300.0, v6e, 140.0)
+
+
+def test_a_sparsecore_sums_gradients_and_no_activations() -> None:
+    """By name, as data parallel steps do: scaled or not, in a tree, of a scan, but not in order."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+        return jnp.sum(jax.lax.psum(y, "x").astype("float32"))
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        of_w, of_x = jax.grad(loss, (0, 1))(w, x)
+        return jax.lax.psum({"w": of_w, "half": of_x / 2}, "x"), jax.lax.psum(jnp.sin(x), "x")
+
+    with pc.override_lax():
+        found = engines(step, (2, 2048, 2048), (1024, 2048))
+    assert found[("all_reduce", 2 * 2048 * 2048 * 2)] == {True}
+    assert found[("all_reduce", 1024 * 2048 * 2)] == {True, False}
+
+    def in_order(w: jax.Array, x: jax.Array) -> Any:
+        return pc.psum(jax.grad(loss)(w, x), "x", order="rank")
+
+    with pc.override_lax():
+        found = engines(in_order, (2, 2048, 2048), (1024, 2048))
+    assert not any(True in on for (op, _), on in found.items() if op == "all_reduce")
