@@ -224,7 +224,7 @@ def overflows_from(dtype: Any) -> float:
 
 
 def group_size(columns: int, groups: int) -> int:
-    """How long the groups are of which a row of so many columns has so many."""
+    """Elements of a group, of a row that has so many columns and so many groups."""
     if groups == 1:
         return max(1, columns)
     found = [g for g in GROUPS if isinstance(g, int) and -(-columns // g) == groups]
