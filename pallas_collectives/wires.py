@@ -16,7 +16,8 @@ What follows from that, and is tested number by number:
     inf, NaN        a group that holds one has scale NaN, and arrives as NaN throughout
     subnormal       what is below 2^-126 on the way may count as zero, as on TPUs: that is the error
                     where it is more than half a step
-    largest float   what would round up beyond the operand's dtype arrives as its largest number
+    largest float   what would round up beyond the operand's dtype arrives as its largest number;
+                    a sum that is added on the way counts as overflown if it does so there
 
 A wire of bfloat16 has no scales: numbers are rounded to it, and those beyond 3.39e38 to inf.
 """
@@ -223,7 +224,7 @@ def overflows_from(dtype: Any) -> float:
 
 
 def group_size(columns: int, groups: int) -> int:
-    """How long the groups are of which a row of so many columns has so many."""
+    """Elements of a group, of a row that has so many columns and so many groups."""
     if groups == 1:
         return max(1, columns)
     found = [g for g in GROUPS if isinstance(g, int) and -(-columns // g) == groups]

@@ -161,14 +161,14 @@ def _ways(
     packed, tiles = n * codec.packed_bytes(numbers), -(-numbers // math.prod(codec.tile))
     block = catalogue.COLLECTIVES[op].block_bytes(packed, n)
     by_name = algorithms.predicted(op, block, placement.arranged(group), cuts=tiles)
-    return (
-        moved,
-        *(
-            Way(name, packed, 0.0, by_name.get(name) if how.backend == "pallas" else None)
-            for name in _rings(op, group)
-            if name != "torus" or _fits(op, x, tiles, group, codec)
-        ),
-    )
+    adding = 1e6 * codec.seconds(n * numbers, chips.current(), unpacked=op == "all_reduce")
+
+    def way(name: str) -> Way:
+        us = by_name.get(name)
+        return Way(name, packed, 0.0, None if us is None else max(us, adding))
+
+    rings = _rings(op, group)
+    return moved, *(way(a) for a in rings if a != "torus" or _fits(op, x, tiles, group, codec))
 
 
 def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool:

@@ -172,7 +172,12 @@ class OnWire:
     def _scattered(self, blocks: jax.Array, wire: Wire, group: Group, plain: How) -> jax.Array:
         """(n, elements) -> (elements,): everyone's terms for this device, added in float32."""
         values, scales = moved(blocks, wire, self._exchange(group, plain))
-        return ordered.total(lambda p: _term(values, scales, p), group.size)
+        limit = float(jnp.finfo(blocks.dtype).max)
+
+        def term(number: Any) -> jax.Array:
+            return jnp.clip(_term(values, scales, number), -limit, limit)
+
+        return ordered.total(term, group.size)
 
     def _exchange(self, group: Group, plain: How) -> Move:
         at = {"split_axis": 0, "concat_axis": 0}

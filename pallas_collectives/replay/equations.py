@@ -34,10 +34,10 @@ _LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, o
 # `kernels.machinery.codec`: cycles for 16384 numbers, by the compiler and by this,
 #
 #                           v4         v5e        v5p        v6e and 7x
-#     unpacked              146, 140   66, 64     66, 58     57, 48
-#     packed                243, 152   102, 100   102, 76    98, 84
-#     added and packed      355, 286   143, 164   143, 134   112, 132
-_NARROW = 4
+#     unpacked              144, 132   57, 60     57, 54     47, 44
+#     packed                228, 144   80, 96     81, 72     85, 80
+#     added and packed      340, 270   126, 156   127, 126   114, 124
+_NARROW = 3
 # Primitives that move no data on a TPU core, or whose cost is that of the loads and stores around
 # them.
 _FREE = values.IDENTITY | {"iota", "transpose", "slice", "dynamic_slice", "concatenate", "split"}

@@ -153,6 +153,25 @@ def test_sums_that_overflow_are_seen() -> None:
         assert (got[:, 1, 5] == largest).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_largest_number_alone_is_no_overflow(dtype: str) -> None:
+    """A power of two brings it as more than it is, up or down: it saturates, as where it moves."""
+    largest = float(jnp.finfo(dtype).max)
+    x = np.zeros((2, 4, 128), dtype)
+    x[0, 0, 5], x[0, 2, 7] = largest, -largest
+    wire = Wire("int8", scales="power of two")
+    scattered, whole = run(
+        lambda x: (
+            pc.psum_scatter(x, "x", tiled=True, wire=wire, **BY_XLA),
+            pc.psum(x, "x", wire=wire, **BY_XLA),
+        ),
+        x,
+        n=2,
+    )
+    np.testing.assert_array_equal(scattered.reshape(4, 128), x[0])
+    np.testing.assert_array_equal(whole, np.stack([x[0]] * 2))
+
+
 @pytest.mark.usefixtures("by_nccl")
 def test_nccl_gives_the_bits_that_lax_gives() -> None:
     x, n = data(2), 2

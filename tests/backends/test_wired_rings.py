@@ -191,10 +191,10 @@ def _another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(self: Codec, number: Any, tiles: int) -> Any:
         return scales(self, jax.lax.rem(number + 1, np.int32(tiles)), tiles)
 
-    def wrong(self: Codec, ref: Any, number: Any, tiles: int) -> Any:
+    def wrong(self: Codec, ref: Any, number: Any, tiles: int, most: Any) -> Any:
         with monkeypatch.context() as within:
             within.setattr(Codec, "_scales", shifted)
-            return read(self, ref, number, tiles)
+            return read(self, ref, number, tiles, most)
 
     monkeypatch.setattr(Codec, "_read", wrong)
 

@@ -319,6 +319,8 @@ QUICK: dict[str, Covers] = {
     "test_torus_kernels::test_values_without_races": each("op"),
     "test_torus_on_tpus::test_compiles_for_every_generation": each("op", "topology"),
     "test_torus_on_tpus::test_sections_compile_for_every_generation": never,
+    "test_torus_packed::test_sections_are_within_the_bound": never,
+    "test_torus_packed::test_faults_are_caught_on_some_schedule": never,
     "test_torus_packed::test_compiles_for_every_generation": only(
         op=["all_reduce"], topology=["v5e:4x4"]
     ),

@@ -33,11 +33,16 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.topology.chips import Chip
 from pallas_collectives.wires import LEAST_SCALE, Wire
 
 ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
 # Tiles whose scales are a whole tile of the hardware's; those of fewer are padded.
 WHOLE = sublanes(jnp.int32)
+
+# Tiles that the compiler does side by side: their conversions wait for one another's sums along
+# lanes, and with four the units have a fifth less idle time than with two.
+SIDE_BY_SIDE = (4, 2, 1)
 
 # Numbers of at most 2^22 in magnitude that this is added to are rounded to integers, which are the
 # sum's low bits: one addition in place of a rounding and a conversion.
@@ -77,6 +82,16 @@ class Codec:
         rows, columns = self.tile
         return 4 * math.prod(self.packed_shape((-(-numbers // (rows * columns)) * rows, columns)))
 
+    def seconds(self, numbers: int, chip: Chip, *, unpacked: bool) -> float:
+        """What adding and packing so many numbers takes a chip's vector unit, at the least.
+
+        `unpacked` as well, if what comes is. As the compiler does it (see `replay.equations`).
+        """
+        operations = 14 + 2 * chip.across_lanes
+        if unpacked:
+            operations += 5 + chip.across_lanes
+        return numbers * operations * chip.cores / chip.vector_rate
+
     def combine(self, *sums: tuple[Any, ...]) -> None:
         """For each (out, *in) of `sums`: out = in[0] + in[1] + ..., in this order, in float32.
 
@@ -87,32 +102,47 @@ class Codec:
 
     def unpack(self, out: Ref, packed: Ref) -> None:
         """out = packed; what would round up beyond the dtype of `out` is its largest number."""
-        limit = float(jnp.finfo(out.dtype).max)
-        self._over_tiles(out, [packed], lambda numbers: jnp.clip(numbers, -limit, limit))
+        limit = np.float32(jnp.finfo(out.dtype).max)
 
-    def _over_tiles(self, out: Ref, terms: Sequence[Ref], make: Callable[..., Any]) -> None:
+        def within(numbers: Any) -> Any:
+            if self.wire.scales == "power of two":
+                return jnp.clip(numbers, -limit, limit)
+            return numbers  # beyond by what float32 rounds off at the most: see `most`
+
+        most = np.nextafter(limit / np.float32(self.wire.largest), np.float32(0))
+        self._over_tiles(out, [packed], within, most)
+
+    def _over_tiles(
+        self, out: Ref, terms: Sequence[Ref], make: Callable[..., Any], most: Any = None
+    ) -> None:
+        """out = make(*terms), a tile's numbers at a time; scales that are read are `most` or less.
+
+        That costs next to nothing, and comparing numbers as much as unpacking them.
+        """
         plain = next(ref for ref in (out, *terms) if not self._is_packed(ref))
         tiles = math.prod(plain.shape) // math.prod(self.tile)
 
         def one(number: Any) -> None:
-            read = [self._read(ref, number, tiles) for ref in terms]
+            read = [self._read(ref, number, tiles, most) for ref in terms]
             self._write(out, number, tiles, make(*read))
 
         def several(turn: Any, _: None) -> None:
             for k in range(each):
                 one(turn * each + k)
 
-        each = 2 if tiles % 2 == 0 else 1  # that the compiler may do side by side
+        each = next(k for k in SIDE_BY_SIDE if tiles % k == 0)
         lax.fori_loop(0, tiles // each, several, None)
 
     def _is_packed(self, ref: Ref) -> bool:
         return ref.dtype == jnp.int32
 
-    def _read(self, ref: Ref, number: Any, tiles: int) -> Any:
+    def _read(self, ref: Ref, number: Any, tiles: int, most: Any) -> Any:
         """A tile's numbers, (ROWS, group) float32."""
         if not self._is_packed(ref):
             return ref[self._at(ref, number)].reshape(self.tile).astype(jnp.float32)
         scales = lax.bitcast_convert_type(ref[self._scales(number, tiles), :], jnp.float32)
+        if most is not None:
+            scales = jnp.where(scales > most, most, scales)
         words = [ref[at, :] for at in self._numbers(number)]
         parts = [pltpu.bitcast(part, jnp.dtype(self.wire.dtype)) for part in words]
         return _joined(parts).astype(jnp.float32) * _along_rows(scales)
