@@ -24,6 +24,7 @@ Semantics are lax's own: its function runs, with our primitives in place of its 
 `lowering.primitives`). The checks are for mistakes that lax reports later, or less clearly.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -33,6 +34,7 @@ import numpy as np
 
 from pallas_collectives import validation
 from pallas_collectives.backends import choice
+from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import primitives, quantized
 from pallas_collectives.lowering.of_lax import LAX as LAX
 from pallas_collectives.reductions import all_reduce as all_reduce
@@ -373,7 +375,8 @@ def pbroadcast(
 ) -> Any:
     """Gives every device the x of device `source`, bit for bit, as `jax.lax.pbroadcast`.
 
-    Over a wire all get the same bits, the source too.
+    Over a wire all get the same bits, the source too. A gradient is the sum of everyone's, which
+    goes by `wire_backward`; tangents travel as they are.
 
     Example:
       >>> mesh = jax.make_mesh((2,), ("x",))
@@ -385,13 +388,16 @@ def pbroadcast(
     devices = validation.size_of(axis_name)
     validation.check_source(source, devices)
 
-    def move(x: Any) -> Any:
+    def move(how: How, x: Any) -> Any:
         return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)
 
     if wire is wire_backward is None or devices == 1:
-        return move(x)
+        return move(how, x)
     given = jax.tree.map(jnp.asarray, quantized.sent(x, wire, axis_name, None, quantized.WHOLE))
     each = functools.partial(
-        quantized.broadcast, wire=over.wire, backward=over.wire_backward, move=move
+        quantized.broadcast,
+        wire=over.wire,
+        move=functools.partial(move, how),
+        derivative=functools.partial(move, dataclasses.replace(over, wire=None)),
     )
     return jax.tree.map(each, given)

@@ -19,6 +19,7 @@ own parameters, and `axis_name` in place of the group. Such a function is called
 and for single devices too.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -189,7 +190,8 @@ def _pbroadcast(
     bits, packed_dtype = _bits(x)
     masked = jnp.where(lax.axis_index(group.axes) == source, bits, jnp.zeros_like(bits))
     if group.size > 1 and x.size:
-        masked = module.all_reduce(masked, group, op="sum", how=how)
+        plain = dataclasses.replace(how, wire=None)  # bits are no numbers, also of a derivative
+        masked = module.all_reduce(masked, group, op="sum", how=plain)
     return _from_bits(masked, packed_dtype, x.dtype)
 
 

@@ -184,8 +184,11 @@ def permuted(x: Any, wire: Any, move: Move) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def broadcast(x: jax.Array, wire: Wire | None, backward: Wire | None, move: Move) -> jax.Array:
-    """What `move`, a broadcast, brings of x over a wire; its derivative goes straight through.
+def broadcast(x: jax.Array, wire: Wire | None, move: Move, derivative: Move) -> jax.Array:
+    """What `move`, a broadcast, brings of x over a wire.
+
+    `derivative` moves tangents: it is linear, so that its transpose is the sum of cotangents, which
+    may go over a wire of its own.
 
     Raises:
       DtypeError, WireError: as `wire_ways.taken`.
@@ -204,10 +207,9 @@ def broadcast(x: jax.Array, wire: Wire | None, backward: Wire | None, move: Move
 
 @broadcast.defjvp
 def _broadcast_jvp(
-    wire: Wire | None, backward: Wire | None, move: Move, primals: Any, tangents: Any
+    wire: Wire | None, move: Move, derivative: Move, primals: Any, tangents: Any
 ) -> Any:
-    (x,), (moving,) = primals, tangents
-    return broadcast(x, wire, backward, move), broadcast(moving, backward, None, move)
+    return broadcast(primals[0], wire, move, derivative), derivative(tangents[0])
 
 
 def checked(wire: Any, wire_backward: Any, order: str | None = None) -> Wire:

@@ -82,6 +82,38 @@ def test_a_broadcast_brings_everyone_the_same_bits_within_half_a_step(
     assert (slope[source] == n * np.arange(columns)).all() and not slope[others].any()
 
 
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_gradients_of_a_broadcast_have_a_wire_of_their_own(wire: Any) -> None:
+    """Reverse mode, also of what is mapped and of a derivative; tangents are not rounded."""
+    n, source, columns = 2, 1, 256
+
+    def program(x: jax.Array) -> Any:
+        def loss(x: jax.Array) -> Any:
+            come = pc.pbroadcast(x, "x", source, wire=wire, wire_backward="int8")
+            return (jnp.sin(come) * jnp.arange(columns)).sum()
+
+        def tangent(x: jax.Array, wire_backward: Any) -> jax.Array:
+            how: Any = {"wire": wire, "wire_backward": wire_backward}
+            return jax.jvp(lambda x: pc.pbroadcast(x, "x", source, **how), (x,), (x,))[1]
+
+        slope, mapped = jax.grad(loss)(x), jax.vmap(jax.grad(loss))(x)
+        second = jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
+        come = pc.pbroadcast(x, "x", source, wire=wire)
+        return come, slope, mapped, second, tangent(x, "int8"), tangent(x, None)
+
+    pc.reset_counts()
+    x = data(n, columns=columns)
+    come, slope, mapped, second, narrow, plain = run(program, x, n=n)
+    assert ("all_reduce", "int8") in {(op, name) for op, name, _ in pc.wire_counts()}
+    weights = n * np.arange(columns)
+    for got, exact in ((slope, np.cos), (mapped, np.cos), (second, lambda x: -np.sin(x))):
+        off = np.abs(got[source] - weights * exact(come[source].astype(np.float64)))
+        # Of the terms, which are n times less, and of their sum.
+        assert 0 < off.max() <= weights.max() / 254 * 2.02
+        assert not got[1 - source].any()
+    assert (narrow == plain).all() and (plain == x[source]).all()
+
+
 def test_a_broadcast_that_a_wire_makes_larger_is_refused() -> None:
     with pytest.raises(WireError, match="in place of 12"):
         run(lambda x: pc.pbroadcast(x[:1, :3], "x", 1, wire="int8"), data(2), n=2)
