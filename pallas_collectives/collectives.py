@@ -394,10 +394,7 @@ def pbroadcast(
     if wire is wire_backward is None or devices == 1:
         return move(how, x)
     given = jax.tree.map(jnp.asarray, quantized.sent(x, wire, axis_name, None, quantized.WHOLE))
-    each = functools.partial(
-        quantized.broadcast,
-        wire=over.wire,
-        move=functools.partial(move, how),
-        derivative=functools.partial(move, dataclasses.replace(over, wire=None)),
-    )
+    tangents = functools.partial(move, dataclasses.replace(over, wire=None))
+    ways: Any = {"move": functools.partial(move, how), "derivative": tangents}
+    each = functools.partial(quantized.broadcast, wire=over.wire, **ways)
     return jax.tree.map(each, given)

@@ -41,6 +41,8 @@ class Flight:
         which is the same each time a function is traced: see `_place`.
       perm: (source, target) pairs, of a permutation.
       to: what a gather's result is typed as, "varying" or "invarying".
+      order: how often it was differentiated. XLA would take a start of tangents for one of the same
+        numbers, if both were of one exchange, and copy what is under way for the second `done`.
     """
 
     op: str
@@ -48,6 +50,7 @@ class Flight:
     name: int
     perm: tuple[tuple[int, int], ...] = ()
     to: str = "varying"
+    order: int = 0
 
     def plan(self, rank: int, nbytes: int) -> copies.Plan:
         """What a rank does; nbytes: of its operand."""
@@ -74,6 +77,11 @@ class Flight:
         if self.op == "gather":
             return lax.all_gather(x, self.group.axes, to=self.to, **options)
         return lax.all_to_all(x, self.group.axes, 0, 0, tiled=True, **options)
+
+    @property
+    def differentiated(self) -> "Flight":
+        """The exchange of tangents."""
+        return dataclasses.replace(self, order=self.order + 1)
 
     @property
     def transposed(self) -> "Flight":
@@ -177,7 +185,7 @@ def _place(ctx: mlir.LoweringRuleContext, flight: Flight) -> int:
     Processes of one program, and runs on other days, which share its compiled form, so agree.
     """
     places = _compat.kept_in_module(ctx, "pallas_collectives flights", dict)
-    return places.setdefault(flight.name, len(places) % _AT_A_TIME)
+    return places.setdefault((flight.name, flight.order), len(places) % _AT_A_TIME)
 
 
 def _lowering(
@@ -228,7 +236,7 @@ def _start_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
     outs = _start_p.bind(*primals, flight=flight)
     if isinstance(tangents[0], ad.Zero):
         return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
-    *moved, token = _start_p.bind(tangents[0], flight=flight)
+    *moved, token = _start_p.bind(tangents[0], flight=flight.differentiated)
     return outs, [*moved, ad.Zero(jax.typeof(token).to_tangent_aval())]
 
 
@@ -251,7 +259,8 @@ def _done_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
     moved = tangents[: _parts(flight)]
     if isinstance(moved[0], ad.Zero):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _done_p.bind(*map(ad.instantiate_zeros, moved), flight=flight)
+    there = map(ad.instantiate_zeros, moved)
+    return out, _done_p.bind(*there, flight=flight.differentiated)
 
 
 def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:

@@ -311,6 +311,19 @@ def test_one_start_may_be_under_way_twice(by_nccl, program):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["all_gather", "psum_scatter"])
+def test_tangents_may_be_the_operand_itself(by_nccl, form):
+    """XLA merges calls of the same text and operands, and would copy what one start has brought."""
+    x = harness.random((N, 2 * N, 3 * N), "float32")
+
+    def both(collective, x):
+        return jnp.stack(jax.jvp(collective, (x,), (x,)))
+
+    got = on_devices(functools.partial(both, lambda x: split(form, x)[0]), x)
+    want = on_devices(functools.partial(both, functools.partial(whole, form)), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_of_an_operand_that_xla_would_compute_twice(by_nccl):
     x = harness.random((N, 2 * N, 3 * N), "float32")
     got = on_devices(lambda x: split("all_to_all", jnp.eye(2 * N)[:, :N])[0], x)
