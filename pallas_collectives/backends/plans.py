@@ -55,8 +55,8 @@ class How:
       mapped: how many leading dimensions are vmap's; over a wire no group is of two elements.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
-      awaited: whether the operand was computed on the way to the step's result, as tokens are, and
-        weights and gradients are not, so that products wait for what comes: a SparseCore, which
+      awaited: whether products wait for the result at once, as for tokens, which were computed
+        right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
         serves one at a time, is left free.
     """
 
