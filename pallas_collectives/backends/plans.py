@@ -24,6 +24,7 @@ from pallas_collectives.errors import (
     SliceError,
     SlowerError,
     UnservedError,
+    VmemError,
 )
 from pallas_collectives.kernels.machinery import sparsecore
 from pallas_collectives.records import Algorithm
@@ -33,7 +34,7 @@ NAMES = ("pallas", "nccl", "xla")
 
 
 # What a backend raises for a call that lax can serve in its place.
-UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError)
+UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
 
 
 @dataclasses.dataclass(frozen=True)

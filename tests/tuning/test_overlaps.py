@@ -12,6 +12,8 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import KernelPlan
+from pallas_collectives.errors import VmemError
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
 
@@ -83,3 +85,22 @@ def test_sums_by_name_are_the_cores_but_for_those_that_are_started() -> None:
             found = engines(fn, (2, 2048, 2048), (1024, 2048))
         of_gradients = [on for (_, nbytes), on in found.items() if nbytes == 2 * 2048 * 2048 * 2]
         assert of_gradients == [{there}] or (not there and {True} not in of_gradients)
+
+
+def test_lax_serves_what_finds_no_room_in_vmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody named an algorithm; a step of a user's must not fail for ours."""
+    monkeypatch.setattr(launch, "_vmem_limit", no_room)
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.sin(x), "x")
+
+    pc.reset_counts()
+    with pc.override_lax():
+        assert not engines(step, (2048, 2048))
+    assert any("no room" in reason for reason in pc.fallback_counts())
+    with pytest.raises(VmemError, match="no room"):
+        engines(lambda x: pc.psum(x, "x", algorithm="ring"), (2048, 2048))
+
+
+def no_room(needed: int, name: str) -> int:
+    raise VmemError(f"{name} of {needed}", "no room", "leave it")
