@@ -266,33 +266,26 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
-# What hands on a part of its operand, or all of it in another form; and what scales it.
+# What hands on a part of its operand, or all of it in another form.
 _PARTS = frozenset(
     {
         *("slice", "dynamic_slice", "squeeze", "split", "unstack", "reshape", "transpose"),
         *("copy", "convert_element_type", "broadcast_in_dim", "pvary", "optimization_barrier"),
     }
 )
-_SCALED = frozenset({"mul", "div"})
 
 
-def is_awaited(x: Any) -> bool:
-    """Whether a traced x is computed on the way to a step's result, which then waits for it.
+def is_computed(x: Any) -> bool:
+    """Whether a traced x is more than an argument of what is being traced, or a part of one.
 
-    Not an argument of what is being traced, nor a part of one: weights. Nor what differentiation
-    has computed, scaled or not: gradients. False also where that is not known: of other tracers
-    than those of a jaxpr.
+    False also where that is not known: of other tracers than those of a jaxpr.
     """
-    scaled, x = False, _traced_for_jaxpr(x)
+    x = _traced_for_jaxpr(x)
     while (equation := getattr(x, "parent", None)) is not None:
-        name = equation.primitive.name
-        if "transpose(" in str(equation.source_info.name_stack):
-            return False
-        if name not in _PARTS and name not in _SCALED:
+        if equation.primitive.name not in _PARTS:
             return True
-        scaled = scaled or name in _SCALED
         x = equation.in_tracers[0]
-    return scaled
+    return False
 
 
 def _traced_for_jaxpr(x: Any) -> Any:

@@ -105,7 +105,7 @@ def all_gather(
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
-    how = choice.asked(how, x)
+    how = choice.asked(how, x, adds=False)
     given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)
     validation.check_flag("dequantize", dequantize)
     if not dequantize:

@@ -49,8 +49,8 @@ def override_lax(
     No step becomes longer for it: lax keeps the collectives that XLA runs beside compute on the
     chip (`tuning.overlaps`), as it does all-gathers on v5e and all of them on 7x, where ours would
     stop the core. On v5p and v6e, where XLA would stop it, a SparseCore runs our kernels that move
-    much data; gathers only of what is asked for ahead, as weights are, and sums only of what
-    nothing waits for, as gradients: tokens are awaited at once, and would hold the others up.
+    much data; gathers only of what is asked for ahead, as weights are, and the sums that are these
+    gathers' derivatives: tokens are awaited at once, and would hold the others up.
     `override_report()` says what was replaced, and why the rest was not.
 
     Args:
@@ -216,7 +216,9 @@ def _bind(primitive: Any, *args: Any, **params: Any) -> Any:
     axes = params.get("axes", params.get("axis_name"))
     axes = axes if isinstance(axes, tuple) else (axes,)
     with choice.rebound(frozenset()):  # what the twin's rules bind is meant
-        how = choice.asked(choice.choose(validation.named(axes), None, None), args)
+        how = choice.choose(validation.named(axes), None, None)
+        adds = catalogue.primitives()[primitive.name][0].example.adds
+        how = choice.asked(how, args, adds=adds)
         return primitives.with_twins(how, functools.partial(by_lax, **params), *args)
 
 

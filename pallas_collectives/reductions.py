@@ -74,7 +74,7 @@ def psum_scatter(
         return LAX.psum_scatter(leaf, axis_name, scatter_dimension=dimension, **options)
 
     validation.check_flag("return_residue", return_residue)
-    how = dataclasses.replace(choice.asked(how, x), once=how.once or return_residue)
+    how = dataclasses.replace(choice.asked(how, x, adds=True), once=how.once or return_residue)
     devices = validation.devices_of(axis_name, axis_index_groups)
     over = axis_name, axis_index_groups, quantized.Groups(scatter_dimension, devices, flat=True)
     given = quantized.sent(x, wire, *over)
@@ -211,7 +211,7 @@ def _reduce(
 ) -> Any:
     how = choice.settle(axis_name, groups, backend, algorithm, **wishes)
     validation.check_flag("return_residue", return_residue)
-    how = dataclasses.replace(choice.asked(how, x), once=how.once or return_residue)
+    how = dataclasses.replace(choice.asked(how, x, adds=True), once=how.once or return_residue)
     if name in ("pmax", "pmin"):
         validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)

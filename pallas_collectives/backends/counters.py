@@ -29,6 +29,7 @@ _counting = contextvars.ContextVar("counting", default=True)
 
 
 _made: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("made", default=None)
+_tried: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("tried", default=None)
 
 
 _built: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("built", default=None)
@@ -102,7 +103,13 @@ def note(plan: Plan) -> None:
     """Counts a plan that is being followed, and hands it to `recorded`."""
     if (plans := _made.get()) is not None:
         plans.append(plan)
-    if not _counting.get():
+    if _counting.get():
+        _count(plan)
+
+
+def _count(plan: Plan) -> None:
+    if (waiting := _tried.get()) is not None:
+        waiting.append(plan)
         return
     if (built := _built.get()) is not None:
         built.append(plan)
@@ -141,6 +148,19 @@ def recorded(*, built: bool = False) -> Iterator[list[Plan]]:
         kept.reset(token)
         if outer is not None:
             outer.extend(plans)
+
+
+@contextlib.contextmanager
+def tried() -> Iterator[None]:
+    """Plans that are noted within this context count at its end, and not if it raises."""
+    plans: list[Plan] = []
+    token = _tried.set(plans)
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+    for plan in plans:
+        _count(plan)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from pallas_collectives.errors import (
     SliceError,
     SlowerError,
     UnservedError,
+    VmemError,
 )
 from pallas_collectives.kernels.machinery import sparsecore
 from pallas_collectives.records import Algorithm
@@ -33,7 +34,7 @@ NAMES = ("pallas", "nccl", "xla")
 
 
 # What a backend raises for a call that lax can serve in its place.
-UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError)
+UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,8 @@ class How:
       mapped: how many leading dimensions are vmap's; over a wire no group is of two elements.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
-      awaited: whether the operand was computed on the way to the step's result, as tokens are, and
-        weights and gradients are not, so that products wait for what comes: a SparseCore, which
+      awaited: whether products wait for the result at once, as for tokens, which were computed
+        right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
         serves one at a time, is left free.
     """
 

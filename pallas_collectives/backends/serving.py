@@ -11,7 +11,7 @@ from jax.extend import core
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import canonical, choice, measured, slices, untyped
-from pallas_collectives.backends.counters import note
+from pallas_collectives.backends.counters import note, tried
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import UnservedError
 from pallas_collectives.kernels.machinery import entry
@@ -35,7 +35,8 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
         how = How("xla", fallback=kept)
     if how.backend != "xla":
         try:
-            return run(op, how, *args, **params)
+            with tried():
+                return run(op, how, *args, **params)
         except UNSERVABLE as error:
             if how.strict:
                 raise
