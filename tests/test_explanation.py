@@ -302,6 +302,7 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     named = pc.explain("psum", **ring, chip="v5e", wire="int8")
     assert [step.op for step in named.inside] == ["all_reduce"]
     assert "in the sum at each of 15 hops and in their sum" in named.why
+    assert [c.algorithm for c in named.candidates] == ["exchange", "ring", "line"]  # no torus
     assert pc.explain("psum", **ring, chip="v5e", wire="auto").algorithm == "wire int8"
     left = pc.explain("psum", **ring | {"shape": (64, 1024)}, chip="v5e", wire="auto")
     assert left.algorithm != "wire int8" and "wire int8 is left out" in str(left)

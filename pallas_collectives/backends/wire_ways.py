@@ -25,6 +25,7 @@ from pallas_collectives.backends.plans import Candidate, How, WirePlan
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
+from pallas_collectives.records import TORUS
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -202,6 +203,7 @@ def _rings(op: str, group: Group) -> tuple[str, ...]:
     """The algorithms of a sum that can add on the way among these devices."""
     there, chip = placement.arranged(group), chips.current()
     able = (a for a in catalogue.COLLECTIVES[op].algorithms if a.requantizes)
+    able = (a for a in able if a.reach is not TORUS or there.torus)
     return tuple(a.name for a in able if algorithms.serves(a, there, chip))
 
 
