@@ -325,6 +325,14 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array of whatever values.
+
+    Before 0.11 `lax.empty` is mapped wherever there is a vmap, and so is what is made of it.
+    """
+    return jax.lax.full(shape, 0, dtype) if _BEFORE_0_11 else jax.lax.empty(shape, dtype)
+
+
 def callbacks_hold_threads() -> bool:
     """Whether a device that runs a host callback holds a thread of the CPU client: before 0.11."""
     return _BEFORE_0_11

@@ -91,7 +91,7 @@ class Places:
         block, axis = self._block(leaf)
         shape = [self._ring.size if d == axis else 1 for d in range(block.ndim)]
         shape = [size * count for size, count in zip(block.shape, shape, strict=True)]
-        return _compat.as_varying(lax.empty(tuple(shape), block.dtype), _compat.varying(block))
+        return _compat.as_varying(_compat.empty(tuple(shape), block.dtype), _compat.varying(block))
 
     def _lay(self, leaf: jax.Array, source: Any, whole: jax.Array) -> jax.Array:
         block, axis = self._block(leaf)
