@@ -146,7 +146,7 @@ def check_wires(names: Sequence[str], dtypes: Sequence[str]) -> tuple[str, ...]:
         for dtype in dtypes:
             if why := wires.obstacle(wires.Wire(name), dtype):
                 raise FlagError(f"--wire={name} with --dtype={dtype}", why, "name another")
-    return tuple(names)
+    return tuple(dict.fromkeys(names))
 
 
 def choose_cases(names: Sequence[str]) -> tuple[Case, ...]:

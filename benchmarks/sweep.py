@@ -166,8 +166,8 @@ def _run(wanted: Settings, screen: Screen) -> int:
         if _JSON.value:
             screen.say(f"Interrupted. The same command with --resume goes on from {_JSON.value}.")
         return interrupt.STATUS
-    if _PLOT.value and devices.speaks():
-        plots.save(_PLOT.value, kept.parts, environment)
+    if _PLOT.value and devices.speaks() and not plots.save(_PLOT.value, kept.parts, environment):
+        screen.say(f"No row has a time, so {_PLOT.value} is not drawn.")
     screen.say()
     screen.say(kept.verdict)
     return int(kept.failed)

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import harness
+from benchmarking import Bench
 from benchmarks import columns, plots, settings, wired_rows
 from benchmarks.cases import CASES
 from benchmarks.settings import FlagError, Settings
@@ -72,3 +73,18 @@ def test_devices_have_errors_of_their_results() -> None:
 def test_wires_that_are_none_are_refused(name: str, dtype: str) -> None:
     with pytest.raises(FlagError, match="--wire"):
         settings.check_wires((name,), (dtype,))
+
+
+def test_a_wire_named_twice_is_one() -> None:
+    assert settings.check_wires(("int8", "float8_e5m2", "int8"), ("bfloat16",)) == (
+        "int8",
+        "float8_e5m2",
+    )
+
+
+def test_a_picture_without_points_is_told_of(bench: Bench, tmp_path: Path) -> None:
+    """Of so few bytes a wire is refused, so nothing has a time in percent of another."""
+    picture = tmp_path / "wires.png"
+    asked = ("--wire=int8", "--replay=v5e:4x4", "--collective=psum", "--sizes=1K")
+    _, out, _ = bench(*asked, f"--plot={picture}")
+    assert f"No row has a time, so {picture} is not drawn." in out and not picture.exists()
