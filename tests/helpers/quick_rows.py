@@ -111,6 +111,10 @@ QUICK: dict[str, Covers] = {
     "test_all_reduce_gather::test_takes_hardly_longer_than_gathering_the_operands": only(
         nbytes=[16384]
     ),
+    "test_all_reduce_grid::test_all_devices_have_the_documented_bits_however_late_one_is": once,
+    "test_all_reduce_grid::test_large_sums_keep_all_links_of_a_grid_busy": once,
+    "test_all_reduce_grid::test_no_fault_on_any_schedule_and_each_link_carries_the_same": once,
+    "test_all_reduce_grid::test_scratch_is_16_mib_at_the_most": once,
     "test_all_reduce_line::test_all_devices_have_the_documented_bits_however_late_one_is": once,
     "test_all_reduce_line::test_compiles_to_the_kernel_alone": each("generation", "dtype"),
     "test_all_reduce_line::test_each_link_carries_the_operand_once_each_way": only(n=[2, 5]),
