@@ -108,7 +108,8 @@ def test_a_slot_of_a_stream_that_is_written_to_too_early_is_a_race(credit: bool)
     this = wire.stream(rig, (0,), rows=TILE, slots=None if credit else 1)
     run = clock.runner(rig, this)
     want = this.expected(5, this.pattern(2)).reshape(-1, 128)
-    assert harness.caught(lambda: run(5), want) != credit
+    tries = 1 if credit else 3  # on few cores a device may chance to be out of the other's way
+    assert any(harness.caught(lambda: run(5), want) for _ in range(tries)) != credit
 
 
 def test_on_chips_of_two_devices_they_are_right() -> None:

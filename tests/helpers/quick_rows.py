@@ -292,6 +292,7 @@ QUICK: dict[str, Covers] = {
     "test_spaces::test_one_element_goes_among_others": once,
     "test_sparsecore::test_a_fault_in_a_sum_is_caught": only(mode=["eager"]),
     "test_sparsecore::test_compiles_to_an_asynchronous_call": each("op", "generation"),
+    "test_sparsecore::test_large_sums_have_semaphores_enough": once,
     "test_sparsecore::test_narrow_sums_and_groups_compile": once,
     "test_sparsecore::test_replayed_as_a_second_engine": some(op=["all_gather", "reduce_scatter"]),
     "test_sparsecore::test_subcores_add_any_dtype_and_shape_as_the_tensorcore_does": once,
