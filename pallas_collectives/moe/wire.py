@@ -192,9 +192,9 @@ class Wire:
 
     def back(self, answers: jax.Array, tables: Ragged | Tables | None, sizes: Sizes) -> jax.Array:
         """From away: (T, D), what came back for each token, added up."""
-        if tables is None and self._copied(answers.nbytes // sizes.devices):
-            return split.psum_scatter_start(answers, **self._tiled).done()
         if tables is None:
+            if self._copied(answers.nbytes // sizes.devices):
+                return split.psum_scatter_start(answers, **self._tiled).done()
             return linear.from_everyone(answers, self.axis_name, self.groups, self.how)
         if isinstance(tables, Tables):
             return slots.back(answers, tables, self.ways(sizes))

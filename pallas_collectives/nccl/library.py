@@ -17,10 +17,10 @@ directly: on two H200 1.2 to 1.4 times as fast from 16 MiB on. But where an exch
 a gather or a sum register the same memory on one communicator, kernels write to address 0 and
 up: `ipcRegisterBuffer` tells the GPU the peers' addresses only when a collective registers first.
 
-Another to know: kernels of several communicators that
-run on one GPU at a time, on streams that nothing orders, must all fit on it or start in the same
-order everywhere. A few fit. NCCL_LAUNCH_ORDER_IMPLICIT=1 (set it before JAX uses its GPUs) has NCCL
-keep the host's order; on 4 H200 in one process it cost 8 to 25 µs a call inside CUDA graphs.
+Another to know: kernels of several communicators that run on one GPU at a time, on streams that
+nothing orders, must all fit on it or start in the same order everywhere. A few fit.
+NCCL_LAUNCH_ORDER_IMPLICIT=1 (set it before JAX uses its GPUs) has NCCL keep the host's order; on 4
+H200 in one process it cost 8 to 25 µs a call inside CUDA graphs.
 """
 
 import ctypes

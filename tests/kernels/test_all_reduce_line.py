@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 import harness
 import pallas_collectives
 import replay_kernels
+from channel_faults import Patch, no_credits, no_wait, one_semaphore
 from pallas_collectives.kernels import all_reduce_line
 from pallas_collectives.kernels.all_reduce_line import IN_FLIGHT, SLOTS, Scratch
 from pallas_collectives.kernels.machinery import sync
@@ -138,33 +139,7 @@ def test_odd_shapes_are_those_of_lax() -> None:
 
 # Faults -------------------------------------------------------------------------------------------
 
-Patch = Callable[[pytest.MonkeyPatch], None]
 _Device = all_reduce_line._Device
-
-
-def no_wait(of_sums: bool) -> Patch:
-    """For what comes inwards, in slots, or for what comes outwards, to its place."""
-    receive = Channel.receive
-
-    def receive_others(self: Channel, number: Any, place: Any) -> None:
-        if (self.slots is not None) != of_sums:
-            receive(self, number, place)
-
-    return lambda patch: patch.setattr(Channel, "receive", receive_others)
-
-
-def no_credits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Channel, "wait_until_free", lambda *_: None)
-    patch.setattr(Channel, "release", lambda *_: None)
-
-
-def one_semaphore(of_sums: bool) -> Patch:
-    own = Channel._arrived
-
-    def first(self: Channel, number: Any) -> Any:
-        return own(self, jnp.int32(0) if (self.slots is not None) == of_sums else number)
-
-    return lambda patch: patch.setattr(Channel, "_arrived", first)
 
 
 def freed_before_it_has_left(patch: pytest.MonkeyPatch) -> None:

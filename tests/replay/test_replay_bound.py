@@ -1,7 +1,8 @@
 """The least times that replays are held against: no schedule beats them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +197,14 @@ def _uses(op: str, group: list[int], links: list) -> Iterator[tuple[tuple, list]
                 yield (root,), away if op == "all_gather" else back
 
 
+def _least_of(loads: Any, equal: Any, wanted: Sequence[float]) -> float:
+    """The least value of the last variable: no load is above 0, and what is sent is as wanted."""
+    n = len(loads[0])
+    done = linprog(np.eye(n)[-1], A_ub=loads, b_ub=np.zeros(len(loads)), A_eq=equal, b_eq=wanted)
+    assert done.status == 0
+    return float(done.fun)
+
+
 def _least_load(op: str, machine: Machine, groups: list[list[int]]) -> float:
     """The busiest link's load in the best schedule, in shards or blocks."""
     links = _links(machine)
@@ -228,9 +237,7 @@ def _least_load(op: str, machine: Machine, groups: list[list[int]]) -> float:
         row[[i for i, (_, loaded) in enumerate(ways) if link in loaded]] = 1
         row[-1] = -1
         loads.append(row)
-    done = linprog(np.eye(n)[-1], A_ub=loads, b_ub=np.zeros(len(links)), A_eq=equal, b_eq=wanted)
-    assert done.status == 0
-    return float(done.fun)
+    return _least_of(loads, equal, wanted)
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
@@ -266,9 +273,7 @@ def _least_exchange(machine: Machine, groups: list[list[int]], sent: np.ndarray)
             equal.append(row)
             wanted.append(comes.get(chip, 0.0))
     loads[:, -1] = -1
-    done = linprog(np.eye(n)[-1], A_ub=loads, b_ub=np.zeros(len(links)), A_eq=equal, b_eq=wanted)
-    assert done.status == 0
-    return float(done.fun)
+    return _least_of(loads, equal, wanted)
 
 
 @pytest.mark.parametrize("op", ["all_to_all", "ragged_all_to_all", "ppermute"])

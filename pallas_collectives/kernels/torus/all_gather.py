@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
@@ -25,7 +24,7 @@ from pallas_collectives.kernels.torus import balance, devices, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Plan
 from pallas_collectives.kernels.torus.views import View
-from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if
+from pallas_collectives.topology.groups import Group, Ring, only_if
 
 # Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. A kernel
 # has some 500 semaphores.
@@ -205,12 +204,7 @@ class Gather:
             )
             return _Leg(b, phase, section, stream, channel, comes, goes)
 
-        if not self._plan.lines[axis]:
-            return [leg(0, shares.direction_of(stream), hops, hops)]
-        place, last = ring.place, ring.size - 1
-        right = jnp.where(place < last, place + 1, 0)
-        left = jnp.where(place > 0, last - place + 1, 0)
-        return [leg(0, RIGHT, place, right), leg(1, LEFT, last - place, left)]
+        return [leg(*way) for way in shares.legs(ring, self._plan.lines[axis], stream, hops)]
 
     def _for_each_piece(self, leg: "_Leg", hop: Number, body: Callable[[Any], None]) -> None:
         """body(piece) for all that we send at a hop: what was there at first, then what came."""

@@ -29,7 +29,7 @@ from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import scatter, shares
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Plan
-from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
+from pallas_collectives.topology.groups import Ring, only_if
 
 
 def _met(plan: Plan, bundle: Bundle, phase: int) -> int:
@@ -281,9 +281,4 @@ class PackedGather:
             )
             return _Leg(b, phase, section, stream, lane, channel, comes, goes)
 
-        if not self._plan.lines[axis]:
-            return [leg(0, shares.direction_of(stream), hops, hops)]
-        place, last = ring.place, ring.size - 1
-        right = jnp.where(place < last, place + 1, 0)
-        left = jnp.where(place > 0, last - place + 1, 0)
-        return [leg(0, RIGHT, place, right), leg(1, LEFT, last - place, left)]
+        return [leg(*way) for way in shares.legs(ring, self._plan.lines[axis], stream, hops)]

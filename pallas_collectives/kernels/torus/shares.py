@@ -34,7 +34,7 @@ from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.kernels.torus import balance
 from pallas_collectives.kernels.torus.views import View
-from pallas_collectives.topology.groups import LEFT, RIGHT, Group
+from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,3 +280,19 @@ def _finest_cut(
 def direction_of(stream: Number) -> Any:
     """Which way round a stream of a bundle goes."""
     return RIGHT - (RIGHT - LEFT) * (stream & 1)
+
+
+def legs(ring: Ring, on_line: bool, stream: Number, hops: Any) -> list[tuple[int, Any, Any, Any]]:
+    """How a stream of a gather passes a device along an axis, on each of its ways.
+
+    hops: round a ring.
+
+    Returns:
+      (way, direction, how many messages come, how many go): one way round a ring, both on a line.
+    """
+    if not on_line:
+        return [(0, direction_of(stream), hops, hops)]
+    place, last = ring.place, ring.size - 1
+    right = jnp.where(place < last, place + 1, 0)
+    left = jnp.where(place > 0, last - place + 1, 0)
+    return [(0, RIGHT, place, right), (1, LEFT, last - place, left)]

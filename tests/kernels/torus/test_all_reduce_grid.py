@@ -15,8 +15,8 @@ from test_torus_kernels import SLOW, on_lines
 import harness
 import pallas_collectives
 from benchmarks import cases, replay_rows
+from channel_faults import Patch, no_credits, no_wait, one_semaphore
 from pallas_collectives.kernels.machinery import sync
-from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.combine import wide
 from pallas_collectives.kernels.torus import all_reduce_grid, grid_chunks
 from pallas_collectives.kernels.torus.grid_chunks import Cut
@@ -194,31 +194,6 @@ def test_no_fault_on_any_schedule_and_each_link_carries_the_same(sizes: tuple[in
     assert loads == {part + part / n for n in sizes}
 
 
-def no_wait(of_sums: bool) -> Callable[[pytest.MonkeyPatch], None]:
-    """For what comes inwards, in slots, or for what comes outwards, to its place."""
-    receive = Channel.receive
-
-    def receive_others(self: Channel, number: Any, place: Any) -> None:
-        if (self.slots is not None) != of_sums:
-            receive(self, number, place)
-
-    return lambda patch: patch.setattr(Channel, "receive", receive_others)
-
-
-def no_credits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Channel, "wait_until_free", lambda *_: None)
-    patch.setattr(Channel, "release", lambda *_: None)
-
-
-def one_semaphore(of_sums: bool) -> Callable[[pytest.MonkeyPatch], None]:
-    own = Channel._arrived
-
-    def first(self: Channel, number: Any) -> Any:
-        return own(self, jnp.int32(0) if (self.slots is not None) == of_sums else number)
-
-    return lambda patch: patch.setattr(Channel, "_arrived", first)
-
-
 def no_barrier(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sync, "barrier_on_torus", lambda *rings: pltpu.get_barrier_semaphore())
 
@@ -243,7 +218,7 @@ def term_before_it_is_here(patch: pytest.MonkeyPatch) -> None:
 
 
 # What is planted, and the buffer of a race that it makes.
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+FAULTS: dict[str, tuple[Patch, str]] = {
     "no wait for a sum": (no_wait(of_sums=True), "on_ref"),
     "no wait for a finished chunk": (no_wait(of_sums=False), "result_refs[0]"),
     "no credits": (no_credits, "here_ref"),
