@@ -1,0 +1,209 @@
+"""The weights that a loop's turn needs first, asked for in the turn before."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives.lowering import ahead
+
+SAYS = "a loop's turn asks for it for the next one"
+Arrays = dict[str, Any]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every gather takes longer than any products: those of a turn's `xs` are asked for ahead."""
+    monkeypatch.setattr(ahead, "_under_way", lambda step, chip: 1.0)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def whole(w: jax.Array) -> jax.Array:
+    return lax.all_gather(w, "x", tiled=True)
+
+
+def layer(x: jax.Array, w: Arrays) -> jax.Array:
+    return x + jnp.tanh(x @ whole(w["up"])) @ whole(w["down"].astype(x.dtype)) / 8
+
+
+@jax.custom_vjp
+def _own(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ whole(w)
+
+
+def _own_backward(saved: Any, cotangent: jax.Array) -> Any:
+    x, w = saved
+    gradient = lax.psum_scatter(x.T @ cotangent, "x", tiled=True)
+    return cotangent @ whole(w).T, gradient
+
+
+_own.defvjp(lambda x, w: (_own(x, w), (x, w)), _own_backward)
+
+
+def own(x: jax.Array, w: Arrays) -> jax.Array:
+    return x + jnp.tanh(_own(x, w["up"])) @ whole(w["down"]) / 8
+
+
+BODIES: dict[str, Callable[..., Any]] = {
+    "plain": layer,
+    "jit": jax.jit(layer),
+    "remat": jax.checkpoint(layer),
+    "custom": own,
+}
+
+
+def scanned(body: Any, reverse: bool = False, unroll: int = 1) -> Any:
+    def run(x: jax.Array, weights: Arrays) -> Any:
+        def turn(x: jax.Array, w: Arrays) -> Any:
+            return body(x, w), jnp.sum(x, 1)
+
+        return lax.scan(turn, x, weights, reverse=reverse, unroll=unroll)
+
+    return run
+
+
+def arrays(depth: int = 3, side: int = 128) -> tuple[Any, Arrays]:
+    names = ("up", "down")
+    weights = {k: harness.random((depth, side, side), "float32", i) for i, k in enumerate(names)}
+    return harness.random((4, side), "float32", 7), weights
+
+
+def derived(run: Any, check_vma: bool) -> Any:
+    """Results and gradients, on two devices; jitted anew."""
+
+    def both(x: jax.Array, weights: Arrays) -> Any:
+        def loss(x: jax.Array, weights: Arrays) -> Any:
+            y, rows = run(x, weights)
+            return jnp.sum(y**2) + jnp.sum(jnp.sin(rows)), (y, rows)
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(x, weights)
+
+    specs = P("x"), P(None, "x")
+    mapped = jax.shard_map(
+        both,
+        mesh=harness.mesh(2),
+        in_specs=specs,
+        out_specs=(specs, (P("x"), P(None, "x"))),
+        check_vma=check_vma,
+    )
+    return jax.tree.map(np.asarray, jax.jit(mapped)(*arrays()))
+
+
+def asked() -> int:
+    """How many gathers of the last context a turn asks for ahead."""
+    return sum(line.times for line in pc.override_report().replaced if SAYS in line.why)
+
+
+CASES = [
+    *(("plain", reverse, unroll, True) for reverse, unroll in ((False, 1), (True, 1), (False, 2))),
+    *((body, False, 1, vma) for body in ("jit", "remat", "custom") for vma in (True, False)),
+]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("body, reverse, unroll, check_vma", CASES)
+def test_values_and_gradients_are_the_same_to_the_bit(
+    body: str, reverse: bool, unroll: int, check_vma: bool
+) -> None:
+    run = scanned(BODIES[body], reverse, unroll)
+    by_lax = derived(run, check_vma)
+    with pc.override_lax(ahead=False):
+        within = derived(run, check_vma)
+    assert not asked()
+    with pc.override_lax():
+        got = derived(run, check_vma)
+    assert asked()
+    jax.tree.map(np.testing.assert_array_equal, got, within)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, by_lax)
+
+
+@pytest.mark.usefixtures("always")
+def test_overridden_reaches_it_too() -> None:
+    run = scanned(layer)
+
+    def gradient(run: Any) -> Any:
+        loss = jax.grad(lambda x, w: jnp.sum(run(x, w)[0] ** 2), argnums=1)
+        specs = P("x"), P(None, "x")
+        options: Any = {"in_specs": specs, "out_specs": P(None, "x")}
+        return jax.shard_map(loss, mesh=harness.mesh(2), **options)
+
+    lowered = jax.jit(pc.overridden(gradient(run))).lower(*arrays())
+    apart = jax.jit(pc.overridden(gradient(run), ahead=False)).lower(*arrays())
+    assert lowered.as_text() != apart.as_text()
+
+
+def lowered(run: Any, topology: str = "v6e:2x2", depth: int = 4, **options: Any) -> Any:
+    """A scan of layers of 4096 x 4096, for TPUs; their lowering, under `override_lax`."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices[:4]), ("x",))
+    specs = P("x"), P(None, "x")
+    shapes = (16384, 4096), (depth, 4096, 4096)
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    )
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=False)
+    with pc.override_lax(**options):
+        return jax.jit(mapped).lower(x, w)
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ whole(w))
+
+
+def before_and_after(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Products that need no gathered weights, long enough to hide the gather, and one that does."""
+    for _ in range(8):
+        x = jnp.tanh(x @ jnp.ones((4096, 4096), x.dtype))
+    return jnp.tanh(product(x, w) @ jnp.ones((4096, 4096), x.dtype))
+
+
+def and_after(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(product(x, w) @ jnp.ones((4096, 4096), x.dtype))
+
+
+def of_carry(x: jax.Array, w: jax.Array) -> jax.Array:
+    moved = w + x[: w.shape[0]]
+    return jnp.tanh(jnp.tanh(x @ whole(moved)) @ jnp.ones((4096, 4096), x.dtype))
+
+
+def over(body: Any) -> Any:
+    return lambda x, w: lax.scan(lambda x, w: (body(x, w), None), x, w)[0]
+
+
+def over_consts(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.scan(lambda x, _: (and_after(x, w[0]), None), x, length=4)[0]
+
+
+@pytest.mark.parametrize(
+    "run, topology, depth, options, count",
+    [
+        (over(and_after), "v6e:2x2", 4, {}, 1),  # built once: before the loop as in it
+        (over(and_after), "v6e:2x2", 4, {"ahead": False}, 0),
+        (over(and_after), "v6e:2x2", 4, {"everything": True}, 0),
+        (over(and_after), "v6e:2x2", 1, {}, 0),
+        (over(and_after), "v5e:2x2", 4, {}, 0),
+        (over(before_and_after), "v6e:2x2", 4, {}, 0),
+        (over(of_carry), "v6e:2x2", 4, {}, 0),
+        (over_consts, "v6e:2x2", 4, {}, 0),
+    ],
+    ids=["first", "off", "forced", "one layer", "v5e", "hidden", "of the carry", "of consts"],
+)
+def test_what_is_asked_for_ahead(
+    run: Any, topology: str, depth: int, options: Any, count: int
+) -> None:
+    pytest.importorskip("libtpu")
+    lowered(run, topology, depth, **options)
+    assert asked() == count
