@@ -202,7 +202,8 @@ class _Flat:
         """
         behind = list(reads)
         own = [[i] for i, alone in enumerate(asked) if alone]
-        for together in [*own, [i for i, alone in enumerate(asked) if not alone]]:
+        others = [i for i, alone in enumerate(asked) if not alone]
+        for together in filter(None, [*own, others]):
             numbers = self.numbers(len(together))
             self.steps.append(_Step(None, tuple(reads[i] for i in together), numbers))
             for i, number in zip(together, numbers, strict=True):

@@ -207,3 +207,39 @@ def test_what_is_asked_for_ahead(
     pytest.importorskip("libtpu")
     lowered(run, topology, depth, **options)
     assert asked() == count
+
+
+@pytest.mark.usefixtures("always")
+def test_scatters_of_a_turn_are_held_one_behind_the_other() -> None:
+    """The first until the next turn's weights have come, each other one until the one before."""
+    loss = lambda w, x: jnp.sum(scanned(jax.checkpoint(layer))(x, w)[0] ** 2)  # noqa: E731
+    options: Any = {"mesh": harness.mesh(2), "check_vma": False}
+    specs: Any = {"in_specs": (P(None, "x"), P("x")), "out_specs": P(None, "x")}
+    x, weights = arrays()
+    with pc.override_lax():
+        backward = jax.make_jaxpr(jax.shard_map(jax.grad(loss), **specs, **options))(weights, x)
+    _, scan = equations(backward.jaxpr, "scan")
+    loop = ahead.Loop.of(scan.params, len(scan.invars))
+    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scan.invars]
+    run = functools.partial(loop.run, loop.early())
+    mapped = jax.shard_map(run, in_specs=P(), out_specs=P(), **options)
+    (turns,) = equations(jax.make_jaxpr(mapped)(*operands).jaxpr, "scan")
+    turn = turns.params["jaxpr"].jaxpr
+    made = {v: eqn for eqn in turn.eqns for v in eqn.outvars}
+    first, second = equations(turn, "pallas_reduce_scatter")
+    for scatter, behind in ((first, "pallas_all_gather"), (second, "pallas_reduce_scatter")):
+        barrier = made[scatter.invars[0]]
+        assert barrier.primitive.name == "optimization_barrier"
+        waits = [made[v].primitive.name for v in barrier.invars[1:]]
+        assert waits and set(waits) == {behind}
+
+
+def equations(jaxpr: Any, name: str) -> list[Any]:
+    """Those of a primitive, in a program and in what is mapped within it."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == name:
+            found.append(eqn)
+        elif eqn.primitive.name == "shard_map":
+            found += equations(eqn.params["jaxpr"], name)
+    return found
