@@ -3,10 +3,8 @@
 Dispatch and tuning (`backends`, `tuning.choice`), `explain`, the README's table, the conformance
 rows, the compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel
 file and a record here; a collective is these, one public function, and one canonical function in
-each backend (see `backends.canonical`). Records take effect below, and within
-`added`.
-
-`records` says what they hold.
+each backend (see `backends.canonical`). Records take effect below, and within `added`; `records`
+says what they hold.
 """
 
 import contextlib
@@ -39,7 +37,6 @@ LONGEST_LINE = 32
 
 def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
     """Algorithms that gathers and scatters share."""
-    anywhere_but_several = (ON_RING, ON_LINE)
     yield Algorithm(
         name="bidirectional",
         launcher=Kernel(module, "ring", {"bidirectional": True}),
@@ -56,7 +53,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         reach=RING,
         sent="n−1 blocks, one way",
         steps="n−1",
-        lies=anywhere_but_several,
+        lies=(ON_RING, ON_LINE),
         by_subcores=True,
         in_vmem=whole,
     )
