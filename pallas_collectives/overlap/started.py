@@ -70,8 +70,8 @@ class Started:
     def before(self, arrays: Any) -> Any:
         """These arrays, for use once the collective is under way: on GPUs XLA keeps that order.
 
-        It does so for integers, to which it adds a 0 that XLA does not know, and as a rule for other
-        arrays.
+        It does so for integers, to which it adds a 0 that XLA does not know, and as a rule for
+        other arrays.
         """
         for token in self.tokens:
             arrays = jax.tree.map(functools.partial(_behind, token), arrays)
