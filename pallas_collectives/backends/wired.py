@@ -33,6 +33,7 @@ from pallas_collectives import wires
 from pallas_collectives.backends import ordered
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
+from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.wire_ways import settled
 from pallas_collectives.topology.groups import Group
@@ -49,7 +50,7 @@ class OnWire:
 
     def all_gather(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         """The group's blocks side by side along `axis`."""
-        wire, plain, _ = settled("all_gather", x, (1, *x.shape), group, how)
+        wire, plain, way = settled("all_gather", x, (1, *x.shape), group, how, axis)
 
         def move(packed: jax.Array) -> jax.Array:
             return self._module.all_gather(packed, group, axis=0, how=plain)
@@ -57,6 +58,9 @@ class OnWire:
         if wire is None or not wire.scaled:
             gathered = self._module.all_gather(_cast(x, wire), group, axis=axis, how=plain)
             return gathered.astype(x.dtype)
+        if way.packs:
+            named = dataclasses.replace(plain, algorithm=way.algorithm)
+            return packed.all_gather(x, group, axis=axis, wire=wire, how=named)
         return side_by_side(_dequantized(moved(x[None], wire, move), x.dtype), axis)
 
     def all_to_all(
@@ -128,7 +132,7 @@ class OnWire:
             return summed.astype(x.dtype)
         flat = blocks.reshape(group.size, elements, size)
         flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padded - size))).reshape(group.size, -1)
-        if way.requantizes:
+        if way.packs:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             options = {"wire": wire, "result": x.dtype, "how": named}
             if padded == size:
@@ -157,7 +161,7 @@ class OnWire:
 
         flat = jnp.pad(x.reshape(elements, size), ((0, 0), (0, padded - size))).reshape(-1)
         blocks = jnp.pad(flat, (0, n * each - flat.size)).reshape(n, each)
-        if way.requantizes:
+        if way.packs:
             rows = math.prod(x.shape[:-1])
             if blocks.size == x.size and rows % n == 0 and x.shape[-1] % int(wire.group) == 0:
                 blocks = x.reshape(n, rows // n, x.shape[-1])  # as they lie
