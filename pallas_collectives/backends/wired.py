@@ -14,9 +14,10 @@ see `wires.error_bound`) and B that of the sum: a scattered sum is within b_0 + 
 exact one, and a psum within B more; all of it before the result is rounded to the operand's dtype.
 A sum beyond that dtype is inf; so a psum has NaN in its group, as wherever a group holds inf.
 
-On TPUs rings, lines and tori can add on the way instead, with the bytes of a ring: there sums are
-rounded at every hop, and a psum is one kernel. Whether a wire is used, and in which of these ways,
-is settled in `wire_ways`, and counted (`wire_counts`).
+On TPUs rings, lines and tori can gather blocks that their kernel packs and unpacks, if they are
+whole tiles: other bits, within the same bound. They can add on the way, too, with the bytes of a
+ring: there sums are rounded at every hop, and a psum is one kernel. Whether a wire is used, and in
+which of these ways, is settled in `wire_ways`, and counted (`wire_counts`).
 """
 
 import dataclasses

@@ -252,19 +252,21 @@ def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    "fault, mode",
     [
-        _another_tiles_scale,
-        _packed_before_it_is_here,
-        _the_next_piece_too_early,
-        _unpacked_before_it_has_come,
+        (_another_tiles_scale, "on_wait"),
+        (_packed_before_it_is_here, "on_wait"),
+        (_the_next_piece_too_early, "eager"),
+        (_unpacked_before_it_has_come, "on_wait"),
     ],
 )
-def test_faults_are_caught(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_caught(
+    fault: Callable[..., None], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = terms(3, 16 * 128, kind="heavy tails")
     fault(monkeypatch)
     try:
-        caught = not holds(x, gathered(x))
+        caught = not holds(x, gathered(x, mode=mode))
     except Exception as error:
         caught = "race" in str(error).lower()
     finally:
