@@ -37,7 +37,6 @@ LONGEST_LINE = 32
 
 def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
     """Algorithms that gathers and scatters share."""
-    anywhere_but_several = (ON_RING, ON_LINE)
 
     def packed(lies: str) -> Kernel | bool:
         gather = Kernel("torus.all_gather_packed", "gather", {"lies": lies})
@@ -59,7 +58,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         reach=RING,
         sent="n−1 blocks, one way",
         steps="n−1",
-        lies=anywhere_but_several,
+        lies=(ON_RING, ON_LINE),
         by_subcores=True,
         in_vmem=whole,
     )

@@ -47,7 +47,7 @@ class Way(NamedTuple):
     """One way of a collective over a wire.
 
     Attributes:
-      algorithm: the one that packs, or `EXCHANGE`; "" for what moves what passes of XLA have packed.
+      algorithm: the one that packs, or `EXCHANGE`; "" where passes of XLA do.
       sent: bytes of the operand as they travel, scales and padding included.
       passes_us: what XLA's passes over HBM take before and behind, at the least.
       us: predicted time, these included; None where no table tells.

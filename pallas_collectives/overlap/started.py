@@ -70,7 +70,8 @@ class Started:
     def before(self, arrays: Any) -> Any:
         """These arrays, for use once the collective is under way: on GPUs XLA keeps that order.
 
-        It does so for whole numbers without dimensions, and as a rule for other arrays.
+        It does so for integers, to which it adds a 0 that XLA does not know, and as a rule for
+        other arrays.
         """
         for token in self.tokens:
             arrays = jax.tree.map(functools.partial(_behind, token), arrays)
@@ -79,7 +80,7 @@ class Started:
 
 def _behind(token: jax.Array, x: jax.Array) -> jax.Array:
     """x, which is there only after the token, a 0, is."""
-    if jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer):
+    if jnp.issubdtype(jnp.result_type(x), jnp.integer):
         return x + token[0].astype(jnp.result_type(x))
     return lax.optimization_barrier((x, token))[0]  # taken away before XLA merges products
 
