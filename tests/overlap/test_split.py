@@ -209,9 +209,8 @@ def test_what_surely_comes_after_a_start_keeps_its_bits(by_nccl, dtype):
     kept, came = mapped(x)
     assert np.asarray(kept).tobytes() == x.tobytes()
     assert np.asarray(came).tobytes() == x[::-1].tobytes()
-    shape = (
-        f"tensor<4x{ {'bfloat16': 'bf16', 'float32': 'f32', 'int8': 'i8'}.get(dtype, 'f8E4M3FN') }>"
-    )
+    name = {"bfloat16": "bf16", "float32": "f32", "int8": "i8"}.get(dtype, "f8E4M3FN")
+    shape = f"tensor<4x{name}>"
     lowered = mapped.lower(x).as_text()
     assert any("stablehlo.subtract" in line and shape in line for line in lowered.splitlines())
 
