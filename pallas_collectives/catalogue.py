@@ -37,14 +37,19 @@ LONGEST_LINE = 32
 
 def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
     """Algorithms that gathers and scatters share."""
+
+    def packed(lies: str) -> Kernel | bool:
+        gather = Kernel("torus.all_gather_packed", "gather", {"lies": lies})
+        return gather if module == "all_gather" else True
+
     yield Algorithm(
         name="bidirectional",
         launcher=Kernel(module, "ring", {"bidirectional": True}),
+        packed=packed("ring"),
         reach=RING,
         sent="(n−1)/2 blocks",
         steps="⌊n/2⌋",
         by_subcores=True,
-        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(
@@ -60,22 +65,22 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
     yield Algorithm(
         name="line",
         launcher=Kernel(module, "line"),
+        packed=packed("line"),
         reach=LINE,
         sent="n−1 blocks at the most",
         steps="n−1",
         lies=(ON_LINE,),
         by_subcores=True,
-        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(
         name="torus",
         launcher=Kernel(f"torus.{module}", torus),
+        packed=packed("torus"),
         reach=TORUS,
         sent="(n−1)/2d blocks, on d axes at once",
         steps="the axes' together",
         lies=(ON_SEVERAL,),
-        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(
@@ -94,29 +99,29 @@ _ALL_REDUCE = (
     Algorithm(
         name="ring",
         launcher=Kernel("all_reduce", "ring", {"bidirectional": True}),
+        packed=True,
         reach=RING,
         sent="(n−1)/n of the operand",
         steps="2⌊n/2⌋",
         by_subcores=True,
-        requantizes=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
         name="line",
         launcher=Kernel("all_reduce_line", "line"),
+        packed=True,
         reach=LINE,
         sent="the operand",
         steps="2⌊n/2⌋, and one for each chunk",
         lies=(ON_LINE,),
         most_devices=64,  # some 55 + 4 n semaphores
         takes_whole=True,
-        requantizes=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
         name="torus",
         launcher=Kernel("torus.reduce_scatter", "all_reduce"),
-        requantizes=True,
+        packed=True,
         reach=TORUS,
         sent="(n−1)/dn of the operand, on d axes at once",
         steps="the axes' together",

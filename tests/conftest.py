@@ -65,13 +65,12 @@ def environment_as_before() -> Iterator[None]:
     """What a test sets in the environment ends with it: another's processes would inherit it.
 
     A number of simulated devices, for one: with that of a large slice each starts 16000 threads.
-    What the package sets for NCCL, once in a process, stays.
     """
     before = dict(os.environ)
     yield
     after = dict(os.environ)
     os.environ.update(before)
-    for name in after.keys() - before.keys() - {"NCCL_GRAPH_REGISTER"}:
+    for name in after.keys() - before.keys():
         del os.environ[name]
 
 
