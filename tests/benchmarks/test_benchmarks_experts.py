@@ -1,6 +1,5 @@
 """`python -m benchmarks experts`: its routings, its bounds, and what it prints."""
 
-
 import numpy as np
 import pytest
 
