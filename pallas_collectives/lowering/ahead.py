@@ -19,7 +19,8 @@ of a second layer.
 Where a turn scatters gradients, as in a backward pass, XLA would leave what is carried on, and all
 of the scatters, to its end, one behind the other. So the first scatter is held until the weights of
 the next turn have come, and each one until the one before it is done: a SparseCore serves one at a
-time anyhow, and each has the products between it and the next beside it.
+time anyhow, and each has the products between it and the next beside it. On chips where that was
+seen to gain nothing such turns stay as they are (`overlaps.holds_scatters`).
 
 A gather can be asked for so where its operand is a part of the scan's `xs`: nothing that the turn
 before computes. It is where a SparseCore runs it, and the products before its first use take less
@@ -236,6 +237,8 @@ class Loop:
     def early(self) -> list[_Step]:
         """The gathers to ask for a turn ahead."""
         before, chip = 0.0, chips.current()
+        if any(step.scatters for step in self.steps) and not overlaps.holds_scatters(chip):
+            return []
         elapsed: list[float] = []  # what products take before each step
         for step in self.steps:
             elapsed.append(before)

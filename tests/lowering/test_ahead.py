@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from pallas_collectives.lowering import ahead
+from pallas_collectives.tuning import overlaps
 
 SAYS = "a loop's turn asks for it for the next one"
 Arrays = dict[str, Any]
@@ -25,6 +26,7 @@ Arrays = dict[str, Any]
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every gather takes longer than any products: those of a turn's `xs` are asked for ahead."""
     monkeypatch.setattr(ahead, "_under_way", lambda step, chip: 1.0)
+    monkeypatch.setattr(overlaps, "holds_scatters", lambda chip: True)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -207,6 +209,25 @@ def test_what_is_asked_for_ahead(
     pytest.importorskip("libtpu")
     lowered(run, topology, depth, **options)
     assert asked() == count
+
+
+@pytest.mark.parametrize("topology, count", [("v6e:2x2", 2), ("v5p:2x2x1", 1)])
+def test_turns_that_scatter_ask_ahead_where_it_was_seen_to_gain(topology: str, count: int) -> None:
+    """The forward pass does on both chips."""
+    pytest.importorskip("libtpu")
+
+    def gradient(x: jax.Array, w: jax.Array) -> jax.Array:
+        run = over(jax.checkpoint(and_after))
+        return jax.grad(lambda x, w: jnp.sum(run(x, w).astype(jnp.float32) ** 2), 1)(x, w)
+
+    def carried(**options: Any) -> list[int]:
+        """How many matrices as large as a whole weight each loop carries on."""
+        lines = lowered(gradient, topology, **options).as_text().splitlines()
+        loops = [line for line in lines if "stablehlo.while" in line]
+        return [line.count("tensor<4096x4096xbf16>") for line in loops]
+
+    differ = [a != b for a, b in zip(carried(ahead=True), carried(ahead=False), strict=True)]
+    assert len(differ) == 2 and sum(differ) == count
 
 
 @pytest.mark.usefixtures("always")
