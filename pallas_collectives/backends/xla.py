@@ -83,7 +83,7 @@ def _in_blocks(
     **axis: Any,
 ) -> jax.Array:
     """lax's ragged exchange by its dense one: every slice goes as a block of the operand's size."""
-    dense = functools.partial(lax_all_to_all, split_axis=0, concat_axis=0, tiled=True, **axis)
+    dense: Any = functools.partial(lax_all_to_all, split_axis=0, concat_axis=0, tiled=True, **axis)
     rows, row, slices = len(operand), jnp.arange(len(operand)), len(send_sizes)
     sent = jnp.where(row < send_sizes[:, None], input_offsets[:, None] + row, rows)
     come = dense(operand.at[sent.reshape(-1)].get(mode="fill", fill_value=0))
