@@ -24,7 +24,6 @@ from benchmarks.settings import Settings
 from pallas_collectives import wires
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import WirePlan
-from pallas_collectives.backends.wire_ways import EXCHANGE
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.wires import Wire
 
@@ -107,7 +106,7 @@ def _replayed(
     with counters.recorded() as plans:
         report = replay_rows.run(one, wire=wire)
     share, passes_us = _sent(plans)
-    requantizes = any(isinstance(p, WirePlan) and p.way not in ("", EXCHANGE) for p in plans)
+    requantizes = any(isinstance(p, WirePlan) and p.requantizes for p in plans)
     n = int(np.prod([replay_rows.mesh_axes(one.machine)[axis] for axis in settings.axes]))
     return dataclasses.replace(
         row,

@@ -3,10 +3,8 @@
 Dispatch and tuning (`backends`, `tuning.choice`), `explain`, the README's table, the conformance
 rows, the compile tests and the benchmarks hold no list of their own. So an algorithm is a kernel
 file and a record here; a collective is these, one public function, and one canonical function in
-each backend (see `backends.canonical`). Records take effect below, and within
-`added`.
-
-`records` says what they hold.
+each backend (see `backends.canonical`). Records take effect below, and within `added`; `records`
+says what they hold.
 """
 
 import contextlib
@@ -39,15 +37,19 @@ LONGEST_LINE = 32
 
 def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
     """Algorithms that gathers and scatters share."""
-    anywhere_but_several = (ON_RING, ON_LINE)
+
+    def packed(lies: str) -> Kernel | bool:
+        gather = Kernel("torus.all_gather_packed", "gather", {"lies": lies})
+        return gather if module == "all_gather" else True
+
     yield Algorithm(
         name="bidirectional",
         launcher=Kernel(module, "ring", {"bidirectional": True}),
+        packed=packed("ring"),
         reach=RING,
         sent="(n−1)/2 blocks",
         steps="⌊n/2⌋",
         by_subcores=True,
-        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(
@@ -56,29 +58,29 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
         reach=RING,
         sent="n−1 blocks, one way",
         steps="n−1",
-        lies=anywhere_but_several,
+        lies=(ON_RING, ON_LINE),
         by_subcores=True,
         in_vmem=whole,
     )
     yield Algorithm(
         name="line",
         launcher=Kernel(module, "line"),
+        packed=packed("line"),
         reach=LINE,
         sent="n−1 blocks at the most",
         steps="n−1",
         lies=(ON_LINE,),
         by_subcores=True,
-        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(
         name="torus",
         launcher=Kernel(f"torus.{module}", torus),
+        packed=packed("torus"),
         reach=TORUS,
         sent="(n−1)/2d blocks, on d axes at once",
         steps="the axes' together",
         lies=(ON_SEVERAL,),
-        requantizes=module == "reduce_scatter",
         in_vmem=whole,
     )
     yield Algorithm(
@@ -97,29 +99,29 @@ _ALL_REDUCE = (
     Algorithm(
         name="ring",
         launcher=Kernel("all_reduce", "ring", {"bidirectional": True}),
+        packed=True,
         reach=RING,
         sent="(n−1)/n of the operand",
         steps="2⌊n/2⌋",
         by_subcores=True,
-        requantizes=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
         name="line",
         launcher=Kernel("all_reduce_line", "line"),
+        packed=True,
         reach=LINE,
         sent="the operand",
         steps="2⌊n/2⌋, and one for each chunk",
         lies=(ON_LINE,),
         most_devices=64,  # some 55 + 4 n semaphores
         takes_whole=True,
-        requantizes=True,
         in_vmem=lambda block, n: block,
     ),
     Algorithm(
         name="torus",
         launcher=Kernel("torus.reduce_scatter", "all_reduce"),
-        requantizes=True,
+        packed=True,
         reach=TORUS,
         sent="(n−1)/dn of the operand, on d axes at once",
         steps="the axes' together",
@@ -233,6 +235,7 @@ _PPERMUTE = (
     Algorithm(
         name="partners",
         launcher=Kernel("ppermute", "direct", {"everyone": False}),
+        packed=Kernel("ppermute_packed", "direct", {"everyone": False}),
         reach=PARTNERS,
         sent="the operand",
         steps="1",
@@ -240,6 +243,7 @@ _PPERMUTE = (
     Algorithm(
         name="everyone",
         launcher=Kernel("ppermute", "direct", {"everyone": True}),
+        packed=Kernel("ppermute_packed", "direct", {"everyone": True}),
         reach=PARTNERS,
         wide=True,
         sent="the operand",

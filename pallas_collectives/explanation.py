@@ -302,8 +302,7 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
 def _over_wire(plan: WirePlan, devices: int) -> str:
     """Bytes, time and error of a collective over a wire, in a sentence."""
     share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
-    requantizes = plan.way not in ("", wire_ways.EXCHANGE)
-    error = wire_ways.error_in_words(plan.op, plan.wire, devices, requantizes)
+    error = wire_ways.error_in_words(plan.op, plan.wire, devices, plan.requantizes)
     if plan.us is None or plan.wired_us is None:
         return f"{share}; no table has its time; {error}"
     time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, XLA's passes included"

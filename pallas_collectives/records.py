@@ -85,7 +85,8 @@ class Algorithm:
         nothing, and is done only on request.
       in_order: it adds every element in the order of the ranks, and rounds once.
       by_subcores: what it adds can be added by a SparseCore's vector subcores.
-      requantizes: its launcher takes a `codec`, by which sums travel as numbers of one byte and are
+      packed: what launches it where numbers travel as one byte, packed in the kernel: it takes a
+        `codec` besides. True if that is `launcher` itself, False if it has no such form. Sums are
         rounded at every hop.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not only this device's.
@@ -104,7 +105,7 @@ class Algorithm:
     in_vmem: Callable[[int, int], int] | None = None
     in_order: bool = False
     by_subcores: bool = False
-    requantizes: bool = False
+    packed: Callable[..., Any] | bool = False
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None

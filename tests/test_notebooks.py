@@ -10,7 +10,7 @@ import re
 import sys
 import tomllib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ pytest.importorskip("nbclient")
 import nbclient
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient.util import run_sync
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
@@ -57,9 +59,25 @@ def exercises(notebook: Any) -> list[str]:
     return [name for names in found for name in names]
 
 
+# The notebooks share a kernel, which has imported JAX: each finds it without names and without the
+# modules and the paths that another has brought.
+AS_NEW = """
+get_ipython().reset()
+import os, sys
+
+for name, module in [*sys.modules.items()]:
+    file = getattr(module, "__file__", None) or ""
+    if name.split(".")[0] == "benchmarks" or os.path.dirname(file) == os.getcwd():
+        del sys.modules[name]
+sys.path[:] = [path for path in sys.path if path != ".."]
+del os, sys, name, module, file
+"""
+
+
 def with_solutions(notebook: Any) -> tuple[Any, dict[int, str]]:
     """A copy in which each solution is run and checked after its cell; where, and which."""
     solved, where = nbformat.v4.new_notebook(metadata=notebook.metadata), {}
+    solved.cells.append(nbformat.v4.new_code_cell(AS_NEW))
     for cell in notebook.cells:
         solved.cells.append(cell.copy())
         for source in SOLUTION.findall(cell.source) if cell.cell_type == "markdown" else ():
@@ -149,14 +167,23 @@ def test_colours_are_those_that_mean_something() -> None:
         assert not re.search(r'color="(?!black|white)[a-z]', text), path
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[AsyncKernelManager]:
+    """What runs the notebooks, one after the other; the first starts it."""
+    manager = AsyncKernelManager(kernel_name="python3")
+    yield manager
+    if manager.has_kernel:
+        run_sync(manager.shutdown_kernel)(now=True)
+
+
 @pytest.mark.timeout(4 * SECONDS)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_its_solutions_are_right(path: Path) -> None:
+def test_notebook_runs_and_its_solutions_are_right(path: Path, kernel: AsyncKernelManager) -> None:
     notebook = read(path)
     solved, where = with_solutions(notebook)
     assert sorted(where.values()) == sorted(exercises(notebook)), "a solution for every exercise"
     client = nbclient.NotebookClient(
-        solved, timeout=SECONDS, resources={"metadata": {"path": str(FOLDER)}}
+        solved, km=kernel, timeout=SECONDS, resources={"metadata": {"path": str(FOLDER)}}
     )
     client.execute()  # raises where a cell does
     for number, name in where.items():

@@ -60,13 +60,12 @@ class Flight:
             return copies.Plan(readers, pulls, 0 if pulls else nbytes)
         n = self.group.size
         block = nbytes if self.op == "gather" else nbytes // n
-        # The own block comes last: multiprocessors copy it, and it waits for them.
-        ranks = [(rank + distance) % n for distance in range(1, n + 1)]
+        ranks = [(rank + distance) % n for distance in range(n)]
         pulls = tuple(
             copies.Pull(p, 0 if self.op == "gather" else rank * block, p * block, block)
             for p in ranks
         )
-        return copies.Plan(tuple(ranks[:-1]), pulls)
+        return copies.Plan(tuple(ranks[1:]), pulls)
 
     def by_lax(self, x: Any) -> jax.Array:
         """What comes of it."""
@@ -197,7 +196,7 @@ def _lowering(
     members = device_groups(_compat.mesh_of(ctx), flight.group)
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
-            group = nccl.get(devices, name="copies")
+            group = nccl.get(devices, name="copies", uses=())
             for rank, (copier, slot) in copies.slots(group, place).items():
                 at[copier.ordinal] = copier, slot, flight.plan(rank, nbytes)
     ids = [[d.id for d in devices] for devices in members]

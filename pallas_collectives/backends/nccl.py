@@ -7,9 +7,13 @@ one for all: calls are then made in a program's first runs, and again when XLA c
 buffers have moved, but not in replays. Shorter programs are captured with
 `jax.jit(f, compiler_options={"xla_gpu_graph_min_graph_size": 1})`.
 
-Communicators are made while a program is lowered, in every process that lowers it, one for each
-set of devices, and come connected: XLA may capture a program's first run. Their timeout and
-watchdog are `nccl.configure`'s, and `nccl.check()` tells whether one has failed.
+Communicators are made while a program is lowered, in every process that lowers it, and come
+connected: XLA may capture a program's first run. A set of devices has one for gathers and sums, and
+one for messages, for NCCL before 2.29.2 must not register the same memory for both on one: there
+`ipcRegisterBuffer` gives the GPU its peers' addresses only if a gather or a sum comes first, and
+kernels write to address 0 and up. In CUDA graphs NCCL registers all operands, which is worth
+1.2 to 1.4 times the speed from 16 MiB on, on two H200. Their timeout and watchdog are
+`nccl.configure`'s, and `nccl.check()` tells whether one has failed.
 
 NCCL moves and adds contiguous blocks, so gathering, scattering and exchanging along any but the
 first dimension costs a transpose, which XLA does.
@@ -36,6 +40,7 @@ from pallas_collectives.backends.layout import side_by_side as side_by_side
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 from pallas_collectives.nccl import dtypes, ffi, tape
+from pallas_collectives.nccl.connection import COLLECTIVES, MESSAGES
 from pallas_collectives.topology.groups import Group
 
 # NCCL adds no 16-bit integers; modulo 2**16 the wider sums are the same.
@@ -103,7 +108,7 @@ def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how
         if not recvs:
             c.clear(outputs[0], x.nbytes, stream)
 
-    return _call(_Work(text, enqueue), group, x.shape, x.dtype, x)
+    return _call(_Work(text, enqueue, uses=MESSAGES), group, x.shape, x.dtype, x)
 
 
 def ragged_all_to_all(
@@ -142,7 +147,7 @@ def ragged_all_to_all(
         recvs = parts(outputs[0], land_at, receive)
         nccl.exchange([nccl.Messages(c, sends, recvs, stream)], dtype, text)
 
-    work = _Work(text, enqueue, graph=False, aliases=((1, 0),))
+    work = _Work(text, enqueue, uses=MESSAGES, graph=False, aliases=((1, 0),))
     return _call(work, group, output.shape, dtype, operand, output, plan)
 
 
@@ -192,7 +197,7 @@ def _exchanged(blocks: jax.Array, group: Group) -> jax.Array:
     def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
         c.all_to_all(inputs[0], outputs[0], count, blocks.dtype, stream)
 
-    work = _Work(f"all_to_all {blocks.dtype} {count}", enqueue)
+    work = _Work(f"all_to_all {blocks.dtype} {count}", enqueue, uses=MESSAGES)
     return _call(work, group, blocks.shape, blocks.dtype, blocks)
 
 
@@ -209,12 +214,14 @@ class _Work:
     Attributes:
       text: names it, dtypes, counts and all: equal texts, equal work.
       enqueue: does it, for this device's communicator.
+      uses: what of NCCL, of `connection.USES`.
       graph: whether it is the same every time: it may be recorded, and replayed as captured.
       aliases: (operand, result) pairs that share their memory.
     """
 
     text: str
     enqueue: Enqueue = dataclasses.field(compare=False)
+    uses: str = COLLECTIVES
     graph: bool = True
     aliases: tuple[tuple[int, int], ...] = ()
 
@@ -245,7 +252,7 @@ def _lower(
     at: dict[int, nccl.Communicator] = {}
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
-            communicators = nccl.get(devices, name="collectives").communicators
+            communicators = nccl.get(devices, name=work.uses, uses=[work.uses]).communicators
             at.update({c.ordinal: c for c in communicators.values()})
 
     def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:

@@ -154,9 +154,12 @@ class KernelPlan(Plan):
     torus: str
 
     def launch(self, *operands: Any, **options: Any) -> Any:
-        """Runs the algorithm's kernel, on its engine."""
+        """Runs the algorithm's kernel, on its engine; with a `codec` that which packs."""
+        packed = self.record.packed if "codec" in options else True
+        assert packed, f"{self.algorithm} packs nothing"
+        launcher = self.record.launcher if packed is True else packed
         with sparsecore.wanted(self.on_sparsecore):
-            return self.record.launcher(*operands, vmem=self.vmem, **options)
+            return launcher(*operands, vmem=self.vmem, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +173,8 @@ class WirePlan(Plan):
       nbytes: of one device's operand.
       sent: of these, as they travel, scales and padding included.
       passes_us: what XLA's passes over HBM take before and behind, at the least, on a TPU.
-      way: of a sum over a wire with scales, by what it goes (see `backends.wire_ways`).
+      way: the algorithm that packs in its kernel, or adds (see `backends.wire_ways`); "" if none.
+      requantizes: whether sums are rounded at every hop.
       us, wired_us: predicted times without and with it, passes included; None where no table tells.
     """
 
@@ -179,6 +183,7 @@ class WirePlan(Plan):
     sent: int = 0
     passes_us: float = 0.0
     way: str = ""
+    requantizes: bool = False
     us: float | None = None
     wired_us: float | None = None
 

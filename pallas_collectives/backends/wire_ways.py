@@ -6,14 +6,16 @@ A sum has two ways over a wire with scales:
     bidirectional,  sums are added on the way round a ring, along a line or over a torus, and
     line, torus     quantised anew at every hop: (n-1)/n of an operand's bytes, as without a wire
 
-The algorithms of the second are those whose record says `requantizes`; `psum` calls the first of
-them "ring". A psum by either way gathers the sums, quantised once more, and so gives everyone the
-same bits. The quicker one is taken; the exchange where no times tell, for few numbers, and where a
-draw or a residue presumes that terms are quantised once.
+The algorithms of the second are those whose record says `packed`; `psum` calls the first of them
+"ring". A psum by either way gathers the sums, quantised once more, and so gives everyone the same
+bits. What is only moved is quantised once: by passes of XLA around a collective, or by an algorithm
+whose record says `packed`. The quicker way is taken; where no times tell, for few terms, and where
+a draw or a residue presumes in what bits terms are quantised, it is the exchange, or the passes.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 
 from pallas_collectives import catalogue, wires
 from pallas_collectives.backends import algorithms, counters, ordered, slices
+from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import Candidate, How, WirePlan
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
@@ -35,12 +38,22 @@ AUTO_BYTES = 2 << 20
 
 EXCHANGE = ordered.EXCHANGE.name
 
+# How much of the vector unit's time shows beside the wire's, over one axis, two, and more: as large
+# a share as this times the ratio of both: the busier the unit is, the more the wire waits for it.
+# By the replay of v5e, v5p, v6e and 7x, 16 to 256 MiB, within 20%.
+_SHOWS = {
+    "all_gather": (0.45, 0.8, 4.0),
+    "ppermute": (0.3, 0.3, 0.3),
+    "reduce_scatter": (0.0, 0.5, 4.0),
+    "all_reduce": (0.25, 0.85, 4.0),
+}
+
 
 class Way(NamedTuple):
     """One way of a collective over a wire.
 
     Attributes:
-      algorithm: of the sum; "" where nothing is added.
+      algorithm: the one that packs, or `EXCHANGE`; "" where passes of XLA do.
       sent: bytes of the operand as they travel, scales and padding included.
       passes_us: what XLA's passes over HBM take before and behind, at the least.
       us: predicted time, these included; None where no table tells.
@@ -52,8 +65,8 @@ class Way(NamedTuple):
     us: float | None
 
     @property
-    def requantizes(self) -> bool:
-        """Whether sums are rounded at every hop."""
+    def packs(self) -> bool:
+        """Whether its kernel packs: then sums are rounded at every hop."""
         return self.algorithm not in ("", EXCHANGE)
 
 
@@ -61,7 +74,12 @@ _NO_WAY = Way("", 0, 0.0, None)
 
 
 def settled(
-    op: str, x: jax.Array, blocks: tuple[int, ...], group: Group, how: How
+    op: str,
+    x: jax.Array,
+    blocks: tuple[int, ...],
+    group: Group,
+    how: How,
+    sent_by: Callable[[str, Wire], int] | None = None,
 ) -> tuple[Wire | None, How, Way]:
     """The wire that a call takes, what is asked of the backend then, and the way; counted.
 
@@ -71,6 +89,8 @@ def settled(
       blocks: how many blocks or rows are quantised, each by itself, and then the shape of one.
       group: the devices.
       how: the caller's wishes.
+      sent_by: of what is only moved, (algorithm, wire) -> bytes of the operand as they travel, if
+        its kernel packs; 0 if it cannot.
 
     Raises:
       DtypeError, WireError, AlgorithmError: a wire that was named cannot be had, or loses.
@@ -84,8 +104,8 @@ def settled(
     if why := wires.obstacle(wire, x.dtype) or _unfit(op, wire, group, how):
         _note_left_out(op, wire, why)
         return None, plain, _NO_WAY
-    found = _ways(op, x, blocks, group, how)
-    way = _chosen(found, blocks, wire, how)
+    found = _ways(op, x, blocks, group, how, sent_by)
+    way = _chosen(op, found, blocks, wire, how)
     bundled_later = op == "all_reduce" and placement.are_settled_later()
     if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
         _note_left_out(op, wire, lost)
@@ -97,11 +117,12 @@ def settled(
     if us is None and (small := _small(x, wire)):
         _note_left_out(op, wire, small)
         return None, plain, _NO_WAY
-    told = tuple(_told(op, w, wire, group.size) for w in found if w.algorithm)
+    several = found if len(found) > 1 or way.algorithm else ()
+    told = tuple(_told(op, w, wire, group.size) for w in several)
     counters.note(
         WirePlan(op=op, backend=how.backend, algorithm=str(wire), wire=wire, nbytes=x.nbytes,
                  sent=way.sent, passes_us=way.passes_us, us=us, wired_us=way.us, way=way.algorithm,
-                 candidates=told)
+                 requantizes=_adds(op) and way.packs, candidates=told)
     )  # fmt: skip
     if wire.scaled and _adds(op):
         plain = dataclasses.replace(plain, algorithm=None)
@@ -130,7 +151,9 @@ def _lost(op: str, x: jax.Array, sent: int, wire: Wire) -> str:
         return ""
     lost = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
     if not wire.optional:
-        remedy = "leave wire=None, or wire='auto' to have it left out; or make rows longer"
+        # A sum's groups are of the flattened operand.
+        larger = "sum more numbers at a time" if _adds(op) else "make rows longer"
+        remedy = f"leave wire=None, or wire='auto' to have it left out; or {larger}"
         raise WireError(f"wire {wire} for {op} of {x.dtype}{list(x.shape)}", lost, remedy)
     return lost
 
@@ -143,7 +166,12 @@ def _small(x: jax.Array, wire: Wire) -> str:
 
 
 def _ways(
-    op: str, x: jax.Array, blocks: tuple[int, ...], group: Group, how: How
+    op: str,
+    x: jax.Array,
+    blocks: tuple[int, ...],
+    group: Group,
+    how: How,
+    sent_by: Callable[[str, Wire], int] | None,
 ) -> tuple[Way, ...]:
     """The ways that there are."""
     wire = how.wire
@@ -156,20 +184,52 @@ def _ways(
     part = sent // n if in_terms else catalogue.COLLECTIVES[op].block_bytes(sent, n)
     us = _in_all([_least(step, part, group) for step in steps], passes, how.backend)
     moved = Way(EXCHANGE if in_terms else "", sent, passes, us)
-    if not in_terms or _no_ring(op, group, how):
+    if not wire.scaled or _no_ring(op, group, how):
         return (moved,)
-    numbers, codec = math.prod(blocks[1:]), Codec(wire)
-    packed, tiles = n * codec.packed_bytes(numbers), -(-numbers // math.prod(codec.tile))
-    block = catalogue.COLLECTIVES[op].block_bytes(packed, n)
+    if in_terms:
+        return moved, *_packed_sums(op, x, blocks, group, wire)
+    return moved, *(() if sent_by is None else _packed_moves(op, x, group, wire, sent_by))
+
+
+def _packed_sums(
+    op: str, x: jax.Array, blocks: tuple[int, ...], group: Group, wire: Wire
+) -> Iterator[Way]:
+    """Those of a sum whose kernels pack."""
+    n, numbers, codec = group.size, math.prod(blocks[1:]), Codec(wire)
+    sent, tiles = n * codec.packed_bytes(numbers), -(-numbers // math.prod(codec.tile))
+    back = op == "all_reduce"
+    block = catalogue.COLLECTIVES[op].block_bytes(sent, n)
     by_name = algorithms.predicted(op, block, placement.arranged(group), cuts=tiles)
-    adding = 1e6 * codec.seconds(n * numbers, chips.current(), unpacked=op == "all_reduce")
+    of_all = n * numbers
+    core = codec.seconds(chips.current(), added=of_all, unpacked=of_all if back else 0)
+    for name in _rings(op, group):
+        if name != "torus" or _fits(op, x, tiles, group, codec):
+            yield _packed_way(op, name, group, sent, by_name.get(name), 1e6 * core)
 
-    def way(name: str) -> Way:
-        us = by_name.get(name)
-        return Way(name, packed, 0.0, None if us is None else max(us, adding))
 
-    rings = _rings(op, group)
-    return moved, *(way(a) for a in rings if a != "torus" or _fits(op, x, tiles, group, codec))
+def _packed_moves(
+    op: str, x: jax.Array, group: Group, wire: Wire, sent_by: Callable[[str, Wire], int]
+) -> Iterator[Way]:
+    """Those of what is only moved, whose kernels pack."""
+    there, codec = placement.arranged(group), packed.codec_of(wire)
+    cuts = x.size // math.prod(codec.tile)
+    comes = group.size * x.size if op == "all_gather" else x.size
+    core = codec.seconds(chips.current(), packed=x.size, unpacked=comes)
+    for name in _rings(op, group):
+        if sent := sent_by(name, wire):
+            us = algorithms.predicted(op, sent, there, cuts=cuts).get(name)
+            yield _packed_way(op, name, group, sent, us, 1e6 * core)
+
+
+def _packed_way(
+    op: str, name: str, group: Group, sent: int, us: float | None, core_us: float
+) -> Way:
+    """A way whose kernel packs, by the times of what moves alone and of the vector unit."""
+    if us is None:
+        return Way(name, sent, 0.0, None)
+    axes = len(placement.arranged(group).torus) if name == "torus" else 1
+    share = min(1.0, _SHOWS[op][min(axes, 3) - 1] * core_us / us)
+    return Way(name, sent, 0.0, max(us + share * core_us, core_us))
 
 
 def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool:
@@ -180,17 +240,19 @@ def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool
     return torus.fits_packed(there, (tiles * rows, columns), 0, jnp.dtype(dtype), codec, **how)
 
 
-def _chosen(found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: How) -> Way:
-    """The way that is named, or the quickest; of few numbers, padded in a kernel, the exchange."""
+def _chosen(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: How) -> Way:
+    """The way that is named, or the quickest; of few terms, padded in a kernel, the exchange."""
     if how.algorithm is not None and wire.scaled and len(found) > 1:
         named = [way for way in found if way.algorithm == how.algorithm]
+        if not named and not _adds(op):
+            return found[0]  # it moves what is packed
         if not named:
             what = f"algorithm={how.algorithm!r} over a wire"
             why = "what several axes have met takes more VMEM than the chip has"
             raise AlgorithmError(what, why, "leave algorithm=None, or name 'exchange'")
         return named[0]
     few = math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile) if len(found) > 1 else True
-    if few or found[0].us is None:
+    if (few and _adds(op)) or found[0].us is None:
         return found[0]
     return min(found, key=lambda way: math.inf if way.us is None else way.us)
 
@@ -200,9 +262,9 @@ def _adds(op: str) -> bool:
 
 
 def _rings(op: str, group: Group) -> tuple[str, ...]:
-    """The algorithms of a sum that can add on the way among these devices."""
+    """The algorithms whose kernels pack that can serve these devices."""
     there, chip = placement.arranged(group), chips.current()
-    able = (a for a in catalogue.COLLECTIVES[op].algorithms if a.requantizes)
+    able = (a for a in catalogue.COLLECTIVES[op].algorithms if a.packed)
     able = (a for a in able if a.reach is not TORUS or there.torus)
     return tuple(a.name for a in able if algorithms.serves(a, there, chip))
 
@@ -275,8 +337,8 @@ def _least(op: str, block_bytes: int, group: Group) -> float | None:
 
 def _told(op: str, way: Way, wire: Wire, n: int) -> Candidate:
     """A way as `explain` prints it."""
-    said = f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.requantizes)}"
-    return Candidate(way.algorithm, way.us, None, said)
+    said = f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.packs)}"
+    return Candidate(way.algorithm or "passes of XLA", way.us, None, said)
 
 
 def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False) -> str:

@@ -10,10 +10,12 @@ to enable peer access between two GPUs of one process, and network plugins may a
     the first of them. No field of `ncclConfig_t` says it for one communicator.
   * Two ranks are connected when they first exchange a message, whatever that variable says.
 
-So every algorithm is asked for here, and every pair. `ncclGroupSimulateEnd` has NCCL plan a
+So every algorithm is asked for here, and every pair, as far as the communicator is to be used for
+them. `ncclGroupSimulateEnd` has NCCL plan a
 collective, which connects its algorithm, and puts nothing on a stream: it needs no operands, so all
-sizes can be asked for. The pairs are connected by an all-to-all of one byte. It runs, so everything
-that NCCL has copied to the GPUs meanwhile is there when it ends, and the communicator has worked.
+sizes can be asked for. The pairs are connected by an all-to-all of one byte. It runs, or else
+a gather does, so everything that NCCL has copied to the GPUs meanwhile is there when it ends, and
+the communicator has worked.
 
 What it takes on H200s with NVLink (NCCL 2.28.9; 24 channels for collectives, 32 for messages):
 0.06 s for two in one process, 0.25 s for four, 0.3 s for two with a process each, beside 0.4, 0.9
@@ -24,7 +26,7 @@ So n GPUs on NVLink hold n - 1 times 380 MiB each for messages; NCCL_MAX_P2P_NCH
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from pallas_collectives.nccl.communicator import Communicator
 from pallas_collectives.nccl.errors import CallError
@@ -34,18 +36,29 @@ _STEPS = 4  # sizes in every doubling
 _SIZES = sorted({round(2 ** (i / _STEPS)) for i in range(_STEPS * _LARGEST.bit_length())})
 
 
-def connect(communicator: Communicator) -> None:
-    """Connects all that collectives, exchanges and transfers may use; returns once it is used.
+COLLECTIVES, MESSAGES = "collectives", "messages"
+USES = (COLLECTIVES, MESSAGES)
 
-    Every rank of the group calls this, from a thread of its own. Raises CallError.
+
+def connect(communicator: Communicator, uses: Collection[str]) -> None:
+    """Connects all that is asked for; returns once it is used.
+
+    Every rank of the group calls this, from a thread of its own.
+
+    Args:
+      uses: of `USES`: gathers, sums and broadcasts; messages, which all-to-alls are too.
+
+    Raises CallError.
     """
     n = communicator.size
-    if n == 1:  # NCCL copies
+    if n == 1 or not uses:  # one rank: NCCL copies
         return
     with communicator.driver.workspace(communicator.ordinal, 2 * n) as (address, stream):
-        for collective in _collectives(communicator, address, stream):
-            _plan(communicator, collective)
-        communicator.all_to_all(address, address + n, 1, "int8", stream)
+        if COLLECTIVES in uses:
+            for collective in _collectives(communicator, address, stream):
+                _plan(communicator, collective)
+        run = communicator.all_to_all if MESSAGES in uses else communicator.all_gather
+        run(address, address + n, 1, "int8", stream)
 
 
 def _plan(communicator: Communicator, collective: Callable[[int], None]) -> None:

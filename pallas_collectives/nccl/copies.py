@@ -5,7 +5,8 @@ on two H200 no gather by NCCL is hidden beside products, whatever its channels a
 priority. Neither is any copy within a GPU, by whichever function of CUDA: multiprocessors make it.
 Copies from one GPU to another are made by copy engines, at once: 16 MiB in 50 us, beside a product
 as alone. So an exchange has two halves. `start` puts its copies on a stream of their own, on which
-each GPU pulls from its peers, and `finish` makes XLA's stream wait for them.
+each GPU pulls from its peers, and `finish` makes XLA's stream wait for them. What a GPU keeps
+of its own goes on a second stream: it may have to wait for multiprocessors, and no pull for it.
 
 Each GPU has two words for each peer, 0 at first:
 
@@ -81,7 +82,8 @@ class Slot:
 
     Attributes:
       words: of each rank, the address of its words.
-      began, arrived: events: the operand is there; the result is, and the operand has been read.
+      began, kept, arrived: events: the operand is there; the own part of the result is; all of it
+        is, and the operand has been read.
       flights: where operand and result lie of the last exchanges, each in a row. A slot's
         exchanges go one after the other, yet a second may start before the first is done: one of
         tangents beside that of values, say, or a function that is called twice.
@@ -93,6 +95,7 @@ class Slot:
         driver.fill_words(ordinal, self.own_words, 0, 2 * size)
         self.words: dict[int, int] = {}
         self.began = driver.new_event(ordinal)
+        self.kept = driver.new_event(ordinal)
         self.arrived = driver.new_event(ordinal)
         self.flights = (ctypes.c_uint64 * (_FLIGHTS * _IN_A_ROW))()
 
@@ -127,6 +130,7 @@ class Copier:
         self.rank, self.ordinal = communicator.rank, communicator.ordinal
         self.unusable = communicator.unusable
         self.stream = communicator.driver.new_stream(self.ordinal)
+        self._keeping = communicator.driver.new_stream(self.ordinal)
         self.slots: dict[Any, Slot] = {}
         self._meeting = meeting
         self._calls: Any = _InPython(self)
@@ -152,7 +156,8 @@ class Copier:
             calls.pc_note(slot.flights, i, address)
         with driver.device(self.ordinal):
             driver.record_again(slot.began, stream)
-            driver.wait_event(beside, slot.began)
+            for waiting in (beside, self._keeping):
+                driver.wait_event(waiting, slot.began)
             driver.clear(self.ordinal, token, _WORD, stream)
         self.communicator.begin(("exchange", text), beside)
         with driver.device(self.ordinal):
@@ -164,16 +169,19 @@ class Copier:
             if plan.clear:
                 driver.clear(self.ordinal, result, plan.clear, beside)
             for pull in plan.pulls:
+                on = self._keeping if pull.rank == me else beside
                 if pull.rank != me:
                     driver.take_word(slot.ready(me, pull.rank), beside)
                 calls.pc_pull(
                     driver.address("cuMemcpyDtoDAsync_v2"), turns, operands, me, size,
-                    pull.rank, pull.source, tape.behind(result, pull.target), pull.nbytes, beside,
+                    pull.rank, pull.source, tape.behind(result, pull.target), pull.nbytes, on,
                 )  # fmt: skip
                 if pull.rank != me:
                     driver.give_word(slot.read(pull.rank, me), beside)
             for peer in plan.readers:
                 driver.take_word(slot.read(me, peer), beside)
+            driver.record_again(slot.kept, self._keeping)
+            driver.wait_event(beside, slot.kept)
             driver.record_again(slot.arrived, beside)
         self.communicator.end(beside)
 

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -114,7 +114,7 @@ class Group:
         except (TimeoutError, NcclError) as error:
             _log.warning("%s: aborting did not end well: %r", self, error)
 
-    def join(self, rank: int, unique_id: bytes, watched: bool) -> None:
+    def join(self, rank: int, unique_id: bytes, watched: bool, uses: Collection[str]) -> None:
         """Makes one of this process's communicators, connected to its peers, from a new thread."""
         runtime, size = self.runtime, len(self.devices)
         ordinal = runtime.ordinal(self.devices[rank])
@@ -131,7 +131,7 @@ class Group:
             if reason is not None:  # the others gave up meanwhile
                 communicator.abort()
                 raise reason
-            connection.connect(communicator)
+            connection.connect(communicator, uses)
             if watched:
                 communicator.board = runtime.board(ordinal)
 
@@ -176,13 +176,15 @@ def create(
     name: str = "default",
     timeout: float = 300.0,
     watchdog: float | None = None,
+    uses: Collection[str] = connection.USES,
     runtime: Runtime | None = None,
 ) -> Group:
     """Creates a group over `devices`, in every process that owns one of them.
 
     devices: in order of rank. name: the same in all those processes; groups of other names over the
     same devices are independent. timeout: seconds for everyone to come. watchdog: seconds that a
-    call may take before the group fails, or None for no watchdog.
+    call may take before the group fails, or None for no watchdog. uses: what the group comes
+    connected for, of "collectives" and "messages" (all-to-alls too); else first calls connect it.
     The group comes connected (`connection`), so its first call may be captured in a CUDA graph. It
     may be created while a stream is captured, on this thread or another: new threads do the work.
     Raises ValueError for devices that cannot form a group here, RendezvousError, which names who
@@ -203,6 +205,8 @@ def create(
         )
     if watchdog is not None and watchdog <= 0:
         raise ValueError(f"watchdog={watchdog} must be a positive number of seconds, or None")
+    if unknown := set(uses) - set(connection.USES):
+        raise ValueError(f"unknown uses {sorted(unknown)}: they are {', '.join(connection.USES)}")
     deadline = time.monotonic() + timeout
     ids = ",".join(str(d.id) for d in devices)
     key = f"pallas_collectives/nccl/{name}/{hashlib.sha256(ids.encode()).hexdigest()[:16]}"
@@ -218,7 +222,7 @@ def create(
     )
     group = Group(runtime, name, devices)
     join = [
-        functools.partial(group.join, rank, meeting.unique_id, watchdog is not None)
+        functools.partial(group.join, rank, meeting.unique_id, watchdog is not None, uses)
         for rank in local
     ]
     key = f"{key}/{meeting.nonce}"

@@ -11,16 +11,10 @@ loaded answers to it. So the choice is made once, in this order:
 A file that is not in the process yet is loaded in another process first, so that a broken one
 gives an error here instead of taking this process down.
 
-NCCL's own environment variables are left alone, but for NCCL_GRAPH_REGISTER before NCCL 2.29.2,
-which is 0 there unless it is set. With 1, NCCL's default, captured calls reach peers' operands
-directly: on two H200 1.2 to 1.4 times as fast from 16 MiB on. But where an exchange and then
-a gather or a sum register the same memory on one communicator, kernels write to address 0 and
-up: `ipcRegisterBuffer` tells the GPU the peers' addresses only when a collective registers first.
-
-Another to know: kernels of several communicators that run on one GPU at a time, on streams that
-nothing orders, must all fit on it or start in the same order everywhere. A few fit.
-NCCL_LAUNCH_ORDER_IMPLICIT=1 (set it before JAX uses its GPUs) has NCCL keep the host's order; on 4
-H200 in one process it cost 8 to 25 µs a call inside CUDA graphs.
+NCCL's own environment variables are left alone. One to know: kernels of several communicators that
+run on one GPU at a time, on streams that nothing orders, must all fit on it or start in the same
+order everywhere. A few fit. NCCL_LAUNCH_ORDER_IMPLICIT=1 (set it before JAX uses its GPUs) has NCCL
+keep the host's order; on 4 H200 in one process it cost 8 to 25 µs a call inside CUDA graphs.
 """
 
 import ctypes
@@ -37,7 +31,6 @@ from pallas_collectives.nccl.errors import HARMLESS, CallError, LibraryError, ra
 
 ENVIRONMENT = "PALLAS_COLLECTIVES_NCCL_SO"
 OLDEST = 22800  # the first with ncclAlltoAll
-_REGISTERS_RIGHT = 22902  # the first that registers operands right, whoever comes first
 
 # Runs in the other process: prints the version, or ends with what is wrong.
 _PROBE = """
@@ -248,6 +241,4 @@ def _load(path: str, in_process: bool) -> Library:
         raise LibraryError(
             f"{path} is NCCL {version_text(code)}, and at least {version_text(OLDEST)} is needed"
         )
-    if code < _REGISTERS_RIGHT:
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # read at the first captured call
     return Library(bindings, path, version_text(code))

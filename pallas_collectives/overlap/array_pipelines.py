@@ -118,12 +118,12 @@ def pipelined_all_gather_and_consume(
     def hop(distance: Any, carry: Any, ways_on: Ways = ways) -> Any:
         held, results = carry
         started = [ring.start(block, way) for block, way in zip(held, ways_on, strict=False)]
-        results = consume_all(_after(started, held), ways, distance, results)
+        results = consume_all(_after(started, held, surely=True), ways, distance, results)
         return [under_way.done(after=results) for under_way in started], results
 
     x = ring.varying(x_shard)
     started = [ring.start(x, way) for way in ways]
-    own = consumed(_after(started, x), ring.me)
+    own = consumed(_after(started, x, surely=True), ring.me)
     arriving = [under_way.done(after=own) for under_way in started]
     results = places.lay(own, ring.me, places.room(own))
     held, results = _loop(range(1, last), hop, (arriving, results), ring.size)
@@ -228,10 +228,10 @@ def _exchanged(produced: _Call, ring: Ring, places: Places) -> Any:
     return lay_all(arriving, far, last + 1, places.lay(own, ring.me, received))
 
 
-def _after(started: list[Started], x: Any) -> Any:
-    """x, for what is to be computed once these are under way."""
+def _after(started: list[Started], x: Any, surely: bool = False) -> Any:
+    """x, for what is to be computed once these are under way; see `Started.before`."""
     for under_way in started:
-        x = under_way.before(x)
+        x = under_way.before(x, surely)
     return x
 
 

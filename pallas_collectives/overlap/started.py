@@ -67,20 +67,25 @@ class Started:
             self._came = [leaf.done(tokens) for leaf in self._under_way]
         return jax.tree.unflatten(self._tree, [*self._here, *self._came])
 
-    def before(self, arrays: Any) -> Any:
+    def before(self, arrays: Any, surely: bool = False) -> Any:
         """These arrays, for use once the collective is under way: on GPUs XLA keeps that order.
 
-        It does so for whole numbers without dimensions, and as a rule for other arrays.
+        It does so for integers, from which a 0 is taken that XLA does not know, and as a rule for
+        other arrays: XLA heeds a barrier, but not in all that it does.
+
+        Args:
+          surely: take a 0 from floats too: a pass over them.
         """
         for token in self.tokens:
-            arrays = jax.tree.map(functools.partial(_behind, token), arrays)
+            arrays = jax.tree.map(functools.partial(_behind, token, surely), arrays)
         return arrays
 
 
-def _behind(token: jax.Array, x: jax.Array) -> jax.Array:
+def _behind(token: jax.Array, surely: bool, x: jax.Array) -> jax.Array:
     """x, which is there only after the token, a 0, is."""
-    if jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.integer):
-        return x + token[0].astype(jnp.result_type(x))
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.integer) or (surely and jnp.issubdtype(dtype, jnp.floating)):
+        return x - token[0].astype(dtype)  # the same bits: -0.0 - 0.0 is -0.0
     return lax.optimization_barrier((x, token))[0]  # taken away before XLA merges products
 
 

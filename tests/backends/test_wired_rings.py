@@ -25,7 +25,7 @@ from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
-from wired_calls import KINDS, WIRES
+from wired_calls import KINDS, WIRES, bound, bound_of_psum, exact
 
 ROWS, COLUMNS = 256, 128
 data = functools.partial(wired_calls.data, rows=ROWS, columns=COLUMNS)
@@ -75,49 +75,6 @@ def reduction(x: jax.Array, n: int, wire: Wire, interpret: Any, line: bool) -> j
     return all_reduce.ring(x, Group(("x",), (n,)), bidirectional=True, **how)
 
 
-def exact(x: np.ndarray) -> np.ndarray:
-    """The sums, in the shape of the kernel's."""
-    return x.astype(np.float64).sum(axis=0).reshape(len(x), -1, x.shape[-1])
-
-
-def bound(x: np.ndarray, wire: Wire, line: bool = False) -> np.ndarray:
-    """How far each number of the sums may be off: half a step of each sum that was sent.
-
-    A sum goes round either way, or on a line comes from both sides. Steps are those of what is
-    sent, which is off already: so a step more of it than has come. And of float32.
-    """
-    n = len(x)
-    blocks = x.astype(np.float64).reshape(n, n, -1, x.shape[-1])
-    off = np.zeros(blocks.shape[1:])
-
-    def sent(devices: list[int], block: int) -> np.ndarray:
-        so_far, lost = np.zeros_like(off[0]), np.zeros_like(off[0])
-        for device in devices:
-            so_far = so_far + blocks[device, block]
-            lost = lost + half_steps(np.abs(so_far) + lost, wire)
-        return lost
-
-    for block in range(n):
-        if line:
-            right = sent(list(range(n - 1, block, -1)), block)
-            off[block] = sent(list(range(block)), block) + right
-        else:
-            to_left, to_right = ([(block + s * k) % n for k in range(1, n)][::-1] for s in (1, -1))
-            off[block] = np.maximum(sent(to_left, block), sent(to_right, block))
-    return off + 2.0**-22 * np.abs(blocks).sum(axis=0)
-
-
-def half_steps(x: np.ndarray, wire: Wire) -> np.ndarray:
-    """By the largest number of each group of a row, in numpy alone."""
-    groups = x.reshape(-1, int(wire.group))
-    step = groups.max(axis=1, keepdims=True) / wire.largest
-    if wire.scales == "power of two":
-        step = 2.0 ** np.ceil(np.log2(np.maximum(step, 1e-300)))
-    relative = {"int8": 0.0, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}[wire.dtype]
-    half = np.maximum(groups * relative, step / (2 if wire.dtype == "int8" else 2.0**8))
-    return (half * (1 + 2.0**-7) + 1e-37).reshape(x.shape)  # of the reciprocal a 256th of a step
-
-
 @pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
 @pytest.mark.parametrize(
     "wire, n",
@@ -145,9 +102,8 @@ def test_a_psum_adds_half_a_step_and_gives_everyone_the_same_bits(
     run = reducing(n, wire, line=line)
     for kind in KINDS:
         x = data(n, kind, columns=int(wire.group))
-        got, want, allowed = run(x), exact(x), bound(x, wire, line)
-        allowed = allowed + half_steps(np.abs(want) + allowed, wire)
-        off = np.abs(got[0] - want)
+        got, allowed = run(x), bound_of_psum(x, wire, line)
+        off = np.abs(got[0] - exact(x))
         assert (off <= allowed).all(), (kind, (off / np.maximum(allowed, 1e-37)).max())
         assert kind in ("zeros", "constant") or (off > 0.1 * allowed).any()
         np.testing.assert_array_equal(got, np.broadcast_to(got[0], got.shape))
@@ -161,9 +117,7 @@ def test_sections_of_a_large_psum_are_safe_on_every_schedule(
     monkeypatch.setattr(torus, "PACKED_SCRATCH_BYTES", 1 << 20)  # so that there are many
     x = data(4, rows=2048)
     got = reducing(4, WIRES[0], mode, line)(x)
-    allowed = bound(x, WIRES[0], line)
-    allowed = allowed + half_steps(np.abs(exact(x)) + allowed, WIRES[0])
-    assert (np.abs(got - exact(x)) <= allowed).all()
+    assert (np.abs(got - exact(x)) <= bound_of_psum(x, WIRES[0], line)).all()
     np.testing.assert_array_equal(got, np.broadcast_to(got[0], got.shape))
 
 
@@ -183,6 +137,18 @@ def test_groups_with_inf_and_nan_arrive_as_nan_and_leave_others_alone() -> None:
 
 
 # Faults -------------------------------------------------------------------------------------------
+
+
+def is_caught(run: Callable[[np.ndarray], np.ndarray], allowed: Any) -> bool:
+    """Whether a faulty kernel is found out: by what it gives, or by the race detector."""
+    x = data(3, "heavy tails", rows=1024)  # pieces of two tiles
+    try:
+        caught = not (np.abs(run(x) - exact(x)) <= allowed(x, WIRES[0])).all()
+    except Exception as error:
+        caught = "race" in str(error).lower()
+    finally:
+        harness.forget_failures()
+    return caught or harness.race_reported()
 
 
 def _another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,15 +211,8 @@ def _before_its_scales_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     "fault", [_another_tiles_scale, _another_slots_scale, _before_its_scales_have_come]
 )
 def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, wire = data(3, "heavy tails", rows=1024), WIRES[0]  # pieces of two tiles
     fault(monkeypatch)
-    try:
-        caught = not (np.abs(scattering(3, wire)(x) - exact(x)) <= bound(x, wire)).all()
-    except Exception as error:
-        caught = "race" in str(error).lower()
-    finally:
-        harness.forget_failures()
-    assert caught or harness.race_reported()
+    assert is_caught(scattering(3, WIRES[0]), bound)
 
 
 def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,17 +261,8 @@ def _another_blocks_place(monkeypatch: pytest.MonkeyPatch) -> None:
     "fault", [_unpacked_before_it_has_come, _unpacked_over_what_is_leaving, _another_blocks_place]
 )
 def test_faults_of_a_psum_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, wire = data(3, "heavy tails", rows=1024), WIRES[0]
-    allowed = bound(x, wire)
-    allowed = allowed + half_steps(np.abs(exact(x)) + allowed, wire)
     fault(monkeypatch)
-    try:
-        caught = not (np.abs(reducing(3, wire)(x) - exact(x)) <= allowed).all()
-    except Exception as error:
-        caught = "race" in str(error).lower()
-    finally:
-        harness.forget_failures()
-    assert caught or harness.race_reported()
+    assert is_caught(reducing(3, WIRES[0]), bound_of_psum)
 
 
 # Calls --------------------------------------------------------------------------------------------

@@ -96,6 +96,12 @@ def _findings(p: Parameters) -> Iterable[Hashable]:
         yield from p["case"].finds or {"sound"}
 
 
+def _planted(p: Parameters) -> Iterable[Hashable]:
+    """Each planted fault; that the sound kernel is not caught, conformance says too."""
+    if p["fault"] != "none":
+        yield p["fault"]
+
+
 def _sound_or_not(p: Parameters) -> Iterable[Hashable]:
     """One sound kernel and a faulty one."""
     return (bool(p["case"].finds),)
@@ -104,22 +110,30 @@ def _sound_or_not(p: Parameters) -> Iterable[Hashable]:
 # "module::test", without parameters, and without the folder that the module lies in.
 QUICK: dict[str, Covers] = {
     "test_all_gather::test_calls_in_one_program_do_not_disturb_each_other": never,
+    "test_all_gather_packed::test_compiles_for_every_generation": only(topology=["v5p:4x4x4"]),
+    "test_all_gather_packed::test_faults_are_caught": once,
+    "test_all_gather_packed::test_it_takes_sixty_hundredths_of_its_time_in_bfloat16": once,
     "test_all_reduce_gather::test_elements_are_added_in_the_order_of_the_ranks": only(
         dtype=["bfloat16"], vmem=[True]
     ),
     "test_all_reduce_gather::test_one_mesh_axis_laid_over_a_torus_in_any_order": never,
+    "test_all_reduce_gather::test_sound_kernel_is_not_caught": once,
     "test_all_reduce_gather::test_takes_hardly_longer_than_gathering_the_operands": only(
-        nbytes=[16384]
+        machine=["v5p:4x4x4"], nbytes=[16384]
     ),
+    "test_all_reduce_grid::test_a_users_psum_goes_so": never,
     "test_all_reduce_grid::test_all_devices_have_the_documented_bits_however_late_one_is": once,
+    "test_all_reduce_grid::test_compiles_to_the_kernel_alone": only(
+        topology=["v5e:4x4", "tpu7x:2x2x2"]
+    ),
     "test_all_reduce_grid::test_large_sums_keep_all_links_of_a_grid_busy": once,
     "test_all_reduce_grid::test_no_fault_on_any_schedule_and_each_link_carries_the_same": once,
     "test_all_reduce_grid::test_scratch_is_16_mib_at_the_most": once,
     "test_all_reduce_line::test_all_devices_have_the_documented_bits_however_late_one_is": once,
-    "test_all_reduce_line::test_compiles_to_the_kernel_alone": each("generation", "dtype"),
+    "test_all_reduce_line::test_compiles_to_the_kernel_alone": each("dtype"),
     "test_all_reduce_line::test_each_link_carries_the_operand_once_each_way": only(n=[2, 5]),
     "test_all_reduce_line::test_faults_are_named": each("fault"),
-    "test_all_reduce_line::test_large_operands_keep_the_links_busy": once,
+    "test_all_reduce_line::test_large_operands_keep_the_links_busy": never,
     "test_all_reduce_line::test_odd_shapes_are_those_of_lax": never,
     "test_all_reduce_line::test_one_tile_and_a_prime_number_of_them": once,
     "test_all_reduce_line::test_the_sound_kernel_has_no_fault_on_any_schedule": only(
@@ -129,8 +143,9 @@ QUICK: dict[str, Covers] = {
     "test_all_to_all::test_axes_may_be_negative_and_leaves_of_any_rank": never,
     "test_all_to_all::test_calls_in_one_program_do_not_disturb_each_other": never,
     "test_all_to_all::test_chunks_and_waves_with_a_late_device": each("mode"),
-    "test_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
+    "test_all_to_all::test_compiles_with_nothing_around_it": each("algorithm"),
     "test_all_to_all::test_dropped_credit_is_caught": each("dropped"),
+    "test_all_to_all::test_fault_in_the_slots_is_caught": _planted,
     "test_all_to_all::test_sharded_pswapaxes_of_a_whole_array": never,
     "test_all_to_all::test_small_blocks_go_along_a_line": once,
     "test_axes::test_axes_of_vmap_and_of_a_mesh_together": each("op", "axes"),
@@ -155,6 +170,7 @@ QUICK: dict[str, Covers] = {
     "test_bundles::test_each_leaf_is_transformed_on_its_own_with_kernels": once,
     "test_collective_matmul::test_both_cores_of_a_device_have_a_ring_each": once,
     "test_collective_matmul::test_every_ring_under_both_adversaries": each("mode"),
+    "test_collective_matmul::test_sound_kernels_are_not_caught": once,
     "test_compiled::test_a_gibibyte_per_device_compiles": each("op"),
     "test_compiled::test_a_pod_compiles_in_seconds": each("op", "topology"),
     "test_compiled::test_compiles_for_every_generation": each(
@@ -194,7 +210,9 @@ QUICK: dict[str, Covers] = {
     "test_matmul_on_tpus::test_the_shorter_of_wire_and_product_is_hidden": each("name", "op"),
     "test_matmul_on_tpus::test_transformer_sizes_compile_to_the_kernel_alone": once,
     "test_megacore::test_no_kernel_is_divided_between_cores": once,
-    "test_memory_spaces::test_kernels_find_in_hbm_what_they_take_for_it": only(generation=["v6e"]),
+    "test_memory_spaces::test_kernels_find_in_hbm_what_they_take_for_it": only(
+        generation=["v6e"], form=["inside", "in_vmem", "edges", "scan"]
+    ),
     "test_models::test_mixture_of_experts_trains_as_without_devices": never,
     "test_models::test_model_trains_as_with_lax": once,
     "test_moe::test_compiles_for_every_generation": only(
@@ -254,6 +272,9 @@ QUICK: dict[str, Covers] = {
     "test_ppermute::test_any_shape_compiles": each("shape", "dtype"),
     "test_ppermute::test_compiles_with_nothing_around_it": each("everyone", "topology"),
     "test_ppermute::test_permutations_in_one_program_do_not_disturb_each_other": never,
+    "test_ppermute_packed::test_compiles_for_every_generation": only(generation=["v5e"]),
+    "test_ppermute_packed::test_it_takes_sixty_hundredths_of_its_time_in_bfloat16": once,
+    "test_ppermute_packed::test_no_schedule_has_a_race": once,
     "test_primitives::test_derived": each("op", "transformation"),
     "test_primitives::test_transformation": each("op", "transformation"),
     "test_primitives::test_transformation_without_check_vma": each("op", "transformation"),
@@ -268,15 +289,18 @@ QUICK: dict[str, Covers] = {
     "test_ragged_all_to_all"
     "::test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other": never,
     "test_ragged_all_to_all::test_chunks_and_waves": each("algorithm"),
-    "test_ragged_all_to_all::test_compiles_with_nothing_around_it": each("algorithm", "topology"),
-    "test_ragged_all_to_all::test_fault_in_the_ring_is_caught": each("fault"),
+    "test_ragged_all_to_all::test_compiles_with_nothing_around_it": each("algorithm"),
+    "test_ragged_all_to_all::test_fault_in_the_ring_is_caught": _planted,
     "test_ragged_all_to_all::test_groups_exchange_by_themselves": never,
     "test_ragged_all_to_all::test_routings_of_one_program": only(algorithm=["direct"]),
     "test_ragged_all_to_all::test_tables_of_any_integer_type": never,
-    "test_reach::test_no_kernel_writes_or_signals_beyond_reach": only(most=[16]),
+    "test_reach::test_no_kernel_writes_or_signals_beyond_reach": only(slices=[2]),
     "test_reach::test_some_kernel_serves_every_axis_of_a_slice": only(shape=[(4, 4)]),
     "test_reduce_scatter::test_bfloat16_sums_round_once_per_hop_and_precise_ones_once": once,
+    "test_reduce_scatter::test_dropped_barrier_is_caught": each("barrier"),
+    "test_reduce_scatter::test_dropped_credit_is_caught": once,
     "test_reduce_scatter::test_sharded_sums_of_whole_arrays": once,
+    "test_reduce_scatter::test_sound_kernel_is_not_caught": once,
     "test_reduce_scatter::test_sums_and_gathers_in_one_program": never,
     "test_replay_races::test_our_all_gathers_are_clean": each("algorithm"),
     "test_replay_races::test_the_all_gather_that_jax_ships_races": once,
@@ -292,7 +316,7 @@ QUICK: dict[str, Covers] = {
     "test_spaces::test_one_element_goes_among_others": once,
     "test_sparsecore::test_a_fault_in_a_sum_is_caught": only(mode=["eager"]),
     "test_sparsecore::test_compiles_to_an_asynchronous_call": each("op", "generation"),
-    "test_sparsecore::test_large_sums_have_semaphores_enough": once,
+    "test_sparsecore::test_large_sums_have_semaphores_enough": never,
     "test_sparsecore::test_narrow_sums_and_groups_compile": once,
     "test_sparsecore::test_replayed_as_a_second_engine": some(op=["all_gather", "reduce_scatter"]),
     "test_sparsecore::test_subcores_add_any_dtype_and_shape_as_the_tensorcore_does": once,
@@ -308,7 +332,7 @@ QUICK: dict[str, Covers] = {
     "test_torus::test_in_sections_each_phase_comes_in_its_turn": once,
     "test_torus_all_to_all::test_a_gibibyte_needs_no_more_scratch_than_stated": once,
     "test_torus_all_to_all::test_compiles_with_nothing_around_it": only(
-        topology=["v4:2x2x1", "v5e:4x4", "v6e:4x4", "tpu7x:2x2x1"], split=[0], concat=[0]
+        topology=["v5e:4x4", "tpu7x:2x2x1"], split=[0], concat=[0]
     ),
     "test_torus_all_to_all::test_links_of_v5e_are_at_work_almost_all_the_time": only(
         axes=[("x",)], name=["v5e:4x4"]
@@ -320,8 +344,10 @@ QUICK: dict[str, Covers] = {
     "test_torus_kernels::test_few_semaphores_do_under_credits": never,
     "test_torus_kernels::test_gathers_along_any_axis_as_lax": once,
     "test_torus_kernels::test_one_mesh_axis_laid_over_a_torus_in_any_order": never,
-    "test_torus_kernels::test_sections_add_up_without_races": once,
-    "test_torus_kernels::test_values_without_races": each("op"),
+    "test_torus_kernels::test_sections_add_up_without_races": only(
+        op=["psum_scatter"], sizes=[(3, 2)]
+    ),
+    "test_torus_kernels::test_values_without_races": once,
     "test_torus_on_tpus::test_compiles_for_every_generation": each("op", "topology"),
     "test_torus_on_tpus::test_sections_compile_for_every_generation": never,
     "test_torus_packed::test_sections_are_within_the_bound": never,
@@ -334,14 +360,17 @@ QUICK: dict[str, Covers] = {
     "test_torus_ragged::test_missing_wait_is_caught": once,
     "test_torus_ragged::test_values_without_races": only(sizes=[(2, 2)]),
     "test_torus_ragged_spread::test_compiles_on_all_that_reach_all": once,
-    "test_torus_ragged_spread::test_faults_are_caught": each("fault"),
+    "test_torus_ragged_spread::test_faults_are_caught": _planted,
     "test_torus_ragged_spread::test_no_race_on_16_devices": never,
     "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=[(2,)]),
     "test_users_project::test_a_strict_checker_takes_its_files": never,
     "test_verify_explore::test_a_schedule_shows_the_race_of_a_public_kernel": never,
     "test_verify_scale::test_devices_of_a_pod_are_judged_in_time": only(name=["all_gather"]),
+    "test_visits::test_a_fault_is_caught": _planted,
     "test_visits::test_rows_come_home_in_the_order_of_the_list": once,
     "test_visits::test_rows_come_to_their_slots_with_everyones_notes": once,
+    "test_wired::test_a_broadcast_brings_everyone_the_same_bits_within_half_a_step": once,
+    "test_wired::test_gradients_of_a_broadcast_have_a_wire_of_their_own": only(wire=["int8"]),
     "test_wired::test_kernels_give_the_bits_that_lax_gives": once,
     "test_wired::test_sums_are_within_the_stated_bound": only(n=[3]),
     "test_wired::test_what_is_moved_is_within_half_a_step": once,

@@ -71,6 +71,55 @@ def within(x: jax.Array, wire: Wire) -> jax.Array:
     return wires.error_bound(x, wires.quantize(x, wire)[1], wire)
 
 
+def exact(x: np.ndarray) -> np.ndarray:
+    """The sum of each block of all terms, (n, n * rows, columns): (n, rows, columns)."""
+    return x.astype(np.float64).sum(axis=0).reshape(len(x), -1, x.shape[-1])
+
+
+def bound(x: np.ndarray, wire: Wire, line: bool = False) -> np.ndarray:
+    """How far each number of `exact` may be off: half a step of each sum that was sent.
+
+    A sum goes round either way, or on a line comes from both sides. Steps are those of what is
+    sent, which is off already: so a step more of it than has come. And of float32.
+    """
+    n = len(x)
+    blocks = x.astype(np.float64).reshape(n, n, -1, x.shape[-1])
+    off = np.zeros(blocks.shape[1:])
+
+    def sent(devices: list[int], block: int) -> np.ndarray:
+        so_far, lost = np.zeros_like(off[0]), np.zeros_like(off[0])
+        for device in devices:
+            so_far = so_far + blocks[device, block]
+            lost = lost + half_steps(np.abs(so_far) + lost, wire)
+        return lost
+
+    for block in range(n):
+        if line:
+            right = sent(list(range(n - 1, block, -1)), block)
+            off[block] = sent(list(range(block)), block) + right
+        else:
+            to_left, to_right = ([(block + s * k) % n for k in range(1, n)][::-1] for s in (1, -1))
+            off[block] = np.maximum(sent(to_left, block), sent(to_right, block))
+    return off + 2.0**-22 * np.abs(blocks).sum(axis=0)
+
+
+def bound_of_psum(x: np.ndarray, wire: Wire, line: bool = False) -> np.ndarray:
+    """As `bound`, where the sums are sent on once they are whole."""
+    allowed = bound(x, wire, line)
+    return allowed + half_steps(np.abs(exact(x)) + allowed, wire)
+
+
+def half_steps(x: np.ndarray, wire: Wire) -> np.ndarray:
+    """Half a step of each number of x, by the largest of its group of a row; in numpy alone."""
+    groups = x.reshape(-1, int(wire.group))
+    step = groups.max(axis=1, keepdims=True) / wire.largest
+    if wire.scales == "power of two":
+        step = 2.0 ** np.ceil(np.log2(np.maximum(step, 1e-300)))
+    relative = {"int8": 0.0, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}[wire.dtype]
+    half = np.maximum(groups * relative, step / (2 if wire.dtype == "int8" else 2.0**8))
+    return (half * (1 + 2.0**-7) + 1e-37).reshape(x.shape)  # of the reciprocal a 256th of a step
+
+
 def ragged(x: jax.Array, output: jax.Array, n: int, **how: Any) -> jax.Array:
     """One row of x (rows, columns) to each of n devices, behind the first row of their output."""
     me, each = jax.lax.axis_index("x"), jnp.ones(n, jnp.int32)

@@ -54,6 +54,26 @@ def test_a_group_comes_connected_for_every_function():
     made.close()
 
 
+@pytest.mark.parametrize(
+    "uses, runs",
+    [(["collectives"], {"all_gather"}), (["messages"], {"all_to_all"}), ((), set())],
+)
+def test_a_group_comes_connected_for_what_it_is_used_for(uses, runs):
+    made = one_process(uses=uses)
+    wire = made.runtime.library.bindings
+    summed = {"all_gather", "all_reduce", "reduce_scatter", "broadcast"}
+    wanted = set().union(*({"messages": {"allto_all"}, "collectives": summed}[use] for use in uses))
+    for communicator in made.communicators.values():
+        assert wire.connected.get(communicator.handle, set()) == wanted
+    assert set(wire.calls) == runs
+    made.close()
+
+
+def test_a_group_of_an_unknown_use_is_refused():
+    with pytest.raises(ValueError, match=r"unknown uses \['sums'\]: they are collectives, mes"):
+        one_process(uses=["sums"])
+
+
 def test_a_rank_alone_has_nobody_to_connect_to():
     made = one_process(1)
     assert not made.runtime.library.bindings.connected
@@ -122,14 +142,15 @@ def test_exchanges_between_any_two_ranks_may_be_captured():
 def test_unconnected_it_fails_says_why_and_a_group_made_anew_does_it(wire, op, monkeypatch):
     program = harness.per_device(functools.partial(OPS[op], backend="nccl"), harness.mesh(N))
     with monkeypatch.context() as without:
-        without.setattr(connection, "connect", lambda communicator: None)
+        without.setattr(connection, "connect", lambda *_: None)
         compiled = program.lower(ONES).compile()
     wire.capturing = True
+    use = "messages" if op in ("all_to_all", "ppermute") else "collectives"
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         jax.block_until_ready(compiled(ONES))
     for part in (
         "CallError: nccl", "returned 3: internal error; NCCL's latest warning: failed to peer",
-        f"of {N} of group 'collectives' of devices [0, 1, 2, 3]", "NCCL_RUNTIME_CONNECT=0",
+        f"of {N} of group '{use}' of devices [0, 1, 2, 3]", "NCCL_RUNTIME_CONNECT=0",
         "xla_gpu_enable_command_buffer", "jax.clear_caches()",
     ):  # fmt: skip
         assert part in str(error.value)
@@ -146,7 +167,7 @@ def test_unconnected_it_fails_says_why_and_a_group_made_anew_does_it(wire, op, m
 
 
 def test_a_rank_that_fails_to_connect_ends_creation_for_all_at_once(monkeypatch):
-    def fail(communicator):
+    def fail(communicator, uses):
         if communicator.rank == 2:
             raise nccl.CallError("ncclGroupSimulateEnd", 2, "a cable was pulled")
         while not communicator.unusable:  # as NCCL, which waits for the peer until it is aborted
@@ -163,7 +184,7 @@ def test_a_rank_that_fails_to_connect_ends_creation_for_all_at_once(monkeypatch)
 
 
 def test_one_that_takes_too_long_to_connect_is_given_up_and_aborted(monkeypatch):
-    monkeypatch.setattr(connection, "connect", lambda communicator: time.sleep(2))
+    monkeypatch.setattr(connection, "connect", lambda *_: time.sleep(2))
     (runtime,) = nccl_host.runtimes()
     devices = [nccl_host.Device(i, 0, i) for i in range(N)]
     with pytest.raises(nccl.RendezvousError, match=r"NCCL did not connect them within 0\.5 s"):

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 
 import pytest
 
@@ -96,22 +95,6 @@ def test_one_that_is_too_old_and_one_that_serves(tmp_path):
     with pytest.raises(LibraryError, match=r"it is 2\.19\.3, and at least 2\.28\.0"):
         library.probe(compiled(tmp_path, source.format(21903)))
     assert library.probe(compiled(tmp_path, source.format(22809))) == 22809
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "code, given, then", [(22809, None, "0"), (22809, "1", "1"), (22902, None, None)]
-)
-def test_graphs_register_nothing_where_nccl_does_it_wrong(tmp_path, monkeypatch, code, given, then):
-    path = os.path.realpath(compiled(tmp_path, "int ncclAlltoAll(void) { return 0; }"))
-    bindings = types.SimpleNamespace(get_version=lambda: code, get_library_path=lambda: path)
-    monkeypatch.setitem(sys.modules, "nccl", types.ModuleType("nccl"))
-    monkeypatch.setitem(sys.modules, "nccl.bindings", types.SimpleNamespace(nccl=bindings))
-    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-    if given:
-        monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
-    library._load.__wrapped__(path, in_process=True)
-    assert os.environ.get("NCCL_GRAPH_REGISTER") == then
 
 
 @needs_compiler

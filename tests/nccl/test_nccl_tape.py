@@ -115,13 +115,15 @@ def test_with_a_watchdog_too_whose_boards_see_every_call(wire, monkeypatch):
     for _ in range(3):
         np.testing.assert_array_equal(f(ONES), ONES * 4)
     assert (ffi.counters.python - python, ffi.counters.tape - taped) == (0, 24)
-    (made,) = group._groups.values()
-    for communicator in made.communicators.values():
-        seen = communicator.board.read()
-        assert seen.begun == seen.ended == 6
-        words = [progress.text_of(s).split()[0] for s in seen.latest.values()]
-        assert words == ["all_gather", "exchange"] * 3
-    made.close()
+    made = {name: each for (name, _), each in group._groups.items()}
+    assert set(made) == {"collectives", "messages"}
+    for name, call in ("collectives", "all_gather"), ("messages", "exchange"):
+        for communicator in made[name].communicators.values():
+            seen = communicator.board.read()
+            assert seen.begun == seen.ended == 3
+            words = [progress.text_of(s).split()[0] for s in seen.latest.values()]
+            assert words == [call] * 3
+        made[name].close()
 
 
 def test_a_function_that_fails_is_named_with_its_text_after_cleaning_up(wire, monkeypatch):

@@ -122,6 +122,7 @@ def test_nccl_gives_what_lax_gives(name: str, nccl_devices: int) -> None:
         y = pc.all_gather_matmul(x[0], x[1].T, "x", algorithm=name, **how)
         return pc.matmul_reduce_scatter(jnp.sin(y), x[1], "x", algorithm=name, **how)
 
+    @jax.default_matmul_precision("highest")  # GPUs multiply by TensorFloat-32 else
     def run(**how: Any) -> Any:
         def shard(x: jax.Array) -> Any:
             return jax.value_and_grad(lambda x: jnp.sum(jnp.cos(program(x, **how))))(x)

@@ -194,6 +194,27 @@ def test_a_result_may_be_asked_for_again(by_nccl):
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int8"])
+def test_what_surely_comes_after_a_start_keeps_its_bits(by_nccl, dtype):
+    """Nor does XLA fold it, when it comes to the program as XLA gets it."""
+    numbers = np.array([[-0.0, 0.0, 1.5, -2.0], [3.0, -0.0, 0.25, 4.0]], np.float32)
+    x = np.asarray(numbers.astype(dtype))
+
+    def held(x):
+        started = pc.ppermute_start(x, "x", [(0, 1), (1, 0)])
+        kept = started.before(x, surely=True)
+        return kept, started.done(after=kept)
+
+    mapped = harness.per_device(held, harness.mesh(2))
+    kept, came = mapped(x)
+    assert np.asarray(kept).tobytes() == x.tobytes()
+    assert np.asarray(came).tobytes() == x[::-1].tobytes()
+    name = {"bfloat16": "bf16", "float32": "f32", "int8": "i8"}.get(dtype, "f8E4M3FN")
+    shape = f"tensor<4x{name}>"
+    lowered = mapped.lower(x).as_text()
+    assert any("stablehlo.subtract" in line and shape in line for line in lowered.splitlines())
+
+
 def test_a_result_that_is_never_asked_for_is_told_of(by_nccl, caplog):
     def followed(x, *, done):
         started = pc.all_gather_start(x, "x")

@@ -50,7 +50,7 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
 def requantized_scatter(
     x: jax.Array, group: Group, *, axis: int, wire: Wire, result: DType, how: How
 ) -> jax.Array:
-    """`reduce_scatter`, in a dtype, by an algorithm that `requantizes`: `how` names it.
+    """`reduce_scatter`, in a dtype, by an algorithm that packs: `how` names it.
 
     Blocks of whole tiles (`Codec.tile`) are read in place; others are flattened and padded first,
     one pass over the operand.
@@ -68,7 +68,7 @@ def requantized_scatter(
 
 
 def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How) -> jax.Array:
-    """`all_reduce` of a sum's n blocks, by an algorithm that `requantizes`: `how` names it.
+    """`all_reduce` of a sum's n blocks, by an algorithm that packs: `how` names it.
 
     Blocks of whole tiles are read in place, as above.
     """

@@ -15,7 +15,8 @@ times: as the first term alone, as the first two, and so on; its owner adds the 
 With h_k half a step of the number's group in the sum of k terms as it is sent, the result is within
 h_1 + ... + h_(n-1) of the exact sum, and what float32 rounds off; where sums come from both sides
 of a line, of the h of either side. Half a step is that of `wires.error_bound`, and a 128th more:
-scales are divided by in an approximation that is good to 2^-14.
+scales are divided by in an approximation that is good to 2^-14; or, if `precise`, in one more turn
+of Newton's, to what float32 rounds off.
 """
 
 import dataclasses
@@ -56,10 +57,12 @@ class Codec:
     Attributes:
       wire: with scales, of groups of 128 or 256, rounded to nearest.
       beyond: a group with a number of this magnitude has scale NaN, as if that were inf.
+      precise: scales are divided by as `wires.quantize` does, but for what float32 rounds off.
     """
 
     wire: Wire
     beyond: float = math.inf
+    precise: bool = False
 
     @property
     def within_hops(self) -> "Codec":
@@ -82,15 +85,16 @@ class Codec:
         rows, columns = self.tile
         return 4 * math.prod(self.packed_shape((-(-numbers // (rows * columns)) * rows, columns)))
 
-    def seconds(self, numbers: int, chip: Chip, *, unpacked: bool) -> float:
-        """What adding and packing so many numbers takes a chip's vector unit, at the least.
+    def seconds(self, chip: Chip, *, added: int = 0, packed: int = 0, unpacked: int = 0) -> float:
+        """What takes a chip's vector unit how long, at the least.
 
-        `unpacked` as well, if what comes is. As the compiler does it (see `replay.equations`).
+        So many numbers that come packed, are added to and packed again; or packed alone, or
+        unpacked. As the compiler does it (see `replay.equations`).
         """
-        operations = 14 + 2 * chip.across_lanes
-        if unpacked:
-            operations += 5 + chip.across_lanes
-        return numbers * operations * chip.cores / chip.vector_rate
+        unpacking = 5 + chip.across_lanes
+        packing = 9 + 3 * self.precise + chip.across_lanes
+        operations = added * (unpacking + packing) + packed * packing + unpacked * unpacking
+        return operations * chip.cores / chip.vector_rate
 
     def combine(self, *sums: tuple[Any, ...]) -> None:
         """For each (out, *in) of `sums`: out = in[0] + in[1] + ..., in this order, in float32.
@@ -159,7 +163,9 @@ class Codec:
         ref[self._scales(number, tiles), :] = lax.bitcast_convert_type(scales, jnp.int32)
         steps = self._steps(of_rows)
         inverse = _compat.approximate_reciprocal(steps)
-        scaled = total * (inverse * (2 - steps * inverse))
+        for _ in range(1 + self.precise):
+            inverse = inverse * (2 - steps * inverse)
+        scaled = total * inverse
         if self.wire.dtype == "int8":
             narrow = lax.bitcast_convert_type(scaled + _TO_INTEGER, jnp.int32).astype(jnp.int8)
         else:

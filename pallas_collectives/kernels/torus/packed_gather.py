@@ -12,7 +12,7 @@ been packed to, so that all devices have the same bits.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -136,7 +136,11 @@ class PackedGather:
         field: Field,  # the result
         scratch: Scratch,
         codec: Codec,
+        # (bundle, section, stream, target): packs a stream's part of the own block
+        pack: Callable[[int, Any, Number, Ref], None] | None = None,
     ) -> None:
+        """Without `pack` the own block is packed, to where `own` says, by the stage before."""
+        self._pack = pack
         self._plan, self._rings, self._field = plan, rings, field
         self._s, self._codec = scratch, codec
         self._last = len(rings) - 1
@@ -148,6 +152,8 @@ class PackedGather:
     def begin(self, b: int, phase: int, section: Any, stream: Number) -> None:
         if phase:
             self._finish(b, phase - 1, section, stream)
+        elif self._pack:
+            self._pack(b, section, stream, self.own(b, section, stream))
         own, legs = self._held(b, phase, section, stream), self._legs(b, phase, section, stream)
         for leg in legs:
             only_if(leg.sends(0), functools.partial(self._send, leg, 0, own))

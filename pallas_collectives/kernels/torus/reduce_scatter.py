@@ -143,7 +143,7 @@ def reduce_scatter(
     view = View.of(shape, axis, x.dtype)
     of = functools.partial(ScatterScratch.of, dtype=x.dtype, vmem=vmem, codec=codec, left=left)
     how: Any = {"there_and_back": False, "vmem": vmem, "codec": codec}
-    plan = _plan(axes, view.block, view.at, x.dtype, of, **how)
+    plan = plan_of(axes, view.block, view.at, x.dtype, of, **how)
     ones = (1,) * len(axes)
     y = launch.call(
         functools.partial(_scatter_kernel, plan=plan, op=op, vmem=vmem, codec=codec),
@@ -183,7 +183,7 @@ def all_reduce(
         of = functools.partial(PackedScratch.of, dtype=x.dtype, codec=codec)
         kernel = functools.partial(_packed_kernel, codec=codec)
     how: Any = {"there_and_back": True, "vmem": vmem, "codec": codec}
-    plan = _plan(axes, x.shape[1:], 0, x.dtype, of, **how)
+    plan = plan_of(axes, x.shape[1:], 0, x.dtype, of, **how)
     y = launch.call(
         functools.partial(kernel, plan=plan),
         group,
@@ -212,11 +212,11 @@ def fits_packed(
     of: Any = functools.partial(ScatterScratch.of, vmem=False, left=dtype)
     of = functools.partial(PackedScratch.of if back else of, dtype=dtype, codec=codec)
     how: Any = {"there_and_back": back, "vmem": False, "codec": codec}
-    plan = _plan(axes, view.block, view.at, dtype, of, **how)
-    return 4 * _vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
+    plan = plan_of(axes, view.block, view.at, dtype, of, **how)
+    return 4 * vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
 
 
-def _plan(
+def plan_of(
     axes: Sequence[Group],
     block: tuple[int, ...],
     at: int,
@@ -237,13 +237,13 @@ def _plan(
     def fits(plan: Plan) -> bool:
         scratch = scratch_of(plan)
         enough = _semaphores(scratch) <= chip.semaphores - _SPARE
-        return enough and (vmem or _vmem_bytes(scratch) <= room)
+        return enough and (vmem or vmem_bytes(scratch) <= room)
 
     def coarsest(streams: int, most: int) -> list[Plan]:
         """Plans with pieces of up to so many units: of those that fit, the largest ones."""
         found: list[Plan] = []
         # No larger one fits: of what a piece takes, two thirds and more grow with its size.
-        taken = _vmem_bytes(scratch_of(whole.in_sections(max(1, most) * whole.grain, streams)))
+        taken = vmem_bytes(scratch_of(whole.in_sections(max(1, most) * whole.grain, streams)))
         for size in range(min(most, 1 + 3 * most * room // (2 * taken)), 0, -1):
             if found and 2 * size * whole.grain <= found[0].bundles[0].size:
                 break
@@ -289,7 +289,7 @@ def _semaphores(scratch: Any) -> int:
     return sum(math.prod(x.shape) for x in _allocated(scratch, pltpu.SEMAPHORE))
 
 
-def _vmem_bytes(scratch: Any) -> int:
+def vmem_bytes(scratch: Any) -> int:
     """Bytes of VMEM in it."""
     places = _allocated(scratch, pltpu.VMEM)
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in places)

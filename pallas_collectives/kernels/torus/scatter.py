@@ -85,10 +85,8 @@ class Scratch(NamedTuple):
             return pltpu.VMEM((count, window + 1, *codec.packed_shape(piece)), jnp.int32)
 
         def leaves(bundle: Bundle, phase: int) -> Any:
-            if codec is None:
-                of: DType | None = dtype
-            else:
-                of = jnp.float32 if phase else left
+            summed: DType | None = jnp.float32 if phase else left
+            of = dtype if codec is None else summed
             piece = bundle.streams, *plan.piece_shape(bundle, phase)
             return None if of is None else pltpu.VMEM(piece, of)
 

@@ -292,8 +292,9 @@ def test_kernels_read_all_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -
         call = pallas_call(*args, **options)
 
         def run(*arrays: jax.Array) -> Any:
-            found.append(jax.make_jaxpr(call)(*arrays).eqns[-1])
-            return call(*arrays)
+            jaxpr, results = jax.make_jaxpr(call, return_shape=True)(*arrays)
+            found.append(jaxpr.eqns[-1])
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
 
         return run
 

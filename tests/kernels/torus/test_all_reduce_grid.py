@@ -85,7 +85,7 @@ def summed(terms: np.ndarray, owner: int, op: str) -> np.ndarray:
 
 CUTS = {
     "float32": Cut((8, 8), 128, 1, 26),
-    "bfloat16": Cut((32, 16), 128, 2, 24),
+    "bfloat16": Cut((32, 16), 128, 2, 16),
     "int8": Cut((32, 32), 128, 1, 14),
 }
 
@@ -168,7 +168,7 @@ def run_on(sizes: tuple[int, int], cut: Cut, races: bool = True) -> Report:
     return replayed(program, x, machine=pod, races=races)
 
 
-SMALL = Cut((8, 8), 128, 1, 48)
+SMALL = Cut((8, 8), 128, 1, 24)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_faults_are_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_fault_is_found_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     no_wait(of_sums=True)(monkeypatch)
-    assert found_wrong((2, 3), "on_wait")
+    assert found_wrong((2, 3), "on_wait", dtype="bfloat16")
 
 
 # Time, memory, compilers --------------------------------------------------------------------------

@@ -179,8 +179,8 @@ def test_scratch_of_sums_is_16_mib_at_the_most(
         own: Any = reduce_scatter.ReduceScratch if back else reduce_scatter.ScatterScratch
         of = functools.partial(own.of, dtype=kind, vmem=False)
         how: Any = {"there_and_back": back, "vmem": False, "codec": None}
-        plan = reduce_scatter._plan(axes, (32 // dtype * rows, 128), 0, kind, of, **how)
-        assert reduce_scatter._vmem_bytes(of(plan)) <= 16 << 20
+        plan = reduce_scatter.plan_of(axes, (32 // dtype * rows, 128), 0, kind, of, **how)
+        assert reduce_scatter.vmem_bytes(of(plan)) <= 16 << 20
 
 
 def test_columns_are_gathered_in_place() -> None:

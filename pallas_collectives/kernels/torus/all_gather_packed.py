@@ -1,0 +1,184 @@
+"""All-gather of blocks that travel packed, round a ring, along a line or over all axes of a torus.
+
+             steps           bytes sent per link and direction      scratch
+    ring     n-1             (n-1)/2 packed blocks                  20 MiB VMEM at the most
+    line     n-1             at most n-1 packed blocks              20 MiB
+    torus    sum of n_a - 1  (n-1)/(2d) packed blocks               48 MiB
+
+The own block comes to VMEM piece by piece, while other pieces are on the wire; each is packed there
+(see `codec`) and sent. What arrives goes on packed, and is unpacked in VMEM: see `packed_gather`.
+Of HBM that takes a read for each byte of the operand and a write for each byte of the result, as
+without packing. Every number is quantised once, and a device unpacks its own as the others do, so
+that all have the same bits.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
+from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.reduce_scatter import one_axis
+from pallas_collectives.kernels.torus import devices, packed_gather, reduce_scatter, timetable
+from pallas_collectives.kernels.torus.devices import Field
+from pallas_collectives.kernels.torus.packed_gather import PackedGather
+from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.views import View
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group, Ring, only_if
+
+# What an algorithm takes a group for.
+LIES = {"bidirectional": "ring", "line": "line", "torus": "torus"}
+
+# Of a block, at the least: two for each direction. With half as many v5e 16 x 16 takes longer than
+# without a wire.
+TILES_FOR_AN_AXIS = 4
+
+
+class Scratch(NamedTuple):
+    """What the kernel takes beside its arrays."""
+
+    gather: packed_gather.Scratch
+    # for each bundle: VMEM (streams, piece): own pieces, on their way from HBM to be packed
+    plain: list[Any]
+    plain_sems: Semaphore  # (all streams): own; a piece is here
+
+    @classmethod
+    def of(cls, plan: Plan, dtype: DType, codec: Codec) -> "Scratch":
+        """What to allocate."""
+        return cls(
+            packed_gather.Scratch.of(plan, dtype, codec),
+            [
+                pltpu.VMEM((bundle.streams, *plan.piece_shape(bundle, 0)), dtype)
+                for bundle in plan.bundles
+            ],
+            pltpu.SemaphoreType.DMA((plan.streams,)),
+        )
+
+
+def gather(
+    x: jax.Array,
+    group: Group,
+    *,
+    axis: int,
+    lies: str,
+    codec: Codec,
+    vmem: bool,
+    interpret: Interpret,
+) -> jax.Array:
+    """Gathers x along `axis`; its last two dimensions are whole tiles of the codec's.
+
+    Args:
+      x: the own block: in HBM.
+      group: the devices.
+      axis: not the last.
+      lies: "ring", "line" or "torus": which way the group is gone through.
+      codec: what travels.
+      vmem: False.
+      interpret: as `launch.call` has it.
+    """
+    assert not vmem, "blocks are packed on their way from HBM"
+    group = _taken_for(group, lies)
+    axes, view = devices.axes_of(group), View.of(x.shape, axis, x.dtype)
+    plan = _plan_of(axes, view, x.dtype, codec)
+    y = launch.call(
+        functools.partial(_kernel, plan=plan, codec=codec),
+        group,
+        view.into(x, (1,) * len(axes)),
+        axes=axes,
+        scalars=devices.tables(axes),
+        out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
+        scratch=Scratch.of(plan, x.dtype, codec),
+        barrier="neighbours on a torus",
+        prepare=functools.partial(_prepare, plan=plan, codec=codec),
+        name=f"all_gather_packed_{lies}",
+        interpret=interpret,
+        wire_bytes=(group.size - 1) * codec.packed_bytes(x.size),
+    )
+    return view.out_of(y, plan.sizes)
+
+
+def sent_bytes(
+    group: Group, shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec, *, lies: str
+) -> int:
+    """Bytes of a block of a shape as they travel, scales and padding included; 0 if it cannot be.
+
+    It cannot where VMEM has no room for what that takes, nor where there are too few tiles to load
+    the links of all axes alike.
+    """
+    axes, view = devices.axes_of(_taken_for(group, lies)), View.of(shape, axis, dtype)
+    plan = _plan_of(axes, view, dtype, codec)
+    tiles = math.prod(shape) // math.prod(codec.tile)
+    few = len(axes) > 1 and tiles < TILES_FOR_AN_AXIS * len(axes)
+    room = 3 * chips.current().vmem_bytes // 4
+    if few or reduce_scatter.vmem_bytes(Scratch.of(plan, dtype, codec)) > room:
+        return 0
+    pieces = [(bundle.pieces, plan.piece_shape(bundle, 0)) for bundle in plan.bundles]
+    return sum(4 * count * math.prod(codec.packed_shape(piece)) for count, piece in pieces)
+
+
+def _taken_for(group: Group, lies: str) -> Group:
+    return group if lies == "torus" else one_axis(group, line=lies == "line")
+
+
+def _plan_of(axes: Sequence[Group], view: View, dtype: DType, codec: Codec) -> Plan:
+    of = functools.partial(Scratch.of, dtype=dtype, codec=codec)
+    how: Any = {"there_and_back": False, "vmem": False, "codec": codec}
+    return reduce_scatter.plan_of(axes, view.block, view.at, dtype, of, **how)
+
+
+class _Own:
+    """The own block's pieces: brought to VMEM, each while the one before is on its way, packed."""
+
+    def __init__(self, plan: Plan, x_ref: Ref, scratch: Scratch, codec: Codec) -> None:
+        self._plan, self._x_ref, self._s, self._codec = plan, x_ref, scratch, codec
+
+    def bring_first(self) -> None:
+        """Starts to bring those of the first section."""
+        for b, bundle in enumerate(self._plan.bundles):
+            first = functools.partial(self._bring, b, 0)
+            sync.for_each(0, bundle.streams_in(0), first)
+
+    def pack(self, b: int, section: Any, stream: Number, target: Ref) -> None:
+        """target = a piece, packed; its stream's next one sets out."""
+        place = self._s.plain[b].at[stream]
+        sync.wait(self._sem(b, stream), place)
+        self._codec.combine((target, place))
+        follows = stream < self._plan.bundles[b].streams_in(section + 1)
+        only_if(follows, functools.partial(self._bring, b, section + 1, stream))
+
+    def _bring(self, b: int, section: Any, stream: Number) -> None:
+        own = [0] * len(self._plan.sizes)
+        piece = self._plan.piece(self._x_ref, own, self._plan.bundles[b], section, stream)
+        target = self._s.plain[b].at[stream]
+        pltpu.make_async_copy(piece, target, self._sem(b, stream)).start()
+
+    def _sem(self, b: int, stream: Number) -> Any:
+        return self._s.plain_sems.at[self._plan.stream(b, stream)]
+
+
+def _prepare(*refs: Any, plan: Plan, codec: Codec) -> Callable[[], None]:
+    *_, x_ref, _, scratch = refs
+    _Own(plan, x_ref, scratch, codec).bring_first()
+    return lambda: None  # waited for where they are packed
+
+
+def _kernel(
+    rings: Sequence[Ring],  # along each axis
+    *refs: Any,  # see below
+    plan: Plan,
+    codec: Codec,
+) -> None:
+    *numbers, x_ref, o_ref, scratch = refs
+    # numbers: `devices.tables`
+    # x_ref: one block, with dimensions of 1 for the torus: HBM
+    # o_ref: all blocks: HBM; nobody else writes to it
+    # scratch: a Scratch; pieces of the first section are on their way to it (`_prepare`)
+    field, own = Field(plan, o_ref, *numbers), _Own(plan, x_ref, scratch, codec)
+    stage = PackedGather(plan, rings, field, scratch.gather, codec, pack=own.pack)
+    timetable.run(plan, (stage, range(len(rings))))

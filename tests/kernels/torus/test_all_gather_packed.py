@@ -1,0 +1,364 @@
+"""All-gathers that pack in their kernels: each number within half a step, the same bits for all."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from test_torus_kernels import on_lines
+
+import harness
+import pallas_collectives as pc
+import wired_calls
+from benchmarks import replay_rows
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.torus import all_gather_packed, reduce_scatter
+from pallas_collectives.kernels.torus.packed_gather import PackedGather
+from pallas_collectives.replay import Machine, Report, replay
+from pallas_collectives.topology import placement
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.wires import Wire
+from wired_calls import KINDS, WIRES, within
+
+SLOW = pytest.mark.slow
+
+
+def gathered(
+    x: np.ndarray,
+    wire: Wire = WIRES[0],
+    sizes: tuple[int, ...] = (),
+    lines: tuple[int, ...] = (),
+    mode: str = "on_wait",
+    axis: int = 0,
+) -> np.ndarray:
+    """Every device's result, of x: (n, *block)."""
+    sizes = sizes or (len(x),)
+    group = on_lines(sizes, lines) if len(sizes) > 1 else Group(("x",), sizes)
+    lies = "torus" if len(sizes) > 1 else "line" if lines else "ring"
+    how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode]}
+
+    def program(x: jax.Array) -> jax.Array:
+        codec = Codec(wire, precise=True)
+        return all_gather_packed.gather(x, group, axis=axis, lies=lies, codec=codec, **how)
+
+    return np.asarray(harness.per_device(program, harness.mesh(*sizes), check_vma=False)(x))
+
+
+def bound(x: np.ndarray, wire: Wire) -> np.ndarray:
+    """Half a step of each number's group, as `wires` has it."""
+    return np.asarray(jax.vmap(lambda x: within(x, wire))(jnp.asarray(x)))
+
+
+def holds(x: np.ndarray, got: np.ndarray, wire: Wire = WIRES[0], axis: int = 0) -> bool:
+    """Whether every number is within half a step everywhere, and the same on all devices."""
+    want, allowed = (np.concatenate(list(part), axis=axis) for part in (x, bound(x, wire)))
+    off = np.abs(got.astype(np.float64) - want)
+    return bool((off <= allowed).all() and (got == got[0]).all())
+
+
+def terms(n: int, rows: int, columns: int = 128, kind: str = "normal") -> np.ndarray:
+    return wired_calls.data(n, kind, rows=rows, columns=columns)[:, :rows]
+
+
+@pytest.mark.parametrize(
+    "n, lines, mode",
+    [
+        (3, (), "on_wait"),
+        (3, (0,), "on_wait"),
+        pytest.param(4, (), "eager", marks=SLOW),
+        pytest.param(4, (0,), "eager", marks=SLOW),
+        pytest.param(2, (), "on_wait", marks=SLOW),
+    ],
+)
+def test_sections_are_within_half_a_step(
+    n: int, lines: tuple[int, ...], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 2 << 20)  # so that there are many
+    x = terms(n, 16 * 128)
+    assert holds(x, gathered(x, lines=lines, mode=mode))
+    assert not harness.race_reported()
+
+
+@pytest.mark.parametrize(
+    "sizes, lines, mode",
+    [
+        ((2, 2), (), "on_wait"),
+        pytest.param((4, 2), (), "eager", marks=SLOW),
+        pytest.param((2, 3), (1,), "on_wait", marks=SLOW),
+        pytest.param((3, 2), (0, 1), "eager", marks=SLOW),
+        pytest.param((2, 2, 2), (), "on_wait", marks=SLOW),
+    ],
+)
+def test_several_axes_are_within_half_a_step(
+    sizes: tuple[int, ...], lines: tuple[int, ...], mode: str
+) -> None:
+    x = terms(math.prod(sizes), 8 * 128)
+    assert holds(x, gathered(x, sizes=sizes, lines=lines, mode=mode))
+    assert not harness.race_reported()
+
+
+@pytest.mark.parametrize(
+    "wire", [WIRES[0], *(pytest.param(w, marks=SLOW) for w in WIRES[1:])], ids=str
+)
+def test_every_kind_of_numbers_is_within_half_a_step(wire: Wire) -> None:
+    for kind in KINDS:
+        x = terms(2, 4 * 128, int(wire.group), kind)
+        got = gathered(x, wire)
+        assert holds(x, got, wire), kind
+        assert kind in ("zeros", "constant") or (got != np.concatenate(list(x))).any()
+
+
+def test_groups_with_inf_and_nan_arrive_as_nan_and_leave_others_alone() -> None:
+    x = terms(2, 4 * 128)
+    x[1, 3, 7], x[1, 5, 1] = np.inf, np.nan
+    got = gathered(x)[0].reshape(2, -1, 128)
+    assert np.isnan(got[1, [3, 5]]).all() and np.isfinite(got[0]).all()
+    assert np.isfinite(np.delete(got[1], [3, 5], axis=0)).all()
+
+
+# Calls --------------------------------------------------------------------------------------------
+
+
+def test_calls_pack_in_the_kernel_where_blocks_lie_well() -> None:
+    """Along any dimension but the last; other shapes are packed by passes of XLA."""
+    n, x = 2, terms(2, 256, 256).reshape(2, 2, 128, 256)
+    how: Any = {"wire": "int8", "backend": "pallas", "algorithm": "bidirectional"}
+
+    def program(x: jax.Array) -> Any:
+        return [
+            pc.all_gather(x, "x", **how),
+            pc.all_gather(x, "x", axis=1, tiled=True, **how),
+            pc.all_gather(x.reshape(-1), "x", tiled=True, **how),
+            pc.all_gather(x.reshape(16, 16, 256), "x", tiled=True, **how),
+            jax.vmap(lambda x: pc.all_gather(x, "x", tiled=True, **how))(x),
+            pc.all_gather(x, "x", axis=2, tiled=True, **how),
+            pc.all_gather(x[:, :100], "x", **how),
+        ]
+
+    pc.reset_counts()
+    got = wired_calls.run(program, x, n=n, check_vma=False)
+    step = np.abs(x).max() / 127
+    wants = [
+        x,
+        np.concatenate(list(x), axis=1),
+        x.reshape(-1),
+        x.reshape(32, 16, 256),
+        np.concatenate(list(x), axis=1),
+        np.concatenate(list(x), axis=2),
+        x[:, :, :100],
+    ]
+    for ours, want in zip(got, wants, strict=True):
+        off = np.abs(ours - want)
+        assert off.shape[1:] == want.shape and 0 < off.max() <= 0.51 * step
+    assert pc.counts()["all_gather", "pallas", "bidirectional"] == 7
+
+
+def test_draws_and_residues_are_quantised_as_they_were_foretold() -> None:
+    """By passes of XLA, in whose bits a draw arrives as it is."""
+    x = terms(2, 256)
+
+    def program(x: jax.Array) -> Any:
+        wire = Wire("int8", rounding="stochastic", key=jax.random.key(0))
+        return pc.all_gather(x, "x", wire=wire, backend="pallas", algorithm="bidirectional")
+
+    mapped = harness.per_device(program, harness.mesh(2), check_vma=False)
+    text = mapped.lower(x).as_text()  # type: ignore[attr-defined]
+    assert "all_gather_packed" not in text
+
+
+@pytest.mark.parametrize("devices, chip", [(16, "v5e"), (4, "v5p"), (16, "v6e"), (4, "7x")])
+def test_a_large_gather_packs_in_its_kernel_and_is_explained(devices: int, chip: str) -> None:
+    of: Any = {"shape": (1 << 14, 512), "dtype": "bfloat16", "devices": devices, "chip": chip}
+    told = pc.explain("all_gather", **of, wire="int8")
+    assert told.wire is not None and told.wire.way == "bidirectional"
+    assert told.wire.us and told.wire.wired_us and told.wire.wired_us <= 0.6 * told.wire.us
+    assert told.wire.sent <= 0.52 * told.wire.nbytes
+    assert "hop" not in str(told.why) and "1/254" in str(told)
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+
+def _another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, scales = Codec._read, Codec._scales
+
+    def shifted(self: Codec, number: Any, tiles: int) -> Any:
+        return scales(self, jax.lax.rem(number + 1, np.int32(tiles)), tiles)
+
+    def wrong(self: Codec, ref: Any, number: Any, tiles: int, most: Any) -> Any:
+        with monkeypatch.context() as within:
+            within.setattr(Codec, "_scales", shifted)
+            return read(self, ref, number, tiles, most)
+
+    monkeypatch.setattr(Codec, "_read", wrong)
+
+
+def _packed_before_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of the own block is packed while it is on its way from HBM."""
+
+    def hurried(self: Any, b: int, section: Any, stream: Any, target: Any) -> None:
+        place = self._s.plain[b].at[stream]
+        self._codec.combine((target, place))
+        all_gather_packed.sync.wait(self._sem(b, stream), place)
+        follows = stream < self._plan.bundles[b].streams_in(section + 1)
+        all_gather_packed.only_if(follows, lambda: self._bring(b, section + 1, stream))
+
+    monkeypatch.setattr(all_gather_packed._Own, "pack", hurried)
+
+
+def _the_next_piece_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section's piece sets out for where the one before is still being packed from."""
+    pack = all_gather_packed._Own.pack
+
+    def early(self: Any, b: int, section: Any, stream: Any, target: Any) -> None:
+        combine = self._codec.combine
+
+        class Late:
+            def combine(self, *sums: Any) -> None:
+                late.append(sums)
+
+        late: list[Any] = []
+        codec, self._codec = self._codec, Late()
+        pack(self, b, section, stream, target)
+        self._codec = codec
+        combine(*late.pop())
+
+    monkeypatch.setattr(all_gather_packed._Own, "pack", early)
+    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 2 << 20)
+
+
+def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come is unpacked before it is waited for: numbers or scales may not be there yet."""
+    keep, receive, take = PackedGather._keep, Channel.receive, PackedGather._take
+    late: list[Any] = []
+
+    def put_off(self: PackedGather, leg: Any, hop: Any, way: int) -> None:
+        with monkeypatch.context() as within:
+            within.setattr(Channel, "receive", lambda *args: late.append(args))
+            take(self, leg, hop, way)
+
+    def then(self: PackedGather, leg: Any, hop: Any) -> None:
+        keep(self, leg, hop)
+        receive(*late.pop())
+
+    monkeypatch.setattr(PackedGather, "_take", put_off)
+    monkeypatch.setattr(PackedGather, "_keep", then)
+
+
+@pytest.mark.parametrize(
+    "fault, mode",
+    [
+        (_another_tiles_scale, "on_wait"),
+        (_packed_before_it_is_here, "on_wait"),
+        (_the_next_piece_too_early, "eager"),
+        (_unpacked_before_it_has_come, "on_wait"),
+    ],
+)
+def test_faults_are_caught(
+    fault: Callable[..., None], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = terms(3, 16 * 128, kind="heavy tails")
+    fault(monkeypatch)
+    try:
+        caught = not holds(x, gathered(x, mode=mode))
+    except Exception as error:
+        caught = "race" in str(error).lower()
+    finally:
+        harness.forget_failures()
+    assert caught or harness.race_reported()
+
+
+# Pods ---------------------------------------------------------------------------------------------
+
+
+def replayed(pod: str, axes: tuple[str, ...], mib: float, **how: Any) -> Report:
+    """The replay of a public call in bfloat16; the gathered array has so many MiB."""
+    machine = Machine.named(pod)
+    sizes = replay_rows.mesh_axes(machine)
+    n, races = math.prod(sizes[axis] for axis in axes), how.pop("races", False)
+
+    def program(x: jax.Array) -> jax.Array:
+        return pc.all_gather(x, axes, tiled=True, backend="pallas", **how)
+
+    nothing = PartitionSpec()
+    call = jax.shard_map(
+        program, mesh=machine.mesh(sizes), in_specs=nothing, out_specs=nothing, check_vma=False
+    )
+    shape = jax.ShapeDtypeStruct((int(mib * 4096) // n, 128), jnp.bfloat16)
+    return replay(call, shape, machine=machine, races=races)
+
+
+@pytest.mark.parametrize(
+    "pod, axes, mib, most",
+    [
+        ("v5e:16x16", ("x",), 16, 0.6),
+        ("v5p:4x4x4", ("x",), 64, 0.6),
+        ("v6e:8x8", ("x",), 16, 0.6),
+        ("7x:4x4x4", ("x",), 16, 0.6),
+        ("7x:4x4x4", ("x", "y"), 16, 0.6),
+    ],
+)
+def test_it_takes_sixty_hundredths_of_its_time_in_bfloat16(
+    pod: str, axes: tuple[str, ...], mib: float, most: float
+) -> None:
+    assert replayed(pod, axes, mib, wire="int8").time <= most * replayed(pod, axes, mib).time
+
+
+@pytest.mark.parametrize(
+    "pod, axes, mib",
+    [
+        ("v5p:4x4x4", ("x",), 4),
+        pytest.param("v6e:4x4", ("x",), 4, marks=SLOW),
+        pytest.param("v5p:4x4x4", ("x", "y", "z"), 64, marks=SLOW),
+        pytest.param("v5e:4x4", ("x", "y"), 8, marks=SLOW),
+        pytest.param("7x:4x4x4", ("x", "core"), 8, marks=SLOW),
+    ],
+)
+def test_no_schedule_has_a_race(
+    pod: str, axes: tuple[str, ...], mib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduce_scatter, "PACKED_TORUS_BYTES", 8 << 20)
+    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 4 << 20)
+    report = replayed(pod, axes, mib, races=True, wire="int8")
+    assert report.ok and report.races == []
+
+
+@pytest.mark.parametrize(
+    "topology, sizes",
+    [
+        ("v4:2x2x1", (2, 2, 2)),
+        ("v5e:4x4", (4, 4)),
+        ("v5p:4x4x4", (4, 4, 4)),
+        ("v6e:4x4", (4, 4)),
+        ("tpu7x:2x2x1", (2, 2, 2)),
+    ],
+)
+def test_compiles_for_every_generation(topology: str, sizes: tuple[int, ...]) -> None:
+    pytest.importorskip("libtpu")
+    names = ("x", "y", "z")[: len(sizes)]
+    options: Any = {"vmem": False, "interpret": False, "axis": 0}
+
+    def program(x: jax.Array) -> Any:
+        groups = [
+            ("torus", placement.arranged(Group(names, sizes))),
+            ("ring", Group(names[:1], sizes[:1])),
+            ("line", dataclasses.replace(Group(names[:1], sizes[:1]), line=True)),
+        ]
+        return [
+            all_gather_packed.gather(
+                x, group, lies=lies, codec=Codec(Wire("float8_e4m3fn"), precise=True), **options
+            )
+            for lies, group in groups
+        ]
+
+    compiled = harness.compile_for_tpu(
+        program, topology, (2048, 128), dtype=jnp.bfloat16, sizes=sizes
+    )
+    assert "custom-call" in compiled.ops
+    assert not {"copy", "transpose", "pad"} & set(compiled.ops)
