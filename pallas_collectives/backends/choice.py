@@ -134,7 +134,7 @@ def choose(
                 "leave them out, or name another backend",
             )
         return How("xla", named=True, order=order)
-    platform = platform_in_scope()
+    platform = simulation.platform()
     chosen = name or ("nccl" if platform in _GPU else "pallas")
     if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
         if name is not None or algorithm is not None or precise:
@@ -173,12 +173,6 @@ def _check_name(name: str) -> None:
         raise BackendError(
             f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one of them"
         )
-
-
-def platform_in_scope() -> str:
-    """That of the mesh in scope, or JAX's default."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def _obstacle(axes: tuple[Any, ...], platform: str) -> str:

@@ -18,7 +18,8 @@ from jax.lax import psum_scatter as lax_psum_scatter
 from jax.lax import ragged_all_to_all as lax_ragged_all_to_all
 from jax.sharding import PartitionSpec
 
-from pallas_collectives.backends import choice, ordered
+from pallas_collectives import simulation
+from pallas_collectives.backends import ordered
 from pallas_collectives.backends.plans import How
 from pallas_collectives.topology.groups import Group
 
@@ -69,7 +70,7 @@ def ragged_all_to_all(
 ) -> jax.Array:
     """Rows of runtime-chosen counts to each device; in padded blocks on CPUs, where XLA cannot."""
     del how
-    exchange = _in_blocks if choice.platform_in_scope() == "cpu" else lax_ragged_all_to_all
+    exchange = _in_blocks if simulation.platform() == "cpu" else lax_ragged_all_to_all
     return by_lax(exchange, group)(operand, output, *tables)
 
 
