@@ -97,7 +97,7 @@ def approximate_reciprocal(x: jax.Array) -> jax.Array:
 def register(primitive: core.Primitive, **rules: Rule) -> None:
     """Gives a primitive rules, at once or when `prepare` runs.
 
-    Rules have the names of their tables; `lowering` is for all platforms, `on_cpu` for CPUs.
+    Rules have the names of their tables; `lowering` is for all platforms.
     """
     if _prepared:
         _register(primitive, rules)
@@ -107,8 +107,8 @@ def register(primitive: core.Primitive, **rules: Rule) -> None:
 
 def _register(primitive: core.Primitive, rules: dict[str, Rule]) -> None:
     for table, rule in rules.items():
-        if table in ("lowering", "on_cpu"):
-            mlir.register_lowering(primitive, rule, platform="cpu" if table == "on_cpu" else None)
+        if table == "lowering":
+            mlir.register_lowering(primitive, rule)
         else:
             _TABLES[table][primitive] = rule
 

@@ -137,7 +137,7 @@ def choose(
                 "leave them out, or name another backend",
             )
         return How("xla", named=True, order=order)
-    platform = _platform()
+    platform = simulation.platform()
     chosen = name or ("nccl" if platform in _GPU else "pallas")
     if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
         if name is not None or algorithm is not None or precise:
@@ -177,11 +177,6 @@ def _check_name(name: str) -> None:
         raise BackendError(
             f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one of them"
         )
-
-
-def _platform() -> str:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def _obstacle(axes: tuple[Any, ...], platform: str) -> str:
