@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import _compat, simulation, validation, wires
 from pallas_collectives.backends import slices
-from pallas_collectives.backends.plans import NAMES, How
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
@@ -42,6 +42,9 @@ _named_backend = jax.make_user_context(None)
 # for a call that is started ahead of the use of its result, None otherwise.
 STARTED = "started"
 beside_compute = jax.make_user_context(None)
+
+# Whether a loop's turn may ask for what the next one needs first; by `override_lax`.
+ahead = jax.make_user_context(False)
 
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
 # are where our own code means lax's.
@@ -151,6 +154,7 @@ def choose(
         interpret=_interpret(platform),
         across=slices.marked(),
         beside=bool(beside_compute.value) and not how.strict,
+        ahead=MAY_BE_AHEAD if ahead.value and beside_compute.value is True else "",
     )
 
 
