@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs
-from pallas_collectives.replay.values import Known
+from pallas_collectives.replay.values import SCALAR, Known
 
 
 def evaluate(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
@@ -104,23 +104,8 @@ def _on_all_lanes(operands: tuple[np.ndarray, ...]) -> list[np.ndarray]:
     return [np.broadcast_to(a, (lanes, *a.shape[1:])) for a in operands]
 
 
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "max": np.maximum,
-    "min": np.minimum,
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-}
 _BY_NUMPY: dict[str, Callable[..., Any]] = {
-    **{name: _elementwise(function) for name, function in _ELEMENTWISE.items()},
+    **{name: _elementwise(function) for name, function in SCALAR.items()},
     "reduce_max": _reduced(np.max),
     "reduce_min": _reduced(np.min),
     "iota": _iota,

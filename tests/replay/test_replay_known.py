@@ -20,14 +20,32 @@ X, Y = np.arange(-6, 6, dtype=np.int32).reshape(3, 4), np.full((3, 4), 2, np.int
 PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     **{
         f.__name__: (f, (X, Y))
-        for f in (lax.max, lax.min, lax.add, lax.sub, lax.mul, lax.eq, lax.ne, lax.lt, lax.le)
+        for f in (
+            lax.max,
+            lax.min,
+            lax.add,
+            lax.sub,
+            lax.mul,
+            lax.rem,
+            lax.eq,
+            lax.ne,
+            lax.lt,
+            lax.le,
+        )
     },
     **{f.__name__: (f, (X, Y)) for f in (lax.gt, lax.ge, lax.bitwise_and, lax.bitwise_or)},
+    "div": (lax.div, (X, Y)),
+    "not": (lax.bitwise_not, (X,)),
+    "clamp": (lax.clamp, (np.int32(-1), X, np.int32(2))),
+    "shift": (lambda x, y: lax.shift_right_logical(x, y), (X, Y)),
     "wraps": (lax.mul, (X * (1 << 29), X)),
     "floats": (lax.max, (X.astype(np.float32), np.where(X == 2, np.nan, Y).astype(np.float32))),
     "reduce_max": (lambda x: lax.reduce_max_p.bind(x, axes=(1,), out_sharding=None), (X,)),
     "largest": (jnp.max, (X,)),
     "least": (lambda x: jnp.min(x, axis=0), (X,)),
+    "select_n": (lambda x, y: lax.select_n(x > y, x, y), (X, Y)),
+    "of three": (lambda i, x, y: lax.select_n(lax.rem(i, 3), x, y, x + y), (np.abs(X), X, Y)),
+    "by a scalar": (lambda i, x, y: lax.select_n(i > 0, x, y), (np.int32(1), X, Y)),
     "iota": (lambda x: lax.broadcasted_iota(jnp.int32, (2, 3, 4), 1)[0] + x, (X,)),
     "broadcast_in_dim": (lambda x: lax.broadcast_in_dim(x, (3, 2, 4), (0, 2)), (X,)),
     "of a scalar": (lambda x: lax.broadcast_in_dim(x, (2, 2), ()), (np.int32(7),)),
