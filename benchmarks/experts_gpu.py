@@ -1,7 +1,7 @@
 """Times of tokens to their experts and back on GPUs (see `experts`).
 
     dense all-to-alls   two, of as many bytes as all choices have: T * k rows a device each, which
-                        is what an exchange of equal blocks would send
+                        is what an exchange of equal blocks would send; by NCCL, and by lax
     ours                dispatch and combine, plan included, each expert answering with what it got
     lax                 the same, with lax's collectives in place of NCCL's calls; dense, and ragged
 
@@ -40,7 +40,10 @@ class Problem:
     def calls(self) -> dict[str, Step]:
         """What is timed, by name: (tokens, experts) -> tokens."""
         rows = self.tokens * self.choices * 5 // 4
-        calls: dict[str, Step] = {"dense all-to-alls": self._all_to_alls}
+        calls: dict[str, Step] = {
+            "dense all-to-alls": functools.partial(self._all_to_alls, "nccl"),
+            "dense all-to-alls, lax": functools.partial(self._all_to_alls, "xla"),
+        }
         ours: dict[str, Any] = {"ours": {}, "ours, rows bounded": {"rows": rows}}
         lax_s: dict[str, Any] = {"lax, dense": {}, "lax, ragged": {"exchange": "ragged"}}
         lax_s["lax, ragged, rows bounded"] = {"exchange": "ragged", "rows": rows}
@@ -49,11 +52,11 @@ class Problem:
                 calls[name] = functools.partial(self._there_and_back, backend, options)
         return calls
 
-    def _all_to_alls(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+    def _all_to_alls(self, backend: str, x: jax.Array, experts: jax.Array) -> jax.Array:
         del experts
         choices = jnp.concatenate([x] * self.choices)
         for _ in range(2):
-            choices = pallas_collectives.all_to_all(choices, "x", 0, 0, tiled=True, backend="nccl")
+            choices = pallas_collectives.all_to_all(choices, "x", 0, 0, tiled=True, backend=backend)
         return choices[: len(x)]
 
     def _there_and_back(

@@ -235,6 +235,7 @@ _PPERMUTE = (
     Algorithm(
         name="partners",
         launcher=Kernel("ppermute", "direct", {"everyone": False}),
+        packed=Kernel("ppermute_packed", "direct", {"everyone": False}),
         reach=PARTNERS,
         sent="the operand",
         steps="1",
@@ -242,6 +243,7 @@ _PPERMUTE = (
     Algorithm(
         name="everyone",
         launcher=Kernel("ppermute", "direct", {"everyone": True}),
+        packed=Kernel("ppermute_packed", "direct", {"everyone": True}),
         reach=PARTNERS,
         wide=True,
         sent="the operand",

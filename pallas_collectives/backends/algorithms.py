@@ -179,8 +179,7 @@ def _fastest(
         algorithms = tuple(algorithm for algorithm in algorithms if algorithm.by_subcores)
     fit = {algorithm.name for algorithm in algorithms}
     names = tuple(name for name in reachable(op, group, chip, cuts) if name in fit)
-    one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
-    if not one_axis or entry.shift_of(perm, group) is None:
+    if not _is_shift(group, perm):
         shifts = {a.name for a in algorithms if a.barrier == "partners"}
         if shifts.issuperset(names) and names:
             raise UnservedError(
@@ -215,6 +214,20 @@ def _fastest(
     if not timed:
         return preferred, None, tuple(others)
     return candidates[0].algorithm, timed[0][0], (*candidates, *others)
+
+
+def _is_shift(group: Group, perm: Sequence[tuple[int, int]]) -> bool:
+    """Whether a permutation is one that `PARTNERS` serve."""
+    one_axis = sum(size > 1 for size in group.sizes) <= 1  # or ids might be too many (`entry`)
+    return one_axis and entry.shift_of(perm, group) is not None
+
+
+def permuting(group: Group, perm: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """The algorithms that can serve a permutation."""
+    if not placement.reaches(perm, group, chips.current()):
+        return ()
+    able = catalogue.COLLECTIVES["ppermute"].algorithms
+    return tuple(a.name for a in able if a.wide or _is_shift(group, perm))
 
 
 def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ a draw or a residue presumes in what bits terms are quantised, it is the exchang
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +38,15 @@ AUTO_BYTES = 2 << 20
 
 EXCHANGE = ordered.EXCHANGE.name
 
-# What of the vector unit's time a gather that packs adds to that of the wire, over 1, 2, 3 axes and
-# more: more blocks come at once. By the replay of v5e, v5p and 7x, 16 to 256 MiB, within 9%.
-_NOT_HIDDEN = (0.25, 0.5, 1.0)
+# How much of the vector unit's time shows beside the wire's, over one axis, two, and more: as large
+# a share as this times the ratio of both: the busier the unit is, the more the wire waits for it.
+# By the replay of v5e, v5p, v6e and 7x, 16 to 256 MiB, within 20%.
+_SHOWS = {
+    "all_gather": (0.45, 0.8, 4.0),
+    "ppermute": (0.3, 0.3, 0.3),
+    "reduce_scatter": (0.0, 0.5, 4.0),
+    "all_reduce": (0.25, 0.85, 4.0),
+}
 
 
 class Way(NamedTuple):
@@ -73,7 +79,7 @@ def settled(
     blocks: tuple[int, ...],
     group: Group,
     how: How,
-    axis: int | None = None,
+    sent_by: Callable[[str, Wire], int] | None = None,
 ) -> tuple[Wire | None, How, Way]:
     """The wire that a call takes, what is asked of the backend then, and the way; counted.
 
@@ -83,7 +89,8 @@ def settled(
       blocks: how many blocks or rows are quantised, each by itself, and then the shape of one.
       group: the devices.
       how: the caller's wishes.
-      axis: along which a kernel that packs would gather; None if there is none.
+      sent_by: of what is only moved, (algorithm, wire) -> bytes of the operand as they travel, if
+        its kernel packs; 0 if it cannot.
 
     Raises:
       DtypeError, WireError, AlgorithmError: a wire that was named cannot be had, or loses.
@@ -97,7 +104,7 @@ def settled(
     if why := wires.obstacle(wire, x.dtype) or _unfit(op, wire, group, how):
         _note_left_out(op, wire, why)
         return None, plain, _NO_WAY
-    found = _ways(op, x, blocks, group, how, axis)
+    found = _ways(op, x, blocks, group, how, sent_by)
     way = _chosen(op, found, blocks, wire, how)
     bundled_later = op == "all_reduce" and placement.are_settled_later()
     if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
@@ -144,7 +151,9 @@ def _lost(op: str, x: jax.Array, sent: int, wire: Wire) -> str:
         return ""
     lost = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
     if not wire.optional:
-        remedy = "leave wire=None, or wire='auto' to have it left out; or make rows longer"
+        # A sum's groups are of the flattened operand.
+        larger = "sum more numbers at a time" if _adds(op) else "make rows longer"
+        remedy = f"leave wire=None, or wire='auto' to have it left out; or {larger}"
         raise WireError(f"wire {wire} for {op} of {x.dtype}{list(x.shape)}", lost, remedy)
     return lost
 
@@ -157,7 +166,12 @@ def _small(x: jax.Array, wire: Wire) -> str:
 
 
 def _ways(
-    op: str, x: jax.Array, blocks: tuple[int, ...], group: Group, how: How, axis: int | None
+    op: str,
+    x: jax.Array,
+    blocks: tuple[int, ...],
+    group: Group,
+    how: How,
+    sent_by: Callable[[str, Wire], int] | None,
 ) -> tuple[Way, ...]:
     """The ways that there are."""
     wire = how.wire
@@ -174,7 +188,7 @@ def _ways(
         return (moved,)
     if in_terms:
         return moved, *_packed_sums(op, x, blocks, group, wire)
-    return moved, *(() if axis is None else _packed_gathers(op, x, axis, group, wire))
+    return moved, *(() if sent_by is None else _packed_moves(op, x, group, wire, sent_by))
 
 
 def _packed_sums(
@@ -190,21 +204,32 @@ def _packed_sums(
     core = codec.seconds(chips.current(), added=of_all, unpacked=of_all if back else 0)
     for name in _rings(op, group):
         if name != "torus" or _fits(op, x, tiles, group, codec):
-            us = by_name.get(name)
-            yield Way(name, sent, 0.0, None if us is None else max(us, 1e6 * core))
+            yield _packed_way(op, name, group, sent, by_name.get(name), 1e6 * core)
 
 
-def _packed_gathers(op: str, x: jax.Array, axis: int, group: Group, wire: Wire) -> Iterator[Way]:
-    """Those of a gather whose kernels pack."""
+def _packed_moves(
+    op: str, x: jax.Array, group: Group, wire: Wire, sent_by: Callable[[str, Wire], int]
+) -> Iterator[Way]:
+    """Those of what is only moved, whose kernels pack."""
     there, codec = placement.arranged(group), packed.codec_of(wire)
     cuts = x.size // math.prod(codec.tile)
-    core = codec.seconds(chips.current(), packed=x.size, unpacked=group.size * x.size)
+    comes = group.size * x.size if op == "all_gather" else x.size
+    core = codec.seconds(chips.current(), packed=x.size, unpacked=comes)
     for name in _rings(op, group):
-        if sent := packed.sent_bytes(name, x, axis, group, wire):
+        if sent := sent_by(name, wire):
             us = algorithms.predicted(op, sent, there, cuts=cuts).get(name)
-            axes = len(there.torus) if name == "torus" else 1
-            shown = 1e6 * core * _NOT_HIDDEN[min(axes, len(_NOT_HIDDEN)) - 1]
-            yield Way(name, sent, 0.0, None if us is None else us + shown)
+            yield _packed_way(op, name, group, sent, us, 1e6 * core)
+
+
+def _packed_way(
+    op: str, name: str, group: Group, sent: int, us: float | None, core_us: float
+) -> Way:
+    """A way whose kernel packs, by the times of what moves alone and of the vector unit."""
+    if us is None:
+        return Way(name, sent, 0.0, None)
+    axes = len(placement.arranged(group).torus) if name == "torus" else 1
+    share = min(1.0, _SHOWS[op][min(axes, 3) - 1] * core_us / us)
+    return Way(name, sent, 0.0, max(us + share * core_us, core_us))
 
 
 def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool:

@@ -14,13 +14,14 @@ see `wires.error_bound`) and B that of the sum: a scattered sum is within b_0 + 
 exact one, and a psum within B more; all of it before the result is rounded to the operand's dtype.
 A sum beyond that dtype is inf; so a psum has NaN in its group, as wherever a group holds inf.
 
-On TPUs rings, lines and tori can gather blocks that their kernel packs and unpacks, if they are
-whole tiles: other bits, within the same bound. They can add on the way, too, with the bytes of a
-ring: there sums are rounded at every hop, and a psum is one kernel. Whether a wire is used, and in
-which of these ways, is settled in `wire_ways`, and counted (`wire_counts`).
+On TPUs gathers and permutes of whole tiles are packed and unpacked in their kernels instead: other
+bits, within the same bound. Sums can be added on the way, round a ring, along a line or over a
+torus, with the bytes of a ring: they are rounded at every hop, and a psum is one kernel. Whether a
+wire is used, and in which of these ways, is settled in `wire_ways`, and counted (`wire_counts`).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,7 +52,8 @@ class OnWire:
 
     def all_gather(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         """The group's blocks side by side along `axis`."""
-        wire, plain, way = settled("all_gather", x, (1, *x.shape), group, how, axis)
+        sent_by = functools.partial(packed.gather_bytes, x=x, axis=axis, group=group)
+        wire, plain, way = settled("all_gather", x, (1, *x.shape), group, how, sent_by)
 
         def move(packed: jax.Array) -> jax.Array:
             return self._module.all_gather(packed, group, axis=0, how=plain)
@@ -77,17 +79,21 @@ class OnWire:
         return side_by_side(_dequantized(come, x.dtype), concat_axis)
 
     def ppermute(
-        self, x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how: How
+        self, x: jax.Array, group: Group, *, perm: tuple[tuple[int, int], ...], how: How
     ) -> jax.Array:
         """What the source sends; zeros on devices without a source."""
         rows = x if x.ndim > how.mapped else x[..., None]
-        wire, plain, _ = settled("ppermute", x, (1, *rows.shape), group, how)
+        sent_by = functools.partial(packed.permute_bytes, x=x, perm=perm, group=group)
+        wire, plain, way = settled("ppermute", x, (1, *rows.shape), group, how, sent_by)
 
         def move(packed: jax.Array) -> jax.Array:
             return self._module.ppermute(packed, group, perm=perm, how=plain)
 
         if wire is None or not wire.scaled:
             return move(_cast(x, wire)).astype(x.dtype)
+        if way.packs:
+            named = dataclasses.replace(plain, algorithm=way.algorithm)
+            return packed.ppermute(x, group, perm=perm, wire=wire, how=named)
         return _dequantized(moved(rows[None], wire, move), x.dtype).reshape(x.shape)
 
     def ragged_all_to_all(

@@ -16,7 +16,8 @@ Neither needs scratch. Where some device is nobody's target, every result begins
 over local memory, which XLA may place anywhere before.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,23 +48,43 @@ def direct(
     A source waits for `everyone` within its reach to have entered the kernel; or for its target
     alone, of a permutation that is an `entry.shift_of`.
     """
+    return launched(
+        _kernel,
+        x,
+        group,
+        perm=perm,
+        everyone=everyone,
+        scratch=Scratch(),
+        name="ppermute_everyone" if everyone else "ppermute_partners",
+        interpret=interpret,
+        vmem=vmem,
+        wire_bytes=x.nbytes,
+    )
+
+
+def launched(
+    kernel: Callable[..., None],
+    x: jax.Array,
+    group: Group,
+    *,
+    perm: Pairs,
+    everyone: bool,
+    **options: Any,
+) -> jax.Array:
+    """What a kernel makes of x that takes everyone's partners, x, a result like it, and scratch."""
     barrier = entry.WIDE if everyone else entry.shift_of(perm, group)
     assert barrier is not None, "partners are for shifts (`algorithms.choose`)"
     blanks = (jnp.zeros_like(x),) if len(perm) < group.size else ()
     return launch.call(
-        _kernel,
+        kernel,
         group,
         x,
         *blanks,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scalars=(jnp.asarray(_partners(group.size, perm)),),
-        scratch=Scratch(),
         barrier=barrier,
-        name="ppermute_everyone" if everyone else "ppermute_partners",
-        interpret=interpret,
-        vmem=vmem,
-        wire_bytes=x.nbytes,
         input_output_aliases={1: 0} if blanks else None,
+        **options,
     )
 
 

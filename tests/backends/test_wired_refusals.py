@@ -34,7 +34,9 @@ def test_without_a_wire_programs_are_what_they_were() -> None:
     [
         (lambda x: pc.psum(x, "x", wire="int4"), WireError, "int8"),
         (lambda x: pc.psum(x[0, :1], "x", wire="int8"), WireError, "in place of 4"),
+        (lambda x: pc.psum(x[0, :1], "x", wire="int8"), WireError, "more numbers at a time"),
         (lambda x: pc.all_gather(x[:, :1], "x", wire="int8"), WireError, "in place of"),
+        (lambda x: pc.all_gather(x[:, :1], "x", wire="int8"), WireError, "make rows longer"),
         (lambda x: pc.psum(x.astype(int), "x", wire="int8"), DtypeError, "a wire is for"),
         (lambda x: pc.psum(x.astype("bfloat16"), "x", wire="bfloat16"), DtypeError, "no narrower"),
         (lambda x: pc.psum(x, "x", wire=Wire("int8", "row")), WireError, "flattened"),

@@ -110,6 +110,9 @@ def _sound_or_not(p: Parameters) -> Iterable[Hashable]:
 # "module::test", without parameters, and without the folder that the module lies in.
 QUICK: dict[str, Covers] = {
     "test_all_gather::test_calls_in_one_program_do_not_disturb_each_other": never,
+    "test_all_gather_packed::test_compiles_for_every_generation": only(topology=["v5p:4x4x4"]),
+    "test_all_gather_packed::test_faults_are_caught": once,
+    "test_all_gather_packed::test_it_takes_sixty_hundredths_of_its_time_in_bfloat16": once,
     "test_all_reduce_gather::test_elements_are_added_in_the_order_of_the_ranks": only(
         dtype=["bfloat16"], vmem=[True]
     ),
@@ -271,6 +274,9 @@ QUICK: dict[str, Covers] = {
     "test_ppermute::test_any_shape_compiles": each("shape", "dtype"),
     "test_ppermute::test_compiles_with_nothing_around_it": each("everyone", "topology"),
     "test_ppermute::test_permutations_in_one_program_do_not_disturb_each_other": never,
+    "test_ppermute_packed::test_compiles_for_every_generation": only(generation=["v5e"]),
+    "test_ppermute_packed::test_it_takes_sixty_hundredths_of_its_time_in_bfloat16": once,
+    "test_ppermute_packed::test_no_schedule_has_a_race": once,
     "test_primitives::test_derived": each("op", "transformation"),
     "test_primitives::test_transformation": each("op", "transformation"),
     "test_primitives::test_transformation_without_check_vma": each("op", "transformation"),

@@ -2,6 +2,8 @@
 place of a program, with one process for all GPUs and with one for each. Results against lax.
 
 python -m pytest -m gpu tests/nccl/test_nccl_fresh.py
+
+Twelve programs run at a time, so no workers of pytest-xdist (`-n`): each would start all of them.
 """
 
 import concurrent.futures

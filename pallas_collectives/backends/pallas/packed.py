@@ -1,4 +1,4 @@
-"""Gathers whose kernels pack: the layout, the algorithm, the launch.
+"""Gathers and permutes whose kernels pack: the layout, the algorithm, the launch.
 
 A kernel packs whole tiles (`Codec.tile`) of the operand as it lies. What lies otherwise is left to
 passes of XLA around a kernel that moves what is packed (`backends.wired`): to pad it, and to cut
@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
+from pallas_collectives.kernels import ppermute_packed
 from pallas_collectives.kernels.machinery.blocks import sublanes
 from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.ppermute import Pairs
 from pallas_collectives.kernels.torus import all_gather_packed
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -34,39 +36,73 @@ def codec_of(wire: Wire) -> Codec:
     return Codec(wire, precise=True)
 
 
-def layout(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> Layout | None:
-    """How a kernel can read an operand, pack it and gather it along an axis; None if it cannot."""
+def _able(shape: tuple[int, ...], dtype: DType, wire: Wire) -> bool:
+    """Whether rows are whole groups, of numbers that a kernel can convert."""
     if not wire.scaled or wire.group == "row" or jnp.dtype(dtype).name == "float16" or not shape:
-        return None
+        return False
+    return shape[-1] % int(wire.group) == 0
+
+
+def _in_rows(shape: tuple[int, ...], dtype: DType, wire: Wire) -> tuple[int, int] | None:
+    """An operand as (rows, columns) of whole tiles; None if it does not lie so."""
     rows, columns = codec_of(wire).tile
-    if shape[-1] % columns:
-        return None
-    if len(shape) > 1 and axis < len(shape) - 1 and shape[-2] % rows == 0:
-        return Layout(shape, axis)
-    if math.prod(shape[:axis]) > 1 or math.prod(shape) % (rows * columns):
-        return None
-    if math.prod(shape[:-1]) == 1:
-        return Layout((shape[-1] // columns, columns), 0)
     merged = math.prod(shape[:-1])
-    whole = axis < len(shape) - 1 and shape[-2] % sublanes(dtype) == 0 and merged % rows == 0
-    return Layout((merged, shape[-1]), 0) if whole else None
+    if not _able(shape, dtype, wire) or math.prod(shape) % (rows * columns):
+        return None
+    if merged == 1:
+        return shape[-1] // columns, columns
+    whole = merged % rows == 0 and shape[-2] % sublanes(dtype) == 0
+    return (merged, shape[-1]) if whole else None
 
 
-def sent_bytes(name: str, x: jax.Array, axis: int, group: Group, wire: Wire) -> int:
-    """Bytes of an operand on the way by an algorithm of a gather that packs; 0 if it cannot."""
-    seen = layout(x.shape, axis, x.dtype, wire)
+def _along(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> Layout | None:
+    """How a kernel can read an operand, pack it and gather it along an axis; None if it cannot."""
+    able = axis < len(shape) - 1 and _able(shape, dtype, wire)
+    if able and shape[-2] % codec_of(wire).tile[0] == 0:
+        return Layout(shape, axis)
+    seen = None if math.prod(shape[:axis]) > 1 else _in_rows(shape, dtype, wire)
+    return seen and Layout(seen, 0)
+
+
+# Bytes of an operand on the way by an algorithm that packs, scales and padding included; 0 if it
+# cannot.
+
+
+def gather_bytes(name: str, wire: Wire, *, x: jax.Array, axis: int, group: Group) -> int:
+    """Of a gather along an axis."""
+    seen = _along(x.shape, axis, x.dtype, wire)
     if seen is None:
         return 0
     of: Any = {"codec": codec_of(wire), "lies": all_gather_packed.LIES[name]}
     return all_gather_packed.sent_bytes(placement.arranged(group), *seen, x.dtype, **of)
 
 
+def permute_bytes(name: str, wire: Wire, *, x: jax.Array, perm: Pairs, group: Group) -> int:
+    """Of a permute."""
+    seen, group = _in_rows(x.shape, x.dtype, wire), placement.arranged(group)
+    able = algorithms.permuting(group, perm)
+    return ppermute_packed.sent_bytes(seen, codec_of(wire)) if seen and name in able else 0
+
+
+# Launches; `how` names the algorithm.
+
+
 def all_gather(x: jax.Array, group: Group, *, axis: int, wire: Wire, how: How) -> jax.Array:
-    """The group's blocks side by side along `axis`, by an algorithm that packs: `how` names it."""
-    group, seen = placement.arranged(group), layout(x.shape, axis, x.dtype, wire)
-    assert seen is not None, "`sent_bytes` says so"
+    """The group's blocks side by side along `axis`."""
+    group, seen = placement.arranged(group), _along(x.shape, axis, x.dtype, wire)
+    assert seen is not None, "`gather_bytes` says so"
     block = x.reshape(seen.shape)
     plan = algorithms.choose("all_gather", how, block, group)
     options = {"codec": codec_of(wire), "interpret": how.interpret}
     gathered = plan.launch(block, group, axis=seen.axis, **options)
     return gathered.reshape(*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
+
+
+def ppermute(x: jax.Array, group: Group, *, perm: Pairs, wire: Wire, how: How) -> jax.Array:
+    """Each source's x at its target, zeros elsewhere."""
+    group, seen = placement.arranged(group), _in_rows(x.shape, x.dtype, wire)
+    assert seen is not None, "`permute_bytes` says so"
+    rows = x.reshape(seen)
+    plan = algorithms.choose("ppermute", how, rows, group, perm=perm)
+    options = {"codec": codec_of(wire), "interpret": how.interpret}
+    return plan.launch(rows, group, perm=perm, **options).reshape(x.shape)

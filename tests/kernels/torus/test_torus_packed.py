@@ -14,6 +14,8 @@ from test_torus_kernels import on_lines
 import harness
 import pallas_collectives as pc
 from benchmarks import replay_rows
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import WirePlan
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import packed_gather, reduce_scatter, scatter
 from pallas_collectives.replay import Machine, Report, replay
@@ -140,6 +142,21 @@ def test_no_schedule_has_a_race(
     monkeypatch.setattr(reduce_scatter, "PACKED_TORUS_BYTES", 8 << 20)
     report = replayed(op, pod, axes, mib, races=True, wire="int8", algorithm="torus")
     assert report.ok and report.races == []
+
+
+def test_a_wire_that_the_vector_unit_makes_slower_is_left_out() -> None:
+    """It takes as long as the wires of two axes on v5p, and is part of the predicted time."""
+
+    def timed(**how: Any) -> tuple[float, WirePlan]:
+        with counters.recorded() as plans:
+            report = replayed("all_reduce", "v5p:4x4x4", ("x", "y"), 16, **how)
+        plan, *_ = (plan for plan in plans if isinstance(plan, WirePlan))
+        return 1e6 * report.time, plan
+
+    plain, left_out = timed(wire="auto")
+    assert left_out.algorithm is None and "it would take" in left_out.why
+    us, taken = timed(wire="int8", algorithm="torus")
+    assert us > plain and taken.wired_us and abs(taken.wired_us - us) < 0.15 * us
 
 
 def _one_section_held(monkeypatch: pytest.MonkeyPatch) -> None:

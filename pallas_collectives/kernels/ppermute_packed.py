@@ -1,0 +1,223 @@
+"""Permute of arrays that travel packed: each chunk is packed, sent, and unpacked as it comes.
+
+As `ppermute`, with one DMA for each chunk. Of one device, with chunks a, b, c, ...:
+
+    turn           0    1    2    3    4    5
+    from HBM       a b  c    d    e    f    g
+    packed, sent   a    b    c    d    e    f
+    unpacked       .    .    .    .    a    b        what comes, on its way to the result
+
+             hops  bytes on the wire   scratch
+    permute  1     x, packed           3 MiB VMEM
+
+Of HBM that takes a read for each byte of the operand and a write for each byte of the result. What
+stays on its device is packed and unpacked as well, so that all results are rounded alike.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.annotations import (
+    DType,
+    Interpret,
+    Number,
+    Ref,
+    Semaphore,
+    dma_semaphores,
+    regular_semaphores,
+)
+from pallas_collectives.kernels import ppermute
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
+from pallas_collectives.kernels.ppermute import Pairs
+from pallas_collectives.topology.groups import Group, Ring, only_if, wrap_step
+
+# Chunks that are sent before the first that comes is waited for: enough to be on their way along a
+# line of 8, by the replay of v6e.
+AHEAD = 4
+SENDING = AHEAD + 1  # places for packed chunks that leave
+# Places for those that come. Turn t sends chunk t to the place of chunk t - WINDOW, which the
+# target lets go of in its turn t - WINDOW + AHEAD: so its word has some turns to come back, too.
+WINDOW = AHEAD + 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How an array (rows, columns) is cut into chunks of whole tiles of a codec's.
+
+    Attributes:
+      shape: of one.
+      across: how many lie side by side.
+      count: how many there are.
+    """
+
+    shape: tuple[int, int]
+    across: int
+    count: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], codec: Codec) -> "Chunks":
+        """Chunks of up to `WHOLE` tiles, whose scales need the least padding."""
+        tiles = [size // each for size, each in zip(shape, codec.tile, strict=True)]
+        parts = [[k for k in range(1, WHOLE + 1) if count % k == 0] for count in tiles]
+        rows, columns = max(
+            ((a, b) for a, b in itertools.product(*parts) if a * b <= WHOLE),
+            key=lambda each: (math.prod(each), each[1]),
+        )
+        of = (rows * codec.tile[0], columns * codec.tile[1])
+        return cls(of, tiles[1] // columns, math.prod(tiles) // (rows * columns))
+
+    def at(self, ref: Ref, number: Number) -> Any:
+        """A chunk of an array."""
+        starts = lax.div(number, np.int32(self.across)), lax.rem(number, np.int32(self.across))
+        return ref.at[
+            tuple(
+                pl.ds(pl.multiple_of(start * size, size), size)
+                for start, size in zip(starts, self.shape, strict=True)
+            )
+        ]
+
+
+class Scratch(NamedTuple):
+    """What the kernel takes beside its arrays."""
+
+    plain: Any  # (2, chunk): VMEM: ours, on their way from HBM
+    packed: Any  # (SENDING, packed chunk): VMEM: ours, on their way to the target
+    come: Any  # (WINDOW, packed chunk): VMEM: written by our source
+    result: Any  # (2, chunk): VMEM: unpacked, on their way to HBM
+    plain_sems: Semaphore  # (2): own
+    sent_sems: Semaphore  # (SENDING): own; a chunk has left
+    come_sems: Semaphore  # (WINDOW): signalled by our source, once for each chunk that comes
+    result_sems: Semaphore  # (2): own
+    # Signalled by our target, once for each chunk that may follow: those from number WINDOW on
+    credit: Semaphore
+
+    @classmethod
+    def of(cls, chunks: Chunks, dtype: DType, codec: Codec) -> "Scratch":
+        """What to allocate."""
+        plain = pltpu.VMEM((2, *chunks.shape), dtype)
+        packed = codec.packed_shape(chunks.shape)
+        return cls(
+            plain,
+            pltpu.VMEM((SENDING, *packed), jnp.int32),
+            pltpu.VMEM((WINDOW, *packed), jnp.int32),
+            plain,
+            dma_semaphores(2),
+            dma_semaphores(SENDING),
+            dma_semaphores(WINDOW),
+            dma_semaphores(2),
+            regular_semaphores(),
+        )
+
+
+def sent_bytes(shape: tuple[int, int], codec: Codec) -> int:
+    """Bytes of an array on the wire, scales and padding included."""
+    chunks = Chunks.of(shape, codec)
+    return 4 * chunks.count * math.prod(codec.packed_shape(chunks.shape))
+
+
+def direct(
+    x: jax.Array,
+    group: Group,
+    *,
+    perm: Pairs,
+    everyone: bool,
+    codec: Codec,
+    vmem: bool,
+    interpret: Interpret,
+) -> jax.Array:
+    """Sends x (rows, columns), whole tiles of the codec's, as `ppermute.direct` does."""
+    assert not vmem, "chunks are packed on their way from HBM"
+    chunks = Chunks.of((x.shape[0], x.shape[1]), codec)
+    return ppermute.launched(
+        functools.partial(_kernel, chunks=chunks, codec=codec),
+        x,
+        group,
+        perm=perm,
+        everyone=everyone,
+        scratch=Scratch.of(chunks, x.dtype, codec),
+        name=f"ppermute_packed_{'everyone' if everyone else 'partners'}",
+        interpret=interpret,
+        wire_bytes=sent_bytes((x.shape[0], x.shape[1]), codec),
+    )
+
+
+def _kernel(
+    ring: Ring,
+    partners_ref: Ref,  # (2n,): SMEM: see sync.partners
+    x_ref: Ref,  # HBM
+    o_ref: Ref,  # like x_ref; full of zeros, if not all are targets
+    s: Scratch,
+    *,
+    chunks: Chunks,
+    codec: Codec,
+) -> None:
+    target, source = sync.partners(ring, partners_ref)
+    stays = partners_ref[ring.me] == ring.me
+    sends, receives = (target >= 0) | stays, (source >= 0) | stays
+    count = chunks.count
+
+    def bring(number: Number) -> Any:
+        part, place = chunks.at(x_ref, number), wrap_step(number, 2)
+        return pltpu.make_async_copy(part, s.plain.at[place], s.plain_sems.at[place])
+
+    def keep(number: Number) -> Any:
+        part, place = chunks.at(o_ref, number), wrap_step(number, 2)
+        return pltpu.make_async_copy(s.result.at[place], part, s.result_sems.at[place])
+
+    def end_send(number: Number) -> None:
+        place = wrap_step(number, SENDING)
+        only_if(target >= 0, lambda: sync.wait(s.sent_sems.at[place], s.packed.at[place]))
+
+    def send(number: Number) -> None:
+        """Packs a chunk and sends it; the next but one sets out from HBM."""
+        here, there = wrap_step(number, SENDING), wrap_step(number, WINDOW)
+        packed, come, semaphore = s.packed.at[here], s.come.at[there], s.come_sems.at[there]
+        bring(number).wait()
+        only_if(number >= SENDING, lambda: end_send(number - SENDING))
+        codec.combine((packed, s.plain.at[wrap_step(number, 2)]))
+        only_if(number + 2 < count, lambda: bring(number + 2).start())
+
+        def away() -> None:
+            # Without that wait we could write over what our target has not unpacked.
+            only_if(number >= WINDOW, lambda: pl.semaphore_wait(s.credit, 1))
+            device = ring.device_id(target)
+            sync.remote_copy(packed, come, s.sent_sems.at[here], semaphore, device)
+
+        only_if(target >= 0, away)
+        only_if(stays, lambda: pltpu.make_async_copy(packed, come, semaphore).start())
+
+    def receive(number: Number) -> None:
+        """Waits for a chunk, unpacks it, and starts to copy it to the result."""
+        place = wrap_step(number, WINDOW)
+        sync.wait(s.come_sems.at[place], s.come.at[place])
+        only_if(number >= 2, lambda: keep(number - 2).wait())
+        codec.unpack(s.result.at[wrap_step(number, 2)], s.come.at[place])
+        follows = (source >= 0) & (number + WINDOW < count)
+        only_if(follows, lambda: sync.signal(ring, s.credit, ring.device_id(source)))
+        keep(number).start()
+
+    def turn(number: Number) -> None:
+        only_if(sends & (number < count), lambda: send(number))
+        only_if(receives & (number >= AHEAD), lambda: receive(number - AHEAD))
+
+    # All devices take turns alike. In turn t one waits for what its source sends in turn t - AHEAD,
+    # and for what its target lets go of in turn t - WINDOW + AHEAD: none waits for ever.
+    with jax.named_scope("copy"):
+        first = min(2, count)
+        only_if(sends, lambda: sync.for_each(0, first, lambda number: bring(number).start()))
+        sync.for_each(0, count + AHEAD, turn)
+    with jax.named_scope("drain"):
+        only_if(sends, lambda: sync.for_each(max(0, count - SENDING), count, end_send))
+        last = max(0, count - 2)
+        only_if(receives, lambda: sync.for_each(last, count, lambda number: keep(number).wait()))
