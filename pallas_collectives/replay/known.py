@@ -29,8 +29,12 @@ def evaluate(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         outs = _by_jax(eqn, operands, varies)
     else:
         lanes = [a if v else a[None] for a, v in zip(operands, varies, strict=True)]
-        out = by_numpy(eqn, *lanes).astype(jaxprs.type_of(eqn.outvars[0]).dtype, copy=False)
-        outs = [out if any(varies) else out[0]]
+        made = by_numpy(eqn, *lanes)
+        made = made if eqn.primitive.multiple_results else [made]
+        outs = [
+            (out if any(varies) else out[0]).astype(jaxprs.type_of(var).dtype, copy=False)
+            for out, var in zip(made, eqn.outvars, strict=True)
+        ]
     if any(varies):
         return [Known(o, True) if o.ndim > 1 else o for o in outs]
     return [Known(o, False) if o.ndim else o.item() for o in outs]
@@ -115,6 +119,7 @@ _BY_NUMPY: dict[str, Callable[..., Any]] = {
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "stack": lambda eqn, *xs: np.stack(_on_all_lanes(xs), axis=eqn.params["axis"] + 1),
+    "unstack": lambda eqn, x: np.moveaxis(x, eqn.params["axis"] + 1, 0),
     "concatenate": lambda eqn, *xs: np.concatenate(
         _on_all_lanes(xs), axis=eqn.params["dimension"] + 1
     ),

@@ -55,6 +55,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     "dynamic_slice": (lambda x, i: lax.dynamic_slice(x, (i, i - 2), (2, 3)), (X, np.int32(2))),
     "clamped": (lambda x, i: lax.dynamic_slice(x, (i, i), (2, 3)), (X, np.int32(9))),
     "stack": (lambda x, y: jnp.stack([x, y], 1), (X, Y)),
+    "unstack": (lambda x: jnp.unstack(x, axis=1)[2], (X,)),
     "concatenate": (lambda x, y: lax.concatenate([x, y], 1), (X, Y)),
     "by JAX": (lambda x: jnp.cumsum(x, 0), (X,)),
 }
