@@ -20,6 +20,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import shard_map as _shard_map
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -96,7 +97,7 @@ def approximate_reciprocal(x: jax.Array) -> jax.Array:
 def register(primitive: core.Primitive, **rules: Rule) -> None:
     """Gives a primitive rules, at once or when `prepare` runs.
 
-    Rules have the names of their tables; `lowering` is for all platforms, `on_cpu` for CPUs.
+    Rules have the names of their tables; `lowering` is for all platforms.
     """
     if _prepared:
         _register(primitive, rules)
@@ -106,8 +107,8 @@ def register(primitive: core.Primitive, **rules: Rule) -> None:
 
 def _register(primitive: core.Primitive, rules: dict[str, Rule]) -> None:
     for table, rule in rules.items():
-        if table in ("lowering", "on_cpu"):
-            mlir.register_lowering(primitive, rule, platform="cpu" if table == "on_cpu" else None)
+        if table == "lowering":
+            mlir.register_lowering(primitive, rule)
         else:
             _TABLES[table][primitive] = rule
 
@@ -132,6 +133,20 @@ def has_rule(primitive: core.Primitive, table: str) -> bool:
 def rule(primitive: core.Primitive, table: str) -> Rule:
     """A primitive's rule in a table of JAX's."""
     return _TABLES[table][primitive]
+
+
+def lowering(primitive: core.Primitive) -> Rule:
+    """How a primitive is lowered on all platforms that have no rule of their own."""
+    rule: Rule = _mlir._lowerings[primitive].rule
+    return rule
+
+
+def scan_parts(params: dict[str, Any], count: int) -> tuple[int, int]:
+    """How many of a scan's operands, so many in all, are constants, and how many are carried on."""
+    if "num_consts" in params:  # up to JAX 0.10
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].update([*range(count)]).unpack()
+    return len([*consts]), len([*carry])
 
 
 def ruled(names: Iterable[str]) -> dict[str, core.Primitive]:
@@ -267,7 +282,7 @@ def is_traced(x: Any) -> bool:
 
 
 # What hands on a part of its operand, or all of it in another form.
-_PARTS = frozenset(
+PARTS = frozenset(
     {
         *("slice", "dynamic_slice", "squeeze", "split", "unstack", "reshape", "transpose"),
         *("copy", "convert_element_type", "broadcast_in_dim", "pvary", "optimization_barrier"),
@@ -282,7 +297,7 @@ def is_computed(x: Any) -> bool:
     """
     x = _traced_for_jaxpr(x)
     while (equation := getattr(x, "parent", None)) is not None:
-        if equation.primitive.name not in _PARTS:
+        if equation.primitive.name not in PARTS:
             return True
         x = equation.in_tracers[0]
     return False

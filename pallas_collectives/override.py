@@ -13,6 +13,7 @@ import jax
 from pallas_collectives import _compat, catalogue, collectives, validation, wires
 from pallas_collectives.backends import choice, overrides
 from pallas_collectives.errors import CollectiveError, WireError
+from pallas_collectives.lowering import ahead as lowering_ahead
 from pallas_collectives.lowering import primitives
 from pallas_collectives.overlap import split
 from pallas_collectives.wires import Wire
@@ -35,6 +36,7 @@ def override_lax(
     only: Iterable[str] | None = None,
     keep: Iterable[str] = (),
     wire: Mapping[str, Any] | None = None,
+    ahead: bool = True,
 ) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
 
@@ -61,6 +63,9 @@ def override_lax(
         `wires`). Where a wire would lose, or cannot be had, it is left out, and counted
         (`wire_counts`). Derivatives of these calls travel as they are; the sums that
         `check_vma=True` adds to gradients go by that of psum.
+      ahead: whether a turn of a scan may ask for the weights that the next turn needs first, where
+        a SparseCore gathers them and nothing is beside them in their own turn. It takes memory for
+        these weights of a second layer; `override_report()` says which it asked for so.
 
     Raises:
       CollectiveError: a name that is not a collective's.
@@ -92,6 +97,7 @@ def override_lax(
         _overridden(names),
         _over(over),
         choice.beside_compute(not everything),
+        choice.ahead(ahead),
         overrides.told(frozenset(_CHOOSING) - names),
     ):
         yield
@@ -135,6 +141,7 @@ def overridden(
     everything: bool = False,
     only: Iterable[str] | None = None,
     keep: Iterable[str] = (),
+    ahead: bool = True,
 ) -> Callable[..., Any]:
     """fn with our collectives in place of lax's, however it comes by them.
 
@@ -146,8 +153,8 @@ def overridden(
 
     Args:
       fn: any function.
-      everything, only, keep: as `override_lax`'s; what binds psum's primitive, such as pmean, goes
-        by "psum".
+      everything, only, keep, ahead: as `override_lax`'s; what binds psum's primitive, such as
+        pmean, goes by "psum".
 
     Raises:
       CollectiveError: a name that is not a collective's.
@@ -160,7 +167,12 @@ def overridden(
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _installed(), choice.rebound(names), choice.beside_compute(not everything):
+        with (
+            _installed(),
+            choice.rebound(names),
+            choice.beside_compute(not everything),
+            choice.ahead(ahead),
+        ):
             return fn(*args, **kwargs)
 
     return run
@@ -176,6 +188,7 @@ def _installed() -> Iterator[None]:
             for name, function in _CHOOSING.items():
                 setattr(jax.lax, name, function)
             _compat.prepare()
+            lowering_ahead.register()
             for primitive in _bindable().values():
                 primitive.bind = functools.partial(_bind, primitive)  # hides the class's own
             _compat.register(_PVARY, transpose=_pvary_transpose)

@@ -79,3 +79,9 @@ def _threads() -> int:
     """Threads of XLA's CPU client: one per processor, or what the environment says."""
     asked = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
     return int(asked) if asked else len(os.sched_getaffinity(0))
+
+
+def platform() -> str:
+    """That of the mesh in scope, or JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform

@@ -7,7 +7,7 @@ import jax
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters, ordered
-from pallas_collectives.backends.plans import Candidate, How, KernelPlan
+from pallas_collectives.backends.plans import IS_AHEAD, Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
@@ -99,7 +99,7 @@ def choose(
         op=op,
         backend="pallas",
         algorithm=name,
-        why=_why(base, candidates) if candidates else "it was asked for by name",
+        why=f"{_why(base, candidates) if candidates else 'it was asked for by name'}{_ahead(how)}",
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
@@ -114,6 +114,10 @@ def choose(
     )
     counters.note(plan)
     return plan
+
+
+def _ahead(how: How) -> str:
+    return "; a loop's turn asks for it for the next one" if how.ahead == IS_AHEAD else ""
 
 
 def in_order(op: str, order: str | None) -> tuple[Algorithm, ...]:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import _compat, simulation, validation, wires
 from pallas_collectives.backends import slices
-from pallas_collectives.backends.plans import NAMES, How
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
@@ -42,6 +42,9 @@ _named_backend = jax.make_user_context(None)
 # for a call that is started ahead of the use of its result, None otherwise.
 STARTED = "started"
 beside_compute = jax.make_user_context(None)
+
+# Whether a loop's turn may ask for what the next one needs first; by `override_lax`.
+ahead = jax.make_user_context(False)
 
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
 # are where our own code means lax's.
@@ -134,7 +137,7 @@ def choose(
                 "leave them out, or name another backend",
             )
         return How("xla", named=True, order=order)
-    platform = _platform()
+    platform = simulation.platform()
     chosen = name or ("nccl" if platform in _GPU else "pallas")
     if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
         if name is not None or algorithm is not None or precise:
@@ -151,6 +154,7 @@ def choose(
         interpret=_interpret(platform),
         across=slices.marked(),
         beside=bool(beside_compute.value) and not how.strict,
+        ahead=MAY_BE_AHEAD if ahead.value and beside_compute.value is True else "",
     )
 
 
@@ -173,11 +177,6 @@ def _check_name(name: str) -> None:
         raise BackendError(
             f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one of them"
         )
-
-
-def _platform() -> str:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def _obstacle(axes: tuple[Any, ...], platform: str) -> str:

@@ -32,6 +32,8 @@ from pallas_collectives.wires import Wire
 
 NAMES = ("pallas", "nccl", "xla")
 
+# Of a call in a loop (`How.ahead`): whether a turn may ask for it for the next one, or does.
+MAY_BE_AHEAD, IS_AHEAD = "may be", "is"
 
 # What a backend raises for a call that lax can serve in its place.
 UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
@@ -59,6 +61,7 @@ class How:
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
         serves one at a time, is left free.
+      ahead: of a gather in a loop, `MAY_BE_AHEAD` or `IS_AHEAD` (see `lowering.ahead`); else "".
     """
 
     backend: str
@@ -75,6 +78,7 @@ class How:
     mapped: int = 0
     beside: bool = False
     awaited: bool = False
+    ahead: str = ""
 
     @property
     def strict(self) -> bool:

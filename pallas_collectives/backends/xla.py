@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.lax import all_gather as lax_all_gather  # as it is, whatever `override_lax` puts there
 from jax.lax import all_to_all as lax_all_to_all
 from jax.lax import ppermute as lax_ppermute
@@ -16,6 +18,7 @@ from jax.lax import psum_scatter as lax_psum_scatter
 from jax.lax import ragged_all_to_all as lax_ragged_all_to_all
 from jax.sharding import PartitionSpec
 
+from pallas_collectives import simulation
 from pallas_collectives.backends import ordered
 from pallas_collectives.backends.plans import How
 from pallas_collectives.topology.groups import Group
@@ -65,9 +68,33 @@ def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how
 def ragged_all_to_all(
     operand: jax.Array, output: jax.Array, tables: Sequence[jax.Array], group: Group, *, how: How
 ) -> jax.Array:
-    """Rows of runtime-chosen counts to each device."""
+    """Rows of runtime-chosen counts to each device; in padded blocks on CPUs, where XLA cannot."""
     del how
-    return by_lax(lax_ragged_all_to_all, group)(operand, output, *tables)
+    exchange = _in_blocks if simulation.platform() == "cpu" else lax_ragged_all_to_all
+    return by_lax(exchange, group)(operand, output, *tables)
+
+
+def _in_blocks(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    **axis: Any,
+) -> jax.Array:
+    """lax's ragged exchange by its dense one: every slice goes as a block of the operand's size."""
+    dense: Any = functools.partial(lax_all_to_all, split_axis=0, concat_axis=0, tiled=True, **axis)
+    rows, row, slices = len(operand), jnp.arange(len(operand)), len(send_sizes)
+    sent = jnp.where(row < send_sizes[:, None], input_offsets[:, None] + row, rows)
+    come = dense(operand.at[sent.reshape(-1)].get(mode="fill", fill_value=0))
+    of_slice = jnp.arange(len(output))[:, None] - dense(output_offsets)
+    inside = (of_slice >= 0) & (of_slice < recv_sizes)
+    found = jnp.where(inside, jnp.arange(slices) * rows + of_slice, 0).sum(1, dtype=jnp.int32)
+    found = jnp.where(inside.any(axis=1), found, len(come))
+    received = come.at[found].get(mode="fill", fill_value=0)
+    there = lax.expand_dims(inside.any(axis=1), range(1, output.ndim))
+    return jnp.where(there, received, output)
 
 
 def by_lax(function: Callable[..., Any], group: Group, **options: Any) -> Callable[..., jax.Array]:

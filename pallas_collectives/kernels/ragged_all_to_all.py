@@ -9,9 +9,12 @@ device 1 sends two rows to device 0 and one to itself:
     a -> row 3 of dev1       B C -> rows 0-1 of dev0, D -> row 0 of dev1     push
     [B C . .]                [D . . a]                                       o_ref; . as it was
 
-Ring. For chips that cannot write to all devices. Slices go in chunks of 64 to 512 KiB, by the
-shorter side (to the opposite device of an even ring half of a chunk each way), and neighbours pass
-them on (see `relay`). Each device has the tables of all, so it knows what comes and where it goes.
+Ring. For chips that cannot write to all devices. Slices go in chunks of at most 512 KiB, all in
+about as many, so that the links are as busy at the end as at first. Chunks go by the shorter side,
+and neighbours pass them on (see `relay`); to the opposite device of an even ring half of each goes
+either way, and of large arrays more goes the way whose links are less busy. Each device has the
+tables of all, so it knows what comes and where it goes. On rings of up to some 20 devices rounds of
+chunks overlap; on larger ones they would need too many slots.
 
 Line. As the ring, but every slice goes the one way that there is on a line.
 
@@ -30,6 +33,7 @@ does the same, and goes by what the senders send.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,10 +50,13 @@ from pallas_collectives.kernels.machinery.entry import WIDE
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap
 
-CHUNK_BYTES, LEAST_CHUNK_BYTES = 512 << 10, 64 << 10
+CHUNK_BYTES, LEAST_CHUNK_BYTES, LEAST_PIECE_BYTES = 512 << 10, 64 << 10, 16 << 10
 SLOT_BYTES = 16 << 20
 MAX_WIDTH = 16  # see all_to_all
 LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
+# Bytes of an operand from which links are weighed: that is some ten small sums, on the wire a ms.
+WEIGHED_BYTES = 32 << 20
+_WHOLE = 256  # all of a chunk, in the parts by which it is divided between both ways
 
 
 class Scratch(NamedTuple):
@@ -118,26 +125,38 @@ def ring(
     n = group.size
     row_bytes = operand.nbytes // len(operand)
     most = min(len(operand), len(output))
-    # Short slices in pieces as well, so that the next hop begins before all of one has come.
-    chunk_bytes = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, operand.nbytes // (8 * n)))
     if on_line:
         chunk_bytes = min(CHUNK_BYTES, relay.line_message_bytes(n))
-    chunk = min(most, max(1, chunk_bytes // row_bytes))
+    else:  # short slices in pieces as well, so that the next hop begins before all of one has come
+        chunk_bytes = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, operand.nbytes // (8 * n)))
     farthest = n - 1 if on_line else n // 2
-    fitting = max(1, SLOT_BYTES // (4 * chunk * row_bytes))
-    width = farthest if on_line else min(fitting, farthest, MAX_WIDTH)
-    schedule = relay.Schedule((RIGHT, LEFT), 1, farthest, width)
-    chunks = -(-jnp.clip(all_sizes.max(), 0, most) // chunk)
+    schedule = relay.Schedule((RIGHT, LEFT), 1, farthest, farthest, overlapping=not on_line)
+    if not on_line:
+        chunk_bytes = min(chunk_bytes, SLOT_BYTES // math.prod(schedule.slots))
+    chunk = min(most, max(1, chunk_bytes // row_bytes))
+    if not on_line and chunk_bytes < max(LEAST_CHUNK_BYTES, row_bytes):  # the ring is large
+        chunk = min(most, max(1, LEAST_CHUNK_BYTES // row_bytes))
+        fitting = max(1, SLOT_BYTES // (4 * chunk * row_bytes))
+        schedule = relay.Schedule((RIGHT, LEFT), 1, farthest, min(fitting, farthest, MAX_WIDTH))
+    rounds = (-(-jnp.clip(all_sizes.max(), 0, most) // chunk)).reshape(1)
+    if n % 2 == 0 and not on_line:
+        weighed = operand.nbytes >= WEIGHED_BYTES
+        parts = parts_right(all_sizes, n, most) if weighed else jnp.full(n, _WHOLE // 2, jnp.int32)
+        rounds = jnp.concatenate([rounds, parts])
     message = (chunk, *operand.shape[1:])
     return launch.call(
         functools.partial(
-            _ring_kernel, schedule=schedule, slices=len(all_sizes) // n**2, on_line=on_line
+            _ring_kernel,
+            schedule=schedule,
+            slices=len(all_sizes) // n**2,
+            on_line=on_line,
+            least=min(chunk, max(1, LEAST_PIECE_BYTES // row_bytes)),
         ),
         group,
         operand,
         output,
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
-        scalars=(chunks.reshape(1), input_offsets, all_sizes, all_places),
+        scalars=(rounds, input_offsets, all_sizes, all_places),
         scratch=Scratch(relay.Scratch.of(schedule, message, operand.dtype, ragged=True)),
         # A device may neither send nor receive, and end at once.
         barrier=WIDE,
@@ -151,6 +170,29 @@ def ring(
 
 # As `ring`, along a line of at most `catalogue.LONGEST_LINE` devices.
 line = functools.partial(ring, on_line=True)
+
+
+def parts_right(all_sizes: jax.Array, n: int, most: int) -> jax.Array:
+    """int32[n]: of each sender's rows for the opposite device, how many 256ths go right; n is even.
+
+    Half of them, and more or fewer by how busy the busiest link is that they cross either way: what
+    all that cross it turn away from it together makes both ways alike, if there is so much.
+    """
+    rows = clipped(all_sizes, most).reshape(n, n, -1).sum(2).astype(jnp.float32)
+    place, hops = np.arange(n)[:, None], np.arange(n // 2)
+    ahead, behind = (place + hops) % n, (place - hops) % n  # devices at so many hops
+    opposite = rows[place[:, 0], (place[:, 0] + n // 2) % n]
+
+    def crossing(way: int, senders: np.ndarray) -> jax.Array:
+        """[device]: rows on the link that leads from it in a direction, halves of opposite ones."""
+        to = rows[place, (place + way * (hops + 1)) % n].at[:, -1].multiply(0.5)
+        farther = jnp.cumsum(to[:, ::-1], axis=1)[:, ::-1]  # [sender, hop]
+        return farther[senders, hops].sum(1)
+
+    right, left = crossing(1, behind)[ahead].max(1), crossing(-1, ahead)[behind].max(1)
+    turning = (opposite[behind].sum(1)[ahead].max(1), opposite[ahead].sum(1)[behind].max(1))
+    part = 0.5 + (left - right) / (2 * jnp.maximum(1.0, jnp.maximum(*turning)))
+    return jnp.round(_WHOLE * jnp.clip(part, 0, 1)).astype(jnp.int32)
 
 
 def _for_each_slice(
@@ -233,7 +275,9 @@ def _wait(semaphore: Semaphore, ref: Ref, _: Any, count: Any) -> None:
 
 def _ring_kernel(
     ring: Ring,
-    chunks_ref: Ref,  # (1,): SMEM: chunks of the largest slice of all, as the next three
+    # SMEM, as the next three: chunks of the largest slice of all; then, on an even ring, (n,): of
+    # each sender's rows for the opposite device, how many 256ths go right
+    rounds_ref: Ref,
     input_offsets_ref: Ref,  # (n * slices,)
     sizes_ref: Ref,  # (n * n * slices,): rows of each sender's slices, by receiver
     places_ref: Ref,  # (n * n * slices,): where they begin there
@@ -244,10 +288,11 @@ def _ring_kernel(
     schedule: relay.Schedule,
     slices: int,
     on_line: bool,
+    least: int,
 ) -> None:
     n, chunk = ring.size, np.int32(scratch.slots.slots_ref.shape[2])
     most = min(x_ref.shape[0], o_ref.shape[0])
-    slots = relay.Slots(ring, schedule, scratch.slots)
+    slots, rounds = relay.Slots(ring, schedule, scratch.slots), lax.max(rounds_ref[0], np.int32(1))
 
     def move(
         _: Any, number: Number, hop: Number, distance: Number, counts: Any, first: bool, last: bool
@@ -262,15 +307,17 @@ def _ring_kernel(
             receiver = ring.block(direction * (distance - hop + 1))
             i = receiver * slices + lax.rem(number, np.int32(slices))
             size = clipped(sizes_ref[sender * (n * slices) + i], most)
-            begin = lax.div(number, np.int32(slices)) * chunk
-            whole = lax.clamp(np.int32(0), size - begin, chunk)
+            piece = lax.clamp(np.int32(least), lax.div(size + rounds - 1, rounds), chunk)
+            begin = lax.div(number, np.int32(slices)) * piece
+            whole = lax.clamp(np.int32(0), size - begin, piece)
             if on_line:
                 there = relay.on_line(ring, direction, hop, distance)
                 count = lax.select(there, whole, np.int32(0))
             else:
-                # Of an opposite device's rows half go each way, an odd one right from even senders.
-                half = lax.div(whole + lax.rem(sender + 1, np.int32(2)), np.int32(2))
-                skipped = lax.select(2 * distance == n, half if way else whole - half, np.int32(0))
+                right = _part_right(rounds_ref, sender, whole) if n % 2 == 0 else whole
+                skipped = lax.select(
+                    2 * distance == n, right if way else whole - right, np.int32(0)
+                )
                 begin, count = begin + (skipped if way else 0), whole - skipped
 
             def send(_: Any) -> None:
@@ -308,10 +355,19 @@ def _ring_kernel(
     for_each_slice(ring.me, ring.me, copy_to_self)
     with jax.named_scope("pass_on"):
         counts: Any = [(np.int32(0), np.int32(0))] * len(schedule.directions)
-        rounds = chunks_ref[0] * slices
-        (counts,) = relay.for_each_move([schedule], rounds, move, [counts])
+        messages = rounds_ref[0] * slices
+        if schedule.overlapping:
+            counts = relay.for_each_turn(schedule, messages, move, counts)
+        else:
+            (counts,) = relay.for_each_move([schedule], messages, move, [counts])
     with jax.named_scope("drain"):
         for way, (relayed, forwarded) in enumerate(counts):
             slots.drain(way, relayed, forwarded)
         sync.for_each(1, n, drain)
         for_each_slice(ring.me, ring.me, functools.partial(_wait, scratch.copy_sem, x_ref))
+
+
+def _part_right(rounds_ref: Ref, sender: Number, rows: Any) -> Any:
+    """How many rows of a chunk for the opposite device go right; of halves even senders' are up."""
+    up = np.int32(_WHOLE // 2) * lax.rem(sender + 1, np.int32(2))
+    return lax.div(rows * rounds_ref[1 + sender] + up, np.int32(_WHOLE))

@@ -13,7 +13,6 @@ asks no device for a count, and adds nothing in an order that could change: no s
 
 import dataclasses
 import functools
-import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, collectives, validation
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.backends import canonical, counters, serving, slices, wired
+from pallas_collectives.backends import counters, serving, slices
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import remat
@@ -128,47 +127,15 @@ def routed(
     axis_name: AxisName,
     groups: Any,
     how: How,
-    emulated: bool = False,
 ) -> jax.Array:
     """What `route` is lowered to."""
     del rows_back
     here, there = Side(*tables[:3]), Side(*tables[3:])
     axis: Any = {"axis_name": axis_name, "axis_index_groups": groups}
     blank = jnp.zeros((rows, *x.shape[1:]), x.dtype)
-    by_lax: Any = collectives.LAX.ragged_all_to_all
     ragged = here.starts, here.sizes, here.landings, there.sizes
-    if emulated:
-        by_lax = functools.partial(_by_all_to_all, here=here, there=there)
-        if how.backend == "xla" and how.wire is not None:
-            packed = types.SimpleNamespace(  # what `wired` moves goes the same way
-                ragged_all_to_all=lambda x, blank, tables, *_, how: by_lax(
-                    x, blank, *tables, **axis
-                )
-            )
-            group = canonical.group_of(axis_name, groups)
-            return wired.OnWire(packed).ragged_all_to_all(x, blank, ragged, group, how=how)
+    by_lax = functools.partial(serving.run, "ragged_all_to_all", How("xla"))
     return serving.served("ragged_all_to_all", how, by_lax, x, blank, *ragged, **axis)
-
-
-def _by_all_to_all(
-    x: jax.Array, blank: jax.Array, *ragged: jax.Array, here: Side, there: Side, **axis: Any
-) -> jax.Array:
-    """The same where lax has no ragged exchange, on CPUs: blocks padded to all of x."""
-    del ragged
-    row, place = jnp.arange(len(x)), jnp.arange(len(blank))[:, None]
-    index = jnp.where(row < here.sizes[:, None], here.starts[:, None] + row, len(x))
-    blocks = x.at[index].get(mode="fill", fill_value=0)
-    n = devices_of(**axis)
-    come = collectives.LAX.all_to_all(
-        blocks.reshape(n, -1, *x.shape), axis["axis_name"], 0, 0,
-        axis_index_groups=axis["axis_index_groups"], tiled=True,
-    ).reshape(-1, *x.shape[1:])  # fmt: skip
-    of_block = place - there.starts
-    inside = (of_block >= 0) & (of_block < there.sizes)
-    first = jnp.arange(inside.shape[1]) * len(x)
-    found = jnp.where(inside, first + of_block, 0).sum(axis=1, dtype=jnp.int32)
-    found = jnp.where(inside.any(axis=1), found, len(come))
-    return come.at[found].get(mode="fill", fill_value=0)
 
 
 def everyones(x: jax.Array, *, back: bool, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
@@ -266,13 +233,8 @@ def lowering_of(rule: Any) -> Any:
     return lower
 
 
-_on_cpus = functools.partial(routed, emulated=True)
 _compat.register(_gather_sum_p, lowering=mlir.lower_fun(_sums, multiple_results=False))
-_compat.register(
-    _route_p,
-    lowering=lowering_of(mlir.lower_fun(routed, multiple_results=False)),
-    on_cpu=lowering_of(mlir.lower_fun(_on_cpus, multiple_results=False)),
-)
+_compat.register(_route_p, lowering=lowering_of(mlir.lower_fun(routed, multiple_results=False)))
 _compat.register(
     _everyone_p, lowering=lowering_of(mlir.lower_fun(everyones, multiple_results=False))
 )

@@ -183,7 +183,7 @@ class Wire:
     @property
     def _tiled(self) -> dict[str, Any]:
         to = {"axis_name": self.axis_name, "axis_index_groups": self.groups}
-        return to | {"tiled": True, "backend": self.how.backend}
+        return to | {"tiled": True, "backend": self.backend}
 
     def there(self, x: jax.Array, ragged: Ragged, visitors: int) -> jax.Array:
         """From home: the (visitors, D) that come to this device, if ragged."""

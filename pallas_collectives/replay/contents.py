@@ -19,6 +19,8 @@ from pallas_collectives.replay.program import home
 from pallas_collectives.replay.values import UNKNOWN, Known
 from pallas_collectives.replay.views import Buffer, View
 
+_LARGEST = 1 << 24  # elements of an array in HBM, on all devices together, that are followed
+
 
 class Contents:
     """The elements of some buffers, on each core, and which of them are known."""
@@ -26,6 +28,10 @@ class Contents:
     def __init__(self, n_devices: int):
         self.n_devices = n_devices
         self._held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def may_hold(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of such a shape on each device is small enough to be followed."""
+        return math.prod(shape) * self.n_devices <= _LARGEST
 
     def hold(self, buffer: Buffer, dtype: DTypeLike, n_lanes: int) -> None:
         """Follows a buffer's contents from now on; so far all are unknown."""

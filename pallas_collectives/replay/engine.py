@@ -122,8 +122,7 @@ class Engine:
                 action(*args)
             if self.network.dirty:
                 for flow in self.network.resolve(now):
-                    end = now + flow.remaining / flow.rate
-                    self._at(end, 0, self._flow_ends, flow, flow.version)
+                    self._at(flow.next_end, 0, self._copies_end, flow, flow.version)
 
     def _at(self, time: float, priority: int, action: Any, *args: Any) -> None:
         self._sequence += 1
@@ -221,7 +220,7 @@ class Engine:
         message = Message(core, column, nbytes, core.time, deliveries, hops, uses)
         message.src_sem = None if column.src_sem is None else at(column.src_sem, position)
         core.messages.append(message)
-        self._at(core.time + self.machine.generation.dma_latency, 0, self._flow_begins, message)
+        self._at(core.time + self.machine.generation.dma_latency, 0, self._copy_begins, message)
 
     def _route(self, device: int, target: int, column: Any) -> tuple[list[int], float]:
         """The links from device to target, and how many hops they are."""
@@ -266,18 +265,18 @@ class Engine:
         self._paths[key] = (list(uses.items()), hops)
         return self._paths[key]
 
-    def _flow_begins(self, message: Message) -> None:
+    def _copy_begins(self, message: Message) -> None:
         message.began = self.now
         if message.nbytes:
             self.network.add(message, message.nbytes, message.uses, self.now)
         else:
             self._sent(message)
 
-    def _flow_ends(self, flow: Flow, version: int) -> None:
+    def _copies_end(self, flow: Flow, version: int) -> None:
         if version == flow.version:
             flow.version += 1
-            self.network.remove(flow)
-            self._sent(flow.message)
+            for message in self.network.ended(flow, self.now):
+                self._sent(message)
 
     def _sent(self, message: Message) -> None:
         message.left = self.now

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,8 +39,6 @@ from pallas_collectives.replay.program import (
 from pallas_collectives.replay.values import UNKNOWN, Known
 from pallas_collectives.replay.views import Buffer, DataDependent, View, element_size
 from pallas_collectives.topology.chips import Chip
-
-_LARGEST_FOLLOWED = 1 << 16  # elements of an operand in HBM whose contents are kept in mind
 
 Step = Callable[[list[Any], np.ndarray], None]
 
@@ -271,14 +268,14 @@ class Stepper:
         buffer = Buffer(number, name, space, shape, element_size(aval), self.kernel_number)
         self.buffers.append(buffer)
         table = space == "hbm" or (space == "vmem" and len(shape) == 1)
-        table &= aval.dtype == np.int32 and math.prod(shape) <= _LARGEST_FOLLOWED
+        table &= aval.dtype == np.int32 and self.contents.may_hold(shape)
         if space == "smem" or table:
             self.contents.hold(buffer, aval.dtype, self.devices.n_lanes)
         return buffer
 
     def follow(self, view: View, aval: Any, value: Any, lanes: np.ndarray) -> None:
         """Keeps the contents of an operand in mind if they are known: tables, sizes, offsets."""
-        small = math.prod(view.buffer.shape) <= _LARGEST_FOLLOWED
+        small = self.contents.may_hold(view.buffer.shape)
         if small and isinstance(value, Known) and value.values.dtype.kind in "iub":
             with self._lock:
                 self.contents.hold(view.buffer, aval.dtype, self.devices.n_lanes)

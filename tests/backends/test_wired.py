@@ -254,6 +254,34 @@ def test_ragged_rows_by_bfloat16_leave_other_rows_exact() -> None:
     np.testing.assert_array_equal(got[:, 1:-1], rounded[:, 1:-1])
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_ragged_rows_go_over_lax_s_wire_on_cpus_too(wire: str) -> None:
+    """XLA has no ragged exchange there: rows travel in padded blocks, several for each device."""
+    n, slices, rows = 4, 2, 12
+    x = np.random.default_rng(0).normal(size=(n, rows, 256)).astype(np.float32)
+    sizes = np.arange(n * n * slices).reshape(n, n, slices) % 3  # [source, target, slice]
+    places = (np.cumsum(sizes.reshape(n, -1), 1) - sizes.reshape(n, -1)).astype(np.int32)
+    landings = np.zeros_like(sizes)
+    for target in range(n):
+        come = sizes[:, target].reshape(-1)
+        landings[:, target] = (1 + np.cumsum(come) - come).reshape(n, slices)
+    sent, come = (a.reshape(n, -1).astype(np.int32) for a in (sizes, sizes.transpose(1, 0, 2)))
+    tables = places, sent, landings.reshape(n, -1).astype(np.int32), come
+
+    def program(x: jax.Array, *tables: jax.Array) -> Any:
+        blank = jnp.full((3 * rows, 256), 7.25)
+        return pc.ragged_all_to_all(x, blank, *tables, axis_name="x", wire=wire, **BY_XLA)
+
+    want = np.full((n, 3 * rows, 256), 7.25, np.float32)
+    for source, target, j in np.ndindex(n, n, slices):
+        size, at = sizes[source, target, j], landings[source, target, j]
+        begin = places[source, target * slices + j]
+        want[target, at : at + size] = x[source, begin : begin + size]
+    got = run(program, x, *tables, n=n)
+    np.testing.assert_array_equal(got == 7.25, want == 7.25)
+    assert 0 < np.abs(got - want).max() <= np.abs(x).max() / 127
+
+
 def test_ragged_gradients_have_a_wire_of_their_own() -> None:
     n = 2
     x = np.random.default_rng(0).normal(size=(n, n, 256)).astype(np.float32)

@@ -124,6 +124,21 @@ def test_auto_is_left_out_where_it_would_lose_and_counted() -> None:
     assert ("all_reduce", "int8", "") in pc.wire_counts()
 
 
+@pytest.mark.usefixtures("fresh_counts", "by_nccl")
+def test_between_gpus_of_one_process_auto_takes_wires_for_gathers_alone() -> None:
+    def program(x: jax.Array) -> Any:
+        how: Any = {"wire": "auto", "backend": "nccl"}
+        blocks = pc.all_to_all(x, "x", 0, 0, tiled=True, **how)
+        return pc.all_gather(x, "x", **how).sum(), pc.psum(x, "x", **how).sum(), blocks.sum()
+
+    run(program, np.zeros((2, 1 << 10, 1 << 10), np.float32), n=2)
+    told = {op: (wire, why) for op, wire, why in pc.wire_counts()}
+    assert told["all_gather"] == ("int8", "")
+    for op in ("all_reduce", "all_to_all"):
+        wire, why = told[op]
+        assert wire == "" and why.startswith("between GPUs of one process")
+
+
 def test_bfloat16_of_float32_is_a_cast() -> None:
     x = data(2)
 

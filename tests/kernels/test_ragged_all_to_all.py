@@ -1,6 +1,7 @@
 """The ragged all-to-all kernel: routings, faults, bytes on the wire, what the compiler makes."""
 
 import functools
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from conformance import routed
 from pallas_collectives import replay
 from pallas_collectives.errors import CollectiveError, ReachError
 from pallas_collectives.kernels import ragged_all_to_all
-from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.kernels.machinery import channel, relay, sync
 from pallas_collectives.topology.groups import Group
 
 GIB = 1 << 30
@@ -87,6 +88,43 @@ def test_chunks_and_waves(n: int, algorithm: str) -> None:
     operand, output = (harness.random((n, 8 * n, 8, 128), "float32", seed) for seed in (1, 2))
     send = np.random.default_rng(n).integers(0, 8, (n, n))
     checker(n, algorithm)(operand, output, routed(send))
+
+
+@pytest.mark.parametrize("n", [5, 8])
+def test_rounds_of_a_ring_overlap(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More messages than slots, and opposite devices' rows go the way that is less busy."""
+    for name in ("CHUNK_BYTES", "LEAST_CHUNK_BYTES", "LEAST_PIECE_BYTES"):
+        monkeypatch.setattr(ragged_all_to_all, name, TILE_BYTES)
+    monkeypatch.setattr(ragged_all_to_all, "WEIGHED_BYTES", 0)
+    operand, output = (harness.random((n, 9 * n, 8, 128), "float32", seed) for seed in (1, 2))
+    send = np.random.default_rng(n).integers(0, 3, (n, n))
+    send[1] = 9
+    send[:, 2] = 0
+    assert relay.Schedule((1, -1), 1, n // 2, n // 2, overlapping=True).slots[1] < 9 * (n // 2)
+    checker(n, "ring")(operand, output, routed(send))
+
+
+def test_opposite_rows_never_make_the_busiest_link_busier() -> None:
+    def busiest(rows: np.ndarray, right: np.ndarray) -> float:
+        n = len(rows)
+        loads = np.zeros((2, n))
+        for i, d in itertools.product(range(n), range(1, n)):
+            part = right[i] / 256 if 2 * d == n else float(2 * d < n)
+            loads[0, (i + np.arange(d)) % n] += part * rows[i, (i + d) % n]
+            loads[1, (i - np.arange(n - d)) % n] += (1 - part) * rows[i, (i + d) % n]
+        return float(loads.max())
+
+    rng = np.random.default_rng(0)
+    for n in (2, 4, 8, 16):
+        parts = jax.jit(functools.partial(ragged_all_to_all.parts_right, n=n, most=1 << 20))
+        for skew in (0.5, 1, 2, 5) * 4:
+            rows = np.minimum(100 * rng.pareto(skew, (n, n)), 1e6).astype(np.int32)
+            right = np.asarray(parts(rows.reshape(-1)))
+            assert busiest(rows, right) <= busiest(rows, np.full(n, 128)) * (1 + 1e-3)
+        one = np.zeros((n, n), np.int32)  # device 0 sends far, and its left is in the way of others
+        one[0, 1:], one[1, n // 2 + 1 :] = 100, 50
+        right = np.asarray(parts(one.reshape(-1)))
+        assert n < 8 or busiest(one, right) < 0.95 * busiest(one, np.full(n, 128))
 
 
 def test_the_ring_goes_by_what_the_senders_send() -> None:

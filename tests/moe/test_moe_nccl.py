@@ -87,6 +87,26 @@ def test_values_and_gradients_are_those_of_a_dense_layer(
     assert not pc.fallback_counts()
 
 
+def test_tokens_that_nccl_cannot_move_go_by_lax(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has named a backend, so lax serves, where copy engines would else take them too."""
+    if where == "gpu":
+        pytest.skip("which backend is chosen is no matter of GPUs")
+    monkeypatch.setattr(wire, "_BESIDE_BYTES", 0)
+    x, routing = values()[0].round(), routings.random(N, T, K)
+
+    def program(x: Any, experts: Any) -> Any:
+        rows, _ = moe.dispatch(x.astype("int4"), experts, "x", num_experts=E)
+        return rows.astype(jnp.float32)
+
+    pc.reset_counts()
+    rows = harness.per_device(program, harness.mesh(N))(x, routing)
+    np.testing.assert_array_equal(rows, routings.expected(x, routing, rows.shape[1]).rows)
+    assert ("all_gather", "xla", None) in pc.counts()
+    assert any("whole bytes" in str(kept) for kept in pc.fallback_counts())
+
+
 def test_the_host_has_no_part_in_it() -> None:
     """Every call is recorded as a program is lowered, and made without Python."""
     x, weights, w = values()

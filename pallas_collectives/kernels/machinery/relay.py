@@ -6,6 +6,10 @@ has left it: it is the `channel`'s, and released then.
 
 On a line there is one side. Its schedule serves all n-1 distances in one batch: messages then wait
 only for those of earlier moves (see `for_each_move`), whichever of them the ends leave out.
+
+Round by round (`for_each_move`) few messages lie in slots, but a device whose neighbours send much
+waits for them in each round. In `for_each_turn` the rounds overlap: whoever waits does so for what
+was sent a turn before, and links are as busy as all that crosses them makes them.
 """
 
 import dataclasses
@@ -36,12 +40,14 @@ class Schedule:
       nearest, farthest: the distances served. In each round there is a message per distance.
       width: how many distances are served together, as a batch: so many messages at the most lie in
         slots.
+      overlapping: whether it is for `for_each_turn`, in which all distances have their turns.
     """
 
     directions: tuple[int, ...]
     nearest: int
     farthest: int
     width: int
+    overlapping: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def relays(self) -> int:
@@ -51,12 +57,21 @@ class Schedule:
     @property
     def slots(self) -> tuple[int, int]:
         """Slots: (directions, slots each). Half of them fill while the other half empties."""
-        return len(self.directions), 2 * self.width
+        held = self.relays if self.overlapping else self.width
+        return len(self.directions), max(1, held * (1 + self.overlapping) + self.leaving)
+
+    @property
+    def leaving(self) -> int:
+        """How many messages may be on their way on before the first of them is released."""
+        return min(self.relays, _LEAVING) if self.overlapping else self.width
 
     @property
     def batches(self) -> int:
         """How many times `width` distances it takes to serve all."""
         return -(-(self.farthest - self.nearest + 1) // self.width)
+
+
+_LEAVING = 8  # messages of an overlapping schedule on a link at a time: that keeps it busy
 
 
 class Scratch(NamedTuple):
@@ -86,7 +101,7 @@ class Slots:
     """The slots in which messages of one schedule wait, here and at our neighbours.
 
     Messages are numbered in the order in which they come, which is that in which they are sent on;
-    number k lies in slot k modulo their number, 2 * width. No device knows how many will come: so
+    number k lies in slot k modulo their number. No device knows how many will come: so
     each message that has left is released, and `drain` takes the credits that nobody has used.
     """
 
@@ -106,9 +121,9 @@ class Slots:
     def arrived(self, way: int, number: Number, rows: Any = None) -> tuple[Any, Any]:
         """Where message `number` lies, once it is here, and the semaphore that it is to leave by.
 
-        Releases the message that has left by now: the one `width` earlier.
+        Releases the message that has left by now: the one `Schedule.leaving` earlier.
         """
-        channel, left = self._channel(way), number - self._schedule.width
+        channel, left = self._channel(way), number - self._schedule.leaving
 
         @pl.when(left >= 0)
         def _() -> None:
@@ -123,15 +138,14 @@ class Slots:
 
     def drain(self, way: int, relayed: Any, forwarded: Any) -> None:
         """Leaves every semaphore at 0, after so many messages `relayed` downstream and sent on."""
-        width = np.int32(self._schedule.width)
 
-        def released(messages: Any) -> Any:
-            return lax.max(messages - width, np.int32(0))
+        def all_but(messages: Any, last: int) -> Any:
+            return lax.max(messages - np.int32(last), np.int32(0))
 
+        leaving, slots = self._schedule.leaving, self._schedule.slots[1]
         left = functools.partial(self._wait_until_left, way)
-        sync.for_each(released(forwarded), forwarded, left)
-        unused = released(relayed) - released(relayed - width)
-        self._channel(way).take_credits(unused)
+        sync.for_each(all_but(forwarded, leaving), forwarded, left)
+        self._channel(way).take_credits(all_but(relayed, leaving) - all_but(relayed, slots))
 
     def _wait_until_left(self, way: int, number: Number) -> None:
         sent = self._scratch.semaphores.sent.at[self._at(way, number)]
@@ -237,3 +251,38 @@ def for_each_move(
         return [*near_counts, *counts[1:]]
 
     return lax.fori_loop(np.int32(0), rounds, round_of_all, counts)
+
+
+def for_each_turn(schedule: Schedule, rounds: Any, move: Move, counts: Any) -> Any:
+    """Calls `move` for every hop of every message of an overlapping schedule; returns the counts.
+
+    In turn t the messages of round t make their first hop, those of round t - 1 their second, and
+    so on: a device sends on in a turn what came to it in the one before.
+
+    No device waits for ever. By induction all have made the moves of turn t - 1. A message that is
+    sent on in turn t was sent to us in that turn. It goes to the slot of one that is
+    2 * relays + leaving earlier, and that downstream releases when it sends on the message
+    2 * relays earlier. No turn has more than `relays` of them: so that one was sent two turns ago
+    at the latest, and downstream sends it on in turn t - 1 or before. Messages that are left out
+    make others later in number alone.
+    """
+    farthest = np.int32(schedule.farthest)
+
+    def turn(number: Number, counts: Any) -> Any:
+        def make_hop(hop: Number, counts: Any, first: bool = False) -> Any:
+            at = number - hop + 1
+            goes = ((at >= 0) & (at < rounds)).astype(np.int32)
+            counts = lax.fori_loop(
+                np.int32(0),
+                goes * (farthest - hop),
+                lambda i, c: move(schedule, at, hop, farthest - i, c, first, False),
+                counts,
+            )
+            return lax.fori_loop(
+                np.int32(0), goes, lambda _, c: move(schedule, at, hop, hop, c, first, True), counts
+            )
+
+        counts = make_hop(np.int32(1), counts, True)
+        return lax.fori_loop(np.int32(2), farthest + 1, make_hop, counts)
+
+    return lax.fori_loop(np.int32(0), rounds + farthest - 1, turn, counts)
