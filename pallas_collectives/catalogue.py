@@ -231,24 +231,17 @@ _RAGGED_ALL_TO_ALL = (
         first_from=1 << 19,
     ),
 )
-_PPERMUTE = (
+_PPERMUTE = tuple(
     Algorithm(
-        name="partners",
-        launcher=Kernel("ppermute", "direct", {"everyone": False}),
-        packed=Kernel("ppermute_packed", "direct", {"everyone": False}),
+        name=name,
+        launcher=Kernel("ppermute", "direct", {"everyone": everyone}),
+        packed=Kernel("ppermute_packed", "direct", {"everyone": everyone}),
         reach=PARTNERS,
+        wide=everyone,
         sent="the operand",
         steps="1",
-    ),
-    Algorithm(
-        name="everyone",
-        launcher=Kernel("ppermute", "direct", {"everyone": True}),
-        packed=Kernel("ppermute_packed", "direct", {"everyone": True}),
-        reach=PARTNERS,
-        wide=True,
-        sent="the operand",
-        steps="1",
-    ),
+    )
+    for name, everyone in (("partners", False), ("everyone", True))
 )
 
 
