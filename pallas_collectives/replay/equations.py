@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -18,6 +17,7 @@ from pallas_collectives.replay import (
     cores,
     jaxprs,
     kernels,
+    known,
     operations,
     refs,
     twins,
@@ -233,31 +233,10 @@ def _other(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> 
             for o in outs:
                 env[o] = UNKNOWN
             return
-        for o, value in zip(outs, _evaluate(eqn, args), strict=True):
+        for o, value in zip(outs, known.evaluate(eqn, args), strict=True):
             env[o] = value
 
     return step
-
-
-def _evaluate(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    """An equation of known operands, computed with JAX on the host: once, or for all lanes where
-    they differ.
-    """
-    varies = [isinstance(a, np.ndarray) or (isinstance(a, Known) and a.per_lane) for a in args]
-    operands = [
-        np.asarray(a.values if isinstance(a, Known) else a, jaxprs.type_of(v).dtype)
-        for a, v in zip(args, eqn.invars, strict=True)
-    ]
-
-    def bind(*operands: Any) -> Any:
-        out = eqn.primitive.bind(*operands, **eqn.params)
-        return out if eqn.primitive.multiple_results else [out]
-
-    if not any(varies):
-        outs = map(np.asarray, bind(*operands))
-        return [Known(o, False) if o.ndim else o.item() for o in outs]
-    outs = map(np.asarray, jax.vmap(bind, [0 if v else None for v in varies])(*operands))
-    return [Known(o, True) if o.ndim > 1 else o for o in outs]
 
 
 def _price(stepper: Stepper, eqn: JaxprEqn) -> float:

@@ -130,7 +130,8 @@ def _shift_right_logical(a: Any, b: Any) -> Any:
     return (a & 0xFFFFFFFF) >> b
 
 
-# Scalar primitives by name; each takes Python scalars and per-lane arrays alike.
+# Scalar primitives by name; each takes Python scalars and per-lane arrays alike. `known` has them
+# compute arrays too.
 SCALAR: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,

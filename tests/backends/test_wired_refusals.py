@@ -152,8 +152,17 @@ def test_bfloat16_of_float32_is_a_cast() -> None:
         np.testing.assert_allclose(got, exact, rtol=2**-8, atol=0.03)
 
 
-@pytest.mark.parametrize("wire", ["int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("generation", harness.GENERATIONS)
+WIRED = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize(
+    "generation, wire",
+    [
+        pytest.param(generation, wire, marks=() if (i - j) % 3 == 0 else pytest.mark.slow)
+        for i, generation in enumerate(harness.GENERATIONS)
+        for j, wire in enumerate(WIRED)
+    ],
+)
 def test_compiles_for_every_generation(generation: str, wire: str) -> None:
     """Chips without float8 units too: XLA converts there."""
 

@@ -170,7 +170,8 @@ def test_fault_in_the_slots_is_caught(monkeypatch: pytest.MonkeyPatch, fault: st
         kernel(ring, x, o, scratch, **static)
 
     monkeypatch.setattr(all_to_all, "_ring_kernel", faulty)
-    assert run_caught(7, "on_wait") == (fault != "none")
+    tries = 1 if fault == "none" else 3  # a race need not show in every run
+    assert any(run_caught(7, "on_wait") for _ in range(tries)) == (fault != "none")
 
 
 @pytest.mark.parametrize("dropped", [False, True])

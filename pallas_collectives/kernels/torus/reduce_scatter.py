@@ -260,7 +260,9 @@ def plan_of(
             return whole
     units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
     share = units // (orders * (SECTIONS if uneven else 1))
-    least = min(WHOLE, units // 2) if codec else 0  # or scales would be mostly padding
+    # Or scales would be mostly padding; on lines both ways need several sections (see above).
+    least = WHOLE // 2 if there_and_back and any(whole.lines) else WHOLE
+    least = min(least, units // 2) if codec else 0
     for counts in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
         fitting = [
             plan for streams in counts for plan in coarsest(streams, max(least, share // streams))

@@ -159,6 +159,16 @@ def test_a_wire_that_the_vector_unit_makes_slower_is_left_out() -> None:
     assert us > plain and taken.wired_us and abs(taken.wired_us - us) < 0.15 * us
 
 
+def test_a_psum_along_a_line_goes_both_ways_at_once() -> None:
+    """Its scatter and its gather load links unevenly, each the other way; in several sections."""
+    plain, packed = (
+        replayed("all_reduce", "v6e:8x8", ("x",), 8, races=wire is not None, wire=wire)
+        for wire in (None, "int8")
+    )
+    assert packed.ok and packed.races == []
+    assert packed.time <= 0.72 * plain.time
+
+
 def _one_section_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last phase sends lies where the next section's blocks come, on lines meanwhile."""
     held = packed_gather.PackedGather._held
