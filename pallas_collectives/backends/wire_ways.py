@@ -269,7 +269,8 @@ def _chosen(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire
 
 
 def _adds(op: str) -> bool:
-    return catalogue.COLLECTIVES[op].example.adds
+    collective = catalogue.COLLECTIVES.get(op)  # a broadcast is none: a gather is made of it
+    return collective is not None and collective.example.adds
 
 
 def _rings(op: str, group: Group) -> tuple[str, ...]:
