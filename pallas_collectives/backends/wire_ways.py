@@ -223,11 +223,11 @@ def _packed_moves(
 ) -> Iterator[Way]:
     """Those of what is only moved, whose kernels pack."""
     there, codec = placement.arranged(group), packed.codec_of(wire)
-    cuts = x.size // math.prod(codec.tile)
     comes = group.size * x.size if op == "all_gather" else x.size
     core = codec.seconds(chips.current(), packed=x.size, unpacked=comes)
     for name in _rings(op, group):
         if sent := sent_by(name, wire):
+            cuts = x.size // math.prod(codec.tile)
             us = algorithms.predicted(op, sent, there, cuts=cuts).get(name)
             yield _packed_way(op, name, group, sent, us, 1e6 * core)
 

@@ -83,7 +83,7 @@ class OnWire:
     ) -> jax.Array:
         """What the source sends; zeros on devices without a source."""
         rows = x if x.ndim > how.mapped else x[..., None]
-        sent_by = functools.partial(packed.permute_bytes, x=x, perm=perm, group=group)
+        sent_by = functools.partial(packed.permute_bytes, x=rows, perm=perm, group=group)
         wire, plain, way = settled("ppermute", x, (1, *rows.shape), group, how, sent_by)
 
         def move(packed: jax.Array) -> jax.Array:

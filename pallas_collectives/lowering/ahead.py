@@ -62,7 +62,8 @@ def register() -> None:
     by_jax = _compat.lowering(scan)
 
     def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
-        if not _holds_gathers(params["jaxpr"]) or params["length"] < 2:
+        length = params["length"]  # a symbol in `jax.export`, where it may be any
+        if not isinstance(length, int) or length < 2 or not _holds_gathers(params["jaxpr"]):
             return by_jax(ctx, *args, **params)
         loop, mesh = Loop.of(params, len(args)), _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):

@@ -74,7 +74,7 @@ class Started:
         other arrays: XLA heeds a barrier, but not in all that it does.
 
         Args:
-          surely: take a 0 from floats too: a pass over them.
+          surely: take a 0 from floats that have one too: a pass over them.
         """
         for token in self.tokens:
             arrays = jax.tree.map(functools.partial(_behind, token, surely), arrays)
@@ -84,7 +84,8 @@ class Started:
 def _behind(token: jax.Array, surely: bool, x: jax.Array) -> jax.Array:
     """x, which is there only after the token, a 0, is."""
     dtype = jnp.result_type(x)
-    if jnp.issubdtype(dtype, jnp.integer) or (surely and jnp.issubdtype(dtype, jnp.floating)):
+    surely &= jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float8_e8m0fnu  # it has no 0
+    if jnp.issubdtype(dtype, jnp.integer) or surely:
         return x - token[0].astype(dtype)  # the same bits: -0.0 - 0.0 is -0.0
     return lax.optimization_barrier((x, token))[0]  # taken away before XLA merges products
 

@@ -86,16 +86,21 @@ def _divide(a: Any, b: Any) -> Any:
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
         q = abs(a) // abs(b)
         return q if (a < 0) == (b < 0) else -q
-    if np.asarray(a).dtype.kind == "f":
+    if np.asarray(a).dtype.kind not in "iu":
         return a / b
-    return np.abs(a) // np.abs(b) * (np.sign(a) * np.sign(b))  # towards zero, as XLA divides
+    by = np.where(b == 0, np.ones_like(b), b)
+    quotient = (a - np.fmod(a, by)) // by  # towards zero, as XLA divides
+    return np.where(b == 0, ~np.zeros_like(quotient), quotient)
 
 
 def _remainder(a: Any, b: Any) -> Any:
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
         r = abs(a) % abs(b)
         return -r if a < 0 else r
-    return np.fmod(a, b)  # the sign of the dividend, as XLA's rem
+    if np.asarray(a).dtype.kind not in "iu":
+        return np.fmod(a, b)
+    by = np.where(b == 0, np.ones_like(b), b)
+    return np.where(b == 0, a, np.fmod(a, by))  # the sign of the dividend, as XLA's rem
 
 
 def _maximum(a: Any, b: Any) -> Any:

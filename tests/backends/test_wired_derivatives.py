@@ -134,6 +134,14 @@ def test_vmap_over_a_sum_of_vmaps_own_axis_and_the_meshs() -> None:
         assert np.isnan(got[:, 1, :128]).all() and np.isfinite(got[:, 1, 128:]).all()
 
 
+def test_scalars_of_vmap_have_no_group_together_in_a_kernel_either() -> None:
+    """16384 of them would be whole tiles."""
+    how: Any = {"wire": "int8", "backend": "pallas", "algorithm": "everyone"}
+    send = functools.partial(pc.ppermute, axis_name="x", perm=[(0, 1), (1, 0)], **how)
+    with pytest.raises(WireError, match="81920 bytes in place of 65536"):
+        run(jax.vmap(send), np.zeros((2, 16384), np.float32), n=2, check_vma=False)
+
+
 def test_scalars_of_vmap_have_no_group_together() -> None:
     x = np.arange(2048, dtype=np.float32).reshape(2, 1024)
     x[0, 0] = np.inf

@@ -81,6 +81,22 @@ def test_every_kind_of_numbers_is_within_half_a_step(wire: Wire) -> None:
         assert kind in ("zeros", "constant") or (got[1] != x[0]).any()
 
 
+def test_the_largest_numbers_come_by_scales_of_powers_of_two() -> None:
+    """These scales are beyond the largest number over the wire's, and what they give is clipped."""
+    x = terms(128, 256)
+    x[:, 5] = np.finfo(np.float32).max * np.sign(x[:, 5])
+    assert holds(x, permuted(x, wire=WIRES[1]), wire=WIRES[1])
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "ppermute"])
+def test_no_kernel_packs_rows_of_one_scale(collective: str) -> None:
+    x, wire = terms(128, 256), Wire("int8", "row")
+    program = functools.partial(wired_calls.CALLS[collective], wire=wire, backend="pallas")
+    pc.reset_counts()
+    harness.per_device(program, harness.mesh(3), check_vma=False).lower(x)
+    assert pc.wire_counts() == {(collective, str(wire), ""): 1}
+
+
 @pytest.mark.parametrize(
     "shape, chunk, across",
     [

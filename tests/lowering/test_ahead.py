@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -209,6 +209,21 @@ def test_what_is_asked_for_ahead(
     pytest.importorskip("libtpu")
     lowered(run, topology, depth, **options)
     assert asked() == count
+
+
+def test_a_loop_of_any_length_is_exported_as_it_was_written() -> None:
+    pytest.importorskip("libtpu")
+    (depth,) = export.symbolic_shape("depth")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+    mesh, specs = Mesh(np.array(devices[:4]), ("x",)), (P("x"), P(None, "x"))
+    shapes = (16384, 4096), (depth, 4096, 4096)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    run = jax.shard_map(
+        over(and_after), mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=False
+    )
+    with pc.override_lax():
+        exported = export.export(jax.jit(run), platforms=["tpu"])(x, w)
+    assert "stablehlo.while" in exported.mlir_module() and not asked()
 
 
 @pytest.mark.parametrize("topology, count", [("v6e:2x2", 2), ("v5p:2x2x1", 1)])

@@ -215,6 +215,19 @@ def test_what_surely_comes_after_a_start_keeps_its_bits(by_nccl, dtype):
     assert any("stablehlo.subtract" in line and shape in line for line in lowered.splitlines())
 
 
+def test_what_has_no_zero_keeps_its_bits_too(by_nccl):
+    def held(x):
+        started = pc.ppermute_start(x, "x", [(0, 1), (1, 0)])
+        scales = jax.lax.bitcast_convert_type(x, jnp.float8_e8m0fnu)
+        kept = started.before(scales, surely=True)
+        return jax.lax.bitcast_convert_type(kept, jnp.uint8), started.done(after=kept)
+
+    x = np.arange(254, dtype=np.uint8).reshape(2, 127)
+    kept, came = harness.per_device(held, harness.mesh(2))(x)
+    np.testing.assert_array_equal(kept, x)
+    np.testing.assert_array_equal(came, x[::-1])
+
+
 def test_a_result_that_is_never_asked_for_is_told_of(by_nccl, caplog):
     def followed(x, *, done):
         started = pc.all_gather_start(x, "x")

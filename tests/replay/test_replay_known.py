@@ -17,6 +17,8 @@ from pallas_collectives.replay.values import Known
 
 LANES = 5
 X, Y = np.arange(-6, 6, dtype=np.int32).reshape(3, 4), np.full((3, 4), 2, np.int32)
+EDGES = np.array([-(2**31), -7, -1, 0, 1, 7, 2**31 - 1], np.int32)
+DIVIDENDS, DIVISORS = (x.reshape(-1) for x in np.meshgrid(EDGES, EDGES))
 PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     **{
         f.__name__: (f, (X, Y))
@@ -35,6 +37,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     },
     **{f.__name__: (f, (X, Y)) for f in (lax.gt, lax.ge, lax.bitwise_and, lax.bitwise_or)},
     "div": (lax.div, (X, Y)),
+    "div of edges": (lax.div, (DIVIDENDS, DIVISORS)),
+    "rem of edges": (lax.rem, (DIVIDENDS, DIVISORS)),
+    "div of unsigned": (lax.div, (DIVIDENDS.astype(np.uint32), DIVISORS.astype(np.uint32))),
+    "div of bfloat16": (lax.div, (X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16))),
+    "overflow": (lax.mul, (X.astype(np.float32) * 5e37, Y.astype(np.float32))),
     "not": (lax.bitwise_not, (X,)),
     "clamp": (lax.clamp, (np.int32(-1), X, np.int32(2))),
     "shift": (lambda x, y: lax.shift_right_logical(x, y), (X, Y)),
@@ -83,6 +90,7 @@ def stepped(function: Callable[..., Any], operands: Any, varies: tuple[bool, ...
     return out.values if isinstance(out, Known) else np.asarray(out)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("which", ["none", "first", "all"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_are_those_of_jax(name: str, which: str) -> None:

@@ -45,9 +45,11 @@ def _able(shape: tuple[int, ...], dtype: DType, wire: Wire) -> bool:
 
 def _in_rows(shape: tuple[int, ...], dtype: DType, wire: Wire) -> tuple[int, int] | None:
     """An operand as (rows, columns) of whole tiles; None if it does not lie so."""
+    if not _able(shape, dtype, wire):
+        return None
     rows, columns = codec_of(wire).tile
     merged = math.prod(shape[:-1])
-    if not _able(shape, dtype, wire) or math.prod(shape) % (rows * columns):
+    if math.prod(shape) % (rows * columns):
         return None
     if merged == 1:
         return shape[-1] // columns, columns

@@ -107,14 +107,12 @@ class Codec:
     def unpack(self, out: Ref, packed: Ref) -> None:
         """out = packed; what would round up beyond the dtype of `out` is its largest number."""
         limit = np.float32(jnp.finfo(out.dtype).max)
-
-        def within(numbers: Any) -> Any:
-            if self.wire.scales == "power of two":
-                return jnp.clip(numbers, -limit, limit)
-            return numbers  # beyond by what float32 rounds off at the most: see `most`
-
+        if self.wire.scales == "power of two":  # up to twice as large as it need be
+            self._over_tiles(out, [packed], lambda numbers: jnp.clip(numbers, -limit, limit))
+            return
         most = np.nextafter(limit / np.float32(self.wire.largest), np.float32(0))
-        self._over_tiles(out, [packed], within, most)
+        # Beyond by what float32 rounds off at the most.
+        self._over_tiles(out, [packed], lambda numbers: numbers, most)
 
     def _over_tiles(
         self, out: Ref, terms: Sequence[Ref], make: Callable[..., Any], most: Any = None
