@@ -34,12 +34,19 @@ def test_pods_have_modelled_times_with_xlas_passes() -> None:
             assert row.of_bytes == 100 and not row.passes_us and row.off < 0.5
             continue
         assert row.of_bytes and row.of_bytes <= 52
-        assert bool(row.passes_us) == (row.op == "all_gather")  # sums are packed in their kernel
+        assert not row.passes_us, "packed in their kernels"
         assert row.of_plain and row.off > 0.1
     gather = rows[1]
     assert gather.of_plain and gather.of_plain < 75  # the bytes, and a pass over the result
     assert rows[2].off > rows[1].off  # type: ignore[operator]  # 3 bits of mantissa
     assert all(len(column.cell(gather)) for column in columns.of(rows))
+
+
+def test_exchanges_have_passes_of_xlas() -> None:
+    asked = wanted("all_to_all", pods=("v6e:4x4",), sizes=(16 << 20,))
+    plain, *wired = wired_rows.rows(wired_rows.plan(asked), asked, harness.mesh(2))
+    assert plain.wire == "none" and not plain.passes_us
+    assert all(row.passes_us and row.passes_us < (row.time_us or 0) for row in wired)
 
 
 def test_error_against_time_is_drawn_for_each_collective_and_wire(tmp_path: Path) -> None:

@@ -5,20 +5,21 @@ passes of XLA around a kernel that moves what is packed (`backends.wired`): to p
 what comes, would take as many.
 """
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_collectives import catalogue
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
-from pallas_collectives.kernels import ppermute_packed
 from pallas_collectives.kernels.machinery.blocks import sublanes
 from pallas_collectives.kernels.machinery.codec import Codec
-from pallas_collectives.kernels.ppermute import Pairs
-from pallas_collectives.kernels.torus import all_gather_packed
+from pallas_collectives.records import Kernel
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -75,15 +76,20 @@ def gather_bytes(name: str, wire: Wire, *, x: jax.Array, axis: int, group: Group
     seen = _along(x.shape, axis, x.dtype, wire)
     if seen is None:
         return 0
-    of: Any = {"codec": codec_of(wire), "lies": all_gather_packed.LIES[name]}
-    return all_gather_packed.sent_bytes(placement.arranged(group), *seen, x.dtype, **of)
+    algorithm = catalogue.COLLECTIVES["all_gather"].algorithm(name)
+    assert algorithm is not None and isinstance(algorithm.packed, Kernel)
+    sent_bytes = dataclasses.replace(algorithm.packed, function="sent_bytes")
+    return sent_bytes(placement.arranged(group), *seen, x.dtype, codec=codec_of(wire))
 
 
-def permute_bytes(name: str, wire: Wire, *, x: jax.Array, perm: Pairs, group: Group) -> int:
+def permute_bytes(
+    name: str, wire: Wire, *, x: jax.Array, perm: Sequence[tuple[int, int]], group: Group
+) -> int:
     """Of a permute."""
     seen, group = _in_rows(x.shape, x.dtype, wire), placement.arranged(group)
     able = algorithms.permuting(group, perm)
-    return ppermute_packed.sent_bytes(seen, codec_of(wire)) if seen and name in able else 0
+    sent_bytes = Kernel("ppermute_packed", "sent_bytes")
+    return sent_bytes(seen, codec_of(wire)) if seen and name in able else 0
 
 
 # Launches; `how` names the algorithm.
@@ -100,7 +106,9 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, wire: Wire, how: How) -
     return gathered.reshape(*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
 
 
-def ppermute(x: jax.Array, group: Group, *, perm: Pairs, wire: Wire, how: How) -> jax.Array:
+def ppermute(
+    x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], wire: Wire, how: How
+) -> jax.Array:
     """Each source's x at its target, zeros elsewhere."""
     group, seen = placement.arranged(group), _in_rows(x.shape, x.dtype, wire)
     assert seen is not None, "`permute_bytes` says so"

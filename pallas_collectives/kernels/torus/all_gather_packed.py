@@ -32,9 +32,6 @@ from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
-# What an algorithm takes a group for.
-LIES = {"bidirectional": "ring", "line": "line", "torus": "torus"}
-
 # Of a block, at the least: two for each direction. With half as many v5e 16 x 16 takes longer than
 # without a wire.
 TILES_FOR_AN_AXIS = 4
