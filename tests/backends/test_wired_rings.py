@@ -151,20 +151,6 @@ def is_caught(run: Callable[[np.ndarray], np.ndarray], allowed: Any) -> bool:
     return caught or harness.race_reported()
 
 
-def _another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, scales = Codec._read, Codec._scales
-
-    def shifted(self: Codec, number: Any, tiles: int) -> Any:
-        return scales(self, jax.lax.rem(number + 1, np.int32(tiles)), tiles)
-
-    def wrong(self: Codec, ref: Any, number: Any, tiles: int, most: Any) -> Any:
-        with monkeypatch.context() as within:
-            within.setattr(Codec, "_scales", shifted)
-            return read(self, ref, number, tiles, most)
-
-    monkeypatch.setattr(Codec, "_read", wrong)
-
-
 def _another_slots_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of a chunk go out with its numbers, and the scales of the term it came with."""
     write = Codec._write
@@ -208,7 +194,7 @@ def _before_its_scales_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [_another_tiles_scale, _another_slots_scale, _before_its_scales_have_come]
+    "fault", [wired_calls.another_tiles_scale, _another_slots_scale, _before_its_scales_have_come]
 )
 def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)

@@ -68,6 +68,14 @@ GENERATIONS = {
     "v6e": "v6e:2x4",
     "7x": "tpu7x:2x2x1",
 }
+# A torus, or a grid of lines, of each: (topology, sizes of the axes).
+TORI = (
+    ("v4:2x2x1", (2, 2, 2)),
+    ("v5e:4x4", (4, 4)),
+    ("v5p:4x4x4", (4, 4, 4)),
+    ("v6e:4x4", (4, 4)),
+    ("tpu7x:2x2x1", (2, 2, 2)),
+)
 
 SMALL = 1024
 

@@ -1,4 +1,4 @@
-"""What the tests of collectives over narrower wires share: data, calls, bounds."""
+"""What the tests of collectives over narrower wires share: data, calls, bounds, a planted fault."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import harness
 import pallas_collectives as pc
 from pallas_collectives import wires
+from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.wires import Wire
 
 BY_XLA = {"backend": "xla"}
@@ -136,3 +138,18 @@ CALLS: dict[str, Callable[..., Any]] = {
     "all_to_all": lambda x, **how: pc.all_to_all(x, "x", 0, 1, tiled=True, **how),
     "ppermute": lambda x, **how: pc.ppermute(x, "x", [(0, 1), (1, 0)], **how),
 }
+
+
+def another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile is unpacked by the scales of the next one."""
+    read, scales = Codec._read, Codec._scales
+
+    def shifted(self: Codec, number: Any, tiles: int) -> Any:
+        return scales(self, jax.lax.rem(number + 1, np.int32(tiles)), tiles)
+
+    def wrong(self: Codec, ref: Any, number: Any, tiles: int, most: Any) -> Any:
+        with monkeypatch.context() as within:
+            within.setattr(Codec, "_scales", shifted)
+            return read(self, ref, number, tiles, most)
+
+    monkeypatch.setattr(Codec, "_read", wrong)

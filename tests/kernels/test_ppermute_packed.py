@@ -144,20 +144,6 @@ def test_calls_pack_in_the_kernel_where_operands_lie_well() -> None:
 # Faults -------------------------------------------------------------------------------------------
 
 
-def _another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, scales = Codec._read, Codec._scales
-
-    def shifted(self: Codec, number: Any, tiles: int) -> Any:
-        return scales(self, jax.lax.rem(number + 1, np.int32(tiles)), tiles)
-
-    def wrong(self: Codec, ref: Any, number: Any, tiles: int, most: Any) -> Any:
-        with monkeypatch.context() as within:
-            within.setattr(Codec, "_scales", shifted)
-            return read(self, ref, number, tiles, most)
-
-    monkeypatch.setattr(Codec, "_read", wrong)
-
-
 def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk is unpacked before it is waited for: numbers or scales may not be there yet."""
     unpack, wait = Codec.unpack, sync.wait
@@ -183,7 +169,7 @@ def _no_credits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ppermute_packed.pl, "semaphore_wait", lambda *_: None)
 
 
-@pytest.mark.parametrize("fault", [_another_tiles_scale, _unpacked_before_it_has_come])
+@pytest.mark.parametrize("fault", [wired_calls.another_tiles_scale, _unpacked_before_it_has_come])
 def test_faults_are_caught(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     x = terms(26 * 128, kind="heavy tails")  # chunks of two tiles
     fault(monkeypatch)

@@ -185,20 +185,6 @@ def test_a_large_gather_packs_in_its_kernel_and_is_explained(devices: int, chip:
 # Faults -------------------------------------------------------------------------------------------
 
 
-def _another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, scales = Codec._read, Codec._scales
-
-    def shifted(self: Codec, number: Any, tiles: int) -> Any:
-        return scales(self, jax.lax.rem(number + 1, np.int32(tiles)), tiles)
-
-    def wrong(self: Codec, ref: Any, number: Any, tiles: int, most: Any) -> Any:
-        with monkeypatch.context() as within:
-            within.setattr(Codec, "_scales", shifted)
-            return read(self, ref, number, tiles, most)
-
-    monkeypatch.setattr(Codec, "_read", wrong)
-
-
 def _packed_before_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece of the own block is packed while it is on its way from HBM."""
 
@@ -254,7 +240,7 @@ def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "fault, mode",
     [
-        (_another_tiles_scale, "on_wait"),
+        (wired_calls.another_tiles_scale, "on_wait"),
         (_packed_before_it_is_here, "on_wait"),
         (_the_next_piece_too_early, "eager"),
         (_unpacked_before_it_has_come, "on_wait"),
@@ -329,16 +315,7 @@ def test_no_schedule_has_a_race(
     assert report.ok and report.races == []
 
 
-@pytest.mark.parametrize(
-    "topology, sizes",
-    [
-        ("v4:2x2x1", (2, 2, 2)),
-        ("v5e:4x4", (4, 4)),
-        ("v5p:4x4x4", (4, 4, 4)),
-        ("v6e:4x4", (4, 4)),
-        ("tpu7x:2x2x1", (2, 2, 2)),
-    ],
-)
+@pytest.mark.parametrize("topology, sizes", harness.TORI)
 def test_compiles_for_every_generation(topology: str, sizes: tuple[int, ...]) -> None:
     pytest.importorskip("libtpu")
     names = ("x", "y", "z")[: len(sizes)]

@@ -217,16 +217,7 @@ def test_faults_are_caught_on_some_schedule(
     assert report.races
 
 
-@pytest.mark.parametrize(
-    "topology, sizes",
-    [
-        ("v4:2x2x1", (2, 2, 2)),
-        ("v5e:4x4", (4, 4)),
-        ("v5p:4x4x4", (4, 4, 4)),
-        ("v6e:4x4", (4, 4)),
-        ("tpu7x:2x2x1", (2, 2, 2)),
-    ],
-)
+@pytest.mark.parametrize("topology, sizes", harness.TORI)
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
 def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int, ...]) -> None:
     pytest.importorskip("libtpu")
