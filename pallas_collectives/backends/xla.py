@@ -91,7 +91,6 @@ def _in_blocks(
     of_slice = jnp.arange(len(output))[:, None] - dense(output_offsets)
     inside = (of_slice >= 0) & (of_slice < recv_sizes)
     found = jnp.where(inside, jnp.arange(slices) * rows + of_slice, 0).sum(1, dtype=jnp.int32)
-    found = jnp.where(inside.any(axis=1), found, len(come))
     received = come.at[found].get(mode="fill", fill_value=0)
     there = lax.expand_dims(inside.any(axis=1), range(1, output.ndim))
     return jnp.where(there, received, output)
