@@ -21,8 +21,9 @@ one kernel there, with choices (or two gathers, where the links then carry less)
 of weights and one kernel; ragged a gather of counts, then words, then tokens, and back weights,
 then answers. Where tokens go to all, they share links, and `% wire` may be more than 100.
 
-A row of 16 devices takes seconds to replay; one of 64 minutes, and more where most pairs' rows are
-passed on, or go one by one.
+A row of 16 devices takes seconds to replay, one of 64 minutes. Of more than 16 devices what happens
+within a thousandth of the bound's time is taken to happen at its end (`replay(..., grain=)`): times
+are then too long by a few thousandths, and never told too short.
 
 The plan's sums on small tables, and the passes over HBM that lay rows out, are not in these times.
 """
@@ -50,6 +51,7 @@ from pallas_collectives.moe.wire import Sizes, Wire
 from pallas_collectives.replay import Machine, MachineError, Report, bound, replay
 from pallas_collectives.replay.bound import Bound
 
+_EXACT = 16  # devices up to which every moment is told from the next
 _MOST_CHOICES = 1 << 24  # tokens of a device, times experts: what a routing draws
 _PODS = flags.DEFINE_list(
     "expert_pods", ["v6e:16", "v6e:4x4", "v5e:16", "v5p:4x4x4", "7x:4x4x2"], "Pods to model."
@@ -201,17 +203,17 @@ def rows(
         reaches_all=machine.generation.reaches_all,
     )
     for way, matrix in (("there", sent), ("back", np.ascontiguousarray(sent.T))):
+        least = bound("ragged_all_to_all", machine, np.arange(n)[None], 2.0 * width * matrix)
+        how_replayed = {"races": races, "grain": least.time / 1000 if n > _EXACT else 0.0}
         if exchange == "slots":
-            report = by_slots(machine, chosen, _EXPERTS.value, width, way, races=races)
+            report = by_slots(machine, chosen, _EXPERTS.value, width, way, **how_replayed)
         else:
             lists = words_of(chosen, n, _EXPERTS.value)
             lists = lists if way == "there" else np.ascontiguousarray(lists.T)
-            before: dict[str, Any] = {"lists": lists, "counted": way == "there"}
-            report = replayed(machine, matrix, width, races=races, algorithm=algorithm, **before)
+            before: dict[str, Any] = {"lists": lists, "counted": way == "there"} | how_replayed
+            report = replayed(machine, matrix, width, algorithm=algorithm, **before)
         served = report.kernels[-1].name.removeprefix("ragged_all_to_all_")
         served = "gather" if served.startswith("all_gather") else served
-        group = np.arange(n)[None]
-        least = bound("ragged_all_to_all", machine, group, 2.0 * width * matrix)
         yield Row(machine, name, tokens, way, matrix, report, least, served)
 
 
@@ -223,9 +225,14 @@ def words_of(chosen: np.ndarray, n: int, experts: int) -> np.ndarray:
 
 
 def by_slots(
-    machine: Machine, chosen: np.ndarray, experts: int, width: int, way: str, *, races: bool
+    machine: Machine,
+    chosen: np.ndarray,
+    experts: int,
+    width: int,
+    way: str,
+    **how: Any,
 ) -> Report:
-    """The exchange by slots of int[n, tokens, k] choices, one way."""
+    """The exchange by slots of int[n, tokens, k] choices, one way; `how`: see `replay`."""
     axes, (n, tokens, k) = mesh_axes(machine), chosen.shape
     numbers = np.arange(n * tokens, dtype=np.int32)
 
@@ -265,7 +272,7 @@ def by_slots(
     rows = tokens if way == "there" else n * tokens
     x = jax.ShapeDtypeStruct((rows, width // 128, 128), jnp.bfloat16)
     weights = jax.ShapeDtypeStruct((tokens, k), jnp.float32)
-    return replay(function, x, whole, note.reshape(-1), weights, machine=machine, races=races)
+    return replay(function, x, whole, note.reshape(-1), weights, machine=machine, **how)
 
 
 def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
@@ -283,15 +290,15 @@ def replayed(
     sent: np.ndarray,
     width: int,
     *,
-    races: bool,
     algorithm: str,
     lists: np.ndarray | None = None,
     counted: bool = False,
+    **how: Any,
 ) -> Report:
     """The exchange of sent[p, q] rows from each device p to each q, one behind the other.
 
     With `lists`, so many rows of 128 words, these go before it; if `counted`, and a gather of
-    counts before them.
+    counts before them. `how`: see `replay`.
     """
     axes, n = mesh_axes(machine), machine.n_devices
     by: dict[str, Any] = {"axis_name": tuple(axes), "backend": "pallas", "algorithm": algorithm}
@@ -313,7 +320,7 @@ def replayed(
         check_vma=False,
     )
     counts = jax.ShapeDtypeStruct((2, n), jnp.int32)
-    return replay(function, counts, *parts, machine=machine, races=races)
+    return replay(function, counts, *parts, machine=machine, **how)
 
 
 def _exchanged(sent: np.ndarray, row: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:

@@ -55,17 +55,18 @@ class Flight:
     def plan(self, rank: int, nbytes: int) -> copies.Plan:
         """What a rank does; nbytes: of its operand."""
         if self.op == "permute":
-            readers = tuple(t for s, t in self.perm if s == rank != t)
-            pulls = tuple(copies.Pull(s, 0, 0, nbytes) for s, t in self.perm if t == rank)
-            return copies.Plan(readers, pulls, 0 if pulls else nbytes)
+            writers = tuple(s for s, t in self.perm if t == rank != s)
+            pushes = tuple(copies.Push(t, 0, 0, nbytes) for s, t in self.perm if s == rank)
+            written = any(t == rank for _, t in self.perm)
+            return copies.Plan(writers, pushes, 0 if written else nbytes)
         n = self.group.size
         block = nbytes if self.op == "gather" else nbytes // n
         ranks = [(rank + distance) % n for distance in range(n)]
-        pulls = tuple(
-            copies.Pull(p, 0 if self.op == "gather" else rank * block, p * block, block)
+        pushes = tuple(
+            copies.Push(p, 0 if self.op == "gather" else p * block, rank * block, block)
             for p in ranks
         )
-        return copies.Plan(tuple(ranks[1:]), pulls)
+        return copies.Plan(tuple(ranks[1:]), pushes)
 
     def by_lax(self, x: Any) -> jax.Array:
         """What comes of it."""

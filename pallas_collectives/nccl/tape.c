@@ -111,25 +111,25 @@ int pc_take(Word *rows, Word count, Word width, Word i, Word operand, Word resul
   return 1;
 }
 
-/* The threads of `size` ranks meet: returns once all others have come as often as this one, or once
-   `unusable` says that they may never. They leave word where their operands lie, in one half of
-   `operands` in odd turns and in the other in even ones: a thread that is a turn ahead does not
-   overwrite what another has yet to read. */
-int pc_meet(_Atomic Word *turns, Word *operands, Word me, Word size, Word operand,
+/* The threads of `size` ranks meet: returns 0 once all others have come as often as this one, or 1
+   once `unusable` says that they may never: where results lie is not known then. They leave word
+   where their results lie, in one half of `results` in odd turns and in the other in even ones: a
+   thread that is a turn ahead does not overwrite what another has yet to read. */
+int pc_meet(_Atomic Word *turns, Word *results, Word me, Word size, Word result,
             const volatile int32_t *unusable) {
   Word mine = atomic_load(&turns[me]) + 1;
-  operands[mine % 2 * size + me] = operand;
+  results[mine % 2 * size + me] = result;
   atomic_store(&turns[me], mine);
   for (Word i = 0; i < size; i++)
     for (int spins = 0; atomic_load(&turns[i]) < mine && !*unusable;)
       if (++spins > 1000) sched_yield();
-  return 0;
+  return *unusable;
 }
 
-/* Copies from a rank's operand, by `copy`, which is cuMemcpyDtoDAsync. */
-int pc_pull(Function *copy, const _Atomic Word *turns, const Word *operands, Word me, Word size,
-            Word rank, Word offset, Word target, Word nbytes, Word stream) {
-  Word source = operands[atomic_load(&turns[me]) % 2 * size + rank] + offset;
+/* Copies to a rank's result, by `copy`, which is cuMemcpyDtoDAsync. */
+int pc_push(Function *copy, const _Atomic Word *turns, const Word *results, Word me, Word size,
+            Word rank, Word offset, Word source, Word nbytes, Word stream) {
+  Word target = results[atomic_load(&turns[me]) % 2 * size + rank] + offset;
   return copy(target, source, nbytes, stream, 0, 0, 0, 0, 0, 0, 0);
 }
 

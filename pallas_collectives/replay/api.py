@@ -33,6 +33,7 @@ def replay(
     races: bool = False,
     symmetric: bool = True,
     quick: bool = False,
+    grain: float = 0.0,
 ) -> Report:
     """Runs `function(*args)`'s Pallas TPU kernels on a modelled machine.
 
@@ -52,6 +53,10 @@ def replay(
         tests and for pictures of every device.
       quick: of more than some thousand copies on devices that all differ, leave out how they slow
         one another down. The time is then the least that it can be: `Report.least`.
+      grain: seconds. What happens within so long is taken to happen at their end, so that copies
+        that end one after another hold their links until the last has: rates are worked out less
+        often, and the time errs to the long side, by some grains. For many copies on many devices
+        that all differ: a thousandth of the time that is expected is fine enough.
 
     Returns:
       A `Report`: time in seconds, link loads, waits, critical path, leftovers, deadlocks, races,
@@ -99,7 +104,7 @@ def replay(
         else symmetry.discrete(program.n_devices, pod.n_links)
     )
     shared = not quick or live or _copies(program, classes) <= _MANY_COPIES
-    engine = Engine(program, pod, where, classes, shared)
+    engine = Engine(program, pod, where, classes, shared, grain)
     engine.run()
     faults = rules.find_faults(program, pod.generation, pod.places(where))
     if live:

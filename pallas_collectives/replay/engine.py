@@ -87,11 +87,14 @@ class Engine:
         placement: np.ndarray,
         classes: Classes,
         shared: bool = True,
+        grain: float = 0.0,
     ):
-        """`shared`: copies slow one another down; else each goes as if it were alone."""
+        """`shared`: copies slow one another down; else each goes as if it were alone. `grain`: what
+        happens within so many seconds happens at their end.
+        """
         self.program, self.machine = program, machine
         self.placement = np.tile(placement, program.cores)
-        self.classes, self.shared = classes, shared
+        self.classes, self.shared, self.grain = classes, shared, grain
         n_classes, n_links = len(classes.representatives), len(classes.link_count)
         self._memories = {"hbm": n_links, "vmem": n_links + n_classes}
         links = np.zeros(n_links)
@@ -116,7 +119,7 @@ class Engine:
         for core in self.cores:
             self._at(0.0, 1, self._advance, core)
         while self._events:
-            self.now = now = self._events[0][0]
+            self.now = now = self._events[0][0] + self.grain
             while self._events and self._events[0][0] <= now + _PICOSECOND:
                 _, _, _, action, args = heapq.heappop(self._events)
                 action(*args)

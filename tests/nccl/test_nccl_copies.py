@@ -1,0 +1,47 @@
+"""Exchanges by copy engines, over a wire of host memory: what an abort leaves alone."""
+
+import ctypes
+import threading
+
+import pytest
+
+import nccl_host
+from nccl_host import Device, in_threads
+from pallas_collectives.nccl import copies, group, tape
+from pallas_collectives.nccl.errors import CommunicatorError
+
+
+def test_after_an_abort_nothing_is_pushed_to_where_a_result_lay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank begins alone; what it knows of the other is of an exchange long done."""
+    monkeypatch.setattr(copies, "_copiers", {})
+    (runtime,) = nccl_host.runtimes()
+    made = group.create([Device(i, 0, i) for i in range(2)], runtime=runtime)
+    copier, slot = copies.slots(made, "one")[0]
+    operand, result, former = (ctypes.create_string_buffer(c * 8, 8) for c in (b"o", b"r", b"f"))
+    copier._meeting.results[:] = [ctypes.addressof(former)] * 4
+    word = ctypes.c_uint32()
+    plan = copies.Plan((1,), (copies.Push(1, 0, 0, 8),))
+
+    def lonely() -> None:
+        places = (ctypes.addressof(place) for place in (operand, result, word))
+        copier.start(slot, plan, "alone", *places, 1)
+
+    def abort() -> None:
+        while not copier._meeting.turns[0]:
+            threading.Event().wait(0.01)
+        made.abort()
+
+    waiting, _ = in_threads(lonely, abort)
+    assert former.raw == b"f" * 8
+    assert isinstance(waiting, CommunicatorError) and "was aborted" in str(waiting)
+
+
+@pytest.mark.parametrize("unusable", [0, 1])
+def test_a_meeting_that_is_broken_off_fails_in_c_too(unusable: int) -> None:
+    meet = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 6)(tape.address("pc_meet"))
+    turns, results = (ctypes.c_uint64 * 2)(0, 1 - unusable), (ctypes.c_uint64 * 4)()
+    word = ctypes.c_int32(unusable)
+    places = [ctypes.addressof(place) for place in (turns, results, word)]
+    assert meet(places[0], places[1], 0, 2, 7, places[2]) == unusable
