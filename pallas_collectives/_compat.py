@@ -348,6 +348,18 @@ def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.lax.full(shape, 0, dtype) if _BEFORE_0_11 else jax.lax.empty(shape, dtype)
 
 
+def triton_params(**options: Any) -> Any:
+    """Parameters of a kernel that Pallas compiles by Triton; None where JAX has that no more.
+
+    JAX 0.12 says that a later version will not.
+    """
+    try:
+        module = importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return None
+    return module.CompilerParams(**options)
+
+
 def callbacks_hold_threads() -> bool:
     """Whether a device that runs a host callback holds a thread of the CPU client: before 0.11."""
     return _BEFORE_0_11

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import catalogue, explain_checks, validation
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wire_ways
+from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wire_costs
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
@@ -302,7 +302,7 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
 def _over_wire(plan: WirePlan, devices: int) -> str:
     """Bytes, time and error of a collective over a wire, in a sentence."""
     share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
-    error = wire_ways.error_in_words(plan.op, plan.wire, devices, plan.requantizes)
+    error = wire_costs.error_in_words(plan.op, plan.wire, devices, plan.requantizes)
     if plan.us is None or plan.wired_us is None:
         return f"{share}; no table has its time; {error}"
     time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, XLA's passes included"

@@ -10,6 +10,7 @@ import pytest
 import pallas_collectives as pc
 from pallas_collectives import wires
 from pallas_collectives.errors import DtypeError, WireError
+from pallas_collectives.kernels.torus import shares
 from pallas_collectives.wires import Wire
 
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -149,11 +150,22 @@ def test_one_buffer_has_values_and_scales(wire: Wire, shape: tuple[int, ...]) ->
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32))
     values, scales = wires.quantize(x, wire)
     packed = wires.pack(values, scales)
-    assert packed.shape[2] == 128
+    assert packed.shape[-1] == 128
     assert packed.nbytes == 4 * wires.packed_bytes(shape, wire)
     again = wires.unpack(packed, shape, wire)
     np.testing.assert_array_equal(again[0].astype(jnp.float32), values.astype(jnp.float32))
     np.testing.assert_array_equal(again[1], scales)
+
+
+@pytest.mark.parametrize("numbers, units", [(8 << 10, 10), (32 << 10, 34), (64 << 10, 66)])
+def test_small_blocks_can_be_cut_for_all_links(numbers: int, units: int) -> None:
+    wire = Wire("int8")
+    packed = wires.pack(*wires.quantize(jnp.ones((2, numbers)), wire))
+    assert packed.shape == (2, units, 8, 128)
+    assert shares.cuts(packed.shape[1:], 0, packed.dtype) == units
+    rows = wires.pack(*wires.quantize(jnp.ones((2, numbers)), wire), cut=False)
+    assert rows.nbytes == 2 * wires.packed_bytes((numbers,), wire, cut=False)
+    assert rows.nbytes == 2 * numbers * 33 // 32, "rows of a ragged exchange, which nothing cuts"
 
 
 def test_bytes_are_those_promised() -> None:

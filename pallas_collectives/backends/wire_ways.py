@@ -8,9 +8,10 @@ A sum has two ways over a wire with scales:
 
 The algorithms of the second are those whose record says `packed`; `psum` calls the first of them
 "ring". A psum by either way gathers the sums, quantised once more, and so gives everyone the same
-bits. What is only moved is quantised once: by passes of XLA around a collective, or by an algorithm
-whose record says `packed`. The quicker way is taken; where no times tell, for few terms, and where
-a draw or a residue presumes in what bits terms are quantised, it is the exchange, or the passes.
+bits; of two devices by the exchange it gathers the terms instead. What is only moved is quantised
+once: by passes around a collective, or by an algorithm whose record says `packed`. The quicker way
+is taken; where no times tell, for few terms, and where a draw or a residue presumes in what bits
+terms are quantised, it is the exchange, or the passes.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from pallas_collectives import catalogue, wires
 from pallas_collectives.backends import algorithms, counters, ordered, slices
 from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import Candidate, How, WirePlan
+from pallas_collectives.backends.wire_costs import error_in_words, gathers_terms, seconds_of_passes
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
@@ -35,6 +37,7 @@ from pallas_collectives.wires import Wire
 
 # From so many bytes of an operand a wire is taken where no times tell: smaller ones are latency.
 AUTO_BYTES = 2 << 20
+LINKED_BYTES = 32 << 20  # between GPUs of one process
 
 EXCHANGE = ordered.EXCHANGE.name
 
@@ -114,7 +117,7 @@ def settled(
     if wire.optional and us is not None and way.us is not None and way.us >= us:
         _note_left_out(op, wire, f"it would take {way.us:.0f} us in place of {us:.0f}")
         return None, plain, _NO_WAY
-    if us is None and (why := _small(x, wire) or _linked(op, wire, how)):
+    if us is None and (why := _small(x, wire) or _linked(op, x, wire, how)):
         _note_left_out(op, wire, why)
         return None, plain, _NO_WAY
     several = found if len(found) > 1 or way.algorithm else ()
@@ -165,14 +168,19 @@ def _small(x: jax.Array, wire: Wire) -> str:
     return ""
 
 
-def _linked(op: str, wire: Wire, how: How) -> str:
+def _linked(op: str, x: jax.Array, wire: Wire, how: How) -> str:
     """Why a wire that may be left out is between GPUs of one process; "" if it is taken.
 
     On two H200 with NVLink, 64 MiB of bfloat16, us with int8 or float8 and without: all_gather
-    251 and 263, all_to_all 181 and 112, psum 314 and 232.
+    231 and 236, psum 207 and 233, ppermute 176 and 206, all_to_all 130 and 113. At 16 MiB 82 and
+    85, 72 and 70, 58 and 61, 45 and 37.
     """
-    if wire.optional and how.backend == "nccl" and jax.process_count() == 1 and op != "all_gather":
+    if not wire.optional or how.backend != "nccl" or jax.process_count() > 1:
+        return ""
+    if op in ("all_to_all", "ragged_all_to_all"):
         return "between GPUs of one process the passes that quantise take longer than they save"
+    if x.nbytes < LINKED_BYTES:
+        return f"between GPUs of one process the operand is smaller than {LINKED_BYTES >> 20} MiB"
     return ""
 
 
@@ -189,10 +197,15 @@ def _ways(
     assert wire is not None
     n, sent, in_terms = group.size, 2 * x.size, _adds(op) and wire.scaled
     if wire.scaled:
-        sent = blocks[0] * wires.packed_bytes(blocks[1:], wire)
+        cut = op != "ragged_all_to_all"
+        sent = blocks[0] * wires.packed_bytes(blocks[1:], wire, cut=cut)
     passes = 1e6 * seconds_of_passes(op, x.nbytes, sent, n)
-    steps = ordered.STEPS[op] if in_terms else (op,)
-    part = sent // n if in_terms else catalogue.COLLECTIVES[op].block_bytes(sent, n)
+    steps: tuple[str, ...] = (op,)
+    part = catalogue.COLLECTIVES[op].block_bytes(sent, n)
+    if in_terms and op == "all_reduce" and gathers_terms(n):
+        steps, part = ("all_gather",), sent
+    elif in_terms:
+        steps, part = ordered.STEPS[op], sent // n
     us = _in_all([_least(step, part, group) for step in steps], passes, how.backend)
     moved = Way(EXCHANGE if in_terms else "", sent, passes, us)
     if not wire.scaled or _no_ring(op, group, how):
@@ -324,7 +337,7 @@ def _note_left_out(op: str, wire: Wire, why: str) -> None:
     counters.note(WirePlan(op=op, backend="", algorithm=None, why=why, wire=wire))
 
 
-# What it takes, and what it loses -----------------------------------------------------------------
+# What it takes ------------------------------------------------------------------------------------
 
 
 def _plain_us(op: str, nbytes: int, group: Group, backend: str) -> float | None:
@@ -351,42 +364,3 @@ def _told(op: str, way: Way, wire: Wire, n: int) -> Candidate:
     """A way as `explain` prints it."""
     said = f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.packs)}"
     return Candidate(way.algorithm or "passes of XLA", way.us, None, said)
-
-
-def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False) -> str:
-    """How far a result may be from the exact one, before it is rounded to the operand's dtype."""
-    if not wire.scaled:
-        return "rounded to bfloat16, 2^-9 of each number, at every hop"
-    shares = {"int8": "1/254 of the largest number of its group", "float8_e4m3fn": "1/16 of itself"}
-    half = shares.get(wire.dtype, "1/8 of itself")
-    if wire.scales != "float32" and wire.dtype == "int8":
-        half = "1/127 of the largest number of its group"
-    once = f"each number is off by {half} at most"
-    terms = f"in the sum at each of {n - 1} hops" if requantizes else f"in each of the {n} terms"
-    match op:
-        case "reduce_scatter":
-            return f"{once}, {terms}"
-        case "all_reduce":
-            return f"{once}, {terms} and in their sum"
-    return once
-
-
-def seconds_of_passes(op: str, nbytes: int, sent: int, n: int) -> float:
-    """What quantising an operand and dequantising what comes takes at the least, on the chip here.
-
-    Args:
-      op: the canonical collective; sums by the exchange.
-      nbytes: of the operand.
-      sent: its bytes on the wire.
-      n: devices.
-    """
-    copies = n if op == "all_gather" else 1
-    moved_bytes = nbytes + sent  # read and written
-    match op:
-        case "reduce_scatter":
-            moved_bytes += sent + nbytes // n
-        case "all_reduce":  # terms are added, the sums quantised, and all of them dequantised
-            moved_bytes += sent + sent // n + sent + nbytes
-        case _:
-            moved_bytes += copies * (sent + nbytes)
-    return moved_bytes / chips.current().hbm_bandwidth

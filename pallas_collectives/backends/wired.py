@@ -7,17 +7,23 @@ buffer, so that scales travel with their chunk:
     ppermute, ragged_all_to_all    values and scales move; what arrives is dequantised
     reduce_scatter                 all_to_all of the blocks; each device adds its n terms of float32
                                    in the order of the ranks
-    all_reduce                     that, and an all_gather of the sums, which are quantised again
+    all_reduce                     that, and an all_gather of the sums, which are quantised again;
+                                   of two devices an all_gather of the terms, which has as many
+                                   bytes: each device adds both
 
 Sums take groups of the flattened block. With b_p the error bound of device p's term (half a step,
 see `wires.error_bound`) and B that of the sum: a scattered sum is within b_0 + ... + b_(n-1) of the
-exact one, and a psum within B more; all of it before the result is rounded to the operand's dtype.
-A sum beyond that dtype is inf; so a psum has NaN in its group, as wherever a group holds inf.
+exact one, and a psum of three or more within B more; all of it before the result is rounded to the
+operand's dtype.
+A sum beyond that dtype is inf; so a psum of three or more has NaN in its group, as wherever a
+group holds inf.
 
-On TPUs gathers and permutes of whole tiles are packed and unpacked in their kernels instead: other
-bits, within the same bound. Sums can be added on the way, round a ring, along a line or over a
-torus, with the bytes of a ring: they are rounded at every hop, and a psum is one kernel. Whether a
-wire is used, and in which of these ways, is settled in `wire_ways`, and counted (`wire_counts`).
+On GPUs a kernel quantises in one pass, and another dequantises or adds, where `gpu_codec` serves;
+elsewhere passes of XLA do: the same bits. On TPUs gathers and permutes of whole tiles are packed
+and unpacked in their kernels instead: other bits, within the same bound. Sums can be added on the
+way, round a ring, along a line or over a torus, with the bytes of a ring: they are rounded at every
+hop, and a psum is one kernel. Whether a wire is used, and in which of these ways, is settled in
+`wire_ways`, and counted (`wire_counts`).
 """
 
 import dataclasses
@@ -31,13 +37,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_collectives import wires
+from pallas_collectives import _compat, simulation, wires
 from pallas_collectives.backends import ordered
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import How
+from pallas_collectives.backends.wire_costs import gathers_terms
 from pallas_collectives.backends.wire_ways import settled
+from pallas_collectives.kernels import gpu_codec
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
@@ -64,7 +73,7 @@ class OnWire:
         if way.packs:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             return packed.all_gather(x, group, axis=axis, wire=wire, how=named)
-        return side_by_side(_dequantized(moved(x[None], wire, move), x.dtype), axis)
+        return side_by_side(_brought(x[None], wire, move, plain), axis)
 
     def all_to_all(
         self, x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, how: How
@@ -75,8 +84,8 @@ class OnWire:
         if wire is None or not wire.scaled:
             at = {"split_axis": split_axis, "concat_axis": concat_axis}
             return self._module.all_to_all(_cast(x, wire), group, **at, how=plain).astype(x.dtype)
-        come = moved(blocks_of(x, split_axis, group.size), wire, self._exchange(group, plain))
-        return side_by_side(_dequantized(come, x.dtype), concat_axis)
+        parts = blocks_of(x, split_axis, group.size)
+        return side_by_side(_brought(parts, wire, self._exchange(group, plain), plain), concat_axis)
 
     def ppermute(
         self, x: jax.Array, group: Group, *, perm: tuple[tuple[int, int], ...], how: How
@@ -94,7 +103,7 @@ class OnWire:
         if way.packs:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             return packed.ppermute(x, group, perm=perm, wire=wire, how=named)
-        return _dequantized(moved(rows[None], wire, move), x.dtype).reshape(x.shape)
+        return _brought(rows[None], wire, move, plain).reshape(x.shape)
 
     def ragged_all_to_all(
         self,
@@ -117,7 +126,7 @@ class OnWire:
             come = exchange(sent, jnp.full(output.shape, -1, jnp.int16), tables, group, how=plain)
             numbers = lax.bitcast_convert_type(come, jnp.dtype(wire.dtype)).astype(output.dtype)
             return jnp.where(come == -1, output, numbers)
-        packed = wires.pack(*wires.quantize(rows, wire))
+        packed = wires.pack(*wires.quantize(rows, wire), cut=False)
         blank = jnp.full((len(output), *packed.shape[1:]), -1, jnp.int8)  # no scale is all ones
         come = exchange(packed, blank, tables, group, how=plain)
         values, scales = wires.unpack(come, rows.shape[1:], wire)
@@ -146,7 +155,7 @@ class OnWire:
                 return self._module.requantized_scatter(x, group, axis=axis, **options)
             sums = self._module.requantized_scatter(flat, group, axis=0, **options)
         else:
-            sums = self._scattered(flat, wire, group, plain)
+            sums = _added(flat, wire, self._exchange(group, plain), group.size, plain, x.dtype)
         return sums.reshape(elements, padded)[:, :size].reshape(shape).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
@@ -174,21 +183,13 @@ class OnWire:
                 blocks = x.reshape(n, rows // n, x.shape[-1])  # as they lie
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             whole = self._module.requantized_reduce(blocks, group, wire=wire, how=named)
+        elif gathers_terms(n):
+            whole = _added(blocks.reshape(1, -1), wire, gather, n, plain, x.dtype)
         else:
-            sums = _overflown(self._scattered(blocks, wire, group, plain), x.dtype)
-            whole = _dequantized(moved(sums[None], wire, gather), x.dtype)
+            sums = _added(blocks, wire, self._exchange(group, plain), n, plain, jnp.float32)
+            whole = _brought(_overflown(sums, x.dtype)[None], wire, gather, plain, x.dtype)
         whole = whole.reshape(-1)[: flat.size]
         return whole.reshape(elements, padded)[:, :size].reshape(x.shape)
-
-    def _scattered(self, blocks: jax.Array, wire: Wire, group: Group, plain: How) -> jax.Array:
-        """(n, elements) -> (elements,): everyone's terms for this device, added in float32."""
-        values, scales = moved(blocks, wire, self._exchange(group, plain))
-        limit = float(jnp.finfo(blocks.dtype).max)
-
-        def term(number: Any) -> jax.Array:
-            return jnp.clip(_term(values, scales, number), -limit, limit)
-
-        return ordered.total(term, group.size)
 
     def _exchange(self, group: Group, plain: How) -> Move:
         at = {"split_axis": 0, "concat_axis": 0}
@@ -200,8 +201,53 @@ def moved(blocks: jax.Array, wire: Wire, move: Move) -> tuple[jax.Array, jax.Arr
     return wires.unpack(move(wires.pack(*wires.quantize(blocks, wire))), blocks.shape[1:], wire)
 
 
-def _dequantized(come: tuple[jax.Array, jax.Array], dtype: Any) -> jax.Array:
-    return wires.dequantize(*come, dtype)
+def _added(blocks: jax.Array, wire: Wire, move: Move, n: int, plain: How, result: Any) -> jax.Array:
+    """(k, elements) -> (elements,): the sum, in float32, of the n terms that `move` brings.
+
+    result: the sum's dtype.
+    """
+    if _in_one_pass(blocks.shape, wire, plain):
+        come = move(_by_kernel(gpu_codec.pack, blocks, wire))
+        return _by_kernel(gpu_codec.added, come, blocks.shape[1:], wire, blocks.dtype, result)
+    values, scales = moved(blocks, wire, move)
+    limit = float(jnp.finfo(blocks.dtype).max)
+
+    def term(number: Any) -> jax.Array:
+        return jnp.clip(_term(values, scales, number), -limit, limit)
+
+    return ordered.total(term, n).astype(result)
+
+
+def _brought(blocks: jax.Array, wire: Wire, move: Move, plain: How, dtype: Any = None) -> jax.Array:
+    """(k, *block) -> the blocks that have come, in their dtype or another."""
+    dtype = blocks.dtype if dtype is None else dtype
+    if _in_one_pass(blocks.shape, wire, plain):
+        come = move(_by_kernel(gpu_codec.pack, blocks, wire))
+        return _by_kernel(gpu_codec.unpack, come, blocks.shape[1:], wire, dtype)
+    return wires.dequantize(*moved(blocks, wire, move), dtype)
+
+
+def _in_one_pass(shape: tuple[int, ...], wire: Wire, how: How) -> bool:
+    """Whether a kernel quantises blocks, and one dequantises them; else passes of XLA do."""
+    return how.backend == "nccl" and gpu_codec.serves(shape, wire) and _converts(wire)
+
+
+def _by_kernel(fn: Callable[..., jax.Array], x: jax.Array, *how: Any) -> jax.Array:
+    return launch.unchecked(lambda x: fn(x, *how, _simulated()))(x)
+
+
+def _converts(wire: Wire) -> bool:
+    """Whether there is a Triton that converts to a wire's numbers: to float8_e4m3fn from Ada on."""
+    if _compat.triton_params() is None:
+        return False
+    if wire.dtype != "float8_e4m3fn" or _simulated():
+        return True
+    capability = jax.local_devices()[0].compute_capability
+    return tuple(map(int, capability.split("."))) >= (8, 9)
+
+
+def _simulated() -> bool:
+    return simulation.platform() == "cpu"
 
 
 def _term(values: jax.Array, scales: jax.Array, number: Any) -> jax.Array:

@@ -12,6 +12,7 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import wires
 from pallas_collectives.errors import CollectiveError, WireError
+from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.wires import Wire
 from wired_calls import BY_XLA, KINDS, WIRES, data, moves, ragged, run, sums, within
 
@@ -169,20 +170,27 @@ def test_kernels_give_the_bits_that_lax_gives(wire: Wire) -> None:
 
 
 def test_sums_that_overflow_are_seen() -> None:
-    """As where a term is inf: their group is NaN. A sum that is the largest number stays."""
+    """As where a term is inf: their group is NaN. A sum that is the largest number stays.
+
+    Of two devices everyone adds the terms, and the sum alone is inf.
+    """
     largest = float(jnp.finfo("float16").max)
-    x = np.zeros((2, 3 * 128, 128), np.float16)  # a ring's whole tiles
-    x[:, 0, 5] = largest * 0.75
+    x = np.zeros((3, 3 * 128, 128), np.float16)  # a ring's whole tiles
+    x[:2, 0, 5] = largest * 0.75
     x[0, 1, 5] = largest
-    x[:, 2, 5] = -largest * 0.49
+    x[:2, 2, 5] = -largest * 0.49
 
     def program(x: jax.Array) -> Any:
         on_the_way = {"backend": "pallas", "algorithm": "ring"}
         return [pc.psum(x, "x", wire="int8", **how) for how in (BY_XLA, on_the_way)]
 
-    for got in run(program, x, n=2, check_vma=False):
+    for got in run(program, x, n=3, check_vma=False):
         assert np.isnan(got[:, 0]).all() and np.isfinite(got[:, 1:]).all()
         assert (got[:, 1, 5] == largest).all()
+    of_two, on_the_way = run(program, x[:2, :256], n=2, check_vma=False)
+    assert np.isnan(on_the_way[:, 0]).all() and np.isfinite(on_the_way[:, 1:]).all()
+    assert np.isinf(of_two[:, 0, 5]).all() and np.isinf(of_two).sum() == 2
+    assert np.isfinite(of_two[:, 1:]).all() and (of_two[:, 1, 5] == largest).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -205,17 +213,39 @@ def test_the_largest_number_alone_is_no_overflow(dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("by_nccl")
-def test_nccl_gives_the_bits_that_lax_gives() -> None:
-    x, n = data(2), 2
+@pytest.mark.parametrize("rows, wire", [(2, "int8"), (8, "int8"), (8, "float8_e4m3fn")])
+def test_nccl_gives_the_bits_that_lax_gives(
+    rows: int, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By passes of XLA, and by kernels of one pass, for which 8 rows are enough."""
+    x, n, pack, packed = data(2, "heavy tails", rows), 2, gpu_codec.pack, []
+
+    def noted(blocks: jax.Array, *how: Any) -> jax.Array:
+        packed.append(blocks.shape)
+        return pack(blocks, *how)
+
+    monkeypatch.setattr(gpu_codec, "pack", noted)
 
     def program(x: jax.Array, **how: Any) -> Any:
-        return [*moves(x, n, wire="int8", **how), *sums(x, wire="int8", **how)]
+        return [*moves(x, n, wire=wire, **how), *sums(x, wire=wire, **how)]
 
-    of_lax, ours = (
-        run(functools.partial(program, backend=name), x, n=n) for name in ("xla", "nccl")
-    )
+    of_lax = run(functools.partial(program, backend="xla"), x, n=n)
+    assert not packed
+    ours = run(functools.partial(program, backend="nccl"), x, n=n)
+    assert any(len(shape) > 2 for shape in packed) == (rows == 8)  # sums are of flat blocks
     for a, b in zip(of_lax, ours, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.usefixtures("by_nccl")
+def test_rows_of_one_group_are_permuted() -> None:
+    x, wire = data(2, rows=8, columns=256), Wire("int8", group=256)
+
+    def program(x: jax.Array, backend: str) -> Any:
+        return pc.ppermute(x, "x", [(0, 1)], wire=wire, backend=backend)
+
+    of_lax, ours = (run(functools.partial(program, backend=b), x, n=2) for b in ("xla", "nccl"))
+    np.testing.assert_array_equal(of_lax, ours)
 
 
 def test_ragged_rows_arrive_and_others_stay() -> None:

@@ -10,6 +10,7 @@ import pytest
 import harness
 import pallas_collectives as pc
 from pallas_collectives import wires
+from pallas_collectives.backends import wire_ways
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError, WireError
 from pallas_collectives.wires import Wire
 from wired_calls import BY_XLA, data, moves, run, sums
@@ -125,18 +126,28 @@ def test_auto_is_left_out_where_it_would_lose_and_counted() -> None:
 
 
 @pytest.mark.usefixtures("fresh_counts", "by_nccl")
-def test_between_gpus_of_one_process_auto_takes_wires_for_gathers_alone() -> None:
+def test_between_gpus_of_one_process_auto_takes_wires_where_they_gain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for exchanges, nor where the operand is small."""
+
     def program(x: jax.Array) -> Any:
         how: Any = {"wire": "auto", "backend": "nccl"}
         blocks = pc.all_to_all(x, "x", 0, 0, tiled=True, **how)
         return pc.all_gather(x, "x", **how).sum(), pc.psum(x, "x", **how).sum(), blocks.sum()
 
-    run(program, np.zeros((2, 1 << 10, 1 << 10), np.float32), n=2)
-    told = {op: (wire, why) for op, wire, why in pc.wire_counts()}
-    assert told["all_gather"] == ("int8", "")
-    for op in ("all_reduce", "all_to_all"):
-        wire, why = told[op]
-        assert wire == "" and why.startswith("between GPUs of one process")
+    moves_and_sums, exchange = ("all_gather", "all_reduce"), "all_to_all"
+    for least, taken in ((wire_ways.LINKED_BYTES, False), (4 << 20, True)):
+        monkeypatch.setattr(wire_ways, "LINKED_BYTES", least)
+        pc.reset_counts()
+        run(lambda x: program(x), np.zeros((2, 1 << 10, 1 << 10), np.float32), n=2)
+        told = {op: (wire, why) for op, wire, why in pc.wire_counts()}
+        for op in (*moves_and_sums, exchange):
+            wire, why = told[op]
+            if taken and op != exchange:
+                assert (wire, why) == ("int8", "")
+            else:
+                assert wire == "" and why.startswith("between GPUs of one process")
 
 
 def test_bfloat16_of_float32_is_a_cast() -> None:

@@ -8,9 +8,12 @@ import pytest
 
 import harness
 from benchmarking import Bench
-from benchmarks import columns, plots, settings, wired_rows
+from benchmarks import columns, plots, replay_rows, settings, wired_rows
 from benchmarks.cases import CASES
 from benchmarks.settings import FlagError, Settings
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import WirePlan
+from pallas_collectives.wires import Wire
 
 WIRES = ("int8", "float8_e4m3fn")
 
@@ -95,3 +98,26 @@ def test_a_picture_without_points_is_told_of(bench: Bench, tmp_path: Path) -> No
     asked = ("--wire=int8", "--replay=v5e:4x4", "--collective=psum", "--sizes=1K")
     _, out, _ = bench(*asked, f"--plot={picture}")
     assert f"No row has a time, so {picture} is not drawn." in out and not picture.exists()
+
+
+@pytest.mark.parametrize("pod, size, most", [("v5e:16x16", 16 << 20, 95), ("v6e:8x8", 4 << 20, 85)])
+def test_a_wire_gains_where_small_blocks_are_cut_for_both_axes(
+    pod: str, size: int, most: int
+) -> None:
+    """By passes around a gather of 32 KiB of numbers, which took 203% and 120% in one piece."""
+    asked = wanted("all_gather", pods=(pod,), sizes=(size,), axes=("x", "y"))
+    plain, *wired = wired_rows.rows(wired_rows.plan(asked), asked, harness.mesh(2))
+    assert plain.time_us and len(wired) == len(WIRES)
+    for row in wired:
+        assert row.passes_us, "too few tiles to be packed in a kernel"
+        assert row.of_plain and row.of_plain < most
+
+
+def test_a_wire_that_would_lose_is_left_out() -> None:
+    """On v5e 16 x 16 a gather of 16 KiB blocks takes its way, however few bytes it sends."""
+    (case,) = (case for case in CASES if case.name == "all_gather")
+    (task,) = replay_rows.plan(["v5e:16x16"], [case], [4 << 20], ["bfloat16"], axes=("x", "y"))
+    with counters.recorded() as plans:
+        replay_rows.run(task, wire=Wire("int8", optional=True))
+    left_out = {plan.why for plan in plans if isinstance(plan, WirePlan) and not plan.algorithm}
+    assert len(left_out) == 1 and "in place of" in left_out.pop()

@@ -35,7 +35,7 @@ from pallas_collectives import _compat
 from pallas_collectives.annotations import Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology.chips import Chip
-from pallas_collectives.wires import LEAST_SCALE, Wire
+from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
 
 ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
 # Tiles whose scales are a whole tile of the hardware's; those of fewer are padded.
@@ -44,10 +44,6 @@ WHOLE = sublanes(jnp.int32)
 # Tiles that the compiler does side by side: their conversions wait for one another's sums along
 # lanes, and with four the units have a fifth less idle time than with two.
 SIDE_BY_SIDE = (4, 2, 1)
-
-# Numbers of at most 2^22 in magnitude that this is added to are rounded to integers, which are the
-# sum's low bits: one addition in place of a rounding and a conversion.
-_TO_INTEGER = np.float32(1.5 * 2**23)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +161,7 @@ class Codec:
             inverse = inverse * (2 - steps * inverse)
         scaled = total * inverse
         if self.wire.dtype == "int8":
-            narrow = lax.bitcast_convert_type(scaled + _TO_INTEGER, jnp.int32).astype(jnp.int8)
+            narrow = lax.bitcast_convert_type(scaled + TO_INTEGER, jnp.int32).astype(jnp.int8)
         else:
             narrow = scaled.astype(self.wire.dtype)
         for k, at in enumerate(self._numbers(number)):

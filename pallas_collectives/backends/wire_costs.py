@@ -1,0 +1,52 @@
+"""What a wire costs: passes over memory, and how far a result may be from the exact one."""
+
+from pallas_collectives.topology import chips
+from pallas_collectives.wires import Wire
+
+
+def gathers_terms(n: int) -> bool:
+    """Whether a psum by exchanges gathers its terms, which then has no more bytes."""
+    return n == 2
+
+
+def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False) -> str:
+    """How far a result may be from the exact one, before it is rounded to the operand's dtype."""
+    if not wire.scaled:
+        return "rounded to bfloat16, 2^-9 of each number, at every hop"
+    shares = {"int8": "1/254 of the largest number of its group", "float8_e4m3fn": "1/16 of itself"}
+    half = shares.get(wire.dtype, "1/8 of itself")
+    if wire.scales != "float32" and wire.dtype == "int8":
+        half = "1/127 of the largest number of its group"
+    once = f"each number is off by {half} at most"
+    terms = f"in the sum at each of {n - 1} hops" if requantizes else f"in each of the {n} terms"
+    match op:
+        case "reduce_scatter":
+            return f"{once}, {terms}"
+        case "all_reduce" if not requantizes and gathers_terms(n):
+            return f"{once}, {terms}"
+        case "all_reduce":
+            return f"{once}, {terms} and in their sum"
+    return once
+
+
+def seconds_of_passes(op: str, nbytes: int, sent: int, n: int) -> float:
+    """What quantising an operand and dequantising what comes takes at the least, on the chip here.
+
+    Args:
+      op: the canonical collective; sums by the exchange.
+      nbytes: of the operand.
+      sent: its bytes on the wire.
+      n: devices.
+    """
+    copies = n if op == "all_gather" else 1
+    moved_bytes = nbytes + sent  # read and written
+    match op:
+        case "reduce_scatter":
+            moved_bytes += sent + nbytes // n
+        case "all_reduce" if gathers_terms(n):
+            moved_bytes += n * sent + nbytes
+        case "all_reduce":  # terms are added, the sums quantised, and all of them dequantised
+            moved_bytes += sent + sent // n + sent + nbytes
+        case _:
+            moved_bytes += copies * (sent + nbytes)
+    return moved_bytes / chips.current().hbm_bandwidth
