@@ -16,6 +16,7 @@ What they are made of:
     cases.py        one record per collective
     problem.py      a collective at one size: operands, program, and what must come out
     measure.py      verifies and times it on the devices, by timing.py's clocks
+    fused_timed.py  products and their collective, on the devices
     soak.py         many collectives back to back
     compiled.py     compiles it for TPUs that are not there, beside lax's
     replay_rows.py  replays it on the model of a pod

@@ -9,6 +9,7 @@ modelled pods. A row holds, in µs:
     hidden %    of the shorter of these two, what fused hides: both together less fused
     x longer    fused, in times of the longer of the two
     least       modelled: what no form takes less than
+    apart       measured: both, one after the other in one program
 
 Modelled, the collective is our kernel, replayed, and the product takes the cycles that the TPU
 compiler estimates for XLA's (`xla_products`). The least is the longer of the product at the chip's
@@ -21,7 +22,6 @@ import functools
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import pallas_collectives
-from benchmarks import compiled, devices, timing, xla_products
+from benchmarks import compiled, devices, fused_timed, timing, xla_products
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
@@ -50,7 +50,13 @@ SHAPES = (
     *("2048x4096x4096", "4096x4096x11008", "1024x4096x4096"),
     *("4096x8192x28672", "16384x1024x8192"),
 )
-_SHAPES = flags.DEFINE_list("shapes", list(SHAPES), "ROWSxKxN: rows of one device's block, K, N.")
+TIMED_SHAPES = (*SHAPES, "2048x4096x8192")  # which PyTorch's and JAX's own forms were timed at
+_SHAPES = flags.DEFINE_list(
+    "shapes",
+    None,
+    f"ROWSxKxN: rows of one device's block, K, N. By default {', '.join(SHAPES)}, and on devices "
+    f"{TIMED_SHAPES[-1]}.",
+)
 _FUSED = flags.DEFINE_list("fused", list(OPS), "The products, by name.")
 _LEARN = flags.DEFINE_bool(
     "learn_products", False, "Ask the TPU compiler what XLA's products take."
@@ -64,7 +70,10 @@ HIDDEN, LONGER = 0.85, 1.10  # what a fused product is wanted to hide, and to ta
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One product with its collective; times in seconds; `least` 0 where it is not known."""
+    """One product with its collective; times in seconds.
+
+    `least` is 0 where it is measured, and `apart` where it is modelled.
+    """
 
     where: str
     op: str
@@ -73,6 +82,7 @@ class Row:
     product: float
     collective: float
     least: float = 0.0
+    apart: float = 0.0
 
     @property
     def shorter(self) -> float:
@@ -103,44 +113,48 @@ class Row:
         return "forbidden by the least" if forbidden and self.least else "below what is wanted"
 
     def line(self) -> str:
-        """The row as text, under `HEADER`."""
+        """The row as text, under `header`."""
         rows, depth, columns = self.shape
         times = "".join(f"{1e6 * t:12.1f}" for t in (self.fused, self.product, self.collective))
         shares = f"{100 * self.overlap:10.1f}{self.fused / self.longer:10.2f}"
-        size, least = f"{rows}x{depth}x{columns}", f"{1e6 * self.least:12.1f}"
+        size, least = f"{rows}x{depth}x{columns}", f"{1e6 * (self.least or self.apart):12.1f}"
         text = f"{self.where:16}{self.op:24}{size:20}{times}{shares}{least}"
         return f"{text}  {self.verdict}".rstrip()
 
 
-HEADER = f"{'where':16}{'op':24}{'rows x K x N':20}" + "".join(
-    f"{name:>{width}}"
-    for name, width in (
+def header(last: str) -> str:
+    """The columns' names; the last one's is `last`."""
+    numbers = (
         *(("fused us", 12), ("product us", 12), ("coll us", 12)),
-        *(("hidden %", 10), ("x longer", 10), ("least us", 12)),
+        *(("hidden %", 10), ("x longer", 10), (last, 12)),
     )
-)
+    names = "".join(f"{name:>{width}}" for name, width in numbers)
+    return f"{'where':16}{'op':24}{'rows x K x N':20}{names}"
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the rows of what the flags ask for."""
     if argv[1:]:
         raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
-    shapes = [*map(shape_of, _SHAPES.value)]
+    named = [*map(shape_of, _SHAPES.value or ())]
     if unknown := set(_FUSED.value) - set(OPS):
         rule = f"the products are {', '.join(OPS)}"
         raise FlagError(f"--fused={min(unknown)}", rule, "name one, or both with a comma")
     devices.prepare(8)
     if devices.kind() == "simulated":
-        over = tuple(_OVER.value)
+        over, shapes = tuple(_OVER.value), named or [*map(shape_of, SHAPES)]
         if _LEARN.value:
             learn(PODS.value, shapes, over)
         found = modelled(PODS.value, _FUSED.value, shapes, over)
         title = f"Modelled, not measured: over {', '.join(over)} of each pod, bfloat16."
+        names = header("least us")
     else:
+        shapes = named or [*map(shape_of, TIMED_SHAPES)]
         found = measured(_FUSED.value, shapes, timing.ITERS.value)
         title = f"Measured: {jax.device_count()} x {jax.devices()[0].device_kind}, bfloat16."
+        names = header("apart us")
     if devices.speaks():
-        print(title, HEADER, sep="\n")
+        print(title, names, sep="\n")
     slower = False
     for row in found:
         slower |= row.overlap < 0
@@ -286,54 +300,6 @@ def measured(
     ops: Sequence[str], shapes: Sequence[tuple[int, int, int]], iters: int
 ) -> Iterator[Row]:
     """Rows of chains of products in one program, on all devices."""
-    mesh = Mesh(np.array(jax.devices()), ("x",))
+    mesh = Mesh(np.array(jax.devices()), (fused_timed.AXIS,))
     for op, shape in itertools.product(ops, shapes):
-        rows, depth, columns = shape
-        blocks = 1 if op == GATHER else mesh.size
-        call = functools.partial(getattr(pallas_collectives, op), axis_name="x")
-        times = {
-            how: _seconds(
-                mesh, functools.partial(call, algorithm=how), (blocks * rows, depth), columns, iters
-            )
-            for how in ("fused", "unfused")
-        }
-        product = _seconds(mesh, jnp.matmul, (mesh.size * rows, depth), columns, iters)
-        where = f"{mesh.size} devices"
-        yield Row(where, op, shape, times["fused"], product, times["unfused"] - product)
-
-
-def _seconds(
-    mesh: Mesh, call: Callable[..., Any], shape: tuple[int, int], columns: int, iters: int
-) -> float:
-    """The median time of one call, in a chain within one program, less that of a chain of one.
-
-    Each call waits for the one before through one element that this overwrites in its operand.
-    """
-    spec = PartitionSpec("x")
-    sharding = NamedSharding(mesh, spec)
-
-    def chain(length: int) -> Callable[..., Any]:
-        def link(_: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-            y = jax.lax.optimization_barrier(call(x, w))
-            return jax.lax.dynamic_update_slice(x, y[:1, :1].astype(x.dtype), (0, 0))
-
-        def run(x: jax.Array, w: jax.Array) -> jax.Array:
-            return jax.lax.fori_loop(0, length, lambda i, x: link(i, x, w[0]), x[0])[None]
-
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(mapped)
-
-    def operand(shape: tuple[int, ...]) -> jax.Array:
-        ones = functools.partial(jnp.ones, (mesh.size, *shape), jnp.bfloat16)
-        return jax.jit(ones, out_shardings=sharding)()
-
-    x, w = operand(shape), operand((shape[1], columns))
-    one, many = chain(1), chain(1 + iters)
-
-    def clock(program: Callable[..., Any]) -> float:
-        return timing.clocked(program, x, w)
-
-    for program in (one, many):
-        clock(program)
-    dispatch = statistics.median(clock(one) for _ in range(timing.SAMPLES))
-    return statistics.median((clock(many) - dispatch) / iters for _ in range(timing.SAMPLES))
+        yield Row(f"{mesh.size} devices", op, shape, **fused_timed.seconds(mesh, op, shape, iters))

@@ -22,14 +22,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DType, Interpret, Number, Ref
 from pallas_collectives.kernels import pipelines
-from pallas_collectives.kernels.machinery import launch, product, sync
+from pallas_collectives.kernels.machinery import launch, product
 from pallas_collectives.kernels.matmul_plan import Plan, plan
+from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
+
+AHEAD = 1
 
 
 def all_gather_matmul(
@@ -167,7 +171,7 @@ class TileScratch(NamedTuple):
 
     sums: list[Any]  # for each product, a sum under way: VMEM
     resident: dict[int, Any]  # of the products whose w stays in VMEM, its place there
-    copy_sems: dict[int, Any]  # own; their copies
+    copy_sems: dict[int, Any]  # own; one for each tile of columns that is copied there
 
     @classmethod
     def of(cls, tiling: Plan) -> "TileScratch":
@@ -178,11 +182,12 @@ class TileScratch(NamedTuple):
             for i, (problem, tiles) in enumerate(each)
             if tiles.keep == "all"
         }
+        copy_sems = {i: pltpu.SemaphoreType.DMA((product.across(*each[i]),)) for i in resident}
         sums = [
             pltpu.VMEM(product.sum_shape(tiles), product.accumulator_dtype(problem.x_dtype))
             for problem, tiles in each
         ]
-        return cls(sums, resident, dict.fromkeys(resident, pltpu.SemaphoreType.DMA))
+        return cls(sums, resident, copy_sems)
 
     @property
     def nbytes(self) -> int:
@@ -207,17 +212,22 @@ class _Weights:
         self._w_refs, self._copy_sems = w_refs, scratch.copy_sems
 
     def bring(self) -> Callable[[], None]:
-        """Sets out to copy the weights that stay in VMEM there; what is returned waits for them."""
-        stay = list(self._copy_sems)
-        return sync.started(
-            [self._w_refs[i] for i in stay],
-            [product.resident(self.tiling.problems[i], self.refs[i]) for i in stay],
-            [self._copy_sems[i] for i in stay],
-        )
+        """Starts the first copies of weights to VMEM; the first product sees to the others.
 
-    def multiply(self, i: int, x_ref: Ref, out_ref: Ref, *terms: Any, **options: Any) -> None:
-        """out = x @ w[i] + terms."""
+        What is returned does nothing: each tile of columns is waited for where it is used first.
+        """
+        for i in self._copy_sems:
+            tiles = product.across(self.tiling.problems[i], self.tiling.tiles[i])
+            for column in range(min(AHEAD, tiles)):
+                self._with_copy(i, column, lambda copy: copy.start())
+        return lambda: None
+
+    def multiply(
+        self, i: int, x_ref: Ref, out_ref: Ref, *terms: Any, first: Any, **options: Any
+    ) -> None:
+        """out = x @ w[i] + terms; `first` of all products with w[i], or not."""
         tiling = self.tiling
+        stays = i in self._copy_sems
         product.multiply(
             x_ref,
             self.refs[i],
@@ -226,8 +236,44 @@ class _Weights:
             sum_ref=self.sums[i],
             problem=tiling.problems[i],
             tiles=tiling.tiles[i],
+            begins=functools.partial(self._arrives, i, first) if stays else None,
             **options,
         )
+
+    def _arrives(self, i: int, first: Any, column: Number) -> None:
+        """Waits for a tile of columns if the product is the first, and starts a later one's copy.
+
+        So tiles come one behind another, not all of them late and together.
+        """
+        tiles = product.across(self.tiling.problems[i], self.tiling.tiles[i])
+
+        @pl.when(first)
+        def _() -> None:
+            self._with_copy(i, column, lambda copy: copy.wait())
+            later = column + AHEAD
+
+            @pl.when(later < tiles)
+            def _() -> None:
+                self._with_copy(i, later, lambda copy: copy.start())
+
+    def _with_copy(self, i: int, column: Number, act: Callable[[Any], None]) -> None:
+        """act(the copy of a tile of columns to VMEM); the last one may be narrower."""
+        problem, tiles = self.tiling.problems[i], self.tiling.tiles[i]
+        last = product.across(problem, tiles) - 1
+        narrow = problem.columns - last * tiles.columns
+
+        def of(size: int) -> None:
+            source, target = (
+                product.columns_of(problem, ref, column * tiles.columns, size)
+                for ref in (self._w_refs[i], self.refs[i])
+            )
+            act(pltpu.make_async_copy(source, target, self._copy_sems[i].at[column]))
+
+        if narrow == tiles.columns:
+            of(narrow)
+        else:
+            groups.only_if(column < last, lambda: of(tiles.columns))
+            groups.only_if(column == last, lambda: of(narrow))
 
 
 def _gather_kernel(
@@ -245,10 +291,11 @@ def _gather_kernel(
     weights = _Weights(tiling, w_refs, scratch.tiles)
 
     def consume(block: Number, chunk: Number) -> None:
+        first = (block == ring.me) & (chunk == 0)
         arrived = tiling.blocks.at(gathered_ref, block, chunk)
         for i, out_ref in enumerate(out_refs):
             target = tiling.blocks_of(out_ref.shape[2]).at(out_ref, block, chunk)
-            weights.multiply(i, arrived, target, precision=precision)
+            weights.multiply(i, arrived, target, first=first, precision=precision)
 
     pipelines.gather_and_consume(
         ring,
@@ -278,13 +325,18 @@ def _scatter_kernel(
     tiling = tiling.on(ring.core)
     weights = _Weights(tiling, [w_ref], scratch.tiles)
 
+    begins = next(stream for stream in streams if stream.hops_of(0))
+    furthest = ring.block(begins.direction * begins.hops_of(0))  # the other stream begins elsewhere
+
     def produce(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:
         own = tiling.blocks.at(x_ref, block, chunk)
-        weights.multiply(0, own, sum_ref, sum_ref, adds=adds, precision=precision)
+        first = ~adds & (chunk == 0) & (block == furthest)
+        weights.multiply(0, own, sum_ref, sum_ref, first=first, adds=adds, precision=precision)
 
     def finish(chunk: Number, target_ref: Ref, *sum_refs: Ref) -> None:
         own = tiling.blocks.at(x_ref, ring.me, chunk)
-        weights.multiply(0, own, target_ref, *sum_refs, scale=scale, precision=precision)
+        options: dict[str, Any] = {"scale": scale, "precision": precision}
+        weights.multiply(0, own, target_ref, *sum_refs, first=False, **options)
 
     pipelines.produce_and_scatter(
         ring,

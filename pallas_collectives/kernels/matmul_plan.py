@@ -79,14 +79,23 @@ class Plan:
     def seconds(self, group: Group, block_bytes: int) -> float:
         """What the kernel takes by the chip's rates, where a block has so many bytes on the wire.
 
-        The longer of wire and products; the shorter for the one chunk that nothing hides; and two
-        DMAs' latency for each chunk.
+        Where the wire takes longer: that, two DMAs' latency for each chunk, and the products that
+        nothing hides, those of two chunks at its end; in a scatter of two at its start besides.
+        Where the products do: these, a DMA's latency for each chunk, what the first waits for its
+        weights, and a chunk on the wire at the end; in a scatter half as long again, by replays.
         """
-        n, wire = group.size, wire_seconds(group, block_bytes)
-        products = n * self.seconds_per_block
-        last = min(wire / max(1, n // 2), products / n) / self.chunks
-        starts = 2 * chips.current().dma_latency * n * self.chunks
-        return max(wire, products) + last + starts
+        chip, n, wire = chips.current(), group.size, wire_seconds(group, block_bytes)
+        of_chunk = self.seconds_per_block / self.chunks
+        on_wire = wire / max(1, n // 2) / self.chunks
+        scatters = any(problem.terms for problem in self.problems)
+        bare, tail = (4, 1.5) if scatters else (2, 1.0)
+        late = sum(
+            product.seconds_to_bring(p, t, chip, self.cores)
+            for p, t in zip(self.problems, self.tiles, strict=True)
+        )
+        products = n * self.seconds_per_block + tail * min(on_wire, of_chunk) + late
+        starts = chip.dma_latency * n * self.chunks
+        return max(wire + bare * of_chunk + 2 * starts, products + starts)
 
     def pace(self, group: Group, block_bytes: int) -> pipelines.Pace | None:
         """When own chunks are to set out, where a block has so many bytes on the wire.
@@ -132,10 +141,11 @@ def plan(
     least_rows = max(sublanes(x_dtype), sublanes(out_dtype))
     able = cores if shape[1] % (cores * least_rows) == 0 else 1
     whole = [count for count in CHUNKS if shape[1] % (able * count * least_rows) == 0]
+    n = group.size
     found = [
         cut
         for count in whole or [1]
-        if (cut := _cut(shape, weights, x_dtype, out_dtype, able, count, terms, transposed))
+        if (cut := _cut(shape, weights, x_dtype, out_dtype, able, count, terms, transposed, n))
     ]
     if not found:
         chip = chips.current()
@@ -156,6 +166,7 @@ def _cut(
     chunks: int,
     terms: int,
     transposed: bool,
+    devices: int,
 ) -> Plan | None:
     """The plan with so many chunks of a block for each core; None if no tiles fit."""
     batch, rows, depth = shape
@@ -175,7 +186,8 @@ def _cut(
     )
     chip = chips.current()
     budget = int(chip.vmem_bytes * VMEM_SHARE) // len(problems)
-    tiles = [product.choose_tiles(problem, budget, chip, cores) for problem in problems]
+    times = devices * chunks
+    tiles = [product.choose_tiles(problem, budget, chip, cores, times) for problem in problems]
     blocks = Blocks(shape, axis=1, cut=1, chunks=cores * chunks)
     fitting = tuple(t for t in tiles if t is not None)
     return Plan(blocks, problems, fitting, cores) if len(fitting) == len(tiles) else None

@@ -9,8 +9,8 @@ Model, per device, of blocks passed both ways round a ring of n, each with its s
 
     wire      (n-1)/2 blocks over a link
     unfused   wire + the products by XLA: at `XLA_SHARE` of the peak rate, or HBM's for all operands
-    fused     the longer of the two; the shorter for the one chunk that nothing hides; and two DMAs'
-              latency for each chunk (`matmul_plan.Plan.seconds`)
+    fused     the longer of the two, what nothing hides at the ends, and DMAs' latency for each
+              chunk (`matmul_plan.Plan.seconds`)
 
 Rates are those of `topology.chips`. So fusing loses if blocks are small. On chips with two cores a
 device (v4, v5p) both run the kernel, if the rows of a block can be halved.

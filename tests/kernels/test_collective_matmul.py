@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from pallas_collectives.kernels import collective_matmul, matmul_plan, pipelines
-from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.kernels.machinery import channel, product, sync
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.topology.groups import Group, wrap_step
 
@@ -101,6 +101,48 @@ def assert_exact(n: int, params: Any, rows: int, batch: int) -> None:
     for a, b in zip(got, references(x, w), strict=True):
         np.testing.assert_array_equal(np.asarray(a), b)
     assert not harness.race_reported()
+
+
+def weights_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay in VMEM, and come there in tiles of 256 columns."""
+    tiles = product.Tiles(rows=8, depth=128, columns=256, inner=128, keep="all")
+    monkeypatch.setattr(product, "choose_tiles", lambda *_: tiles)
+
+
+def with_wide_weights(n: int, mode: str) -> tuple[Any, Any]:
+    """What both kernels make of weights of 640 columns, the last 128 a tile of their own."""
+    x, w = small(n)[0], harness.random((n, 128, 640), F32, 1)
+    run = functools.partial(both, n=n, params=harness.ADVERSARIES[mode])
+    got = harness.per_device(run, harness.mesh(n), check_vma=False)
+    return functools.partial(got, x, w), references(x, w)
+
+
+@pytest.mark.parametrize("n, mode", [(2, "eager"), (3, "on_wait")])
+def test_weights_that_stay_come_tile_by_tile(
+    n: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights_in_tiles(monkeypatch)
+    run, wanted = with_wide_weights(n, mode)
+    for got, want in zip(run(), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), want)
+    assert not harness.race_reported()
+
+
+def no_wait(self: Any, i: int, first: Any, column: Any) -> None:
+    """Starts the copies of tiles of weights, and waits for none."""
+    problem, tiles = self.tiling.problems[i], self.tiling.tiles[i]
+    later = column + collective_matmul.AHEAD
+
+    @pl.when(first & (later < product.across(problem, tiles)))
+    def _() -> None:
+        self._with_copy(i, later, lambda copy: copy.start())
+
+
+def test_a_dropped_wait_for_a_tile_of_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights_in_tiles(monkeypatch)
+    monkeypatch.setattr(collective_matmul._Weights, "_arrives", no_wait)
+    run, (_, want, _) = with_wide_weights(2, "on_wait")
+    assert harness.caught(lambda: run()[1], want)
 
 
 def is_caught(
@@ -222,7 +264,7 @@ def test_long_rings_reuse_semaphores_under_credits(monkeypatch: pytest.MonkeyPat
     assert not is_caught("on_wait", n=7, hold=3)
 
 
-def races(n: int) -> Any:
+def races(n: int, columns: int = 128) -> Any:
     """What can race on some schedule, in both kernels on a ring of n."""
     machine = Machine.named(f"v5e:{n}")
     group, options = Group(("x",), (n,)), {"precision": None, "interpret": False}
@@ -239,12 +281,21 @@ def races(n: int) -> Any:
     function = jax.shard_map(
         run, mesh=machine.mesh({"x": n}), in_specs=everywhere, out_specs=everywhere, check_vma=False
     )
-    shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in ((1, 16, 128), (128, 128))]
+    shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in ((1, 16, 128), (128, columns))]
     return replay(function, *shapes, machine=machine, races=True).races
 
 
 def test_the_replay_knows_no_race() -> None:
     assert races(8) == []
+
+
+def test_the_replay_knows_the_race_of_weights_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights_in_tiles(monkeypatch)
+    assert races(4, columns=640) == []
+    monkeypatch.setattr(collective_matmul._Weights, "_arrives", no_wait)
+    assert races(4, columns=640)
 
 
 def test_the_replay_knows_the_race_of_a_dropped_wait(monkeypatch: pytest.MonkeyPatch) -> None:

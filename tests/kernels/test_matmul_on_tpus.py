@@ -75,6 +75,19 @@ def test_transformer_sizes_compile_to_the_kernel_alone(generation: str, columns:
     assert_nothing_else(compiled(generation, columns, "all_gather_matmul"))
 
 
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_weights_that_stay_in_vmem_compile(generation: str) -> None:
+    """They come tile by tile; the last tile of columns is a narrower one."""
+    found = harness.compile_for_tpu(
+        lambda x, w: pallas_collectives.matmul_reduce_scatter(x, w, "x", algorithm="fused"),
+        harness.GENERATIONS[generation],
+        (4096, 2048),
+        (2048, 2944),
+        dtype=BF16,
+    )
+    assert found.ops.count("custom-call") == 1, found.ops
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("columns", [8192, 11008, 28672, 29568])

@@ -306,7 +306,7 @@ def test_the_benchmark_says_what_is_hidden() -> None:
     (row,) = fused.modelled(["v5e:16x1"], ["all_gather_matmul"], [(1024, 4096, 4096)])
     assert row.least < row.fused <= fused.LONGER * row.longer
     assert fused.HIDDEN <= row.overlap <= 1.1 and not row.verdict
-    assert len(row.line()) == len(fused.HEADER)
+    assert len(row.line()) == len(fused.header("least us"))
     late = dataclasses.replace(row, fused=row.product + row.collective)
     assert late.overlap == 0 and late.line().endswith("below what is wanted")
     bound = dataclasses.replace(late, least=late.fused)

@@ -4,7 +4,7 @@
 
 The grid runs over columns of w, then A, then rows, then K: a panel of w, all of K by `columns`, is
 fetched once and serves all rows. Where one tile holds all of x, that is fetched once and serves all
-columns. Where all of w fits VMEM it is `resident`: brought in once, for any number of products.
+columns. Where all of w fits VMEM it is resident: brought in once, for any number of products.
 Where not even a panel fits, tiles of w are fetched with those of x. All tiles are double-buffered
 by the pipeline.
 
@@ -15,6 +15,7 @@ that until they are rounded to the result's dtype, once.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,9 +33,6 @@ from pallas_collectives.topology.chips import Chip
 # tiles are multiplied in a loop.
 _MOST_VOLUME = 1 << 30
 _STEP_SECONDS = 0.2e-6  # of the grid: DMAs started and waited for
-# Of HBM's bandwidth: what is sent and what comes, both ways, takes up to a fifth (v5e, v6e), and
-# pipelines do not fill the rest: 0.7 orders tiles as the replay does.
-_HBM_SHARE = 0.7
 _MOST_ROWS = 2048  # of a tile that has all rows: x then stays in VMEM for all columns
 
 
@@ -95,13 +93,20 @@ def accumulator_dtype(dtype: DType) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_tiles(problem: Problem, vmem_bytes: int, chip: Chip, cores: int = 1) -> Tiles | None:
+def choose_tiles(
+    problem: Problem, vmem_bytes: int, chip: Chip, cores: int = 1, times: int = 1
+) -> Tiles | None:
     """The tiles with which a product takes least time, or None if none fits `vmem_bytes`.
 
-    `cores`: of a device, how many multiply at a time.
+    `cores`: of a device, how many multiply at a time; `times`: how often each does so.
     """
+
+    def taken(tiles: Tiles) -> float:
+        every = times * seconds(problem, tiles, chip, cores)
+        return every + seconds_to_bring(problem, tiles, chip, cores)
+
     found = [
-        (seconds(problem, tiles, chip, cores), vmem(problem, tiles), tiles)
+        (taken(tiles), vmem(problem, tiles), tiles)
         for tiles in _candidates(problem)
         if vmem(problem, tiles) <= vmem_bytes
     ]
@@ -153,26 +158,51 @@ def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float
     `cores`: so many have such a product at a time, and share HBM.
     """
     p, t = problem, tiles
-    down, across = -(-p.rows // t.rows), -(-p.columns // t.columns)
-    steps = p.batch * down * across * (p.depth // t.depth)
+    down, wide = -(-p.rows // t.rows), across(p, t)
+    steps = p.batch * down * wide * (p.depth // t.depth)
     flops = 2 * steps * t.rows * t.depth * t.columns
     weights = {"all": 0, "panel": 1, "tile": p.batch * down}[t.keep] * p.depth * p.columns
-    fetched = 1 if steps == across else across  # a tile that serves again is not fetched again
+    fetched = 1 if steps == wide else wide  # a tile that serves again is not fetched again
     traffic = (
         p.batch * p.rows * p.depth * fetched * p.x_dtype.itemsize
         + weights * p.w_dtype.itemsize
         + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
     )
     core = flops / (chip.matrix_rate / chip.cores)
-    hbm = chip.hbm_bandwidth * _HBM_SHARE / cores
+    hbm = _hbm_rate(chip, cores)
     tile_of_x = t.rows * t.depth * p.x_dtype.itemsize
     tile_of_w = 0 if t.keep == "all" else t.columns * p.w_dtype.itemsize
     tile_of_w *= p.depth if t.keep == "panel" else t.depth
     tile_out = t.rows * t.columns * p.out_dtype.itemsize
-    # A result is waited for after the step behind it; the first tiles and the last result always.
-    late = max(0.0, tile_out / hbm - core / steps) * p.batch * down * across
-    ends = (tile_of_x + tile_of_w + tile_out) / hbm
-    return max(core + late, traffic / hbm) + ends + steps * _STEP_SECONDS
+    # While one step multiplies, the last one's result leaves, and what the next one takes comes.
+    of_x = 0 if steps == wide else tile_of_x
+    full = of_x + (1 + p.terms) * tile_out + (tile_of_w if t.keep == "tile" else 0)
+    panels = wide if t.keep == "panel" else 0
+    late = sum(
+        count * max(0.0, moved / hbm - core / steps)
+        for count, moved in (
+            (p.batch * down * wide - panels, full),
+            (panels, full + tile_of_w),
+        )
+    )
+    ends = (tile_of_x + tile_of_w + (1 + p.terms) * tile_out) / hbm  # are waited for
+    return max(core + late + steps * _STEP_SECONDS, traffic / hbm) + ends
+
+
+def seconds_to_bring(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float:
+    """What the first product waits for weights that stay in VMEM, tile by tile; 0 for others."""
+    if tiles.keep != "all":
+        return 0.0
+    count = across(problem, tiles)
+    a_tile = problem.depth * tiles.columns * problem.w_dtype.itemsize * cores / chip.hbm_bandwidth
+    core = problem.flops / count / (chip.matrix_rate / chip.cores)
+    return a_tile + (count - 1) * max(0.0, a_tile - core)
+
+
+def _hbm_rate(chip: Chip, cores: int) -> float:
+    """HBM's for one of such cores, while two links bring and two take what they can."""
+    wire = 4 * chip.link_bandwidth * chip.link_efficiency / chip.devices_per_chip
+    return (chip.hbm_bandwidth - wire) / cores
 
 
 def resident_shape(problem: Problem, tiles: Tiles) -> tuple[int, int]:
@@ -181,9 +211,15 @@ def resident_shape(problem: Problem, tiles: Tiles) -> tuple[int, int]:
     return shape[::-1] if problem.transposed else shape
 
 
-def resident(problem: Problem, w_vmem_ref: Ref) -> Any:
-    """The part of that VMEM that w fills; the rest never reaches a result."""
-    return w_vmem_ref.at[tuple(pl.ds(0, size) for size in problem.weight_shape)]
+def across(problem: Problem, tiles: Tiles) -> int:
+    """How many tiles of columns w has."""
+    return -(-problem.columns // tiles.columns)
+
+
+def columns_of(problem: Problem, w_ref: Ref, start: Number, size: int) -> Any:
+    """So many columns of w, in HBM or in that VMEM."""
+    cut = pl.ds(_aligned(start, LANES), size), pl.ds(0, problem.depth)
+    return w_ref.at[cut if problem.transposed else cut[::-1]]
 
 
 def multiply(
@@ -197,8 +233,12 @@ def multiply(
     adds: Any = True,
     scale: float = 1.0,
     precision: PrecisionLike = None,
+    begins: Callable[[Number], None] | None = None,
 ) -> None:
-    """out = scale * (x @ w + terms), as the module says; `adds` says whether terms count."""
+    """out = scale * (x @ w + terms), as the module says; `adds` says whether terms count.
+
+    begins(j) is called before the first use of columns j * tiles.columns and up of w.
+    """
     t, keep = tiles, tiles.keep
     deep, slabs = problem.depth // t.depth, t.depth // t.inner
 
@@ -212,6 +252,9 @@ def multiply(
     def body(x: Any, *refs: Ref) -> None:
         w, *terms, out = (w_ref, *refs) if keep == "all" else refs
         column, k = pl.program_id(0), pl.program_id(3)
+        if begins is not None:
+            at_first = (pl.program_id(1) == 0) & (pl.program_id(2) == 0) & (k == 0)
+            pl.when(at_first)(lambda: begins(column))
         contract = ((1,), (1 if problem.transposed else 0,)), ((), ())
 
         def multiplied(slab: Number) -> jax.Array:
@@ -258,7 +301,7 @@ def multiply(
     batch, rows, _ = x_ref.shape
     pltpu.emit_pipeline(
         body,
-        grid=(pl.cdiv(problem.columns, t.columns), batch, pl.cdiv(rows, t.rows), deep),
+        grid=(across(problem, t), batch, pl.cdiv(rows, t.rows), deep),
         in_specs=[x_spec, *([] if keep == "all" else [w_spec]), *[out_spec] * len(term_refs)],
         out_specs=[out_spec],
     )(x_ref, *([] if keep == "all" else [w_ref]), *term_refs, out_ref)

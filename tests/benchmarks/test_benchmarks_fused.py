@@ -1,0 +1,125 @@
+"""`python -m benchmarks fused` on devices: what is timed is computed, whole, by each call."""
+
+import itertools
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+from benchmarking import Bench
+from benchmarks import devices, fused, fused_timed, timing
+from pallas_collectives.backends.choice import use_backend
+from pallas_collectives.backends.pallas.products import GATHER, SCATTER
+
+ROWS, DEPTH, COLUMNS = SHAPE = (16, 128, 256)
+N = 2
+
+
+def body_of(text: str) -> dict[str, tuple[str, str, list[str]]]:
+    """Of a compiled program's only loop, name -> (type, operation, operands); "ROOT" is its last.
+
+    Types are without layouts.
+    """
+    (name,) = set(re.findall(r"\bbody=%?([\w.\-]+)", text))
+    _, _, rest = text.partition(f"\n%{name} (")
+    found = {}
+    for line in rest.partition("\n}")[0].splitlines()[1:]:
+        match = re.match(r"\s+(ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(,|$)", line)
+        assert match, line
+        root, name, type_, operation, operands, _ = match.groups()
+        type_ = re.sub(r"\{[\d,]*\}", "", type_)
+        node = type_, operation, re.findall(r"%([\w.\-]+)", operands)
+        found[name] = node
+        if root:
+            found["ROOT"] = node
+    return found
+
+
+def before(body: dict[str, tuple[str, str, list[str]]], name: str) -> set[str]:
+    """What a value is computed from, in this turn of the loop."""
+    seen, open_ = set(), [name]
+    while open_:
+        if (at := open_.pop()) not in seen:
+            seen.add(at)
+            open_ += body[at][2]
+    return seen
+
+
+@pytest.mark.parametrize("form", ["apart", "product", "collective"])
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+def test_each_call_is_computed_whole_and_after_the_one_before(
+    op: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "kind", lambda: "gpu")
+    mesh = harness.mesh(N)
+    call, left = fused_timed.forms(op, SHAPE, N)[form]
+    shapes = [jax.ShapeDtypeStruct((N, *s), jnp.float32) for s in (left, (DEPTH, COLUMNS))]
+    with use_backend("xla"):
+        program = fused_timed.chain(call, mesh, 1 + 2 * timing.IN_A_ROW)
+        body = body_of(program.lower(*shapes).compile().as_text())
+    gathers = op == GATHER
+    whole = f"f32[{N * ROWS},{DEPTH}]" if gathers else f"f32[{ROWS},{COLUMNS}]"
+    result = {
+        "apart": f"f32[{N * ROWS if gathers else ROWS},{COLUMNS}]",
+        "product": f"f32[{N * ROWS},{COLUMNS}]",
+        "collective": whole,
+    }[form]
+    (last,) = (name for name in body["ROOT"][2] if body[name][0] == result)  # the loop carries it
+    made = before(body, last)
+    called = "all-gather" if gathers else "reduce-scatter"
+    collectives = [name for name in made if body[name][1] == called]
+    assert len(collectives) == (0 if form == "product" else timing.IN_A_ROW)
+    assert {body[name][0] for name in collectives} <= {whole}
+    # Each link is computed from the result before it, and each overwrites an operand in place.
+    links = [name for name in made if "dynamic-update-slice" in name]
+    assert len(links) == timing.IN_A_ROW
+    chained = sorted(links, key=lambda name: len(before(body, name)))
+    assert all(a in before(body, b) for a, b in itertools.pairwise(chained))
+    assert not [name for name, (_, operation, _) in body.items() if operation == "copy"]
+
+
+def test_each_form_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SAMPLES", 3)
+
+    def lasting(seconds: float) -> tuple[fused_timed.Call, tuple[int, int]]:
+        def call(x: jax.Array, w: jax.Array) -> jax.Array:
+            def hold(value: np.ndarray) -> np.ndarray:
+                time.sleep(seconds)
+                return value
+
+            y = jnp.matmul(x, w)
+            return jax.pure_callback(hold, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+        return call, (ROWS, DEPTH)
+
+    slow = {"collective": lasting(0.03), "product": lasting(0.01)}
+    monkeypatch.setattr(fused_timed, "forms", lambda *_: slow)
+    found = fused_timed.seconds(harness.mesh(N), GATHER, SHAPE, 2)
+    assert 0.03 <= found["collective"] < 0.3 and 0.01 <= found["product"] < found["collective"]
+
+
+def test_devices_have_rows_of_times(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a run on real devices, here on CPUs that are not taken for simulated TPUs."""
+    monkeypatch.setattr(devices, "kind", lambda: "gpu")
+    monkeypatch.setenv("PALLAS_COLLECTIVES_BACKEND", "xla")
+    asked: list[Any] = []
+
+    def seconds(mesh: Any, op: str, shape: fused_timed.Shape, iters: int) -> dict[str, float]:
+        asked.append((op, shape, iters))
+        return {"fused": 4e-6, "apart": 6e-6, "product": 3e-6, "collective": 2e-6}
+
+    monkeypatch.setattr(fused_timed, "seconds", seconds)
+    status, out, err = bench("fused", "-n=2")
+    assert status == 0, err
+    title, header, *rows = out.splitlines()
+    assert "Measured" in title and header.endswith("apart us")
+    assert {row.split(maxsplit=2)[2].split(maxsplit=2)[2] for row in rows} == {
+        "4.0         3.0         2.0      50.0      1.33         6.0  below what is wanted"
+    }
+    assert [*map(fused.shape_of, fused.TIMED_SHAPES)] == [s for op, s, _ in asked if op == GATHER]
+    assert (SCATTER, (2048, 4096, 8192), 2) in asked
