@@ -55,17 +55,15 @@ from pallas_collectives.topology.groups import Group, Ring, only_if
 # other. By the replay of v5e and v5p smaller ones, and those in VMEM, take less time whole.
 HALVES_FROM_BYTES = 256 << 10
 
-# Of VMEM, and at most half of a core's.
-SCRATCH_BYTES = 16 << 20
+SCRATCH_BYTES = 16 << 20  # of VMEM, and at most half of a core's
 # Where sums travel packed: by the replay of v5e, v5p and v6e 16 MiB take 5% to 12% longer.
 PACKED_SCRATCH_BYTES = 20 << 20
 # The same over several axes, where pieces are of all that the axes before have met: with 20 MiB
 # v5e 16 x 16 takes up to 30% longer.
 PACKED_TORUS_BYTES = 48 << 20
 
-# Streams of a bundle, where operands go by in sections: several pairs, so that while what one has
-# sent is on the wire others are seen to; one where there is no room for more. On lines each stream
-# goes both ways, and its reduction shares links with its gather: there two pairs do.
+# Streams of a bundle of operands in sections: several pairs, so that while what one has sent is on
+# the wire others are seen to; one where room is short; two on lines, where each goes both ways.
 STREAMS = ((6, 4), (2,))
 STREAMS_ON_LINES = ((4,), (2,))
 
@@ -144,6 +142,9 @@ def reduce_scatter(
     of = functools.partial(ScatterScratch.of, dtype=x.dtype, vmem=vmem, codec=codec, left=left)
     how: Any = {"there_and_back": False, "vmem": vmem, "codec": codec}
     plan = plan_of(axes, view.block, view.at, x.dtype, of, **how)
+    if not (vmem or codec) and vmem_bytes(of(plan)) > _room(codec, len(axes)):
+        view = View.of_tiles(shape, axis) or view  # rows of tiles are too wide to be cut between
+        plan = plan_of(axes, view.block, view.at, x.dtype, of, **how)
     ones = (1,) * len(axes)
     y = launch.call(
         functools.partial(_scatter_kernel, plan=plan, op=op, vmem=vmem, codec=codec),
@@ -231,8 +232,7 @@ def plan_of(
     stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes))
     halves = not vmem and (stream_bytes >= HALVES_FROM_BYTES or codec is not None)
     chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
-    packed_room = PACKED_SCRATCH_BYTES if len(axes) == 1 else PACKED_TORUS_BYTES
-    room = min(packed_room if codec else SCRATCH_BYTES, chip.vmem_bytes // 2)
+    room = _room(codec, len(axes))
 
     def fits(plan: Plan) -> bool:
         scratch = scratch_of(plan)
@@ -271,6 +271,12 @@ def plan_of(
             return min(fitting, key=lambda plan: _cost(plan, dtype))
     # Blocks that are too coarse to be cut so finely: as finely as they go.
     return whole if vmem else whole.in_sections(whole.grain, streams=2)
+
+
+def _room(codec: Codec | None, axes: int) -> int:
+    """Bytes of VMEM that scratch may take, unless blocks are kept there."""
+    packed = PACKED_SCRATCH_BYTES if axes == 1 else PACKED_TORUS_BYTES
+    return min(packed if codec else SCRATCH_BYTES, chips.current().vmem_bytes // 2)
 
 
 def _cost(plan: Plan, dtype: DType) -> float:

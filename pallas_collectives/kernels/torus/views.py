@@ -9,13 +9,16 @@ import jax.numpy as jnp
 from pallas_collectives.annotations import DType
 from pallas_collectives.kernels.machinery.blocks import LANES
 
+_HIGH = 8  # rows of a tile in HBM, whatever the dtype
+
 
 @dataclasses.dataclass(frozen=True)
 class View:
     """Arrays of blocks side by side along `axis`, seen as arrays with dimensions for the torus.
 
     A reshape that moves nothing. Blocks of columns become blocks of tiles first, as they lie in
-    memory; nothing moves there either if their rows are whole tiles.
+    memory; nothing moves there either if their rows are whole tiles. So can blocks of rows, to be
+    cut between any two tiles: a row of tiles may be too wide.
 
     Attributes:
       shape: one block as it is.
@@ -35,21 +38,33 @@ class View:
         if axis < len(shape) - 1:
             return cls(shape, axis, shape, axis)
         *before, rows, columns = shape
-        high = 8 if rows % 8 == 0 else rows
+        high = _HIGH if rows % _HIGH == 0 else rows
         return cls(shape, axis, (*before, rows // high, columns // LANES, high, LANES), axis)
+
+    @classmethod
+    def of_tiles(cls, shape: tuple[int, ...], axis: int) -> "View | None":
+        """The view of blocks of rows as tiles in a row; None where they are not whole tiles."""
+        if axis == len(shape) - 1 or shape[-2] % _HIGH or shape[-1] % LANES:
+            return None
+        tiles = math.prod(shape[axis:]) // (_HIGH * LANES)
+        return cls(shape, axis, (*shape[:axis], tiles, _HIGH, LANES), axis)
 
     def into(self, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
         """An array of as many blocks as `sizes` says, as it is seen."""
         if self.block != self.shape:
-            *before, rows, _, high, lanes = self.block
-            x = jnp.swapaxes(x.reshape(*before, rows, high, -1, lanes), -3, -2)
+            *before, rows, columns = x.shape
+            high = self.block[-2]
+            apart = x.reshape(*before, rows // high, high, columns // LANES, LANES)
+            x = jnp.swapaxes(apart, -3, -2)
         return x.reshape(*self.block[: self.at], *sizes, *self.block[self.at :])
 
     def out_of(self, y: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
         """The inverse of `into`."""
-        if self.block != self.shape:
-            *before, rows, _, high, lanes = self.block
-            y = jnp.swapaxes(y.reshape(*before, rows, -1, high, lanes), -3, -2)
         shape = list(self.shape)
         shape[self.axis] *= math.prod(sizes)
+        if self.block != self.shape:
+            *before, rows, columns = shape
+            high = self.block[-2]
+            tiles = y.reshape(*before, rows // high, columns // LANES, high, LANES)
+            y = jnp.swapaxes(tiles, -3, -2)
         return y.reshape(shape)

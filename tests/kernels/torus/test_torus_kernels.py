@@ -92,6 +92,33 @@ def test_bfloat16_in_hbm() -> None:
     run("psum", (2, 2), pltpu.InterpretParams(), "bfloat16")
 
 
+@pytest.mark.parametrize(
+    "shape, axis, dtype, mode",
+    [
+        ((64, 2048), 0, "float32", "on_wait"),
+        pytest.param((64, 2048), 0, "bfloat16", "eager", marks=SLOW),
+        pytest.param((3, 128, 2048), 1, "float32", "eager", marks=SLOW),
+        pytest.param((8, 16, 2048), 0, "bfloat16", "on_wait", marks=SLOW),
+    ],
+)
+def test_wide_rows_are_cut_between_tiles(
+    shape: tuple[int, ...], axis: int, dtype: str, mode: str, in_sections: None
+) -> None:
+    on = harness.mesh(2, 2)
+    x = harness.random((4, *shape), dtype)
+    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
+        program = harness.per_device(
+            lambda a: pallas_collectives.psum_scatter(
+                a, on.axis_names, scatter_dimension=axis, tiled=True, algorithm="torus"
+            ),
+            on,
+        )
+        got = np.asarray(program(x))
+    assert not harness.race_reported()
+    want = np.stack(np.split(x.astype(np.float64).sum(0), 4, axis=axis))
+    np.testing.assert_array_equal(got, want.astype(got.dtype))
+
+
 @pytest.mark.parametrize("axis, dtype", [(0, "float32"), (1, "int8"), (2, "bfloat16")])
 def test_gathers_along_any_axis_as_lax(axis: int, dtype: str) -> None:
     x, on = harness.random((4, 3, 64, 256), dtype), harness.mesh(2, 2)

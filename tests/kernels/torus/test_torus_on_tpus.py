@@ -16,6 +16,7 @@ import harness
 import pallas_collectives
 from benchmarks import cases, replay_rows
 from pallas_collectives.kernels.torus import reduce_scatter, scatter
+from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group
@@ -141,6 +142,48 @@ def test_pairs_need_no_credits_in_sections(
     op: str, sizes: tuple[int, ...], in_sections: None, closing: None
 ) -> None:
     assert not races_of_sections(op, *sizes)
+
+
+def test_rows_too_wide_for_scratch_are_cut_between_tiles(
+    monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
+) -> None:
+    """Without races; and a window without credits is caught there too."""
+    of_tiles, seen = View.of_tiles, []
+    monkeypatch.setattr(View, "of_tiles", lambda *a: seen.append(a) or of_tiles(*a))
+    assert not races_of_sections("psum_scatter", 4, 4, columns=2048)
+    assert set(seen) == {((8, 2048), 0)}
+    monkeypatch.setattr(scatter, "SLOTS", 2)
+    assert races_of_sections("psum_scatter", 4, 4, columns=2048)
+
+
+@pytest.mark.parametrize(
+    "topology, sizes, rows, columns",
+    [
+        ("v4:2x2x1", (2, 2, 2), 2048, 28672),
+        ("v5e:4x4", (4, 4), 1024, 65536),
+        ("v5p:4x4x4", (4, 4, 4), 4096, 28672),
+        ("v6e:4x4", (4, 4), 1024, 65536),
+        ("tpu7x:2x2x1", (2, 2, 2), 2048, 65536),
+    ],
+)
+def test_wide_rows_are_scattered_where_they_lie(
+    topology: str, sizes: tuple[int, ...], rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's row of tiles takes more VMEM in all its stages than there is."""
+    pytest.importorskip("libtpu")
+    of_tiles, seen = View.of_tiles, []
+    monkeypatch.setattr(View, "of_tiles", lambda *a: seen.append(a) or of_tiles(*a))
+    program = harness.compile_for_tpu(
+        lambda x: pallas_collectives.psum_scatter(
+            x, NAMES[: len(sizes)], tiled=True, algorithm="torus", backend="pallas"
+        ),
+        topology,
+        (rows * math.prod(sizes), columns),
+        dtype=jnp.bfloat16,
+        sizes=sizes,
+    )
+    assert seen and "custom-call" in program.ops
+    assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
 
 
 def test_a_window_of_two_slots_without_credits_is_caught(
