@@ -127,7 +127,7 @@ class Stepped(Row):
     Attributes:
       op: the program, and how it is run.
       topology: libtpu's name.
-      under: whose collectives: "lax", "override" or "forced".
+      under: whose collectives: "lax", "override", "grouped" or "forced".
       compute_us: the core's own work, by XLA's estimate.
       exposed_us: what the core waits for collectives.
       hidden_us: what collectives take beside the core's work.

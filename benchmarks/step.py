@@ -1,9 +1,10 @@
 """`step`: a model's step, compiled by the real TPU compiler: which collectives the core waits for.
 
-Each program is compiled for each topology three times: with lax's collectives, under
-`override_lax()`, and under `override_lax(everything=True)` ("forced"). XLA's scheduled program says
-what runs beside what, and how many cycles the core's own work takes; a replay of the whole step
-says what collectives take. So all these times are modelled, none is measured. No TPU is needed.
+Each program is compiled for each topology four times: with lax's collectives, under
+`override_lax()`, under `override_lax(ahead="grouped")`, which most programs do not change, and
+under `override_lax(everything=True)` ("forced"). XLA's scheduled program says what runs beside
+what, and how many cycles the core's own work takes; a replay of the whole step says what
+collectives take. So all these times are modelled, none is measured. No TPU is needed.
 
 "Hideable" is the most of it that the core's work could hide in any order of the program, by its
 data dependencies (`steps.bound`): what is awaited at once has nothing beside it.
@@ -12,7 +13,7 @@ On TPUs and GPUs the programs also run, under lax and under `override_lax()`: th
 the clock, and what is exposed by the profiler.
 
 By default one program is compiled for one topology, which takes about a minute; a line at the end
-says what is left out. A gradient's program takes a minute or more for each of the three.
+says what is left out. A gradient's program takes a minute or more for each of the four.
 
 --program=package.module:function names a function of (devices, form) that returns a
 `benchmarks.steps.programs.Program`: what one device runs, its arguments' shapes, and mesh axes.

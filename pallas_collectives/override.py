@@ -36,7 +36,7 @@ def override_lax(
     only: Iterable[str] | None = None,
     keep: Iterable[str] = (),
     wire: Mapping[str, Any] | None = None,
-    ahead: bool = True,
+    ahead: bool | str = True,
 ) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
 
@@ -64,11 +64,14 @@ def override_lax(
         (`wire_counts`). Derivatives of these calls travel as they are; the sums that
         `check_vma=True` adds to gradients go by that of psum.
       ahead: whether a turn of a scan may ask for the weights that the next turn needs first, where
-        a SparseCore gathers them and nothing is beside them in their own turn. It takes memory for
-        these weights of a second layer; `override_report()` says which it asked for so.
+        a SparseCore runs that and nothing is beside it in its own turn. It takes memory for these
+        weights of a second layer; `override_report()` says of which, and how much. With "grouped" a
+        turn may also leave to the next one the scatter of the gradient that it makes last, which
+        takes memory likewise, and says which products are to be beside scatters. XLA hides more of
+        them then, and refuses to compile some programs ("annotation groups"): try it.
 
     Raises:
-      CollectiveError: a name that is not a collective's.
+      CollectiveError: a name that is not a collective's, or a flag that is not True or False.
       WireError: a wire that there is not, or for a function that takes none.
 
     It does not reach:
@@ -87,7 +90,7 @@ def override_lax(
       ...     print(jax.vmap(lambda x: jax.lax.psum(x, "x"), axis_name="x")(jnp.ones(2)))
       [2. 2.]
     """
-    names = _checked(only, _CHOOSING) - _checked(keep, ())
+    names = _names(everything=everything, only=only, keep=keep, ahead=ahead)
     over = _checked_wires(wire)
     if unused := sorted({name for name, _ in over} - names):
         rule = "lax keeps that function, by `only` or `keep`"
@@ -103,18 +106,32 @@ def override_lax(
         yield
 
 
-def _checked(names: Iterable[str] | None, default: Iterable[str]) -> frozenset[str]:
-    """These names of lax's functions, or by default those."""
-    found = frozenset(default if names is None else [names] if isinstance(names, str) else names)
-    if unknown := sorted(found - set(_CHOOSING)):
-        rule = f"lax's collectives are {', '.join(sorted(_CHOOSING))}"
-        raise CollectiveError(f"the name {unknown[0]!r}", rule, "name some of them")
-    return found
+def _names(*, everything: Any, only: Any, keep: Any, ahead: Any) -> frozenset[str]:
+    """The functions to replace; all these arguments checked."""
+    validation.check_flag("everything", everything)
+    if not isinstance(ahead, bool) and ahead != choice.GROUPED:
+        rule = f"it is True, False or {choice.GROUPED!r}"
+        raise CollectiveError(f"ahead={ahead!r}", rule, "pass one of them")
+    wanted = frozenset(_CHOOSING) if only is None else _checked("only", only)
+    return wanted - _checked("keep", keep)
+
+
+def _checked(argument: str, names: Any) -> frozenset[str]:
+    """The names of lax's functions that an argument has: one, or several."""
+    if not isinstance(names, Iterable):
+        rule = "it is a name of lax's, or several"
+        raise CollectiveError(f"{argument}={names!r}", rule, f"write it like {argument}=['psum']")
+    found = [names] if isinstance(names, str) else [*names]
+    for name in found:
+        if not isinstance(name, str) or name not in _CHOOSING:
+            rule = f"lax's collectives are {', '.join(sorted(_CHOOSING))}"
+            raise CollectiveError(f"the name {name!r}", rule, "name some of them")
+    return frozenset(found)
 
 
 def _checked_wires(given: Mapping[str, Any] | None) -> frozenset[tuple[str, Wire]]:
     """The wires of functions by name; each may be left out."""
-    if not isinstance(given or {}, Mapping):
+    if given is not None and not isinstance(given, Mapping):
         rule = "it names the functions that it is for"
         raise WireError(f"wire={given!r}", rule, f"write it like {{'psum': {given!r}}}")
     checked = []
@@ -141,7 +158,7 @@ def overridden(
     everything: bool = False,
     only: Iterable[str] | None = None,
     keep: Iterable[str] = (),
-    ahead: bool = True,
+    ahead: bool | str = True,
 ) -> Callable[..., Any]:
     """fn with our collectives in place of lax's, however it comes by them.
 
@@ -157,13 +174,15 @@ def overridden(
         pmean, goes by "psum".
 
     Raises:
-      CollectiveError: a name that is not a collective's.
+      CollectiveError: as `override_lax`; or fn is no function.
 
     Example, with `jax.vmap` in place of a mesh:
       >>> jax.vmap(pc.overridden(lambda x: jax.lax.psum(x, "x")), axis_name="x")(jnp.ones(2))
       Array([2., 2.], dtype=float32)
     """
-    names = _checked(only, _CHOOSING) - _checked(keep, ())
+    if not callable(fn):
+        raise CollectiveError(f"fn={fn!r}", "it is a function", "pass what calls the collectives")
+    names = _names(everything=everything, only=only, keep=keep, ahead=ahead)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -271,6 +271,32 @@ def test_functions_can_be_named() -> None:
         build("v6e:4x4", only=["all_gathr"])
 
 
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"ahead": "no"}, "ahead='no': it is True, False or 'grouped'"),
+    ({"everything": 1}, "everything=1: it is True or False"),
+    ({"only": 3}, r"only=3: .*write it like only=\['psum'\]"),
+    ({"keep": None}, "keep=None: it is a name of lax's"),
+    ({"keep": [3]}, "the name 3: lax's collectives are"),
+    ({"only": [["psum"]]}, r"the name \['psum'\]: lax's"),
+]
+
+
+@pytest.mark.parametrize("options, message", WRONG)
+def test_arguments_of_a_wrong_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CollectiveError, match=message), pc.override_lax(**options):
+        pass
+    with pytest.raises(CollectiveError, match=message):
+        pc.overridden(abs, **options)
+
+
+def test_what_is_no_function_has_no_collectives() -> None:
+    with pytest.raises(CollectiveError, match="fn=3: it is a function"):
+        pc.overridden(3)  # type: ignore[arg-type]
+    for wrong in ("", [], 0):
+        with pytest.raises(WireError, match="names the functions"), pc.override_lax(wire=wrong):  # type: ignore[arg-type]
+            pass
+
+
 def test_a_context_that_replaces_nothing_warns_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

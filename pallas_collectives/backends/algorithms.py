@@ -7,7 +7,7 @@ import jax
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters, ordered
-from pallas_collectives.backends.plans import IS_AHEAD, Candidate, How, KernelPlan
+from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND, Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
@@ -95,14 +95,17 @@ def choose(
     if suffix == "sc":
         adds = record.example.adds and not algorithm.by_subcores
         sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=adds)
+    why = _why(base, candidates) if candidates else "it was asked for by name"
+    kept = operand.nbytes * (group.size if op == "all_gather" else 1)
     plan = KernelPlan(
         op=op,
         backend="pallas",
         algorithm=name,
-        why=f"{_why(base, candidates) if candidates else 'it was asked for by name'}{_ahead(how)}",
+        why=f"{why}{_turn(how, kept)}",
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
+        group=how.group,
         shape=operand.shape,
         nbytes=operand.nbytes,
         cuts=cuts,
@@ -116,8 +119,12 @@ def choose(
     return plan
 
 
-def _ahead(how: How) -> str:
-    return "; a loop's turn asks for it for the next one" if how.ahead == IS_AHEAD else ""
+def _turn(how: How, kept: int) -> str:
+    """Which turn of a loop begins it, and how much memory that takes."""
+    more = f", which keeps {kept / 2**20:.1f} MiB more"
+    if how.ahead == IS_AHEAD:
+        return f"; a loop's turn asks for it for the next one{more}"
+    return f"; a loop's turn leaves it to the next one{more}" if how.ahead == IS_BEHIND else ""
 
 
 def in_order(op: str, order: str | None) -> tuple[Algorithm, ...]:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import _compat, simulation, validation, wires
 from pallas_collectives.backends import slices
-from pallas_collectives.backends.plans import MAY_BE_AHEAD, NAMES, How
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
@@ -43,7 +43,9 @@ _named_backend = jax.make_user_context(None)
 STARTED = "started"
 beside_compute = jax.make_user_context(None)
 
-# Whether a loop's turn may ask for what the next one needs first; by `override_lax`.
+# Whether a loop's turn may ask for what the next one needs first, by `override_lax`: True, False,
+# or GROUPED if it may also have XLA schedule scatters together with products.
+GROUPED = "grouped"
 ahead = jax.make_user_context(False)
 
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
@@ -154,7 +156,7 @@ def choose(
         interpret=_interpret(platform),
         across=slices.marked(),
         beside=bool(beside_compute.value) and not how.strict,
-        ahead=MAY_BE_AHEAD if ahead.value and beside_compute.value is True else "",
+        ahead=_ahead(),
     )
 
 
@@ -202,6 +204,12 @@ def _missing(name: str, platform: str) -> str:
         case "pallas" if platform not in ("tpu", "cpu"):
             return f"the kernels are for TPUs, and the mesh in scope is of {platform} devices"
     return ""
+
+
+def _ahead() -> str:
+    if not ahead.value or beside_compute.value is not True:
+        return ""
+    return MAY_BE_GROUPED if ahead.value == GROUPED else MAY_BE_AHEAD
 
 
 def _interpret(platform: str) -> Any:

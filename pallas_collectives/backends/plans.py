@@ -32,8 +32,10 @@ from pallas_collectives.wires import Wire
 
 NAMES = ("pallas", "nccl", "xla")
 
-# Of a call in a loop (`How.ahead`): whether a turn may ask for it for the next one, or does.
-MAY_BE_AHEAD, IS_AHEAD = "may be", "is"
+# Of a call in a loop (`How.ahead`): whether another turn than its own may begin it, and if grouped
+# be scheduled together with products; whether the turn before begins it, as for weights, or the one
+# behind, as for gradients.
+MAY_BE_AHEAD, MAY_BE_GROUPED, IS_AHEAD, IS_BEHIND = "may be", "may be, grouped", "is", "behind"
 
 # What a backend raises for a call that lax can serve in its place.
 UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
@@ -61,7 +63,10 @@ class How:
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
         serves one at a time, is left free.
-      ahead: of a gather in a loop, `MAY_BE_AHEAD` or `IS_AHEAD` (see `lowering.ahead`); else "".
+      ahead: of a gather or scatter in a loop, `MAY_BE_AHEAD`, `MAY_BE_GROUPED`, `IS_AHEAD` or
+        `IS_BEHIND` (see `lowering.ahead`); else "".
+      group: the number of the group that XLA is to schedule it with, in its loop's turn; None to
+        leave it free.
     """
 
     backend: str
@@ -79,6 +84,7 @@ class How:
     beside: bool = False
     awaited: bool = False
     ahead: str = ""
+    group: int | None = None
 
     @property
     def strict(self) -> bool:
@@ -138,6 +144,7 @@ class KernelPlan(Plan):
       record: of its algorithm.
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
+      group: as `How.group`.
       shape, nbytes: of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
       devices: devices in the group.
@@ -149,6 +156,7 @@ class KernelPlan(Plan):
     record: Algorithm
     vmem: bool
     on_sparsecore: bool
+    group: int | None = None
     shape: tuple[int, ...]
     nbytes: int
     cuts: int
@@ -162,7 +170,7 @@ class KernelPlan(Plan):
         packed = self.record.packed if "codec" in options else True
         assert packed, f"{self.algorithm} packs nothing"
         launcher = self.record.launcher if packed is True else packed
-        with sparsecore.wanted(self.on_sparsecore):
+        with sparsecore.wanted(self.on_sparsecore, self.group):
             return launcher(*operands, vmem=self.vmem, **options)
 
 

@@ -1,6 +1,7 @@
 """The weights that a loop's turn needs first, asked for in the turn before."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,17 +16,21 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives.lowering import ahead
+from benchmarks.steps import schedule
+from pallas_collectives.lowering import turns
 from pallas_collectives.tuning import overlaps
 
 SAYS = "a loop's turn asks for it for the next one"
+LEAVES = "a loop's turn leaves it to the next one"
 Arrays = dict[str, Any]
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every gather takes longer than any products: those of a turn's `xs` are asked for ahead."""
-    monkeypatch.setattr(ahead, "_under_way", lambda step, chip: 1.0)
+    """Each collective takes longer than any products: gathers of a turn's `xs` are asked for ahead,
+    and scatters of stacked gradients are held, or, if grouped, left for the turn behind.
+    """
+    monkeypatch.setattr(turns, "under_way", lambda step, chip: 1.0)
     monkeypatch.setattr(overlaps, "holds_scatters", lambda chip: True)
     jax.clear_caches()
     yield
@@ -103,31 +108,73 @@ def derived(run: Any, check_vma: bool) -> Any:
     return jax.tree.map(np.asarray, jax.jit(mapped)(*arrays()))
 
 
-def asked() -> int:
-    """How many gathers of the last context a turn asks for ahead."""
-    return sum(line.times for line in pc.override_report().replaced if SAYS in line.why)
+def asked(says: str = SAYS) -> int:
+    """How many collectives of the last context another turn begins."""
+    return sum(line.times for line in pc.override_report().replaced if says in line.why)
 
 
+def vmapped(x: jax.Array, weights: Arrays) -> Any:
+    """Each row of x by itself."""
+    y, rows = jax.vmap(scanned(layer), (0, None))(x[:, None], weights)
+    return y[:, 0], rows[..., 0].T
+
+
+def nested(x: jax.Array, weights: Arrays) -> Any:
+    """A scan of scans: twice the layers, one after the other."""
+    pairs = jax.tree.map(lambda w: jnp.stack([w, w[::-1]]), weights)
+    y, rows = lax.scan(scanned(jax.checkpoint(layer)), x, pairs)
+    return y, rows.reshape(-1, rows.shape[-1])
+
+
+def of_one(x: jax.Array, weights: Arrays) -> Any:
+    """Loops of one turn, which no other turn is beside."""
+    y, rows = scanned(layer)(x, {k: w[:1] for k, w in weights.items()})
+    return y, rows
+
+
+def of_two(x: jax.Array, weights: Arrays) -> Any:
+    return scanned(layer, reverse=True)(x, {k: w[1:] for k, w in weights.items()})
+
+
+def twice(x: jax.Array, weights: Arrays) -> Any:
+    """Gradients that a loop's own turn makes, stacked twice; others that it also computes with."""
+
+    def turn(x: jax.Array, w: Arrays) -> Any:
+        loss = lambda w, x: jnp.sum(layer(x, w) ** 2)  # noqa: E731
+        made = jax.grad(loss)(w, x)
+        half = made["down"].astype(jnp.bfloat16)
+        return layer(x, w), (jnp.sum(x, 1), made["up"], made["up"], half, 2 * made["down"])
+
+    y, (rows, *gradients) = lax.scan(turn, x, weights)
+    return y, rows + sum(jnp.sum(g.astype(jnp.float32) ** 2, (1, 2))[:, None] for g in gradients)
+
+
+PLAIN = {f"reverse={r}, unroll={u}": scanned(layer, r, u) for r in (False, True) for u in (1, 2)}
+OTHERS = {
+    **{name: scanned(body) for name, body in BODIES.items() if name != "plain"},
+    **{f.__name__: f for f in (vmapped, nested, of_one, of_two, twice)},
+}
+RUNS = PLAIN | OTHERS
 CASES = [
-    *(("plain", reverse, unroll, True) for reverse, unroll in ((False, 1), (True, 1), (False, 2))),
-    *((body, False, 1, vma) for body in ("jit", "remat", "custom") for vma in (True, False)),
+    *((name, True) for name in RUNS if name != "twice"),
+    *((name, False) for name in OTHERS),
 ]
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("body, reverse, unroll, check_vma", CASES)
-def test_values_and_gradients_are_the_same_to_the_bit(
-    body: str, reverse: bool, unroll: int, check_vma: bool
-) -> None:
-    run = scanned(BODIES[body], reverse, unroll)
+@pytest.mark.parametrize("name, check_vma", CASES)
+def test_values_and_gradients_are_the_same_to_the_bit(name: str, check_vma: bool) -> None:
+    run = RUNS[name]
     by_lax = derived(run, check_vma)
     with pc.override_lax(ahead=False):
         within = derived(run, check_vma)
-    assert not asked()
-    with pc.override_lax():
-        got = derived(run, check_vma)
-    assert asked()
-    jax.tree.map(np.testing.assert_array_equal, got, within)
+    assert not asked() and not asked(LEAVES)
+    for ahead in (True, "grouped"):
+        with pc.override_lax(ahead=ahead):
+            got = derived(run, check_vma)
+        jax.tree.map(np.testing.assert_array_equal, got, within)
+        assert bool(asked()) == (name != "of_one")
+        assert bool(asked(LEAVES)) == (name != "of_one" and ahead == "grouped")
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, by_lax)
 
 
@@ -226,56 +273,97 @@ def test_a_loop_of_any_length_is_exported_as_it_was_written() -> None:
     assert "stablehlo.while" in exported.mlir_module() and not asked()
 
 
-@pytest.mark.parametrize("topology, count", [("v6e:2x2", 2), ("v5p:2x2x1", 1)])
-def test_turns_that_scatter_ask_ahead_where_it_was_seen_to_gain(topology: str, count: int) -> None:
-    """The forward pass does on both chips."""
+def between(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product of gathered weights between others: its gradient is made before the end."""
+    return and_after(jnp.tanh(x @ jnp.ones((4096, 4096), x.dtype)), w)
+
+
+def gradient(body: Any) -> Any:
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        loss = lambda w: jnp.sum(over(jax.checkpoint(body))(x, w).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.grad(loss)(w)
+
+    return run
+
+
+def groups(text: str) -> dict[str, list[bool]]:
+    """The numbers of groups; of each member whether it is a product, and not a kernel."""
+    found: dict[str, list[bool]] = {}
+    for line in text.splitlines():
+        if number := re.search(r'_scheduling_group_id = "(\d+)"', line):
+            found.setdefault(number[1], []).append("dot_general" in line)
+    return found
+
+
+@pytest.mark.parametrize("topology", ["v6e:2x2", "v5p:2x2x1"])
+def test_a_scatter_has_a_group_of_products(topology: str) -> None:
+    """It is left for the next turn where its own has no product behind it."""
+    pytest.importorskip("libtpu")
+    text = lowered(gradient(and_after), topology, ahead="grouped").as_text()
+    assert asked() and asked(LEAVES)
+    assert "which keeps 32.0 MiB more" in str(pc.override_report())
+    (members,) = groups(text).values()
+    assert members.count(False) == 1 and members.count(True)
+    for ahead in (False, True):
+        alone = lowered(gradient(and_after), topology, ahead=ahead).as_text()
+        assert not groups(alone) and not asked(LEAVES) and bool(asked()) == ahead
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("topology", ["v6e:2x2", "v5p:2x2x1"])
+def test_unless_groups_are_asked_for_the_compiler_refuses_nothing(topology: str) -> None:
+    """It does this one, a product alone in a turn, where its scatter has a group."""
     pytest.importorskip("libtpu")
 
-    def gradient(x: jax.Array, w: jax.Array) -> jax.Array:
-        run = over(jax.checkpoint(and_after))
-        return jax.grad(lambda x, w: jnp.sum(run(x, w).astype(jnp.float32) ** 2), 1)(x, w)
+    def alone(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ whole(w))
 
-    def carried(**options: Any) -> list[int]:
-        """How many matrices as large as a whole weight each loop carries on."""
-        lines = lowered(gradient, topology, **options).as_text().splitlines()
-        loops = [line for line in lines if "stablehlo.while" in line]
-        return [line.count("tensor<4096x4096xbf16>") for line in loops]
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: jnp.sum(over(alone)(x, w).astype(jnp.float32) ** 2))(w)
 
-    differ = [a != b for a, b in zip(carried(ahead=True), carried(ahead=False), strict=True)]
-    assert len(differ) == 2 and sum(differ) == count
+    assert lowered(run, topology).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="annotation"):
+        lowered(run, topology, ahead="grouped").compile()
 
 
-@pytest.mark.usefixtures("always")
-def test_scatters_of_a_turn_are_held_one_behind_the_other() -> None:
-    """The first until the next turn's weights have come, each other one until the one before."""
-    loss = lambda w, x: jnp.sum(scanned(jax.checkpoint(layer))(x, w)[0] ** 2)  # noqa: E731
-    options: Any = {"mesh": harness.mesh(2), "check_vma": False}
-    specs: Any = {"in_specs": (P(None, "x"), P("x")), "out_specs": P(None, "x")}
-    x, weights = arrays()
-    with pc.override_lax():
-        backward = jax.make_jaxpr(jax.shard_map(jax.grad(loss), **specs, **options))(weights, x)
-    _, scan = equations(backward.jaxpr, "scan")
-    loop = ahead.Loop.of(scan.params, len(scan.invars))
-    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scan.invars]
-    run = functools.partial(loop.run, loop.early())
-    mapped = jax.shard_map(run, in_specs=P(), out_specs=P(), **options)
-    (turns,) = equations(jax.make_jaxpr(mapped)(*operands).jaxpr, "scan")
-    turn = turns.params["jaxpr"].jaxpr
-    made = {v: eqn for eqn in turn.eqns for v in eqn.outvars}
-    first, second = equations(turn, "pallas_reduce_scatter")
-    for scatter, behind in ((first, "pallas_all_gather"), (second, "pallas_reduce_scatter")):
-        barrier = made[scatter.invars[0]]
-        assert barrier.primitive.name == "optimization_barrier"
-        waits = [made[v].primitive.name for v in barrier.invars[1:]]
-        assert waits and set(waits) == {behind}
+def test_a_scatter_with_products_behind_it_stays_in_its_turn() -> None:
+    pytest.importorskip("libtpu")
+    text = lowered(gradient(between), ahead="grouped").as_text()
+    assert not asked(LEAVES)
+    (members,) = groups(text).values()
+    assert members.count(False) == 1 and members.count(True)
 
 
-def equations(jaxpr: Any, name: str) -> list[Any]:
-    """Those of a primitive, in a program and in what is mapped within it."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == name:
-            found.append(eqn)
-        elif eqn.primitive.name == "shard_map":
-            found += equations(eqn.params["jaxpr"], name)
-    return found
+@pytest.mark.full
+@pytest.mark.parametrize("body", [and_after, between])
+@pytest.mark.parametrize("topology", ["v6e:2x2", "v5p:2x2x1"])
+def test_the_compiler_takes_groups(body: Any, topology: str) -> None:
+    """It refuses what it cannot schedule. Between start and end of a scatter are its products."""
+    pytest.importorskip("libtpu")
+    text = lowered(gradient(body), topology, ahead="grouped").compile().as_text()
+    (backward,) = (loop for loop in schedule.events(text) if is_loop_with(loop, "reduce_scatter"))
+    (key,) = (e.key for e in backward.events if is_start_of(e, "reduce_scatter"))
+    order = [getattr(e, "key", "") for e in backward.events]
+    begins = order.index(key)
+    meanwhile = backward.events[begins : order.index(key, begins + 1)]
+    assert schedule.cycles_of(meanwhile) > 200_000
+
+
+def is_start_of(event: Any, op: str) -> bool:
+    return isinstance(event, schedule.Start) and event.collective.op == op
+
+
+def is_loop_with(event: Any, op: str) -> bool:
+    return isinstance(event, schedule.Loop) and any(is_start_of(e, op) for e in event.events)
+
+
+def test_a_loop_of_unrolled_turns_has_no_groups() -> None:
+    """They would hold products of several turns, which XLA cannot schedule."""
+    pytest.importorskip("libtpu")
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        body = jax.checkpoint(and_after)
+        turns = lambda w: lax.scan(lambda x, w: (body(x, w), None), x, w, unroll=2)[0]  # noqa: E731
+        return jax.grad(lambda w: jnp.sum(turns(w).astype(jnp.float32) ** 2))(w)
+
+    assert not groups(lowered(run, ahead="grouped").as_text())

@@ -52,7 +52,13 @@ def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
 
 
 def _on_a_subcore(op: str, out: Ref, terms: Sequence[Ref]) -> None:
-    """One sum of `combine` on a vector subcore, from HBM to HBM."""
+    """One sum of `combine` on a vector subcore, from HBM to HBM.
+
+    JAX 0.12 warns that a store's semaphore is ignored there (`SparseCorePushStreamWarning`). Its
+    wait is a fence for all that the subcore has stored (JAX: `emit_pipeline`'s
+    `output_wait_read_only`), so a sum is in HBM when `sync_copy` returns, and may be sent on. It
+    would be wrong to leave such stores under way and to count them by a semaphore.
+    """
     dtype, tile = out.dtype, tile_shape(out.shape, out.dtype, SUBCORE_TILE_BYTES)
     grid = tuple(size // t for size, t in zip(out.shape, tile, strict=True))
     high = sublanes(dtype)

@@ -205,11 +205,11 @@ def call_many(
     read = jax.tree.map(
         sparsecore.whole_registers if sharing else lambda x: x, (tables, [*scalars])
     )
-    results, _ = _unchecked(run)(*read, list(operands))
+    results, _ = unchecked(run)(*read, list(operands))
     return tuple(results)
 
 
-def _unchecked(run: Callable[..., Any]) -> Callable[..., Any]:
+def unchecked(run: Callable[..., Any]) -> Callable[..., Any]:
     """pallas_call knows no varying types; a shard_map over no axes hides it from the checker."""
     return jax.shard_map(
         run,
@@ -289,7 +289,7 @@ def _effects_of_a_kernel(interpret: Interpret) -> frozenset[Any]:
     shape = jax.ShapeDtypeStruct((8, LANES), jnp.float32)
     empty = pl.pallas_call(lambda _: None, out_shape=shape, interpret=interpret)
     with left_out(False):
-        return frozenset(jax.make_jaxpr(_unchecked(empty))().effects)
+        return frozenset(jax.make_jaxpr(unchecked(empty))().effects)
 
 
 def effects(run: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> frozenset[Any]:

@@ -1,0 +1,252 @@
+"""A turn of a loop as a list of steps, whatever calls they stood within, and how long they take."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.extend import core
+from jax.extend.core import JaxprEqn
+
+from pallas_collectives import _compat, catalogue
+from pallas_collectives.backends import algorithms, canonical
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, How
+from pallas_collectives.kernels.machinery import sparsecore
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import overlaps
+
+# What runs another program in its place, by the parameter that holds it.
+_CALLS = {
+    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call"), "call_jaxpr"),
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+class Value(NamedTuple):
+    """A value that an equation names by no variable."""
+
+    val: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """An equation of a turn, whatever it stood within; values have numbers.
+
+    `eqn` is None for a barrier, which hands on what it reads, once all of it is there.
+    """
+
+    eqn: JaxprEqn | None
+    reads: tuple[Any, ...]  # numbers, or `Value`s
+    writes: tuple[int, ...]
+
+    @property
+    def how(self) -> How | None:
+        """What a gather that may be asked for ahead asks for; None of all others."""
+        return _how(self.eqn) if self.eqn is not None else None
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it sums gradients of gathered weights, for a SparseCore."""
+        return self.eqn is not None and _scatters(self.eqn) and isinstance(self.reads[0], int)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is a scatter that may be scheduled together with products."""
+        wishes = _wishes(self.eqn, "reduce_scatter") if self.eqn is not None else None
+        return wishes is not None and wishes.ahead == MAY_BE_GROUPED
+
+    def seconds(self, chip: chips.Chip) -> float:
+        """What its products take at the least."""
+        return _seconds(self.eqn, chip) if self.eqn is not None else 0.0
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is one for the matrix unit."""
+        return self.eqn is not None and self.eqn.primitive.name == "dot_general"
+
+    @property
+    def types(self) -> dict[int, Any]:
+        """Of what an equation reads and writes."""
+        assert self.eqn is not None
+        pairs = zip((*self.reads, *self.writes), (*self.eqn.invars, *self.eqn.outvars), strict=True)
+        return {x: _type(v) for x, v in pairs if not isinstance(x, Value)}
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether it only hands on parts of what it reads."""
+        return self.eqn is None or self.eqn.primitive.name in _compat.PARTS
+
+    def run(
+        self, values: dict[int, Any], ahead: str | None = None, group: int | None = None
+    ) -> None:
+        """Adds its results.
+
+        Args:
+          values: by number.
+          ahead: another `How.ahead` for a collective; None leaves it.
+          group: of what XLA is to schedule together, in this turn; None leaves it free.
+        """
+        read = [x.val if isinstance(x, Value) else values[x] for x in self.reads]
+        if self.eqn is None:
+            results = lax.optimization_barrier(read)
+        elif ahead is not None:
+            how = dataclasses.replace(self.eqn.params["how"], ahead=ahead, group=group)
+            results = [self.eqn.primitive.bind(*read, **{**self.eqn.params, "how": how})]
+        else:
+            primitive = self.eqn.primitive
+            with self.eqn.ctx.manager, sparsecore.scheduled(group):
+                found = primitive.bind(*read, **primitive.get_bind_params(self.eqn.params))
+            results = found if primitive.multiple_results else [found]
+        values.update(zip(self.writes, results, strict=True))
+
+
+def _how(eqn: JaxprEqn) -> How | None:
+    return _wishes(eqn, "all_gather")
+
+
+def _scatters(eqn: JaxprEqn) -> bool:
+    return _wishes(eqn, "reduce_scatter") is not None
+
+
+def _wishes(eqn: JaxprEqn, collective: str) -> How | None:
+    """What a collective that may be moved to another turn asks for; None of all others."""
+    if eqn.primitive.name not in _twins_of(collective):
+        return None
+    how: How = eqn.params["how"]
+    return how if how.ahead in (MAY_BE_AHEAD, MAY_BE_GROUPED) and not how.awaited else None
+
+
+@functools.cache
+def _twins_of(collective: str) -> frozenset[str]:
+    known = catalogue.primitives().items()
+    return frozenset(f"pallas_{n}" for n, (record, _) in known if record.name == collective)
+
+
+def _inner(eqn: JaxprEqn) -> Any:
+    """The program that an equation runs in its place, closed; None of all others."""
+    inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+    return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
+
+
+def holds_any(closed: Any) -> bool:
+    """Whether a turn has gathers or scatters that another turn may begin."""
+    inner = ((eqn, _inner(eqn)) for eqn in closed.jaxpr.eqns)
+    return any(_how(eqn) or _scatters(eqn) or (x is not None and holds_any(x)) for eqn, x in inner)
+
+
+def _asked_for(closed: Any) -> list[bool]:
+    """Which operands of a program such gathers bring."""
+    wanted: set[Any] = set()
+    for eqn in reversed(closed.jaxpr.eqns):
+        operands = [v for v in eqn.invars if isinstance(v, core.Var)]
+        inner = _inner(eqn)
+        if inner is not None:
+            pairs = zip(eqn.invars, _asked_for(inner), strict=True)
+            wanted |= {v for v, asked in pairs if asked and isinstance(v, core.Var)}
+        elif _how(eqn) or (eqn.primitive.name in _compat.PARTS and wanted & {*eqn.outvars}):
+            wanted |= {*operands}
+    return [v in wanted for v in closed.jaxpr.invars]
+
+
+class Flat:
+    """The equations of a turn, those within calls among them where gathers are."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._new = itertools.count()
+
+    def numbers(self, count: int) -> tuple[int, ...]:
+        """Of so many new values."""
+        return tuple(itertools.islice(self._new, count))
+
+    def add(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        """Adds a program's equations; the numbers of its results."""
+        jaxpr = closed.jaxpr
+        known = dict(zip(jaxpr.constvars, map(Value, closed.consts), strict=True))
+        known.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return known[atom] if isinstance(atom, core.Var) else Value(atom.val)
+
+        for eqn in jaxpr.eqns:
+            reads = tuple(map(read, eqn.invars))
+            inner = _inner(eqn)
+            if inner is not None and holds_any(inner):
+                if eqn.params.get("differentiated") and eqn.params["prevent_cse"]:
+                    reads = self._behind_barriers(reads, _asked_for(inner))
+                writes: Sequence[Any] = self.add(inner, reads)
+            else:
+                writes = self.numbers(len(eqn.outvars))
+                self.steps.append(Step(eqn, reads, tuple(writes)))
+            known.update(zip(eqn.outvars, writes, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _behind_barriers(self, reads: Sequence[Any], asked: Sequence[bool]) -> tuple[Any, ...]:
+        """What a checkpoint computes from, kept apart from the forward pass.
+
+        What gathers bring has a barrier of its own, so that it waits for nothing else.
+        """
+        behind = list(reads)
+        own = [[i] for i, alone in enumerate(asked) if alone]
+        others = [i for i, alone in enumerate(asked) if not alone]
+        for together in filter(None, [*own, others]):
+            numbers = self.numbers(len(together))
+            self.steps.append(Step(None, tuple(reads[i] for i in together), numbers))
+            for i, number in zip(together, numbers, strict=True):
+                behind[i] = number
+        return tuple(behind)
+
+
+def numbers(values: Iterable[Any]) -> Iterator[int]:
+    return (x for x in values if not isinstance(x, Value))
+
+
+def under_way(step: Step, chip: chips.Chip) -> float:
+    """What a gather or scatter takes on a SparseCore (modelled); 0 where none is to run it."""
+    assert step.eqn is not None
+    params, nbytes = step.eqn.params, _nbytes(_type(step.eqn.invars[0]))
+    op = "reduce_scatter" if step.scatters else "all_gather"
+    if overlaps.by_xla(op, chip) or params["how"].wire is not None:
+        return 0.0
+    group = canonical.group_of(params["axis_name"], params["axis_index_groups"])
+    record = catalogue.COLLECTIVES[op]
+    found = algorithms.predicted(op, record.block_bytes(nbytes, group.size), group, cuts=nbytes)
+    there = {a.name for a in record.algorithms if a.by_subcores or not record.example.adds}
+    us = min((us for name, us in found.items() if name in there), default=None)
+    on_core = min(found.values(), default=None) if record.example.adds else None
+    return (us or 0.0) * 1e-6 if overlaps.by_sparsecore(us, chip, on_core) else 0.0
+
+
+def _type(x: Any) -> Any:
+    return x.aval
+
+
+def _nbytes(aval: Any) -> int:
+    return int(aval.size * aval.dtype.itemsize)
+
+
+def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
+    """What an equation's products take at the least, in those of loops as often as these turn."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        types = [_type(v) for v in (*eqn.invars, *eqn.outvars)]
+        flops = 2.0 * types[-1].size * math.prod(types[0].shape[d] for d in contracted)
+        nbytes = sum(map(_nbytes, types))
+        return max(flops / chip.matrix_rate, nbytes / chip.hbm_bandwidth)
+    inner = [v for value in eqn.params.values() for v in _programs(value)]
+    each = sum(_seconds(e, chip) for jaxpr in inner for e in jaxpr.eqns)
+    return each * eqn.params["length"] if eqn.primitive.name == "scan" else each
+
+
+def _programs(value: Any) -> Iterator[core.Jaxpr]:
+    if isinstance(value, core.ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, core.Jaxpr):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _programs(each)
