@@ -23,8 +23,10 @@ from pallas_collectives.topology.groups import Group, Stream
 # Of a chip's VMEM, what the tiles of all products together may take; the rest is the compiler's.
 VMEM_SHARE = 0.7
 # Chunks of a block that a core may have: the more, the less there is at the end that nothing hides;
-# but each fetches the weights anew. Halves, so that the opposite device gets one from either side.
-CHUNKS = (2, 4, 8)
+# but each fetches the weights anew. The opposite device gets half from either side, but a single
+# one from one side.
+CHUNKS = (1, 2, 4, 8, 16)
+MOST_SUMMED = 8  # of a block that is summed: each also waits for its sum and fetches it, at a hop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Plan:
         Where the products do: these, a DMA's latency for each chunk, what the first waits for its
         weights, and a chunk on the wire at the end; in a scatter half as long again, by replays.
         """
-        chip, n, wire = chips.current(), group.size, wire_seconds(group, block_bytes)
+        chip, n, wire = chips.current(), group.size, self._wire_seconds(group, block_bytes)
         of_chunk = self.seconds_per_block / self.chunks
         on_wire = wire / max(1, n // 2) / self.chunks
         scatters = any(problem.terms for problem in self.problems)
@@ -97,16 +99,20 @@ class Plan:
         starts = chip.dma_latency * n * self.chunks
         return max(wire + bare * of_chunk + 2 * starts, products + starts)
 
-    def pace(self, group: Group, block_bytes: int) -> pipelines.Pace | None:
-        """When own chunks are to set out, where a block has so many bytes on the wire.
+    def pace(self, group: Group, block_bytes: int) -> pipelines.Pace:
+        """When a gather's messages are to set out, where a block has so many bytes on the wire."""
+        wire, messages = self._wire_seconds(group, block_bytes), self._messages(group.size)
+        return pipelines.Pace.of(self.seconds_per_block / self.chunks, wire / max(1, messages))
 
-        None where the wire takes longer than the products: nothing is gained by keeping it waiting.
-        """
-        wire = wire_seconds(group, block_bytes)
-        if group.size * self.seconds_per_block < wire:
-            return None
-        a_chunk = 2 * wire / (group.size - 1) / self.chunks
-        return pipelines.Pace.of(self.seconds_per_block / self.chunks, a_chunk)
+    def _wire_seconds(self, group: Group, block_bytes: int) -> float:
+        """What the wire takes; a single chunk reaches the opposite device from one side alone."""
+        even = (group.size - 1) / 2 * self.chunks
+        return wire_seconds(group, block_bytes) * self._messages(group.size) / (even or 1)
+
+    def _messages(self, devices: int) -> int:
+        """Chunks that the busier of a device's links carries."""
+        streams = self.streams(devices)
+        return max((each.near * self.chunks + each.far_chunks for each in streams), default=0)
 
 
 def wire_seconds(group: Group, block_bytes: int) -> float:
@@ -140,7 +146,8 @@ def plan(
     """
     least_rows = max(sublanes(x_dtype), sublanes(out_dtype))
     able = cores if shape[1] % (cores * least_rows) == 0 else 1
-    whole = [count for count in CHUNKS if shape[1] % (able * count * least_rows) == 0]
+    counts = [count for count in CHUNKS if not terms or count <= MOST_SUMMED]
+    whole = [count for count in counts if shape[1] % (able * count * least_rows) == 0]
     n = group.size
     found = [
         cut

@@ -8,6 +8,8 @@ while the chunks behind it are on the wire. On a ring of 4, with two chunks a bl
     1     from the left, from the right    those two
     2     opposite ' from either side      the opposite
 
+What came is sent on at once, or behind more of the own chunks (`Pace`).
+
 `produce_and_scatter`: the same backwards. A device produces its term of a block just before the
 hop that carries the block's sum, adds what has come, and sends it; the wire moves one sum while the
 term of the next is being produced. The own block's term comes last:
@@ -25,6 +27,7 @@ There is one call of `consume`, and one or two of `produce`, in the kernel's cod
 and streams are loops, and whether a stream has anything to do is the trip count of a loop within.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +38,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import DType, Number, Ref, Semaphore, Step, buffer
-from pallas_collectives.kernels import adding, all_gather
+from pallas_collectives.kernels import adding
 from pallas_collectives.kernels.adding import SLOTS
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
@@ -43,6 +46,9 @@ from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Ring, Stream, wrap_step
+
+WINDOW = 8  # receive semaphores of a chunk on a stream in a gather: 16 chunks leave room for them
+ON_WIRE = 2  # messages under way each way, where a gather waits for the wire
 
 
 class Streams:
@@ -53,6 +59,7 @@ class Streams:
         self.count = len(streams)
         self.chunks = streams[0].chunks
         self.hops = max(stream.hops for stream in streams)
+        self.near = streams[0].near  # hops of every chunk, on each stream
         self._streams = streams
 
     def of(self, stream: Number, value: Callable[[Stream], int]) -> Any:
@@ -114,15 +121,15 @@ def _as_int(flag: Any) -> Any:
 
 
 class Pace(NamedTuple):
-    """When own chunks set out in a gather. Those on a wire together share it, and all come late.
+    """When messages set out in a gather: own chunks in turn, then those of others as they came.
 
-    The wire is to have the next by the time it is done with one: it carries as many own chunks
-    while one is consumed as `ratio` says. What is then left sets out as chunks of others come,
-    which they do as fast as ours go; two of them are consumed, one from either side, before the
-    next come. So a chunk is under way on every device before anyone waits for it.
+    Those on a wire together share it, and all come late; so the wire is to have the next when it
+    is done with one. It carries as many while one chunk is consumed as `ratio` says, and others'
+    messages come as fast as ours go. Where the wire takes longer, those that came wait behind own
+    chunks, which are then not the last to arrive; where consuming does, none waits.
     """
 
-    ahead: int  # chunks that set out besides
+    ahead: int  # messages that set out besides
     ratio: int = 16  # in sixteenths: the time to consume a chunk, in times of that on the wire
 
     @classmethod
@@ -130,15 +137,18 @@ class Pace(NamedTuple):
         """From the seconds that a chunk takes to be consumed, and on the wire."""
         return cls(1, max(1, min(16 * 64, round(16 * consume / wire))))
 
-    def out(self, step: Step, index: Number, chunks: int) -> Any:
-        """How many are out when the chunk at an index is consumed, at a step."""
-        own = self.ahead + self._meanwhile(jnp.where(step == 0, index + 1, chunks))
-        later = index + 1 + self.ahead + self._meanwhile(2)
-        every = jnp.where(step == 0, own, jnp.maximum(own, later))
-        return jnp.minimum(jnp.where(step > 1, chunks, every), chunks)
+    def out(self, turn: Number, chunks: int, one_way: int) -> Any:
+        """How many are out when the chunk of a turn is consumed; at turns below `chunks`, an own.
 
-    def _meanwhile(self, consumed: Any) -> Any:
-        return (consumed * self.ratio + 15) // 16
+        From then on each turn is that of a message that came, one from either side. Messages from
+        `one_way` on go to one side only, and take half the turns' time.
+        """
+        came = turn + 1 - chunks
+        consumed = jnp.where(came > 0, chunks + 2 * came, turn + 1)
+        by_time = self.ahead + (consumed * self.ratio + 15) // 16
+        by_wire = came + ON_WIRE
+        by_wire += jnp.clip(by_wire - one_way, 0, ON_WIRE)
+        return jnp.minimum(jnp.maximum(by_time, by_wire), jnp.maximum(chunks, turn + 1))
 
 
 class GatherScratch(NamedTuple):
@@ -150,8 +160,10 @@ class GatherScratch(NamedTuple):
     @classmethod
     def of(cls, streams: tuple[Stream, ...]) -> "GatherScratch":
         """What to allocate."""
+        index = len(streams), streams[0].chunks
+        window = min(WINDOW, max(stream.hops for stream in streams))
         copies = pltpu.SemaphoreType.DMA((streams[0].chunks,))
-        return cls(copies, all_gather.semaphores(streams))
+        return cls(copies, channels.Semaphores.of(*index, window=window))
 
 
 def gather_and_consume(
@@ -172,6 +184,8 @@ def gather_and_consume(
     nothing in `gathered_ref` is written twice, so it cannot write over what is being consumed.
     """
     moving = Streams(ring, streams)
+    chunks = moving.chunks
+    size = np.int32(chunks)
 
     def channel(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk)
@@ -184,24 +198,25 @@ def gather_and_consume(
         source, target = blocks.at(x_ref, chunk=chunk), blocks.at(gathered_ref, ring.me, chunk)
         return pltpu.make_async_copy(source, target, scratch.copy_sems.at[chunk])
 
-    def set_out(index: Number) -> None:
-        chunk = moving.in_turn(index)
-        own, first = blocks.at(x_ref, chunk=chunk), np.int32(0)
-        moving.for_each(
-            lambda stream: moving.hops_of(stream, chunk) > 0,
-            lambda stream: channel(stream, chunk).send(own, place(first, stream, chunk), first),
-        )
+    def set_out(message: Number) -> None:
+        step, chunk = lax.div(message, size), moving.in_turn(lax.rem(message, size))
 
-    chunks = moving.chunks
+        def from_(source: Callable[[Any], Any]) -> None:
+            def send(stream: Number) -> None:
+                block = place(step, stream, chunk)
+                channel(stream, chunk).send(source(block), block, step)
+
+            moving.for_each(lambda stream: step < moving.hops_of(stream, chunk), send)
+
+        groups.only_if(step == 0, lambda: from_(lambda _: blocks.at(x_ref, chunk=chunk)))
+        groups.only_if(step > 0, lambda: from_(lambda block: block))
+
     own_pace = pace or Pace(ahead=max(1, chunks // 2))
     first = min(chunks, own_pace.ahead)
 
-    def set_out_in_time(step: Step, index: Number) -> None:
-        before = own_pace.out(
-            jnp.where(index == 0, step - 1, step), jnp.where(index == 0, chunks, index) - 1, chunks
-        )
-        before = jnp.where((step == 0) & (index == 0), first, before)
-        sync.for_each(before, own_pace.out(step, index, chunks), set_out)
+    def set_out_in_time(turn: Number) -> None:
+        out = functools.partial(own_pace.out, chunks=chunks, one_way=moving.near * chunks)
+        sync.for_each(jnp.where(turn == 0, first, out(turn - 1)), out(turn), set_out)
 
     def see_to_own(index: Number) -> None:
         own_copy(moving.in_turn(index)).wait()
@@ -214,15 +229,13 @@ def gather_and_consume(
         def arrives(stream: Number) -> Any:
             return (step > 0) & (step <= moving.hops_of(stream, chunk))
 
-        def relay(stream: Number) -> None:
-            passing, block = channel(stream, chunk), place(step, stream, chunk)
-            passing.receive(step - 1, block)
-            passing.release(step - 1)
-            onward = step < moving.hops_of(stream, chunk)
-            groups.only_if(onward, lambda: passing.send(block, block, step))
+        def receive(stream: Number) -> None:
+            coming = channel(stream, chunk)
+            coming.receive(step - 1, place(step, stream, chunk))
+            coming.release(step - 1)
 
-        moving.for_each(arrives, relay)
-        set_out_in_time(step, index)
+        moving.for_each(arrives, receive)
+        set_out_in_time(step * size + index)
         groups.only_if(step == 0, lambda: see_to_own(index))
         moving.for_each(
             lambda stream: arrives(stream) | ((step == 0) & (stream == 0)),

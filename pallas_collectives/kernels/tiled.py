@@ -25,11 +25,12 @@ from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, spaces, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.machinery.combine import wide
-from pallas_collectives.kernels.matmul_plan import CHUNKS, VMEM_SHARE
+from pallas_collectives.kernels.matmul_plan import VMEM_SHARE
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 
 MOST_ROWS = 1024  # of a tile
+MOST_CHUNKS = 8  # of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | 
             "use smaller tiles or operands",
         )
     chunks = 1
-    while chunks < CHUNKS[-1] and rows % (2 * chunks * tile) == 0:
+    while chunks < MOST_CHUNKS and rows % (2 * chunks * tile) == 0:
         chunks *= 2
     return Cut(rows, chunks, tile)
 

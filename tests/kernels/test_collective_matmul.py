@@ -103,6 +103,18 @@ def assert_exact(n: int, params: Any, rows: int, batch: int) -> None:
     assert not harness.race_reported()
 
 
+def wire_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that came wait behind own chunks, as where products take far less than the wire."""
+    monkeypatch.setattr(pipelines.Pace, "of", lambda *_: pipelines.Pace(ahead=1, ratio=1))
+    monkeypatch.setattr(matmul_plan, "CHUNKS", (4,))
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_messages_that_wait_behind_own_chunks(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire_is_slow(monkeypatch)
+    assert_exact(4, harness.ADVERSARIES[mode], rows=32, batch=1)
+
+
 def weights_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay in VMEM, and come there in tiles of 256 columns."""
     tiles = product.Tiles(rows=8, depth=128, columns=256, inner=128, keep="all")
@@ -238,7 +250,7 @@ def test_dropped_credits_are_caught_on_every_schedule(
 
         return replaced
 
-    monkeypatch.setattr("pallas_collectives.kernels.all_gather.WINDOW", 2)
+    monkeypatch.setattr("pallas_collectives.kernels.pipelines.WINDOW", 1)
     pod, spec = Machine.named("v5e:16x16"), jax.sharding.PartitionSpec("x")
 
     def is_sound() -> bool:
@@ -260,11 +272,16 @@ def test_dropped_credits_are_caught_on_every_schedule(
 
 def test_long_rings_reuse_semaphores_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of two makes a ring of seven a long one."""
-    monkeypatch.setattr("pallas_collectives.kernels.all_gather.WINDOW", 2)
+    monkeypatch.setattr("pallas_collectives.kernels.pipelines.WINDOW", 2)
     assert not is_caught("on_wait", n=7, hold=3)
 
 
-def races(n: int, columns: int = 128) -> Any:
+def test_a_message_that_leaves_before_it_came_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines.Pace, "out", lambda pace, turn, chunks, one_way: turn + 2)
+    assert is_caught("on_wait")
+
+
+def races(n: int, columns: int = 128, rows: int = 16) -> Any:
     """What can race on some schedule, in both kernels on a ring of n."""
     machine = Machine.named(f"v5e:{n}")
     group, options = Group(("x",), (n,)), {"precision": None, "interpret": False}
@@ -281,12 +298,20 @@ def races(n: int, columns: int = 128) -> Any:
     function = jax.shard_map(
         run, mesh=machine.mesh({"x": n}), in_specs=everywhere, out_specs=everywhere, check_vma=False
     )
-    shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in ((1, 16, 128), (128, columns))]
+    shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in ((1, rows, 128), (128, columns))]
     return replay(function, *shapes, machine=machine, races=True).races
 
 
 def test_the_replay_knows_no_race() -> None:
     assert races(8) == []
+
+
+@pytest.mark.parametrize("n", [4, 7])
+def test_the_replay_knows_no_race_of_messages_that_wait(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire_is_slow(monkeypatch)
+    assert races(n, rows=32) == []
 
 
 def test_the_replay_knows_the_race_of_weights_that_are_not_there(
