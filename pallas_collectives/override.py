@@ -124,8 +124,8 @@ def _checked(argument: str, names: Any) -> frozenset[str]:
     found = [names] if isinstance(names, str) else [*names]
     for name in found:
         if not isinstance(name, str) or name not in _CHOOSING:
-            rule = f"lax's collectives are {', '.join(sorted(_CHOOSING))}"
-            raise CollectiveError(f"the name {name!r}", rule, "name some of them")
+            rule = f"{name!r} is none of lax's collectives: {', '.join(sorted(_CHOOSING))}"
+            raise CollectiveError(f"{argument}={names!r}", rule, "name some of them")
     return frozenset(found)
 
 

@@ -200,8 +200,15 @@ MESH = AbstractMesh((2,), ("x",))
         ({"op": "psum", "nbytes": 1, "devices": 2, "chip": "v9"}, "chip='v9': it is one of v4"),
         ({"op": "psum", "nbytes": 1, "devices": 2, "torus": "knot"}, "'ring' or 'line'"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH}, "mesh and axis_name"),
-        ({"op": "psum", "nbytes": 1, "devices": "8"}, "devices='8': it is a whole number"),
-        ({"op": "psum", "nbytes": -5, "devices": 8}, "nbytes=-5: it is a whole number"),
+        (
+            {"op": "psum", "nbytes": 1, "devices": "8"},
+            "devices='8': it is a whole number of 2 or more",
+        ),
+        (
+            {"op": "psum", "nbytes": -5, "devices": 8},
+            "nbytes=-5: it is a whole number of 0 or more",
+        ),
+        ({"op": "psum", "nbytes": True, "devices": 8}, "nbytes=True: it is a whole number"),
         ({"op": "psum", "shape": 5, "devices": 8}, "a tuple of sizes"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": "q"}, "axis_name='q'"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": ("x", "x")}, "different ones"),

@@ -276,8 +276,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"everything": 1}, "everything=1: it is True or False"),
     ({"only": 3}, r"only=3: .*write it like only=\['psum'\]"),
     ({"keep": None}, "keep=None: it is a name of lax's"),
-    ({"keep": [3]}, "the name 3: lax's collectives are"),
-    ({"only": [["psum"]]}, r"the name \['psum'\]: lax's"),
+    ({"keep": [3]}, r"keep=\[3\]: 3 is none of lax's collectives: all_g"),
+    ({"only": "x"}, "only='x': 'x' is none of lax's collectives: all_gather"),
+    ({"only": [["psum"]]}, r"only=\[\['psum'\]\]: \['psum'\] is none of lax's"),
 ]
 
 

@@ -1,7 +1,8 @@
 """Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -44,12 +45,9 @@ def choose(
       ReachError: it, or every algorithm, writes to devices that the chip cannot reach.
     """
     chip, record = chips.current(), catalogue.COLLECTIVES[op]
+    able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
     if how.algorithm is not None and not isinstance(how.algorithm, str):
-        raise AlgorithmError(
-            f"algorithm={how.algorithm!r}",
-            "it is a name, a string",
-            "see the function's docstring for the names",
-        )
+        raise _no_algorithm(how.algorithm, op, how, able)
     if not placement.reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
     torus, name = torus_of(group, chip), how.algorithm or "auto"
@@ -68,16 +66,10 @@ def choose(
                 base, candidates, suffix = there, others, "sc"
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]
-    able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
     algorithm = able.get(name.partition(":")[0])
     suffixes = ("", "hbm") if algorithm is ordered.EXCHANGE else ("", "vmem", "hbm", "sc")
     if algorithm is None or suffix not in suffixes:
-        so = "" if how.order is None else f" in order={how.order!r}"
-        raise AlgorithmError(
-            f"algorithm={name!r} for {op}{so}",
-            f"it is one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
-            "name one of them, or 'auto' to have it chosen",
-        )
+        raise _no_algorithm(name, op, how, able)
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
             f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",
@@ -117,6 +109,16 @@ def choose(
     )
     counters.note(plan)
     return plan
+
+
+def _no_algorithm(name: Any, op: str, how: How, able: Iterable[str]) -> AlgorithmError:
+    """The error for what is none of those that are able."""
+    so = "" if how.order is None else f" in order={how.order!r}"
+    return AlgorithmError(
+        f"algorithm={name!r} for {op}{so}",
+        f"it is one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
+        "name one of them, or 'auto' to have it chosen",
+    )
 
 
 def _turn(how: How, kept: int) -> str:
