@@ -101,7 +101,7 @@ def override_lax(
         _over(over),
         choice.beside_compute(not everything),
         choice.ahead(ahead),
-        overrides.told(frozenset(_CHOOSING) - names),
+        overrides.told(frozenset(_CHOOSING) - names, dict(over)),
     ):
         yield
 
@@ -232,11 +232,8 @@ def _bindable() -> dict[str, Any]:
 
 @functools.cache
 def _function_of(primitive: str) -> str:
-    """The first function of lax's that binds a primitive, or its like under `check_vma`."""
-    record, wanted = catalogue.primitives()[primitive]
-    alike = [p for p in record.primitives if (p.by, p.reduction) == (wanted.by, wanted.reduction)]
-    names = {p.name for p in alike}
-    return next(name for name, (bound, _) in record.functions.items() if bound in names)
+    """The function of lax's by which `only` and `keep` name a primitive."""
+    return catalogue.primitives()[primitive][0].function_of(primitive)
 
 
 def _bind(primitive: Any, *args: Any, **params: Any) -> Any:

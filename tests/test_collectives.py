@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "unknown algorithm": (
         lambda x: pc.psum(x, "x", algorithm="fastest"),
         AlgorithmError,
-        ("algorithm='fastest' for all_reduce", "one of ring, ", "auto"),
+        ("algorithm='fastest' for psum", "one of ring, ", "auto"),
     ),
     "unknown backend": (
         lambda x: pc.psum(x, "x", backend="mpi"),
