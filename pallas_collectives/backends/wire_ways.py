@@ -46,6 +46,7 @@ EXCHANGE = ordered.EXCHANGE.name
 # By the replay of v5e, v5p, v6e and 7x, 16 to 256 MiB, within 20%.
 _SHOWS = {
     "all_gather": (0.45, 0.8, 4.0),
+    "all_to_all": (0.1, 0.1, 0.1),
     "ppermute": (0.3, 0.3, 0.3),
     "reduce_scatter": (0.0, 0.5, 4.0),
     "all_reduce": (0.25, 0.85, 4.0),
@@ -241,7 +242,8 @@ def _packed_moves(
     for name in _rings(op, group):
         if sent := sent_by(name, wire):
             cuts = x.size // math.prod(codec.tile)
-            us = algorithms.predicted(op, sent, there, cuts=cuts).get(name)
+            block = catalogue.COLLECTIVES[op].block_bytes(sent, group.size)
+            us = algorithms.predicted(op, block, there, cuts=cuts).get(name)
             yield _packed_way(op, name, group, sent, us, 1e6 * core)
 
 
