@@ -59,6 +59,7 @@ PARTS = (("small", SMALL, SMALL_BLOCKS), ("several", SEVERAL, SEVERAL_BLOCKS))
 SHOWN = ("all_gather", "psum_scatter", "psum", "all_to_all")
 MOST_EXCHANGING = 16  # devices; a replay of more that all send to all takes minutes
 GPU_BLOCKS = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+NOT_RECOMPUTED = "(not recomputed)"  # of a collective that is newer than the stored rows
 _DTYPE = "float32"
 
 
@@ -77,6 +78,8 @@ def main(argv: Sequence[str]) -> int:
         results.write(str(README), lambda file: file.write(after))
     changed = "out of date" if _ONLY_CHECK.value else "written anew"
     print(f"{README.name}: {len(TABLES)} tables, {'all current' if after == before else changed}")
+    if NOT_RECOMPUTED in after:
+        print(f"{NOT_RECOMPUTED}: python -m benchmarks readme --recompute replays these")
     return int(_ONLY_CHECK.value and after != before)
 
 
@@ -192,8 +195,8 @@ def replayed(saved: Saved) -> str:
     for pod in PODS:
         of_pod = [row for row in rows if row.machine == pod]
         found = {(row.op, row.size // (row.devices or 1)): row for row in of_pod}
-        of_case = ([found[case.name, block] for block in BLOCKS] for case in CASES)
-        texts = itertools.starmap(_small_and_large, of_case)
+        of_case = ([found.get((case.name, block)) for block in BLOCKS] for case in CASES)
+        texts = (_small_and_large(*two) if all(two) else NOT_RECOMPUTED for two in of_case)
         cells.append((f"{pod}, {of_pod[0].devices}", *texts))
     headers = ("pod, devices on the axis", *(case.name for case in CASES))
     return grid(headers, cells, (True,) * len(headers))

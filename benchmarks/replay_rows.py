@@ -18,7 +18,8 @@ import pallas_collectives
 from benchmarks.cases import LANES, Case, chosen
 from benchmarks.rows import Replayed
 from benchmarks.settings import Settings
-from pallas_collectives.catalogue import COLLECTIVES
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import KernelPlan, Plan
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
@@ -169,7 +170,8 @@ def _row(task: Task, races: bool) -> Replayed:
         count = per_block * (n if task.case.whole else 1)
         base = dataclasses.replace(base, size=nbytes, count=count, devices=n)
         pallas_collectives.reset_counts()
-        report = run(task, races=races)
+        with counters.recorded() as plans:
+            report = run(task, races=races)
     except CollectiveError as error:
         return dataclasses.replace(base, refused=str(error))
     except Exception as error:  # a sweep goes on, and fails at its end
@@ -183,7 +185,7 @@ def _row(task: Task, races: bool) -> Replayed:
     return dataclasses.replace(
         base,
         kernel=_kernel_names(report),
-        served=" + ".join(dict.fromkeys(algorithm_of(k.name) for k in report.kernels)),
+        served=_algorithm(task.case.op, plans),
         time_us=report.time * 1e6,
         algbw=nbytes / report.time / 1e9,
         busbw=nbytes / report.time / 1e9 * task.case.busbw(n),
@@ -207,10 +209,10 @@ def _kernel_names(report: Report) -> str:
     return "+".join(dict.fromkeys(kernel.name for kernel in report.kernels)) or "no kernel"
 
 
-def algorithm_of(kernel: str) -> str:
-    """The algorithm of a kernel of ours, by the kernel's name; of another its name."""
-    ops = (op for op in COLLECTIVES if kernel.startswith(f"{op}_"))
-    return kernel.removeprefix(f"{max(ops, key=len, default='')}_")
+def _algorithm(op: str, plans: Sequence[Plan]) -> str:
+    """The algorithm that served a collective: of several plans, the last was followed."""
+    names = [p.record.name for p in plans if isinstance(p, KernelPlan) and p.op == op]
+    return names[-1] if names else ""
 
 
 def _faults(report: Report) -> str:

@@ -193,7 +193,7 @@ class Replayed(Row):
     Attributes:
       machine: the pod, as "v5e:16x16".
       kernel: the kernels that ran.
-      served: their algorithms.
+      served: by which algorithm, if the library chose.
       size: bytes of the full array.
       count: see `cases`.
       time_us: modelled time of one call, by itself.

@@ -102,8 +102,7 @@ def all_gather(
     """
     over = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order, **over)
-    for leaf, where in validation.leaves(x):
-        validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
+    validation.check_gathered(axis, x, tiled)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
     how = choice.asked(how, x, adds=False)
     given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)

@@ -103,11 +103,16 @@ def check(
             "the group is given either by mesh and axis_name or by a number of devices",
             "give one of them",
         )
-    several = ", or mesh= and axis_name= for devices on several axes"
-    for name, number, least, or_ in (("devices", devices, 2, several), ("nbytes", nbytes, 0, "")):
-        if number is not None and (not isinstance(number, int | np.integer) or number < least):
-            remedy = f"pass an int of {least} or more{or_}"
-            raise CollectiveError(f"{name}={number!r}", "it is a whole number", remedy)
+    several = "give more, or mesh= and axis_name= for devices on several axes"
+    each = "give the bytes of one device's operand"
+    for name, number, least, remedy in (
+        ("devices", devices, 2, several),
+        ("nbytes", nbytes, 0, each),
+    ):
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if number is not None and (not whole or number < least):
+            rule = f"it is a whole number of {least} or more"
+            raise CollectiveError(f"{name}={number!r}", rule, remedy)
     if shape is not None and not (
         isinstance(shape, list | tuple)
         and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)

@@ -70,7 +70,7 @@ class Explanation:
         lines = [f"{self.op} of {self.nbytes} bytes a device on {on}: {self.algorithm or 'steps'}"]
         lines.append(f"  {self.why}")
         if self.wire is not None and self.wire.algorithm is None:
-            lines.append(f"  wire {self.wire.wire} is left out: {self.wire.why}")
+            lines.append(f"  auto leaves wire {self.wire.wire} out: {self.wire.why}")
         if self.candidates:
             lines.append(f"  {'algorithm':<22}{'us':>9}{'latency':>9}   source")
         for c in self.candidates:
@@ -267,15 +267,16 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
     about, torus = (op, nbytes, group.size, chip.name), algorithms.torus_of(group, chip)
     if by_lax := [plan for plan in plans if plan.backend == "xla" and plan.why]:
         return Explanation(*about, torus, LAX, by_lax[0].why, ())
+    over = next((plan for plan in plans if isinstance(plan, WirePlan)), None)
     steps = tuple(
         Explanation(
-            p.op,
+            counters.lax_name(p.op, p.call),
             p.nbytes,
             p.devices,
             p.chip,
             p.torus,
             str(p.algorithm),
-            f"{_engine(p)}; {p.why}" if op in split.NAMES else p.why,
+            _why(op, p, over),
             p.candidates,
         )
         for p in plans
@@ -285,7 +286,6 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         why = "the operand is empty" if nbytes == 0 else "the group is one device"
         return Explanation(*about, torus, NOTHING, why, ())
     first = steps[0]
-    over = next((plan for plan in plans if isinstance(plan, WirePlan)), None)
     if over is not None and over.algorithm is not None:
         told = _over_wire(over, group.size)
         return Explanation(
@@ -299,14 +299,31 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
     return Explanation(*about, first.torus, "", why, (), steps)
 
 
+def _why(op: str, step: KernelPlan, over: WirePlan | None) -> str:
+    """Why a step is served so; one that packs goes the wire's way."""
+    if over is not None and over.way == step.algorithm:
+        return "the way over the wire that stands above"
+    return f"{_engine(step)}; {step.why}" if op in split.NAMES else step.why
+
+
 def _over_wire(plan: WirePlan, devices: int) -> str:
     """Bytes, time and error of a collective over a wire, in a sentence."""
     share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
     error = wire_costs.error_in_words(plan.op, plan.wire, devices, plan.requantizes)
     if plan.us is None or plan.wired_us is None:
-        return f"{share}; no table has its time; {error}"
+        taken = (
+            f"auto takes {plan.wire}, since the operand is large: " if plan.wire.optional else ""
+        )
+        return f"{taken}{share}; no table has its time; {error}"
     time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, XLA's passes included"
-    return f"{share}; {time}; {error}"
+    return f"{_verdict(plan, plan.us, plan.wired_us)}{share}; {time}; {error}"
+
+
+def _verdict(plan: WirePlan, us: float, wired_us: float) -> str:
+    """What wire="auto" decides, where it is not what was asked for too."""
+    if plan.wire.optional:
+        return f"auto takes {plan.wire}, since it is quicker: "
+    return "" if wired_us < us else 'slower: wire="auto" leaves it out; '
 
 
 _PRODUCTS: dict[str, Callable[..., Any]] = {

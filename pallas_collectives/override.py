@@ -101,7 +101,7 @@ def override_lax(
         _over(over),
         choice.beside_compute(not everything),
         choice.ahead(ahead),
-        overrides.told(frozenset(_CHOOSING) - names),
+        overrides.told(frozenset(_CHOOSING) - names, dict(over)),
     ):
         yield
 
@@ -124,8 +124,8 @@ def _checked(argument: str, names: Any) -> frozenset[str]:
     found = [names] if isinstance(names, str) else [*names]
     for name in found:
         if not isinstance(name, str) or name not in _CHOOSING:
-            rule = f"lax's collectives are {', '.join(sorted(_CHOOSING))}"
-            raise CollectiveError(f"the name {name!r}", rule, "name some of them")
+            rule = f"{name!r} is none of lax's collectives: {', '.join(sorted(_CHOOSING))}"
+            raise CollectiveError(f"{argument}={names!r}", rule, "name some of them")
     return frozenset(found)
 
 
@@ -232,11 +232,8 @@ def _bindable() -> dict[str, Any]:
 
 @functools.cache
 def _function_of(primitive: str) -> str:
-    """The first function of lax's that binds a primitive, or its like under `check_vma`."""
-    record, wanted = catalogue.primitives()[primitive]
-    alike = [p for p in record.primitives if (p.by, p.reduction) == (wanted.by, wanted.reduction)]
-    names = {p.name for p in alike}
-    return next(name for name, (bound, _) in record.functions.items() if bound in names)
+    """The function of lax's by which `only` and `keep` name a primitive."""
+    return catalogue.primitives()[primitive][0].function_of(primitive)
 
 
 def _bind(primitive: Any, *args: Any, **params: Any) -> Any:

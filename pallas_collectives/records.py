@@ -180,6 +180,12 @@ class Collective:
         """Bytes of one block of an operand, as tables of times count them."""
         return nbytes // n if self.of_blocks else nbytes
 
+    def function_of(self, primitive: str) -> str:
+        """The first function of lax's that binds a primitive, or its like under `check_vma`."""
+        kinds = {p.name: (p.by, p.reduction) for p in self.primitives}
+        bound = ((name, kinds[by]) for name, (by, _) in self.functions.items())
+        return next(name for name, kind in bound if kind == kinds[primitive])
+
     def algorithm(self, name: str) -> Algorithm | None:
         """The algorithm of a name, with or without a memory space behind it; None if unknown."""
         base = name.partition(":")[0]

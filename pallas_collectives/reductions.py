@@ -4,16 +4,21 @@
 """
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
 
 from pallas_collectives import validation
 from pallas_collectives.backends import choice
+from pallas_collectives.errors import WireError
 from pallas_collectives.lowering import primitives, quantized
 from pallas_collectives.lowering.of_lax import LAX
 from pallas_collectives.validation import AxisName, Groups
+
+_P = ParamSpec("_P")
 
 
 def psum_scatter(
@@ -165,6 +170,21 @@ def pmean(
     return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, **options)
 
 
+def _without_wire(function: Callable[_P, Any]) -> Callable[_P, Any]:
+    """The same, which says why it takes no `wire=`."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+        if (wire := kwargs.pop("wire", None)) is not None:
+            value = f"wire={wire!r} for {function.__name__}"
+            rule = "wires are for what moves or adds numbers, and this compares them"
+            raise WireError(value, rule, "leave it out")
+        return function(*args, **kwargs)
+
+    return run
+
+
+@_without_wire
 def pmax(
     x: Any,
     axis_name: AxisName,
@@ -182,6 +202,7 @@ def pmax(
     return _reduce("pmax", x, axis_name, axis_index_groups, backend, algorithm)
 
 
+@_without_wire
 def pmin(
     x: Any,
     axis_name: AxisName,

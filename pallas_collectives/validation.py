@@ -64,7 +64,7 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
     else:
         return
     remedy = f"list each number from 0 to {size - 1} once, in lists of one length"
-    raise CollectiveError(f"axis_index_groups={groups}", rule, remedy)
+    raise CollectiveError(f"axis_index_groups={groups!r}", rule, remedy)
 
 
 def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int) -> None:
@@ -100,7 +100,7 @@ def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
         pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
     except (TypeError, ValueError):
         rule = "it is a list of pairs of device numbers"
-        raise CollectiveError(f"perm={perm}", rule, "give (source, target) pairs") from None
+        raise CollectiveError(f"perm={perm!r}", rule, "give (source, target) pairs") from None
     roles = {"source": [source for source, _ in pairs], "target": [target for _, target in pairs]}
     for role, devices in roles.items():
         if not all(-size <= device < size for device in devices):
@@ -196,6 +196,7 @@ def check_blocks(
     name: str, axis: int, x: Any, axis_name: AxisName, groups: Groups, tiled: bool
 ) -> None:
     """Checks that every leaf has a block for each device along `axis`."""
+    check_flag("tiled", tiled)
     devices = devices_of(axis_name, groups)
     for leaf, where in leaves(x):
         check_axis(name, axis, np.ndim(leaf), where)
@@ -208,6 +209,13 @@ def check_blocks(
         else:
             continue
         raise CollectiveError(f"dimension {name}={axis} of size {size}{where}", rule, remedy)
+
+
+def check_gathered(axis: int, x: Any, tiled: bool) -> None:
+    """Checks that blocks of every leaf can lie along `axis`, which is new if not tiled."""
+    check_flag("tiled", tiled)
+    for leaf, where in leaves(x):
+        check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
 
 
 def check_axis(name: str, axis: int, ndim: int, where: str = "") -> None:

@@ -1,6 +1,7 @@
 """The records, and the README's recipe: what it adds is found wherever collectives are listed."""
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import against_lax
+import benchmarking
 import conformance
 import harness
 import pallas_collectives as pc
@@ -151,6 +153,20 @@ def test_the_readmes_table_finds_both() -> None:
 
 
 @pytest.mark.usefixtures("with_both")
+def test_what_was_not_replayed_yet_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("<!-- table: replayed -->\n<!-- end of table -->\n")
+    monkeypatch.setattr(readme, "README", page)
+    monkeypatch.setattr(readme, "TABLES", {"replayed": readme.replayed})
+    done = benchmarking.in_process(monkeypatch, capsys)("readme")
+    assert done.status == 0 and "--recompute" in done.out
+    (_, *_, row, _) = page.read_text().splitlines()
+    assert row.endswith(f" {readme.NOT_RECOMPUTED} |") and row.count(readme.NOT_RECOMPUTED) == 1
+
+
+@pytest.mark.usefixtures("with_both")
 def test_conformance_finds_both() -> None:
     import test_conformance
 
@@ -180,6 +196,8 @@ def test_benchmarks_and_replays_find_both() -> None:
         (task,) = replay_rows.plan(["v5p:4x1x1"], [cases[op]], [1 << 18], algorithms=[algorithm])
         (row,) = replay_rows.rows([task], races=True)
         assert not row.error and not row.faults and row.of_bound
+        (row,) = replay_rows.rows([dataclasses.replace(task, algorithm=None)])
+        assert row.served in ALGORITHMS[op]  # not by the kernel's name, which another may share
 
 
 def test_nothing_of_it_is_left() -> None:

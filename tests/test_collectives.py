@@ -19,6 +19,7 @@ from pallas_collectives.errors import (
     CollectiveError,
     DtypeError,
     UnboundAxisError,
+    WireError,
 )
 
 OURS_ALONE = (
@@ -222,17 +223,72 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "unknown algorithm": (
         lambda x: pc.psum(x, "x", algorithm="fastest"),
         AlgorithmError,
-        ("algorithm='fastest' for all_reduce", "one of ring, ", "auto"),
+        ("algorithm='fastest' for psum", "one of ring, ", "auto"),
     ),
     "unknown backend": (
         lambda x: pc.psum(x, "x", backend="mpi"),
         BackendError,
-        ("backend 'mpi'", "pallas, nccl, xla", "name one"),
+        ("backend='mpi'", "'pallas' (TPUs, also simulated), 'nccl' (GPUs) or 'xla'", "name one"),
     ),
     "backend of another platform": (
         lambda x: pc.psum(x, "x", backend="nccl"),
         BackendError,
-        ("backend='nccl'", "NVIDIA GPUs", "backend=None"),
+        ("backend='nccl'", "NVIDIA GPUs", "leave backend= out: 'pallas' then serves cpu devices"),
+    ),
+    "tiled that is no flag": (
+        lambda x: pc.all_gather(x, "x", tiled="no"),
+        CollectiveError,
+        ("tiled='no'", "True or False", "pass one"),
+    ),
+    "tiled that is no flag, of a sum": (
+        lambda x: pc.psum_scatter(x, "x", tiled="no"),
+        CollectiveError,
+        ("tiled='no'", "True or False", "pass one"),
+    ),
+    "groups that are a string": (
+        lambda x: pc.psum(x, "x", axis_index_groups="all"),
+        CollectiveError,
+        ("axis_index_groups='all'", "exactly one group", "list each number from 0 to 3 once"),
+    ),
+    "an algorithm that is no string": (
+        lambda x: pc.ppermute(x, "x", [(0, 1)], algorithm=7),
+        AlgorithmError,
+        ("algorithm=7 for ppermute", "one of partners, everyone", "name one of them, or 'auto'"),
+    ),
+    "a maximum over a wire": (
+        lambda x: pc.pmax(x, "x", wire="int8"),
+        WireError,
+        ("wire='int8' for pmax", "this compares them", "leave it out"),
+    ),
+    "a minimum that is started over a wire": (
+        lambda x: pc.pmin_start(x, "x", wire="int8"),
+        WireError,
+        ("wire='int8' for pmin", "this compares them", "leave it out"),
+    ),
+    "a residue of a wire that may be left out": (
+        lambda x: pc.psum(x, "x", wire="auto", return_residue=True),
+        WireError,
+        ("return_residue=True with wire='auto'", "may be left out", "name one like 'int8'"),
+    ),
+    "a residue without a wire": (
+        lambda x: pc.psum_scatter(x, "x", tiled=True, return_residue=True),
+        WireError,
+        ("return_residue=True with wire=None", "there is none", "name one like 'int8'"),
+    ),
+    "layers of unequal numbers": (
+        lambda x: pc.scan_gathered(lambda c, w: c, x, {"up": x, "down": x[:2]}, "x"),
+        CollectiveError,
+        ("(2, 128) in leaf ['down'], (16, 128) in leaf", "equal in all", "stack the layers"),
+    ),
+    "no layers": (
+        lambda x: pc.scan_gathered(lambda c, w: c, x, {}, "x"),
+        CollectiveError,
+        ("weights={}", "it has none", "give arrays"),
+    ),
+    "layers in turns of none": (
+        lambda x: pc.scan_gathered(lambda c, w: c, x, x[None], "x", unroll=0),
+        CollectiveError,
+        ("unroll=0", "1 or more", "leave it out"),
     ),
 }
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def test_explain_across_slices_gives_the_steps() -> None:
     mesh = AbstractMesh((2, 4), ("dcn", "x"))
     with pc.across_slices("dcn"):
         steps = pc.explain("psum", MIB, mesh=mesh, axis_name=("dcn", "x"))
-        assert [step.op for step in steps.inside] == ["reduce_scatter", "all_gather"]
+        assert [step.op for step in steps.inside] == ["psum_scatter", "all_gather"]
         assert [step.nbytes for step in steps.inside] == [MIB, MIB // 4]
         assert "lax between them" in str(steps)
         gather = pc.explain("all_gather", KIB, mesh=mesh, axis_name=("dcn", "x"))
@@ -164,6 +165,32 @@ def test_explain_goes_over_all_axes_where_calls_do() -> None:
     assert set(pc.counts()) == {("all_gather", "pallas", "torus")}
 
 
+def test_explain_says_between_which_sizes_of_the_table_a_time_lies() -> None:
+    """A straight line between 32 and 256 KiB is not what a replay of 64 KiB gives."""
+    for block, said in (
+        (1 << 10, ", as blocks of 4 KiB"),
+        (32 << 10, ""),
+        (64 << 10, ", between blocks of 32 and 256 KiB"),
+        (4 * MIB, ", on from 2048 KiB"),
+    ):
+        found = pc.explain("all_to_all", 8 * block, devices=8, chip="v5e")
+        assert found.candidates[0].source == f"modelled by replay, for 8 devices{said}"
+    found = pc.explain("psum", 64 << 10, devices=8, chip="v5e")
+    assert found.candidates[0].source.endswith(", between operands of 32 and 256 KiB")
+
+
+def test_what_explain_says_of_named_algorithms_holds_for_the_calls() -> None:
+    """`torus` on one axis is not chosen, and serves if it is named."""
+    x = harness.random((4, 8, 128), "float32")
+    told = pc.explain("all_gather", 4096, devices=4, chip="v5p").candidates
+    (torus,) = (c for c in told if c.algorithm == "torus")
+    assert torus.us is None and torus.source.endswith("; it serves if it is named")
+    run = harness.per_device(
+        lambda a: pc.all_gather(a, "x", tiled=True, algorithm="torus"), harness.mesh(4)
+    )
+    np.testing.assert_array_equal(run(x)[0], x.reshape(32, 128))
+
+
 @pytest.mark.parametrize("torus, lies", [("v5p:2x2x2", "2x2x2 grid"), ("v5e:2x4", "2x4 grid")])
 def test_explain_says_where_one_axis_is_laid_over_several_of_the_torus(
     torus: str, lies: str
@@ -173,7 +200,9 @@ def test_explain_says_where_one_axis_is_laid_over_several_of_the_torus(
     assert f"on a {lies} of 8" in str(found)
     assert found.algorithm == ("torus" if lies == "2x2x2 grid" else "bidirectional")
     (torus_row,) = (c for c in found.candidates if c.algorithm == "torus")
-    assert torus_row.us and torus_row.source == "modelled by replay, for 8 devices"
+    assert (
+        torus_row.us and torus_row.source == "modelled by replay, for 8 devices, on from 2048 KiB"
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,8 +229,15 @@ MESH = AbstractMesh((2,), ("x",))
         ({"op": "psum", "nbytes": 1, "devices": 2, "chip": "v9"}, "chip='v9': it is one of v4"),
         ({"op": "psum", "nbytes": 1, "devices": 2, "torus": "knot"}, "'ring' or 'line'"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH}, "mesh and axis_name"),
-        ({"op": "psum", "nbytes": 1, "devices": "8"}, "devices='8': it is a whole number"),
-        ({"op": "psum", "nbytes": -5, "devices": 8}, "nbytes=-5: it is a whole number"),
+        (
+            {"op": "psum", "nbytes": 1, "devices": "8"},
+            "devices='8': it is a whole number of 2 or more",
+        ),
+        (
+            {"op": "psum", "nbytes": -5, "devices": 8},
+            "nbytes=-5: it is a whole number of 0 or more",
+        ),
+        ({"op": "psum", "nbytes": True, "devices": 8}, "nbytes=True: it is a whole number"),
         ({"op": "psum", "shape": 5, "devices": 8}, "a tuple of sizes"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": "q"}, "axis_name='q'"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": ("x", "x")}, "different ones"),
@@ -300,10 +336,18 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     # A ring adds on the way, with a tenth of the bytes of an exchange.
     ring: dict[str, Any] = {"shape": (4096, 1024), "dtype": "bfloat16", "devices": 16}
     named = pc.explain("psum", **ring, chip="v5e", wire="int8")
-    assert [step.op for step in named.inside] == ["all_reduce"]
+    assert [(step.op, step.why) for step in named.inside] == [
+        ("psum", "the way over the wire that stands above")
+    ]
     assert "in the sum at each of 15 hops and in their sum" in named.why
     assert [c.algorithm for c in named.candidates] == ["exchange", "ring", "line"]  # no torus
-    assert pc.explain("psum", **ring, chip="v5e", wire="auto").algorithm == "wire int8"
+    auto = pc.explain("psum", **ring, chip="v5e", wire="auto")
+    assert (
+        auto.algorithm == "wire int8"
+        and auto.why == f"auto takes int8, since it is quicker: {named.why}"
+    )
     left = pc.explain("psum", **ring | {"shape": (64, 1024)}, chip="v5e", wire="auto")
-    assert left.algorithm != "wire int8" and "wire int8 is left out" in str(left)
-    assert "us in place of" in str(left)
+    assert left.algorithm != "wire int8" and "auto leaves wire int8 out: it would" in str(left)
+    assert re.search(r"would take \d+\.\d us, and \d+\.\d without", str(left))
+    slower = pc.explain("psum", **ring | {"shape": (64, 1024)}, chip="v5e", wire="int8")
+    assert slower.why.startswith('slower: wire="auto" leaves it out; ')

@@ -225,7 +225,7 @@ def test_what_xla_runs_beside_compute_stays_laxs() -> None:
     report = build("v5e:4x4")
     by = served(report)
     assert by["all_gather"] == by["ppermute"] == {"lax"}
-    assert {name.partition(" ")[0] for name in by["reduce_scatter"]} == {"pallas"}
+    assert {name.partition(" ")[0] for name in by["psum_scatter"]} == {"pallas"}
     assert sum(line.times for line in report.left if line.op == "all_gather") == 2
     assert all("beside compute on v5e" in line.why for line in report.left)
     assert "2 replaced, 4 left to lax" in str(report)
@@ -235,7 +235,7 @@ def test_what_xla_runs_beside_compute_stays_laxs() -> None:
 def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> None:
     by = served(build("v6e:4x4"))
     assert any(name.endswith(":sc") for name in by["all_gather"])
-    assert any(name.endswith(":sc") for name in by["reduce_scatter"])
+    assert any(name.endswith(":sc") for name in by["psum_scatter"])
 
 
 def test_the_report_says_what_is_exposed_before_and_after() -> None:
@@ -265,7 +265,7 @@ def test_everything_is_replaced_on_request() -> None:
 def test_functions_can_be_named() -> None:
     # A transpose goes with the call that it belongs to.
     by = served(build("v6e:4x4", keep=["ppermute", "psum_scatter"], everything=True))
-    assert set(by) == {"all_gather", "reduce_scatter"}
+    assert set(by) == {"all_gather", "psum_scatter"}
     assert served(build("v6e:4x4", only="ppermute", everything=True)).keys() == {"ppermute"}
     with pytest.raises(CollectiveError, match=r"'all_gathr'.*name some of them"):
         build("v6e:4x4", only=["all_gathr"])
@@ -276,8 +276,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"everything": 1}, "everything=1: it is True or False"),
     ({"only": 3}, r"only=3: .*write it like only=\['psum'\]"),
     ({"keep": None}, "keep=None: it is a name of lax's"),
-    ({"keep": [3]}, "the name 3: lax's collectives are"),
-    ({"only": [["psum"]]}, r"the name \['psum'\]: lax's"),
+    ({"keep": [3]}, r"keep=\[3\]: 3 is none of lax's collectives: all_g"),
+    ({"only": "x"}, "only='x': 'x' is none of lax's collectives: all_gather"),
+    ({"only": [["psum"]]}, r"only=\[\['psum'\]\]: \['psum'\] is none of lax's"),
 ]
 
 
@@ -314,7 +315,7 @@ def test_a_context_that_replaces_nothing_warns_once(
     assert not warnings(lambda x: bound_before(x, "x"))
     assert not warnings(doubled_sum)
     (line,) = pc.override_report().replaced
-    assert (line.op, line.times, line.nbytes) == ("all_reduce", 1, 8 * 128 * 4)
+    assert (line.op, line.times, line.nbytes) == ("psum", 1, 8 * 128 * 4)
     monkeypatch.setattr(overrides, "_told", set())
     assert not warnings(lambda x: bound_before(x, "x")), "an earlier program may hold ours"
 
@@ -336,10 +337,30 @@ def test_wires_of_functions_by_name() -> None:
     assert ("all_reduce", "int8", "") in pc.wire_counts()
     assert any(wire == "" for _, wire, _ in pc.wire_counts())
     used, left = pc.override_report().wires
-    assert (used.op, used.wire, used.why, used.times) == ("all_reduce", "int8", "", 1)
+    assert (used.op, used.wire, used.why, used.times) == ("psum", "int8", "", 1)
     assert 0.25 < used.sent / used.nbytes < 0.27
-    assert f"1 x all_reduce over wire int8: {used.sent} bytes in" in str(pc.override_report())
-    assert left.why and f"1 x all_reduce without its wire int8: {left.why}" in str(left)
+    assert f"1 x psum over wire int8: {used.sent} bytes in" in str(pc.override_report())
+    assert left.why and f"1 x psum without its wire int8: {left.why}" in str(left)
+    assert pc.override_report().unused == ()
+
+
+def test_calls_over_a_wire_are_counted_as_calls_and_named_as_lax_names_them() -> None:
+    """An exchange is an all-to-all and a gather, and one psum all the same."""
+
+    def program(x: jax.Array) -> Any:
+        wide = jax.lax.pmean(x, "x"), jax.lax.pmax(x[:8], "x")
+        return *wide, jax.lax.psum_scatter(x, "x", tiled=True)
+
+    wire = {"pmean": pc.Wire("int8", group=256), "all_gather": "int8", "psum": "int8"}
+    run = harness.per_device(program, harness.mesh(4))
+    with pc.override_lax(wire=wire):
+        run.lower(np.ones((4, 2048, 128), np.float32))
+    report = pc.override_report()
+    assert [(line.op, line.times) for line in report.replaced] == [
+        ("psum", 1), ("pmax", 1), ("psum_scatter", 1)
+    ]  # fmt: skip
+    assert report.unused == ("all_gather",)
+    assert "wire= for all_gather was unused: no all_gather was built" in str(report)
 
 
 def test_wires_that_no_function_takes() -> None:

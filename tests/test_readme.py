@@ -49,7 +49,7 @@ def test_examples_run_as_pasted_in_one_session_and_print_what_they_say(tmp_path:
     for comment in said:  # a value, or in words what is printed
         if comment[0] in "{(T":
             assert comment in done.stdout.splitlines(), comment
-    assert said.count("True") == 3 == done.stdout.splitlines().count("True")
+    assert said.count("True") == 5 == done.stdout.splitlines().count("True")
     assert "override_lax: 3 replaced, 0 left to lax" in done.stdout
     assert "psum of 65536 bytes a device on a ring of 16 x v5p: gather" in done.stdout
     assert "v5e:16x1, modelled: " in done.stdout

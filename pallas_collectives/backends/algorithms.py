@@ -1,7 +1,8 @@
 """Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -43,13 +44,10 @@ def choose(
       AlgorithmError: there is no such algorithm, or it is not for this group or permutation.
       ReachError: it, or every algorithm, writes to devices that the chip cannot reach.
     """
-    chip, record = chips.current(), catalogue.COLLECTIVES[op]
+    chip, record, called = chips.current(), catalogue.COLLECTIVES[op], counters.lax_name(op)
+    able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
     if how.algorithm is not None and not isinstance(how.algorithm, str):
-        raise AlgorithmError(
-            f"algorithm={how.algorithm!r}",
-            "it is a name, a string",
-            "see the function's docstring for the names",
-        )
+        raise _no_algorithm(how.algorithm, op, how, able)
     if not placement.reaches(perm, group, chip):
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
     torus, name = torus_of(group, chip), how.algorithm or "auto"
@@ -68,16 +66,10 @@ def choose(
                 base, candidates, suffix = there, others, "sc"
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]
-    able = {algorithm.name: algorithm for algorithm in in_order(op, how.order)}
     algorithm = able.get(name.partition(":")[0])
     suffixes = ("", "hbm") if algorithm is ordered.EXCHANGE else ("", "vmem", "hbm", "sc")
     if algorithm is None or suffix not in suffixes:
-        so = "" if how.order is None else f" in order={how.order!r}"
-        raise AlgorithmError(
-            f"algorithm={name!r} for {op}{so}",
-            f"it is one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
-            "name one of them, or 'auto' to have it chosen",
-        )
+        raise _no_algorithm(name, op, how, able)
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
             f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",
@@ -86,15 +78,15 @@ def choose(
         )
     if algorithm.most_devices is not None and group.size > algorithm.most_devices:
         raise AlgorithmError(
-            f"algorithm={name!r} for {op} over {_devices(group)}",
+            f"algorithm={name!r} for {called} over {_devices(group)}",
             f"it has semaphores for at most {algorithm.most_devices} devices",
             "leave algorithm=None",
         )
     if not serves(algorithm, group, chip):
-        raise unreachable(f"algorithm={algorithm.name!r} for {op} over {_devices(group)}", chip)
+        raise unreachable(f"algorithm={algorithm.name!r} for {called} over {_devices(group)}", chip)
     if suffix == "sc":
         adds = record.example.adds and not algorithm.by_subcores
-        sparsecore.check(f"algorithm={name!r} for {op}", chip, adds=adds)
+        sparsecore.check(f"algorithm={name!r} for {called}", chip, adds=adds)
     why = _why(base, candidates) if candidates else "it was asked for by name"
     kept = operand.nbytes * (group.size if op == "all_gather" else 1)
     plan = KernelPlan(
@@ -117,6 +109,16 @@ def choose(
     )
     counters.note(plan)
     return plan
+
+
+def _no_algorithm(name: Any, op: str, how: How, able: Iterable[str]) -> AlgorithmError:
+    """The error for what is none of those that are able."""
+    so = "" if how.order is None else f" in order={how.order!r}"
+    return AlgorithmError(
+        f"algorithm={name!r} for {counters.lax_name(op)}{so}",
+        f"it is one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
+        "name one of them, or 'auto' to have it chosen",
+    )
 
 
 def _turn(how: How, kept: int) -> str:
@@ -185,7 +187,7 @@ def _fastest(
     Between them its time in microseconds, be it a figure or, where the table has no such group, no
     more than an order; None where the table has nothing.
     """
-    algorithms = in_order(op, order)
+    algorithms, called = in_order(op, order), counters.lax_name(op)
     if by_subcores:
         algorithms = tuple(algorithm for algorithm in algorithms if algorithm.by_subcores)
     fit = {algorithm.name for algorithm in algorithms}
@@ -194,14 +196,14 @@ def _fastest(
         shifts = {a.name for a in algorithms if a.barrier == "partners"}
         if shifts.issuperset(names) and names:
             raise UnservedError(
-                f"{op} over {_devices(group)}",
+                f"{called} over {_devices(group)}",
                 "its algorithms serve shifts by one position along one axis only",
                 "leave backend and algorithm unset: lax then serves",
             )
         names = tuple(name for name in names if name not in shifts)
     exchanges = ordered.EXCHANGE in algorithms
     if not names and not exchanges:
-        raise unreachable(f"{op} over {_devices(group)} as they are placed", chip)
+        raise unreachable(f"{called} over {_devices(group)} as they are placed", chip)
     predicted = choice.predict(op, block_bytes, group.size, chip, names, torus)
     timed = [
         (predicted[name].us, _candidate(name, predicted[name]))
@@ -294,7 +296,7 @@ def _source(prediction: choice.Prediction) -> str:
     table = prediction.table
     if table.measured:
         return f"measured with JAX {table.jax} on {of} devices ({table.path})"
-    return f"modelled by replay, for {of} devices"
+    return f"modelled by replay, for {of} devices{prediction.sizes}"
 
 
 def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) -> str:
@@ -303,12 +305,15 @@ def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) ->
         return _UNTIMED
     if not serves(algorithm, group, chip):
         return f"{chip.name} cannot write to all the devices that it must reach"
-    if algorithm.reach is TORUS:
-        too_small = "a block has too few tiles to be cut for all axes"
-        return too_small if group.torus else "it serves groups over several axes of a torus"
     if algorithm.reach is PARTNERS:
         return "it serves shifts by one position"
-    return "the devices have no ring of single links"
+    if algorithm.reach is not TORUS:
+        why = "the devices have no ring of single links"
+    elif group.torus:
+        why = "a block has too few tiles to be cut for all axes"
+    else:
+        why = "on one axis it goes round one ring, as others do"
+    return f"{why}; it serves if it is named"
 
 
 _NO_FIGURE = "no figure"

@@ -140,13 +140,13 @@ def choose(
             )
         return How("xla", named=True, order=order)
     platform = simulation.platform()
-    chosen = name or ("nccl" if platform in _GPU else "pallas")
+    chosen = name or _usual(platform)
     if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
         if name is not None or algorithm is not None or precise:
             asked = {"backend": name, "algorithm": algorithm, "precise": precise or None}
-            value = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
-            remedy = "leave backend=None, algorithm=None and precise=False: lax then serves"
-            raise BackendError(value, obstacle, remedy)
+            asked = {k: v for k, v in asked.items() if v is not None}
+            value = ", ".join(f"{k}={v!r}" for k, v in asked.items())
+            raise BackendError(value, obstacle, _remedy(name, platform, [*asked]))
         return How("xla", fallback=obstacle, order=order)
     how = How(chosen, name is not None, "", algorithm, precise, order)
     if chosen != "pallas":
@@ -175,10 +175,21 @@ def asked(how: How, x: Any, *, adds: bool) -> How:
 def _check_name(name: str) -> None:
     if name not in NAMES:
         environment = os.environ.get(ENVIRONMENT_VARIABLE) == name
-        where = f" (from {ENVIRONMENT_VARIABLE})" if environment else ""
-        raise BackendError(
-            f"backend {name!r}{where}", f"it is one of {', '.join(NAMES)}", "name one of them"
-        )
+        said = ENVIRONMENT_VARIABLE if environment else "backend"
+        rule = "it is 'pallas' (TPUs, also simulated), 'nccl' (GPUs) or 'xla' (lax's own)"
+        raise BackendError(f"{said}={name!r}", rule, "name one of them, or none")
+
+
+def _remedy(name: str | None, platform: str, asked: list[str]) -> str:
+    """What to leave out, so that something serves."""
+    if name is not None and _missing(name, platform) and not _missing(_usual(platform), platform):
+        return f"leave backend= out: {_usual(platform)!r} then serves {platform} devices"
+    return f"leave {' and '.join(f'{what}=' for what in asked)} out: lax then serves"
+
+
+def _usual(platform: str) -> str:
+    """The backend of a platform's devices."""
+    return "nccl" if platform in _GPU else "pallas"
 
 
 def _obstacle(axes: tuple[Any, ...], platform: str) -> str:

@@ -3,12 +3,14 @@
 import collections
 import contextlib
 import contextvars
+import dataclasses
 import threading
 from collections.abc import Iterator
 
 from absl import logging
 
-from pallas_collectives.backends.plans import FUSED, Plan, ProductPlan, WirePlan
+from pallas_collectives import catalogue
+from pallas_collectives.backends.plans import FUSED, Call, Plan, ProductPlan, WirePlan
 
 _counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
 
@@ -32,6 +34,9 @@ _made: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("made"
 _tried: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("tried", default=None)
 
 
+_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", default=None)
+
+
 _built: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("built", default=None)
 
 
@@ -39,7 +44,8 @@ def counts() -> dict[tuple[str, str, str | None], int]:
     """How often each (collective, backend, algorithm) was built into a program.
 
     Since `reset_counts`. A program built once and run often counts once, as do small arrays of a
-    tree that are reduced together.
+    tree that are reduced together. Collectives have the catalogue's names: "all_reduce" is psum,
+    pmean, pmax and pmin, and "reduce_scatter" psum_scatter; where lax serves, its primitives'.
 
     Example:
       >>> pc.reset_counts()
@@ -99,8 +105,29 @@ def reset_counts() -> None:
     _wires.clear()
 
 
+@contextlib.contextmanager
+def calling(function: str) -> Iterator[None]:
+    """Within this context plans are those of one call of lax's function; the outermost counts."""
+    token = _call.set(_call.get() or Call(function))
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def lax_name(op: str, call: Call | None = None) -> str:
+    """lax's name of a canonical collective, by which a call of it, the present one, names it."""
+    record, call = catalogue.COLLECTIVES.get(op), call or _call.get()
+    if record is None:
+        return op
+    if call is not None and call.function in record.functions:
+        return call.function
+    return next(iter(record.functions))
+
+
 def note(plan: Plan) -> None:
     """Counts a plan that is being followed, and hands it to `recorded`."""
+    plan = dataclasses.replace(plan, call=_call.get())
     if (plans := _made.get()) is not None:
         plans.append(plan)
     if _counting.get():

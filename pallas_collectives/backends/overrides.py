@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterable, Iterator
 
 import jax
 from absl import logging
 
+from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.algorithms import KernelPlan
 from pallas_collectives.backends.plans import Plan, WirePlan
@@ -19,10 +21,11 @@ class Line:
     """Calls of one collective that were served alike.
 
     Attributes:
-      op: the canonical collective; lax's name of it where lax served.
-      by: "pallas" or "nccl", with the algorithm behind it; "lax".
+      op: the first of lax's functions that binds what was called: "psum" also of a pmean.
+      by: "pallas" or "nccl", with the algorithm behind it; "lax". Of a call in several steps, as by
+        an exchange over a wire, those of all.
       why: in a sentence.
-      times: how often it was built; equal calls in one program are built once.
+      times: how many calls were built; equal ones in one program are built once.
       nbytes: of a device's operands, in all; 0 where that is not known.
       before_us: modelled microseconds for which lax's would stop the core, in all: as long as ours
         takes alone, or 0 where XLA runs it beside compute. None where there is no figure.
@@ -43,7 +46,7 @@ class OnWire:
     """Calls of one collective for which `wire=` asked for narrower numbers, and that fared alike.
 
     Attributes:
-      op: the canonical collective; what moves the numbers has a `Line` of its own.
+      op: as of `Line`, which says what moves the numbers.
       wire: the one asked for, in words.
       why: why it is left out; "" where it is used.
       times: how often it was built.
@@ -75,6 +78,7 @@ class OverrideReport:
       programs: how many programs were built.
       kept: the functions that `only=` and `keep=` left to lax; their calls are not noted.
       wires: what became of the wires that `wire=` names.
+      unused: the functions that `wire=` names of which no call was built.
 
     Example:
       >>> with pc.override_lax():
@@ -91,19 +95,20 @@ class OverrideReport:
     programs: int = 0
     kept: tuple[str, ...] = ()
     wires: tuple[OnWire, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         kept = f"; only= and keep= leave to lax: {', '.join(self.kept)}" if self.kept else ""
+        told = f"{_count(self.replaced)} replaced, {_count(self.left)} left to lax"
         if not self.replaced and not self.left:
-            return f"override_lax: programs built: {self.programs}, collectives in them: 0{kept}"
-        lines = [
-            f"override_lax: {_count(self.replaced)} replaced, {_count(self.left)} left to lax{kept}"
-        ]
+            told = f"programs built: {self.programs}, collectives in them: 0"
+        lines = [f"override_lax: {told}{kept}"]
         for line in (*self.replaced, *self.left):
             stops = f", stops the core {_us(line.before_us)} -> {_us(line.after_us)} us (modelled)"
             stops = "" if line.before_us is None else stops
             lines.append(f"  {line.times} x {line.op} by {line.by}{stops}: {line.why}")
         lines += [f"  {line}" for line in self.wires]
+        lines += [f"  wire= for {name} was unused: no {name} was built" for name in self.unused]
         return "\n".join(lines)
 
 
@@ -147,19 +152,20 @@ def override_report() -> OverrideReport:
 
 
 @contextlib.contextmanager
-def told(kept: Iterable[str]) -> Iterator[None]:
+def told(kept: Iterable[str], wired: Iterable[str]) -> Iterator[None]:
     """Within this context what is built is noted; at its end it is told, each news once.
 
     A context in which programs were built without any collective of ours is warned of, unless one
     before has replaced some: then a program that is there already may hold them. Nor is it where
-    functions were left to lax by name, `kept`.
+    functions were left to lax by name, `kept`. Those of `wired` have a wire.
     """
     global _last, _ever_replaced
     before = getattr(_programs, "number", 0)
     with counters.recorded(built=True) as plans:
         yield
     report = _report(plans, getattr(_programs, "number", 0) - before)
-    report = _last = dataclasses.replace(report, kept=tuple(sorted(kept)))
+    unused = tuple(sorted(name for name in wired if _bound(name) not in _with_wires(plans)))
+    report = _last = dataclasses.replace(report, kept=tuple(sorted(kept)), unused=unused)
     _ever_replaced = _ever_replaced or bool(report.replaced)
     text = str(report)
     if text in _told:
@@ -179,21 +185,35 @@ def told(kept: Iterable[str]) -> Iterator[None]:
         )
 
 
+def _bound(name: str) -> str:
+    """The function that a call of lax's `name` is told by: "psum" of "pmean"."""
+    name = name.removesuffix("_start")
+    record = catalogue.functions()[name]
+    return record.function_of(record.functions[name][0])
+
+
+def _with_wires(plans: Iterable[Plan]) -> set[str]:
+    """The functions whose calls asked for a wire."""
+    return {plan.call.function for plan in plans if plan.call and isinstance(plan, WirePlan)}
+
+
 def _report(plans: list[Plan], programs: int) -> OverrideReport:
-    alike: dict[tuple[bool, str, str, str], list[Plan]] = {}
-    on_wires: dict[tuple[str, str, str], list[WirePlan]] = {}
+    calls: dict[int, list[Plan]] = {}
     for plan in plans:
-        if isinstance(plan, WirePlan):
-            on_wires.setdefault((plan.op, str(plan.wire), plan.why), []).append(plan)
-            continue
-        ours = plan.backend != "xla"
-        by = " ".join(filter(None, (plan.backend, plan.algorithm))) if ours else "lax"
-        key = ours, plan.op, by, plan.why or "it was asked for by name"
-        alike.setdefault(key, []).append(plan)
+        calls.setdefault(id(plan.call or plan), []).append(plan)
+    alike: dict[tuple[bool, str, str, str], list[list[Plan]]] = {}
+    on_wires: dict[tuple[str, str, str], list[WirePlan]] = {}
+    for call in calls.values():
+        over = [plan for plan in call if isinstance(plan, WirePlan)]
+        for plan in over:
+            on_wires.setdefault((_named(plan), str(plan.wire), plan.why), []).append(plan)
+        if steps := [plan for plan in call if not isinstance(plan, WirePlan)]:
+            packed = next((str(plan.wire) for plan in over if plan.algorithm), "")
+            alike.setdefault(_served(steps, packed), []).append(steps)
 
     def lines(of_ours: bool) -> tuple[Line, ...]:
         return tuple(
-            Line(op, by, why, len(same), sum(map(_nbytes, same)), *_exposed(same))
+            Line(op, by, why, len(same), sum(map(_nbytes, same)), *_exposed(itertools.chain(*same)))
             for (ours, op, by, why), same in alike.items()
             if ours == of_ours
         )
@@ -205,8 +225,26 @@ def _report(plans: list[Plan], programs: int) -> OverrideReport:
     return OverrideReport(lines(True), lines(False), programs, wires=told)
 
 
-def _nbytes(plan: Plan) -> int:
-    return plan.nbytes if isinstance(plan, KernelPlan) else 0
+def _named(plan: Plan) -> str:
+    return plan.call.function if plan.call else plan.op
+
+
+def _served(steps: list[Plan], packed: str) -> tuple[bool, str, str, str]:
+    """Of a call whether ours serve it, its name, what serves it, and why."""
+    ours, name = any(plan.backend != "xla" for plan in steps), _named(steps[0])
+    by = (_by(plan, plan.op if len(steps) > 1 else "") for plan in steps)
+    why = f"it moves what wire {packed} packs" if packed else steps[0].why
+    return ours, name, " and ".join(dict.fromkeys(by)), why or "it was asked for by name"
+
+
+def _by(plan: Plan, op: str) -> str:
+    if plan.backend == "xla":
+        return "lax"
+    return " ".join(filter(None, (plan.backend, op, plan.algorithm)))
+
+
+def _nbytes(steps: list[Plan]) -> int:
+    return steps[0].nbytes if isinstance(steps[0], KernelPlan) else 0
 
 
 def _exposed(plans: Iterable[Plan]) -> tuple[float | None, float | None]:

@@ -114,6 +114,17 @@ class Candidate:
     source: str
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a collective, be it served in one step or in several with a plan each.
+
+    Attributes:
+      function: the first function of lax's that binds what was called: "psum" also of a pmean.
+    """
+
+    function: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """What serves one call, and why: made once, followed, counted and explained as it is.
@@ -126,6 +137,7 @@ class Plan:
       candidates: all algorithms that were compared, the fastest first; empty where the caller named
         this one.
       beside: whether lax serves because XLA runs the collective beside compute.
+      call: which call it is for, written as the plan is noted; None of what is no collective.
     """
 
     op: str
@@ -134,6 +146,7 @@ class Plan:
     why: str = ""
     candidates: tuple[Candidate, ...] = ()
     beside: bool = False
+    call: Call | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from jax.extend import core
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import canonical, choice, measured, slices, untyped
-from pallas_collectives.backends.counters import note, tried
+from pallas_collectives.backends.counters import calling, lax_name, note, tried
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import UnservedError
 from pallas_collectives.kernels.machinery import entry
@@ -30,6 +30,11 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
     """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it."""
+    with calling(catalogue.primitives()[op][0].function_of(op)):
+        return _served(op, how, by_lax, *args, **params)
+
+
+def _served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
     kept = _kept(op) if how.beside and how.wire is None else ""
     if kept:
         how = How("xla", fallback=kept)
@@ -100,7 +105,7 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     collective, _ = catalogue.primitives()[op]
     if not hasattr(module, collective.name):
         raise UnservedError(
-            f"{collective.name} by backend {how.backend!r}",
+            f"{lax_name(collective.name)} by backend {how.backend!r}",
             "that backend has no function for it",
             "leave backend=None: lax then serves",
         )

@@ -235,8 +235,8 @@ class InSlices:
         _check_order(group, how)
         if how.algorithm is not None:
             raise AlgorithmError(
-                f"algorithm={how.algorithm!r} for all_reduce across slices",
-                "inside a slice reduce_scatter and all_gather serve, with their own algorithms",
+                f"algorithm={how.algorithm!r} for {counters.lax_name('all_reduce')} across slices",
+                "inside a slice psum_scatter and all_gather serve, with their own algorithms",
                 "leave algorithm=None",
             )
         n = parts.inside.size

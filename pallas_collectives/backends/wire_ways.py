@@ -116,7 +116,7 @@ def settled(
         return None, plain, _NO_WAY
     us = _plain_us(op, x.nbytes, group, how.backend)
     if wire.optional and us is not None and way.us is not None and way.us >= us:
-        _note_left_out(op, wire, f"it would take {way.us:.0f} us in place of {us:.0f}")
+        _note_left_out(op, wire, f"it would take {way.us:.1f} us, and {us:.1f} without")
         return None, plain, _NO_WAY
     if us is None and (why := _small(x, wire) or _linked(op, x, wire, how)):
         _note_left_out(op, wire, why)

@@ -123,11 +123,12 @@ def residue(
     Raises:
       WireError: there is no wire, or one that may be left out; or see `_are_sent`.
     """
-    wire = wires.named(wire)
-    if wire is None or wire.optional:
-        rule = "a residue is what a wire loses, and it must not be left out"
-        raise WireError(f"return_residue=True with wire={wire}", rule, "name a wire like 'int8'")
-
+    named = wires.named(wire)
+    if named is None or named.optional:
+        rule = "a residue is what a wire loses, and "
+        rule += "there is none" if named is None else "this one may be left out"
+        raise WireError(f"return_residue=True with wire={wire!r}", rule, "name one like 'int8'")
+    wire = named
     are_sent = _are_sent(axis_name, index_groups, groups)
 
     def lost(leaf: Any, given: Any) -> jax.Array:

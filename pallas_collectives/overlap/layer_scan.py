@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from pallas_collectives import validation
@@ -85,15 +86,26 @@ def scan_gathered(
       [[[8.0, 8.0]], [[8.0, 8.0]]]
     """
     validation.size_of(axis_name)
-    depths = {leaf.shape[:1] for leaf in jax.tree.leaves(weights)}
-    if len(depths) != 1 or depths <= {(), (0,)}:
-        rule = "all have the same leading dimension: the number of layers, 1 or more"
-        raise CollectiveError(
-            f"weights with leading dimensions {depths}", rule, "stack the layers of each weight"
-        )
+    _check_layers(weights)
     if unroll is None:
         unroll = _UNROLLED if overlaps.gathers_on_sparsecore(chips.current()) else 1
+    if not isinstance(unroll, int | np.integer) or isinstance(unroll, bool) or unroll < 1:
+        rule = "it is how many layers one turn of the loop has, a whole number of 1 or more"
+        raise CollectiveError(f"unroll={unroll!r}", rule, "pass one, or leave it out")
     return _scan(layer, axis_name, unroll, carry, weights)
+
+
+def _check_layers(weights: Any) -> None:
+    """Checks that there are weights, and as many layers in all of them."""
+    shapes = {where: np.shape(leaf) for leaf, where in validation.leaves(weights)}
+    if not shapes:
+        rule = "the first dimension of its arrays is the number of layers, and it has none"
+        raise CollectiveError(f"weights={weights!r}", rule, "give arrays, or write jax.lax.scan")
+    depths = {shape[:1] for shape in shapes.values()}
+    if len(depths) > 1 or depths <= {(), (0,)}:
+        found = ", ".join(f"{shape}{where}" for where, shape in shapes.items())
+        rule = "the first dimension of each is the number of layers, equal in all and 1 or more"
+        raise CollectiveError(f"weights of {found}", rule, "stack the layers of each weight")
 
 
 _gather = functools.partial(split.all_gather_start, tiled=True)

@@ -59,6 +59,7 @@ class Prediction(NamedTuple):
         but for an exchange, which grows with the square; and of a sum over several axes of no more
         bytes than the table has. Else it tells no more than which algorithm is quicker: a group of
         other numbers or links can take times as long.
+      sizes: in words, the sizes in the table that it lies between, or beyond; "" if it is of one.
     """
 
     us: float
@@ -66,6 +67,7 @@ class Prediction(NamedTuple):
     table: Table
     devices: tuple[int, ...]
     close: bool
+    sizes: str = ""
 
 
 def fastest_first(op: str, predicted: dict[str, Prediction]) -> list[str]:
@@ -198,7 +200,19 @@ def _predict(
     listed = not bends or block_bytes <= max(entry.bytes[-1] for entry in entries)
     squares = record.of_blocks and not record.phases  # of the devices: an exchange
     close = listed and (own or (alike and not squares and around[0] < devices < around[-1]))
-    return Prediction(us, latency, table, around, close)
+    return Prediction(us, latency, table, around, close, _sizes(entries[0], block_bytes))
+
+
+def _sizes(entry: Entry, nbytes: int) -> str:
+    """Where an operand lies between the sizes of an entry, in words; "" if it has one of them."""
+    what = "blocks" if catalogue.COLLECTIVES[entry.op].of_blocks else "operands"
+    below = [size for size in entry.bytes if size < nbytes]
+    above = [size for size in entry.bytes if size > nbytes]
+    if len(below) + len(above) < len(entry.bytes):
+        return ""
+    if below and above:
+        return f", between {what} of {below[-1] >> 10} and {above[0] >> 10} KiB"
+    return f", as {what} of {above[0] >> 10} KiB" if above else f", on from {below[-1] >> 10} KiB"
 
 
 def _entries(

@@ -257,9 +257,10 @@ def meshes(
         _require_axes(axes)
     if devices is None:
         return [dict(axes) for axes in given] or [_split(n, names) for n in (2, 4, 8)]
-    sizes = [devices] if isinstance(devices, int) else list(devices)
+    sizes = list(devices) if isinstance(devices, Iterable) else [devices]
     if not sizes or not all(map(_is_size, sizes)):
-        raise AskError(f"devices {sizes}", "they are whole numbers above 0", "give (2, 4, 8)")
+        rule = "it is a whole number above 0, or several"
+        raise AskError(f"devices={devices!r}", rule, "give 8, or (2, 4, 8)")
     if not given:
         return [_split(n, names) for n in sizes]
     if len(given) > 1 or len(given[0]) > 1:

@@ -189,7 +189,7 @@ def test_algorithms_go_to_the_step_that_has_them() -> None:
     with pc.across_slices("x"):
         run(lambda a: pc.all_gather(a, ("x", "y"), algorithm="unidirectional"), on, x)
         assert ("all_gather", "pallas", "unidirectional") in pc.counts()
-        with pytest.raises(AlgorithmError, match="'ring' for all_reduce across slices"):
+        with pytest.raises(AlgorithmError, match="'ring' for psum across slices"):
             run(lambda a: pc.psum(a, ("x", "y"), algorithm="ring"), on, x)
 
 

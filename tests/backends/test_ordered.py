@@ -179,17 +179,17 @@ def test_64_mib(algorithm: str) -> None:
         (CollectiveError, r"order=True", lambda x: pc.psum_scatter(x, "x", order=True)),
         (
             AlgorithmError,
-            r"algorithm='ring' for all_reduce in order='rank': it is one of gather, one_shot, exch",
+            r"algorithm='ring' for psum in order='rank': it is one of gather, one_shot, exch",
             lambda x: pc.psum(x, "x", algorithm="ring", **RANKED),
         ),
         (
             AlgorithmError,
-            r"algorithm='exchange:vmem' for all_reduce",
+            r"algorithm='exchange:vmem' for psum",
             lambda x: pc.psum(x, "x", algorithm="exchange:vmem", **RANKED),
         ),
         (
             AlgorithmError,
-            r"algorithm='exchange' for all_reduce: it is one of ring",
+            r"algorithm='exchange' for psum: it is one of ring",
             lambda x: pc.psum(x, "x", algorithm="exchange"),
         ),
         (

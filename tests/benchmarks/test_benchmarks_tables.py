@@ -8,10 +8,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import columns
-from benchmarks.replay_rows import algorithm_of
 from benchmarks.rows import Compiled, Measured, Replayed, Row
 from benchmarks.tables import Screen
-from pallas_collectives.catalogue import ALGORITHMS
 
 MEASURED = Measured(
     op="ragged_all_to_all",
@@ -103,12 +101,6 @@ def test_no_row_no_table() -> None:
     with screen.table("a table"):
         pass
     assert not file.getvalue()
-
-
-@pytest.mark.parametrize("op", ALGORITHMS)
-def test_kernels_are_told_by_their_algorithms(op: str) -> None:
-    assert [algorithm_of(f"{op}_{name}") for name in ALGORITHMS[op]] == list(ALGORITHMS[op])
-    assert algorithm_of("mine") == "mine"
 
 
 def test_one_name_for_an_algorithm_and_sizes_as_flags_take_them() -> None:

@@ -184,4 +184,6 @@ def test_weights_without_layers_are_refused() -> None:
     def run(x: jax.Array) -> jax.Array:
         return pc.scan_gathered(layer, x, {"up": x, "down": x[:2]}, "x")
 
-    harness.fails(CollectiveError, "leading dimension: the number of layers.*stack the layers", run)
+    harness.fails(
+        CollectiveError, "first dimension of each is the number of layers.*stack the layers", run
+    )

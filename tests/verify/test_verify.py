@@ -224,7 +224,8 @@ def test_what_the_replay_does_not_know_is_named_with_its_line(
     [
         ({"devices": (0,)}, "above 0"),
         ({"devices": (2,), "mesh": {"x": 2, "y": 2}}, "one axis"),
-        ({"devices": 0}, "above 0"),
+        ({"devices": 0}, "devices=0: it is a whole number above 0, or several"),
+        ({"devices": 2.5}, "devices=2.5"),
         ({"devices": ("8",)}, "above 0"),
         ({"mesh": {"x": 0}}, "sizes above 0"),
         ({"mesh": ["x"]}, "sizes above 0"),
