@@ -155,6 +155,7 @@ _ALL_TO_ALL = (
     Algorithm(
         name="direct",
         launcher=Kernel("all_to_all", "direct"),
+        packed=Kernel("all_to_all_packed", "direct"),
         reach=EVERYONE,
         sent="as the wires lie",
         steps="1",

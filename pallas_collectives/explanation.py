@@ -47,7 +47,7 @@ class Explanation:
       algorithm: the one that is chosen; "lax's own" where lax serves, "nothing" where nothing is
         sent, "" across slices. Of a product "fused" (one kernel), "pipelined" or "unfused".
       why: in a sentence.
-      candidates: all algorithms, the fastest first.
+      candidates: all algorithms, the fastest first; over a wire its ways.
       inside: the steps of what is served in several, one after the other: across slices, in the
         order of the ranks; of an unfused product, what serves its collective; over a wire, what
         moves its numbers.

@@ -349,5 +349,11 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     left = pc.explain("psum", **ring | {"shape": (64, 1024)}, chip="v5e", wire="auto")
     assert left.algorithm != "wire int8" and "auto leaves wire int8 out: it would" in str(left)
     assert re.search(r"would take \d+\.\d us, and \d+\.\d without", str(left))
+    few = pc.explain("psum", 4 * MIB, devices=16, chip="v5e", wire="int8")
+    assert "in place of 4194304" in few.why and few.wire.way == "exchange"
+    assert [
+        c.source.endswith("only if it is named: a block has too few numbers")
+        for c in few.candidates
+    ] == [False, True, True]
     slower = pc.explain("psum", **ring | {"shape": (64, 1024)}, chip="v5e", wire="int8")
     assert slower.why.startswith('slower: wire="auto" leaves it out; ')

@@ -295,7 +295,7 @@ def _source(prediction: choice.Prediction) -> str:
     of = " and ".join(map(str, prediction.devices))
     table = prediction.table
     if table.measured:
-        return f"measured with JAX {table.jax} on {of} devices ({table.path})"
+        return f"measured with JAX {table.jax} on {of} devices{prediction.sizes} ({table.path})"
     return f"modelled by replay, for {of} devices{prediction.sizes}"
 
 

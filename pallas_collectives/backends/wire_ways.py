@@ -46,6 +46,7 @@ EXCHANGE = ordered.EXCHANGE.name
 # By the replay of v5e, v5p, v6e and 7x, 16 to 256 MiB, within 20%.
 _SHOWS = {
     "all_gather": (0.45, 0.8, 4.0),
+    "all_to_all": (0.1, 0.1, 0.1),
     "ppermute": (0.3, 0.3, 0.3),
     "reduce_scatter": (0.0, 0.5, 4.0),
     "all_reduce": (0.25, 0.85, 4.0),
@@ -121,7 +122,8 @@ def settled(
         _note_left_out(op, wire, why)
         return None, plain, _NO_WAY
     several = found if len(found) > 1 or way.algorithm else ()
-    told = tuple(_told(op, w, wire, group.size) for w in several)
+    few = _few(op, found, blocks, wire)
+    told = tuple(_told(op, w, wire, group.size, few and w.packs) for w in several)
     counters.note(
         WirePlan(op=op, backend=how.backend, algorithm=str(wire), wire=wire, nbytes=x.nbytes,
                  sent=way.sent, passes_us=way.passes_us, us=us, wired_us=way.us, way=way.algorithm,
@@ -241,7 +243,8 @@ def _packed_moves(
     for name in _rings(op, group):
         if sent := sent_by(name, wire):
             cuts = x.size // math.prod(codec.tile)
-            us = algorithms.predicted(op, sent, there, cuts=cuts).get(name)
+            block = catalogue.COLLECTIVES[op].block_bytes(sent, group.size)
+            us = algorithms.predicted(op, block, there, cuts=cuts).get(name)
             yield _packed_way(op, name, group, sent, us, 1e6 * core)
 
 
@@ -275,10 +278,16 @@ def _chosen(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire
             why = "what several axes have met takes more VMEM than the chip has"
             raise AlgorithmError(what, why, "leave algorithm=None, or name 'exchange'")
         return named[0]
-    few = math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile) if len(found) > 1 else True
-    if (few and _adds(op)) or found[0].us is None:
+    if found[0].us is None or _few(op, found, blocks, wire):
         return found[0]
     return min(found, key=lambda way: math.inf if way.us is None else way.us)
+
+
+def _few(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire) -> bool:
+    """Whether kernels could add on the way, but would pad a block of so few numbers."""
+    if len(found) == 1 or not _adds(op):
+        return False
+    return math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile)
 
 
 def _adds(op: str) -> bool:
@@ -360,7 +369,8 @@ def _least(op: str, block_bytes: int, group: Group) -> float | None:
     return min(times.values(), default=None)
 
 
-def _told(op: str, way: Way, wire: Wire, n: int) -> Candidate:
-    """A way as `explain` prints it."""
+def _told(op: str, way: Way, wire: Wire, n: int, padded: bool) -> Candidate:
+    """A way as `explain` prints it; one that pads few numbers serves where it is named."""
     said = f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.packs)}"
+    said += "; only if it is named: a block has too few numbers" if padded else ""
     return Candidate(way.algorithm or "passes of XLA", way.us, None, said)

@@ -19,11 +19,11 @@ A sum beyond that dtype is inf; so a psum of three or more has NaN in its group,
 group holds inf.
 
 On GPUs a kernel quantises in one pass, and another dequantises or adds, where `gpu_codec` serves;
-elsewhere passes of XLA do: the same bits. On TPUs gathers and permutes of whole tiles are packed
-and unpacked in their kernels instead: other bits, within the same bound. Sums can be added on the
-way, round a ring, along a line or over a torus, with the bytes of a ring: they are rounded at every
-hop, and a psum is one kernel. Whether a wire is used, and in which of these ways, is settled in
-`wire_ways`, and counted (`wire_counts`).
+elsewhere passes of XLA do: the same bits. On TPUs gathers, direct exchanges and permutes of whole
+tiles are packed and unpacked in their kernels instead: other bits, within the same bound. Sums can
+be added on the way, round a ring, along a line or over a torus, with the bytes of a ring: they are
+rounded at every hop, and a psum is one kernel. Whether a wire is used, and in which of these ways,
+is settled in `wire_ways`, and counted (`wire_counts`).
 """
 
 import dataclasses
@@ -79,11 +79,15 @@ class OnWire:
         self, x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, how: How
     ) -> jax.Array:
         """Block p goes to p and lands as block `me`."""
+        at: Any = {"split_axis": split_axis, "concat_axis": concat_axis}
         blocks = jax.eval_shape(lambda x: blocks_of(x, split_axis, group.size), x)
-        wire, plain, _ = settled("all_to_all", x, blocks.shape, group, how)
+        sent_by = functools.partial(packed.exchange_bytes, x=x, **at, group=group)
+        wire, plain, way = settled("all_to_all", x, blocks.shape, group, how, sent_by)
         if wire is None or not wire.scaled:
-            at = {"split_axis": split_axis, "concat_axis": concat_axis}
             return self._module.all_to_all(_cast(x, wire), group, **at, how=plain).astype(x.dtype)
+        if way.packs:
+            named = dataclasses.replace(plain, algorithm=way.algorithm)
+            return packed.all_to_all(x, group, **at, wire=wire, how=named)
         parts = blocks_of(x, split_axis, group.size)
         return side_by_side(_brought(parts, wire, self._exchange(group, plain), plain), concat_axis)
 

@@ -14,16 +14,12 @@ Of HBM that takes a read for each byte of the operand and a write for each byte 
 stays on its device is packed and unpacked as well, so that all results are rounded alike.
 """
 
-import dataclasses
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -38,7 +34,7 @@ from pallas_collectives.annotations import (
 )
 from pallas_collectives.kernels import ppermute
 from pallas_collectives.kernels.machinery import sync
-from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
+from pallas_collectives.kernels.machinery.codec import Chunks, Codec
 from pallas_collectives.kernels.ppermute import Pairs
 from pallas_collectives.topology.groups import Group, Ring, only_if, wrap_step
 
@@ -49,43 +45,6 @@ SENDING = AHEAD + 1  # places for packed chunks that leave
 # Places for those that come. Turn t sends chunk t to the place of chunk t - WINDOW, which the
 # target lets go of in its turn t - WINDOW + AHEAD: so its word has some turns to come back, too.
 WINDOW = AHEAD + 6
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """How an array (rows, columns) is cut into chunks of whole tiles of a codec's.
-
-    Attributes:
-      shape: of one.
-      across: how many lie side by side.
-      count: how many there are.
-    """
-
-    shape: tuple[int, int]
-    across: int
-    count: int
-
-    @classmethod
-    def of(cls, shape: tuple[int, int], codec: Codec) -> "Chunks":
-        """Chunks of up to `WHOLE` tiles, whose scales need the least padding."""
-        tiles = [size // each for size, each in zip(shape, codec.tile, strict=True)]
-        parts = [[k for k in range(1, WHOLE + 1) if count % k == 0] for count in tiles]
-        rows, columns = max(
-            ((a, b) for a, b in itertools.product(*parts) if a * b <= WHOLE),
-            key=lambda each: (math.prod(each), each[1]),
-        )
-        of = (rows * codec.tile[0], columns * codec.tile[1])
-        return cls(of, tiles[1] // columns, math.prod(tiles) // (rows * columns))
-
-    def at(self, ref: Ref, number: Number) -> Any:
-        """A chunk of an array."""
-        starts = lax.div(number, np.int32(self.across)), lax.rem(number, np.int32(self.across))
-        return ref.at[
-            tuple(
-                pl.ds(pl.multiple_of(start * size, size), size)
-                for start, size in zip(starts, self.shape, strict=True)
-            )
-        ]
 
 
 class Scratch(NamedTuple):

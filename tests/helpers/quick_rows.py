@@ -148,6 +148,13 @@ QUICK: dict[str, Covers] = {
     "test_all_to_all::test_fault_in_the_slots_is_caught": _planted,
     "test_all_to_all::test_sharded_pswapaxes_of_a_whole_array": never,
     "test_all_to_all::test_small_blocks_go_along_a_line": once,
+    "test_all_to_all_packed::test_blocks_lie_along_any_dimension_but_the_last": only(concat=[2]),
+    "test_all_to_all_packed::test_calls_pack_in_the_kernel_where_blocks_lie_well": never,
+    "test_all_to_all_packed::test_compiles_for_every_generation": only(generation=["v5e"]),
+    "test_all_to_all_packed::test_every_kind_of_numbers_is_within_half_a_step": never,
+    "test_all_to_all_packed::test_it_takes_sixty_hundredths_of_its_time_in_bfloat16": only(
+        pod=["v6e:8x8"]
+    ),
     "test_axes::test_axes_of_vmap_and_of_a_mesh_together": each("op", "axes"),
     "test_axes::test_nested_shard_map": each("op", "in_scope"),
     "test_axes::test_pmap": once,

@@ -1,4 +1,4 @@
-"""Gathers and permutes whose kernels pack: the layout, the algorithm, the launch.
+"""Gathers, exchanges and permutes whose kernels pack: the layout, the algorithm, the launch.
 
 A kernel packs whole tiles (`Codec.tile`) of the operand as it lies. What lies otherwise is left to
 passes of XLA around a kernel that moves what is packed (`backends.wired`): to pad it, and to cut
@@ -18,7 +18,7 @@ from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.blocks import sublanes
-from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.machinery.codec import ROWS, Codec
 from pallas_collectives.records import Kernel
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -61,10 +61,30 @@ def _in_rows(shape: tuple[int, ...], dtype: DType, wire: Wire) -> tuple[int, int
 def _along(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> Layout | None:
     """How a kernel can read an operand, pack it and gather it along an axis; None if it cannot."""
     able = axis < len(shape) - 1 and _able(shape, dtype, wire)
-    if able and shape[-2] % codec_of(wire).tile[0] == 0:
+    if able and shape[-2] % ROWS == 0:
         return Layout(shape, axis)
     seen = None if math.prod(shape[:axis]) > 1 else _in_rows(shape, dtype, wire)
     return seen and Layout(seen, 0)
+
+
+class Blocks(NamedTuple):
+    """As `Layout`, of an operand of blocks."""
+
+    shape: tuple[int, ...]  # of a block
+    split_axis: int
+    concat_axis: int
+
+
+def _exchanged(
+    shape: tuple[int, ...], split: int, concat: int, n: int, dtype: DType, wire: Wire
+) -> Blocks | None:
+    """How a kernel can read an operand, pack it and exchange its blocks; None if it cannot."""
+    block = (*shape[:split], shape[split] // n, *shape[split + 1 :])
+    if math.prod(shape[:split]) == math.prod(block[:concat]) == 1:
+        seen = _in_rows(block, dtype, wire)
+        return seen and Blocks(seen, 0, 0)
+    able = max(split, concat) < len(shape) - 1 and _able(block, dtype, wire)
+    return Blocks(block, split, concat) if able and block[-2] % ROWS == 0 else None
 
 
 # Bytes of an operand on the way by an algorithm that packs, scales and padding included; 0 if it
@@ -80,6 +100,17 @@ def gather_bytes(name: str, wire: Wire, *, x: jax.Array, axis: int, group: Group
     assert algorithm is not None and isinstance(algorithm.packed, Kernel)
     sent_bytes = dataclasses.replace(algorithm.packed, function="sent_bytes")
     return sent_bytes(placement.arranged(group), *seen, x.dtype, codec=codec_of(wire))
+
+
+def exchange_bytes(
+    name: str, wire: Wire, *, x: jax.Array, split_axis: int, concat_axis: int, group: Group
+) -> int:
+    """Of an all-to-all."""
+    seen = _exchanged(x.shape, split_axis, concat_axis, group.size, x.dtype, wire)
+    algorithm = catalogue.COLLECTIVES["all_to_all"].algorithm(name)
+    assert algorithm is not None and isinstance(algorithm.packed, Kernel)
+    sent_bytes = dataclasses.replace(algorithm.packed, function="sent_bytes")
+    return sent_bytes(seen.shape, group.size, x.dtype, codec_of(wire)) if seen else 0
 
 
 def permute_bytes(
@@ -104,6 +135,24 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, wire: Wire, how: How) -
     options = {"codec": codec_of(wire), "interpret": how.interpret}
     gathered = plan.launch(block, group, axis=seen.axis, **options)
     return gathered.reshape(*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
+
+
+def all_to_all(
+    x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, wire: Wire, how: How
+) -> jax.Array:
+    """Block p goes to p and lands as block `me`."""
+    group, n = placement.arranged(group), group.size
+    seen = _exchanged(x.shape, split_axis, concat_axis, n, x.dtype, wire)
+    assert seen is not None, "`exchange_bytes` says so"
+    shape, result = list(seen.shape), list(x.shape)
+    shape[seen.split_axis] *= n
+    result[split_axis] //= n
+    result[concat_axis] *= n
+    blocks = x.reshape(shape)
+    plan = algorithms.choose("all_to_all", how, blocks, group)
+    at = {"split_axis": seen.split_axis, "concat_axis": seen.concat_axis}
+    options = {"codec": codec_of(wire), "interpret": how.interpret}
+    return plan.launch(blocks, group, **at, **options).reshape(result)
 
 
 def ppermute(

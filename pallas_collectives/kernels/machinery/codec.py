@@ -21,6 +21,7 @@ of Newton's, to what float32 rounds off.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import _compat
-from pallas_collectives.annotations import Ref
+from pallas_collectives.annotations import Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
@@ -197,14 +198,55 @@ class Codec:
 
     def _at(self, ref: Ref, number: Any) -> tuple[Any, ...]:
         """The index of a tile in a plain array, row-major."""
-        *leading, rows, columns = ref.shape
-        index: list[Any] = []
-        for size in reversed((*leading, rows // self.tile[0], columns // self.tile[1])):
-            index.insert(0, lax.rem(number, np.int32(size)))
-            number = lax.div(number, np.int32(size))
-        sizes = (*(1 for _ in leading), *self.tile)
-        starts = zip(index, sizes, strict=True)
-        return tuple(pl.ds(pl.multiple_of(i * size, size), size) for i, size in starts)
+        return Chunks(ref.shape, (*(1 for _ in ref.shape[:-2]), *self.tile)).spans(number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How a plain block is cut into chunks of whole tiles of a codec's.
+
+    Attributes:
+      block: its shape.
+      shape: of a chunk.
+    """
+
+    block: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, block: tuple[int, ...], codec: Codec, most: int = WHOLE) -> "Chunks":
+        """Chunks of as many tiles as go, up to `most`: their scales need the least padding."""
+        tile = (*(1 for _ in block[:-2]), *codec.tile)
+        parts = [
+            [k for k in range(1, most + 1) if size // each % k == 0]
+            for size, each in zip(block, tile, strict=True)
+        ]
+        counts = max(
+            (each for each in itertools.product(*parts) if math.prod(each) <= most),
+            key=lambda each: (math.prod(each), each[::-1]),
+        )
+        return cls(block, tuple(k * size for k, size in zip(counts, tile, strict=True)))
+
+    @property
+    def count(self) -> int:
+        """How many a block has."""
+        return math.prod(self.block) // math.prod(self.shape)
+
+    def at(self, ref: Ref, number: Number, block: Number = 0, axis: int = 0) -> Any:
+        """A chunk of block number `block` of an array of blocks side by side along an axis."""
+        return ref.at[self.spans(number, block, axis)]
+
+    def spans(self, number: Any, block: Number = 0, axis: int = 0) -> tuple[Any, ...]:
+        """Its index in that array; chunks of a block are numbered row-major."""
+        spans: list[Any] = []
+        for dimension in reversed(range(len(self.block))):
+            size, each = self.block[dimension], self.shape[dimension]
+            place = lax.rem(number, np.int32(size // each))
+            if dimension == axis:
+                place = place + block * (size // each)
+            spans.insert(0, pl.ds(pl.multiple_of(place * each, each), each))
+            number = lax.div(number, np.int32(size // each))
+        return tuple(spans)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
