@@ -3,13 +3,15 @@
 from pallas_collectives.topology import chips
 from pallas_collectives.wires import Wire
 
-
-def gathers_terms(n: int) -> bool:
-    """Whether a psum by exchanges gathers its terms, which then has no more bytes."""
-    return n == 2
+GATHER = "gather"  # a way of psum's over a wire: everyone's terms are gathered, and added
 
 
-def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False) -> str:
+def gathers_terms(n: int, way: str = "") -> bool:
+    """Whether a psum gathers its terms; of two devices the exchange does: it has no more bytes."""
+    return n == 2 or way == GATHER
+
+
+def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False, *, way: str = "") -> str:
     """How far a result may be from the exact one, before it is rounded to the operand's dtype."""
     if not wire.scaled:
         return "rounded to bfloat16, 2^-9 of each number, at every hop"
@@ -22,28 +24,29 @@ def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False) -> st
     match op:
         case "reduce_scatter":
             return f"{once}, {terms}"
-        case "all_reduce" if not requantizes and gathers_terms(n):
+        case "all_reduce" if not requantizes and gathers_terms(n, way):
             return f"{once}, {terms}"
         case "all_reduce":
             return f"{once}, {terms} and in their sum"
     return once
 
 
-def seconds_of_passes(op: str, nbytes: int, sent: int, n: int) -> float:
+def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, way: str = "") -> float:
     """What quantising an operand and dequantising what comes takes at the least, on the chip here.
 
     Args:
-      op: the canonical collective; sums by the exchange.
+      op: the canonical collective.
       nbytes: of the operand.
       sent: its bytes on the wire.
       n: devices.
+      way: of a psum `GATHER`; else sums are by the exchange.
     """
     copies = n if op == "all_gather" else 1
     moved_bytes = nbytes + sent  # read and written
     match op:
         case "reduce_scatter":
             moved_bytes += sent + nbytes // n
-        case "all_reduce" if gathers_terms(n):
+        case "all_reduce" if gathers_terms(n, way):
             moved_bytes += n * sent + nbytes
         case "all_reduce":  # terms are added, the sums quantised, and all of them dequantised
             moved_bytes += sent + sent // n + sent + nbytes

@@ -1,17 +1,19 @@
 """Whether a call takes its wire, and in which way a sum goes over it: settled here, and counted.
 
-A sum has two ways over a wire with scales:
+A sum has these ways over a wire with scales:
 
     exchange        each device gets everyone's term of its block, quantised once, and adds them
+    gather          of `psum`: each device gets all terms, quantised once, and adds them: n/2 times
+                    the bytes of an exchange, and the least error
     bidirectional,  sums are added on the way round a ring, along a line or over a torus, and
     line, torus     quantised anew at every hop: (n-1)/n of an operand's bytes, as without a wire
 
-The algorithms of the second are those whose record says `packed`; `psum` calls the first of them
-"ring". A psum by either way gathers the sums, quantised once more, and so gives everyone the same
-bits; of two devices by the exchange it gathers the terms instead. What is only moved is quantised
+The algorithms of the last are those whose record says `packed`; `psum` calls the first of them
+"ring". But for the gather, a psum gathers the sums, quantised once more, and so gives everyone the
+same bits; of two devices the exchange is a gather of the terms. What is only moved is quantised
 once: by passes around a collective, or by an algorithm whose record says `packed`. The quicker way
-is taken; where no times tell, for few terms, and where a draw or a residue presumes in what bits
-terms are quantised, it is the exchange, or the passes.
+is taken, and a gather of terms where it is named; where no times tell, for few terms, and where a
+draw or a residue presumes in what bits terms are quantised, it is the exchange, or the passes.
 """
 
 import dataclasses
@@ -26,7 +28,12 @@ from pallas_collectives import catalogue, wires
 from pallas_collectives.backends import algorithms, counters, ordered, slices
 from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import Candidate, How, WirePlan
-from pallas_collectives.backends.wire_costs import error_in_words, gathers_terms, seconds_of_passes
+from pallas_collectives.backends.wire_costs import (
+    GATHER,
+    error_in_words,
+    gathers_terms,
+    seconds_of_passes,
+)
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
@@ -57,7 +64,7 @@ class Way(NamedTuple):
     """One way of a collective over a wire.
 
     Attributes:
-      algorithm: the one that packs, or `EXCHANGE`; "" where passes of XLA do.
+      algorithm: the one that packs, or `EXCHANGE`, or `GATHER`; "" where passes of XLA do.
       sent: bytes of the operand as they travel, scales and padding included.
       passes_us: what XLA's passes over HBM take before and behind, at the least.
       us: predicted time, these included; None where no table tells.
@@ -71,7 +78,7 @@ class Way(NamedTuple):
     @property
     def packs(self) -> bool:
         """Whether its kernel packs: then sums are rounded at every hop."""
-        return self.algorithm not in ("", EXCHANGE)
+        return self.algorithm not in ("", EXCHANGE, GATHER)
 
 
 _NO_WAY = Way("", 0, 0.0, None)
@@ -197,24 +204,31 @@ def _ways(
     """The ways that there are."""
     wire = how.wire
     assert wire is not None
-    n, sent, in_terms = group.size, 2 * x.size, _adds(op) and wire.scaled
+    sent, in_terms = 2 * x.size, _adds(op) and wire.scaled
     if wire.scaled:
         cut = op != "ragged_all_to_all"
         sent = blocks[0] * wires.packed_bytes(blocks[1:], wire, cut=cut)
-    passes = 1e6 * seconds_of_passes(op, x.nbytes, sent, n)
+    names = _once(op) if in_terms else ("",)
+    moved = tuple(_moved(op, name, x.nbytes, sent, group, how.backend) for name in names)
+    if not wire.scaled or _no_ring(op, group, how):
+        return moved
+    if in_terms:
+        return moved[0], *_packed_sums(op, x, blocks, group, wire), *moved[1:]
+    return *moved, *(() if sent_by is None else _packed_moves(op, x, group, wire, sent_by))
+
+
+def _moved(op: str, name: str, nbytes: int, sent: int, group: Group, backend: str) -> Way:
+    """That of a name by passes of XLA around collectives of what is packed."""
+    n = group.size
     steps: tuple[str, ...] = (op,)
     part = catalogue.COLLECTIVES[op].block_bytes(sent, n)
-    if in_terms and op == "all_reduce" and gathers_terms(n):
+    if name and op == "all_reduce" and gathers_terms(n, name):
         steps, part = ("all_gather",), sent
-    elif in_terms:
+    elif name:
         steps, part = ordered.STEPS[op], sent // n
-    us = _in_all([_least(step, part, group) for step in steps], passes, how.backend)
-    moved = Way(EXCHANGE if in_terms else "", sent, passes, us)
-    if not wire.scaled or _no_ring(op, group, how):
-        return (moved,)
-    if in_terms:
-        return moved, *_packed_sums(op, x, blocks, group, wire)
-    return moved, *(() if sent_by is None else _packed_moves(op, x, group, wire, sent_by))
+    passes = 1e6 * seconds_of_passes(op, nbytes, sent, n, name)
+    us = _in_all([_least(step, part, group) for step in steps], passes, backend)
+    return Way(name, sent, passes, us)
 
 
 def _packed_sums(
@@ -280,14 +294,21 @@ def _chosen(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire
         return named[0]
     if found[0].us is None or _few(op, found, blocks, wire):
         return found[0]
-    return min(found, key=lambda way: math.inf if way.us is None else way.us)
+    # A gather of terms has other bits than the exchange, which lax and NCCL have too.
+    quick = (way for way in found if way.algorithm != GATHER)
+    return min(quick, key=lambda way: math.inf if way.us is None else way.us)
 
 
 def _few(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire) -> bool:
     """Whether kernels could add on the way, but would pad a block of so few numbers."""
-    if len(found) == 1 or not _adds(op):
+    if not _adds(op) or not any(way.packs for way in found):
         return False
     return math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile)
+
+
+def _once(op: str) -> tuple[str, ...]:
+    """The ways of a sum whose terms are quantised once."""
+    return (EXCHANGE, GATHER) if op == "all_reduce" else (EXCHANGE,)
 
 
 def _adds(op: str) -> bool:
@@ -325,9 +346,10 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
         if not wire.optional:
             raise WireError(f"wire {wire} for {op}", why, "take groups of 128 or 256")
         return why
-    if how.algorithm not in (None, EXCHANGE):
+    once = _once(op)
+    if how.algorithm not in (None, *once):
         rings = _rings(op, group)
-        able = " or ".join(map(repr, [EXCHANGE, *rings]))
+        able = " or ".join(map(repr, [*once, *rings]))
         why = "" if how.algorithm in rings else f"over a wire with scales it is {able} here"
         why = why or _no_ring(op, group, how)
         if why and not wire.optional:
@@ -371,6 +393,8 @@ def _least(op: str, block_bytes: int, group: Group) -> float | None:
 
 def _told(op: str, way: Way, wire: Wire, n: int, padded: bool) -> Candidate:
     """A way as `explain` prints it; one that pads few numbers serves where it is named."""
-    said = f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.packs)}"
+    said = (
+        f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.packs, way=way.algorithm)}"
+    )
     said += "; only if it is named: a block has too few numbers" if padded else ""
     return Candidate(way.algorithm or "passes of XLA", way.us, None, said)

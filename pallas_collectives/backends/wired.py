@@ -8,8 +8,8 @@ buffer, so that scales travel with their chunk:
     reduce_scatter                 all_to_all of the blocks; each device adds its n terms of float32
                                    in the order of the ranks
     all_reduce                     that, and an all_gather of the sums, which are quantised again;
-                                   of two devices an all_gather of the terms, which has as many
-                                   bytes: each device adds both
+                                   of two devices, or by name, an all_gather of the terms: each
+                                   device adds them
 
 Sums take groups of the flattened block. With b_p the error bound of device p's term (half a step,
 see `wires.error_bound`) and B that of the sum: a scattered sum is within b_0 + ... + b_(n-1) of the
@@ -187,7 +187,7 @@ class OnWire:
                 blocks = x.reshape(n, rows // n, x.shape[-1])  # as they lie
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             whole = self._module.requantized_reduce(blocks, group, wire=wire, how=named)
-        elif gathers_terms(n):
+        elif gathers_terms(n, way.algorithm):
             whole = _added(blocks.reshape(1, -1), wire, gather, n, plain, x.dtype)
         else:
             sums = _added(blocks, wire, self._exchange(group, plain), n, plain, jnp.float32)

@@ -151,6 +151,27 @@ def test_a_scale_of_another_group_or_chunk_is_noticed(monkeypatch: pytest.Monkey
     assert (np.abs(got - x[None]) > bound).mean() > 0.5
 
 
+@pytest.mark.parametrize("how", [{}, {"return_residue": True}], ids=str)
+def test_a_psum_of_gathered_terms_is_quantised_once(how: Any) -> None:
+    """Within half a step of each term, and the same on all devices; an exchange is not."""
+    n, x, wire = 3, data(3, rows=1, columns=256), WIRES[0]
+    named: Any = {"wire": wire, "backend": "pallas", **how}
+
+    def program(x: jax.Array) -> Any:
+        both = [pc.psum(x, "x", algorithm=name, **named) for name in ("gather", "exchange")]
+        return [each[0] if how else each for each in both], within(x, wire)
+
+    pc.reset_counts()
+    (gathered, exchanged), bounds = run(program, x, n=n, check_vma=False)
+    exact, bound = x.astype(np.float64).sum(axis=0), bounds.astype(np.float64).sum(axis=0)
+    rounding = 2.0**-22 * np.abs(x).sum(axis=0)
+    assert (np.abs(gathered - exact) <= bound + rounding).all()
+    assert (gathered == gathered[0]).all() and (gathered != exact).any()
+    assert np.abs(gathered - exact).mean() < np.abs(exchanged - exact).mean()
+    built = [op for (op, *_), times in pc.counts().items() for _ in range(times)]
+    assert sorted(built) == ["all_gather", "all_gather", "all_to_all"]
+
+
 @pytest.mark.parametrize("wire", [WIRES[0], WIRES[2]], ids=str)
 def test_kernels_give_the_bits_that_lax_gives(wire: Wire) -> None:
     x = data(4, rows=8)

@@ -291,7 +291,7 @@ def test_calls_that_name_a_ring_add_on_the_way() -> None:
     [
         ("quantised once", {"return_residue": True}),
         ("quantised once", {"wire": Wire("int8", rounding="stochastic", key=jax.random.key(0))}),
-        ("'exchange'", {"algorithm": "gather"}),
+        ("'exchange' or 'gather'", {"algorithm": "one_shot"}),
         ("backend 'xla'", {"backend": "xla", "algorithm": None}),
     ],
 )
