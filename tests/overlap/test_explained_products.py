@@ -95,7 +95,7 @@ def test_explain_of_a_product_across_slices() -> None:
         )
     assert (found.algorithm, found.why) == ("unfused", "the devices lie in several slices")
     (scattered,) = found.inside
-    assert [step.op for step in scattered.inside] == ["reduce_scatter"]
+    assert [step.op for step in scattered.inside] == ["psum_scatter"]
 
 
 @pytest.mark.parametrize(
