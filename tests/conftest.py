@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if config.option.markexpr == "quick" and all("::" in name for name in config.args):
         config.option.markexpr = ANY_TIER
+    if config.option.markexpr == "full":  # a test that is marked so may have rows for GPUs
+        config.option.markexpr = f"full and {ANY_TIER}"
     if config.option.markexpr == "gpu":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off on shared hosts
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for the tests' processes

@@ -57,6 +57,7 @@ def test_model_trains_as_with_lax(build: Any, arrange: Any, layers: int) -> None
     assert_trained_alike(ours, train(model.step(), model.place(weights)))
 
 
+@pytest.mark.full
 def test_mixture_of_experts_trains_as_without_devices() -> None:
     # One layer has all collectives of a second, whose simulation takes as long again.
     model, weights = models.experts(np.array(jax.devices())), models.weights(experts=8, layers=1)

@@ -35,6 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_the_sdist_holds_the_package_and_what_builds_it(built: Path) -> None:
     with tarfile.open(built / f"{NAME}.tar.gz") as sdist:
         names = {name.removeprefix(f"{NAME}/") for name in sdist.getnames()}
@@ -42,6 +43,7 @@ def test_the_sdist_holds_the_package_and_what_builds_it(built: Path) -> None:
     assert names == files_of_the_package() | beside
 
 
+@pytest.mark.full
 def test_the_wheel_holds_the_package_alone(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -49,6 +51,7 @@ def test_the_wheel_holds_the_package_alone(built: Path) -> None:
     assert names == files_of_the_package()
 
 
+@pytest.mark.full
 def test_the_wheel_runs_where_it_is_installed(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     target = tmp_path / "site"

@@ -81,6 +81,7 @@ def calls(draw: st.DrawFn, op: str) -> Call:
     return Call(op, on, axes, tuple(shape), draw(st.sampled_from(DTYPES[op])), options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", DTYPES)
 def test_value_and_gradient(op: str) -> None:
     served: list[bool] = []
@@ -139,6 +140,7 @@ def routings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 @settings(
     max_examples=6,
     deadline=None,

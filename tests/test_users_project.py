@@ -113,6 +113,7 @@ def run(project: Path, *command: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.full
 def test_its_ci_runs_its_tests_and_has_its_kernel_judged(project: Path) -> None:
     for line in (project / "ci.sh").read_text().splitlines():
         python, *command = shlex.split(line)
@@ -128,6 +129,7 @@ def test_its_ci_runs_its_tests_and_has_its_kernel_judged(project: Path) -> None:
     assert place == "rings/shift.py"
 
 
+@pytest.mark.full
 def test_a_strict_checker_takes_its_files(project: Path) -> None:
     """But for calls of JAX's own that have no types."""
     pytest.importorskip("mypy")

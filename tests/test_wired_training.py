@@ -40,6 +40,7 @@ def trained(wire: Any, n: int = 4) -> np.ndarray:
     return np.asarray(jax.jit(mapped)(jax.tree.map(jnp.asarray, models.weights()), models.batch()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", ["int8", pc.Wire("int8", scales="power of two")], ids=str)
 def test_int8_gradient_sums_end_within_a_percent_of_the_exact_loss(wire: Any) -> None:
     exact, narrow = trained(None), trained(wire)

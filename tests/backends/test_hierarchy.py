@@ -77,6 +77,7 @@ def test_values_are_laxs_by_kernels_inside_and_lax_across(layout: str) -> None:
     assert not pc.fallback_counts()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["two-slices-of-four", "outer-axis-between"])
 def test_every_form_of_the_calls(layout: str) -> None:
     sizes, axes, outer = LAYOUTS[layout]
@@ -93,6 +94,7 @@ def test_every_form_of_the_calls(layout: str) -> None:
     assert {how for _, how in served()[1]} == {ACROSS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout, check_vma",
     [("two-slices-of-four", True), ("inner-axis-first", False), ("outer-axis-between", True)],
@@ -109,6 +111,7 @@ def test_gradients_are_laxs(layout: str, check_vma: bool) -> None:
     assert {"all_gather", "reduce_scatter"} <= served()[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "uint32", "bool", "complex64"])
 def test_dtypes(dtype: str) -> None:
     x = harness.random((8, 16, 128), dtype)
@@ -122,6 +125,7 @@ def test_dtypes(dtype: str) -> None:
     assert not pc.fallback_counts()
 
 
+@pytest.mark.full
 def test_minima_means_and_broadcasts() -> None:
     axes = ("x", "y")
 

@@ -49,6 +49,7 @@ def test_other_orders_have_other_bits() -> None:
     assert not np.array_equal(ring, in_order.everywhere(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_has_the_same_bits_in_any_batch(dtype: str) -> None:
     """By kernels that are chosen for the size, by lax, in one array or in parts."""

@@ -109,6 +109,7 @@ def test_a_psum_adds_half_a_step_and_gives_everyone_the_same_bits(
         np.testing.assert_array_equal(got, np.broadcast_to(got[0], got.shape))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
 @pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
 def test_sections_of_a_large_psum_are_safe_on_every_schedule(
@@ -121,6 +122,7 @@ def test_sections_of_a_large_psum_are_safe_on_every_schedule(
     np.testing.assert_array_equal(got, np.broadcast_to(got[0], got.shape))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
 @pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
 def test_sections_of_a_large_sum_are_safe_on_every_schedule(mode: str, line: bool) -> None:
@@ -254,6 +256,7 @@ def test_faults_of_a_psum_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch
 # Calls --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_calls_that_name_a_ring_add_on_the_way() -> None:
     x = np.random.default_rng(0).normal(size=(2, 512, 200)).astype(np.float32)
 
@@ -319,6 +322,7 @@ def test_large_sums_are_added_on_the_way_and_explained(devices: int, chip: str) 
         assert f"in the sum at each of {devices - 1} hops" in str(told)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_compiles_for_every_generation(generation: str, wire: Wire) -> None:

@@ -18,6 +18,7 @@ from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 
 
+@pytest.mark.full
 def test_run_verifies_every_collective_and_algorithm(tmp_path: Path) -> None:
     files = tmp_path / "out.json", tmp_path / "out.csv"
     arguments = ("--devices=2", "--sizes=8K", f"--json={files[0]}", f"--csv={files[1]}")

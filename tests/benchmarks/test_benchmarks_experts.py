@@ -57,6 +57,7 @@ def test_moments_taken_as_one_lengthen_times_by_little() -> None:
     assert exact <= rough <= 1.01 * exact
 
 
+@pytest.mark.full
 def test_a_ring_is_busy_all_the_time_under_a_skewed_routing() -> None:
     """Rounds overlap: one by one they take 67% of the bound's rate, and 81% where rows are many."""
     machine, sent = Machine.named("v5e:16"), experts.visits("zipf", 16, 128, 256, 8)
@@ -78,6 +79,7 @@ def test_the_exchange_on_16_devices_has_no_race(
     assert not report.findings
 
 
+@pytest.mark.full
 def test_what_is_timed_on_gpus_gives_back_the_tokens() -> None:
     problem = experts_gpu.Problem(tokens=8, width=4, experts=E, choices=K)
     routing = np.array([experts.balanced(np.random.default_rng(d), 8, E, K) for d in range(2)])

@@ -18,6 +18,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.full
 def test_processes_of_a_cluster_run_together_and_the_first_prints(tmp_path: Path) -> None:
     cluster = {
         "SLURM_JOB_ID": "1",

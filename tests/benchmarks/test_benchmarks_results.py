@@ -138,6 +138,7 @@ def test_report_says_what_results_depend_on_and_shows_every_row(
     assert status == 2 and "files of results" in err
 
 
+@pytest.mark.full
 def test_gallery_shows_every_kind_of_picture(bench: Bench, tmp_path: Path) -> None:
     status, out, err = bench("report", "--gallery", f"--out={tmp_path / 'gallery.md'}")
     assert (status, out) == (0, f"written: {tmp_path / 'gallery.md'}\n"), err

@@ -24,6 +24,7 @@ def wanted(*names: str, **options: object) -> Settings:
     return dataclasses.replace(plain, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_pods_have_modelled_times_with_xlas_passes() -> None:
     asked = wanted("all_gather", "psum_scatter", pods=("v6e:4x4",), sizes=(16 << 20,))
     tasks = wired_rows.plan(asked)

@@ -55,7 +55,7 @@ def test_each_combination_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_row_or_none_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quick(monkeypatch, quick_rows.once) == [{"n": 2, "op": "g", "mode": "e"}]
-    assert quick(monkeypatch, quick_rows.never) == []
+    assert quick(monkeypatch, quick_rows.only(op=())) == []
 
 
 def test_some_values_are_in_a_quick_row_and_a_row_marked_full_is_not(
@@ -92,6 +92,7 @@ def collected(*arguments: str) -> int:
     return sum("::" in line for line in done.stdout.splitlines())
 
 
+@pytest.mark.full
 def test_the_full_tier_is_more_and_a_named_test_runs_in_any_tier() -> None:
     file = next(path.as_posix() for path in (ROOT / "tests").rglob("test_packaging.py"))
     counts = (

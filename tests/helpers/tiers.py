@@ -4,10 +4,9 @@
     pytest -m full          all of them, but for those that are marked `slow` or `gpu`
     pytest FILE::TEST       tests that are named so run, whichever tier they are in
 
-Every test is quick unless `quick_rows.QUICK` says otherwise, or a mark: a row that a test itself
-marks `full` is not. `QUICK` names tests that compile or simulate a program for each row of
-parameters: some of their rows are quick, the product is not. Some costly tests of what others test
-too have no quick row.
+Every test is quick but those that are marked `full`, costly tests of what others test too, and
+rows that `quick_rows.QUICK` leaves out: it names tests that compile or simulate a program for each
+row of parameters, of which some rows are quick, and the product is not.
 """
 
 from collections.abc import Hashable, Iterable

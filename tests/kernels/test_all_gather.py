@@ -141,6 +141,7 @@ def test_a_line_with_no_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     assert run_line(4, "eager", hold=1)
 
 
+@pytest.mark.full
 def test_calls_in_one_program_do_not_disturb_each_other() -> None:
     on = harness.mesh(2, 4)
     x = harness.random((8, 8, 128), "float32")

@@ -95,6 +95,7 @@ def test_elements_are_added_in_the_order_of_the_ranks(dtype: str, vmem: bool) ->
     np.testing.assert_array_equal(got, in_order.everywhere(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("torus", ["v5e:2x4", "v5p:2x2x2", "7x:2x2x1"])
 def test_one_mesh_axis_laid_over_a_torus_in_any_order(torus: str) -> None:
     """Of 8 devices numbered anyhow: blocks of a torus go to their ranks' places one by one."""

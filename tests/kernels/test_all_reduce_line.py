@@ -126,6 +126,7 @@ def test_one_tile_and_a_prime_number_of_them(tiles: int, monkeypatch: pytest.Mon
     assert run_on(4, tiles * TILE).vmem_bytes == 22 * min(tiles, 2) * TILE
 
 
+@pytest.mark.full
 def test_odd_shapes_are_those_of_lax() -> None:
     shapes = {"float32": (3, 1, 5), "bfloat16": (33, 7), "int8": (130,), "int32": ()}
     x = {name: harness.random((3, *shape), name) for name, shape in shapes.items()}
@@ -243,6 +244,7 @@ def least(n: int, nbytes: int, machine: Machine) -> Any:
     return bound("all_reduce", machine, np.arange(n)[None], nbytes / n)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n, of_wire", [(4, 0.97), (8, 0.95)])
 def test_large_operands_keep_the_links_busy(n: int, of_wire: float) -> None:
     nbytes = 16 << 20

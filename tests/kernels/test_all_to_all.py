@@ -264,6 +264,7 @@ def test_v5e_goes_round_the_ring_by_itself() -> None:
         harness.compile_for_tpu(direct, "v5e:2x4", (64, 128))
 
 
+@pytest.mark.full
 def test_calls_in_one_program_do_not_disturb_each_other() -> None:
     on = harness.mesh(2, 4)
     x = harness.random((8, 64, 128), "float32")
@@ -301,6 +302,7 @@ def test_groups_exchange_by_themselves() -> None:
                 np.testing.assert_array_equal(got[device], want)
 
 
+@pytest.mark.full
 def test_axes_may_be_negative_and_leaves_of_any_rank() -> None:
     xs = [harness.random((4, 8, 4, 128), "float32"), harness.random((4, 3, 5, 4, 2), "int8")]
 
@@ -341,6 +343,7 @@ def test_sharded_all_to_all_of_a_whole_array() -> None:
         sharded(split_axis=2, concat_axis=1)
 
 
+@pytest.mark.full
 def test_sharded_pswapaxes_of_a_whole_array() -> None:
     x, on = harness.random((8, 3, 8, 5), "float32"), harness.mesh(2, 4)
     swap = functools.partial(pallas_collectives.sharded.pswapaxes, mesh=on, axis_name=("x", "y"))

@@ -77,6 +77,7 @@ def test_every_ring_under_both_adversaries(
     assert_exact(n, harness.ADVERSARIES[mode], rows=32 if n < 4 else 16, batch=2 if n == 3 else 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "n, mode",
     [

@@ -56,6 +56,7 @@ for name, options in (("v4:2x2x1", {"chip_config_name": "megacore"}), ("v5p:2x2x
 """
 
 
+@pytest.mark.full
 def test_both_cores_compile_on_chips_that_have_two() -> None:
     """In a process of its own: libtpu's topologies of other layouts are for one each."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
@@ -108,6 +109,7 @@ def test_other_dtypes_compile(generation: str, op: str, dtype: str) -> None:
         compiled(generation, 8192, op, jnp.dtype(dtype))
 
 
+@pytest.mark.full
 def test_scatter_compiles() -> None:
     assert_nothing_else(compiled("v5e", 11008, "matmul_reduce_scatter"))
 

@@ -78,6 +78,7 @@ def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch, dropped
     assert len(calls) == 2
 
 
+@pytest.mark.full
 def test_permutations_in_one_program_do_not_disturb_each_other() -> None:
     x = harness.random((8, 2, 5), "float32")
     perms = [

@@ -69,6 +69,7 @@ def test_what_comes_is_within_half_a_step(perm: Pairs, rows: int, mode: str) -> 
     assert not harness.race_reported()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wire", [WIRES[0], *(pytest.param(w, marks=SLOW) for w in WIRES[1:])], ids=str
 )

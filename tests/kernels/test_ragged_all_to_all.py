@@ -148,6 +148,7 @@ def test_slices_out_of_range_are_clipped_and_moved(algorithm: str) -> None:
     checker(n, algorithm)(operand, output, (offsets, send, places, recv))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "int64"])
 def test_tables_of_any_integer_type(dtype: str) -> None:
     with jax.enable_x64(dtype == "int64"):
@@ -157,6 +158,7 @@ def test_tables_of_any_integer_type(dtype: str) -> None:
             checker(3, algorithm)(operand, output, tables)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_groups_exchange_by_themselves(algorithm: str) -> None:
     groups = [[4, 1, 2], [3, 0, 5]]
@@ -307,6 +309,7 @@ def without_waits(module: types.ModuleType) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{**vars(module), "semaphore_wait": lambda *_: None})
 
 
+@pytest.mark.full
 def test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other() -> None:
     """Nothing is sent to or by device 0, which could be calls ahead of its neighbours."""
     n, send = 4, np.zeros((4, 4), np.int32)

@@ -183,6 +183,7 @@ def test_large_blocks_go_through_many_tiles() -> None:
     np.testing.assert_array_equal(np.asarray(got), x.sum(axis=0).reshape(2, 2048, 256))
 
 
+@pytest.mark.full
 def test_sums_and_gathers_in_one_program() -> None:
     x = harness.random((4, 32, 128), "float32")
 

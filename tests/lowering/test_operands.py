@@ -50,6 +50,7 @@ def test_constants_that_lax_does_not_fold() -> None:
     check(fn)
 
 
+@pytest.mark.full
 def test_trees_of_mixed_dtypes() -> None:
     def tree(x: jax.Array) -> Any:
         return {
@@ -103,6 +104,7 @@ def test_arrays_of_rank_0() -> None:
     check(fn, harness.random((2,), "float32"))
 
 
+@pytest.mark.full
 def test_float0_tangents_and_integer_gradients() -> None:
     def fn(m: Any, x: jax.Array) -> Any:
         calls = [functools.partial(call, m) for call in CANONICAL.values()]
@@ -136,6 +138,7 @@ def test_weak_types() -> None:
     check(fn)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", ["all_gather", "psum_scatter", "psum", "pmax"])
 def test_every_dtype_of_laxs(op: str) -> None:
     """One tree of them all, without shapes that kernels like; moves and sums of 64 bits are two."""

@@ -299,6 +299,7 @@ def test_an_axis_of_vmap_is_refused() -> None:
         jax.vmap(visit, axis_name="v")(np.ones((2, 3, 4)), np.zeros((2, 3, 1), np.int32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 @pytest.mark.parametrize(
     "exchange, wire", [("ragged", None), ("slots", None), ("slots", "float8_e4m3fn")]

@@ -25,6 +25,7 @@ def given(seed: int = 0) -> tuple[np.ndarray, ...]:
     return x, routings.random(N, T, K), rng.random((N, T, K)).astype(np.float32)
 
 
+@pytest.mark.full
 @every
 def test_values_are_those_that_the_wire_can_say(how: str) -> None:
     x, routing, weights = given()
@@ -48,6 +49,7 @@ def test_values_are_those_that_the_wire_can_say(how: str) -> None:
     assert np.abs(narrow - plain).max() > 1e-4
 
 
+@pytest.mark.full
 @every
 def test_derivatives_pass_straight_through_by_a_wire_of_their_own(how: str) -> None:
     x, routing, weights = given()

@@ -160,6 +160,7 @@ def test_an_array_sharded_over_processes_is_refused_where_it_means_nothing(proce
     assert "process_allgather(tiled=False) of leaf ['x']" in stacked and "tiled=True" in stacked
 
 
+@pytest.mark.full
 def test_processes_may_own_unequal_numbers_of_devices():
     with Processes(2, devices=[1, 3]) as processes:
         assert values(processes, inside.chunks_alike, 64) == [True, True]
@@ -313,6 +314,7 @@ def test_a_process_that_lives_and_does_not_come_is_named(doomed):
             assert "live_devices: process 1 did not come in the 1 s given" in message
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_others_go_on_without_a_process_that_dies(count):
     env = {"JAX_ENABLE_RECOVERABILITY": "1"}

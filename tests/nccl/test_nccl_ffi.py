@@ -91,6 +91,7 @@ def test_an_exception_fails_the_program_with_its_text_and_the_next_run_works():
     np.testing.assert_array_equal(f(jnp.ones(4)), jnp.ones(4))
 
 
+@pytest.mark.full
 def test_calls_are_named_by_text_so_a_cached_program_of_another_process_finds_them(tmp_path):
     program = textwrap.dedent("""
         import ctypes, sys

@@ -133,6 +133,7 @@ class Gone(store.LocalStore):
     delete = set
 
 
+@pytest.mark.full
 def test_a_store_that_is_gone_fails_the_group_and_not_the_watchdog():
     errors: list[NcclError] = []
 

@@ -154,6 +154,7 @@ def test_every_column_has_a_cell_for_every_kind_of_row() -> None:
     assert cells[0]["algorithm"] == "bidirectional"
 
 
+@pytest.mark.full
 def test_an_operand_of_any_size_is_added_in_large_tiles() -> None:
     """Two times 16 thirds of a MiB a device: padded, for as they are they make 1365 1/3 tiles."""
     row = _row("v5e:3", "psum", 16 << 20, algorithms=("line",))

@@ -53,6 +53,7 @@ def everything(m: Any, x: jax.Array) -> list[jax.Array]:
     return outs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "torus, mode",
     [

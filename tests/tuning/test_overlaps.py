@@ -64,6 +64,7 @@ def test_what_is_worth_a_sparsecores_time() -> None:
     assert not overlaps.by_sparsecore(300.0, v6e, 140.0)
 
 
+@pytest.mark.full
 def test_sums_by_name_are_the_cores_but_for_those_that_are_started() -> None:
     """Activations' are awaited; of gradients, at the end of a step, nothing is beside."""
 

@@ -53,6 +53,7 @@ RACES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RACES)
 def test_a_schedule_shows_the_race_of_a_public_kernel(name: str) -> None:
     rules, mode, late, wrong = RACES[name]

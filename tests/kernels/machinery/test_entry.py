@@ -264,6 +264,7 @@ def _in_a_process(calls: Sequence[str]) -> dict[str, list[int]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_processes_of_different_history_agree_on_every_id() -> None:
     calls = ["gather x", "gather y", "gather xy", "scatter y", "psum groups", "psum yx"]
     calls += ["exchange y", "shift y", "back y", "swap y"]

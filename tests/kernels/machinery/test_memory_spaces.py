@@ -283,6 +283,7 @@ def test_what_lies_in_hbm_anyway_is_not_copied(
     assert bound <= free
 
 
+@pytest.mark.full
 def test_kernels_read_all_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operand is read, or is what a result begins as; no kernel asks how large its grid is."""
     found: list[Any] = []

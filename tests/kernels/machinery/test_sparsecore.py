@@ -316,6 +316,7 @@ def test_xla_is_told_how_long_a_call_is_on_links() -> None:
     assert there == pytest.approx(4 * core * 1640 / (2 * 90), rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("algorithm", ["bidirectional:sc", "line:sc"])
 def test_large_sums_have_semaphores_enough(generation: str, algorithm: str) -> None:

@@ -103,6 +103,7 @@ def test_several_axes_are_within_half_a_step(
     assert not harness.race_reported()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wire", [WIRES[0], *(pytest.param(w, marks=SLOW) for w in WIRES[1:])], ids=str
 )

@@ -111,6 +111,7 @@ def found_wrong(
     return harness.caught_under(modes, lambda: run(x), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes, dtype, op, hold",
     [
@@ -136,6 +137,7 @@ def test_the_order_shows_in_the_bits() -> None:
             assert not np.array_equal(documented, other)
 
 
+@pytest.mark.full
 def test_a_users_psum_goes_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid_chunks, "PAIR_SECONDS", 0.1e-6)
     x = harness.random((8, 256, 256), "float32")
@@ -239,6 +241,7 @@ def test_faults_are_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(buffer in race.buffer for race in races)
 
 
+@pytest.mark.full
 def test_a_fault_is_found_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     no_wait(of_sums=True)(monkeypatch)
     assert found_wrong((2, 3), "on_wait", dtype="bfloat16")
@@ -247,6 +250,7 @@ def test_a_fault_is_found_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
 # Time, memory, compilers --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "machine, mib, of_wire",
     [

@@ -86,6 +86,7 @@ def test_values_are_laxs_without_races(
         np.testing.assert_array_equal(got, want, mode, strict=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["v5p:2x2x2", "7x:2x2x1", "v5e:2x4"])
 def test_one_mesh_axis_laid_over_a_torus_in_any_order(name: str) -> None:
     """Blocks come from their places, and go to them, one by one."""
@@ -128,6 +129,7 @@ def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_to_all, "BUNDLE_BYTES", 4 << 10)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("mode, sizes", [("on_wait", (2, 2)), ("on_wait", (2, 4)), ("eager", (8,))])
 def test_slots_that_serve_again_with_a_late_device(mode: str, sizes: tuple[int, ...]) -> None:

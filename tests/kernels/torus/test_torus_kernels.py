@@ -132,6 +132,7 @@ def test_gathers_along_any_axis_as_lax(axis: int, dtype: str) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, space, name",
     [
@@ -209,6 +210,7 @@ SECTIONED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, sizes, lines, mode",
     [pytest.param(*case, marks=() if k < 3 else SLOW) for k, case in enumerate(SECTIONED)],
@@ -236,6 +238,7 @@ def test_sound_gather_is_not_caught() -> None:
     assert not gather_is_caught("on_wait", hold=1)
 
 
+@pytest.mark.full
 def test_few_semaphores_do_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_gather, "WINDOW", 2)
     assert not gather_is_caught("on_wait")

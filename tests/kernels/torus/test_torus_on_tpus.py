@@ -48,6 +48,7 @@ def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int,
     assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "topology, sizes, mib",
     [

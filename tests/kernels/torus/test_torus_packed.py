@@ -85,6 +85,7 @@ def test_sums_are_within_the_bound(
     assert not harness.race_reported()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, sizes, lines, mode",
     [
@@ -159,6 +160,7 @@ def test_a_wire_that_the_vector_unit_makes_slower_is_left_out() -> None:
     assert us > plain and taken.wired_us and abs(taken.wired_us - us) < 0.15 * us
 
 
+@pytest.mark.full
 def test_a_psum_along_a_line_goes_both_ways_at_once() -> None:
     """Its scatter and its gather load links unevenly, each the other way; in several sections."""
     plain, packed = (
@@ -198,6 +200,7 @@ def _blocks_kept_after_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(packed_gather.PackedGather, "_finish", at_the_end)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault, pod, mib",
     [
@@ -217,6 +220,7 @@ def test_faults_are_caught_on_some_schedule(
     assert report.races
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("topology, sizes", harness.TORI)
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
 def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int, ...]) -> None:

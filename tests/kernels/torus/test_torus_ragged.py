@@ -61,6 +61,7 @@ def test_values_without_races(sizes: tuple[int, ...]) -> None:
     assert not is_caught(sizes, random_sizes(math.prod(sizes)), *harness.ADVERSARIES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "torus, order", [("v5p:2x2x1", [2, 0, 3, 1]), ("v5p:2x2x2", [5, 0, 3, 6, 1, 7, 2, 4])]
 )

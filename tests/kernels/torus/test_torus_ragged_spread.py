@@ -167,6 +167,7 @@ def test_what_one_device_has_to_do_with_uses_all_its_links(name: str) -> None:
     assert least.wire / report.time >= 0.9
 
 
+@pytest.mark.full
 def test_no_race_on_16_devices() -> None:
     report = replayed(
         replay.Machine.named("v6e:4x4"), {"x": 4, "y": 4}, routings(16)["random"], True
