@@ -129,13 +129,14 @@ def matmul_reduce_scatter(
     """
     n, (batch, all_rows, depth) = group.size, x.shape
     columns, rows = w.shape[0 if transposed else 1], all_rows // n
+    block_bytes = batch * rows * columns * wire_dtype.itemsize
     tiling = plan(
         (batch, rows, depth),
         [(columns, w.dtype)],
         x.dtype,
         wire_dtype,
         group=group,
-        block_bytes=batch * rows * columns * wire_dtype.itemsize,
+        block_bytes=block_bytes,
         cores=launch.cores(interpret),
         terms=2,
         transposed=transposed,
@@ -143,7 +144,12 @@ def matmul_reduce_scatter(
     streams = tiling.streams(n)
     out = tiling.blocks_of(columns)
     kernel = functools.partial(
-        _scatter_kernel, tiling=tiling, streams=streams, scale=scale, precision=precision
+        _scatter_kernel,
+        tiling=tiling,
+        streams=streams,
+        furthest_first=tiling.outlasts_wire(group, block_bytes),
+        scale=scale,
+        precision=precision,
     )
     tiles = TileScratch.of(tiling)
     return launch.call_many(
@@ -319,6 +325,7 @@ def _scatter_kernel(
     *,
     tiling: Plan,
     streams: tuple[Stream, ...],
+    furthest_first: bool,
     scale: float,
     precision: PrecisionLike,
 ) -> None:
@@ -346,4 +353,5 @@ def _scatter_kernel(
         finish=finish,
         blocks=tiling.blocks_of(o_ref.shape[2]),
         streams=streams,
+        furthest_first=furthest_first,
     )

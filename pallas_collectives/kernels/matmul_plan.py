@@ -104,6 +104,10 @@ class Plan:
         wire, messages = self._wire_seconds(group, block_bytes), self._messages(group.size)
         return pipelines.Pace.of(self.seconds_per_block / self.chunks, wire / max(1, messages))
 
+    def outlasts_wire(self, group: Group, block_bytes: int) -> bool:
+        """Whether the products take longer than the wire."""
+        return group.size * self.seconds_per_block > self._wire_seconds(group, block_bytes)
+
     def _wire_seconds(self, group: Group, block_bytes: int) -> float:
         """What the wire takes; a single chunk reaches the opposite device from one side alone."""
         even = (group.size - 1) / 2 * self.chunks

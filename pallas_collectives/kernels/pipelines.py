@@ -112,6 +112,10 @@ class Streams:
             return index
         return lax.div(index, np.int32(2)) + lax.rem(index, np.int32(2)) * half
 
+    def furthest(self, stream: Number, index: Number) -> Any:
+        """A stream's chunk at an index: those of the opposite device go before all others."""
+        return lax.rem(self.of(stream, lambda each: each.far[0]) + index, np.int32(self.chunks))
+
     def _direction(self, stream: Number) -> Any:
         return self.of(stream, lambda each: each.direction)
 
@@ -280,12 +284,17 @@ def produce_and_scatter(
     finish: Callable[..., None],
     blocks: Blocks,
     streams: tuple[Stream, ...],
+    furthest_first: bool = False,
 ) -> None:
     """Sends each block's sum towards its owner, producing our terms on the way.
 
     produce(block, chunk, sum_ref, adds) adds our term to the sum in `sum_ref` if `adds`, and else
     puts it there. finish(chunk, target_ref, *sum_refs) writes the sum of our own term and of what
     has come.
+
+    furthest_first: the opposite device's chunks set out before all others, and are back in time
+    where the wire takes less than producing. Where it takes longer, they would fill it with sums
+    that all come late.
 
     Messages are those of `adding.add_on_the_way` round a ring. Terms of step 0 set out from
     a slot that nobody else writes to. A chunk has one send under way at a time.
@@ -315,10 +324,12 @@ def produce_and_scatter(
         channel.send(held, channel.slot(step), step)
 
     def see_to(step: Step, index: Any) -> None:
-        chunk = moving.in_turn(index)
+        def chunk(stream: Number) -> Any:
+            return moving.furthest(stream, index) if furthest_first else moving.in_turn(index)
+
         moving.for_each(
-            lambda stream: step < moving.hops_of(stream, chunk),
-            lambda stream: forward(step, stream, chunk),
+            lambda stream: step < moving.hops_of(stream, chunk(stream)),
+            lambda stream: forward(step, stream, chunk(stream)),
         )
 
     def finish_chunk(index: Number) -> None:

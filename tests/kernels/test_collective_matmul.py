@@ -116,6 +116,16 @@ def test_messages_that_wait_behind_own_chunks(mode: str, monkeypatch: pytest.Mon
     assert_exact(4, harness.ADVERSARIES[mode], rows=32, batch=1)
 
 
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("furthest_first", [False, True])
+def test_either_order_of_sums(
+    furthest_first: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul_plan.Plan, "outlasts_wire", lambda *_: furthest_first)
+    monkeypatch.setattr(matmul_plan, "CHUNKS", (4,))
+    assert_exact(4, harness.ADVERSARIES[mode], rows=32, batch=1)
+
+
 def weights_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay in VMEM, and come there in tiles of 256 columns."""
     tiles = product.Tiles(rows=8, depth=128, columns=256, inner=128, keep="all")
@@ -307,11 +317,13 @@ def test_the_replay_knows_no_race() -> None:
     assert races(8) == []
 
 
+@pytest.mark.parametrize("furthest_first", [False, True])
 @pytest.mark.parametrize("n", [4, 7])
-def test_the_replay_knows_no_race_of_messages_that_wait(
-    n: int, monkeypatch: pytest.MonkeyPatch
+def test_the_replay_knows_no_race_of_other_orders(
+    n: int, furthest_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wire_is_slow(monkeypatch)
+    monkeypatch.setattr(matmul_plan.Plan, "outlasts_wire", lambda *_: furthest_first)
     assert races(n, rows=32) == []
 
 
