@@ -144,9 +144,7 @@ QUICK: dict[str, Covers] = {
     "test_all_to_all::test_fault_in_the_slots_is_caught": _planted,
     "test_all_to_all::test_small_blocks_go_along_a_line": once,
     "test_all_to_all_packed::test_blocks_lie_along_any_dimension_but_the_last": only(concat=[2]),
-    "test_all_to_all_packed::test_calls_pack_in_the_kernel_where_blocks_lie_well": never,
     "test_all_to_all_packed::test_compiles_for_every_generation": only(generation=["v5e"]),
-    "test_all_to_all_packed::test_every_kind_of_numbers_is_within_half_a_step": never,
     "test_all_to_all_packed::test_it_takes_sixty_hundredths_of_its_time_in_bfloat16": only(
         pod=["v6e:8x8"]
     ),

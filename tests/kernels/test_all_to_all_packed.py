@@ -83,6 +83,7 @@ def test_what_comes_is_within_half_a_step(n: int, tiles: int, mode: str) -> None
     assert not harness.race_reported()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wire", [WIRES[0], *(pytest.param(w, marks=SLOW) for w in WIRES[1:])], ids=str
 )
@@ -117,6 +118,7 @@ def test_a_round_has_a_chunk_for_everyone() -> None:
         assert sorted(distances) == list(range(n)) and distances.index(0) == n - n // 2
 
 
+@pytest.mark.full
 def test_calls_pack_in_the_kernel_where_blocks_lie_well() -> None:
     """Others by passes of XLA around the same exchange."""
     n, x = 2, terms(2, 2, 256).reshape(2, 4, 128, 256)
