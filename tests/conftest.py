@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 
+import interpreter
 import tiers
 
 # A simulated kernel's program runs once: it is compiled with little ado.
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import pallas_collectives
 
     pallas_collectives.simulate(8)
+    interpreter.call_back_with_arrays()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
