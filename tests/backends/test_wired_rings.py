@@ -342,6 +342,7 @@ def test_compiles_for_every_generation(generation: str, wire: Wire) -> None:
     assert {"copy", "transpose"}.isdisjoint(compiled.ops)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pod, mib", [("v5e:16x16", 16), ("v5p:4x4x4", 64), ("v6e:16x16", 64), ("7x:4x4x4", 64)]
 )

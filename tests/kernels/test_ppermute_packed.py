@@ -116,6 +116,7 @@ def test_chunks_are_as_large_as_go(
     assert shape[1] == across * chunks.shape[1]
 
 
+@pytest.mark.full
 def test_calls_pack_in_the_kernel_where_operands_lie_well() -> None:
     """Others by passes of XLA around the same permute."""
     n, x = 2, wired_calls.data(2, rows=128, columns=256)[:, :256]

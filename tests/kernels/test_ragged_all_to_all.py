@@ -357,6 +357,7 @@ def test_only_the_rows_sent_cross_the_wire(algorithm: str) -> None:
     assert sum(report.link_bytes) == want
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("topology", harness.GENERATIONS.values())
 def test_compiles_with_nothing_around_it(topology: str, algorithm: str) -> None:

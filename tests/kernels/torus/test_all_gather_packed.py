@@ -126,6 +126,7 @@ def test_groups_with_inf_and_nan_arrive_as_nan_and_leave_others_alone() -> None:
 # Calls --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_calls_pack_in_the_kernel_where_blocks_lie_well() -> None:
     """Along any dimension but the last; other shapes are packed by passes of XLA."""
     n, x = 2, terms(2, 256, 256).reshape(2, 2, 128, 256)

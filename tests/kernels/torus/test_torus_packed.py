@@ -127,6 +127,7 @@ def replayed(op: str, pod: str, axes: tuple[str, ...], mib: float, **how: Any) -
     return replay(call, shape, machine=machine, races=races)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, pod, axes, mib",
     [

@@ -100,6 +100,7 @@ def test_links_of_v5e_are_at_work(name: str, axes: tuple[str, ...], share: float
     assert row.of_wire >= 100 * share
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "topology, sizes",
     [
