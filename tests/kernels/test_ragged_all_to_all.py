@@ -284,7 +284,7 @@ def test_fault_in_the_ring_is_caught(
         )
 
         def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
-            if dropped is None or dropped not in (semaphore, getattr(semaphore, "ref", None)):
+            if dropped is None or dropped is not getattr(semaphore, "ref", semaphore):
                 wait(semaphore, ref, times)
 
         monkeypatch.setattr(sync, "wait", some)
