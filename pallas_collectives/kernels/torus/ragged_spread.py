@@ -9,20 +9,22 @@ on their way, and each part takes another axis for the last:
     part of another, a      to the device of the receiver's ring along a that is next to the sender,
                             so over all axes but a; and from there along a
 
-Only rows from and to devices that have to do with more than others are cut so: equal loads leave no
-axis idle. Parts go in chunks, so that what is passed on is on the wire with what is yet to come:
+Only where devices have to do with more than others are rows cut so: equal loads leave no axis idle.
+Of small arrays, the rows from and to these devices are cut in equal parts. Of large ones each pair
+has shares of its own, by what links carry (`ragged_shares`). Parts go in chunks, so that what is
+passed on is on the wire with what is yet to come:
 
-    push      chunk by chunk: the parts of all receivers, those first that others pass on
-    pass_on   chunk by chunk: once all of a chunk is here, on to whom it is for
+    push      the first chunk of what others pass on, then all that goes straight
+    turn      chunk by chunk: once ours has left, the next; once all of theirs is here, on with it
     drain     what came to stay, and what left
 
              hops   bytes sent per device             buffers                        semaphores
-    spread   1 or 2 the rows sent, and what it        see `room`, for each axis      12
-                    passes on: by the shortest ways   but the last
+    spread   1 or 2 the rows sent, and what it        see `spread`                   21
+                    passes on: by the shortest ways
 
 Who knows what. Each device has everyone's sizes and places, and works out its own tables from them:
-what it sends, what comes to be passed on, and where that lies, pair by pair in one order. A buffer
-has room for as much as a device of average load passes on. What does not fit there goes straight;
+what it sends, what comes to be passed on, and where that lies, pair by pair in one order. There is
+room for as much as a device of average load passes on. What does not fit there goes straight;
 sender, buffer and receiver see that alike, as all have the same sizes. Sizes are clipped, and
 slices that lie out of range are moved, as in `kernels.ragged_all_to_all`.
 
@@ -48,8 +50,9 @@ from pallas_collectives.kernels.torus import ragged_shares
 from pallas_collectives.kernels.torus.ragged_shares import WHOLE
 from pallas_collectives.topology.groups import Group, Ring, wrap
 
-WEIGHED_BYTES = 64 << 20  # of an operand from which links are weighed: see `ragged_shares`
-_ROOM = 4  # the part of the larger array that one passes on at the most
+# Of an operand from which links are weighed. If some have to do with more than others, that takes
+# some 0.2 ms: 410 thousand cycles on v5p:4x4x4, 220 thousand on v6e:4x4, as the compiler estimates.
+WEIGHED_BYTES = 64 << 20
 CHUNKS = 16  # the more, the sooner the axes that pass on are busy; each costs a start for each part
 
 
@@ -105,11 +108,24 @@ def spread(
     *,
     vmem: bool,
     interpret: Interpret,
+    weighed_bytes: int = WEIGHED_BYTES,
 ) -> jax.Array:
-    """As `ragged_all_to_all.ring`, by all axes of the torus that the group lies on."""
-    ways = _ways(_rings(group))
-    room = -(-max(len(operand), len(output)) // _ROOM)
-    tables = _tables(operand, output, input_offsets, all_sizes, all_places, group, ways, room=room)
+    """As `ragged_all_to_all.ring`, by all axes of the torus that the group lies on.
+
+    Of an operand of `weighed_bytes` and more, shares of rows are found by what links carry.
+    """
+    rings = _rings(group)
+    ways = _ways(rings)
+    # A part of what each sends on average, or of what one receives that all send to.
+    of_one = len(output) // min(of_axis.shape[1] for of_axis in rings)
+    room = -(-max(len(operand), of_one) * len(ways) // len(rings))
+    sizes = jnp.clip(
+        all_sizes.reshape(group.size, group.size, -1), 0, min(len(operand), len(output))
+    )
+    weighed = operand.nbytes >= weighed_bytes and ragged_shares.fits(group.torus)
+    passed = [way.hosts >= 0 for way in ways]
+    cuts = ragged_shares.cuts(sizes.sum(2), group.torus, passed, weighed=weighed)
+    tables = _tables(operand, output, input_offsets, sizes, all_places, group, ways, cuts, room)
     buffer = jax.ShapeDtypeStruct((room, *operand.shape[1:]), operand.dtype)
     return launch.call(
         functools.partial(_kernel, ways=len(ways)),
@@ -188,41 +204,21 @@ def _ways(rings: Sequence[np.ndarray]) -> list[_Way]:
     return found
 
 
-def _cuts(sizes: jax.Array, group: Group, ways: Sequence[_Way], nbytes: int) -> jax.Array:
-    """[1 + ways, sender, receiver]: where parts of ways begin and end, of `WHOLE` of a pair's rows.
-
-    What is behind goes straight.
-    """
-    nothing = jnp.zeros((1, *sizes.shape[:2]), jnp.int32)
-    if not ways:
-        return nothing
-    if nbytes >= WEIGHED_BYTES:
-        ends = ragged_shares.ends(sizes.sum(2), group.torus)[: len(ways)]
-    else:
-        until = np.cumsum([way.hosts >= 0 for way in ways], axis=0)
-        equal = (WHOLE * until // (until[-1] + 1)).astype(np.int32)
-        uneven = _is_more(sizes.sum((0, 2)))[None, :] | _is_more(sizes.sum((1, 2)))[:, None]
-        ends = jnp.where(uneven, equal, 0)
-    return jnp.concatenate([nothing, ends])
-
-
 def _tables(
     operand: jax.Array,
     output: jax.Array,
     input_offsets: jax.Array,
-    all_sizes: jax.Array,
+    sizes: jax.Array,
     all_places: jax.Array,
     group: Group,
     ways: Sequence[_Way],
-    *,
+    cuts: jax.Array,
     room: int,
 ) -> Tables:
-    """This device's tables, by everyone's sizes and places."""
-    n, me, most = group.size, _position(group), min(len(operand), len(output))
-    sizes = jnp.clip(all_sizes.reshape(n, n, -1), 0, most)  # [sender, receiver, slice]
+    """This device's tables, by everyone's sizes[sender, receiver, slice], places and cuts."""
+    n, me, slices = group.size, _position(group), sizes.shape[2]
     places = jnp.clip(all_places.reshape(sizes.shape), 0, len(output) - sizes)
     starts = jnp.clip(input_offsets.reshape(n, -1), 0, len(operand) - sizes[me])
-    slices, cuts = sizes.shape[2], _cuts(sizes, group, ways, operand.nbytes)
     until = sizes // WHOLE * cuts[..., None] + sizes % WHOLE * cuts[..., None] // WHOLE
     rows: list[jax.Array] = []
     spots: list[jax.Array] = []
@@ -266,12 +262,6 @@ def _tables(
         come=sizes[:, me],
         chunks=jnp.where(jnp.any(straight != sizes), CHUNKS, 1).astype(jnp.int32),
     )
-
-
-def _is_more(loads: jax.Array) -> jax.Array:
-    """Which devices' loads are a quarter more than the average."""
-    loads = loads.astype(jnp.float32)
-    return loads * (4 * len(loads)) > 5 * jnp.sum(loads)
 
 
 def _position(group: Group) -> Any:
