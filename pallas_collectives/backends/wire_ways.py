@@ -353,7 +353,8 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
         why = "" if how.algorithm in rings else f"over a wire with scales it is {able} here"
         why = why or _no_ring(op, group, how)
         if why and not wire.optional:
-            remedy = "leave algorithm=None, or name 'exchange'"
+            alike = GATHER if how.algorithm == "one_shot" else EXCHANGE
+            remedy = f"leave algorithm=None, or name {alike!r}: it quantises each term once"
             raise AlgorithmError(f"algorithm={how.algorithm!r} for {op}", why, remedy)
         return why
     if how.order is not None:
@@ -393,8 +394,7 @@ def _least(op: str, block_bytes: int, group: Group) -> float | None:
 
 def _told(op: str, way: Way, wire: Wire, n: int, padded: bool) -> Candidate:
     """A way as `explain` prints it; one that pads few numbers serves where it is named."""
-    said = (
-        f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.packs, way=way.algorithm)}"
-    )
+    off = error_in_words(op, wire, n, way.packs, way=way.algorithm)
+    said = f"modelled, {way.sent} bytes; {off}"
     said += "; only if it is named: a block has too few numbers" if padded else ""
     return Candidate(way.algorithm or "passes of XLA", way.us, None, said)
