@@ -188,7 +188,8 @@ def test_compiles_for_every_generation(generation: str, wire: str) -> None:
 
     def program(x: jax.Array) -> Any:
         values, scales = pc.all_gather(x, "x", wire=wire, dequantize=False)
-        return pc.psum(x, "x", wire=wire), wires.dequantize(values, scales)
+        summed = pc.psum(x, "x", wire=wire, algorithm="exchange")
+        return summed, wires.dequantize(values, scales)
 
     compiled = harness.compile_for_tpu(
         program, harness.GENERATIONS[generation], (256, 512), dtype=jnp.bfloat16
