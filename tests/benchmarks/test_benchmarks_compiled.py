@@ -21,6 +21,7 @@ LIBTPU = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 @LIBTPU
 def test_sizes_and_algorithms_that_are_named_reach_every_table(
     bench: Bench, tmp_path: Path

@@ -46,6 +46,7 @@ def test_pods_have_modelled_times_with_xlas_passes() -> None:
     assert all(len(column.cell(gather)) for column in columns.of(rows))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pod, packs, most", [("v6e:4x4", True, 55), ("v5e:4x4", False, 70)])
 def test_exchanges_round_a_ring_have_passes_of_xlas(pod: str, packs: bool, most: float) -> None:
     """v5e cannot write to everyone; direct exchanges are packed in their kernels."""
@@ -105,6 +106,7 @@ def test_a_picture_without_points_is_told_of(bench: Bench, tmp_path: Path) -> No
     assert f"No row has a time, so {picture} is not drawn." in out and not picture.exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pod, size, most", [("v5e:16x16", 16 << 20, 95), ("v6e:8x8", 4 << 20, 85)])
 def test_a_wire_gains_where_small_blocks_are_cut_for_both_axes(
     pod: str, size: int, most: int

@@ -52,6 +52,7 @@ def test_the_kernels_have_places_for_each_fault() -> None:
     assert len({mutant.path for mutant in sample}) > 8, "they are spread over files"
 
 
+@pytest.mark.full
 def test_a_file_is_tested_by_its_own_tests_and_by_those_of_what_imports_it() -> None:
     (mutant, *_) = (m for m in mutants.every_mutant() if m.path.stem == "relay")
     arguments = mutants.arguments_of(mutant, mutants.ROOT, "quick")

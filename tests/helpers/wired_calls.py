@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives as pc
+from benchmarks import replay_rows
 from pallas_collectives import wires
 from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.replay import Machine, Report, replay
 from pallas_collectives.wires import Wire
 
 BY_XLA = {"backend": "xla"}
@@ -153,3 +156,24 @@ def another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:
             return read(self, ref, number, tiles, most)
 
     monkeypatch.setattr(Codec, "_read", wrong)
+
+
+def shows(holds: Callable[[], bool]) -> bool:
+    """Whether a planted fault does: as a race, or by numbers that do not hold."""
+    try:
+        caught = not holds()
+    except Exception as error:
+        caught = "race" in str(error).lower()
+    finally:
+        harness.forget_failures()
+    return caught or harness.race_reported()
+
+
+def replayed(
+    program: Callable[[jax.Array], jax.Array], machine: Machine, elements: int, races: bool = False
+) -> Report:
+    """The replay of a program of one bfloat16 array on every device, rows of 128."""
+    mesh, nothing = machine.mesh(replay_rows.mesh_axes(machine)), PartitionSpec()
+    call = jax.shard_map(program, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False)
+    shape = jax.ShapeDtypeStruct((elements // 128, 128), jnp.bfloat16)
+    return replay(call, shape, machine=machine, races=races)

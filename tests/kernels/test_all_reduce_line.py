@@ -253,6 +253,7 @@ def test_large_operands_keep_the_links_busy(n: int, of_wire: float) -> None:
     assert least(n, nbytes, report.machine).wire / report.time > of_wire
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_compiles_to_the_kernel_alone(generation: str, dtype: str) -> None:

@@ -229,6 +229,7 @@ def test_the_busiest_link_carries_the_bidirectional_bound(n: int, rows: int) -> 
         assert report.time <= 1.05 * bound / link
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "line"])
 @pytest.mark.parametrize("topology", harness.GENERATIONS.values())
 def test_compiles_with_nothing_around_it(topology: str, algorithm: str) -> None:

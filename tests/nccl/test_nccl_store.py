@@ -119,6 +119,7 @@ def test_watchdogs_compare_calls_that_all_ended(processes):
         assert "c by ranks [1]" in text and "b by ranks [" in text  # as soon as two differ
 
 
+@pytest.mark.full
 def test_watchdogs_of_a_group_that_is_well_say_nothing(processes):
     calls = [["a", "b"]] * 3
     assert unwrapped(processes.run(watched, "well", calls, 3, timeout=60)) == [[], [], []]

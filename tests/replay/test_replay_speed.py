@@ -54,6 +54,7 @@ def _replayed(
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, algorithm, limit",
     [("v5e:16x16", None, 10), ("v5e:16x16", "bidirectional", 10), ("v5p:16x16x16", None, 300)],

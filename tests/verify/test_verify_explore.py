@@ -35,7 +35,7 @@ def test_a_sound_kernel_has_one_result_on_all_schedules() -> None:
 
 
 def test_a_shared_semaphore_shows_in_runs_too() -> None:
-    found = verify.explore(kernels.gather, X, devices=(4,), late=0)
+    found = verify.explore(kernels.gather, X, devices=(4,), late=1, seconds=0.3)
     assert not found.ok and "SOUND" in str(found)
     shown = {run.mode for run in found.runs if run.wrong}
     assert shown  # by a report, or by values that differ from those of the other

@@ -229,6 +229,7 @@ def _check(generation: str, form: str, kernels: Sequence[Kernel]) -> None:
     assert not [call for call in calls if call.elsewhere]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("generation, form, kernels", [*_in_turn()])
 def test_kernels_find_in_hbm_what_they_take_for_it(
     generation: str, form: str, kernels: tuple[Kernel, ...]

@@ -291,6 +291,7 @@ def test_scratch_is_16_mib_at_the_most(sizes: tuple[int, int], rows: int) -> Non
         assert max(loads) <= 1.04 * min(loads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("topology", ["v4:2x4x1", "v5e:4x4", "v5p:2x4x2", "v6e:4x4", "tpu7x:2x2x2"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=SLOW)])
 def test_compiles_to_the_kernel_alone(topology: str, dtype: str) -> None:

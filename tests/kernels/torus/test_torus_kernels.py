@@ -92,6 +92,7 @@ def test_bfloat16_in_hbm() -> None:
     run("psum", (2, 2), pltpu.InterpretParams(), "bfloat16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shape, axis, dtype, mode",
     [

@@ -211,6 +211,7 @@ def test_a_pair_that_does_not_take_together_is_caught(
 TORI_OF_SUMS = [(2, 4), (3, 5), (4, 4, 4), (4, 8, 8), (16, 16), (16,)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lines", [(), (0, 1, 2)])
 @pytest.mark.parametrize("sizes", TORI_OF_SUMS)
 def test_scratch_of_sums_is_16_mib_at_the_most(

@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from test_torus_kernels import on_lines
 
 import harness
 import pallas_collectives as pc
-from benchmarks import replay_rows
+import wired_calls
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import WirePlan
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import packed_gather, reduce_scatter, scatter
-from pallas_collectives.replay import Machine, Report, replay
+from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -110,23 +109,17 @@ def test_sections_are_within_the_bound(
 
 def replayed(op: str, pod: str, axes: tuple[str, ...], mib: float, **how: Any) -> Report:
     """The replay of a public call in bfloat16."""
-    machine = Machine.named(pod)
-    sizes = replay_rows.mesh_axes(machine)
-    races = how.pop("races", False)
+    machine, races = Machine.named(pod), how.pop("races", False)
 
     def program(x: jax.Array) -> jax.Array:
         if op == "all_reduce":
             return pc.psum(x, axes, backend="pallas", **how)
         return pc.psum_scatter(x, axes, tiled=True, backend="pallas", **how)
 
-    nothing = PartitionSpec()
-    call = jax.shard_map(
-        program, mesh=machine.mesh(sizes), in_specs=nothing, out_specs=nothing, check_vma=False
-    )
-    shape = jax.ShapeDtypeStruct((int(mib * 4096), 128), jnp.bfloat16)
-    return replay(call, shape, machine=machine, races=races)
+    return wired_calls.replayed(program, machine, int(mib * 2**19), races)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, pod, axes, mib",
     [
