@@ -148,3 +148,27 @@ def test_tiles_of_sums_count_what_the_first_waits_for(
     assert (tiles.columns < steady.columns) == narrower
     late = [product.seconds_to_bring(problem, each, rates) for each in (tiles, steady)]
     assert (late[0] < late[1]) == narrower
+
+
+@pytest.mark.parametrize(
+    "chip, n, cores, shape, chunks",
+    [("v5e", 16, 1, (16384, 1024, 8192), 1), ("v5p", 4, 2, (1024, 4096, 4096), 4)],
+)
+def test_a_gather_has_chunks_where_a_hop_outlasts_the_own_products(
+    chip: str,
+    n: int,
+    cores: int,
+    shape: tuple[int, int, int],
+    chunks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elsewhere the products never wait for the wire, and a chunk more is a fetch more."""
+    monkeypatch.setattr(chips, "SIMULATED", chips.BY_NAME[chip])
+    (rows, depth, columns), group = shape, Group(("x",), (n,))
+    plan = matmul_plan.plan(
+        (1, rows, depth), [(columns, BF16)], BF16, BF16,
+        group=group, block_bytes=2 * rows * depth, cores=cores,
+    )  # fmt: skip
+    hop = matmul_plan.wire_seconds(group, 2 * rows * depth) * 2 / (n - 1)
+    assert plan.chunks == chunks
+    assert (hop > plan.seconds_per_block) == (chunks > 1)
