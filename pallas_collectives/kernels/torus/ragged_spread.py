@@ -9,20 +9,22 @@ on their way, and each part takes another axis for the last:
     part of another, a      to the device of the receiver's ring along a that is next to the sender,
                             so over all axes but a; and from there along a
 
-Only rows from and to devices that have to do with more than others are cut so: equal loads leave no
-axis idle. Parts go in chunks, so that what is passed on is on the wire with what is yet to come:
+Only where devices have to do with more than others are rows cut so: equal loads leave no axis idle.
+Of small arrays, the rows from and to these devices are cut in equal parts. Of large ones each pair
+has shares of its own, by what links carry (`ragged_shares`). Parts go in chunks, so that what is
+passed on is on the wire with what is yet to come:
 
-    push      chunk by chunk: the parts of all receivers, those first that others pass on
-    pass_on   chunk by chunk: once all of a chunk is here, on to whom it is for
+    push      the first chunk of what others pass on, then all that goes straight
+    turn      chunk by chunk: once ours has left, the next; once all of theirs is here, on with it
     drain     what came to stay, and what left
 
              hops   bytes sent per device             buffers                        semaphores
-    spread   1 or 2 the rows sent, and what it        see `room`, for each axis      12
-                    passes on: by the shortest ways   but the last
+    spread   1 or 2 the rows sent, and what it        see `spread`                   21
+                    passes on: by the shortest ways
 
 Who knows what. Each device has everyone's sizes and places, and works out its own tables from them:
-what it sends, what comes to be passed on, and where that lies, pair by pair in one order. A buffer
-has room for as much as a device of average load passes on. What does not fit there goes straight;
+what it sends, what comes to be passed on, and where that lies, pair by pair in one order. There is
+room for as much as a device of average load passes on. What does not fit there goes straight;
 sender, buffer and receiver see that alike, as all have the same sizes. Sizes are clipped, and
 slices that lie out of range are moved, as in `kernels.ragged_all_to_all`.
 
@@ -44,9 +46,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.torus import ragged_shares
+from pallas_collectives.kernels.torus.ragged_shares import WHOLE
 from pallas_collectives.topology.groups import Group, Ring, wrap
 
-CHUNKS = 8  # the more, the sooner the axes that pass on are busy; each costs a start for each part
+# Of an operand from which links are weighed. If some have to do with more than others, that takes
+# some 0.2 ms: 410 thousand cycles on v5p:4x4x4, 220 thousand on v6e:4x4, as the compiler estimates.
+WEIGHED_BYTES = 64 << 20
+CHUNKS = 16  # the more, the sooner the axes that pass on are busy; each costs a start for each part
 
 
 class Scratch(NamedTuple):
@@ -54,8 +61,9 @@ class Scratch(NamedTuple):
 
     waiting_ref: Any  # (rows, ...): HBM or VMEM; what is to be passed on. None on one axis
     come_sems: Semaphore  # (CHUNKS,): from the senders of what we pass on
+    leave_sem: Semaphore = dma_semaphores()  # own; a chunk of those that others pass on
     copy_sem: Semaphore = dma_semaphores()  # own; the rows that we send to ourselves
-    own_sem: Semaphore = dma_semaphores()  # own; the rows of x_ref that we send to others
+    own_sem: Semaphore = dma_semaphores()  # own; the rows of x_ref that go straight
     on_sem: Semaphore = dma_semaphores()  # own; what we pass on
     final_sem: Semaphore = dma_semaphores()  # what comes to stay
 
@@ -100,17 +108,25 @@ def spread(
     *,
     vmem: bool,
     interpret: Interpret,
+    weighed_bytes: int = WEIGHED_BYTES,
 ) -> jax.Array:
-    """As `ragged_all_to_all.ring`, by all axes of the torus that the group lies on."""
+    """As `ragged_all_to_all.ring`, by all axes of the torus that the group lies on.
+
+    Of an operand of `weighed_bytes` and more, shares of rows are found by what links carry.
+    """
     rings = _rings(group)
-    ways, parts = _ways(rings)
+    ways = _ways(rings)
     # A part of what each sends on average, or of what one receives that all send to.
     of_one = len(output) // min(of_axis.shape[1] for of_axis in rings)
-    room = -(-max(len(operand), of_one) // len(rings))
-    tables = _tables(
-        operand, output, input_offsets, all_sizes, all_places, group, ways, parts, room=room
+    room = -(-max(len(operand), of_one) * len(ways) // len(rings))
+    sizes = jnp.clip(
+        all_sizes.reshape(group.size, group.size, -1), 0, min(len(operand), len(output))
     )
-    buffer = jax.ShapeDtypeStruct((room * len(ways), *operand.shape[1:]), operand.dtype)
+    weighed = operand.nbytes >= weighed_bytes and ragged_shares.fits(group.torus)
+    passed = [way.hosts >= 0 for way in ways]
+    cuts = ragged_shares.cuts(sizes.sum(2), group.torus, passed, weighed=weighed)
+    tables = _tables(operand, output, input_offsets, sizes, all_places, group, ways, cuts, room)
+    buffer = jax.ShapeDtypeStruct((room, *operand.shape[1:]), operand.dtype)
     return launch.call(
         functools.partial(_kernel, ways=len(ways)),
         group,
@@ -133,7 +149,7 @@ def _read(ways: int) -> tuple[str, ...]:
 
     XLA may leave out an operand that is not read (jax#39744).
     """
-    of_ways = ("spots", "hosts", "on_rows", "on_spots", "on_places", "on_peers")
+    of_ways = ("spots", "hosts", "on_rows", "on_spots", "on_places", "on_peers", "chunks")
     return tuple(name for name in Tables._fields if ways or name not in of_ways)
 
 
@@ -153,25 +169,23 @@ def _rings(group: Group) -> list[np.ndarray]:
 
 
 class _Way(NamedTuple):
-    """Who passes on along one axis, whose, and which of a pair's parts.
+    """Who passes on along one axis, and whose.
 
     Attributes:
       hosts: [sender, receiver] -> position of the device that passes on; -1 where none does: where
         it would be either of them, or the part would go as what goes straight.
       pairs: [host] -> its pairs, sender * n + receiver: as many for each.
-      part: [sender, receiver] -> number of the part that goes this way.
     """
 
     hosts: np.ndarray
     pairs: np.ndarray
-    part: np.ndarray
 
 
-def _ways(rings: Sequence[np.ndarray]) -> tuple[list[_Way], np.ndarray]:
-    """The ways of all axes but the last, and in how many parts each pair's rows are cut."""
+def _ways(rings: Sequence[np.ndarray]) -> list[_Way]:
+    """The ways of all axes but the last."""
     n = rings[0].size
     found: list[_Way] = []
-    parts, everyone = np.zeros((n, n), np.int32), np.arange(n)
+    everyone = np.arange(n)
     coordinates = np.zeros((len(rings), n), int)
     for axis, of_axis in enumerate(rings):
         for members in of_axis:
@@ -186,44 +200,38 @@ def _ways(rings: Sequence[np.ndarray]) -> tuple[list[_Way], np.ndarray]:
         either = (hosts == everyone[:, None]) | (hosts == everyone)
         straight = ~differ[axis + 1 :].any(axis=0)  # what goes straight takes this axis last
         hosts = np.where(either | straight, -1, hosts).astype(np.int32)
-        found.append(_Way(hosts, pairs.astype(np.int32), parts.copy()))
-        parts += hosts >= 0
-    return found, parts + 1
+        found.append(_Way(hosts, pairs.astype(np.int32)))
+    return found
 
 
 def _tables(
     operand: jax.Array,
     output: jax.Array,
     input_offsets: jax.Array,
-    all_sizes: jax.Array,
+    sizes: jax.Array,
     all_places: jax.Array,
     group: Group,
     ways: Sequence[_Way],
-    parts: np.ndarray,
-    *,
+    cuts: jax.Array,
     room: int,
 ) -> Tables:
-    """This device's tables, by everyone's sizes and places."""
-    n, me, most = group.size, _position(group), min(len(operand), len(output))
-    sizes = jnp.clip(all_sizes.reshape(n, n, -1), 0, most)  # [sender, receiver, slice]
+    """This device's tables, by everyone's sizes[sender, receiver, slice], places and cuts."""
+    n, me, slices = group.size, _position(group), sizes.shape[2]
     places = jnp.clip(all_places.reshape(sizes.shape), 0, len(output) - sizes)
     starts = jnp.clip(input_offsets.reshape(n, -1), 0, len(operand) - sizes[me])
-    slices, cut = sizes.shape[2], parts[:, :, None]
-    uneven = _is_more(sizes.sum((0, 2)))[None, :] | _is_more(sizes.sum((1, 2)))[:, None]
+    until = sizes // WHOLE * cuts[..., None] + sizes % WHOLE * cuts[..., None] // WHOLE
     rows: list[jax.Array] = []
     spots: list[jax.Array] = []
-    for number, way in enumerate(ways):
-        part = way.part[:, :, None]
-        wanted = sizes * (part + 1) // cut - sizes * part // cut
-        wanted = jnp.where(((way.hosts >= 0) & uneven)[:, :, None], wanted, 0)
+    taken: Any = 0  # of each one's room
+    for way, wanted in zip(ways, jnp.diff(until, axis=0), strict=True):
+        wanted = jnp.where((way.hosts >= 0)[:, :, None], wanted, 0)
         of_host = wanted.reshape(n * n, slices)[way.pairs].reshape(n, -1)
-        before = jnp.cumsum(of_host, axis=1, dtype=jnp.int32) - of_host
-        fits = jnp.clip(room - before, 0, of_host)
+        after = taken + jnp.cumsum(of_host, axis=1, dtype=jnp.int32)
+        before = jnp.minimum(after - of_host, room)
+        fits, taken = jnp.minimum(after, room) - before, after[:, -1:]
         back = np.argsort(way.pairs.reshape(-1))
-        by_pair = (a.reshape(n * n, slices)[back].reshape(sizes.shape) for a in (fits, before))
-        for into, table in zip((rows, spots), by_pair, strict=True):
-            into.append(table)
-        spots[-1] = jnp.minimum(spots[-1], room) + number * room
+        for into, table in ((rows, fits), (spots, before)):
+            into.append(table.reshape(n * n, slices)[back].reshape(sizes.shape))
     straight = functools.reduce(jnp.subtract, rows, sizes)
     own = jnp.stack([straight, *rows])  # [part, sender, receiver, slice]
     begin = jnp.cumsum(own, axis=0, dtype=jnp.int32) - own  # of each part in its slice
@@ -256,12 +264,6 @@ def _tables(
     )
 
 
-def _is_more(loads: jax.Array) -> jax.Array:
-    """Which devices' loads are a quarter more than the average."""
-    loads = loads.astype(jnp.float32)
-    return loads * (4 * len(loads)) > 5 * jnp.sum(loads)
-
-
 def _position(group: Group) -> Any:
     """This device's, in its group."""
     number = lax.axis_index(group.axes)
@@ -277,8 +279,8 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
     x_ref, o_ref, scratch = refs[-3:]
     unread = dict.fromkeys(Tables._fields)
     tables = Tables(**(unread | dict(zip(_read(ways), refs[:-3], strict=True))))
-    n, count, chunks = ring.size, tables.starts.shape[0], tables.chunks[0]
-    slices = count // n
+    n, count = ring.size, tables.starts.shape[0]
+    slices, chunks = count // n, tables.chunks[0] if ways else 0
 
     def of_peers(body: Callable[[Any, Any], None]) -> None:
         """body(peer, number of a slice) for each slice of each other, beginning behind us."""
@@ -289,42 +291,60 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
 
         sync.for_each(1, n, of_peer)
 
-    def copy(chunk: Number, rows: Any, ends: tuple[Any, ...], sems: Any, peer: Any) -> None:
-        """Sends a chunk of so many rows, if it has any."""
-        source_ref, start, target_ref, place = ends
-        sent, come = sems
-        first, size = _chunk(rows, chunk, chunks)
+    def copy(rows: Any, ends: tuple[Any, ...], sems: Any, peer: Any) -> None:
+        """Sends so many rows, if there are any."""
+        (source_ref, start, target_ref, place), (sent, come) = ends, sems
 
-        @pl.when(size > 0)
+        @pl.when(rows > 0)
         def _() -> None:
-            source = source_ref.at[pl.ds(start + first, size)]
-            target = target_ref.at[pl.ds(place + first, size)]
+            source = source_ref.at[pl.ds(start, rows)]
+            target = target_ref.at[pl.ds(place, rows)]
             sync.remote_copy(source, target, sent, come, ring.device_id(peer))
 
     def push(chunk: Number) -> None:
-        def send(peer: Any, i: Number) -> None:
-            begin, sent = tables.starts[i] + tables.rows[i], scratch.own_sem
+        def send(_: Any, i: Number) -> None:
+            begin = tables.starts[i] + tables.rows[i]
+            sems = scratch.leave_sem, scratch.come_sems.at[chunk]
             for way in range(ways):
                 at, rows = way * count + i, tables.rows[(way + 1) * count + i]
-                ends = x_ref, begin, scratch.waiting_ref, tables.spots[at]
-                copy(chunk, rows, ends, (sent, scratch.come_sems.at[chunk]), tables.hosts[at])
+                first, size = _chunk(rows, chunk, chunks)
+                ends = x_ref, begin + first, scratch.waiting_ref, tables.spots[at] + first
+                copy(size, ends, sems, tables.hosts[at])
                 begin = begin + rows
-            ends = x_ref, tables.starts[i], o_ref, tables.places[i]
-            copy(chunk, tables.rows[i], ends, (sent, scratch.final_sem), peer)
 
         of_peers(send)
+
+    def left(chunk: Number) -> None:
+        def of_slice(_: Any, i: Number) -> None:
+            for way in range(ways):
+                rows = tables.rows[(way + 1) * count + i]
+                _wait(scratch.leave_sem, x_ref, _chunk(rows, chunk, chunks)[1])
+
+        of_peers(of_slice)
+
+    def straight(peer: Any, i: Number) -> None:
+        ends = x_ref, tables.starts[i], o_ref, tables.places[i]
+        copy(tables.rows[i], ends, (scratch.own_sem, scratch.final_sem), peer)
 
     def pass_on(chunk: Number) -> None:
         def arrive(i: Number) -> None:
             _wait(scratch.come_sems.at[chunk], x_ref, _chunk(tables.on_rows[i], chunk, chunks)[1])
 
         def on(i: Number) -> None:
-            ends = scratch.waiting_ref, tables.on_spots[i], o_ref, tables.on_places[i]
-            sems = scratch.on_sem, scratch.final_sem
-            copy(chunk, tables.on_rows[i], ends, sems, tables.on_peers[i])
+            first, size = _chunk(tables.on_rows[i], chunk, chunks)
+            spot, place = tables.on_spots[i] + first, tables.on_places[i] + first
+            ends = scratch.waiting_ref, spot, o_ref, place
+            copy(size, ends, (scratch.on_sem, scratch.final_sem), tables.on_peers[i])
 
         sync.for_each(0, ways * count, arrive)
         sync.for_each(0, ways * count, on)
+
+    def turn(chunk: Number) -> None:
+        left(chunk)
+        with jax.named_scope("push"):
+            pl.when(chunk + 1 < chunks)(lambda: push(chunk + 1))
+        with jax.named_scope("pass_on"):
+            pass_on(chunk)
 
     def to_self(j: Number) -> None:
         i = ring.me * slices + j
@@ -338,20 +358,20 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
 
     def drain(_: Any, i: Number) -> None:
         _wait(scratch.final_sem, o_ref, tables.come[i])
-        for part in range(ways + 1):
-            _wait(scratch.own_sem, x_ref, tables.rows[part * count + i])
+        _wait(scratch.own_sem, x_ref, tables.rows[i])
 
     with jax.named_scope("push"):
-        sync.for_each(0, chunks, push)
+        if ways:
+            push(np.int32(0))
+        of_peers(straight)
         sync.for_each(0, slices, to_self)
     if ways:
-        with jax.named_scope("pass_on"):
-            sync.for_each(0, chunks, pass_on)
+        sync.for_each(0, chunks, turn)
     with jax.named_scope("drain"):
         of_peers(drain)
         if ways:
-            left = lambda i: _wait(scratch.on_sem, x_ref, tables.on_rows[i])  # noqa: E731
-            sync.for_each(0, ways * count, left)
+            gone = lambda i: _wait(scratch.on_sem, x_ref, tables.on_rows[i])  # noqa: E731
+            sync.for_each(0, ways * count, gone)
         own = ring.me * slices
         sync.for_each(0, slices, lambda j: _wait(scratch.copy_sem, x_ref, tables.rows[own + j]))
 

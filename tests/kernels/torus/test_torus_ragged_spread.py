@@ -18,7 +18,7 @@ import pallas_collectives as pc
 from conformance import routed
 from pallas_collectives import replay
 from pallas_collectives.kernels.machinery import sync
-from pallas_collectives.kernels.torus import ragged_spread
+from pallas_collectives.kernels.torus import ragged_shares, ragged_spread
 from pallas_collectives.topology.groups import Group
 
 AXES = ("x", "y", "z")
@@ -66,13 +66,43 @@ def test_several_slices_for_each_device_and_hostile_ones() -> None:
     with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES["on_wait"]):
         got = np.asarray(run(operand, output, *tables))
         np.testing.assert_array_equal(got, conformance.ragged_reference(operand, output, tables))
-        send = np.zeros((n, n), np.int32)
-        send[:, 0], send[0, 1] = -3, 2**31 - 1
-        offsets = np.full((n, n), -(2**31), np.int32)
-        places = np.full((n, n), 2**31 - 1, np.int32)
-        hostile = offsets, send, places, np.ascontiguousarray(send.T)
-        got = np.asarray(program(sizes)(operand, output, *hostile))
-    np.testing.assert_array_equal(got, conformance.ragged_reference(operand, output, hostile))
+        tables = hostile(n)
+        got = np.asarray(program(sizes)(operand, output, *tables))
+    np.testing.assert_array_equal(got, conformance.ragged_reference(operand, output, tables))
+
+
+def hostile(n: int) -> tuple[np.ndarray, ...]:
+    """Sizes, offsets and places far out of range."""
+    send = np.zeros((n, n), np.int32)
+    send[:, 0], send[0, 1] = -3, 2**31 - 1
+    offsets = np.full((n, n), -(2**31), np.int32)
+    places = np.full((n, n), 2**31 - 1, np.int32)
+    return offsets, send, places, np.ascontiguousarray(send.T)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2)], ids=str)
+def test_shares_by_what_links_carry(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    """As of large arrays, which would take an interpreter too long."""
+    n, found = int(np.prod(sizes)), []
+    ends = ragged_shares.ends
+    monkeypatch.setattr(ragged_shares, "ends", lambda *given: found.append(1) or ends(*given))
+    torus = tuple(Group((name,), (size,)) for name, size in zip(AXES, sizes, strict=False))
+    group = Group(AXES[: len(sizes)], sizes, torus=torus)
+    operand, output = (harness.random((n, 80, 2, 128), "float32", seed) for seed in (1, 2))
+    rows = {name: routed(send, into=1) for name, send in routings(n).items()}
+    for mode, interpret in harness.ADVERSARIES.items():
+        call = functools.partial(
+            ragged_spread.spread, group=group, vmem=False, interpret=interpret, weighed_bytes=0
+        )
+        run = harness.per_device(call, harness.mesh(*sizes), check_vma=False)
+        for name, tables in (rows | {"hostile": hostile(n)}).items():
+            got = run(operand, output, *of_all(tables))
+            assert not harness.race_reported()
+            want = conformance.ragged_reference(operand, output, tables)
+            np.testing.assert_array_equal(got, want, err_msg=f"{name}, {mode}")
+    assert found
 
 
 def of_all(tables: Any) -> tuple[Any, Any, Any]:
@@ -192,8 +222,9 @@ def test_no_race_on_16_devices() -> None:
     assert not report.findings
 
 
+@pytest.mark.parametrize("rows", [1 << 12, 1 << 14])
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
-def test_compiles_on_all_that_reach_all(topology: str) -> None:
+def test_compiles_on_all_that_reach_all(topology: str, rows: int) -> None:
     devices = harness._topology(topology).devices
     n = len(devices)
     sizes = {8: (2, 2, 2), 4: (2, 2)}[n]
@@ -205,5 +236,5 @@ def test_compiles_on_all_that_reach_all(topology: str) -> None:
             x, jnp.zeros_like(x), *words, axis_name=axes, backend="pallas", algorithm="spread"
         )
 
-    shapes = [(1 << 12, 8, 128), *[(128, 8, 128)] * 4]
+    shapes = [(rows, 8, 128), *[(128, 8, 128)] * 4]
     assert "custom-call" in harness.compile_for_tpu(call, topology, *shapes, sizes=sizes).ops
