@@ -26,13 +26,21 @@ from benchmarks.results import check_writable
 from benchmarks.rows import Measured
 from benchmarks.settings import MOST_RUNS, FlagError, Settings
 from pallas_collectives import catalogue
-from pallas_collectives.backends import algorithms, canonical
-from pallas_collectives.errors import CollectiveError, ReachError, VmemError
-from pallas_collectives.records import JUMPS, NEIGHBOURS, ON_SEVERAL, TORUS
+from pallas_collectives.backends import algorithms, canonical, counters
+from pallas_collectives.backends.plans import WirePlan
+from pallas_collectives.errors import (
+    AlgorithmError,
+    CollectiveError,
+    ReachError,
+    VmemError,
+    WireError,
+)
+from pallas_collectives.records import JUMPS, LINE, NEIGHBOURS, ON_SEVERAL, RING, TORUS
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.tuning import choice, tables
-from pallas_collectives.tuning.tables import Entry, Table
+from pallas_collectives.tuning.tables import PACKED, Entry, Table
+from pallas_collectives.wires import Wire
 
 # Groups that are modelled, over one axis and over several: how they lie, and of how many devices.
 _ON_ONE_AXIS = (("line", (2, 3, 4, 8)), ("ring", (4, 8, 16)))
@@ -56,6 +64,7 @@ MOST_OPERAND_BYTES = 128 << 20
 # Bytes of the full array, where they are measured.
 FULL_BYTES = tuple(64 << 10 << 3 * i for i in range(5))
 DTYPE = "float32"
+WIRE = "int8"  # of what is packed: by the replay other wires take as long
 
 
 def main(argv: Sequence[str]) -> int:
@@ -196,7 +205,8 @@ def model(
         if torus not in tables.ONE_AXIS and n > algorithms.FEW_DEVICES:
             unfit |= {a.reach for a in record.algorithms} - {JUMPS, TORUS, NEIGHBOURS}
         fit = {a.name for a in record.algorithms if a.reach not in unfit}
-        offered = [name for name in candidates(case.op, torus) if name.partition(":")[0] in fit]
+        names = (*candidates(case.op, torus), *packed(case.op, torus))
+        offered = [name for name in names if name.partition(":")[0] in fit]
         us = {name: times for name, times in us.items() if name in offered}
         for name in offered:
             if name not in us:
@@ -221,11 +231,21 @@ def candidates(op: str, torus: str) -> tuple[str, ...]:
     )
 
 
+def packed(op: str, torus: str) -> tuple[str, ...]:
+    """Those whose kernels pack, as a modelled table names them: those that go as devices lie."""
+    along = {"line": LINE, "ring": RING}.get(torus, TORUS)
+    able = (a for a in catalogue.COLLECTIVES[op].algorithms if a.packed)
+    return tuple(f"{a.name}:{PACKED}" for a in able if a.one_hop or a.reach is along)
+
+
 def _replayed(
     machine: Machine, axes: tuple[str, ...], case: Case, algorithm: str, block: int, n: int
 ) -> float | None:
     """Modelled microseconds, None where the algorithm cannot run or would not be chosen."""
     size = block if case.whole else block * n
+    name, _, space = algorithm.partition(":")
+    if space == PACKED:
+        return _replayed_packed(replay_rows.Task(machine, case, "bfloat16", size, name, axes))
     if algorithm.endswith(":vmem") and size > 8 * choice.VMEM_UP_TO_BYTES:
         return None
     task = replay_rows.Task(machine, case, DTYPE, size, algorithm, axes)
@@ -233,6 +253,17 @@ def _replayed(
         return _rounded(replay_rows.run(task).time * 1e6)
     except (ReachError, VmemError):
         return None
+
+
+def _replayed_packed(task: replay_rows.Task) -> float | None:
+    """The same over a wire, None where its kernel cannot pack so few numbers."""
+    try:
+        with counters.recorded() as plans:
+            report = replay_rows.run(task, wire=Wire(WIRE))
+    except (AlgorithmError, VmemError, WireError):
+        return None
+    (way,) = {plan.way for plan in plans if isinstance(plan, WirePlan)}
+    return _rounded(report.time * 1e6) if way == task.algorithm else None
 
 
 # Measured ---------------------------------------------------------------------------------------

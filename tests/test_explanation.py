@@ -351,10 +351,10 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     assert left.algorithm != "wire int8" and "auto leaves wire int8 out: it would" in str(left)
     assert re.search(r"would take \d+\.\d us, and \d+\.\d without", str(left))
     few = pc.explain("psum", 4 * MIB, devices=16, chip="v5e", wire="int8")
-    assert "in place of 4194304" in few.why and few.wire.way == "exchange"
-    assert [
-        c.source.endswith("only if it is named: a block has too few numbers")
-        for c in few.candidates
-    ] == [False, True, True, False]
+    assert "in place of 4194304" in few.why and few.wire.way == "ring"
+    padded = pc.explain("psum", 256 << 10, devices=16, chip="v5e", wire="int8")
+    assert padded.wire.way == "exchange"
+    more = [c.algorithm for c in padded.candidates if "no fewer than" in c.source]
+    assert more == ["ring", "line"]
     slower = pc.explain("psum", **ring | {"shape": (64, 1024)}, chip="v5e", wire="int8")
     assert slower.why.startswith('slower: wire="auto" leaves it out; ')

@@ -251,6 +251,14 @@ def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, f
     return {name: prediction.us for name, prediction in found.items()}
 
 
+def predicted_packed(op: str, numbers: int, group: Group, names: Sequence[str]) -> dict[str, float]:
+    """The same of algorithms whose kernels pack an operand of so many numbers."""
+    chip, block = chips.current(), catalogue.COLLECTIVES[op].block_bytes(2 * numbers, group.size)
+    packed = [f"{name}:{tables.PACKED}" for name in names]
+    found = choice.predict(op, block, group.size, chip, packed, torus_of(group, chip))
+    return {name.partition(":")[0]: prediction.us for name, prediction in found.items()}
+
+
 def _devices(group: Group) -> str:
     """What errors call a group."""
     groups = "" if group.index_groups is None else f" in groups {group.index_groups}"

@@ -53,3 +53,9 @@ def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, way: str = "") ->
         case _:
             moved_bytes += copies * (sent + nbytes)
     return moved_bytes / chips.current().hbm_bandwidth
+
+
+def seconds_to_pad(op: str, nbytes: int) -> float:
+    """What a pass takes that pads a sum's operand, and, of a psum, one that cuts the result."""
+    passes = 2 if op == "all_reduce" else 1
+    return passes * 2 * nbytes / chips.current().hbm_bandwidth

@@ -12,8 +12,9 @@ The algorithms of the last are those whose record says `packed`; `psum` calls th
 "ring". But for the gather, a psum gathers the sums, quantised once more, and so gives everyone the
 same bits; of two devices the exchange is a gather of the terms. What is only moved is quantised
 once: by passes around a collective, or by an algorithm whose record says `packed`. The quicker way
-is taken, and a gather of terms where it is named; where no times tell, for few terms, and where a
-draw or a residue presumes in what bits terms are quantised, it is the exchange, or the passes.
+by the tables of times (`tuning`) is taken, and a gather of terms where it is named; where no times
+tell, and where a draw or a residue presumes in what bits terms are quantised, it is the exchange,
+or the passes.
 """
 
 import dataclasses
@@ -26,16 +27,16 @@ import jax.numpy as jnp
 
 from pallas_collectives import catalogue, wires
 from pallas_collectives.backends import algorithms, counters, ordered, slices
-from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import Candidate, How, WirePlan
 from pallas_collectives.backends.wire_costs import (
     GATHER,
     error_in_words,
     gathers_terms,
     seconds_of_passes,
+    seconds_to_pad,
 )
 from pallas_collectives.errors import AlgorithmError, WireError
-from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
+from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.records import TORUS
 from pallas_collectives.topology import chips, placement
@@ -47,17 +48,6 @@ AUTO_BYTES = 2 << 20
 LINKED_BYTES = 32 << 20  # between GPUs of one process
 
 EXCHANGE = ordered.EXCHANGE.name
-
-# How much of the vector unit's time shows beside the wire's, over one axis, two, and more: as large
-# a share as this times the ratio of both: the busier the unit is, the more the wire waits for it.
-# By the replay of v5e, v5p, v6e and 7x, 16 to 256 MiB, within 20%.
-_SHOWS = {
-    "all_gather": (0.45, 0.8, 4.0),
-    "all_to_all": (0.3, 0.3, 0.3),
-    "ppermute": (0.3, 0.3, 0.3),
-    "reduce_scatter": (0.0, 0.5, 4.0),
-    "all_reduce": (0.25, 0.85, 4.0),
-}
 
 
 class Way(NamedTuple):
@@ -116,7 +106,7 @@ def settled(
         _note_left_out(op, wire, why)
         return None, plain, _NO_WAY
     found = _ways(op, x, blocks, group, how, sent_by)
-    way = _chosen(op, found, blocks, wire, how)
+    way = _chosen(op, found, x.nbytes, how)
     bundled_later = op == "all_reduce" and placement.are_settled_later()
     if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
         _note_left_out(op, wire, lost)
@@ -129,8 +119,7 @@ def settled(
         _note_left_out(op, wire, why)
         return None, plain, _NO_WAY
     several = found if len(found) > 1 or way.algorithm else ()
-    few = _few(op, found, blocks, wire)
-    told = tuple(_told(op, w, wire, group.size, few and w.packs) for w in several)
+    told = tuple(_told(op, w, wire, group.size, x.nbytes) for w in several)
     counters.note(
         WirePlan(op=op, backend=how.backend, algorithm=str(wire), wire=wire, nbytes=x.nbytes,
                  sent=way.sent, passes_us=way.passes_us, us=us, wired_us=way.us, way=way.algorithm,
@@ -236,41 +225,27 @@ def _packed_sums(
 ) -> Iterator[Way]:
     """Those of a sum whose kernels pack."""
     n, numbers, codec = group.size, math.prod(blocks[1:]), Codec(wire)
-    sent, tiles = n * codec.packed_bytes(numbers), -(-numbers // math.prod(codec.tile))
-    back = op == "all_reduce"
-    block = catalogue.COLLECTIVES[op].block_bytes(sent, n)
-    by_name = algorithms.predicted(op, block, placement.arranged(group), cuts=tiles)
-    of_all = n * numbers
-    core = codec.seconds(chips.current(), added=of_all, unpacked=of_all if back else 0)
-    for name in _rings(op, group):
-        if name != "torus" or _fits(op, x, tiles, group, codec):
-            yield _packed_way(op, name, group, sent, by_name.get(name), 1e6 * core)
+    tile = math.prod(codec.tile)
+    tiles = -(-numbers // tile)
+    passes = 1e6 * seconds_to_pad(op, x.nbytes) if tiles * tile > numbers else 0.0
+    rings = [
+        name for name in _rings(op, group) if name != "torus" or _fits(op, x, tiles, group, codec)
+    ]
+    us = algorithms.predicted_packed(op, n * tiles * tile, placement.arranged(group), rings)
+    for name in rings:
+        sent = n * codec.packed_bytes(numbers)
+        yield Way(name, sent, passes, us[name] + passes if name in us else None)
 
 
 def _packed_moves(
     op: str, x: jax.Array, group: Group, wire: Wire, sent_by: Callable[[str, Wire], int]
 ) -> Iterator[Way]:
     """Those of what is only moved, whose kernels pack."""
-    there, codec = placement.arranged(group), packed.codec_of(wire)
-    comes = group.size * x.size if op == "all_gather" else x.size
-    core = codec.seconds(chips.current(), packed=x.size, unpacked=comes)
-    for name in _rings(op, group):
+    rings = _rings(op, group)
+    us = algorithms.predicted_packed(op, x.size, placement.arranged(group), rings)
+    for name in rings:
         if sent := sent_by(name, wire):
-            cuts = x.size // math.prod(codec.tile)
-            block = catalogue.COLLECTIVES[op].block_bytes(sent, group.size)
-            us = algorithms.predicted(op, block, there, cuts=cuts).get(name)
-            yield _packed_way(op, name, group, sent, us, 1e6 * core)
-
-
-def _packed_way(
-    op: str, name: str, group: Group, sent: int, us: float | None, core_us: float
-) -> Way:
-    """A way whose kernel packs, by the times of what moves alone and of the vector unit."""
-    if us is None:
-        return Way(name, sent, 0.0, None)
-    axes = len(placement.arranged(group).torus) if name == "torus" else 1
-    share = min(1.0, _SHOWS[op][min(axes, 3) - 1] * core_us / us)
-    return Way(name, sent, 0.0, max(us + share * core_us, core_us))
+            yield Way(name, sent, 0.0, us.get(name))
 
 
 def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool:
@@ -281,9 +256,9 @@ def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool
     return torus.fits_packed(there, (tiles * rows, columns), 0, jnp.dtype(dtype), codec, **how)
 
 
-def _chosen(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire, how: How) -> Way:
-    """The way that is named, or the quickest; of few terms, padded in a kernel, the exchange."""
-    if how.algorithm is not None and wire.scaled and len(found) > 1:
+def _chosen(op: str, found: tuple[Way, ...], nbytes: int, how: How) -> Way:
+    """The way that is named, or the quickest of those that save bytes."""
+    if how.algorithm is not None and len(found) > 1:
         named = [way for way in found if way.algorithm == how.algorithm]
         if not named and not _adds(op):
             return found[0]  # it moves what is packed
@@ -292,18 +267,11 @@ def _chosen(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire
             why = "what several axes have met takes more VMEM than the chip has"
             raise AlgorithmError(what, why, "leave algorithm=None, or name 'exchange'")
         return named[0]
-    if found[0].us is None or _few(op, found, blocks, wire):
-        return found[0]
     # A gather of terms has other bits than the exchange, which lax and NCCL have too.
-    quick = (way for way in found if way.algorithm != GATHER)
-    return min(quick, key=lambda way: math.inf if way.us is None else way.us)
-
-
-def _few(op: str, found: tuple[Way, ...], blocks: tuple[int, ...], wire: Wire) -> bool:
-    """Whether kernels could add on the way, but would pad a block of so few numbers."""
-    if not _adds(op) or not any(way.packs for way in found):
-        return False
-    return math.prod(blocks[1:]) < WHOLE * math.prod(Codec(wire).tile)
+    able = [way for way in found if way.algorithm != GATHER and way.sent < nbytes]
+    if found[0].us is None or not able:
+        return found[0]
+    return min(able, key=lambda way: math.inf if way.us is None else way.us)
 
 
 def _once(op: str) -> tuple[str, ...]:
@@ -353,7 +321,8 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
         why = "" if how.algorithm in rings else f"over a wire with scales it is {able} here"
         why = why or _no_ring(op, group, how)
         if why and not wire.optional:
-            remedy = "leave algorithm=None, or name 'exchange'"
+            alike = GATHER if how.algorithm == "one_shot" else EXCHANGE
+            remedy = f"leave algorithm=None, or name {alike!r}: it quantises each term once"
             raise AlgorithmError(f"algorithm={how.algorithm!r} for {op}", why, remedy)
         return why
     if how.order is not None:
@@ -391,10 +360,9 @@ def _least(op: str, block_bytes: int, group: Group) -> float | None:
     return min(times.values(), default=None)
 
 
-def _told(op: str, way: Way, wire: Wire, n: int, padded: bool) -> Candidate:
-    """A way as `explain` prints it; one that pads few numbers serves where it is named."""
-    said = (
-        f"modelled, {way.sent} bytes; {error_in_words(op, wire, n, way.packs, way=way.algorithm)}"
-    )
-    said += "; only if it is named: a block has too few numbers" if padded else ""
+def _told(op: str, way: Way, wire: Wire, n: int, nbytes: int) -> Candidate:
+    """A way as `explain` prints it, of an operand of so many bytes."""
+    more = f", no fewer than the operand's {nbytes}" if way.sent >= nbytes else ""
+    off = error_in_words(op, wire, n, way.packs, way=way.algorithm)
+    said = f"modelled, {way.sent} bytes{more}; {off}"
     return Candidate(way.algorithm or "passes of XLA", way.us, None, said)

@@ -26,6 +26,7 @@ VMEM_SHARE = 0.7
 # but each fetches the weights anew. The opposite device gets half from either side, but a single
 # one from one side.
 CHUNKS = (1, 2, 4, 8, 16)
+BARE_OF_SUMS = 4  # products of chunks that nothing hides where sums are longer on the wire
 MOST_SUMMED = 8  # of a block that is summed: each also waits for its sum and fetches it, at a hop
 
 
@@ -82,22 +83,43 @@ class Plan:
         """What the kernel takes by the chip's rates, where a block has so many bytes on the wire.
 
         Where the wire takes longer: that, two DMAs' latency for each chunk, and the products that
-        nothing hides, those of two chunks at its end; in a scatter of two at its start besides.
+        nothing hides, those of the chunks that come last; in a scatter of two at its start besides,
+        and what the first waits for its weights, for nothing sets out before it.
         Where the products do: these, a DMA's latency for each chunk, what the first waits for its
-        weights, and a chunk on the wire at the end; in a scatter half as long again, by replays.
+        weights, and what `_waits` says.
         """
         chip, n, wire = chips.current(), group.size, self._wire_seconds(group, block_bytes)
         of_chunk = self.seconds_per_block / self.chunks
-        on_wire = wire / max(1, n // 2) / self.chunks
-        scatters = any(problem.terms for problem in self.problems)
-        bare, tail = (4, 1.5) if scatters else (2, 1.0)
         late = sum(
             product.seconds_to_bring(p, t, chip, self.cores)
             for p, t in zip(self.problems, self.tiles, strict=True)
         )
-        products = n * self.seconds_per_block + tail * min(on_wire, of_chunk) + late
+        products = n * self.seconds_per_block + late + self._waits(group, block_bytes)
         starts = chip.dma_latency * n * self.chunks
-        return max(wire + bare * of_chunk + 2 * starts, products + starts)
+        # The opposite device's chunks come last, from either side, but a single one from one.
+        bare = 2 if n % 2 else min(2, self.chunks)
+        ends = BARE_OF_SUMS * of_chunk + late if self._scatters else bare * of_chunk
+        return max(wire + ends + 2 * starts, products + starts)
+
+    def _waits(self, group: Group, block_bytes: int) -> float:
+        """What products wait for the wire where they take longer.
+
+        In a scatter one and a half chunks on the wire at its end, by replays. In a gather the first
+        waits for the own chunk's copy, and those of the first to come for what that takes longer on
+        the wire, with all that are under way, than the own block's products.
+        """
+        n = group.size
+        if self._scatters:
+            on_wire = self._wire_seconds(group, block_bytes) / max(1, n // 2)
+            return 1.5 * min(on_wire, self.seconds_per_block) / self.chunks
+        copied = 2 * block_bytes / self.chunks / chips.current().hbm_bandwidth
+        under_way = min(1.0, pipelines.ON_WIRE / self.chunks)
+        first = under_way * wire_seconds(group, block_bytes) * 2 / max(1, n - 1)
+        return copied + max(0.0, first - self.seconds_per_block)
+
+    @property
+    def _scatters(self) -> bool:
+        return any(problem.terms for problem in self.problems)
 
     def pace(self, group: Group, block_bytes: int) -> pipelines.Pace:
         """When a gather's messages are to set out, where a block has so many bytes on the wire."""
@@ -156,7 +178,9 @@ def plan(
     found = [
         cut
         for count in whole or [1]
-        if (cut := _cut(shape, weights, x_dtype, out_dtype, able, count, terms, transposed, n))
+        # Where the wire takes longer, few of the products of sums count, and their weights' wait.
+        for times in ((n * count, BARE_OF_SUMS) if terms else (n * count,))
+        if (cut := _cut(shape, weights, x_dtype, out_dtype, able, count, terms, transposed, times))
     ]
     if not found:
         chip = chips.current()
@@ -177,9 +201,12 @@ def _cut(
     chunks: int,
     terms: int,
     transposed: bool,
-    devices: int,
+    times: int,
 ) -> Plan | None:
-    """The plan with so many chunks of a block for each core; None if no tiles fit."""
+    """The plan with so many chunks of a block for each core; None if no tiles fit.
+
+    The tiles are those of least time where each core does a product so many `times`.
+    """
     batch, rows, depth = shape
     problems = tuple(
         Problem(
@@ -197,7 +224,6 @@ def _cut(
     )
     chip = chips.current()
     budget = int(chip.vmem_bytes * VMEM_SHARE) // len(problems)
-    times = devices * chunks
     tiles = [product.choose_tiles(problem, budget, chip, cores, times) for problem in problems]
     blocks = Blocks(shape, axis=1, cut=1, chunks=cores * chunks)
     fitting = tuple(t for t in tiles if t is not None)

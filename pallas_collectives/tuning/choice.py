@@ -52,7 +52,7 @@ class Prediction(NamedTuple):
 
     Attributes:
       us: microseconds of one collective.
-      latency_us: of these, what remains at the fewest bytes that the table has.
+      latency_us: of these, what remains at the fewest bytes that the table has a time for.
       table: where it is from.
       devices: the group sizes in the table that it lies between, or the one that it is of.
       close: whether it is a figure: of this group, or on one axis between two that lie as it does,
@@ -116,6 +116,9 @@ def predict(
             found = {v: _predict(table, entries, v, block_bytes, devices, torus) for v in names}
             if any(found.values()):
                 return {name: p for name, p in found.items() if p is not None}
+            own = entries[0].torus == torus and entries[0].devices == devices
+            if own and not table.measured and torus in tables.ONE_AXIS:
+                return {}  # all that can run there was modelled
     return {}
 
 
@@ -187,7 +190,7 @@ def _predict(
 ) -> Prediction | None:
     around = tuple(entry.devices for entry in entries)
     times = [_at(entry, name, block_bytes) for entry in entries]
-    least = [_at(entry, name, entry.bytes[0]) for entry in entries]
+    least = [next(filter(None, entry.us.get(name, ())), None) for entry in entries]
     between = _line if devices <= around[-1] else _power
     us, latency = between(around, times, devices), between(around, least, devices)
     if us is None or latency is None:

@@ -11,6 +11,9 @@ A table is a JSON file:
         "us": {"bidirectional": [12.1, 14.9],     microseconds, one for each of bytes
                "direct": [9.2, null]}}]}          null where the algorithm cannot run
 
+An algorithm with ":packed" behind it sends numbers of one byte, packed in its kernel: bytes are
+those of the block in bfloat16.
+
 The package comes with one modelled by `replay` for every TPU generation (`MODELLED`);
 `python -m benchmarks tune` writes both kinds.
 """
@@ -36,6 +39,7 @@ ONE_AXIS = ("line", "ring")
 # Of several axes, with their sizes before it: "2x4 grid". Of the axes longer than two devices none
 # closes to a ring, some do, or all.
 OF_SEVERAL_AXES = ("grid", "cylinder", "torus")
+PACKED = "packed"
 NO_TPU = ("nccl", "xla")  # what stands for algorithms on GPUs: the backends
 _TORUS = re.compile(rf"{'|'.join(ONE_AXIS)}|\d+(x\d+)+ ({'|'.join(OF_SEVERAL_AXES)})")
 _KEYS = ("op", "chip", "torus", "devices", "bytes", "us")
@@ -191,9 +195,11 @@ def _entry(raw: Any, path: str, where: str) -> Entry:
         raise _error(path, f"{where}.us", "it must name the times of at least one algorithm")
     for name, times in us.items():
         base, _, space = name.partition(":")
-        known = base in ALGORITHMS[op] and space in ("", "vmem", "hbm")
+        known = base in ALGORITHMS[op] and space in ("", "vmem", "hbm", PACKED)
         if not known and name not in NO_TPU:
-            rule = f"{op} has {', '.join(ALGORITHMS[op])}, alone or with ':vmem' behind it"
+            rule = (
+                f"{op} has {', '.join(ALGORITHMS[op])}, alone or with ':vmem' or ':packed' behind"
+            )
             raise _error(path, f"{where}.us {name!r}", rule)
         if not isinstance(times, list) or len(times) != len(sizes) or not all(map(_is_time, times)):
             rule = f"{len(sizes)} times, one for each of bytes: numbers above 0, or null"

@@ -41,7 +41,16 @@ def test_without_a_wire_programs_are_what_they_were() -> None:
         (lambda x: pc.psum(x.astype(int), "x", wire="int8"), DtypeError, "a wire is for"),
         (lambda x: pc.psum(x.astype("bfloat16"), "x", wire="bfloat16"), DtypeError, "no narrower"),
         (lambda x: pc.psum(x, "x", wire=Wire("int8", "row")), WireError, "flattened"),
-        (lambda x: pc.psum(x, "x", wire="int8", algorithm="one_shot"), AlgorithmError, "gather"),
+        (
+            lambda x: pc.psum(x, "x", wire="int8", algorithm="one_shot"),
+            AlgorithmError,
+            "name 'gather': it quantises each term once",
+        ),
+        (
+            lambda x: pc.psum_scatter(x, "x", tiled=True, wire="int8", algorithm="direct"),
+            AlgorithmError,
+            "name 'exchange': it quantises each term once",
+        ),
         (lambda x: pc.psum(x, "x", wire="int8", precise=True), CollectiveError, "wider"),
         (lambda x: pc.psum(x, "x", wire="int8", order="rank"), WireError, "neighbours"),
         (lambda x: pc.psum(x, "x", wire=np.ones(3)), WireError, "the name of a dtype"),
@@ -179,7 +188,8 @@ def test_compiles_for_every_generation(generation: str, wire: str) -> None:
 
     def program(x: jax.Array) -> Any:
         values, scales = pc.all_gather(x, "x", wire=wire, dequantize=False)
-        return pc.psum(x, "x", wire=wire), wires.dequantize(values, scales)
+        summed = pc.psum(x, "x", wire=wire, algorithm="exchange")
+        return summed, wires.dequantize(values, scales)
 
     compiled = harness.compile_for_tpu(
         program, harness.GENERATIONS[generation], (256, 512), dtype=jnp.bfloat16

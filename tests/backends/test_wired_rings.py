@@ -25,7 +25,7 @@ from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
-from wired_calls import KINDS, WIRES, bound, bound_of_psum, exact
+from wired_calls import KINDS, PRODUCT, WIRES, bound, bound_of_psum, exact
 
 ROWS, COLUMNS = 256, 128
 data = functools.partial(wired_calls.data, rows=ROWS, columns=COLUMNS)
@@ -76,11 +76,7 @@ def reduction(x: jax.Array, n: int, wire: Wire, interpret: Any, line: bool) -> j
 
 
 @pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
-@pytest.mark.parametrize(
-    "wire, n",
-    [*((wire, 3) for wire in WIRES), *((WIRES[0], n) for n in (2, 4, 5, 6, 7, 8))],
-    ids=str,
-)
+@pytest.mark.parametrize("wire, n", PRODUCT, ids=str)
 def test_sums_are_within_the_bound_that_grows_with_hops(wire: Wire, n: int, line: bool) -> None:
     run = scattering(n, wire, line=line)
     for kind in KINDS:
@@ -91,11 +87,7 @@ def test_sums_are_within_the_bound_that_grows_with_hops(wire: Wire, n: int, line
 
 
 @pytest.mark.parametrize("line", [False, True], ids=["ring", "line"])
-@pytest.mark.parametrize(
-    "wire, n",
-    [*((wire, 3) for wire in WIRES), *((WIRES[0], n) for n in (2, 4, 5, 6, 7, 8))],
-    ids=str,
-)
+@pytest.mark.parametrize("wire, n", PRODUCT, ids=str)
 def test_a_psum_adds_half_a_step_and_gives_everyone_the_same_bits(
     wire: Wire, n: int, line: bool
 ) -> None:

@@ -25,6 +25,18 @@ WIRES = (
     Wire("float8_e4m3fn"),
     Wire("float8_e5m2", group=256),
 )
+# Every wire with every number of devices; all but one of each are for minutes (`pytest -m slow`).
+PRODUCT = [
+    pytest.param(wire, n, marks=() if wire is WIRES[0] or n == 3 else pytest.mark.slow)
+    for wire in WIRES
+    for n in range(2, 9)
+]
+# The same for kernels that move alone, where one row stands for what the others share.
+MOVED = [
+    pytest.param(wire, n, marks=() if (wire, n) == (WIRES[0], 2) else pytest.mark.slow)
+    for wire in WIRES
+    for n in range(2, 9)
+]
 KINDS = ("normal", "heavy tails", "constant", "one outlier", "zeros")
 
 

@@ -17,7 +17,7 @@ from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
-from wired_calls import KINDS, WIRES, within
+from wired_calls import KINDS, MOVED, WIRES, within
 
 SLOW = pytest.mark.slow
 
@@ -82,12 +82,10 @@ def test_what_comes_is_within_half_a_step(n: int, tiles: int, mode: str) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "wire", [WIRES[0], *(pytest.param(w, marks=SLOW) for w in WIRES[1:])], ids=str
-)
-def test_every_kind_of_numbers_is_within_half_a_step(wire: Wire) -> None:
+@pytest.mark.parametrize("wire, n", MOVED, ids=str)
+def test_every_kind_of_numbers_is_within_half_a_step(wire: Wire, n: int) -> None:
     for kind in KINDS:
-        x = terms(2, 2, 2 * int(wire.group), kind)
+        x = terms(n, 2, 2 * int(wire.group), kind)
         got = exchanged(x, wire)
         assert holds(x, got, wire), kind
         assert kind in ("zeros", "constant") or (got != swapped(x, 0, 0)).any()

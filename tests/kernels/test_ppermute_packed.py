@@ -19,18 +19,25 @@ from pallas_collectives.kernels.machinery.codec import Chunks, Codec
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
-from wired_calls import KINDS, WIRES, within
+from wired_calls import KINDS, MOVED, WIRES, within
 
 SLOW = pytest.mark.slow
-ROUND = ((0, 1), (1, 2), (2, 0))
 Pairs = tuple[tuple[int, int], ...]
+
+
+def round_of(n: int) -> Pairs:
+    """Each device's numbers go to the next one."""
+    return tuple((device, (device + 1) % n) for device in range(n))
+
+
+ROUND = round_of(3)
 
 
 def permuted(
     x: np.ndarray, perm: Pairs = ROUND, mode: str = "on_wait", wire: Wire = WIRES[0]
 ) -> np.ndarray:
     """Every device's result, of x: (n, rows, columns)."""
-    group, shift = Group(("x",), (len(x),)), perm == ROUND
+    group, shift = Group(("x",), (len(x),)), perm == round_of(len(x))
     how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode], "everyone": not shift}
 
     def program(x: jax.Array) -> jax.Array:
@@ -48,8 +55,8 @@ def holds(x: np.ndarray, got: np.ndarray, perm: Pairs = ROUND, wire: Wire = WIRE
     return bool((np.abs(got.astype(np.float64) - want) <= allowed).all())
 
 
-def terms(rows: int, columns: int = 128, kind: str = "normal") -> np.ndarray:
-    return wired_calls.data(3, kind, rows=rows, columns=columns)[:, :rows]
+def terms(rows: int, columns: int = 128, kind: str = "normal", n: int = 3) -> np.ndarray:
+    return wired_calls.data(n, kind, rows=rows, columns=columns)[:, :rows]
 
 
 @pytest.mark.parametrize(
@@ -69,14 +76,12 @@ def test_what_comes_is_within_half_a_step(perm: Pairs, rows: int, mode: str) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "wire", [WIRES[0], *(pytest.param(w, marks=SLOW) for w in WIRES[1:])], ids=str
-)
-def test_every_kind_of_numbers_is_within_half_a_step(wire: Wire) -> None:
+@pytest.mark.parametrize("wire, n", MOVED, ids=str)
+def test_every_kind_of_numbers_is_within_half_a_step(wire: Wire, n: int) -> None:
     for kind in KINDS:
-        x = terms(256, 2 * int(wire.group), kind)
-        got = permuted(x, wire=wire)
-        assert holds(x, got, wire=wire), kind
+        x, perm = terms(256, 2 * int(wire.group), kind, n), round_of(n)
+        got = permuted(x, perm, wire=wire)
+        assert holds(x, got, perm, wire), kind
         assert kind in ("zeros", "constant") or (got[1] != x[0]).any()
 
 

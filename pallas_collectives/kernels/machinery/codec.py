@@ -35,7 +35,6 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
-from pallas_collectives.topology.chips import Chip
 from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
 
 ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
@@ -81,17 +80,6 @@ class Codec:
         """Bytes of so many numbers, padded to whole tiles, packed."""
         rows, columns = self.tile
         return 4 * math.prod(self.packed_shape((-(-numbers // (rows * columns)) * rows, columns)))
-
-    def seconds(self, chip: Chip, *, added: int = 0, packed: int = 0, unpacked: int = 0) -> float:
-        """What takes a chip's vector unit how long, at the least.
-
-        So many numbers that come packed, are added to and packed again; or packed alone, or
-        unpacked. As the compiler does it (see `replay.equations`).
-        """
-        unpacking = 5 + chip.across_lanes
-        packing = 9 + 3 * self.precise + chip.across_lanes
-        operations = added * (unpacking + packing) + packed * packing + unpacked * unpacking
-        return operations * chip.cores / chip.vector_rate
 
     def combine(self, *sums: tuple[Any, ...]) -> None:
         """For each (out, *in) of `sums`: out = in[0] + in[1] + ..., in this order, in float32.

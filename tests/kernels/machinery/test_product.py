@@ -126,3 +126,49 @@ def test_what_no_tile_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
             block_bytes=1 << 17,
             cores=1,
         )
+
+
+@pytest.mark.parametrize(
+    "chip, shape, narrower", [("7x", (1024, 4096, 4096), True), ("v6e", (16384, 1024, 8192), False)]
+)
+def test_tiles_of_sums_count_what_the_first_waits_for(
+    chip: str, shape: tuple[int, int, int], narrower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The narrower the tile, the sooner its weights are there, and the first sum can set out."""
+    monkeypatch.setattr(chips, "SIMULATED", chips.BY_NAME[chip])
+    (rows, depth, columns), n = shape, 16
+    plan = matmul_plan.plan(
+        (1, rows, depth), [(columns, BF16)], BF16, BF16,
+        group=Group(("x",), (n,)), block_bytes=2 * rows * columns, cores=1, terms=2,
+    )  # fmt: skip
+    (problem,), (tiles,), rates = plan.problems, plan.tiles, chips.current()
+    budget = int(rates.vmem_bytes * matmul_plan.VMEM_SHARE)
+    steady = product.choose_tiles(problem, budget, rates, times=n * plan.chunks)
+    assert steady is not None and tiles.keep == steady.keep == "all"
+    assert (tiles.columns < steady.columns) == narrower
+    late = [product.seconds_to_bring(problem, each, rates) for each in (tiles, steady)]
+    assert (late[0] < late[1]) == narrower
+
+
+@pytest.mark.parametrize(
+    "chip, n, cores, shape, chunks",
+    [("v5e", 16, 1, (16384, 1024, 8192), 1), ("v5p", 4, 2, (1024, 4096, 4096), 4)],
+)
+def test_a_gather_has_chunks_where_a_hop_outlasts_the_own_products(
+    chip: str,
+    n: int,
+    cores: int,
+    shape: tuple[int, int, int],
+    chunks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elsewhere the products never wait for the wire, and a chunk more is a fetch more."""
+    monkeypatch.setattr(chips, "SIMULATED", chips.BY_NAME[chip])
+    (rows, depth, columns), group = shape, Group(("x",), (n,))
+    plan = matmul_plan.plan(
+        (1, rows, depth), [(columns, BF16)], BF16, BF16,
+        group=group, block_bytes=2 * rows * depth, cores=cores,
+    )  # fmt: skip
+    hop = matmul_plan.wire_seconds(group, 2 * rows * depth) * 2 / (n - 1)
+    assert plan.chunks == chunks
+    assert (hop > plan.seconds_per_block) == (chunks > 1)
