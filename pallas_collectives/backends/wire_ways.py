@@ -98,7 +98,11 @@ def settled(
     """
     plain = dataclasses.replace(how, wire=None, wire_backward=None, mapped=0, once=False)
     wire = how.wire
-    if wire is None or group.size == 1:  # nothing is sent
+    if wire is None:
+        return None, plain, _NO_WAY
+    if how.algorithm == EXCHANGE and how.order is None and wire.scaled:
+        plain = dataclasses.replace(plain, algorithm=None)  # it is a way of wires alone
+    if group.size == 1:  # nothing is sent
         return None, plain, _NO_WAY
     if not wire.optional:
         wires.check(wire, x.dtype, op)
@@ -321,7 +325,7 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
         why = "" if how.algorithm in rings else f"over a wire with scales it is {able} here"
         why = why or _no_ring(op, group, how)
         if why and not wire.optional:
-            alike = GATHER if how.algorithm == "one_shot" else EXCHANGE
+            alike = GATHER if how.algorithm == "one_shot" and GATHER in once else EXCHANGE
             remedy = f"leave algorithm=None, or name {alike!r}: it quantises each term once"
             raise AlgorithmError(f"algorithm={how.algorithm!r} for {op}", why, remedy)
         return why

@@ -47,6 +47,11 @@ def test_without_a_wire_programs_are_what_they_were() -> None:
             "name 'gather': it quantises each term once",
         ),
         (
+            lambda x: pc.psum_scatter(x, "x", tiled=True, wire="int8", algorithm="one_shot"),
+            AlgorithmError,
+            "name 'exchange': it quantises each term once",
+        ),
+        (
             lambda x: pc.psum_scatter(x, "x", tiled=True, wire="int8", algorithm="direct"),
             AlgorithmError,
             "name 'exchange': it quantises each term once",
@@ -118,6 +123,14 @@ def test_what_is_started_takes_a_wire_as_its_whole_does() -> None:
 
     for got, want in run(program, data(2), n=2):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.usefixtures("fresh_counts")
+def test_a_way_over_a_wire_is_left_out_with_it() -> None:
+    how: Any = {"wire": "auto", "algorithm": "exchange", "backend": "pallas"}
+    run(lambda x: pc.psum(x, "x", **how), np.zeros((4, 8, 128), np.float32))
+    ((op, wire, why),) = pc.wire_counts()
+    assert (op, wire) == ("all_reduce", "") and why
 
 
 @pytest.mark.usefixtures("fresh_counts")

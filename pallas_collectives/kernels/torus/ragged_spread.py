@@ -122,7 +122,8 @@ def spread(
     sizes = jnp.clip(
         all_sizes.reshape(group.size, group.size, -1), 0, min(len(operand), len(output))
     )
-    weighed = operand.nbytes >= weighed_bytes and ragged_shares.fits(group.torus)
+    large = bool(ways) and operand.nbytes >= weighed_bytes
+    weighed = large and ragged_shares.fits(group.torus)
     passed = [way.hosts >= 0 for way in ways]
     cuts = ragged_shares.cuts(sizes.sum(2), group.torus, passed, weighed=weighed)
     tables = _tables(operand, output, input_offsets, sizes, all_places, group, ways, cuts, room)

@@ -58,6 +58,16 @@ def test_routings_of_one_program(sizes: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(got, want, err_msg=f"{name}, {mode}")
 
 
+@pytest.mark.parametrize("sizes, groups", [((4,), None), ((1, 4), None), ((4,), [[0, 1], [2, 3]])])
+def test_large_arrays_go_straight_where_no_axis_could_help(sizes: Any, groups: Any) -> None:
+    n, of_group = int(np.prod(sizes)), 4 if groups is None else 2
+    rows = ragged_spread.WEIGHED_BYTES // 4096
+    array = jax.ShapeDtypeStruct((n, rows, 8, 128), jnp.float32)
+    tables = [jax.ShapeDtypeStruct((n, of_group), jnp.int32)] * 4
+    got = jax.eval_shape(program(sizes, groups), array, array, *tables)
+    assert got.shape == array.shape
+
+
 def test_several_slices_for_each_device_and_hostile_ones() -> None:
     n, sizes = 4, (2, 2)
     operand, output = (harness.random((n, 20, 128), "float32", seed) for seed in (1, 2))
