@@ -265,6 +265,7 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
     assert axes((7,), 14) == ("model",)  # the first of the collective
 
 
+@pytest.mark.full
 @LIBTPU
 def test_a_program_of_a_users(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -415,6 +416,7 @@ def test_a_folder_without_a_profile(tmp_path: Path) -> None:
         exposed.of(str(tmp_path))
 
 
+@pytest.mark.full
 def test_a_step_is_run_and_profiled() -> None:
     """On CPU devices, as on TPUs: the clock's time, and shares of a recorded profile."""
     program = small(4, Form(False, True))
