@@ -30,6 +30,7 @@ from benchmarks.cases import CASES
 from benchmarks.results import Results, Saved
 from benchmarks.rows import Compiled, Measured, Replayed
 from benchmarks.settings import FlagError, Settings
+from benchmarks.steps import keeping
 from benchmarks.tables import Screen, grid
 from pallas_collectives import catalogue
 from pallas_collectives.__main__ import first_sentence
@@ -315,6 +316,11 @@ def _hidden(row: fused.Row) -> str:
     return f"{100 * row.overlap:.0f}%; {row.fused / row.longer:.2f}"
 
 
+def steps(_: Saved) -> str:
+    """Milliseconds of steps, from the rows that `python -m benchmarks step --save` has kept."""
+    return keeping.table(keeping.load())
+
+
 def names(_: Saved) -> str:
     """The public names, a line each, linked to their source."""
     root, cells = Path(pallas_collectives.__file__).parents[1], []
@@ -336,6 +342,7 @@ TABLES: dict[str, Callable[[Saved], str]] = {
     "compiled": compiled_beside_lax,
     "measured": measured,
     "products": products,
+    "steps": steps,
 }
 
 

@@ -2,9 +2,10 @@
 
 Each program is compiled for each topology four times: with lax's collectives, under
 `override_lax()`, under `override_lax(ahead="grouped")`, which most programs do not change, and
-under `override_lax(everything=True)` ("forced"). XLA's scheduled program says what runs beside
-what, and how many cycles the core's own work takes; a replay of the whole step says what
-collectives take. So all these times are modelled, none is measured. No TPU is needed.
+under `override_lax(everything=True)` ("forced"); --under names some of these. XLA's scheduled
+program says what runs beside what, and how many cycles the core's own work takes; a replay of the
+whole step says what collectives take. So all these times are modelled, none is measured. No TPU is
+needed.
 
 "Hideable" is the most of it that the core's work could hide in any order of the program, by its
 data dependencies (`steps.bound`): what is awaited at once has nothing beside it.
@@ -13,7 +14,7 @@ On TPUs and GPUs the programs also run, under lax and under `override_lax()`: th
 the clock, and what is exposed by the profiler.
 
 By default one program is compiled for one topology, which takes about a minute; a line at the end
-says what is left out. A gradient's program takes a minute or more for each of the four.
+says what is left out. A gradient's program takes a minute or more for each of --under.
 
 --program=package.module:function names a function of (devices, form) that returns a
 `benchmarks.steps.programs.Program`: what one device runs, its arguments' shapes, and mesh axes.
@@ -26,17 +27,18 @@ import jax
 from absl import flags
 
 from benchmarks import compiled, devices, plots, results, settings, tables
+from benchmarks import fused as fused  # which defines --save
 from benchmarks import sweep as sweep  # which defines --json and --plot
 from benchmarks.results import Results
 from benchmarks.rows import Stepped
 from benchmarks.settings import FlagError
-from benchmarks.steps import compiling, lanes, learning, programs, running
+from benchmarks.steps import compiling, keeping, lanes, learning, programs, running
 from benchmarks.steps.programs import Form
 from benchmarks.tables import Screen
 from pallas_collectives.topology import chips
 
-_SHARED = ("json", "plot")  # flags of `sweep`
-for _flag in _SHARED:
+_FILES = ("json", "plot")
+for _flag in (*_FILES, "save"):
     flags.declare_key_flag(_flag, flags.FLAGS)
 _TOPOLOGIES = ("v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1")
 _PASSES, _LAYOUTS = ("forward", "gradient"), ("scan", "unrolled")
@@ -50,6 +52,9 @@ _PROGRAM = flags.DEFINE_list(
 )
 _PASS = flags.DEFINE_list("pass", ["forward"], "forward, gradient, or both with a comma.")
 _LAYERS = flags.DEFINE_list("layers", ["scan"], "scan, unrolled, or both with a comma.")
+_UNDER = flags.DEFINE_list(
+    "under", list(compiling.UNDER), f"Whose collectives: {', '.join(compiling.UNDER)}."
+)
 _EACH = flags.DEFINE_bool("each", True, "Print each program's collectives.")
 _LEARN = flags.DEFINE_bool(
     "learn", False, "Only learn anew what XLA overlaps, for the library's choice (overlaps.json)."
@@ -70,12 +75,13 @@ def main(argv: Sequence[str]) -> int:
             _named(_PASS.value, "pass", _PASSES), _named(_LAYERS.value, "layers", _LAYOUTS)
         )
     ]
+    under = _named(_UNDER.value, "under", tuple(compiling.UNDER))
     screen = Screen()
     if _LEARN.value:
         _need_compiler(compiles)
         screen.say(learning.write(where))
         return 0
-    json_file, plot = map(_checked, _SHARED)
+    json_file, plot = map(_checked, _FILES)
     about = {"topologies": where, "programs": _PROGRAM.value, "forms": list(map(str, forms))}
     devices.prepare(1)
     runs = devices.kind() != "simulated"
@@ -88,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         title = "Measured: a step by the clock, and what is exposed by the profiler."
         kept.collect("ran", running.rows(_PROGRAM.value, forms), count, title)
     if compiles:
-        _compile(screen, kept, compiling.plan(where, _PROGRAM.value, forms), plot)
+        _compile(screen, kept, compiling.plan(where, _PROGRAM.value, forms, under), plot)
     if left := _left_out():
         screen.say(f"Left out: {left}.")
     return int(kept.failed)
@@ -101,13 +107,15 @@ def _need_compiler(is_there: bool) -> None:
 
 def _compile(screen: Screen, kept: Results, tasks: Sequence[compiling.Task], plot: str) -> None:
     title = "Modelled, not measured: XLA's cycles, and the replay of collectives."
-    kept.collect("steps", compiling.rows(tasks), len(tasks) * len(compiling.UNDER), title)
+    kept.collect("steps", compiling.rows(tasks), sum(len(task.under) for task in tasks), title)
     rows = [row for row in kept.parts["steps"] if isinstance(row, Stepped)]
     if _EACH.value:
         for row in rows:
             _show(screen, row)
     if plot:
         lanes.save(plot, rows)
+    if flags.FLAGS.save:
+        keeping.save(rows)
 
 
 def _left_out() -> str:
@@ -117,6 +125,7 @@ def _left_out() -> str:
         ("program", _PROGRAM.value, tuple(programs.BUILT_IN)),
         ("pass", _PASS.value, _PASSES),
         ("layers", _LAYERS.value, _LAYOUTS),
+        ("under", _UNDER.value, tuple(compiling.UNDER)),
     )
     missing = [(name, [v for v in known if v not in asked]) for name, asked, known in whole]
     return "; ".join(f"--{name}={','.join(values)}" for name, values in missing if values)

@@ -18,6 +18,8 @@ _QUICKLY_COMPILED = (
 )
 if jax.__version_info__ < (0, 11):  # it has simpler emitters still
     _QUICKLY_COMPILED += " --xla_cpu_use_fusion_emitters=false"
+else:
+    _QUICKLY_COMPILED += " --xla_disable_hlo_passes=simplification"
 
 ANY_TIER = "not gpu and not slow"
 

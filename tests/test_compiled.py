@@ -75,6 +75,7 @@ def test_compiles_for_every_generation(
         assert not {"copy", "transpose", "pad", "all-gather", "all-reduce"} & set(program.ops)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_no_pass_over_memory_beside_the_kernel(op: str) -> None:
     program = compiled(op, "v5p:2x2x1", (4,))
@@ -94,6 +95,7 @@ def test_temporary_memory_is_what_the_docstring_says(op: str, extra_blocks: int)
     assert program.temp_bytes <= extra_blocks * block + (64 << 10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op, result_blocks", [("reduce_scatter", 1), ("all_reduce", 8)])
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_sums_of_a_gibibyte_take_three_blocks_a_direction(
@@ -161,6 +163,7 @@ def test_odd_shapes_compile(shape: tuple[int, ...], dtype: str) -> None:
     harness.compile_for_tpu(program, "v5e:2x2", shape, sizes=(4,))
 
 
+@pytest.mark.full
 def test_dtypes_that_dmas_do_not_all_take_compile() -> None:
     """All but complex128, on which XLA aborts whoever moves it."""
     narrow = [d for d in harness.DTYPES if d.startswith(("float8", "float4", "int4", "uint4"))]

@@ -238,6 +238,7 @@ def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> No
     assert any(name.endswith(":sc") for name in by["psum_scatter"])
 
 
+@pytest.mark.full
 def test_the_report_says_what_is_exposed_before_and_after() -> None:
     """A SparseCore's gather stops the core no longer; one that XLA would have hidden, now does."""
     for line in build("v6e:4x4").replaced:

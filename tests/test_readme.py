@@ -33,6 +33,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
+@pytest.mark.full
 def test_examples_run_as_pasted_in_one_session_and_print_what_they_say(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     recipe = "# pallas_collectives/"

@@ -157,6 +157,7 @@ def test_one_buffer_has_values_and_scales(wire: Wire, shape: tuple[int, ...]) ->
     np.testing.assert_array_equal(again[1], scales)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("numbers, units", [(8 << 10, 10), (32 << 10, 34), (64 << 10, 66)])
 def test_small_blocks_can_be_cut_for_all_links(numbers: int, units: int) -> None:
     wire = Wire("int8")

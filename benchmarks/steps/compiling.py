@@ -35,18 +35,21 @@ UNDER: dict[str, Callable[[], Any]] = {
 
 
 class Task(NamedTuple):
-    """One program on one topology; a row for each of `UNDER`."""
+    """One program on one topology; a row for each of `under`, of `UNDER`."""
 
     topology: str
     program: str
     gradient: bool
     unrolled: bool
+    under: Sequence[str] = tuple(UNDER)
 
 
-def plan(topologies: Sequence[str], names: Sequence[str], forms: Sequence[Form]) -> list[Task]:
+def plan(
+    topologies: Sequence[str], names: Sequence[str], forms: Sequence[Form], under: Sequence[str]
+) -> list[Task]:
     """The programs to compile."""
     product = itertools.product(topologies, names, forms)
-    return [Task(where, name, form.gradient, form.unrolled) for where, name, form in product]
+    return [Task(where, name, form.gradient, form.unrolled, under) for where, name, form in product]
 
 
 def rows(tasks: Sequence[Task]) -> Iterator[Stepped]:
@@ -67,10 +70,10 @@ def main() -> None:
 
 
 def rows_of(task: Task) -> Iterator[Stepped]:
-    """A row for each of `UNDER`; programs that are the same are compiled once."""
+    """A row for each of the task's `under`; programs that are the same are compiled once."""
     form = Form(task.gradient, task.unrolled)
     done: dict[str, Any] = {}
-    for under in UNDER:
+    for under in task.under:
         row = Stepped(
             op=f"{task.program}, {form}", topology=task.topology, under=under, type="bfloat16"
         )

@@ -91,11 +91,16 @@ def run(
       machine, placement: where the devices are, as `replay.replay` takes them.
       what_of: the stepped program of a collective, or its seconds.
     """
-    cycles = clock(machine.generation)
-    flat = list(_flat(events))
-    parts = [_part(event, cycles, what_of) for event in flat]
-    course = steps.run(parts, machine, placement)
-    return _Account(flat).of(course)
+    flat, known = list(_flat(events)), dict[int, float]()
+
+    def alone(what: Program) -> float:
+        if id(what) not in known:
+            launch = steps.Launch("", "", CORE, what)
+            known[id(what)] = steps.run([launch], machine, placement).time
+        return known[id(what)]
+
+    parts = [*_parts(flat, clock(machine.generation), what_of, alone)]
+    return _Account(flat).of(steps.run(parts, machine, placement))
 
 
 def _flat(events: Iterable[Event]) -> Iterator[Work | Start | Done]:
@@ -108,18 +113,28 @@ def _flat(events: Iterable[Event]) -> Iterator[Work | Start | Done]:
             yield event
 
 
-def _part(
-    event: Work | Start | Done,
+def _parts(
+    events: Iterable[Work | Start | Done],
     clock_rate: float,
     what_of: Callable[[Collective], Program | float],
-) -> steps.Part:
-    match event:
-        case Work(name, cycles):
-            return steps.Compute(name, cycles / clock_rate)
-        case Start(key, c):
-            return steps.Launch(key, c.name, c.engine, what_of(c))
-        case Done(key):
-            return steps.Await(key)
+    alone: Callable[[Program], float],
+) -> Iterator[steps.Part]:
+    """What is to be replayed; what has all links to itself takes as long in each turn: `alone`."""
+    flying: set[str] = set()
+    for event in events:
+        match event:
+            case Work(name, cycles):
+                yield steps.Compute(name, cycles / clock_rate)
+            case Start(key, c):
+                what = what_of(c)
+                if c.engine != CORE:
+                    flying.add(key)
+                elif not flying and isinstance(what, Program):
+                    what = alone(what)
+                yield steps.Launch(key, c.name, c.engine, what)
+            case Done(key):
+                flying.discard(key)
+                yield steps.Await(key)
 
 
 class _Account:

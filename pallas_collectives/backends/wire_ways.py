@@ -236,8 +236,8 @@ def _packed_sums(
         name for name in _rings(op, group) if name != "torus" or _fits(op, x, tiles, group, codec)
     ]
     us = algorithms.predicted_packed(op, n * tiles * tile, placement.arranged(group), rings)
+    sent = n * codec.packed_bytes(numbers)
     for name in rings:
-        sent = n * codec.packed_bytes(numbers)
         yield Way(name, sent, passes, us[name] + passes if name in us else None)
 
 

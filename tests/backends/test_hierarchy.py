@@ -263,6 +263,7 @@ def test_slices_that_cannot_be_split_into_steps(
         slices.split(group, slices._of_devices(group, slices_of(shape, slice_indices)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", ["psum", "all_gather", "psum_scatter"])
 @pytest.mark.parametrize("places", [[0, 0, 1, 1, 0, 0, 1, 1], [0, 1] * 4])
 def test_an_axis_over_two_slices_as_its_devices_lie(

@@ -70,6 +70,7 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: str) -> None:
         np.testing.assert_array_equal(got, np.broadcast_to(part, got.shape))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ["direct", "exchange", None])
 def test_scattered_sums_and_means(algorithm: str | None) -> None:
     x = in_order.numbers((N, 16 * N, 128), "bfloat16")

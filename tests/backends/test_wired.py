@@ -62,6 +62,7 @@ def test_sums_are_within_the_stated_bound(wire: Wire, n: int) -> None:
         assert all((row == got[2][0]).all() for row in got[2])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", [*WIRES, "bfloat16"], ids=str)
 def test_a_broadcast_brings_everyone_the_same_bits_within_half_a_step(
     wire: Any,
@@ -85,6 +86,7 @@ def test_a_broadcast_brings_everyone_the_same_bits_within_half_a_step(
     assert (slope[source] == n * np.arange(columns)).all() and not slope[others].any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_gradients_of_a_broadcast_have_a_wire_of_their_own(wire: Any) -> None:
     """Reverse mode, also of what is mapped and of a derivative; tangents are not rounded."""
@@ -335,6 +337,7 @@ def test_ragged_rows_go_over_lax_s_wire_on_cpus_too(wire: str) -> None:
     assert 0 < np.abs(got - want).max() <= np.abs(x).max() / 127
 
 
+@pytest.mark.full
 def test_ragged_gradients_have_a_wire_of_their_own() -> None:
     n = 2
     x = np.random.default_rng(0).normal(size=(n, n, 256)).astype(np.float32)

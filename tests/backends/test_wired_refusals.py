@@ -188,6 +188,7 @@ def test_bfloat16_of_float32_is_a_cast() -> None:
 WIRED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "generation, wire",
     [

@@ -114,6 +114,7 @@ def test_run_in_which_nothing_could_run_fails(
     assert "nothing of measured could run" in out.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     process = start("--sizes=8K:512M:2x", "--devices=2", *NOTHING_ELSE, f"--json={file}")

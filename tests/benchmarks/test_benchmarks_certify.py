@@ -24,6 +24,7 @@ BY_NAME = {case.name: case for case in CASES}
 GATHER = BY_NAME["all_gather"]
 
 
+@pytest.mark.full
 def test_without_an_accelerator_it_says_what_it_would_run_and_does_what_it_can(
     bench: Bench, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def test_sizes_and_algorithms_that_are_named_reach_every_table(
     assert "v5e" in refused["refused"] and not refused["error"]
 
 
+@pytest.mark.full
 @LIBTPU
 def test_collectives_are_compiled_beside_lax(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "out.json"

@@ -34,6 +34,7 @@ def test_the_bound_is_that_of_the_very_routing() -> None:
     assert np.isclose(least.wire, 15 * tokens * nbytes / (2 * link))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, pod",
     [*[("balanced", pod) for pod in ("v6e:4x4", "v5p:4x4", "v6e:16")], ("worst", "v6e:4x4")],
@@ -68,6 +69,7 @@ def test_a_ring_is_busy_all_the_time_under_a_skewed_routing() -> None:
     assert least.wire / report.time >= 0.78  # 0.91 of 4096 tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pod, algorithm", [("v6e:4x4", "direct"), ("v5e:16", "ring")])
 def test_the_exchange_on_16_devices_has_no_race(
     pod: str, algorithm: str, monkeypatch: pytest.MonkeyPatch

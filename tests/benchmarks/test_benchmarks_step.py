@@ -5,6 +5,8 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ import pytest
 from jax import lax
 
 from benchmarking import Bench
-from benchmarks import compare
+from benchmarks import compare, compiled
 from benchmarks.results import Saved
 from benchmarks.rows import Ran, Stepped
 from benchmarks.steps import (
     bound,
     compiling,
     exposed,
+    keeping,
     lanes,
     learning,
     programs,
@@ -262,6 +265,7 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
     assert axes((7,), 14) == ("model",)  # the first of the collective
 
 
+@pytest.mark.full
 @LIBTPU
 def test_a_program_of_a_users(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,9 +273,10 @@ def test_a_program_of_a_users(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the compiler's process
     file, plot = tmp_path / "step.json", tmp_path / "step.png"
     name = "test_benchmarks_step:small"
+    monkeypatch.setattr(keeping, "PATH", tmp_path / "kept.json")
     status, out, err = bench(
         *("step", "--topology=v6e:2x2", f"--program={name}", "--pass=forward"),
-        *(f"--json={file}", f"--plot={plot}"),
+        *(f"--json={file}", f"--plot={plot}", "--save"),
     )
     assert status == 0, err
     assert "Left out: --topology=v4:2x2x2" in out and "--pass=gradient" in out
@@ -290,6 +295,8 @@ def test_a_program_of_a_users(
         assert under_way / 3 < row.hideable_us < 2 * under_way / 3
         assert under_way - row.exposed_us <= 1.01 * row.hideable_us
         assert row.compute_us > 0 and row.temp is not None
+        figures = keeping.load()[f"v6e:2x2, {name}, forward, scan, {row.under}"]
+        assert figures["time_us"] == pytest.approx(row.time_us, abs=0.1)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -320,11 +327,52 @@ def test_built_in_programs_call_lax(
         (["--program=fsdpp"], "it is one of fsdp, tensor"),
         (["--topology=v9:2x2"], "its generation is one of"),
         (["--pass=backward"], "it is one of forward, gradient"),
+        (["--under=ours"], "it is one of lax, override"),
     ],
 )
 def test_flags_are_checked(bench: Bench, flags: list[str], message: str) -> None:
     status, _, err = bench("step", *flags)
     assert status == 2 and message in err
+
+
+def _row(under: str, us: float, **others: Any) -> Stepped:
+    figures = {"compute_us": us, "exposed_us": us / 4, "hidden_us": 0.0, "time_us": us}
+    base = {"topology": "v5e:4x4", "op": "tensor, forward, scan", "type": "bfloat16"}
+    return Stepped(**{**base, "under": under, "hideable_us": 0.0, "temp": 0, **figures, **others})
+
+
+def test_only_what_is_named_is_compiled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[compiling.Task] = []
+
+    def rows(tasks: list[compiling.Task]) -> Iterator[Stepped]:
+        asked.extend(tasks)
+        return (_row(under, 1.0) for under in tasks[0].under)
+
+    monkeypatch.setattr(compiling, "rows", rows)
+    monkeypatch.setattr(compiled, "is_available", lambda: True)
+    status, out, _ = bench("step", "--program=tensor", "--topology=v5e:2x2", "--under=lax,forced")
+    assert status == 0 and "--under=override,grouped" in out
+    assert asked == [compiling.Task("v5e:2x2", "tensor", False, False, ["lax", "forced"])]
+
+
+@LIBTPU
+def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell needs a row of lax's and one of ours; what is kept anew takes the old one's place."""
+    monkeypatch.setattr(keeping, "PATH", tmp_path / "kept.json")
+    assert keeping.load() == {}
+
+    keeping.save([_row("lax", 2000.0), _row("override", 9000.0)])
+    failed = _row("override", 1.0, op="fsdp, forward, scan", error="it does not compile")
+    alone = _row("lax", 3000.0, topology="v4:2x2x2")
+    keeping.save([_row("override", 1000.0), failed, alone])
+    header, _, *rows = keeping.table(keeping.load()).splitlines()
+    assert header.startswith(f"| libtpu {metadata.version('libtpu')} | `fsdp` | `tensor` |")
+    assert [line.split("|")[1].strip() for line in rows] == [
+        *("v4:2x2x2, forward", "v4:2x2x2, gradient"),
+        *("v5e:4x4, forward", "v5e:4x4, gradient"),
+    ]
+    assert rows[2].split("|")[2:4] == [" – ", " 2.0 (0.5) → 1.0 (0.2) "]
+    assert "→" not in "".join(rows[:2] + rows[3:])
 
 
 def test_a_longer_step_is_a_regression() -> None:
@@ -368,6 +416,7 @@ def test_a_folder_without_a_profile(tmp_path: Path) -> None:
         exposed.of(str(tmp_path))
 
 
+@pytest.mark.full
 def test_a_step_is_run_and_profiled() -> None:
     """On CPU devices, as on TPUs: the clock's time, and shares of a recorded profile."""
     program = small(4, Form(False, True))

@@ -58,6 +58,7 @@ def test_exchanges_round_a_ring_have_passes_of_xlas(pod: str, packs: bool, most:
         assert (not row.passes_us) if packs else 0 < (row.passes_us or 0) < row.time_us
 
 
+@pytest.mark.full
 def test_error_against_time_is_drawn_for_each_collective_and_wire(tmp_path: Path) -> None:
     asked = wanted("all_gather", "psum_scatter", pods=("v6e:4x4",), sizes=(1 << 20,))
     rows = list(wired_rows.rows(wired_rows.plan(asked), asked, harness.mesh(2)))

@@ -91,6 +91,7 @@ def test_noise_of_a_percent_leaves_the_figures_within_a_few() -> None:
             assert figure.measured == pytest.approx(figure.assumed, rel=0.06), figure.name
 
 
+@pytest.mark.full
 def test_probes_are_right_and_free_of_races() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     rig = Rig(Machine.named("v5e:2x2"), mesh, harness.EITHER, TINY)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 import time
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_collectives.kernels.machinery import sync
 
 # "on_wait" runs every DMA as late as it may, newest first; "eager" at once. Races raise.
 ADVERSARIES = {
@@ -58,6 +61,37 @@ class OneSemaphore:
     def __getitem__(self, index: Any) -> Any:
         before = index[:-1] if isinstance(index, tuple) else ()
         return self._semaphores.at[(*before, 0)]
+
+
+def is_of(semaphore: Any, semaphores: Any) -> bool:
+    """Whether a semaphore that a kernel names is one of these."""
+    return getattr(semaphore, "ref", semaphore) is semaphores
+
+
+def drop_waits(
+    patch: pytest.MonkeyPatch, semaphores: Any, at: types.ModuleType | None = None
+) -> None:
+    """`sync.wait` no longer waits for these; only where a module calls it, if one is given."""
+    wait = sync.wait
+
+    def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
+        if not is_of(semaphore, semaphores):
+            wait(semaphore, ref, times)
+
+    if at is None:
+        patch.setattr(sync, "wait", some)
+    else:
+        patch.setattr(at, "sync", replaced(sync, wait=some))
+
+
+def replaced(module: types.ModuleType, **attributes: Any) -> types.SimpleNamespace:
+    """A module with some of its functions replaced."""
+    return types.SimpleNamespace(**{**vars(module), **attributes})
+
+
+def drop_barrier(patch: pytest.MonkeyPatch, name: str, module: Any = sync) -> None:
+    """A barrier that gets its semaphore, and waits for nobody."""
+    patch.setattr(module, name, lambda *_: pltpu.get_barrier_semaphore())
 
 
 # One topology for each TPU generation, by libtpu's names.

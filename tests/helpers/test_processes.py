@@ -43,6 +43,7 @@ def test_values_and_errors_come_back_in_order():
         assert "here is process 1" in processes.output()
 
 
+@pytest.mark.full
 def test_death_and_silence_fail_with_the_output():
     with Processes(2) as processes:
         start = time.monotonic()

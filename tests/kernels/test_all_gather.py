@@ -81,7 +81,7 @@ def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "barrier_with_neighbours", lambda ring: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(monkeypatch, "barrier_with_neighbours")
     assert run_faulty(4, "eager", hold=1)
 
 
@@ -112,6 +112,7 @@ def run_line(n: int, *modes: str, hold: int | None = None, rows: int = 16) -> li
     )
 
 
+@pytest.mark.full
 def test_a_line_is_sound_under_credits_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not run_line(5, *harness.ADVERSARIES, hold=1)
     monkeypatch.setattr(all_gather, "WINDOW", 2)
@@ -137,7 +138,7 @@ def test_a_line_without_credits_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_line_with_no_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "barrier_along_line", lambda ring: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(monkeypatch, "barrier_along_line")
     assert run_line(4, "eager", hold=1)
 
 

@@ -17,7 +17,7 @@ from benchmarks import replay_rows
 from benchmarks.cases import CASES
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import all_reduce_gather
-from pallas_collectives.kernels.machinery import combine, sync
+from pallas_collectives.kernels.machinery import combine
 from pallas_collectives.topology import placement, torus_axes
 from pallas_collectives.topology.groups import Group
 
@@ -57,7 +57,7 @@ def test_sound_kernel_is_not_caught(name: str) -> None:
 def test_dropped_barrier_is_caught(
     name: str, barrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync, barrier, lambda *rings: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(monkeypatch, barrier)
     assert is_caught(GROUPS[name], "eager", hold=1)
 
 

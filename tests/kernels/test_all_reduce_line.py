@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
@@ -16,7 +15,6 @@ import replay_kernels
 from channel_faults import Patch, no_credits, no_wait, one_semaphore
 from pallas_collectives.kernels import all_reduce_line
 from pallas_collectives.kernels.all_reduce_line import IN_FLIGHT, SLOTS, Scratch
-from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.combine import wide
 from pallas_collectives.replay import Machine, Report, bound, replay
@@ -116,6 +114,7 @@ def test_the_order_shows_in_the_bits() -> None:
     assert not np.array_equal(in_order(x, "sum"), rounded_once)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tiles", [1, 13])
 def test_one_tile_and_a_prime_number_of_them(tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce_line, "chunk_bytes", lambda: 2 * TILE)
@@ -159,7 +158,7 @@ def freed_before_it_has_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_barrier(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sync, "barrier_along_line", lambda ring: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(patch, "barrier_along_line")
 
 
 def term_before_it_is_here(patch: pytest.MonkeyPatch) -> None:

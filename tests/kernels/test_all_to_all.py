@@ -1,8 +1,6 @@
 """The all-to-all kernels: table, faults, chunks and steps, wire load, what the compiler makes."""
 
 import functools
-import types
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -117,31 +115,14 @@ def test_block_that_cannot_be_halved(tiles: int) -> None:
     np.testing.assert_array_equal(np.asarray(run(x)), exchanged(x))
 
 
-def replaced(module: types.ModuleType, **attributes: Any) -> types.SimpleNamespace:
-    """A module with some of its functions replaced."""
-    return types.SimpleNamespace(**{**vars(module), **attributes})
-
-
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("dropped, mode", [(False, "on_wait"), (True, "on_wait"), (True, "eager")])
 def test_dropped_credit_is_caught(
     monkeypatch: pytest.MonkeyPatch, dropped: bool, mode: str
 ) -> None:
     wait = (lambda *_: None) if dropped else channel.pl.semaphore_wait
-    monkeypatch.setattr(channel, "pl", replaced(channel.pl, semaphore_wait=wait))
+    monkeypatch.setattr(channel, "pl", harness.replaced(channel.pl, semaphore_wait=wait))
     assert run_caught(7, mode, hold=1) == dropped
-
-
-def only_some_waits(dropped: Callable[[Any], bool]) -> Any:
-    def wait(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if not dropped(semaphore):
-            sync.wait(semaphore, ref, times)
-
-    return replaced(sync, wait=wait)
-
-
-def belongs(semaphore: Any, semaphores: Any) -> bool:
-    return getattr(semaphore, "ref", None) is semaphores
 
 
 @pytest.mark.parametrize("fault", ["none", "shared_receive", "early_credit", "missing_arrival"])
@@ -158,15 +139,12 @@ def test_fault_in_the_slots_is_caught(monkeypatch: pytest.MonkeyPatch, fault: st
                 semaphores = its.semaphores._replace(arrived=harness.OneSemaphore(arrived))
                 scratch = scratch._replace(relays=(its._replace(semaphores=semaphores),))
             case "early_credit":
-                dropped = only_some_waits(lambda s: belongs(s, sent))
-                monkeypatch.setattr(relay, "sync", dropped)
+                harness.drop_waits(monkeypatch, sent, at=relay)
             case "missing_arrival":
-                dropped = only_some_waits(lambda s: belongs(s, arrived))
-                monkeypatch.setattr(channel, "sync", dropped)
+                harness.drop_waits(monkeypatch, arrived, at=channel)
             case "none":
-                kept = only_some_waits(lambda s: belongs(s, credit))
-                monkeypatch.setattr(relay, "sync", kept)
-                monkeypatch.setattr(channel, "sync", kept)
+                for module in (relay, channel):
+                    harness.drop_waits(monkeypatch, credit, at=module)
         kernel(ring, x, o, scratch, **static)
 
     monkeypatch.setattr(all_to_all, "_ring_kernel", faulty)
@@ -204,7 +182,7 @@ def test_missing_wait_for_what_stays_is_caught(
 def test_dropped_barrier_is_caught(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, barrier: str
 ) -> None:
-    monkeypatch.setattr(sync, barrier, lambda ring: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(monkeypatch, barrier)
     assert run_caught(4, "eager", algorithm, hold=1)
 
 

@@ -91,6 +91,7 @@ def test_every_kind_of_numbers_is_within_half_a_step(wire: Wire, n: int) -> None
         assert kind in ("zeros", "constant") or (got != swapped(x, 0, 0)).any()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("many_rounds")
 @pytest.mark.parametrize("split, concat", [(0, 1), pytest.param(1, 0, marks=SLOW), (0, 2)])
 def test_blocks_lie_along_any_dimension_but_the_last(split: int, concat: int) -> None:

@@ -116,6 +116,7 @@ def test_messages_that_wait_behind_own_chunks(mode: str, monkeypatch: pytest.Mon
     assert_exact(4, harness.ADVERSARIES[mode], rows=32, batch=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 @pytest.mark.parametrize("furthest_first", [False, True])
 def test_either_order_of_sums(
@@ -140,6 +141,7 @@ def with_wide_weights(n: int, mode: str) -> tuple[Any, Any]:
     return functools.partial(got, x, w), references(x, w)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n, mode", [(2, "eager"), (3, "on_wait")])
 def test_weights_that_stay_come_tile_by_tile(
     n: int, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -244,7 +246,7 @@ def test_cores_that_see_to_the_same_chunks_are_caught(
 
 
 def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "barrier_with_neighbours", lambda ring: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(monkeypatch, "barrier_with_neighbours")
     assert is_caught("eager", hold=1)
 
 
@@ -281,6 +283,7 @@ def test_dropped_credits_are_caught_on_every_schedule(
     assert not is_sound()
 
 
+@pytest.mark.full
 def test_long_rings_reuse_semaphores_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of two makes a ring of seven a long one."""
     monkeypatch.setattr("pallas_collectives.kernels.pipelines.WINDOW", 2)

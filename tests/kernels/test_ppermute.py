@@ -55,12 +55,9 @@ def test_sound_kernel_is_not_caught(mode: str, everyone: bool) -> None:
 
 
 def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: Any) -> None:
-        pltpu.get_barrier_semaphore()
-
-    monkeypatch.setattr(sync, "barrier_with_partners", none)
+    harness.drop_barrier(monkeypatch, "barrier_with_partners")
     assert run_caught("eager", everyone=False, hold=2)
-    monkeypatch.setattr(sync, "barrier_with_everyone", none)
+    harness.drop_barrier(monkeypatch, "barrier_with_everyone")
     assert run_caught("eager", everyone=True, hold=2)
 
 

@@ -85,6 +85,7 @@ def test_every_kind_of_numbers_is_within_half_a_step(wire: Wire, n: int) -> None
         assert kind in ("zeros", "constant") or (got[1] != x[0]).any()
 
 
+@pytest.mark.full
 def test_the_largest_numbers_come_by_scales_of_powers_of_two() -> None:
     """These scales are beyond the largest number over the wire's, and what they give is clipped."""
     x = terms(128, 256)
@@ -201,6 +202,7 @@ def test_it_takes_sixty_hundredths_of_its_time_in_bfloat16(pod: str) -> None:
     assert replayed(pod, 4, wire="int8").time <= 0.6 * replayed(pod, 4).time
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pod, mib", [("v5p:4x4x4", 4), ("v6e:8x8", 4)])
 def test_no_schedule_has_a_race(pod: str, mib: float) -> None:
     report = replayed(pod, mib, races=True, wire="int8")

@@ -1,8 +1,7 @@
-"""The ragged all-to-all kernel: routings, faults, bytes on the wire, what the compiler makes."""
+"""The ragged all-to-all kernel: routings, bytes on the wire, what the compiler makes."""
 
 import functools
 import itertools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
 import conformance
 import harness
 import pallas_collectives
+import ragged_runs
 from conformance import routed
 from pallas_collectives import replay
 from pallas_collectives.errors import CollectiveError, ReachError
 from pallas_collectives.kernels import ragged_all_to_all
-from pallas_collectives.kernels.machinery import channel, relay, sync
+from pallas_collectives.kernels.machinery import relay
 from pallas_collectives.topology.groups import Group
 
 GIB = 1 << 30
-TILE_BYTES = 8 * 128 * 4
 ALGORITHMS = ("direct", "ring", "line")
 exchange = functools.partial(pallas_collectives.ragged_all_to_all, axis_name="x")
 
@@ -62,9 +60,7 @@ def test_the_example_of_lax() -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ring's chunks are of two rows of a tile, one distance at a time, through two slots."""
-    monkeypatch.setattr(ragged_all_to_all, "CHUNK_BYTES", 2 * TILE_BYTES)
-    monkeypatch.setattr(ragged_all_to_all, "SLOT_BYTES", 8 * TILE_BYTES)
+    ragged_runs.in_small_chunks(monkeypatch)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -90,11 +86,12 @@ def test_chunks_and_waves(n: int, algorithm: str) -> None:
     checker(n, algorithm)(operand, output, routed(send))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [5, 8])
 def test_rounds_of_a_ring_overlap(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More messages than slots, and opposite devices' rows go the way that is less busy."""
     for name in ("CHUNK_BYTES", "LEAST_CHUNK_BYTES", "LEAST_PIECE_BYTES"):
-        monkeypatch.setattr(ragged_all_to_all, name, TILE_BYTES)
+        monkeypatch.setattr(ragged_all_to_all, name, ragged_runs.TILE_BYTES)
     monkeypatch.setattr(ragged_all_to_all, "WEIGHED_BYTES", 0)
     operand, output = (harness.random((n, 9 * n, 8, 128), "float32", seed) for seed in (1, 2))
     send = np.random.default_rng(n).integers(0, 3, (n, n))
@@ -186,6 +183,7 @@ def test_groups_exchange_by_themselves(algorithm: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, (value, grads))
 
 
+@pytest.mark.full
 def test_gradients_travel_back_to_the_rows_they_came_from() -> None:
     n, rows = 3, 24
     operand, output, weights, at, ot = (
@@ -209,118 +207,6 @@ def test_gradients_travel_back_to_the_rows_they_came_from() -> None:
         np.testing.assert_array_equal(np.asarray(got), want)
 
 
-def of_all(tables: Any) -> tuple[Any, Any, Any]:
-    """What the ring's kernel takes of each device's tables: rows of all senders are one table."""
-    n = len(tables[0])
-    return tables[0], *(np.tile(table.reshape(-1), (n, 1)) for table in tables[1:3])
-
-
-def run_caught(
-    mode: str,
-    hold: int | None = None,
-    algorithm: str = "direct",
-    n: int = 4,
-    seconds: float = 0.3,
-) -> bool:
-    operand, output = (harness.random((n, 2 + 3 * n, 8, 128), "float32", s) for s in (1, 2))
-    tables = conformance.ragged_arguments(n)
-
-    def program(x: jax.Array, *rest: jax.Array) -> jax.Array:
-        x = x if hold is None else harness.delayed(x, hold, seconds)
-        params = harness.ADVERSARIES[mode]
-        kernel = getattr(ragged_all_to_all, algorithm)
-        return kernel(x, *rest, Group(("x",), (n,)), vmem=False, interpret=params)
-
-    run = harness.per_device(program, harness.mesh(n), check_vma=False)
-    want = conformance.ragged_reference(operand, output, tables)
-    given = tables if algorithm == "direct" else of_all(tables)
-    return harness.caught(lambda: run(operand, output, *given), want)
-
-
-def with_wait(wait: Callable[..., None]) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**{**vars(sync), "wait": wait})
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch, dropped: bool) -> None:
-    calls: list[Any] = []
-
-    def wait(semaphore: Any, ref: Any, times: int = 1) -> None:
-        calls.append(semaphore)  # traced once for receives, then once for sends, once for our own
-        if not (dropped and len(calls) == 1):
-            sync.wait(semaphore, ref, times)
-
-    monkeypatch.setattr(ragged_all_to_all, "sync", with_wait(wait))
-    assert run_caught("on_wait") == dropped
-    assert len(calls) == 3
-
-
-def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not run_caught("eager", hold=1)
-    monkeypatch.setattr(sync, "barrier_with_everyone", lambda ring: pltpu.get_barrier_semaphore())
-    assert run_caught("eager", hold=1)
-
-
-def planted(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    kernel, wait = ragged_all_to_all._ring_kernel, sync.wait
-
-    def faulty(ring: Any, *refs: Any, **static: Any) -> None:
-        *others, scratch = refs
-        slots = scratch.slots
-        sent, arrived, _ = slots.semaphores
-        dropped = {"no_arrival": arrived, "no_leaving": sent, "no_final": scratch.final_sem}.get(
-            fault
-        )
-
-        def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
-            if dropped is None or dropped is not getattr(semaphore, "ref", semaphore):
-                wait(semaphore, ref, times)
-
-        monkeypatch.setattr(sync, "wait", some)
-        if fault == "no_credit":
-            monkeypatch.setattr(channel, "pl", without_waits(channel.pl))
-        if fault == "shared_receive":
-            shared = slots.semaphores._replace(arrived=harness.OneSemaphore(arrived))
-            scratch = scratch._replace(slots=slots._replace(semaphores=shared))
-        kernel(ring, *others, scratch, **static)
-
-    monkeypatch.setattr(ragged_all_to_all, "_ring_kernel", faulty)
-    if fault == "no_barrier":
-        monkeypatch.setattr(
-            sync, "barrier_with_everyone", lambda ring: pltpu.get_barrier_semaphore()
-        )
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    "fault, mode",
-    [
-        *[("none", mode) for mode in harness.ADVERSARIES],
-        *[("no_arrival", "on_wait"), ("no_final", "on_wait"), ("no_barrier", "eager")],
-    ],
-)
-def test_fault_in_the_ring_is_caught(
-    monkeypatch: pytest.MonkeyPatch, fault: str, mode: str
-) -> None:
-    planted(monkeypatch, fault)
-    seconds = 3.0 if fault == "no_barrier" else 0.3  # what the others take on a busy machine
-    caught = run_caught(mode, hold=1, algorithm="ring", n=7, seconds=seconds)
-    assert caught == (fault != "none")
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("fault", ["none", "no_credit", "no_leaving", "shared_receive"])
-def test_fault_in_the_ring_is_named(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Those that show in a run only if a device is late: the replay looks at all that may be."""
-    planted(monkeypatch, fault)
-    report = replayed("ring", replay.Machine.named("v5p:2x2x2"), {"x": 8}, races=True)
-    assert bool(report.findings) == (fault != "none"), report
-
-
-def without_waits(module: types.ModuleType) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**{**vars(module), "semaphore_wait": lambda *_: None})
-
-
 @pytest.mark.full
 def test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other() -> None:
     """Nothing is sent to or by device 0, which could be calls ahead of its neighbours."""
@@ -340,34 +226,13 @@ def test_calls_of_which_a_device_takes_no_part_do_not_disturb_each_other() -> No
     want = operand
     for _ in range(4):
         want = conformance.ragged_reference(want, output, tables)
-    assert not harness.caught(lambda: run(operand, output, *of_all(tables)), want)
-
-
-def replayed(
-    algorithm: str, machine: replay.Machine, axes: dict[str, int], races: bool
-) -> replay.Report:
-    """Of what `ragged_arguments` says, along axis "x", rows of a tile."""
-    n, rows = axes["x"], 2 + 3 * axes["x"]
-    tables = conformance.ragged_arguments(n)
-    given = tables if algorithm == "direct" else of_all(tables)
-
-    def shard(x: jax.Array, o: jax.Array, *tables: jax.Array) -> jax.Array:
-        kernel = getattr(ragged_all_to_all, algorithm)
-        return kernel(x, o, *tables, Group(("x",), (n,)), vmem=False, interpret=False)
-
-    spec = PartitionSpec("x")
-    mapped = jax.shard_map(
-        shard, mesh=machine.mesh(axes), in_specs=spec, out_specs=spec, check_vma=False
-    )
-    array = jax.ShapeDtypeStruct((n * rows, 8, 128), jnp.float32)
-    tables = [t.reshape(-1) for t in given]
-    return replay.replay(mapped, array, array, *tables, machine=machine, races=races)
+    assert not harness.caught(lambda: run(operand, output, *ragged_runs.of_all(tables)), want)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_only_the_rows_sent_cross_the_wire(algorithm: str) -> None:
     n, machine = 4, replay.Machine.named("v5p:4x4x4")
-    report = replayed(algorithm, machine, {"x": n, "y": 4, "z": 4}, races=False)
+    report = ragged_runs.replayed(algorithm, machine, {"x": n, "y": 4, "z": 4}, races=False)
     assert not report.findings
     hops = [[min((r - s) % n, (s - r) % n) for r in range(n)] for s in range(n)]
     if algorithm == "line":
@@ -410,6 +275,7 @@ def compile_kernel(topology: str, n: int, rows: int, algorithm: str) -> harness.
     return harness.compile_for_tpu(program, topology, (rows, 8, 128), (rows, 8, 128), (n,))
 
 
+@pytest.mark.full
 def test_v5e_goes_along_all_axes_by_itself() -> None:
     def program(x: jax.Array, o: jax.Array, table: jax.Array, **how: Any) -> jax.Array:
         return exchange(x, o, *(table.astype(jnp.int32),) * 4, **how)

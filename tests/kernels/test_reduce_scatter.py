@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 import harness
 import pallas_collectives
@@ -78,6 +77,7 @@ def test_sound_kernel_is_not_caught(kernel: Callable[..., jax.Array]) -> None:
     assert not is_caught(kernel, 6, *harness.ADVERSARIES, hold=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [2, 4])
 def test_an_odd_number_of_chunks_goes_round_an_even_ring(n: int) -> None:
     assert not is_caught(reduce, n, "on_wait", hold=1, rows=24)
@@ -138,7 +138,7 @@ def test_sends_of_a_slot_that_have_not_ended_are_caught(monkeypatch: pytest.Monk
 def test_dropped_barrier_is_caught(
     kernel: Callable[..., jax.Array], barrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync, barrier, lambda ring: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(monkeypatch, barrier)
     assert is_caught(kernel, 4, "eager", hold=1)
 
 
@@ -160,6 +160,7 @@ def test_all_devices_hold_the_same_bits_on_every_run(algorithm: str) -> None:
     np.testing.assert_allclose(first[0], x.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [4, 7])
 def test_bfloat16_sums_round_once_per_hop_and_precise_ones_once(n: int) -> None:
     x = np.random.default_rng(1).standard_normal((n, n * 16, 128)).astype(ml_dtypes.bfloat16)
@@ -175,6 +176,7 @@ def test_bfloat16_sums_round_once_per_hop_and_precise_ones_once(n: int) -> None:
     assert error() <= (n // 2 + 1) * ulp
 
 
+@pytest.mark.full
 def test_large_blocks_go_through_many_tiles() -> None:
     x = harness.random((2, 4096, 256), "float32")
     got = harness.per_device(

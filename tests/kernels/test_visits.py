@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 import harness
 from pallas_collectives import replay, verify
 from pallas_collectives.kernels import visits
-from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.verify.verdict import FAULTY, SOUND
 
@@ -151,30 +150,25 @@ def test_no_list_leads_out_of_bounds() -> None:
 
 def with_fault(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Breaks the kernel: a wait that is left out, one semaphore for all, or no barrier."""
-    kernel, wait = visits._kernel, sync.wait
+    kernel = visits._kernel
 
     def faulty(ring: Any, *refs: Any, **static: Any) -> None:
         *given, scratch = refs
         if fault == "one_semaphore":
             scratch = scratch._replace(notes=scratch.notes._replace(arrived=scratch.rows.arrived))
-        dropped = {
+        waits = {
             "no_arrival": scratch.rows.arrived,
             "no_hearing": scratch.notes.arrived,
             "no_reading": scratch.read_sem,
             "no_leaving": scratch.rows.sent,
-        }.get(fault)
-
-        def some_of(semaphore: Any, ref: Any, times: Any = 1) -> None:
-            if semaphore is not dropped:
-                wait(semaphore, ref, times)
-
-        monkeypatch.setattr(sync, "wait", some_of)
+        }
+        if fault in waits:
+            harness.drop_waits(monkeypatch, waits[fault])
         kernel(ring, *given, scratch, **static)
 
     monkeypatch.setattr(visits, "_kernel", faulty)
     if fault == "no_barrier":
-        none = lambda ring: visits.pltpu.get_barrier_semaphore()  # noqa: E731
-        monkeypatch.setattr(sync, "barrier_with_everyone", none)
+        harness.drop_barrier(monkeypatch, "barrier_with_everyone")
 
 
 @pytest.mark.parametrize(

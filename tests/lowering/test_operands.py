@@ -39,6 +39,7 @@ def test_constants_fold() -> None:
     assert not pc.counts()
 
 
+@pytest.mark.full
 def test_constants_that_lax_does_not_fold() -> None:
     def fn(m: Any, x: jax.Array) -> Any:
         return x, (

@@ -95,6 +95,7 @@ def test_transformation(op: str, transformation: str) -> None:
     check(lambda m, x: transform(functools.partial(CANONICAL[op], m))(x), kernels=not unread)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transformation", ["grad_of_grad", "vmap_of_grad"])
 @pytest.mark.parametrize("op", CANONICAL)
 def test_transformation_without_check_vma(op: str, transformation: str) -> None:

@@ -104,6 +104,7 @@ def test_checkpoint_in_a_scan_keeps_nothing_and_differentiates(how: str) -> None
         agree(a, b)
 
 
+@pytest.mark.full
 @every
 def test_second_order_and_forward(how: str) -> None:
     x, routing, weights, w = values()

@@ -288,6 +288,7 @@ def test_a_dead_process_is_named(doomed):
     assert [outcome.unwrap() for outcome in outcomes] == [(1,)] * len(others)
 
 
+@pytest.mark.full
 def test_preemption_of_one_process_stops_all_at_one_step(doomed):
     stops = values(
         doomed,
@@ -306,6 +307,7 @@ def test_live_devices_equal_jax(processes):
     assert all(all_the_same(values(processes, failing.live_beside_jax)))
 
 
+@pytest.mark.full
 def test_a_process_that_lives_and_does_not_come_is_named(doomed):
     for rank, error in enumerate(values(doomed, failing.live_late)):
         if rank != 1:

@@ -165,6 +165,7 @@ def test_gradients_of_replicated_weights_are_summed() -> None:
     np.testing.assert_allclose(fused, unfused, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_forward_mode_and_vmap_over_rows() -> None:
     x, w, _, dw = weights_and_rows()
 

@@ -107,6 +107,7 @@ def test_refs_that_a_program_made_outside_keep_their_names() -> None:
     assert {"x_ref", "o_ref"} <= named, named
 
 
+@pytest.mark.full
 def test_a_judge_that_sees_no_races_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_mutants, "find_races", lambda *args, **kwargs: [])
     program = _program("ring ", 3)

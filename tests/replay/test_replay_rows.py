@@ -108,6 +108,7 @@ def test_a_physical_ring_comes_near_the_bound() -> None:
     assert row.of_bound > 99
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "machine, way",
     [("v5e:2x4", "bidirectional"), ("v5e:4x4", "bidirectional"), ("v5p:2x2x2", "torus")],

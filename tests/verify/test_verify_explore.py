@@ -34,6 +34,7 @@ def test_a_sound_kernel_has_one_result_on_all_schedules() -> None:
     assert not wrong.ok and "100% of the result" in str(wrong)
 
 
+@pytest.mark.full
 def test_a_shared_semaphore_shows_in_runs_too() -> None:
     found = verify.explore(kernels.gather, X, devices=(4,), late=1, seconds=0.3)
     assert not found.ok and "SOUND" in str(found)

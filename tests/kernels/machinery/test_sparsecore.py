@@ -217,6 +217,7 @@ def test_ids_of_the_two_engines_never_meet() -> None:
     assert all(number < 1 << 15 for (_, simulated, _), number in ids.items() if simulated)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_narrow_sums_and_groups_compile(generation: str, dtype: str) -> None:

@@ -16,7 +16,6 @@ import harness
 import pallas_collectives
 from benchmarks import cases, replay_rows
 from channel_faults import Patch, no_credits, no_wait, one_semaphore
-from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.combine import wide
 from pallas_collectives.kernels.torus import all_reduce_grid, grid_chunks
 from pallas_collectives.kernels.torus.grid_chunks import Cut
@@ -197,7 +196,7 @@ def test_no_fault_on_any_schedule_and_each_link_carries_the_same(sizes: tuple[in
 
 
 def no_barrier(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sync, "barrier_on_torus", lambda *rings: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(patch, "barrier_on_torus")
 
 
 def freed_before_it_has_left(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives
-from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.torus import all_to_all, exchange
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import placement, torus_axes
@@ -141,13 +140,14 @@ def test_slots_that_serve_again_with_a_late_device(mode: str, sizes: tuple[int, 
 def test_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     class Deaf(all_to_all.Bundles):
         def wait(self, semaphore: Any, move: Any) -> None:
-            is_left = getattr(semaphore, "ref", None) is self.scratch.semaphores.left
+            is_left = harness.is_of(semaphore, self.scratch.semaphores.left)
             kind = "own" if move.origin is move.goal else "left" if is_left else "arrived"
             if kind != fault:
                 super().wait(semaphore, move)
 
     monkeypatch.setattr(all_to_all, "Bundles", Deaf)
-    assert is_caught("on_wait", (4, 2), hold=1)
+    report, _ = replayed("v5e:2x4", {"x": 2, "y": 4}, ("x", "y"), 1 << 20, races=True)
+    assert not report.ok
 
 
 @pytest.mark.usefixtures("many_chunks")
@@ -177,7 +177,7 @@ def test_fault_in_the_credits_races_on_some_schedule(
 
 
 def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "barrier_with_jumps", lambda *_: pltpu.get_barrier_semaphore())
+    harness.drop_barrier(monkeypatch, "barrier_with_jumps")
     assert is_caught("eager", (2, 2), hold=1)
 
 

@@ -295,8 +295,5 @@ def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dropped_barrier_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*rings: Any) -> None:
-        pltpu.get_barrier_semaphore()
-
-    monkeypatch.setattr(sync, "barrier_on_torus", none)
+    harness.drop_barrier(monkeypatch, "barrier_on_torus")
     assert gather_is_caught("eager", (2, 2), hold=1)

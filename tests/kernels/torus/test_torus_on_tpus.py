@@ -128,6 +128,7 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chips.Chip, "wraps", lambda chip, shape: tuple(n > 2 for n in shape))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, sizes",
     [
@@ -145,6 +146,7 @@ def test_pairs_need_no_credits_in_sections(
     assert not races_of_sections(op, *sizes)
 
 
+@pytest.mark.full
 def test_rows_too_wide_for_scratch_are_cut_between_tiles(
     monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
 ) -> None:
@@ -157,6 +159,7 @@ def test_rows_too_wide_for_scratch_are_cut_between_tiles(
     assert races_of_sections("psum_scatter", 4, 4, columns=2048)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "topology, sizes, rows, columns",
     [

@@ -138,6 +138,7 @@ def test_no_schedule_has_a_race(
     assert report.ok and report.races == []
 
 
+@pytest.mark.full
 def test_a_wire_that_the_vector_unit_makes_slower_is_left_out() -> None:
     """It takes as long as the wires of two axes on v5p, and is part of the predicted time."""
 

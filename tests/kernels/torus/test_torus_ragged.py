@@ -76,7 +76,7 @@ def test_devices_that_are_numbered_in_any_order(torus: str, order: list[int]) ->
 def test_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     class Deaf(ragged_jumps.Rows):
         def wait(self, semaphore: Any, move: Any) -> None:
-            is_left = getattr(semaphore, "ref", None) is self.scratch.semaphores.left
+            is_left = harness.is_of(semaphore, self.scratch.semaphores.left)
             if (fault == "left") != is_left:
                 super().wait(semaphore, move)
 

@@ -17,7 +17,6 @@ import harness
 import pallas_collectives as pc
 from conformance import routed
 from pallas_collectives import replay
-from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.torus import ragged_shares, ragged_spread
 from pallas_collectives.topology.groups import Group
 
@@ -68,6 +67,7 @@ def test_large_arrays_go_straight_where_no_axis_could_help(sizes: Any, groups: A
     assert got.shape == array.shape
 
 
+@pytest.mark.full
 def test_several_slices_for_each_device_and_hostile_ones() -> None:
     n, sizes = 4, (2, 2)
     operand, output = (harness.random((n, 20, 128), "float32", seed) for seed in (1, 2))
@@ -121,30 +121,24 @@ def of_all(tables: Any) -> tuple[Any, Any, Any]:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    kernel, wait = ragged_spread._kernel, sync.wait
+    kernel = ragged_spread._kernel
 
     def faulty(ring: Any, *refs: Any, **static: Any) -> None:
         *others, scratch = refs
-        dropped = {
+        waits = {
             "no final": scratch.final_sem,
             "no leaving": scratch.own_sem,
             "no arrival": scratch.come_sems,
-        }.get(fault)
-
-        def some(semaphore: Any, ref: Any, times: Any = 1) -> None:
-            if dropped is None or dropped is not getattr(semaphore, "ref", semaphore):
-                wait(semaphore, ref, times)
-
-        monkeypatch.setattr(sync, "wait", some)
+        }
+        if fault in waits:
+            harness.drop_waits(monkeypatch, waits[fault])
         if fault == "one semaphore":
             scratch = scratch._replace(come_sems=harness.OneSemaphore(scratch.come_sems))
         kernel(ring, *others, scratch, **static)
 
     monkeypatch.setattr(ragged_spread, "_kernel", faulty)
     if fault == "no barrier":
-        monkeypatch.setattr(
-            sync, "barrier_with_everyone", lambda ring: pltpu.get_barrier_semaphore()
-        )
+        harness.drop_barrier(monkeypatch, "barrier_with_everyone")
 
 
 def passed_on(n: int) -> np.ndarray:
@@ -214,6 +208,7 @@ def replayed(machine: replay.Machine, axes: dict[str, int], send: np.ndarray, ra
     return replay.replay(mapped, *arrays, *tables, machine=machine, races=races)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["to one", "from one"])
 def test_what_one_device_has_to_do_with_uses_all_its_links(name: str) -> None:
     machine, n = replay.Machine.named("v6e:4x4"), 16
