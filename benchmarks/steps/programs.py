@@ -114,8 +114,8 @@ def _weights(parts: int, tensor: int) -> Arrays:
     return {k: jax.ShapeDtypeStruct((LAYERS, *s), jnp.bfloat16) for k, s in sizes.items()}
 
 
-def _tokens(parts: int = 1) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((BATCH, LENGTH // parts, WIDTH), jnp.bfloat16)
+def _tokens(parts: int = 1, batch: int = BATCH) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, LENGTH // parts, WIDTH), jnp.bfloat16)
 
 
 def _stepping(form: Form, layer: Callable[..., jax.Array], summed: Any = None) -> Any:
@@ -219,8 +219,8 @@ def ring_attention(devices: int, form: Form) -> Program:
         return (total / share).astype(q.dtype)
 
     layer = functools.partial(_layer, attend=attend)
-    # A device's part of a long sequence is as long as others' whole.
-    return Program(_stepping(form, layer), (_weights(1, 1), _tokens()), {"x": devices})
+    # A device's part of a long sequence, of which there is one, is as long as others' whole.
+    return Program(_stepping(form, layer), (_weights(1, 1), _tokens(batch=1)), {"x": devices})
 
 
 BUILT_IN: dict[str, Callable[[int, Form], Program]] = {

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -66,8 +67,24 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda eqn, x: function(x, axis=tuple(axis + 1 for axis in eqn.params["axes"]))
+def _reduced(function: Callable[..., Any], unit: Callable[[Any], Any]) -> Callable[..., Any]:
+    """By NumPy's function; `unit`: of a dtype's range, the result of nothing."""
+
+    def compute(eqn: JaxprEqn, x: np.ndarray) -> Any:
+        return function(
+            x, axis=tuple(axis + 1 for axis in eqn.params["axes"]), initial=unit(_range(x.dtype))
+        )
+
+    return compute
+
+
+def _range(dtype: np.dtype) -> tuple[Any, Any]:
+    """The least number and the largest."""
+    if dtype.kind == "b":
+        return False, True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    return -np.inf, np.inf
 
 
 def _iota(eqn: JaxprEqn) -> Any:
@@ -111,8 +128,8 @@ def _on_all_lanes(operands: tuple[np.ndarray, ...]) -> list[np.ndarray]:
 
 _BY_NUMPY: dict[str, Callable[..., Any]] = {
     **{name: _elementwise(function) for name, function in SCALAR.items()},
-    "reduce_max": _reduced(np.max),
-    "reduce_min": _reduced(np.min),
+    "reduce_max": _reduced(np.max, lambda of: of[0]),
+    "reduce_min": _reduced(np.min, lambda of: of[1]),
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
     "reshape": lambda eqn, x: x.reshape(len(x), *_shape(eqn)),

@@ -82,8 +82,11 @@ def settle(value: Any, dtype: np.dtype) -> Any:
 
 def _divide(a: Any, b: Any) -> Any:
     if isinstance(a, float) or isinstance(b, float):
-        return a / b
+        with np.errstate(all="ignore"):
+            return a / b if np.all(b) else np.divide(a, b)
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
+        if b == 0:
+            return -1  # all bits are ones, as below
         q = abs(a) // abs(b)
         return q if (a < 0) == (b < 0) else -q
     if np.asarray(a).dtype.kind not in "iu":
@@ -95,6 +98,8 @@ def _divide(a: Any, b: Any) -> Any:
 
 def _remainder(a: Any, b: Any) -> Any:
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
+        if b == 0:
+            return np.nan if isinstance(a, float) else a
         r = abs(a) % abs(b)
         return -r if a < 0 else r
     if np.asarray(a).dtype.kind not in "iu":

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_collectives as pc
 from pallas_collectives import catalogue
-from pallas_collectives.replay import Machine, known, replay
+from pallas_collectives.replay import Machine, known, replay, values
 from pallas_collectives.replay.values import Known
 
 LANES = 5
@@ -50,6 +50,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Any]] = {
     "reduce_max": (lambda x: lax.reduce_max_p.bind(x, axes=(1,), out_sharding=None), (X,)),
     "largest": (jnp.max, (X,)),
     "least": (lambda x: jnp.min(x, axis=0), (X,)),
+    "of nothing": (lambda x: lax.reduce_max_p.bind(x, axes=(1,), out_sharding=None), (X[:, :0],)),
+    "by none": (lambda x, y: lax.select_n(y == 0, lax.div(x, y), x), (np.int32(-7), np.int32(0))),
     "select_n": (lambda x, y: lax.select_n(x > y, x, y), (X, Y)),
     "of three": (lambda i, x, y: lax.select_n(lax.rem(i, 3), x, y, x + y), (np.abs(X), X, Y)),
     "by a scalar": (lambda i, x, y: lax.select_n(i > 0, x, y), (np.int32(1), X, Y)),
@@ -107,6 +109,14 @@ def test_results_are_those_of_jax(name: str, which: str) -> None:
         want = np.stack([np.asarray(function(*xs)) for xs in each])
     assert got.dtype == want.dtype or not want.ndim
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("function", [lax.div, lax.rem])
+@pytest.mark.parametrize("a, b", [(-7, 2), (7, 0), (-7, 0), (2.5, 0.0), (-1.0, 0.5)])
+def test_numbers_that_are_the_same_on_all_devices(function: Any, a: Any, b: Any) -> None:
+    dtype = np.dtype(np.int32 if isinstance(a, int) else np.float32)
+    got = values.settle(values.SCALAR[function.__name__](a, b), dtype)
+    np.testing.assert_array_equal(got, function(dtype.type(a), dtype.type(b)))
 
 
 @pytest.mark.parametrize("op", ["ragged_all_to_all", "all_gather"])

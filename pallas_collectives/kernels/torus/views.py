@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_collectives.annotations import DType
 from pallas_collectives.kernels.machinery.blocks import LANES
@@ -54,6 +55,7 @@ class View:
         if self.block != self.shape:
             *before, rows, columns = x.shape
             high = self.block[-2]
+            x = lax.optimization_barrier(x)  # or XLA lays out the product that made x for the swap
             apart = x.reshape(*before, rows // high, high, columns // LANES, LANES)
             x = jnp.swapaxes(apart, -3, -2)
         return x.reshape(*self.block[: self.at], *sizes, *self.block[self.at :])

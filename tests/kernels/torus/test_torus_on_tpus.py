@@ -3,12 +3,14 @@
 import functools
 import itertools
 import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec
 from test_torus_kernels import CASES, NAMES, SLOW
 
@@ -46,6 +48,33 @@ def test_compiles_for_every_generation(op: str, topology: str, sizes: tuple[int,
     )
     assert "custom-call" in program.ops
     assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
+
+
+@pytest.mark.full
+def test_a_product_is_scattered_as_it_lies() -> None:
+    """In a loop XLA folded the view of tiles into the product, and then copied what that made."""
+    pytest.importorskip("libtpu")
+    mesh = harness.tpu_mesh("v4:2x2x1", {"x": 8})
+
+    def layers(x: jax.Array, w: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> Any:
+            terms = jnp.tanh(jnp.tile(x, (1, 8, 1))) @ w
+            how: Any = {"scatter_dimension": 1, "tiled": True}
+            return x + pallas_collectives.psum_scatter(terms, "x", **how), None
+
+        return lax.scan(layer, x, w)[0]
+
+    run = jax.shard_map(
+        layers, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    everywhere = jax.NamedSharding(mesh, PartitionSpec())
+    shapes = (2, 256, 4096), (2, 4096, 4096)
+    args = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=everywhere) for s in shapes)
+    text = jax.jit(run).lower(*args).compile().as_text()
+    assert "reduce_scatter_torus" in text
+    whole = 2 * 2048 * 4096
+    copied = re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", text)
+    assert whole not in [math.prod(map(int, dims.split(","))) for dims in copied]
 
 
 @pytest.mark.full
