@@ -9,7 +9,9 @@ matter. Steps, bytes on the wire and their order are those of the bidirectional 
 them pass through VMEM as `product` says, by a plan (`matmul_plan`).
 
 On devices of two cores (v4, v5p) each takes half the rows of every block, round a ring of its own:
-they share what is in HBM, and wait for each other nowhere.
+they share what is in HBM, and wait for each other nowhere. Where the torus has two rings that share
+no link (`two_rings`) either core has one; a single core sends half of each block's chunks round
+either.
 
                              scratch in HBM                    added up in
     all_gather_matmul        none (the gathered x is a result)    float32, rounded once

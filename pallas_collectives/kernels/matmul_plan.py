@@ -4,7 +4,9 @@ What takes least time by the chip's rates is chosen here, and nowhere else: `col
 follows a plan, and whether a product is fused at all goes by the same seconds.
 """
 
+import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -113,7 +115,7 @@ class Plan:
             on_wire = self._wire_seconds(group, block_bytes) / max(1, n // 2)
             return 1.5 * min(on_wire, self.seconds_per_block) / self.chunks
         copied = 2 * block_bytes / self.chunks / chips.current().hbm_bandwidth
-        under_way = min(1.0, pipelines.ON_WIRE / self.chunks)
+        under_way = min(1.0, pipelines.ON_WIRE * self._rings(group) / self.chunks)
         first = under_way * wire_seconds(group, block_bytes) * 2 / max(1, n - 1)
         return copied + max(0.0, first - self.seconds_per_block)
 
@@ -123,8 +125,9 @@ class Plan:
 
     def pace(self, group: Group, block_bytes: int) -> pipelines.Pace:
         """When a gather's messages are to set out, where a block has so many bytes on the wire."""
-        wire, messages = self._wire_seconds(group, block_bytes), self._messages(group.size)
-        return pipelines.Pace.of(self.seconds_per_block / self.chunks, wire / max(1, messages))
+        wire, rings = self._wire_seconds(group, block_bytes), self._rings(group)
+        on_wire = wire / max(1, self._messages(group)) / rings  # rings carry one each meanwhile
+        return pipelines.Pace.of(self.seconds_per_block / self.chunks, on_wire, rings)
 
     def outlasts_wire(self, group: Group, block_bytes: int) -> bool:
         """Whether the products take longer than the wire."""
@@ -132,22 +135,30 @@ class Plan:
 
     def _wire_seconds(self, group: Group, block_bytes: int) -> float:
         """What the wire takes; a single chunk reaches the opposite device from one side alone."""
-        even = (group.size - 1) / 2 * self.chunks
-        return wire_seconds(group, block_bytes) * self._messages(group.size) / (even or 1)
+        even = (group.size - 1) / 2 * self.chunks / self._rings(group)
+        return wire_seconds(group, block_bytes) * self._messages(group) / (even or 1)
 
-    def _messages(self, devices: int) -> int:
-        """Chunks that the busier of a device's links carries."""
-        streams = self.streams(devices)
-        return max((each.near * self.chunks + each.far_chunks for each in streams), default=0)
+    def _messages(self, group: Group) -> int:
+        """Chunks of a core that the busiest of a device's links carries."""
+        carried: dict[tuple[int, int], int] = collections.Counter()
+        for stream, chunk in itertools.product(self.streams(group.size), range(self.chunks)):
+            ring = pipelines.ring_number(chunk, self.chunks) if self._rings(group) > 1 else 0
+            carried[ring, stream.direction] += stream.hops_of(chunk)
+        return max(carried.values(), default=0)
+
+    def _rings(self, group: Group) -> int:
+        """How many rings a core goes round: of two cores each has one."""
+        return 2 if group.second is not None and self.cores == 1 else 1
 
 
 def wire_seconds(group: Group, block_bytes: int) -> float:
-    """What it takes to pass blocks both ways round a ring, by the rates of the chip."""
+    """What it takes to pass blocks both ways round a ring or two, by the rates of the chip."""
     chip, n = chips.current(), group.size
     # The devices of a chip that are not all in the ring have rings of their own, on the same links.
     mesh = jax.sharding.get_abstract_mesh().shape
     sharing = chip.devices_per_chip if math.prod(mesh.values()) > n and not group.chip else 1
     link = chip.link_bandwidth * chip.link_efficiency / sharing / (2 if group.line else 1)
+    link *= 1 if group.second is None else 2  # half of each block goes round either ring
     return (n - 1) / 2 * block_bytes / link + (n // 2) * (chip.hop_latency + chip.dma_latency)
 
 

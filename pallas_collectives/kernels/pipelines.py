@@ -48,7 +48,7 @@ from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Ring, Stream, wrap_step
 
 WINDOW = 8  # receive semaphores of a chunk on a stream in a gather: 16 chunks leave room for them
-ON_WIRE = 2  # messages under way each way, where a gather waits for the wire
+ON_WIRE = 2  # messages under way each way round a ring, where a gather waits for the wire
 
 
 class Streams:
@@ -73,9 +73,15 @@ class Streams:
         is_far = (start <= chunk) & (chunk < stop)
         return self.of(stream, lambda each: each.near) + _as_int(is_far)
 
-    def downstream(self, stream: Number, distance: Number) -> Any:
+    def downstream(self, stream: Number, chunk: Number, distance: Number) -> Any:
         """The position `distance` hops downstream; negative: upstream, from where blocks come."""
-        return self.ring.block(self._direction(stream) * distance)
+        return self.ring_of(chunk).block(self._direction(stream) * distance)
+
+    def ring_of(self, chunk: Number) -> Ring:
+        """The ring that a chunk goes round: of two, each has half of those of either side."""
+        if not self.ring.several:
+            return self.ring
+        return self.ring.of_number(ring_number(chunk, self.chunks))
 
     def channel(
         self,
@@ -87,7 +93,7 @@ class Streams:
         """That of a chunk on a stream."""
         index = stream, chunk
         return Channel(
-            self.ring,
+            self.ring_of(chunk),
             self._direction(stream),
             semaphores,
             index,
@@ -120,6 +126,15 @@ class Streams:
         return self.of(stream, lambda each: each.direction)
 
 
+def ring_number(chunk: Number, chunks: int) -> Any:
+    """Of a core's two rings, the one that a chunk of so many goes round.
+
+    In the order of `Streams.in_turn` 0, 1, 1, 0, ...: and half of those that come from either side.
+    """
+    half = chunks // 2
+    return wrap_step(chunk + _as_int(chunk >= half) * (half + 1), 2) if half else 0
+
+
 def _as_int(flag: Any) -> Any:
     return int(flag) if isinstance(flag, bool) else flag.astype(np.int32)
 
@@ -135,11 +150,12 @@ class Pace(NamedTuple):
 
     ahead: int  # messages that set out besides
     ratio: int = 16  # in sixteenths: the time to consume a chunk, in times of that on the wire
+    on_wire: int = ON_WIRE  # messages under way each way, where it waits for the wire
 
     @classmethod
-    def of(cls, consume: float, wire: float) -> "Pace":
-        """From the seconds that a chunk takes to be consumed, and on the wire."""
-        return cls(1, max(1, min(16 * 64, round(16 * consume / wire))))
+    def of(cls, consume: float, wire: float, rings: int = 1) -> "Pace":
+        """From the seconds that a chunk takes to be consumed, and one after another on the wire."""
+        return cls(rings, max(1, min(16 * 64, round(16 * consume / wire))), ON_WIRE * rings)
 
     def out(self, turn: Number, chunks: int, one_way: int) -> Any:
         """How many are out when the chunk of a turn is consumed; at turns below `chunks`, an own.
@@ -150,8 +166,8 @@ class Pace(NamedTuple):
         came = turn + 1 - chunks
         consumed = jnp.where(came > 0, chunks + 2 * came, turn + 1)
         by_time = self.ahead + (consumed * self.ratio + 15) // 16
-        by_wire = came + ON_WIRE
-        by_wire += jnp.clip(by_wire - one_way, 0, ON_WIRE)
+        by_wire = came + self.on_wire
+        by_wire += jnp.clip(by_wire - one_way, 0, self.on_wire)
         return jnp.minimum(jnp.maximum(by_time, by_wire), jnp.maximum(chunks, turn + 1))
 
 
@@ -196,7 +212,7 @@ def gather_and_consume(
 
     def place(number: Number, stream: Number, chunk: Number) -> Any:
         """Where we keep message `number` of those that we send."""
-        return blocks.at(gathered_ref, moving.downstream(stream, -number), chunk)
+        return blocks.at(gathered_ref, moving.downstream(stream, chunk, -number), chunk)
 
     def own_copy(chunk: Number) -> Any:
         source, target = blocks.at(x_ref, chunk=chunk), blocks.at(gathered_ref, ring.me, chunk)
@@ -243,7 +259,7 @@ def gather_and_consume(
         groups.only_if(step == 0, lambda: see_to_own(index))
         moving.for_each(
             lambda stream: arrives(stream) | ((step == 0) & (stream == 0)),
-            lambda stream: consume(moving.downstream(stream, -step), chunk),
+            lambda stream: consume(moving.downstream(stream, chunk, -step), chunk),
         )
 
     def drain(chunk: Number) -> None:
@@ -320,7 +336,7 @@ def produce_and_scatter(
         where = jnp.where(step == 0, SLOTS, wrap_step(jnp.maximum(step - 1, 0), SLOTS))
         slots_ref, index = slots_of(stream, chunk)
         held = slots_ref.at[(*index, where)]
-        produce(moving.downstream(stream, hops - step), chunk, held, step > 0)
+        produce(moving.downstream(stream, chunk, hops - step), chunk, held, step > 0)
         channel.send(held, channel.slot(step), step)
 
     def see_to(step: Step, index: Any) -> None:

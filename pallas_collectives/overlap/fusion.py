@@ -85,6 +85,7 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
     try:
         if slices.split(group, slices.slices(group, how.across)) is not None:
             return refused(op, spec, _SEVERAL_SLICES)
+        group = products.on_wires(group)
         plan, block_bytes = products.plan(op, x_shape, xs[0].dtype, ws, spec, group)
         products.effects(op, spec, operands)
     except (SliceError, VmemError, *UNSERVABLE) as error:

@@ -31,6 +31,8 @@ class Group:
         `placement.arranged`); None for 0, 1, ..., and with `index_groups`.
       line: whether the ring's closing hop runs back over the links of all others.
       chip: whether the ring is the devices of one chip, which no link of the torus joins.
+      second: with an `order`, that of a second ring, which shares no link with the first (see
+        `two_rings`); None where there is one ring.
       torus: the rings along the axes of the torus that the group lies on, if it has several: mesh
         axes, or rings of the group's device numbers. Equality of groups does not depend on it.
     """
@@ -41,6 +43,7 @@ class Group:
     order: tuple[int, ...] | None = None
     line: bool = False
     chip: bool = False
+    second: tuple[int, ...] | None = None
     torus: tuple["Group", ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
@@ -54,17 +57,22 @@ class Group:
         """What this device's kernel must know of the group; None if arithmetic tells it.
 
         With index groups: its position, then the device numbers at positions 0, 1, ... With an
-        `order`: its place along the ring, then the positions of the devices at places 0, 1, ...
-        Kernels read it from SMEM.
+        `order`: its place along the ring, then the positions of the devices at places 0, 1, ...;
+        behind these the same of the second ring, if there is one. Kernels read it from SMEM.
         """
-        groups = self.index_groups if self.order is None else (self.order,)
-        if groups is None:
+        orders = [[order] for order in (self.order, self.second) if order is not None]
+        every = orders if self.index_groups is None else [self.index_groups]
+        if not every:
             return None
-        table = np.zeros((math.prod(self.sizes), 1 + self.size), np.int32)
-        for group in groups:
-            for place, device in enumerate(group):
-                table[device] = (place, *group)
+        table = np.concatenate([self._places(rings) for rings in every], axis=1)
         return lax.dynamic_index_in_dim(table, lax.axis_index(self.axes), keepdims=False)
+
+    def _places(self, rings: Sequence[Sequence[int]]) -> np.ndarray:
+        table = np.zeros((math.prod(self.sizes), 1 + self.size), np.int32)
+        for ring in rings:
+            for place, device in enumerate(ring):
+                table[device] = (place, *ring)
+        return table
 
 
 class Ring:
@@ -79,16 +87,32 @@ class Ring:
       place: own place along the ring, 0 <= place < size.
       line: whether nothing goes from the last place to the first; of two devices it is one.
       core: of the cores of each device, the one whose ring this is; None for the only one.
+      several: whether the only core goes round two rings; of two cores each goes round one.
     """
 
-    def __init__(self, group: Group, members_ref: Ref | None = None, core: Any = None) -> None:
+    def __init__(
+        self, group: Group, members_ref: Ref | None = None, core: Any = None, number: Any = None
+    ) -> None:
+        """The ring of a `number`, 0 or 1, of a group that has two; by itself that of the core's."""
         self.size = group.size
         self.core = core
         self.line = group.line or group.size == 2
+        self.several = group.second is not None and core is None
         self._group = group
         self._members_ref: Any = members_ref
-        self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[0]
+        if number is None:
+            number = 0 if core is None or group.second is None else core
+        self._start = number * (1 + group.size)
+        self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[self._start]
         self.me = lax.axis_index(group.axes) if group.order is not None else self.place
+
+    def all_of_core(self) -> list["Ring"]:
+        """Every ring that this core goes round."""
+        return [self.of_number(number) for number in (0, 1)] if self.several else [self]
+
+    def of_number(self, number: Number) -> "Ring":
+        """Where there are several: the ring of that number, 0 or 1."""
+        return Ring(self._group, self._members_ref, self.core, number)
 
     def device_id(self, position: Number) -> DeviceId:
         """The mesh coordinates, over the group's axes, of the device at a position."""
@@ -108,7 +132,7 @@ class Ring:
     def block(self, offset: Number) -> Any:
         """The number of the block that belongs to the device `offset` places to the right."""
         place = wrap(self.place + offset, self.size)
-        return place if self._group.order is None else self._members_ref[1 + place]
+        return place if self._group.order is None else self._members_ref[self._start + 1 + place]
 
 
 def wrap(position: Number, n: int) -> Any:

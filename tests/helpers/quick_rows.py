@@ -302,6 +302,7 @@ QUICK: dict[str, Covers] = {
     "test_torus_ragged_spread::test_faults_are_caught": _planted,
     "test_torus_ragged_spread::test_routings_of_one_program": only(sizes=[(2,)]),
     "test_torus_ragged_spread::test_shares_by_what_links_carry": only(sizes=[(2, 2)]),
+    "test_two_rings::test_products_use_all_links": once,
     "test_verify_scale::test_devices_of_a_pod_are_judged_in_time": only(name=["all_gather"]),
     "test_visits::test_a_fault_is_caught": _planted,
     "test_visits::test_rows_come_home_in_the_order_of_the_list": once,

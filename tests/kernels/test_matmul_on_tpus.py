@@ -1,5 +1,6 @@
 """The fused kernels on TPUs that are not there: the compiler, the modelled time."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from benchmarks.replay_rows import mesh_axes
+from pallas_collectives.backends.pallas import products
 from pallas_collectives.replay import Machine, bound, replay
+from pallas_collectives.topology.groups import Group
 
 BF16 = jnp.dtype(jnp.bfloat16)
 WIDTHS = (11008, 28672, 29568, 8192, 11008)
@@ -94,6 +97,28 @@ def test_weights_that_stay_in_vmem_compile(generation: str, depth: int, columns:
         dtype=BF16,
     )
     assert found.ops.count("custom-call") == 1, found.ops
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_two_rings_compile(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a torus; the compiler need not know whether hops are links."""
+
+    def with_second(group: Group) -> Group:
+        devices = range(group.size)
+        second = (*devices[::2], *devices[1::2])
+        return dataclasses.replace(group, order=tuple(devices), second=second)
+
+    monkeypatch.setattr(products, "on_wires", with_second)
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = pallas_collectives.all_gather_matmul(x, w, "x", algorithm="fused")
+        return pallas_collectives.matmul_reduce_scatter(y, w.T, "x", algorithm="fused")
+
+    found = harness.compile_for_tpu(
+        program, harness.GENERATIONS[generation], (2048, 2048), (2048, 1024), dtype=BF16
+    )
+    assert found.text.count('custom_call_target="tpu_custom_call"') == 2
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul, matmul_plan
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
-from pallas_collectives.topology import placement
+from pallas_collectives.topology import placement, two_rings
 from pallas_collectives.topology.groups import Group
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -195,9 +195,14 @@ def plan(
     return found, block_bytes
 
 
+def on_wires(group: Group) -> Group:
+    """A group in the order of its ring, or of two on links of their own (see `placement`)."""
+    return two_rings.of(placement.arranged(group))
+
+
 def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     """The kernel's results."""
-    group = placement.arranged(canonical.group_of(spec.axis_name))
+    group = on_wires(canonical.group_of(spec.axis_name))
     options: dict[str, Any] = {
         "axis": spec.axis,
         "out_dtype": spec.out_dtype,

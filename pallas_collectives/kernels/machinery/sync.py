@@ -27,7 +27,7 @@ def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> No
     """Runs the entry barrier of this name; for `entry.WIDE` see there."""
     match barrier:
         case "neighbours":
-            barrier_with_neighbours(rings[0])
+            barrier_with_neighbours(*rings[0].all_of_core())
         case "neighbours on a torus":
             barrier_on_torus(*rings)
         case "line":
