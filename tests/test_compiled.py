@@ -133,6 +133,7 @@ def test_a_gibibyte_per_device_compiles(op: str, generation: str) -> None:
     assert "custom-call" in compiled().ops
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "topology, sizes", [("v5e:16x16", (256,)), ("v5e:16x16", (16, 16)), ("v5p:4x4x4", (64,))]
 )

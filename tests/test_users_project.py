@@ -153,6 +153,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.full
 def test_no_device_is_touched_by_any_name(project: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_DEVICE],

@@ -7,6 +7,7 @@ compute, as far as a model has some for it.
 
 import collections
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -29,11 +30,13 @@ _SIDE, _LAYERS = 2048, 4
 
 def write(topologies: Sequence[str]) -> str:
     """Learns for the chips of these topologies, and writes it beside what is known of others."""
-    engines = dict(overlaps.learned().engines) if overlaps.PATH.exists() else {}
+    known = overlaps.learned()._asdict() if overlaps.PATH.exists() else {}
+    engines, near = dict(known.get("engines", {})), dict(known.get("near", {}))
     for found in compiled.elsewhere("benchmarks.steps.learning", list(topologies)):
         engines[found["chip"]] = found["engines"]
+        near |= {found["chip"]: found["near"]} if found["near"] else {}
     versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
-    content = {**versions, "engines": engines}
+    content = {**versions, "engines": engines, "near": near}
     overlaps.PATH.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return f"{overlaps.PATH}: {content}"
 
@@ -43,20 +46,27 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for topology in json.loads(sys.argv[1]):
         chip = timeline.chip_of(topology).name
-        print(json.dumps({"chip": chip, "engines": _engines(topology)}), flush=True)
+        engines, near = _learned(topology)
+        print(json.dumps({"chip": chip, "engines": engines, "near": near}), flush=True)
 
 
-def _engines(topology: str) -> dict[str, str]:
+def _learned(topology: str) -> tuple[dict[str, str], str]:
     devices: Any = np.array(
         topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     )
-    found = {}
+    found, near = {}, ""
     for op, collective in _collectives(devices.size).items():
         program = _program(devices.size, collective)
         text = compiling.lower(program, devices, "lax").compile().as_text()
         if engine := engine_of(op, schedule.events(text)):
             found[op] = engine
-    return found
+        near = near or near_of(text)
+    return found, near
+
+
+def near_of(text: str) -> str:
+    """The memory nearer than HBM that XLA's gathers bring to, and a kernel cannot; "" if none."""
+    return "CMEM" if re.search(r" = \S+S\(3\)\S* all-gather\(", text) else ""
 
 
 def engine_of(op: str, events: Iterable[schedule.Event]) -> str:

@@ -62,7 +62,7 @@ class How:
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
-        serves one at a time, is left free.
+        serves one at a time, is left free. None of a call outside of a step, or that is started.
       ahead: of a gather or scatter in a loop, `MAY_BE_AHEAD`, `MAY_BE_GROUPED`, `IS_AHEAD` or
         `IS_BEHIND` (see `lowering.ahead`); else "".
       group: the number of the group that XLA is to schedule it with, in its loop's turn; None to
@@ -82,7 +82,7 @@ class How:
     once: bool = False
     mapped: int = 0
     beside: bool = False
-    awaited: bool = False
+    awaited: bool | None = None
     ahead: str = ""
     group: int | None = None
 

@@ -35,9 +35,11 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
 
 
 def _served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
-    kept = _kept(op) if how.beside and how.wire is None else ""
-    if kept:
-        how = How("xla", fallback=kept)
+    kept = near = ""
+    if how.beside and how.wire is None:
+        kept, near = _kept(op), _near(op, how, *args, **params)
+    if kept or near:
+        how = How("xla", fallback=kept or near)
     if how.backend != "xla":
         try:
             with tried():
@@ -64,6 +66,14 @@ def _kept(op: str) -> str:
     """Why lax keeps a collective whose step matters; "" where it does not."""
     collective, _ = catalogue.primitives()[op]
     return overlaps.by_xla(collective.name, chips.current())
+
+
+def _near(op: str, how: How, *args: jax.Array, **params: Any) -> str:
+    """Why lax keeps a gather of a step for the product that reads it; "" where it need not."""
+    collective, _ = catalogue.primitives()[op]
+    if how.awaited is None or collective.name != "all_gather":
+        return ""
+    return overlaps.near_by_xla(args[0].nbytes * params["axis_size"], chips.current())
 
 
 def _adds(op: str) -> bool:

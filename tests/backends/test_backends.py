@@ -102,6 +102,7 @@ def test_a_dtype_no_kernel_takes_goes_to_lax_unless_the_backend_is_named() -> No
             reduce(backend="pallas")
 
 
+@pytest.mark.full
 def test_kernels_count_in_32_bits_inside_a_64_bit_program() -> None:
     x = harness.random((3, 6, 128), "float32")
 

@@ -206,6 +206,7 @@ def test_an_axis_that_is_not_there_is_refused() -> None:
         run(lambda a: pc.psum(a, "x"), on, x)
 
 
+@pytest.mark.full
 def test_a_jitted_function_is_traced_again_inside_and_outside() -> None:
     on, x = harness.mesh(2, 4), harness.random((8, 16, 128), "float32")
     gather = harness.per_device(lambda a: pc.all_gather(a, ("x", "y")), on)

@@ -89,6 +89,7 @@ def test_scattered_sums_and_means(algorithm: str | None) -> None:
     np.testing.assert_array_equal(mean[0], np.asarray(jnp.asarray(want) / N))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["pallas", "xla"])
 def test_groups_add_in_the_order_that_they_are_given_in(backend: str) -> None:
     groups = [[2, 0, 5], [4, 3, 1]]

@@ -155,6 +155,7 @@ def test_a_scale_of_another_group_or_chunk_is_noticed(monkeypatch: pytest.Monkey
     assert (np.abs(got - x[None]) > bound).mean() > 0.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [{}, {"return_residue": True}], ids=str)
 def test_a_psum_of_gathered_terms_is_quantised_once(how: Any) -> None:
     """Within half a step of each term, and the same on all devices; an exchange is not."""

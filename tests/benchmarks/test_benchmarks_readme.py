@@ -26,6 +26,7 @@ def test_tables_are_up_to_date(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> 
     assert done.status == 0, f"run python -m benchmarks readme\n{done.out}"
 
 
+@pytest.mark.full
 def test_a_table_out_of_date_is_told_and_mended(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:

@@ -202,6 +202,12 @@ def test_the_engine_that_runs_a_collective() -> None:
     assert learning.engine_of("all_to_all", [Start("a", beside)]) == ""
 
 
+def test_the_memory_that_gathers_bring_to() -> None:
+    result = "%g = bf16[8,128]{1,0:T(8,128)(2,1)%s} all-gather(%p), dimensions={0}"
+    assert learning.near_of(result.replace("%s", "S(3)")) == "CMEM"
+    assert learning.near_of(result.replace("%s", "S(1)")) == learning.near_of(HLO) == ""
+
+
 def small(devices: int, form: Form) -> Program:
     """Two layers whose weights are gathered."""
 

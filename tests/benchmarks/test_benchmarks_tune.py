@@ -119,6 +119,7 @@ def test_a_table_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "table.json").exists()
 
 
+@pytest.mark.full
 def test_a_machines_measured_figures_make_a_table_for_the_choice(tmp_path: Path) -> None:
     slow = Machine.named("v5e:2x4", hop_latency=50e-6)
     path = tmp_path / "pod.json"

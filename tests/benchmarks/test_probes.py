@@ -135,6 +135,7 @@ def test_wrong_data_are_seen() -> None:
         clock.check(rig, bad, clock.runner(rig, bad), 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chip", harness.GENERATIONS)
 def test_everything_compiles_for_tpus(chip: str) -> None:
     """Ahead of time: probes, questions, and the programs in which XLA chooses the memory."""

@@ -30,6 +30,7 @@ def shape_of_the_world():
     return jax.process_count(), jax.device_count(), jax.local_device_count()
 
 
+@pytest.mark.full
 def test_values_and_errors_come_back_in_order():
     with Processes(2, devices=3) as processes:
         assert [o.unwrap() for o in processes.run(rank_plus, 10, timeout=60)] == [10, 11]

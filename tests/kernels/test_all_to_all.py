@@ -264,6 +264,7 @@ def test_calls_in_one_program_do_not_disturb_each_other() -> None:
     np.testing.assert_array_equal(got, run(jax.lax))
 
 
+@pytest.mark.full
 def test_groups_exchange_by_themselves() -> None:
     groups = [[0, 3, 4], [5, 2, 1]]
     x = harness.random((6, 6, 5), "float32")

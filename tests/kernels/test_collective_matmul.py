@@ -110,6 +110,7 @@ def wire_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul_plan, "CHUNKS", (4,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 def test_messages_that_wait_behind_own_chunks(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wire_is_slow(monkeypatch)

@@ -124,6 +124,7 @@ def test_opposite_rows_never_make_the_busiest_link_busier() -> None:
         assert n < 8 or busiest(one, right) < 0.95 * busiest(one, np.full(n, 128))
 
 
+@pytest.mark.full
 def test_the_ring_goes_by_what_the_senders_send() -> None:
     operand, output = (harness.random((3, 12, 2), "float32", seed) for seed in (1, 2))
     *tables, received = conformance.ragged_arguments(3)

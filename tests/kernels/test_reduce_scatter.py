@@ -203,6 +203,7 @@ def test_sums_and_gathers_in_one_program() -> None:
     np.testing.assert_allclose(run(pallas_collectives), run(jax.lax), rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "axis_name, n, name, reduce",
     [("x", 2, "pmean", np.mean), ("y", 4, "pmax", np.max), (("x", "y"), 8, "pmin", np.min)],

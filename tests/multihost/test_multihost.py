@@ -298,6 +298,7 @@ def test_preemption_of_one_process_stops_all_at_one_step(doomed):
     assert len(all_the_same(stops)) == 1
 
 
+@pytest.mark.full
 def test_preemption_equals_jax(doomed):
     answers = all_the_same(values(doomed, failing.train_beside_jax))
     assert answers == [[False, False]] * 4 + [[True, True], [False, False]]

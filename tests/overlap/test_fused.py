@@ -316,6 +316,7 @@ def test_the_benchmark_says_what_is_hidden() -> None:
         next(fused.modelled(["v5e:16x1"], ["all_gather_matmul"], [(1024, 128, 128)]))
 
 
+@pytest.mark.full
 def test_products_in_the_order_of_the_ranks_run_apart_forward_and_backward() -> None:
     n = 4
     x = in_order.numbers((n, 16 * n, 128), "float32")

@@ -90,6 +90,7 @@ def test_one_kernel_and_three_passes_give_the_same(
     assert ran() == set(WAYS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vma", [False, True])
 def test_gradients_are_those_apart(vma: bool) -> None:
     arrays = operands(16, 128, "float32")

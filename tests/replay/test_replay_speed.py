@@ -83,6 +83,7 @@ def test_256_devices_take_seconds_even_one_by_one() -> None:
     assert one_ring["gigabytes"] < 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "n, rows",
     [(16, 8192), pytest.param(4096, 8, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],

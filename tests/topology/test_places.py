@@ -136,6 +136,7 @@ def test_a_torus_is_part_of_what_jit_remembers(groups: list[Group]) -> None:
     assert set(tall) == {(0, 1, 3, 5, 7, 6, 4, 2)}
 
 
+@pytest.mark.full
 def test_gradients_without_jit(groups: list[Group]) -> None:
     x = harness.random((8, 8, 128), "float32")
 

@@ -65,6 +65,30 @@ def test_what_is_worth_a_sparsecores_time() -> None:
 
 
 @pytest.mark.full
+def test_what_xla_gathers_into_cmem_stays_laxs() -> None:
+    """In a step; what is started by name is as it was, and what is more than CMEM has room for."""
+    pytest.importorskip("libtpu")
+    mesh, small, large = harness.tpu_mesh("v4:2x2x1", {"x": 8}), 1 << 20, 8 << 20
+
+    def step(*weights: jax.Array) -> Any:
+        return [lax.all_gather(w, "x", tiled=True) for w in weights]
+
+    def started(w: jax.Array) -> Any:
+        return pc.all_gather_start(w, "x", tiled=True).done()
+
+    def by(fn: Any, *sizes: int) -> list[str]:
+        given = jax.NamedSharding(mesh, P())
+        shapes = (jax.ShapeDtypeStruct((n // 256, 128), "bfloat16", sharding=given) for n in sizes)
+        run = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        with counters.recorded(built=True) as plans, pc.override_lax():
+            jax.jit(run).lower(*shapes)
+        return [plan.backend for plan in plans]
+
+    assert by(step, small, large) == ["xla", "pallas"]
+    assert by(started, small) == ["pallas"]
+
+
+@pytest.mark.full
 def test_sums_by_name_are_the_cores_but_for_those_that_are_started() -> None:
     """Activations' are awaited; of gradients, at the end of a step, nothing is beside."""
 

@@ -84,6 +84,7 @@ def test_sections_are_within_half_a_step(
     assert not harness.race_reported()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes, lines, mode",
     [

@@ -172,6 +172,7 @@ def run_on(sizes: tuple[int, int], cut: Cut, races: bool = True) -> Report:
 SMALL = Cut((8, 8), 128, 1, 24)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -104,6 +104,7 @@ def test_sections_compile_for_every_generation(
     assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, machine, mesh, mib, share",
     [
