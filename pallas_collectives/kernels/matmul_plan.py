@@ -106,18 +106,30 @@ class Plan:
     def _waits(self, group: Group, block_bytes: int) -> float:
         """What products wait for the wire where they take longer.
 
-        In a scatter one and a half chunks on the wire at its end, by replays. In a gather the first
+        In a scatter see `_waits_for_sums`. In a gather the first
         waits for the own chunk's copy, and those of the first to come for what that takes longer on
         the wire, with all that are under way, than the own block's products.
         """
-        n = group.size
+        hop = wire_seconds(group, block_bytes) * 2 / max(1, group.size - 1)  # of a block
         if self._scatters:
-            on_wire = self._wire_seconds(group, block_bytes) / max(1, n // 2)
-            return 1.5 * min(on_wire, self.seconds_per_block) / self.chunks
+            return self._waits_for_sums(hop, group.size)
         copied = 2 * block_bytes / self.chunks / chips.current().hbm_bandwidth
         under_way = min(1.0, pipelines.ON_WIRE * self._rings(group) / self.chunks)
-        first = under_way * wire_seconds(group, block_bytes) * 2 / max(1, n - 1)
-        return copied + max(0.0, first - self.seconds_per_block)
+        return copied + max(0.0, under_way * hop - self.seconds_per_block)
+
+    def _waits_for_sums(self, hop: float, devices: int) -> float:
+        """What products of the own block wait for the sums that come last, at the end of a scatter.
+
+        When the first of these is to be added to, upstream has sent it and then multiplied the
+        chunks behind it: on an even ring each block's other chunks, on an odd one all of another
+        block besides. A single chunk that goes to the opposite device is sent with nothing behind
+        it, and a step before with one block.
+        """
+        block, chunks = self.seconds_per_block, self.chunks
+        behind = block * (devices % 2 + (chunks - 1) / chunks)
+        wait = max(0.0, hop / chunks - behind)
+        single = chunks == 1 and devices % 2 == 0
+        return wait + (max(0.0, hop - block) if single else 0.0)
 
     @property
     def _scatters(self) -> bool:

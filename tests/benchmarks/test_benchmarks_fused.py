@@ -98,6 +98,16 @@ def test_each_form_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == pytest.approx({"collective": 0.03, "product": 0.01})
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("pod", ["v4:4x4x4", "v5p:4x4x4", "7x:4x4x4"])
+def test_products_over_two_axes_hide_the_wire(pod: str) -> None:
+    """Modelled: what is wanted of each row of the command, at the smallest of its shapes."""
+    shape = fused.shape_of("1024x4096x4096")
+    rows = [*fused.modelled([pod], fused.OPS, [shape], ("x", "y"))]
+    assert len(rows) == 2
+    assert [row.line() for row in rows if row.verdict] == []
+
+
 def test_devices_have_rows_of_times(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of a run on real devices, here on CPUs that are not taken for simulated TPUs."""
     monkeypatch.setattr(devices, "kind", lambda: "gpu")

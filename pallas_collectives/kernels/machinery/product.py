@@ -160,13 +160,14 @@ def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float
     p, t = problem, tiles
     down, wide = -(-p.rows // t.rows), across(p, t)
     steps = p.batch * down * wide * (p.depth // t.depth)
+    adds = min(1, p.terms)  # of all products of a block's sum the last alone has more
     flops = 2 * steps * t.rows * t.depth * t.columns
     weights = {"all": 0, "panel": 1, "tile": p.batch * down}[t.keep] * p.depth * p.columns
     fetched = 1 if steps == wide else wide  # a tile that serves again is not fetched again
     traffic = (
         p.batch * p.rows * p.depth * fetched * p.x_dtype.itemsize
         + weights * p.w_dtype.itemsize
-        + p.batch * p.rows * p.columns * (1 + p.terms) * p.out_dtype.itemsize
+        + p.batch * p.rows * p.columns * (1 + adds) * p.out_dtype.itemsize
     )
     core = flops / (chip.matrix_rate / chip.cores)
     hbm = _hbm_rate(chip, cores)
@@ -176,7 +177,7 @@ def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float
     tile_out = t.rows * t.columns * p.out_dtype.itemsize
     # While one step multiplies, the last one's result leaves, and what the next one takes comes.
     of_x = 0 if steps == wide else tile_of_x
-    full = of_x + (1 + p.terms) * tile_out + (tile_of_w if t.keep == "tile" else 0)
+    full = of_x + (1 + adds) * tile_out + (tile_of_w if t.keep == "tile" else 0)
     panels = wide if t.keep == "panel" else 0
     late = sum(
         count * max(0.0, moved / hbm - core / steps)
@@ -185,7 +186,10 @@ def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float
             (panels, full + tile_of_w),
         )
     )
-    ends = (tile_of_x + tile_of_w + (1 + p.terms) * tile_out) / hbm  # are waited for
+    ends = (tile_of_x + tile_of_w + (1 + adds) * tile_out) / hbm  # are waited for
+    # With the first tiles comes the next of x; products of a gather are not the faster for tiles
+    # that count it.
+    ends += adds * of_x / hbm
     return max(core + late + steps * _STEP_SECONDS, traffic / hbm) + ends
 
 

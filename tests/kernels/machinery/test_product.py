@@ -129,7 +129,11 @@ def test_what_no_tile_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "chip, shape, narrower", [("7x", (1024, 4096, 4096), True), ("v6e", (16384, 1024, 8192), False)]
+    "chip, shape, narrower",
+    [
+        *(("7x", (1024, 4096, 2048), True), ("v6e", (2048, 4096, 4096), True)),
+        ("v6e", (16384, 1024, 8192), False),
+    ],
 )
 def test_tiles_of_sums_count_what_the_first_waits_for(
     chip: str, shape: tuple[int, int, int], narrower: bool, monkeypatch: pytest.MonkeyPatch
@@ -172,3 +176,31 @@ def test_a_gather_has_chunks_where_a_hop_outlasts_the_own_products(
     hop = matmul_plan.wire_seconds(group, 2 * rows * depth) * 2 / (n - 1)
     assert plan.chunks == chunks
     assert (hop > plan.seconds_per_block) == (chunks > 1)
+
+
+@pytest.mark.parametrize(
+    "chip, n, cores, shape, chunks",
+    [
+        ("v4", 16, 2, (1024, 4096, 4096), 1),  # a second chunk's fetches cost more than it hides
+        ("v4", 16, 2, (4096, 4096, 11008), 2),
+        ("v5e", 16, 1, (2048, 4096, 4096), 2),
+    ],
+)
+def test_a_scatter_has_chunks_for_what_its_last_sums_make_wait(
+    chip: str,
+    n: int,
+    cores: int,
+    shape: tuple[int, int, int],
+    chunks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With two or more there are products to do while the last sums come."""
+    monkeypatch.setattr(chips, "SIMULATED", chips.BY_NAME[chip])
+    (rows, depth, columns), order = shape, tuple(range(n))
+    second = order if cores > 1 else None  # v4's row is over two axes
+    plan = matmul_plan.plan(
+        (1, rows, depth), [(columns, BF16)], BF16, BF16,
+        group=Group(("x",), (n,), order=order, second=second),
+        block_bytes=2 * rows * columns, cores=cores, terms=2,
+    )  # fmt: skip
+    assert plan.chunks == chunks
