@@ -70,9 +70,9 @@ def main() -> None:
 
 
 def rows_of(task: Task) -> Iterator[Stepped]:
-    """A row for each of the task's `under`; programs that are the same are compiled once."""
+    """A row for each of the task's `under`; equal programs are compiled and replayed once."""
     form = Form(task.gradient, task.unrolled)
-    done: dict[str, Any] = {}
+    done: dict[str, dict[str, Any]] = {}  # program -> its figures
     for under in task.under:
         row = Stepped(
             op=f"{task.program}, {form}", topology=task.topology, under=under, type="bfloat16"
@@ -86,9 +86,8 @@ def rows_of(task: Task) -> Iterator[Stepped]:
                 lowered = lower(program, devices, under)
             text = lowered.as_text()
             if text not in done:
-                done[text] = lowered.compile()
-            figures = _figures(task, program, devices, done[text], plans)
-            yield dataclasses.replace(row, devices=devices.size, **figures)
+                done[text] = _figures(task, program, devices, lowered.compile(), plans)
+            yield dataclasses.replace(row, devices=devices.size, **done[text])
         except Exception as error:  # the other rows are wanted all the same
             yield dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
 
