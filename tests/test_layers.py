@@ -5,6 +5,7 @@ inside functions, under TYPE_CHECKING and by `importlib.import_module` count lik
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,9 +46,15 @@ def sources() -> dict[str, str]:
 def graph_of(texts: dict[str, str]) -> Graph:
     """What each module imports of the others, anywhere in it."""
     return {
-        name: {m for node in ast.walk(ast.parse(text)) for m in _imported(node, texts)} - {name}
+        name: {m for node in _imports(text) for m in _imported(node, texts)} - {name}
         for name, text in texts.items()
     }
+
+
+@functools.cache
+def _imports(text: str) -> list[ast.AST]:
+    kinds = ast.Import, ast.ImportFrom, ast.Call
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
 
 
 def _imported(node: ast.AST, known: dict[str, str]) -> Iterator[str]:

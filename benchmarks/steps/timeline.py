@@ -95,8 +95,7 @@ def run(
 
     def alone(what: Program) -> float:
         if id(what) not in known:
-            launch = steps.Launch("", "", CORE, what)
-            known[id(what)] = steps.run([launch], machine, placement).time
+            known[id(what)] = steps.alone(what, machine, placement)
         return known[id(what)]
 
     parts = [*_parts(flat, clock(machine.generation), what_of, alone)]

@@ -17,6 +17,7 @@ from pallas_collectives.replay import Machine, steps
 from pallas_collectives.replay.program import Program
 
 _DTYPE = np.dtype("uint16")  # of bfloat16's width
+_LARGE = 32 << 20  # bytes of a block: from here on time grows with them alone
 
 
 def programs(
@@ -27,7 +28,9 @@ def programs(
     A kernel's plan, of those that were followed while the step was lowered, says which algorithm
     runs over which axes. One of XLA's own is replayed as our fastest would do it. What is no
     collective, or does not say over which axes it goes, takes as long as its bytes on one link; a
-    ragged exchange sends as many rows as the catalogue's example does.
+    ragged exchange sends as many rows as the catalogue's example does. Blocks of more than 32 MiB
+    would be replayed for minutes: they take seconds, in a straight line through 16 and 32 MiB, and
+    leave the links to others.
     """
     known = [plan for plan in plans if isinstance(plan, KernelPlan)]
 
@@ -52,13 +55,22 @@ def programs(
         operand = jax.ShapeDtypeStruct(example.operand(n, rows), _DTYPE)
         return steps.program(mapped, operand, machine=machine, placement=placement)
 
+    @functools.cache
+    def seconds(op: str, over: tuple[str, ...], algorithm: str | None, block: int) -> float:
+        half, whole = (
+            steps.alone(stepped(op, over, algorithm, size), machine, placement)
+            for size in (_LARGE // 2, _LARGE)
+        )
+        return whole + (block / _LARGE - 1) * 2 * (whole - half)
+
     def what_of(c: Collective) -> Program | float:
         plan = _plan(c, known) if c.kernel else None
         over = plan.axes if plan else _over(c, axes)
         if c.op in catalogue.COLLECTIVES and over and set(over) <= set(axes):
             algorithm = plan.algorithm if plan else None
+            block = _block(c, plan, axes, over)
             try:
-                return stepped(c.op, over, algorithm, _block(c, plan, axes, over))
+                return (seconds if block > _LARGE else stepped)(c.op, over, algorithm, block)
             except CollectiveError:  # XLA's own, which ours cannot do: say, to far devices
                 pass
         return c.nbytes / machine.generation.link_bandwidth

@@ -125,6 +125,11 @@ def run(parts: Sequence[Part], machine: Machine, placement: np.ndarray) -> Cours
     return Course(parts, sorted(spans, key=lambda span: (span.begin, span.part)), found)
 
 
+def alone(program: Program, machine: Machine, placement: np.ndarray) -> float:
+    """Seconds of a collective with all links to itself."""
+    return run([Launch("", "", CORE, program)], machine, placement).time
+
+
 class _Composed:
     """The parts as one program; `part_of` says of each of its columns which part it belongs to."""
 

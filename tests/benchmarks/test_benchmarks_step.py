@@ -37,7 +37,7 @@ from benchmarks.steps.programs import BUILT_IN, Form, Program
 from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, Work
 from pallas_collectives import catalogue
 from pallas_collectives.backends.plans import KernelPlan
-from pallas_collectives.replay import Machine
+from pallas_collectives.replay import Machine, steps
 
 LIBTPU = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
@@ -226,6 +226,25 @@ def small(devices: int, form: Form) -> Program:
 def test_a_v4_has_two_devices_ahead_of_time() -> None:
     assert compiling.machine_of("v4:2x2x2", 16).n_devices == 16
     assert compiling.machine_of("tpu7x:2x2x1", 8) == Machine.named("tpu7x:2x2x1")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v5p:2x2x1", "7x:2x2x1"])
+def test_large_ones_take_what_their_replay_would(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not replayed themselves: that would take minutes."""
+    machine, mib = Machine.named(name), 96
+    n = machine.n_devices
+    psum = Collective("a", "all_reduce", "", CORE, mib << 20, n, ("x",))
+
+    def what() -> Any:
+        return wires.programs(machine, np.arange(n), {"x": n}, [])(psum)
+
+    told = what()
+    monkeypatch.setattr(wires, "_LARGE", mib << 20)
+    assert isinstance(told, float)
+    assert told == pytest.approx(steps.alone(what(), machine, np.arange(n)), rel=0.01)
 
 
 def test_the_axes_of_a_listed_group() -> None:

@@ -213,6 +213,7 @@ def test_faults_are_named(fault: str, n: int, monkeypatch: pytest.MonkeyPatch) -
     assert (buffer, uses) in found
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("fault", ["no wait for a sum", "a term added before it is here"])
 def test_faults_are_found_in_the_interpreter(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:

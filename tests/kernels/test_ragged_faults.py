@@ -85,6 +85,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         harness.drop_barrier(monkeypatch, "barrier_with_everyone")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     "fault, mode",
@@ -103,9 +104,15 @@ def test_fault_in_the_ring_is_caught(
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("fault", ["none", "no_credit", "no_leaving", "shared_receive"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *["none", "no_arrival", "no_final", "no_barrier"],
+        *["no_credit", "no_leaving", "shared_receive"],  # show in a run only if a device is late
+    ],
+)
 def test_fault_in_the_ring_is_named(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Those that show in a run only if a device is late: the replay looks at all that may be."""
+    """The replay looks at all that may be."""
     planted(monkeypatch, fault)
     report = ragged_runs.replayed("ring", replay.Machine.named("v5p:2x2x2"), {"x": 8}, races=True)
     assert bool(report.findings) == (fault != "none"), report

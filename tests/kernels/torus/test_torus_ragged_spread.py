@@ -170,6 +170,7 @@ def held(x: jax.Array) -> jax.Array:
     return harness.delayed(x, 1, 1.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault, mode",
     [
@@ -182,9 +183,14 @@ def test_faults_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str, mode: st
     assert run_caught(fault, mode) == (fault != "none")
 
 
-@pytest.mark.parametrize("fault", ["none", "one semaphore", "no leaving"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *["none", "no final", "no arrival", "no barrier"],
+        *["one semaphore", "no leaving"],  # need not show in a run: chunks mostly arrive in turn
+    ],
+)
 def test_faults_are_named(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Those that need not show in a run: chunks mostly arrive in turn, and what left was copied."""
     planted(monkeypatch, fault)
     report = replayed(replay.Machine.named("v6e:2x2"), {"x": 2, "y": 2}, passed_on(4), races=True)
     assert bool(report.findings) == (fault != "none"), report
