@@ -33,7 +33,7 @@ from absl import flags
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_collectives
-from benchmarks import compiled, devices, fused_timed, timing, xla_products
+from benchmarks import compiled, devices, fused_timed, results, timing, xla_products
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
@@ -140,6 +140,8 @@ def main(argv: Sequence[str]) -> int:
     if unknown := set(_FUSED.value) - set(OPS):
         rule = f"the products are {', '.join(OPS)}"
         raise FlagError(f"--fused={min(unknown)}", rule, "name one, or both with a comma")
+    if _SAVE.value:
+        saved()  # says so before minutes of replaying if they could not be kept
     devices.prepare(8)
     if devices.kind() == "simulated":
         over, shapes = tuple(_OVER.value), named or [*map(shape_of, SHAPES)]
@@ -168,16 +170,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def saved() -> list[Row]:
-    """The rows that are kept."""
-    rows = json.loads(SAVED.read_text(encoding="utf-8")) if SAVED.exists() else []
-    return [Row(**{**row, "shape": tuple(row["shape"])}) for row in rows]
+    """The rows that are kept.
+
+    Raises:
+      FlagError: the file holds none.
+    """
+    with results.reading(SAVED, results.AS_COMMITTED):
+        rows = json.loads(SAVED.read_text(encoding="utf-8")) if SAVED.exists() else []
+        return [Row(**{**row, "shape": tuple(row["shape"])}) for row in rows]
 
 
 def save(row: Row) -> None:
     """Keeps a row, in the place of the one that is like it."""
     kept = {(r.where, r.op, r.shape): r for r in (*saved(), row)}
     lines = ",\n ".join(json.dumps(dataclasses.asdict(r)) for r in kept.values())
-    SAVED.write_text(f"[{lines}]\n", encoding="utf-8")
+    results.write(str(SAVED), lambda file: file.write(f"[{lines}]\n"))
 
 
 def shape_of(text: str) -> tuple[int, int, int]:

@@ -141,16 +141,29 @@ def load(path: str) -> Saved:
     Raises:
       FlagError: there is none, or it is not one of ours.
     """
-    try:
+    with reading(path, "name a file that --json of this version has written"):
         content = json.loads(Path(path).read_text())
         about = content.pop("environment"), content.pop("settings")
         kinds = {part: PARTS[part] for part in content}
         parts = {part: [kinds[part](**row) for row in rows] for part, rows in content.items()}
+    return Saved(*about, parts)
+
+
+@contextlib.contextmanager
+def reading(path: str | Path, remedy: str) -> Iterator[None]:
+    """Within this context what is read of a file are results.
+
+    Raises:
+      FlagError: it is not there, or holds something else.
+    """
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"it holds no results ({type(error).__name__}: {error})"
-        remedy = "name a file that --json of this version has written"
-        raise FlagError(path, rule, remedy) from None
-    return Saved(*about, parts)
+        raise FlagError(str(path), rule, remedy) from None
+
+
+AS_COMMITTED = "restore it by `git checkout`, or remove it to begin anew"
 
 
 def _write_csv(file: Any, rows: list[Row]) -> None:

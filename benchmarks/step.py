@@ -82,6 +82,9 @@ def main(argv: Sequence[str]) -> int:
         screen.say(learning.write(where))
         return 0
     json_file, plot = map(_checked, _FILES)
+    if flags.FLAGS.save:
+        _need_compiler(compiles)
+        keeping.check()
     about = {"topologies": where, "programs": _PROGRAM.value, "forms": list(map(str, forms))}
     devices.prepare(1)
     runs = devices.kind() != "simulated"
@@ -107,15 +110,15 @@ def _need_compiler(is_there: bool) -> None:
 
 def _compile(screen: Screen, kept: Results, tasks: Sequence[compiling.Task], plot: str) -> None:
     title = "Modelled, not measured: XLA's cycles, and the replay of collectives."
-    kept.collect("steps", compiling.rows(tasks), sum(len(task.under) for task in tasks), title)
+    made = compiling.rows(tasks)
+    made = keeping.saved(made) if flags.FLAGS.save else made
+    kept.collect("steps", made, sum(len(task.under) for task in tasks), title)
     rows = [row for row in kept.parts["steps"] if isinstance(row, Stepped)]
     if _EACH.value:
         for row in rows:
             _show(screen, row)
     if plot:
         lanes.save(plot, rows)
-    if flags.FLAGS.save:
-        keeping.save(rows)
 
 
 def _left_out() -> str:

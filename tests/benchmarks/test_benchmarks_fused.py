@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -128,3 +129,14 @@ def test_devices_have_rows_of_times(bench: Bench, monkeypatch: pytest.MonkeyPatc
     }
     assert [*map(fused.shape_of, fused.TIMED_SHAPES)] == [s for op, s, _ in asked if op == GATHER]
     assert (SCATTER, (2048, 4096, 8192), 2) in asked
+
+
+@pytest.mark.parametrize("text", ['[{"where": "v5e:16", ', "[3]", '[{"shape": []}]'])
+def test_broken_rows_are_said_before_anything_is_replayed(
+    text: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "SAVED", tmp_path / "fused.json")
+    monkeypatch.setattr(fused, "modelled", lambda *_: pytest.fail("it replays"))
+    fused.SAVED.write_text(text)
+    status, _, err = bench("fused", "--save")
+    assert status == 2 and str(fused.SAVED) in err and "restore it" in err

@@ -290,6 +290,12 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
     assert axes((7,), 14) == ("model",)  # the first of the collective
 
 
+def test_laxs_ragged_exchange_sends_what_ours_does() -> None:
+    """Each device's rows once, not once for each device."""
+    c = Collective("a", "ragged_all_to_all", "", CORE, 1 << 27, 8, ("x",))
+    assert wires._block(c, None, {"x": 8}, ("x",)) == 1 << 24
+
+
 @pytest.mark.full
 @LIBTPU
 def test_a_program_of_a_users(
@@ -321,7 +327,7 @@ def test_a_program_of_a_users(
         assert under_way - row.exposed_us <= 1.01 * row.hideable_us
         assert row.compute_us > 0 and row.temp is not None
         figures = keeping.load()[f"v6e:2x2, {name}, forward, scan, {row.under}"]
-        assert figures["time_us"] == pytest.approx(row.time_us, abs=0.1)
+        assert figures.time_us == pytest.approx(row.time_us, abs=0.1)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -386,10 +392,13 @@ def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(keeping, "PATH", tmp_path / "kept.json")
     assert keeping.load() == {}
 
-    keeping.save([_row("lax", 2000.0), _row("override", 9000.0)])
+    first = keeping.saved(iter([_row("lax", 2000.0), _row("override", 9000.0)]))
+    next(first)
+    assert list(keeping.load()) == ["v5e:4x4, tensor, forward, scan, lax"]  # as they come
+    next(first)
     failed = _row("override", 1.0, op="fsdp, forward, scan", error="it does not compile")
     alone = _row("lax", 3000.0, topology="v4:2x2x2")
-    keeping.save([_row("override", 1000.0), failed, alone])
+    assert len(list(keeping.saved(iter([_row("override", 1000.0), failed, alone])))) == 3
     header, _, *rows = keeping.table(keeping.load()).splitlines()
     assert header.startswith(f"| libtpu {metadata.version('libtpu')} | `fsdp` | `tensor` |")
     assert [line.split("|")[1].strip() for line in rows] == [
@@ -398,6 +407,19 @@ def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     assert rows[2].split("|")[2:4] == [" – ", " 2.0 (0.5) → 1.0 (0.2) "]
     assert "→" not in "".join(rows[:2] + rows[3:])
+
+
+@pytest.mark.parametrize("text", ['{"v5e:4x4, tensor": {"libtpu"', "[]", '{"v5e:4x4": {}}'])
+def test_broken_rows_are_said_before_anything_compiles(
+    text: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "PATH", tmp_path / "kept.json")
+    monkeypatch.setattr(compiled, "is_available", lambda: True)
+    monkeypatch.setattr(compiling, "rows", lambda _: pytest.fail("it compiles"))
+    keeping.PATH.write_text(text)
+    status, _, err = bench("step", "--save")
+    assert status == 2 and str(keeping.PATH) in err and "restore it" in err
+    assert keeping.PATH.read_text() == text
 
 
 def test_a_longer_step_is_a_regression() -> None:
