@@ -38,7 +38,7 @@ from pallas_collectives.annotations import (
 )
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.codec import WHOLE, Chunks, Codec
-from pallas_collectives.kernels.torus.reduce_scatter import vmem_bytes
+from pallas_collectives.kernels.torus.sections import vmem_bytes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if, wrap, wrap_step
 

@@ -49,6 +49,7 @@ from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.combine import combine_stack
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.kernels.torus import reduce_scatter as torus
+from pallas_collectives.kernels.torus import sections
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 
@@ -143,7 +144,7 @@ def direct(
 
 def goes_in_sections(blocks: Blocks, dtype: DType, vmem: bool) -> bool:
     """Whether what both directions' slots take of HBM would be more than scratch may be."""
-    return not vmem and 2 * SLOTS * blocks.nbytes(dtype) > torus.SCRATCH_BYTES
+    return not vmem and 2 * SLOTS * blocks.nbytes(dtype) > sections.SCRATCH_BYTES
 
 
 def in_sections(x: jax.Array, group: Group, *, line: bool, **options: Any) -> jax.Array:

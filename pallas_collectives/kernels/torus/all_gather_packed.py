@@ -24,7 +24,7 @@ from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaph
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.reduce_scatter import one_axis
-from pallas_collectives.kernels.torus import devices, packed_gather, reduce_scatter, timetable
+from pallas_collectives.kernels.torus import devices, packed_gather, sections, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.packed_gather import PackedGather
 from pallas_collectives.kernels.torus.shares import Plan
@@ -113,7 +113,7 @@ def sent_bytes(
     tiles = math.prod(shape) // math.prod(codec.tile)
     few = len(axes) > 1 and tiles < TILES_FOR_AN_AXIS * len(axes)
     room = 3 * chips.current().vmem_bytes // 4
-    if few or reduce_scatter.vmem_bytes(Scratch.of(plan, dtype, codec)) > room:
+    if few or sections.vmem_bytes(Scratch.of(plan, dtype, codec)) > room:
         return 0
     pieces = [(bundle.pieces, plan.piece_shape(bundle, 0)) for bundle in plan.bundles]
     return sum(4 * count * math.prod(codec.packed_shape(piece)) for count, piece in pieces)
@@ -126,7 +126,7 @@ def _taken_for(group: Group, lies: str) -> Group:
 def _plan_of(axes: Sequence[Group], view: View, dtype: DType, codec: Codec) -> Plan:
     of = functools.partial(Scratch.of, dtype=dtype, codec=codec)
     how: Any = {"there_and_back": False, "vmem": False, "codec": codec}
-    return reduce_scatter.plan_of(axes, view.block, view.at, dtype, of, **how)
+    return sections.plan_of(axes, view.block, view.at, dtype, of, **how)
 
 
 class _Own:

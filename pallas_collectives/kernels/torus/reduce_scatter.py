@@ -10,11 +10,11 @@ is finished sends it on at once, into places that nobody's reduction touches.
     reduce_scatter   sum of n_a - 1     (n-1)/(2d) blocks
     all_reduce       2 (sum of n_a - 1) (n-1)/d blocks
 
-Scratch: `SCRATCH_BYTES` of VMEM at the most, whatever the operand, or more where sums are packed.
-An operand for which that is too little goes by in sections (`timetable`), all phases at once, each
-with another section: what the phases of a section load links with unevenly, on a line, or between
-the devices of a chip, others make up for. A reduction on a line loads its links with 3, 2, 1 blocks
-one way, a gather with 1, 2, 3; together that is the least there is.
+Scratch: `sections.SCRATCH_BYTES` of VMEM at the most, whatever the operand, or more where sums are
+packed. An operand for which that is too little goes by in sections (`timetable`), all phases at
+once, each with another section: what the phases of a section load links with unevenly, on a line,
+or between the devices of a chip, others make up for. A reduction on a line loads its links with
+3, 2, 1 blocks one way, a gather with 1, 2, 3; together that is the least there is.
 
 Order and rounding. A sum is built up along one axis after the other: own + (from upstream), on a
 line own + (from the left) + (from the right), the latter ordered along the ring or line. It is the
@@ -23,7 +23,6 @@ once to the operand's dtype.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import DType, Interpret, Number, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
+from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import (
     all_gather,
     all_reduce_grid,
@@ -42,40 +41,16 @@ from pallas_collectives.kernels.torus import (
     grid_chunks,
     packed_gather,
     scatter,
+    sections,
     timetable,
 )
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.kernels.torus.shares import Plan
-from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
-# A stream that begins along an axis goes in halves, so that adding one hides behind sending the
-# other. By the replay of v5e and v5p smaller ones, and those in VMEM, take less time whole.
-HALVES_FROM_BYTES = 256 << 10
-
-SCRATCH_BYTES = 16 << 20  # of VMEM, and at most half of a core's
-# Where sums travel packed: by the replay of v5e, v5p and v6e 16 MiB take 5% to 12% longer.
-PACKED_SCRATCH_BYTES = 20 << 20
-# The same over several axes, where pieces are of all that the axes before have met: with 20 MiB
-# v5e 16 x 16 takes up to 30% longer.
-PACKED_TORUS_BYTES = 48 << 20
-
-# Streams of a bundle of operands in sections: several pairs, so that while what one has sent is on
-# the wire others are seen to; one where room is short; two on lines, where each goes both ways.
-STREAMS = ((6, 4), (2,))
-STREAMS_ON_LINES = ((4,), (2,))
-
-# As many sections at least where their phases load links unevenly.
-SECTIONS = 8
-
-# What a link carries in the time that a section costs round rings: by the replay of v5p 4 x 4 x 8,
-# where twice as many sections of half the size took 4 to 5 us more each.
-TICK_BYTES = 256 << 10
-
 _ARRIVALS = 128  # semaphores for those of a gather on lines
-_SPARE = 8  # semaphores
 
 
 class ScatterScratch(NamedTuple):
@@ -138,13 +113,9 @@ def reduce_scatter(
     left = jnp.dtype(result or x.dtype)
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
-    view = View.of(shape, axis, x.dtype)
     of = functools.partial(ScatterScratch.of, dtype=x.dtype, vmem=vmem, codec=codec, left=left)
     how: Any = {"there_and_back": False, "vmem": vmem, "codec": codec}
-    plan = plan_of(axes, view.block, view.at, x.dtype, of, **how)
-    if not (vmem or codec) and vmem_bytes(of(plan)) > _room(codec, len(axes)):
-        view = View.of_tiles(shape, axis) or view  # rows of tiles are too wide to be cut between
-        plan = plan_of(axes, view.block, view.at, x.dtype, of, **how)
+    view, plan = sections.seen_and_cut(axes, shape, axis, x.dtype, of, **how)
     ones = (1,) * len(axes)
     y = launch.call(
         functools.partial(_scatter_kernel, plan=plan, op=op, vmem=vmem, codec=codec),
@@ -184,14 +155,15 @@ def all_reduce(
         of = functools.partial(PackedScratch.of, dtype=x.dtype, codec=codec)
         kernel = functools.partial(_packed_kernel, codec=codec)
     how: Any = {"there_and_back": True, "vmem": vmem, "codec": codec}
-    plan = plan_of(axes, x.shape[1:], 0, x.dtype, of, **how)
+    view, plan = sections.seen_and_cut(axes, x.shape[1:], 0, x.dtype, of, **how)
+    sizes = devices.field_sizes(axes)
     y = launch.call(
         functools.partial(kernel, plan=plan),
         group,
-        x.reshape(plan.shape(devices.field_sizes(axes))),
+        view.into(x.reshape(-1, *x.shape[2:]), sizes),
         axes=axes,
         scalars=devices.tables(axes),
-        out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
+        out_shape=jax.ShapeDtypeStruct(plan.shape(sizes), x.dtype),
         scratch=of(plan),
         barrier="neighbours on a torus",
         name=name,
@@ -199,7 +171,7 @@ def all_reduce(
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
     )
-    return y.reshape(x.shape)
+    return view.out_of(y, sizes).reshape(x.shape)
 
 
 def fits_packed(
@@ -209,102 +181,11 @@ def fits_packed(
 
     Of blocks of a shape along an axis. Pieces of what several axes have met may be too large.
     """
-    axes, view = devices.axes_of(group), View.of(block, axis, dtype)
     of: Any = functools.partial(ScatterScratch.of, vmem=False, left=dtype)
     of = functools.partial(PackedScratch.of if back else of, dtype=dtype, codec=codec)
     how: Any = {"there_and_back": back, "vmem": False, "codec": codec}
-    plan = plan_of(axes, view.block, view.at, dtype, of, **how)
-    return 4 * vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
-
-
-def plan_of(
-    axes: Sequence[Group],
-    block: tuple[int, ...],
-    at: int,
-    dtype: DType,
-    scratch_of: Callable[[Plan], Any],
-    *,
-    there_and_back: bool,
-    vmem: bool,
-    codec: Codec | None,
-) -> Plan:
-    """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
-    stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes))
-    halves = not vmem and (stream_bytes >= HALVES_FROM_BYTES or codec is not None)
-    chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
-    room = _room(codec, len(axes))
-
-    def fits(plan: Plan) -> bool:
-        scratch = scratch_of(plan)
-        enough = _semaphores(scratch) <= chip.semaphores - _SPARE
-        return enough and (vmem or vmem_bytes(scratch) <= room)
-
-    def coarsest(streams: int, most: int) -> list[Plan]:
-        """Plans with pieces of up to so many units: of those that fit, the largest ones."""
-        found: list[Plan] = []
-        # No larger one fits: of what a piece takes, two thirds and more grow with its size.
-        taken = vmem_bytes(scratch_of(whole.in_sections(max(1, most) * whole.grain, streams)))
-        for size in range(min(most, 1 + 3 * most * room // (2 * taken)), 0, -1):
-            if found and 2 * size * whole.grain <= found[0].bundles[0].size:
-                break
-            if codec and size > WHOLE and size % WHOLE:
-                continue
-            plans = [whole.in_sections(size * whole.grain, streams, even) for even in (True, False)]
-            found += [plan for plan in plans if fits(plan)]
-        return found
-
-    for chunks in (2, 1) if halves else (1,):
-        cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
-        whole = Plan.of(axes, block, at, dtype, chunks, **cut)
-        if fits(whole) and not (uneven and halves):
-            return whole
-    units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
-    share = units // (orders * (SECTIONS if uneven else 1))
-    # Or scales would be mostly padding; on lines both ways need several sections (see above).
-    least = WHOLE // 2 if there_and_back and any(whole.lines) else WHOLE
-    least = min(least, units // 2) if codec else 0
-    for counts in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
-        fitting = [
-            plan for streams in counts for plan in coarsest(streams, max(least, share // streams))
-        ]
-        if fitting:
-            return min(fitting, key=lambda plan: _cost(plan, dtype))
-    # Blocks that are too coarse to be cut so finely: as finely as they go.
-    return whole if vmem else whole.in_sections(whole.grain, streams=2)
-
-
-def _room(codec: Codec | None, axes: int) -> int:
-    """Bytes of VMEM that scratch may take, unless blocks are kept there."""
-    packed = PACKED_SCRATCH_BYTES if axes == 1 else PACKED_TORUS_BYTES
-    return min(packed if codec else SCRATCH_BYTES, chips.current().vmem_bytes // 2)
-
-
-def _cost(plan: Plan, dtype: DType) -> float:
-    """What a plan's time goes by: the busiest links' load, and what its sections cost besides.
-
-    A tick takes some time of its own; in a last section that not all streams have links idle. With
-    two pairs of streams v5e 16 x 16 takes 0.4% to 3% longer than with three.
-    """
-    idle = max(bundle.sections * bundle.streams / bundle.pieces - 1 for bundle in plan.bundles)
-    along = math.prod(plan.block) // plan.block[plan.cut] * jnp.dtype(dtype).itemsize
-    ticks = 0 if any(plan.lines) else 2 * TICK_BYTES * plan.sections / along
-    few = 0.01 * (plan.bundles[0].streams < STREAMS[0][0])
-    return plan.busiest * (1 + 0.002 * plan.sections + 0.1 * idle + few) + ticks
-
-
-def _semaphores(scratch: Any) -> int:
-    """How many there are in what is to be allocated."""
-    return sum(math.prod(x.shape) for x in _allocated(scratch, pltpu.SEMAPHORE))
-
-
-def vmem_bytes(scratch: Any) -> int:
-    """Bytes of VMEM in it."""
-    places = _allocated(scratch, pltpu.VMEM)
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in places)
-
-
-def _allocated(scratch: Any, space: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(scratch) if x.memory_space == space]
+    _, plan = sections.seen_and_cut(devices.axes_of(group), block, axis, dtype, of, **how)
+    return 4 * sections.vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
 
 
 def _scatter_kernel(

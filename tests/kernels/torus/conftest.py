@@ -2,10 +2,10 @@
 
 import pytest
 
-from pallas_collectives.kernels.torus import reduce_scatter
+from pallas_collectives.kernels.torus import sections
 
 
 @pytest.fixture
 def in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little scratch that the smallest operands go by in sections."""
-    monkeypatch.setattr(reduce_scatter, "SCRATCH_BYTES", 1 << 17)
+    monkeypatch.setattr(sections, "SCRATCH_BYTES", 1 << 17)

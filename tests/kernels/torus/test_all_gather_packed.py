@@ -17,7 +17,7 @@ import wired_calls
 from benchmarks import replay_rows
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
-from pallas_collectives.kernels.torus import all_gather_packed, reduce_scatter
+from pallas_collectives.kernels.torus import all_gather_packed, sections
 from pallas_collectives.kernels.torus.packed_gather import PackedGather
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology import placement
@@ -78,7 +78,7 @@ def terms(n: int, rows: int, columns: int = 128, kind: str = "normal") -> np.nda
 def test_sections_are_within_half_a_step(
     n: int, lines: tuple[int, ...], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 2 << 20)  # so that there are many
+    monkeypatch.setattr(sections, "PACKED_SCRATCH_BYTES", 2 << 20)  # so that there are many
     x = terms(n, 16 * 128)
     assert holds(x, gathered(x, lines=lines, mode=mode))
     assert not harness.race_reported()
@@ -216,7 +216,7 @@ def _the_next_piece_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
         combine(*late.pop())
 
     monkeypatch.setattr(all_gather_packed._Own, "pack", early)
-    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 2 << 20)
+    monkeypatch.setattr(sections, "PACKED_SCRATCH_BYTES", 2 << 20)
 
 
 def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +298,8 @@ def test_it_takes_sixty_hundredths_of_its_time_in_bfloat16(
 def test_no_schedule_has_a_race(
     pod: str, axes: tuple[str, ...], mib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduce_scatter, "PACKED_TORUS_BYTES", 8 << 20)
-    monkeypatch.setattr(reduce_scatter, "PACKED_SCRATCH_BYTES", 4 << 20)
+    monkeypatch.setattr(sections, "PACKED_TORUS_BYTES", 8 << 20)
+    monkeypatch.setattr(sections, "PACKED_SCRATCH_BYTES", 4 << 20)
     report = replayed(pod, axes, mib, races=True, wire="int8")
     assert report.ok and report.races == []
 

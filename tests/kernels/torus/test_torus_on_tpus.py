@@ -17,7 +17,7 @@ from test_torus_kernels import CASES, NAMES, SLOW
 import harness
 import pallas_collectives
 from benchmarks import cases, replay_rows
-from pallas_collectives.kernels.torus import reduce_scatter, scatter
+from pallas_collectives.kernels.torus import reduce_scatter, scatter, sections
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
@@ -177,39 +177,50 @@ def test_pairs_need_no_credits_in_sections(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("op", ["psum_scatter", "psum"])
 def test_rows_too_wide_for_scratch_are_cut_between_tiles(
-    monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
+    op: str, monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
 ) -> None:
     """Without races; and a window without credits is caught there too."""
     of_tiles, seen = View.of_tiles, []
     monkeypatch.setattr(View, "of_tiles", lambda *a: seen.append(a) or of_tiles(*a))
-    assert not races_of_sections("psum_scatter", 4, 4, columns=2048)
+    assert not races_of_sections(op, 4, 4, columns=2048)
     assert set(seen) == {((8, 2048), 0)}
     monkeypatch.setattr(scatter, "SLOTS", 2)
-    assert races_of_sections("psum_scatter", 4, 4, columns=2048)
+    assert races_of_sections(op, 4, 4, columns=2048)
+
+
+WIDE = [
+    ("v4:2x2x1", (2, 2, 2), 2048, 28672),
+    ("v5e:4x4", (4, 4), 1024, 65536),
+    ("v5p:4x4x4", (4, 4, 4), 4096, 28672),
+    ("v6e:4x4", (4, 4), 1024, 65536),
+    ("tpu7x:2x2x1", (2, 2, 2), 2048, 65536),
+]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "topology, sizes, rows, columns",
-    [
-        ("v4:2x2x1", (2, 2, 2), 2048, 28672),
-        ("v5e:4x4", (4, 4), 1024, 65536),
-        ("v5p:4x4x4", (4, 4, 4), 4096, 28672),
-        ("v6e:4x4", (4, 4), 1024, 65536),
-        ("tpu7x:2x2x1", (2, 2, 2), 2048, 65536),
-    ],
+    "op, topology, sizes, rows, columns",
+    [("psum_scatter", *row) for row in WIDE]
+    + [("psum", *row) for row in WIDE if row[0] != "v5e:4x4"],  # all_reduce_grid serves it
 )
-def test_wide_rows_are_scattered_where_they_lie(
-    topology: str, sizes: tuple[int, ...], rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+def test_wide_rows_are_summed_where_they_lie(
+    op: str,
+    topology: str,
+    sizes: tuple[int, ...],
+    rows: int,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A block's row of tiles takes more VMEM in all its stages than there is."""
     pytest.importorskip("libtpu")
     of_tiles, seen = View.of_tiles, []
     monkeypatch.setattr(View, "of_tiles", lambda *a: seen.append(a) or of_tiles(*a))
+    how = {"tiled": True} if op == "psum_scatter" else {}
     program = harness.compile_for_tpu(
-        lambda x: pallas_collectives.psum_scatter(
-            x, NAMES[: len(sizes)], tiled=True, algorithm="torus", backend="pallas"
+        lambda x: getattr(pallas_collectives, op)(
+            x, NAMES[: len(sizes)], algorithm="torus", backend="pallas", **how
         ),
         topology,
         (rows * math.prod(sizes), columns),
@@ -257,8 +268,8 @@ def test_scratch_of_sums_is_16_mib_at_the_most(
         own: Any = reduce_scatter.ReduceScratch if back else reduce_scatter.ScatterScratch
         of = functools.partial(own.of, dtype=kind, vmem=False)
         how: Any = {"there_and_back": back, "vmem": False, "codec": None}
-        plan = reduce_scatter.plan_of(axes, (32 // dtype * rows, 128), 0, kind, of, **how)
-        assert reduce_scatter.vmem_bytes(of(plan)) <= 16 << 20
+        plan = sections.plan_of(axes, (32 // dtype * rows, 128), 0, kind, of, **how)
+        assert sections.vmem_bytes(of(plan)) <= 16 << 20
 
 
 def test_columns_are_gathered_in_place() -> None:

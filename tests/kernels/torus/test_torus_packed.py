@@ -16,7 +16,7 @@ import wired_calls
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import WirePlan
 from pallas_collectives.kernels.machinery.codec import Codec
-from pallas_collectives.kernels.torus import packed_gather, reduce_scatter, scatter
+from pallas_collectives.kernels.torus import packed_gather, reduce_scatter, scatter, sections
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -101,7 +101,7 @@ def test_sections_are_within_the_bound(
     mode: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reduce_scatter, "PACKED_TORUS_BYTES", 1 << 20)
+    monkeypatch.setattr(sections, "PACKED_TORUS_BYTES", 1 << 20)
     x = terms(math.prod(sizes), rows=16 * 128)
     assert holds(op, x, summed(op, sizes, lines, mode, x))
     assert not harness.race_reported()
@@ -133,7 +133,7 @@ def replayed(op: str, pod: str, axes: tuple[str, ...], mib: float, **how: Any) -
 def test_no_schedule_has_a_race(
     op: str, pod: str, axes: tuple[str, ...], mib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduce_scatter, "PACKED_TORUS_BYTES", 8 << 20)
+    monkeypatch.setattr(sections, "PACKED_TORUS_BYTES", 8 << 20)
     report = replayed(op, pod, axes, mib, races=True, wire="int8", algorithm="torus")
     assert report.ok and report.races == []
 
@@ -206,7 +206,7 @@ def _blocks_kept_after_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_faults_are_caught_on_some_schedule(
     fault: Callable[..., None], pod: str, mib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reduce_scatter, "PACKED_TORUS_BYTES", 4 << 20)
+    monkeypatch.setattr(sections, "PACKED_TORUS_BYTES", 4 << 20)
     fault(monkeypatch)
     report = replayed(
         "all_reduce", pod, ("x", "y"), mib, races=True, wire="int8", algorithm="torus"

@@ -1,0 +1,149 @@
+"""How blocks of a torus' sums are cut: into sections whose scratch fits."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_collectives.annotations import DType
+from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
+from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.views import View
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group
+
+# A stream that begins along an axis goes in halves, so that adding one hides behind sending the
+# other. By the replay of v5e and v5p smaller ones, and those in VMEM, take less time whole.
+HALVES_FROM_BYTES = 256 << 10
+
+SCRATCH_BYTES = 16 << 20  # of VMEM, and at most half of a core's
+# Where sums travel packed: by the replay of v5e, v5p and v6e 16 MiB take 5% to 12% longer.
+PACKED_SCRATCH_BYTES = 20 << 20
+# The same over several axes, where pieces are of all that the axes before have met: with 20 MiB
+# v5e 16 x 16 takes up to 30% longer.
+PACKED_TORUS_BYTES = 48 << 20
+
+# Streams of a bundle of operands in sections: several pairs, so that while what one has sent is on
+# the wire others are seen to; one where room is short; two on lines, where each goes both ways.
+STREAMS = ((6, 4), (2,))
+STREAMS_ON_LINES = ((4,), (2,))
+
+# As many sections at least where their phases load links unevenly.
+SECTIONS = 8
+
+# What a link carries in the time that a section costs round rings: by the replay of v5p 4 x 4 x 8,
+# where twice as many sections of half the size took 4 to 5 us more each.
+TICK_BYTES = 256 << 10
+
+_SPARE = 8  # semaphores
+
+
+def seen_and_cut(
+    axes: Sequence[Group],
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: DType,
+    scratch_of: Callable[[Plan], Any],
+    **how: Any,
+) -> tuple[View, Plan]:
+    """How blocks of a shape along an axis are seen, and cut: see `plan_of`."""
+    view = View.of(shape, axis, dtype)
+    plan = plan_of(axes, view.block, view.at, dtype, scratch_of, **how)
+    free = not (how["vmem"] or how["codec"])
+    if free and vmem_bytes(scratch_of(plan)) > _room(None, len(axes)):
+        view = View.of_tiles(shape, axis) or view  # rows of tiles are too wide to be cut between
+        plan = plan_of(axes, view.block, view.at, dtype, scratch_of, **how)
+    return view, plan
+
+
+def plan_of(
+    axes: Sequence[Group],
+    block: tuple[int, ...],
+    at: int,
+    dtype: DType,
+    scratch_of: Callable[[Plan], Any],
+    *,
+    there_and_back: bool,
+    vmem: bool,
+    codec: Codec | None,
+) -> Plan:
+    """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
+    stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes))
+    halves = not vmem and (stream_bytes >= HALVES_FROM_BYTES or codec is not None)
+    chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
+    room = _room(codec, len(axes))
+
+    def fits(plan: Plan) -> bool:
+        scratch = scratch_of(plan)
+        enough = _semaphores(scratch) <= chip.semaphores - _SPARE
+        return enough and (vmem or vmem_bytes(scratch) <= room)
+
+    def coarsest(streams: int, most: int) -> list[Plan]:
+        """Plans with pieces of up to so many units: of those that fit, the largest ones."""
+        found: list[Plan] = []
+        # No larger one fits: of what a piece takes, two thirds and more grow with its size.
+        taken = vmem_bytes(scratch_of(whole.in_sections(max(1, most) * whole.grain, streams)))
+        for size in range(min(most, 1 + 3 * most * room // (2 * taken)), 0, -1):
+            if found and 2 * size * whole.grain <= found[0].bundles[0].size:
+                break
+            if codec and size > WHOLE and size % WHOLE:
+                continue
+            plans = [whole.in_sections(size * whole.grain, streams, even) for even in (True, False)]
+            found += [plan for plan in plans if fits(plan)]
+        return found
+
+    for chunks in (2, 1) if halves else (1,):
+        cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
+        whole = Plan.of(axes, block, at, dtype, chunks, **cut)
+        if fits(whole) and not (uneven and halves):
+            return whole
+    units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
+    share = units // (orders * (SECTIONS if uneven else 1))
+    # Or scales would be mostly padding; on lines both ways need several sections (see above).
+    least = WHOLE // 2 if there_and_back and any(whole.lines) else WHOLE
+    least = min(least, units // 2) if codec else 0
+    for counts in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
+        fitting = [
+            plan for streams in counts for plan in coarsest(streams, max(least, share // streams))
+        ]
+        if fitting:
+            return min(fitting, key=lambda plan: _cost(plan, dtype))
+    # Blocks that are too coarse to be cut so finely: as finely as they go.
+    return whole if vmem else whole.in_sections(whole.grain, streams=2)
+
+
+def _room(codec: Codec | None, axes: int) -> int:
+    """Bytes of VMEM that scratch may take, unless blocks are kept there."""
+    packed = PACKED_SCRATCH_BYTES if axes == 1 else PACKED_TORUS_BYTES
+    return min(packed if codec else SCRATCH_BYTES, chips.current().vmem_bytes // 2)
+
+
+def _cost(plan: Plan, dtype: DType) -> float:
+    """What a plan's time goes by: the busiest links' load, and what its sections cost besides.
+
+    A tick takes some time of its own; in a last section that not all streams have links idle. With
+    two pairs of streams v5e 16 x 16 takes 0.4% to 3% longer than with three.
+    """
+    idle = max(bundle.sections * bundle.streams / bundle.pieces - 1 for bundle in plan.bundles)
+    along = math.prod(plan.block) // plan.block[plan.cut] * jnp.dtype(dtype).itemsize
+    ticks = 0 if any(plan.lines) else 2 * TICK_BYTES * plan.sections / along
+    few = 0.01 * (plan.bundles[0].streams < STREAMS[0][0])
+    return plan.busiest * (1 + 0.002 * plan.sections + 0.1 * idle + few) + ticks
+
+
+def _semaphores(scratch: Any) -> int:
+    """How many there are in what is to be allocated."""
+    return sum(math.prod(x.shape) for x in _allocated(scratch, pltpu.SEMAPHORE))
+
+
+def vmem_bytes(scratch: Any) -> int:
+    """Bytes of VMEM in it."""
+    places = _allocated(scratch, pltpu.VMEM)
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in places)
+
+
+def _allocated(scratch: Any, space: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(scratch) if x.memory_space == space]
