@@ -251,7 +251,7 @@ class Engine:
         if cached is not None:
             return cached
         of_device, count = self.classes.of_device, self.classes.device_count
-        here, there = int(of_device[device]), int(of_device[target])
+        here = int(of_device[device])
         uses: dict[int, float] = defaultdict(float)
         hops = 0.0
         if target != device:
