@@ -95,8 +95,8 @@ def _block(
 ) -> int:
     """Bytes of a block, as tables count them."""
     n = int(np.prod([axes[name] for name in over]))
-    if plan and c.op == "ragged_all_to_all":  # its result has room for more than comes
-        return catalogue.COLLECTIVES[c.op].block_bytes(plan.nbytes, n)
+    if c.op == "ragged_all_to_all":  # its result may have room for more than comes
+        return catalogue.COLLECTIVES[c.op].block_bytes(plan.nbytes if plan else c.nbytes, n)
     return c.nbytes // n if c.op in ("all_gather", "all_to_all") else c.nbytes
 
 

@@ -290,6 +290,12 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
     assert axes((7,), 14) == ("model",)  # the first of the collective
 
 
+def test_laxs_ragged_exchange_sends_what_ours_does() -> None:
+    """Each device's rows once, not once for each device."""
+    c = Collective("a", "ragged_all_to_all", "", CORE, 1 << 27, 8, ("x",))
+    assert wires._block(c, None, {"x": 8}, ("x",)) == 1 << 24
+
+
 @pytest.mark.full
 @LIBTPU
 def test_a_program_of_a_users(

@@ -304,6 +304,7 @@ def test_preemption_equals_jax(doomed):
     assert answers == [[False, False]] * 4 + [[True, True], [False, False]]
 
 
+@pytest.mark.full
 def test_live_devices_equal_jax(processes):
     assert all(all_the_same(values(processes, failing.live_beside_jax)))
 

@@ -197,6 +197,7 @@ def run_program(*args, **env):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("args", [[], ["noticed"]])
 def test_the_watch_for_preemption_does_not_disturb_the_end_of_the_process(args):
     ended = run_program(*args)

@@ -152,6 +152,7 @@ def test_kernel_bodies_are_not_transformed(transform: str, gathers: bool) -> Non
         per_device(run, x)
 
 
+@pytest.mark.full
 def test_a_pair_of_bodies_in_a_custom_vjp() -> None:
     """What the error of a derivative tells one to write."""
     x = harness.random((N, 16, 128), "float32")

@@ -213,6 +213,7 @@ def test_compiles_with_nothing_around_it(
     assert not {"copy", "transpose", "pad", "reshape"} & set(program.ops)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("side, scratch", [(4, 16), (16, 25)])
 def test_a_gibibyte_needs_no_more_scratch_than_stated(side: int, scratch: int) -> None:
     pytest.importorskip("libtpu")

@@ -55,6 +55,7 @@ def random_sizes(n: int) -> np.ndarray:
     return send.astype(np.int32)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("sizes", [(4,), (7,), (2, 2), (2, 4), (3, 2), (2, 2, 2)])
 def test_values_without_races(sizes: tuple[int, ...]) -> None:

@@ -90,6 +90,7 @@ def hostile(n: int) -> tuple[np.ndarray, ...]:
     return offsets, send, places, np.ascontiguousarray(send.T)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2)], ids=str)
 def test_shares_by_what_links_carry(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
