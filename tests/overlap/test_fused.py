@@ -281,6 +281,7 @@ def test_large_products_are_fused_where_it_pays() -> None:
         (GATHER, ((16, 8), (8, 8)), {"preferred_element_type": "float33"}, errors.DtypeError),
         (GATHER, ((16, 8), (8, 8)), {"precision": "bogus"}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"precision": ("high", 3)}, errors.CollectiveError),
+        (GATHER, ((16, 8), (8, 8)), {"return_gathered": "no"}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"precise": "bogus"}, errors.CollectiveError),
         (SCATTER, ((15, 8), (8, 8)), {}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"reduce": "max"}, errors.CollectiveError),
