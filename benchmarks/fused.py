@@ -33,7 +33,7 @@ from absl import flags
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_collectives
-from benchmarks import compiled, devices, fused_timed, results, timing, xla_products
+from benchmarks import compiled, devices, fused_timed, results, settings, timing, xla_products
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
@@ -45,7 +45,7 @@ OPS = (GATHER, SCATTER)
 PODS = flags.DEFINE_list(
     "pods", ["v4:4x4x4", "v5e:16", "v5p:4x4x4", "v6e:16", "7x:4x4x4"], "Pods to model."
 )
-_OVER = flags.DEFINE_list("over", ["x"], "Mesh axes of the pods, together.")
+_OVER = flags.DEFINE_string("over", "x", "Axes of the pods' torus; several, with commas, together.")
 SHAPES = (
     *("2048x4096x4096", "4096x4096x11008", "1024x4096x4096"),
     *("4096x8192x28672", "16384x1024x8192"),
@@ -142,9 +142,10 @@ def main(argv: Sequence[str]) -> int:
         raise FlagError(f"--fused={min(unknown)}", rule, "name one, or both with a comma")
     if _SAVE.value:
         saved()  # says so before minutes of replaying if they could not be kept
+    over = settings.parse_axis(_OVER.value, settings.AXES, "--over")
     devices.prepare(8)
     if devices.kind() == "simulated":
-        over, shapes = tuple(_OVER.value), named or [*map(shape_of, SHAPES)]
+        shapes = named or [*map(shape_of, SHAPES)]
         if _LEARN.value:
             learn(PODS.value, shapes, over)
         found = modelled(PODS.value, _FUSED.value, shapes, over)

@@ -95,12 +95,12 @@ def parse_mesh(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split("x")))
 
 
-def parse_axis(text: str, mesh: Sequence[Any]) -> tuple[str, ...]:
+def parse_axis(text: str, mesh: Sequence[Any], flag: str = "--axis") -> tuple[str, ...]:
     """The mesh axes to communicate over: "x", or "x,y" for both together."""
     axes, names = tuple(text.split(",")), AXES[: len(mesh)]
     if not set(axes) <= set(names) or len(set(axes)) < len(axes):
         rule = f"a mesh of {len(mesh)} dimensions has the axes {', '.join(names)}"
-        raise FlagError(f"--axis={text}", rule, "name one, or several with commas, each once")
+        raise FlagError(f"{flag}={text}", rule, "name one, or several with commas, each once")
     return axes
 
 

@@ -145,7 +145,7 @@ def _checked(flag: str) -> str:
 def _topology(text: str) -> str:
     name = settings.parse_topology(text, "--topology")
     if chips.slice_of(name) is None:
-        rule = f"its generation is one of {', '.join(chips.BY_NAME)}"
+        rule = f"there is no such slice of {', '.join(chips.BY_NAME)}"
         raise FlagError(f"--topology={name}", rule, "write it like v5e:4x4")
     return name
 

@@ -84,6 +84,8 @@ def table(kept: Kept) -> str:
 
 
 def _both(kept: Kept, step: str) -> str:
-    found = [kept.get(f"{step}, {under}") for under in ("lax", "override")]
-    texts = [f"{of.time_us / 1e3:.1f} ({of.exposed_us / 1e3:.1f})" for of in found if of]
-    return " → ".join(texts) if len(texts) == len(found) else _MISSING
+    keys = [f"{step}, {under}" for under in ("lax", "override")]
+    found = [kept[key] for key in keys if key in kept]
+    if len(found) < len(keys) or len({of.libtpu for of in found}) > 1:
+        return _MISSING
+    return " → ".join(f"{of.time_us / 1e3:.1f} ({of.exposed_us / 1e3:.1f})" for of in found)

@@ -13,7 +13,7 @@ from pallas_collectives import catalogue
 from pallas_collectives.backends import canonical, choice, measured, slices, untyped
 from pallas_collectives.backends.counters import calling, lax_name, note, tried
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
-from pallas_collectives.errors import UnservedError
+from pallas_collectives.errors import DtypeError, UnservedError
 from pallas_collectives.kernels.machinery import entry
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
@@ -119,6 +119,9 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
             "that backend has no function for it",
             "leave backend=None: lax then serves",
         )
+    if args[0].dtype == jax.dtypes.float0:
+        rule = "tangents of integers hold no bytes to send"
+        raise DtypeError(f"{lax_name(collective.name)} of float0", rule, "leave backend=None")
     operands = [untyped.untyped(x) for x in args]
     within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if how.backend == "pallas":

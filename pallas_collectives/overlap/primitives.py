@@ -233,7 +233,7 @@ def _gather_transpose(
     dx = None
     pairs = [(ct, w) for ct, w in zip(cts[1:], ws, strict=True) if not isinstance(ct, ad.Zero)]
     if pairs:
-        ys, kept = zip(*pairs, strict=True)
+        ys, kept = zip(*((ct, _as_wide(w, ct)) for ct, w in pairs), strict=True)
         dx = matmul_reduce_scatter(ys, kept, spec.transpose(x.aval.dtype))
     if not isinstance(cts[0], ad.Zero):
         own = collectives.psum_scatter(
@@ -274,7 +274,7 @@ def _scatter_transpose(
         ]
     ct = ct if spec.scale == 1.0 else ct * jnp.asarray(spec.scale, ct.dtype)
     wanted = [ad.is_undefined_primal(x) for x in xs]
-    kept = [w for w, want in zip(ws, wanted, strict=True) if want]
+    kept = [_as_wide(w, ct) for w, want in zip(ws, wanted, strict=True) if want]
     dtype = next((x.aval.dtype for x in xs if ad.is_undefined_primal(x)), ct.dtype)
     gathered, *products = all_gather_matmul(ct, kept, spec.transpose(dtype))
     found = iter(products)
@@ -286,9 +286,16 @@ def _scatter_transpose(
     return [*dxs, *dws]
 
 
+def _as_wide(x: jax.Array, ct: jax.Array) -> jax.Array:
+    """x, to be multiplied with a cotangent; JAX promotes no 8-bit floats to a wider one's dtype."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1 < ct.dtype.itemsize
+    return x.astype(ct.dtype) if narrow else x
+
+
 def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Any, spec: Spec) -> jax.Array:
     """x transposed @ ct, summed over all dimensions but the last."""
     lead = tuple(range(x.ndim - 1))
+    x = _as_wide(x, ct)
     left, right = _promoted(*((ct, x) if spec.transposed else (x, ct)))
     return jax.lax.dot_general(
         left,

@@ -87,6 +87,7 @@ def all_gather_matmul(
       >>> jax.vmap(lambda x, w: pc.all_gather_matmul(x, w, "x"), axis_name="x")(w.mT, w).shape
       (2, 2, 1)
     """
+    validation.check_flag("return_gathered", return_gathered)
     several = isinstance(ws, list | tuple)
     x, weights = jnp.asarray(x_shard), [jnp.asarray(w) for w in (ws if several else [ws])]
     contracted = validation.size_of(axis_name) * x.shape[-1] if _is_last(gather_axis, x) else None

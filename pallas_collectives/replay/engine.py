@@ -251,7 +251,7 @@ class Engine:
         if cached is not None:
             return cached
         of_device, count = self.classes.of_device, self.classes.device_count
-        here, there = int(of_device[device]), int(of_device[target])
+        here = int(of_device[device])
         uses: dict[int, float] = defaultdict(float)
         hops = 0.0
         if target != device:
@@ -259,12 +259,11 @@ class Engine:
             for link in links:
                 of_link = int(self.classes.of_link[link])
                 uses[of_link] += count[here] / self.classes.link_count[of_link]
-        for space, of_class, weight in (
-            (spaces[0], here, 1.0),
-            (spaces[1], there, count[here] / count[there]),
-        ):
-            if space in self._memories:
-                uses[self._memories[space] + of_class] += weight
+        chips = self.program.n_devices // self.program.cores
+        for space, lane in ((spaces[0], device), (spaces[1], target)):
+            if space in self._memories:  # cores of a device share what is in HBM
+                of_class = int(of_device[lane % chips if space == "hbm" else lane])
+                uses[self._memories[space] + of_class] += count[here] / count[of_class]
         self._paths[key] = (list(uses.items()), hops)
         return self._paths[key]
 

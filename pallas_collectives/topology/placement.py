@@ -153,7 +153,7 @@ def arranged(group: Group) -> Group:
     if places is not None and len(places.at) == mesh.size:
         return _arranged(group, places, tuple(mesh.shape.items()))
     if reach.everywhere(chip := chips.current()):
-        return dataclasses.replace(group, torus=torus_axes.of_mesh(group))
+        return dataclasses.replace(group, torus=torus_axes.of_mesh(group, chip))
     return _on(group, *lying(group, chip))
 
 

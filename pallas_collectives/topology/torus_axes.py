@@ -1,23 +1,31 @@
 """Which axes of a torus a group of devices fills, so that a collective can use all at once."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.ring_orders import Place, Torus
 
 
-def of_mesh(group: Group) -> tuple[Group, ...]:
+def of_mesh(group: Group, chip: Chip) -> tuple[Group, ...]:
     """The rings along a group's mesh axes, if it has several; else ().
 
-    This is for devices whose places are unknown: the mesh's axes are taken for those of its torus.
+    This is for devices whose places are unknown: the mesh's axes are taken for those of its torus,
+    each a ring or a line as axes of so many devices are on the chip: two devices are either, and
+    simulated ones lie on rings.
     """
-    long = [(name, size) for name, size in zip(group.axes, group.sizes, strict=True) if size > 1]
-    if group.index_groups is not None or len(long) < 2:
-        return ()
-    return tuple(Group((name,), (size,)) for name, size in long)
+    along = _long(group)
+    if chip is chips.SIMULATED:
+        return along
+    closes = chip.wraps(tuple(chip.wrap_at if axis.size == 2 else axis.size for axis in along))
+    return tuple(
+        dataclasses.replace(axis, line=not ring) for axis, ring in zip(along, closes, strict=True)
+    )
 
 
 def on_wires(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> tuple[Group, ...]:
@@ -31,7 +39,7 @@ def on_wires(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> tup
       torus: where the devices are.
       rows: the places of each group's devices (see `placement`), in lax's order.
     """
-    mesh = of_mesh(group)
+    mesh = _long(group)
     if mesh and (kinds := _kinds(torus, rows, _row_major([axis.size for axis in mesh]))):
         return tuple(
             Group(axis.axes, axis.sizes, line=line, chip=chip)
@@ -48,6 +56,14 @@ def on_wires(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> tup
         Group(group.axes, group.sizes, rings(k), line=line, chip=chip)
         for k, (line, chip) in enumerate(kinds)
     )
+
+
+def _long(group: Group) -> tuple[Group, ...]:
+    """A group's mesh axes of more than one device, if there are several; else ()."""
+    long = [(name, size) for name, size in zip(group.axes, group.sizes, strict=True) if size > 1]
+    if group.index_groups is not None or len(long) < 2:
+        return ()
+    return tuple(Group((name,), (size,)) for name, size in long)
 
 
 def _row_major(sizes: Sequence[int]) -> np.ndarray:

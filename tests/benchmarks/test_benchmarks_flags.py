@@ -133,6 +133,8 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
         (("fused", "--shapes=8x8"), "--shapes=8x8: it is ROWSxKxN"),
         (("fused", "--pods=v9:4"), "--pods=v9:4"),
         (("fused", "--pods=v5e:1x4"), "one device along x"),
+        (("fused", "--over=q"), "--over=q: a mesh of 3 dimensions has the axes x, y, z"),
+        (("fused", "--over=x,x"), "each once"),
         (("report", "/nowhere/a.json"), "/nowhere/a.json: it holds no results"),
         (("compare", "a.json"), "compare A.json B.json"),
         (("readme", "x"), "argument 'x'"),

@@ -356,7 +356,8 @@ def test_built_in_programs_call_lax(
     "flags, message",
     [
         (["--program=fsdpp"], "it is one of fsdp, tensor"),
-        (["--topology=v9:2x2"], "its generation is one of"),
+        (["--topology=v9:2x2"], "there is no such slice of v4, v5e"),
+        (["--topology=v5e:4x4x4"], "there is no such slice of v4, v5e"),
         (["--pass=backward"], "it is one of forward, gradient"),
         (["--under=ours"], "it is one of lax, override"),
     ],
@@ -407,6 +408,11 @@ def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     assert rows[2].split("|")[2:4] == [" – ", " 2.0 (0.5) → 1.0 (0.2) "]
     assert "→" not in "".join(rows[:2] + rows[3:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeping.metadata, "version", lambda _: "another")
+        list(keeping.saved(iter([_row("override", 1000.0)])))
+    assert "→" not in keeping.table(keeping.load())  # two compilers' steps do not compare
 
 
 @pytest.mark.parametrize("text", ['{"v5e:4x4, tensor": {"libtpu"', "[]", '{"v5e:4x4": {}}'])

@@ -25,7 +25,7 @@ def on_cores(body: Any, x: Any, mesh: Any, *scratch: Any, shape: Any = None) -> 
     return pl.kernel(body, mesh=mesh, compiler_params=params, **how)(x)
 
 
-def _tensor_cores(count: int) -> Any:
+def tensor_cores(count: int) -> Any:
     make = getattr(pltpu, "TensorCoreMesh", None) or pltpu.create_tensorcore_mesh  # old JAX
     return make(axis_name="core", num_cores=count)
 
@@ -48,7 +48,7 @@ def _halves(x: Any, n: int, *, overlap: int = 0, met: bool = True) -> Any:
             wait(ready, 1)
 
     shape = (2 * x.shape[0], 128)
-    return on_cores(body, x, _tensor_cores(2), REGULAR, DMA, shape=shape)
+    return on_cores(body, x, tensor_cores(2), REGULAR, DMA, shape=shape)
 
 
 def _from_core_to_core(x: Any, n: int, *, meets: bool) -> Any:
@@ -64,7 +64,7 @@ def _from_core_to_core(x: Any, n: int, *, meets: bool) -> Any:
         copy.start()
         copy.wait()
 
-    return on_cores(body, x, _tensor_cores(2), DMA, DMA)
+    return on_cores(body, x, tensor_cores(2), DMA, DMA)
 
 
 def _scalar_subcore(x: Any, n: int, *, awaited: bool) -> Any:
@@ -109,7 +109,7 @@ def _within_state(x: Any, n: int) -> Any:
     def both(refs: Any) -> None:
         x_ref, o_ref = refs
 
-        @pl.core_map(_tensor_cores(1), compiler_params=pltpu.CompilerParams(collective_id=0))
+        @pl.core_map(tensor_cores(1), compiler_params=pltpu.CompilerParams(collective_id=0))
         def _() -> None:
             _, right, left = neighbours(n)
 

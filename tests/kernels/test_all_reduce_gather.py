@@ -1,5 +1,6 @@
 """Sums of gathered operands: their bits, their ways over the links, their faults."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from benchmarks.cases import CASES
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import all_reduce_gather
 from pallas_collectives.kernels.machinery import combine
-from pallas_collectives.topology import placement, torus_axes
+from pallas_collectives.topology import chips, placement, torus_axes
 from pallas_collectives.topology.groups import Group
 
 RING, LINE = Group(("x",), (4,)), Group(("x",), (4,), line=True)
-TORUS = Group(("x", "y"), (2, 4), torus=torus_axes.of_mesh(Group(("x", "y"), (2, 4))))
+PLAIN = Group(("x", "y"), (2, 4))
+TORUS = dataclasses.replace(PLAIN, torus=torus_axes.of_mesh(PLAIN, chips.SIMULATED))
 GROUPS = {"ring": RING, "line": LINE, "torus": TORUS}
 
 

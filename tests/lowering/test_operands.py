@@ -128,6 +128,21 @@ def test_float0_tangents_and_integer_gradients() -> None:
     check(fn, check_vma=False)
 
 
+def test_float0_that_is_given_is_laxs() -> None:
+    """It holds no bytes, which kernels lay out by their size."""
+
+    def fn(m: Any, x: jax.Array) -> Any:
+        nothing = np.zeros((4, 2), jax.dtypes.float0)
+        shapes = [call(nothing).shape for call in (
+            lambda x: m.all_gather(x, "x"),
+            lambda x: m.all_to_all(x, "x", 0, 0, tiled=True),
+            lambda x: m.psum_scatter(x, "x", tiled=True),
+        )]  # fmt: skip
+        return [x * np.prod(shape) for shape in shapes]
+
+    check(fn, check_vma=False, kernels=False)
+
+
 def test_weak_types() -> None:
     def fn(m: Any, x: jax.Array) -> Any:
         weak = lax.fori_loop(0, 1, lambda _, c: c + 1.0, 1.0)

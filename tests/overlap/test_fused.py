@@ -123,6 +123,25 @@ def test_bfloat16_sums_round_once_per_hop_and_precise_ones_once(precise: bool, h
 # Derivatives --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("result", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+def test_gradients_of_8_bit_floats_that_are_added_up_wide(op: str, result: str) -> None:
+    """JAX multiplies such a cotangent with 8-bit floats by itself, and promotes none for a call."""
+    x, w = (
+        harness.random((N, 8, 8), "int8", i).clip(-1, 1).astype("float8_e4m3fn") for i in (0, 1)
+    )
+
+    def gradients(how: str) -> Any:
+        call = functools.partial(getattr(pc, op), axis_name="x", preferred_element_type=result)
+        loss = jax.grad(lambda x, w: call(x, w, algorithm=how).astype("float32").sum(), (0, 1))
+        return per_device(loss, x, w)
+
+    for got, want in zip(gradients("fused"), gradients("unfused"), strict=True):
+        assert got.dtype == want.dtype == x.dtype
+        np.testing.assert_array_equal(got.astype("float32"), want.astype("float32"))
+
+
 def layer(x: jax.Array, up: jax.Array, gate: jax.Array, down: jax.Array, how: str) -> jax.Array:
     """A transformer's feed-forward layer, sequence and weights sharded."""
     (a, b), whole = pc.all_gather_matmul(
@@ -281,6 +300,7 @@ def test_large_products_are_fused_where_it_pays() -> None:
         (GATHER, ((16, 8), (8, 8)), {"preferred_element_type": "float33"}, errors.DtypeError),
         (GATHER, ((16, 8), (8, 8)), {"precision": "bogus"}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"precision": ("high", 3)}, errors.CollectiveError),
+        (GATHER, ((16, 8), (8, 8)), {"return_gathered": "no"}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"precise": "bogus"}, errors.CollectiveError),
         (SCATTER, ((15, 8), (8, 8)), {}, errors.CollectiveError),
         (SCATTER, ((16, 8), (8, 8)), {"reduce": "max"}, errors.CollectiveError),

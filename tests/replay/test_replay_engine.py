@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import pallas_collectives as pc
 import replay_kernels as kernels
+from judged_cores import on_cores, tensor_cores
 from pallas_collectives.replay import DataDependent, Machine, MachineError, Report, replay
 from pallas_collectives.replay.trace_program import NoShardMap
 
@@ -49,6 +52,26 @@ def test_ring_takes_the_time_worked_out_by_hand(rows: int) -> None:
     assert name.endswith("+x")
     in_use = report.link_use[report.link_bytes > 0]
     assert in_use == pytest.approx((n - 1) * wire / report.time)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_cores_of_a_device_share_its_hbm(cores: int) -> None:
+    """Each copies its part; two take as long as one, but for their meeting."""
+
+    def body(x: Any) -> Any:
+        def kernel(x_ref: Any, o_ref: Any, sem: Any) -> None:
+            rows = x.shape[0] // cores
+            part = pl.ds(jax.lax.axis_index("core") * rows, rows)
+            pltpu.async_copy(x_ref.at[part], o_ref.at[part], sem).wait()
+
+        return on_cores(kernel, x, tensor_cores(cores), pltpu.SemaphoreType.DMA)
+
+    machine, nbytes = Machine.named("v5p:4"), 65536 * 512
+    g = machine.generation
+    report = run(body, machine, 4, shape(4, 65536))
+    copy = g.issue_cost + g.dma_latency + 2 * nbytes / g.hbm_bandwidth
+    assert g.launch_cost + copy <= report.time * (1 + 1e-9) <= 1.01 * (g.launch_cost + copy)
+    assert report.devices_modelled == cores
 
 
 def test_the_hop_that_closes_a_line_is_routed_back_over_it() -> None:

@@ -41,13 +41,25 @@ def test_the_axes_of_a_torus_are_found(
     assert [(axis.size, axis.line) for axis in group.torus] == found
 
 
-def test_without_places_mesh_axes_are_the_torus() -> None:
-    assert [axis.axes for axis in torus_axes.of_mesh(Group(("x", "y", "z"), (4, 1, 2)))] == [
-        ("x",),
-        ("z",),
+@pytest.mark.parametrize(
+    "chip, sizes, lines",
+    [
+        (chips.SIMULATED, (4, 1, 3), [False, False]),
+        (chips.BY_NAME["v6e"], (4, 1, 16), [True, False]),
+        (chips.BY_NAME["v5p"], (4, 2, 8), [False, False, False]),
+        (chips.BY_NAME["v5p"], (3, 1, 4), [True, True]),  # all axes close, or none
+    ],
+)
+def test_without_places_mesh_axes_are_the_torus(
+    chip: chips.Chip, sizes: tuple[int, ...], lines: list[bool]
+) -> None:
+    found = torus_axes.of_mesh(Group(NAMES, sizes), chip)
+    assert [axis.axes for axis in found] == [
+        (name,) for name, size in zip(NAMES, sizes, strict=True) if size > 1
     ]
-    assert torus_axes.of_mesh(Group(("x",), (8,))) == ()
-    assert torus_axes.of_mesh(Group(("x", "y"), (2, 2), ((0, 1), (2, 3)))) == ()
+    assert [axis.line for axis in found] == lines
+    assert torus_axes.of_mesh(Group(("x",), (8,)), chip) == ()
+    assert torus_axes.of_mesh(Group(("x", "y"), (2, 2), ((0, 1), (2, 3))), chip) == ()
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,29 @@ def test_others_have_one(pod: str, sizes: dict[str, int]) -> None:
     assert on_torus(Machine.named(pod), sizes).second is None
 
 
+@pytest.mark.parametrize(
+    "pod, sizes, several",
+    [
+        ("v5e:16x16", {"x": 16, "y": 16}, True),
+        ("v6e:16x16", {"x": 16, "y": 16}, True),
+        ("v6e:4x4", {"x": 4, "y": 4}, False),  # lines
+        ("v6e:8x16", {"x": 8, "y": 16}, False),
+        ("v4:4x4x4", {"x": 4, "y": 4, "z": 4}, True),
+        ("7x:4x4x4", {"x": 4, "y": 4, "z": 4, "core": 2}, True),
+    ],
+)
+def test_tracing_takes_as_many_for_granted_as_there_are(
+    pod: str, sizes: dict[str, int], several: bool
+) -> None:
+    """Whether a product is fused is decided before the devices' places are known."""
+    machine = Machine.named(pod)
+    group = Group(("x", "y"), (sizes["x"], sizes["y"]))
+    mesh = machine.mesh(sizes)
+    for places in (None, machine.places(np.arange(mesh.size))):
+        with jax.sharding.use_abstract_mesh(mesh), placement.scope(places):
+            assert (two_rings.of(placement.arranged(group)).second is not None) == several
+
+
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("pod", ["v4:4x4x4", "7x:4x4x4"])
 def test_products_use_all_links(pod: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:

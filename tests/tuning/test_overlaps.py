@@ -127,5 +127,5 @@ def test_lax_serves_what_finds_no_room_in_vmem(monkeypatch: pytest.MonkeyPatch) 
         engines(lambda x: pc.psum(x, "x", algorithm="ring"), (2048, 2048))
 
 
-def no_room(needed: int, name: str) -> int:
+def no_room(needed: int, name: str, of_operands: bool) -> int:
     raise VmemError(f"{name} of {needed}", "no room", "leave it")

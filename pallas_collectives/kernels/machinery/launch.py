@@ -171,7 +171,7 @@ def call_many(
         "cost_estimate": pl.CostEstimate(flops, transcendentals=0, bytes_accessed=under_way),
         "compiler_params": pltpu.CompilerParams(
             collective_id=entry.barrier_id(barrier, group, interpret, sparsecore.is_wanted()),
-            vmem_limit_bytes=_vmem_limit(vmem_bytes, name),
+            vmem_limit_bytes=_vmem_limit(vmem_bytes, name, vmem),
         ),
     }
     if sparsecore.is_wanted():
@@ -314,7 +314,7 @@ def _padded_bytes(x: Any) -> int:
     return math.prod(shape[:-2]) * rows * lanes * jnp.dtype(x.dtype).itemsize
 
 
-def _vmem_limit(needed: int, name: str) -> int | None:
+def _vmem_limit(needed: int, name: str, of_operands: bool) -> int | None:
     """The limit to ask the compiler for; None for its default where nothing large is kept."""
     if not needed:
         return None
@@ -324,6 +324,8 @@ def _vmem_limit(needed: int, name: str) -> int | None:
         raise VmemError(
             f"{name} needs {needed / mib:.1f} MiB of VMEM",
             f"{chip.name} has {chip.vmem_bytes / mib:.0f} MiB",
-            "leave the operands in HBM: algorithm without ':vmem'",
+            "leave the operands in HBM: algorithm without ':vmem'"
+            if of_operands
+            else "name another algorithm, or pass the operand in parts",
         )
     return min(chip.vmem_bytes, needed + 2 * mib)

@@ -19,7 +19,7 @@ import pallas_collectives
 from pallas_collectives.kernels.machinery import channel, sync
 from pallas_collectives.kernels.torus import all_gather, reduce_scatter, scatter
 from pallas_collectives.kernels.torus.shares import Plan
-from pallas_collectives.topology import placement, torus_axes
+from pallas_collectives.topology import chips, placement, torus_axes
 from pallas_collectives.topology.groups import Group
 
 SLOW = pytest.mark.slow
@@ -28,7 +28,7 @@ NAMES = ("x", "y", "z")
 
 def group_of(*sizes: int) -> Group:
     plain = Group(NAMES[: len(sizes)], sizes)
-    return Group(plain.axes, sizes, torus=torus_axes.of_mesh(plain))
+    return Group(plain.axes, sizes, torus=torus_axes.of_mesh(plain, chips.SIMULATED))
 
 
 # Values and races.
