@@ -103,7 +103,7 @@ def test_each_form_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "pod, shape",
     [
-        ("v4:4x4x4", "16384x1024x8192"),
+        pytest.param("v4:4x4x4", "16384x1024x8192", marks=pytest.mark.slow),
         ("v5p:4x4x4", "2048x4096x4096"),
         ("7x:4x4x4", "1024x4096x4096"),
     ],
