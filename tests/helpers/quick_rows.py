@@ -169,6 +169,7 @@ QUICK: dict[str, Covers] = {
     "test_conformance::test_algorithm_on_n_devices_without_races": _algorithms,
     "test_conformance::test_row_with_every_algorithm": _rows,
     "test_conformance::test_row_with_the_algorithm_chosen": _dtypes,
+    "test_explanation::test_explain_is_what_a_call_gets_of_any_shape_on_several_axes": each("op"),
     "test_explanation::test_figures_are_the_replays_within_a_tenth_or_there_is_none": each(
         "pod", "name"
     ),

@@ -20,7 +20,6 @@ from pallas_collectives.backends.pallas.reductions import (
 )
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import ReachError
-from pallas_collectives.kernels import ragged_all_to_all as ragged_all_to_all_kernels
 from pallas_collectives.kernels.machinery import spaces
 from pallas_collectives.kernels.machinery.blocks import sliceable
 from pallas_collectives.kernels.torus import shares
@@ -112,7 +111,9 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
     Raises:
       ReachError: so many are more than a kernel can hold in scalar memory.
     """
-    largest = ragged_all_to_all_kernels.LARGEST_TABLES
+    from pallas_collectives.kernels import ragged_all_to_all  # which no other collective needs
+
+    largest = ragged_all_to_all.LARGEST_TABLES
     if group.size * tables.nbytes > largest:
         raise ReachError(
             f"algorithms 'torus', 'ring' and 'line' for ragged_all_to_all over {group.size} "
