@@ -368,5 +368,6 @@ def _told(op: str, way: Way, wire: Wire, n: int, nbytes: int) -> Candidate:
     """A way as `explain` prints it, of an operand of so many bytes."""
     more = f", no fewer than the operand's {nbytes}" if way.sent >= nbytes else ""
     off = error_in_words(op, wire, n, way.packs, way=way.algorithm)
-    said = f"modelled, {way.sent} bytes{more}; {off}"
+    source = "no table has it" if way.us is None else "modelled"
+    said = f"{source}, {way.sent} bytes{more}; {off}"
     return Candidate(way.algorithm or "passes of XLA", way.us, None, said)

@@ -96,7 +96,7 @@ def over_mesh(
         f"{name_of(function)} of {', '.join(map(_said, jax.tree.leaves(args))) or 'no operands'}",
         f"tracing it on {_mesh_said(axes)} raises {type(told).__name__}: {_first_line(told)}"
         f"{_place(told)}",
-        "give operands that it takes (a function inside shard_map: those of one device)",
+        "mend that, or give operands that it takes (a function inside shard_map: one device's)",
     ) from told
 
 

@@ -19,7 +19,7 @@ from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import all_reduce, all_reduce_line, reduce_scatter
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
-from pallas_collectives.kernels.torus import reduce_scatter as torus
+from pallas_collectives.kernels.torus import sections
 from pallas_collectives.kernels.torus.packed_gather import PackedGather
 from pallas_collectives.kernels.torus.scatter import Scatter
 from pallas_collectives.replay import Machine, replay
@@ -107,7 +107,7 @@ def test_a_psum_adds_half_a_step_and_gives_everyone_the_same_bits(
 def test_sections_of_a_large_psum_are_safe_on_every_schedule(
     mode: str, line: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torus, "PACKED_SCRATCH_BYTES", 1 << 20)  # so that there are many
+    monkeypatch.setattr(sections, "PACKED_SCRATCH_BYTES", 1 << 20)  # so that there are many
     x = data(4, rows=2048)
     got = reducing(4, WIRES[0], mode, line)(x)
     assert (np.abs(got - exact(x)) <= bound_of_psum(x, WIRES[0], line)).all()
