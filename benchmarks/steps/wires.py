@@ -29,8 +29,8 @@ def programs(
     runs over which axes. One of XLA's own is replayed as our fastest would do it. What is no
     collective, or does not say over which axes it goes, takes as long as its bytes on one link; a
     ragged exchange sends as many rows as the catalogue's example does. Blocks of more than 32 MiB
-    would be replayed for minutes: they take seconds, in a straight line through 16 and 32 MiB, and
-    leave the links to others.
+    would be replayed for minutes: their seconds lie on the straight line through those of 16 and
+    32 MiB, and they leave the links to others.
     """
     known = [plan for plan in plans if isinstance(plan, KernelPlan)]
 

@@ -13,7 +13,7 @@ from pallas_collectives.topology.ring_orders import Place, Torus
 
 
 def of_mesh(group: Group, chip: Chip) -> tuple[Group, ...]:
-    """The rings along a group's mesh axes, if it has several; else ().
+    """The rings and lines along a group's mesh axes, if it has several; else ().
 
     This is for devices whose places are unknown: the mesh's axes are taken for those of its torus,
     each a ring or a line as axes of so many devices are on the chip: two devices are either, and
