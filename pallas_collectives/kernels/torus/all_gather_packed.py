@@ -81,8 +81,8 @@ def gather(
     """
     assert not vmem, "blocks are packed on their way from HBM"
     group = _taken_for(group, lies)
-    axes, view = devices.axes_of(group), View.of(x.shape, axis, x.dtype)
-    plan = _plan_of(axes, view, x.dtype, codec)
+    axes = devices.axes_of(group)
+    view, plan = _seen_and_cut(axes, x.shape, axis, x.dtype, codec)
     y = launch.call(
         functools.partial(_kernel, plan=plan, codec=codec),
         group,
@@ -108,8 +108,8 @@ def sent_bytes(
     It cannot where VMEM has no room for what that takes, nor where there are too few tiles to load
     the links of all axes alike.
     """
-    axes, view = devices.axes_of(_taken_for(group, lies)), View.of(shape, axis, dtype)
-    plan = _plan_of(axes, view, dtype, codec)
+    axes = devices.axes_of(_taken_for(group, lies))
+    _, plan = _seen_and_cut(axes, shape, axis, dtype, codec)
     tiles = math.prod(shape) // math.prod(codec.tile)
     few = len(axes) > 1 and tiles < TILES_FOR_AN_AXIS * len(axes)
     room = 3 * chips.current().vmem_bytes // 4
@@ -123,10 +123,12 @@ def _taken_for(group: Group, lies: str) -> Group:
     return group if lies == "torus" else one_axis(group, line=lies == "line")
 
 
-def _plan_of(axes: Sequence[Group], view: View, dtype: DType, codec: Codec) -> Plan:
+def _seen_and_cut(
+    axes: Sequence[Group], shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec
+) -> tuple[View, Plan]:
     of = functools.partial(Scratch.of, dtype=dtype, codec=codec)
     how: Any = {"there_and_back": False, "vmem": False, "codec": codec}
-    return sections.plan_of(axes, view.block, view.at, dtype, of, **how)
+    return sections.seen_and_cut(axes, shape, axis, dtype, of, **how)
 
 
 class _Own:
