@@ -1,0 +1,244 @@
+"""What `python -m benchmarks step` reads from schedules, and what it models of them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.steps import bound, learning, schedule, timeline, wires
+from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, Work
+from pallas_collectives import catalogue
+from pallas_collectives.backends.plans import KernelPlan
+from pallas_collectives.replay import Machine, steps
+
+HLO = """
+%async (p: bf16[8,128]) -> (bf16[8,128], bf16[32,128]) {
+  %g = bf16[32,128]{1,0} all-gather(%p), replica_groups=mesh['y'=2,'x'=4] {'x'}, frontend_attributes={chain_id="7"}
+  ROOT %c = (bf16[8,128]{1,0}, bf16[32,128]{1,0}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+%ended (p: bf16[8,128]) -> bf16[32,128] {
+  %g.1 = bf16[32,128]{1,0} all-gather(%p), replica_groups=mesh['y'=2,'x'=4] {'x'}, frontend_attributes={chain_id="7"}
+  ROOT %c.1 = bf16[32,128]{1,0} custom-call(%g.1), custom_call_target="AsyncCollectiveDone"
+}
+%called (p: f32[8,128]) -> f32[64,128] {
+  ROOT %k = f32[64,128]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/all_gather_bidirectional/mpmd_map"}
+}
+%tile (p: f32[64,128]) -> f32[1,8,128] {
+  ROOT %v = f32[1,8,128]{2,1,0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/reduce_scatter_line/mpmd_map"}
+}
+%tiles (p: f32[64,128]) -> f32[1,8,128] {
+  %tile.call-start = ((f32[64,128]{1,0}), f32[1,8,128]{2,1,0}, u32[]{:S(8)}) call-start(%p), async_execution_thread="sparsecore", to_apply=%tile
+  ROOT %tile.call-done = f32[1,8,128]{2,1,0} call-done(%tile.call-start)
+}
+%condition (p: (s32[], f32[8,128])) -> pred[] {
+  %three = s32[]{:T(128)} constant(3), metadata={op_name="x"}
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+%body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %start = (f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2},{2,0}}
+  %work.1 = f32[8,128]{1,0} add(%p, %p), backend_config={"window_config":{"estimated_cycles":"1000"}}
+  %done = f32[8,128]{1,0} collective-permute-done(%start)
+}
+%scattered (p: bf16[8,128]) -> bf16[2,128] {
+  %a = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %d = bf16[2,128]{1,0} dynamic-slice(%a, %i, %j)
+}
+%carried (p: bf16[8,128]) -> bf16[8,128] {
+  %a.1 = bf16[8,128]{1,0} all-reduce(%p), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %w = bf16[8,128]{1,0} add(%a.1, %p)
+}
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %loop = (s32[], f32[8,128]{1,0}) while(%t), condition=%condition, body=%body
+  %async-collective-start = (bf16[8,128]{1,0}, bf16[32,128]{1,0}) fusion(%x), kind=kCustom, calls=%async
+  %work.2 = f32[8,128]{1,0} fusion(%x), kind=kOutput, calls=%other, backend_config={"window_config":{"estimated_cycles":"2000"}}
+  %async-collective-done = bf16[32,128]{1,0} fusion(%y), kind=kCustom, calls=%ended
+  %s.call-start = ((), (), (s32[1]{0:S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%called, frontend_attributes={kernel_metadata={
+"mesh_axes":"[]"
+}}
+  %s.call-update = ((f32[8,128]{1,0}), f32[64,128]{1,0}) call-update(%s.call-start, %x)
+  %s.call-done = f32[64,128]{1,0} call-done(%s.call-update)
+  %t.call-start = ((), (), (s32[1]{0:S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%tiles
+  %t.call-update = ((f32[8,128]{1,0}), f32[1,8,128]{2,1,0}) call-update(%t.call-start, %x)
+  %t.call-done = f32[1,8,128]{2,1,0} call-done(%t.call-update)
+  %sum = bf16[8,128]{1,0} all-reduce(%z), replica_groups=[2,4]<=[8], to_apply=%add
+  %fusion.9 = bf16[2,128]{1,0} fusion(%x), kind=kCustom, calls=%scattered
+  %fusion.8 = bf16[8,128]{1,0} fusion(%x), kind=kOutput, calls=%carried, backend_config={"window_config":{"estimated_cycles":"700"}}
+}
+"""  # noqa: E501
+
+
+def test_events_of_a_schedule() -> None:
+    loop, *rest = schedule.events(HLO)
+    assert loop == Loop(
+        3,
+        (
+            Start("start", Collective("start", "ppermute", "", DMA, 4096, 3, (), (0, 1))),
+            Work("work.1", 1000),
+            Done("start"),
+        ),
+    )
+    scattered = (0, 2, 4, 6)
+    key, by_kernel = "s.call-update", "all_gather_bidirectional"
+    by_subcores = Collective(
+        "v", "reduce_scatter", "reduce_scatter_line", SPARSECORE, 4096, 0, shape=(1, 8, 128)
+    )
+    assert rest == [
+        Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4, ("x",))),
+        Work("work.2", 2000),
+        Done("chain 7"),
+        Start(
+            key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0, shape=(64, 128))
+        ),
+        Done(key),
+        # On vector subcores: the scalar one calls them.
+        Start("t.call-update", by_subcores),
+        Done("t.call-update"),
+        Start("sum", Collective("sum", "all_reduce", "", CORE, 2048, 4)),
+        Done("sum"),
+        Start(
+            "fusion.9", Collective("fusion.9", "reduce_scatter", "", CORE, 512, 4, (), scattered)
+        ),
+        Done("fusion.9"),
+        Work("fusion.8", 700),
+    ]
+
+
+def test_what_is_exposed_and_hidden() -> None:
+    """On v5e, of 1.5 GHz: a collective of 10 us beside work of 4, alone, and two on one engine."""
+    beside, alone, queued, later = (
+        Collective(name, "all_gather", "", engine, 1, 4)
+        for name, engine in (("a", DMA), ("b", CORE), ("c", SPARSECORE), ("d", SPARSECORE))
+    )
+    events = [
+        *(Start("a", beside), Work("w", 6000), Done("a")),  # 4 us of 10: 6 are waited for
+        *(Start("b", alone), Done("b")),
+        *(Start("c", queued), Start("d", later), Work("v", 18000), Done("c"), Done("d")),
+    ]
+    machine = Machine.named("v5e:4")
+    line = timeline.run(events, machine, machine.default_placement(4), lambda _: 10e-6)
+    assert line.compute_us == pytest.approx(16)
+    to_tell = 0.3  # what it takes the core to tell engines, in all
+    assert line.exposed_us == pytest.approx(6 + 10 + 0 + 8, abs=to_tell)
+    assert line.hidden_us == pytest.approx(4 + 0 + 10 + 2, abs=to_tell)
+    assert line.step_us == pytest.approx(line.compute_us + line.exposed_us)
+    exposed = [line.served[name].exposed_us for name in "abcd"]
+    assert exposed == pytest.approx([6, 10, 0, 8], abs=to_tell)
+    assert (line.served["a"].beside, line.served["a"].beside_what) == (6000, "w")
+    lanes_of = {span.lane for span in line.spans}
+    assert lanes_of == {CORE, DMA, "wire", SPARSECORE}
+
+
+def least(events: list[Any], needs: dict[str, list[str]]) -> float:
+    """What is exposed in any order; a cycle takes as long as a collective's byte."""
+    return bound.exposed(events, needs, lambda c: float(c.nbytes), 1.0)
+
+
+def flight(name: str, takes: int, engine: str = SPARSECORE) -> tuple[Start, Done]:
+    c = Collective(name, "all_gather", "", engine, takes, 4)
+    return Start(name, c, f"{name}-start"), Done(name, f"{name}-done")
+
+
+def test_what_no_order_hides() -> None:
+    """Awaited at once; too little beside; a chain; two on one engine; loops; v5e's carriers."""
+    work = [Work("a", 100), Work("b", 50)]
+    needs = {"g-done": ["g-start"], "b": ["a"]}
+    both = [*work, *flight("g", 70)]
+    assert least(both, needs) == 0
+    assert least(both, needs | {"g-start": ["a"]}) == 20
+    assert least(both, needs | {"g-start": ["a"], "b": ["tuple"], "tuple": ["g-done"]}) == 70
+    assert least([*work, *flight("g", 200)], needs) == 50
+    # On the core it is awaited, and could run beside what it does not need all the same.
+    alone = Start("g", flight("g", 70, CORE)[0].collective, "g"), Done("g", "g")
+    assert least([*work, *alone], {"g": ["a"], "b": ["a"]}) == 20
+    later = {"h-done": ["h-start"], "h-start": ["g-done"], "b": ["h-done"]}
+    assert least([*both, *flight("h", 90)], needs | later) == 60
+    queue = needs | {"h-done": ["h-start"], "h-start": ["a"], "g-start": ["a"]}
+    assert least([*both, *flight("h", 90)], queue) == 110
+    assert least([*both, *flight("h", 90, DMA)], queue) == 40
+    loop = Loop(3, tuple(both), "loop")
+    awaited = needs | {"g-start": ["a"]}
+    assert least([loop], awaited) == 60
+    assert least([loop, *flight("h", 500)], awaited | {"h-done": ["h-start"]}) == 60
+    carried = {"b": ["g-start"], "g-done": ["b"], "g-start": []}
+    assert least([*work[1:], *flight("g", 30, DMA)], carried) == 0
+
+
+def test_the_engine_that_runs_a_collective() -> None:
+    beside, alone = (Collective("a", "all_gather", "", engine, 1, 4) for engine in (DMA, CORE))
+    assert learning.engine_of("all_gather", [Start("a", beside)] * 2 + [Start("b", alone)]) == DMA
+    assert learning.engine_of("all_gather", [Start("a", beside)] + [Start("b", alone)] * 2) == ""
+    assert learning.engine_of("all_to_all", [Start("a", beside)]) == ""
+
+
+def test_the_memory_that_gathers_bring_to() -> None:
+    result = "%g = bf16[8,128]{1,0:T(8,128)(2,1)%s} all-gather(%p), dimensions={0}"
+    assert learning.near_of(result.replace("%s", "S(3)")) == "CMEM"
+    assert learning.near_of(result.replace("%s", "S(1)")) == learning.near_of(HLO) == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v5p:2x2x1", "7x:2x2x1"])
+def test_large_ones_take_what_their_replay_would(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not replayed themselves: that would take minutes."""
+    machine, mib = Machine.named(name), 96
+    n = machine.n_devices
+    psum = Collective("a", "all_reduce", "", CORE, mib << 20, n, ("x",))
+
+    def what() -> Any:
+        return wires.programs(machine, np.arange(n), {"x": n}, [])(psum)
+
+    told = what()
+    monkeypatch.setattr(wires, "_LARGE", mib << 20)
+    assert isinstance(told, float)
+    assert told == pytest.approx(steps.alone(what(), machine, np.arange(n)), rel=0.01)
+
+
+def test_the_axes_of_a_listed_group() -> None:
+    axes = {"data": 4, "model": 2}
+
+    def over(*said: Any) -> tuple[str, ...]:
+        return wires._over(Collective("a", "all_gather", "", CORE, 1, 4, *said), axes)
+
+    assert over((), (0, 2, 4, 6)) == ("data",)
+    assert over((), (2, 3)) == ("model",)
+    assert over((), (0, 1, 2, 3, 4, 5, 6, 7)) == ("data", "model")
+    assert over(("model",)) == ("model",) and over() == ()
+
+
+def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
+    """Weights and tokens of as many bytes, gathered over axes of as many devices."""
+
+    def plan(shape: tuple[int, ...], axis: str) -> KernelPlan:
+        record = catalogue.COLLECTIVES["all_gather"].algorithms[0]
+        return KernelPlan(
+            op="all_gather",
+            backend="pallas",
+            record=record,
+            vmem=False,
+            on_sparsecore=False,
+            shape=shape,
+            nbytes=1 << 23,
+            cuts=1,
+            devices=4,
+            axes=(axis,),
+            chip="v6e",
+            torus="line",
+        )
+
+    plans = [plan((2, 512, 4096), "model"), plan((1024, 4096), "data")]
+
+    def axes(shape: tuple[int, ...], nbytes: int) -> tuple[str, ...]:
+        found = wires._plan(Collective("a", "all_gather", "k", CORE, nbytes, 0, shape=shape), plans)
+        return found.axes if found else ()
+
+    assert axes((4096, 4096), 1 << 25) == ("data",)
+    assert axes((2, 2048, 4096), 1 << 25) == ("model",)
+    assert axes((7,), 14) == ("model",)  # the first of the collective
+
+
+def test_laxs_ragged_exchange_sends_what_ours_does() -> None:
+    """Each device's rows once, not once for each device."""
+    c = Collective("a", "ragged_all_to_all", "", CORE, 1 << 27, 8, ("x",))
+    assert wires._block(c, None, {"x": 8}, ("x",)) == 1 << 24
