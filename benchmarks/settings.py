@@ -13,6 +13,7 @@ from pallas_collectives import wires
 from pallas_collectives.backends.plans import NAMES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.topology import chips
 
 AXES = ("x", "y", "z")
 # Devices that the interpreter runs within minutes, and runs that are no mistake.
@@ -109,6 +110,14 @@ def parse_topology(text: str, flag: str) -> str:
     if not re.fullmatch(r"[a-z0-9]+:\d+(x\d+){1,2}", text):
         rule = "a topology is a TPU generation and the chips along each dimension"
         raise FlagError(f"{flag}={text}", rule, "write it like v5e:2x4 or v5p:2x2x2")
+    return text
+
+
+def parse_slice(text: str, flag: str) -> str:
+    """The name of a TPU topology that there is, for the compiler."""
+    if chips.slice_of(parse_topology(text, flag)) is None:
+        rule = f"there is no such slice of {', '.join(chips.BY_NAME)}"
+        raise FlagError(f"{flag}={text}", rule, "write it like v5e:4x4")
     return text
 
 

@@ -101,7 +101,7 @@ def _settings() -> Settings:
     if _COMPILE_FOR.value and flags.FLAGS["compile_for"].present and not compiled.is_available():
         raise compiled.CompilerError(f"--compile_for: {compiled.INSTALL}")
     pods = tuple(map(_pod, _REPLAY.value or []))
-    named = tuple(settings.parse_topology(t, "--compile_for") for t in _COMPILE_FOR.value or [])
+    named = tuple(settings.parse_slice(t, "--compile_for") for t in _COMPILE_FOR.value or [])
     if pods and _COMPILE_FOR.value and flags.FLAGS["compile_for"].present:
         rule = "a replay compiles nothing"
         raise FlagError("--compile_for", rule, "leave out this or --replay")

@@ -19,11 +19,11 @@ def main(argv: Sequence[str]) -> int:
     """Runs a command, or prints the map."""
     if argv and argv[0] == "verify":
         return importlib.import_module("pallas_collectives.verify.cli").main(argv[1:])
-    known = not argv or argv[0] in ("help", "-h", "--help")
-    if not known:
-        print(f"{argv[0]!r} is no command; there is verify.\n", file=sys.stderr)
-    print(_map(), end="", file=sys.stdout if known else sys.stderr)
-    return 0 if known else 2
+    if argv and argv[0] not in ("help", "-h", "--help"):
+        print(f"{argv[0]!r} is not a command.\n\n{_COMMANDS}", end="", file=sys.stderr)
+        return 2
+    print(_map(), end="")
+    return 0
 
 
 def first_sentence(documented: Any) -> str:

@@ -113,8 +113,14 @@ def _names(*, everything: Any, only: Any, keep: Any, ahead: Any) -> frozenset[st
     if not isinstance(ahead, bool) and ahead != choice.GROUPED:
         rule = f"it is True, False or {choice.GROUPED!r}"
         raise CollectiveError(f"ahead={ahead!r}", rule, "pass one of them")
-    wanted = frozenset(_CHOOSING) if only is None else _checked("only", only)
-    return wanted - _checked("keep", keep)
+    kept = _checked("keep", keep)
+    if only is None:
+        return frozenset(_CHOOSING) - kept
+    wanted = _checked("only", only)
+    if not wanted - kept:
+        rule = f"with keep={keep!r} no function is left to replace"
+        raise CollectiveError(f"only={only!r}", rule, "name some, or leave the context out")
+    return wanted - kept
 
 
 def _checked(argument: str, names: Any) -> frozenset[str]:

@@ -279,6 +279,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"keep": None}, "keep=None: it is a name of lax's"),
     ({"keep": [3]}, r"keep=\[3\]: 3 is none of lax's collectives: all_g"),
     ({"only": "x"}, "only='x': 'x' is none of lax's collectives: all_gather"),
+    ({"only": []}, r"only=\[\]: with keep=\(\) no function is left to replace"),
+    ({"only": "psum", "keep": "psum"}, "only='psum': with keep='psum' no function is left"),
     ({"only": [["psum"]]}, r"only=\[\['psum'\]\]: \['psum'\] is none of lax's"),
 ]
 

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_collectives.backends import canonical, choice, flights
 from pallas_collectives.backends.plans import How
+from pallas_collectives.errors import CollectiveError
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups, varying
 
@@ -62,8 +64,8 @@ class Started:
 
         Asked for again, it is what came the first time.
         """
+        tokens = _arrays(after)
         if self._came is None:
-            tokens = jax.tree.leaves(after)
             self._came = [leaf.done(tokens) for leaf in self._under_way]
         return jax.tree.unflatten(self._tree, [*self._here, *self._came])
 
@@ -79,6 +81,16 @@ class Started:
         for token in self.tokens:
             arrays = jax.tree.map(functools.partial(_behind, token, surely), arrays)
         return arrays
+
+
+def _arrays(after: Any) -> list[Any]:
+    """The arrays in `after`, checked."""
+    leaves = jax.tree.leaves(after)
+    for leaf in leaves:
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+            rule = "it takes arrays that are computed first, and this is not one"
+            raise CollectiveError(f"after={leaf!r}", rule, "pass arrays of the program")
+    return leaves
 
 
 def _behind(token: jax.Array, surely: bool, x: jax.Array) -> jax.Array:
@@ -140,12 +152,12 @@ def start(
     narrower: those of call's arguments that ask for narrower numbers, or that it does not know.
     leave: how an array sets out; it is typed as different on all devices of the axes.
     """
+    tokens = _arrays(after)
     leaves, tree = jax.tree.flatten(x)
     whole = inspect.signature(call.func).parameters
     left_out = all(name in whole and whole[name].default is narrower[name] for name in narrower)
     if not left_out or not flights.serve(settled) or not all(map(flights.moves, leaves)):
         return at_once(call)
     group = canonical.group_of(axis_name, groups)
-    tokens = jax.tree.leaves(after)
     ways = [leave(varying(jnp.asarray(leaf), axis_name), group) for leaf in leaves]
     return Started(tree, (), [_UnderWay(way, tokens) for way in ways])

@@ -49,7 +49,7 @@ def test_collectives_are_compiled_beside_lax(bench: Bench, tmp_path: Path) -> No
     file = tmp_path / "out.json"
     status, out, err = bench(
         *("--mesh=2", "--collective=all_gather", "--backend=xla"),
-        *("--compile_for=v5e:2x2,v99:2x2", "--replay=", f"--json={file}"),
+        *("--compile_for=v5e:2x2,v5e:3x3", "--replay=", f"--json={file}"),
     )
     assert status == 1, err  # for the second topology
     first, last, *unknown = json.loads(file.read_text())["compiled"]
@@ -59,7 +59,7 @@ def test_collectives_are_compiled_beside_lax(bench: Bench, tmp_path: Path) -> No
         assert row["ops"] == "kernel" and row["lax_ops"] == "all-gather"
         assert compiled.SIZE <= row["temp"] < 2 * compiled.SIZE  # the result itself, and no copy
     assert "not there" in out and "xla_enable_async_all_gather" in out
-    assert all("v99" in row["error"] for row in unknown)
+    assert all("v5e:3x3" in row["error"] for row in unknown)
     assert f"{len(unknown)} failed" in out.splitlines()[-1]
 
 

@@ -71,6 +71,7 @@ def test_sizes_as_nccl_tests_has_them_are_refused_by_their_own_names(
         "--algorithm=fastest",
         "--backend=mpi",
         "--compile_for=v5e",
+        "--compile_for=v5e:9x9x9",
         "--replay=v9:4x4",
         "--sizes=1K",
         "--dtype=int4",

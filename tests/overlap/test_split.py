@@ -320,9 +320,12 @@ def test_bad_input_is_refused_as_by_the_whole_collective():
         lambda x: pc.psum_scatter_start(x, "x", tiled=True, precise=1),
         lambda x: pc.pbroadcast_start(x, "x", N),
         lambda x: pc.ppermute_start(x, "x", [(0, 1), (0, 2)]),
+        lambda x: pc.psum_start(x, "x", after="y"),
     ):
         with pytest.raises(CollectiveError):
             on_devices(lambda x, start=start: start(x).done(), x)
+    with pytest.raises(CollectiveError, match="after='y': it takes arrays"):
+        on_devices(lambda x: pc.psum_start(x, "x").done(after="y"), x)
 
 
 BOTH_AT_ONCE = {
