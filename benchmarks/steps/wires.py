@@ -17,7 +17,7 @@ from pallas_collectives.replay import Machine, steps
 from pallas_collectives.replay.program import Program
 
 _DTYPE = np.dtype("uint16")  # of bfloat16's width
-_LARGE = 32 << 20  # bytes of a block: from here on time grows with them alone
+_LARGE = 32 << 20  # bytes that a device sums or sends: from here on time grows with them alone
 
 
 def programs(
@@ -28,9 +28,9 @@ def programs(
     A kernel's plan, of those that were followed while the step was lowered, says which algorithm
     runs over which axes. One of XLA's own is replayed as our fastest would do it. What is no
     collective, or does not say over which axes it goes, takes as long as its bytes on one link; a
-    ragged exchange sends as many rows as the catalogue's example does. Blocks of more than 32 MiB
-    would be replayed for minutes: their seconds lie on the straight line through those of 16 and
-    32 MiB, and they leave the links to others.
+    ragged exchange sends as many rows as the catalogue's example does. A sum or ragged exchange of
+    more than 32 MiB would be replayed for minutes: its seconds lie on the straight line through
+    those of 16 and 32 MiB, and it leaves the links to others.
     """
     known = [plan for plan in plans if isinstance(plan, KernelPlan)]
 
@@ -57,11 +57,16 @@ def programs(
 
     @functools.cache
     def seconds(op: str, over: tuple[str, ...], algorithm: str | None, block: int) -> float:
+        large = large_block(op, over)
         half, whole = (
             steps.alone(stepped(op, over, algorithm, size), machine, placement)
-            for size in (_LARGE // 2, _LARGE)
+            for size in (large // 2, large)
         )
-        return whole + (block / _LARGE - 1) * 2 * (whole - half)
+        return whole + (block / large - 1) * 2 * (whole - half)
+
+    def large_block(op: str, over: tuple[str, ...]) -> int:
+        ragged = op == "ragged_all_to_all"
+        return _LARGE // int(np.prod([axes[name] for name in over])) if ragged else _LARGE
 
     def what_of(c: Collective) -> Program | float:
         plan = _plan(c, known) if c.kernel else None
@@ -70,7 +75,8 @@ def programs(
             algorithm = plan.algorithm if plan else None
             block = _block(c, plan, axes, over)
             try:
-                return (seconds if block > _LARGE else stepped)(c.op, over, algorithm, block)
+                timed = seconds if block > large_block(c.op, over) else stepped
+                return timed(c.op, over, algorithm, block)
             except CollectiveError:  # XLA's own, which ours cannot do: say, to far devices
                 pass
         return c.nbytes / machine.generation.link_bandwidth

@@ -177,17 +177,24 @@ def test_the_memory_that_gathers_bring_to() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["v5p:2x2x1", "7x:2x2x1"])
+@pytest.mark.parametrize(
+    "name, op, mib",
+    [
+        ("v5p:2x2x1", "all_reduce", 96),
+        ("7x:2x2x1", "all_reduce", 96),
+        ("v5p:2x2x1", "ragged_all_to_all", 48),
+    ],
+)
 def test_large_ones_take_what_their_replay_would(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, op: str, mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not replayed themselves: that would take minutes."""
-    machine, mib = Machine.named(name), 96
+    machine = Machine.named(name)
     n = machine.n_devices
-    psum = Collective("a", "all_reduce", "", CORE, mib << 20, n, ("x",))
+    c = Collective("a", op, "", CORE, mib << 20, n, ("x",))
 
     def what() -> Any:
-        return wires.programs(machine, np.arange(n), {"x": n}, [])(psum)
+        return wires.programs(machine, np.arange(n), {"x": n}, [])(c)
 
     told = what()
     monkeypatch.setattr(wires, "_LARGE", mib << 20)
