@@ -9,6 +9,7 @@ import jax
 import pytest
 
 import interpreter
+import shared_gpu
 import tiers
 
 # A simulated kernel's program runs once: it is compiled with little ado.
@@ -35,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off on shared hosts
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for the tests' processes
+        shared_gpu.join()
         return
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICKLY_COMPILED}".strip()
     jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time to lower

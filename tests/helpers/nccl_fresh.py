@@ -32,8 +32,11 @@ if situation == "no compiler":
 
 import jax  # noqa: E402
 
+import shared_gpu  # noqa: E402
+
 if processes > 1:
-    jax.distributed.initialize(f"localhost:{port}", processes, process, local_device_ids=[process])
+    own = [shared_gpu.local_device(process)]
+    jax.distributed.initialize(f"localhost:{port}", processes, process, local_device_ids=own)
 
 import ctypes  # noqa: E402
 

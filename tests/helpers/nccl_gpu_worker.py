@@ -17,9 +17,12 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import jax  # noqa: E402
 
+import shared_gpu  # noqa: E402
+
 jax.distributed.initialize(
-    f"localhost:{port}", processes, process, local_device_ids=[process], initialization_timeout=60
-)
+    f"localhost:{port}", processes, process,
+    local_device_ids=[shared_gpu.local_device(process)], initialization_timeout=60,
+)  # fmt: skip
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402

@@ -26,6 +26,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+import shared_gpu
+
 START_TIMEOUT = 90.0
 
 
@@ -74,7 +76,7 @@ class Processes:
                 "shutdown_timeout_seconds": 5,
             }
             if each[index] is None:
-                settings["local_device_ids"] = [index]
+                settings["local_device_ids"] = [shared_gpu.local_device(index)]
             command = [sys.executable, __file__, str(theirs.fileno())]
             self._processes.append(
                 subprocess.Popen(
@@ -83,7 +85,7 @@ class Processes:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
-                    env=_environment(each[index]) | dict(env),
+                    env=_environment(index, each[index]) | dict(env),
                 )
             )
             theirs.close()
@@ -167,13 +169,14 @@ class Processes:
         return outcomes
 
 
-def _environment(devices: int | None) -> dict[str, str]:
+def _environment(index: int, devices: int | None) -> dict[str, str]:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     if devices is not None:
         env["JAX_PLATFORMS"] = "cpu"
         env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    return env
+        return env
+    return env | shared_gpu.environment(index)
 
 
 def _free_port() -> int:

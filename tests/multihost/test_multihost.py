@@ -12,6 +12,7 @@ import pytest
 
 import multihost_failing as failing
 import multihost_inside as inside
+import shared_gpu
 from processes import Processes
 
 TIMEOUT = 60.0  # of a run that should take a second or two
@@ -21,9 +22,9 @@ TIMEOUT = 60.0  # of a run that should take a second or two
 def pool(param):
     platform, count = param
     if platform == "gpu":
-        count = min(count, jax.device_count())
-        if jax.default_backend() != "gpu" or count < 2:
-            pytest.skip("needs two GPUs")
+        count = min(count, shared_gpu.ranks())
+        if count < 2:
+            pytest.skip("needs two GPUs, or one and SHARED_GPU=2")
     env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with Processes(count, devices=2 if platform == "cpu" else None, env=env) as processes:
         values(processes, inside.ready)

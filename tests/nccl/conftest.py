@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+import shared_gpu
+
 
 @pytest.fixture(scope="session")
 def devices() -> list[jax.Device]:
@@ -11,3 +13,12 @@ def devices() -> list[jax.Device]:
     if found[0].platform != "gpu" or len(found) < 2:
         pytest.skip("needs two GPUs")
     return found
+
+
+@pytest.fixture(scope="session")
+def ranks() -> int:
+    """Processes with a GPU each, or with one GPU that they share: two or more."""
+    count = shared_gpu.ranks()
+    if count < 2:
+        pytest.skip("needs two GPUs, or one and SHARED_GPU=2")
+    return count

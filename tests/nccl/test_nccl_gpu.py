@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import nccl_gpu
+import shared_gpu
 from nccl_host import HostBoard
 from pallas_collectives import nccl
 from pallas_collectives.nccl import ffi, library, progress
@@ -231,17 +232,18 @@ def test_a_broken_file_in_the_environment_is_refused_and_the_process_lives(devic
 
 
 @pytest.fixture(scope="module")
-def lines(devices):
+def lines(ranks):
     """scenario -> {process: what it printed}, from processes that ran them all."""
     with socket.socket() as s:
         s.bind(("", 0))
         port = s.getsockname()[1]
-    n = len(devices)
+    n = ranks
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"}
     workers = [
         subprocess.Popen(
             [sys.executable, str(HELPERS / "nccl_gpu_worker.py"), str(p), str(n), str(port)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment | shared_gpu.environment(p),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for p in range(n)
     ]  # fmt: skip
@@ -265,9 +267,9 @@ def lines(devices):
     return found
 
 
-def everyone(lines, scenario, devices, survivors=False):
+def everyone(lines, scenario, ranks, survivors=False):
     reports = lines[scenario]
-    assert sorted(reports) == list(range(len(devices) - survivors)), f"{scenario}: {reports}"
+    assert sorted(reports) == list(range(ranks - survivors)), f"{scenario}: {reports}"
     return reports
 
 
@@ -282,21 +284,21 @@ def everyone(lines, scenario, devices, survivors=False):
         "works_again",
     ],
 )
-def test_processes_succeed(lines, devices, scenario):
-    for report in everyone(lines, scenario, devices).values():
+def test_processes_succeed(lines, ranks, scenario):
+    for report in everyone(lines, scenario, ranks).values():
         assert report["error"] is None, report
 
 
 @pytest.mark.parametrize("scenario", ["captured_without_watchdog", "captured_with_watchdog"])
-def test_graphs_call_out_at_capture_only(lines, devices, scenario):
-    for report in everyone(lines, scenario, devices).values():
+def test_graphs_call_out_at_capture_only(lines, ranks, scenario):
+    for report in everyone(lines, scenario, ranks).values():
         assert report["error"] is None, report
         assert sum(report["calls"]) < 3 * 20, report
         assert report["calls"][-5:] == [0] * 5, report
 
 
-def test_independent_calls_of_a_captured_program(lines, devices):
-    for report in everyone(lines, "independent_calls", devices).values():
+def test_independent_calls_of_a_captured_program(lines, ranks):
+    for report in everyone(lines, "independent_calls", ranks).values():
         assert report["error"] is None and report["calls"] == [0], report
 
 
@@ -305,9 +307,9 @@ def test_independent_calls_of_a_captured_program(lines, devices):
     [("one_sleeps", "all_gather float32 4"), ("one_is_killed", "all_gather float32 4"),
      ("captured_and_one_stays_away", "all_gather float32 1024")],
 )  # fmt: skip
-def test_a_missing_process_is_named_in_time(lines, devices, scenario, call):
-    late = len(devices) - 1
-    reports = everyone(lines, scenario, devices, survivors=scenario == "one_is_killed")
+def test_a_missing_process_is_named_in_time(lines, ranks, scenario, call):
+    late = ranks - 1
+    reports = everyone(lines, scenario, ranks, survivors=scenario == "one_is_killed")
     for process, report in reports.items():
         assert report["error"].startswith("PeerError: group "), report
         assert call in report["error"] and report["missing"] == [late], report
@@ -320,27 +322,27 @@ def test_a_missing_process_is_named_in_time(lines, devices, scenario, call):
      ("other_dtype", ["all_gather bfloat16 4 by", "all_gather float16 4 by"]),
      ("other_op", ["all_gather float32 64 by", "all_reduce sum float32 64 by"])],
 )  # fmt: skip
-def test_calls_that_do_not_match_are_named(lines, devices, scenario, named):
-    for report in everyone(lines, scenario, devices).values():
+def test_calls_that_do_not_match_are_named(lines, ranks, scenario, named):
+    for report in everyone(lines, scenario, ranks).values():
         assert report["error"].startswith("PeerError: group "), report
         assert all(text in report["error"] for text in named), report
         assert report["seconds"] < 20, report
 
 
-def test_use_after_abort_raises(lines, devices):
-    for report in everyone(lines, "use_after_abort", devices).values():
+def test_use_after_abort_raises(lines, ranks):
+    for report in everyone(lines, "use_after_abort", ranks).values():
         assert report["error"].startswith("CommunicatorError: group 'aborted'"), report
 
 
-def test_a_raising_callback_fails_its_program_and_is_missed_by_the_others(lines, devices):
-    reports = everyone(lines, "raising_callback", devices)
-    late = len(devices) - 1
+def test_a_raising_callback_fails_its_program_and_is_missed_by_the_others(lines, ranks):
+    reports = everyone(lines, "raising_callback", ranks)
+    late = ranks - 1
     assert "ValueError: a bug of the user's" in reports.pop(late)["error"]
     for report in reports.values():
         assert "PeerError: group 'raising'" in report["error"], report
         assert f"ranks [{late}] have not come to it" in report["error"], report
 
 
-def test_survivors_of_a_killed_process_make_a_new_group(lines, devices):
-    for report in everyone(lines, "survivors_work", devices, survivors=True).values():
+def test_survivors_of_a_killed_process_make_a_new_group(lines, ranks):
+    for report in everyone(lines, "survivors_work", ranks, survivors=True).values():
         assert report["error"] is None, report
