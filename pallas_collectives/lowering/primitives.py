@@ -272,14 +272,20 @@ def _transpose(*args: Any, how: How, **params: Any) -> Any:
 def _batch(
     lax_rule: Rule, primitive: Any, op: str, axis: Any, operands: Any, dims: Any, **params: Any
 ) -> Any:
-    """lax's; over a wire what is mapped comes first, so that no group is of several elements."""
+    """lax's; over a wire what is mapped comes first, so that no group is of several elements.
+
+    So it does where a psum_scatter drops its dimension: lax's rule counts that dimension still, and
+    what is mapped behind it is out of range.
+    """
     how = params["how"]
-    if how.wire is not None or how.wire_backward is not None:
+    wired = how.wire is not None or how.wire_backward is not None
+    if wired or (op == "reduce_scatter" and not params["tiled"]):
         pairs = zip(operands, dims, strict=True)
         operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
         dims = [d if d is None else 0 for d in dims]
         over = validation.named(params.get("axes", params.get("axis_name", ())))
-        if axis.name not in over and any(d is not None for d in dims):  # else it is reduced
+        mapped = axis.name not in over and any(d is not None for d in dims)  # else it is reduced
+        if wired and mapped:
             params["how"] = dataclasses.replace(how, mapped=how.mapped + 1)
     return _rule(lax_rule, primitive, op, axis, operands, dims, **params)
 

@@ -103,6 +103,25 @@ def test_transformation_without_check_vma(op: str, transformation: str) -> None:
     check(lambda m, x: transform(functools.partial(CANONICAL[op], m))(x), check_vma=False)
 
 
+@pytest.mark.parametrize("scattered, mapped", [(0, 1), (0, 2), (1, 2)])
+def test_an_untiled_psum_scatter_is_mapped_behind_its_dimension(
+    scattered: int, mapped: int
+) -> None:
+    """lax's rule raises IndexError there: what it gives for a first dimension is compared."""
+
+    def mapping(m: Any, x: jax.Array) -> jax.Array:
+        ours = m is pc
+        return jax.vmap(
+            lambda y: m.psum_scatter(y, "x", scatter_dimension=scattered, tiled=False),
+            in_axes=mapped if ours else 0,
+        )(x if ours else jnp.moveaxis(x, mapped, 0))
+
+    shape = [2, 4]
+    shape[scattered] = 2
+    shape.insert(mapped, 3)
+    check(mapping, harness.random((2, *shape), "float32"))
+
+
 @pytest.mark.parametrize("transformation", FEW)
 @pytest.mark.parametrize("op", DERIVED)
 def test_derived(op: str, transformation: str) -> None:
