@@ -94,7 +94,7 @@ def _chunks(block: tuple[int, ...], n: int, dtype: DType, codec: Codec) -> Chunk
         chunks = Chunks.of(block, codec, most)
         scratch = Scratch.of(chunks, n, dtype, codec)
         semaphores = sum(math.prod(part.shape) for part in scratch[4:])
-        if vmem_bytes(scratch) <= room and semaphores < chip.semaphores:
+        if vmem_bytes(scratch) <= room and semaphores <= chip.kernel_semaphores:
             return chunks
     return None
 

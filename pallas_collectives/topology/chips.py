@@ -67,10 +67,19 @@ class Chip:
     cores: int = 1  # of a device; only kernels that multiply run on more than one
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
 
+    @property
+    def kernel_semaphores(self) -> int:
+        """How many a kernel takes at the most: XLA's own calls need some while it is under way."""
+        return self.semaphores - _OF_XLA
+
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of this many chips along each are rings."""
         fits = tuple(n > 1 and n % self.wrap_at == 0 for n in shape)
         return fits if self.wraps_alone else (all(fits),) * len(shape)
+
+
+# Of a v5p's 438, a kernel of 414 left too few for the rest of a step of experts [AOT].
+_OF_XLA = 56
 
 
 def _chip(*, clock_ghz: float, cores: int = 1, **figures: Any) -> Chip:

@@ -38,8 +38,6 @@ SECTIONS = 8
 # where twice as many sections of half the size took 4 to 5 us more each.
 TICK_BYTES = 256 << 10
 
-_SPARE = 8  # semaphores
-
 
 def seen_and_cut(
     axes: Sequence[Group],
@@ -78,7 +76,7 @@ def plan_of(
 
     def fits(plan: Plan) -> bool:
         scratch = scratch_of(plan)
-        enough = _semaphores(scratch) <= chip.semaphores - _SPARE
+        enough = semaphores(scratch) <= chip.kernel_semaphores
         return enough and (vmem or vmem_bytes(scratch) <= room)
 
     def coarsest(streams: int, most: int) -> list[Plan]:
@@ -134,7 +132,7 @@ def _cost(plan: Plan, dtype: DType) -> float:
     return plan.busiest * (1 + 0.002 * plan.sections + 0.1 * idle + few) + ticks
 
 
-def _semaphores(scratch: Any) -> int:
+def semaphores(scratch: Any) -> int:
     """How many there are in what is to be allocated."""
     return sum(math.prod(x.shape) for x in _allocated(scratch, pltpu.SEMAPHORE))
 

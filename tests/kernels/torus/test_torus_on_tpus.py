@@ -272,6 +272,21 @@ def test_scratch_of_sums_is_16_mib_at_the_most(
         assert sections.vmem_bytes(of(plan)) <= 16 << 20
 
 
+@pytest.mark.parametrize("rows", [64, 512, 2048, 4096])
+@pytest.mark.parametrize("back", [False, True])
+def test_scratch_of_sums_leaves_semaphores_to_a_step(
+    rows: int, back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A psum of 414 semaphores compiled alone, and not in a step of experts on v5p."""
+    monkeypatch.setattr(chips, "current", lambda: chips.BY_NAME["v5p"])
+    axes = [Group((name,), (4,)) for name in NAMES[:3]]
+    own: Any = reduce_scatter.ReduceScratch if back else reduce_scatter.ScatterScratch
+    of = functools.partial(own.of, dtype=jnp.bfloat16, vmem=False)
+    how: Any = {"there_and_back": back, "vmem": False, "codec": None}
+    plan = sections.plan_of(axes, (16 * rows, 128), 0, jnp.bfloat16, of, **how)
+    assert 0 < sections.semaphores(of(plan)) <= chips.BY_NAME["v5p"].semaphores - 56
+
+
 def test_columns_are_gathered_in_place() -> None:
     pytest.importorskip("libtpu")
     program = harness.compile_for_tpu(
