@@ -148,7 +148,8 @@ def test_the_timetable_has_every_hop_once_and_in_order(
         spans = [segment[b] for segment in segments if segment[b] is not None]
         hops = [(s.number, hop) for s in spans for hop in range(s.start, s.stop)]
         assert hops == [(k, t) for k, p in enumerate(course) for t in range(plan.hops(bundle, p))]
-    alike = len({*sizes}) == len({*plan.sharing}) == 1 and len(plan.bundles) == len(sizes)
+    alike = len({*sizes}) == len({*plan.sharing}) == 1
+    alike &= sorted(bundle.order[0] for bundle in plan.bundles) == [*phases]
     shares = [bundle.size for bundle in plan.bundles]
     apart = (sizes[0] - 1) * (1 - min(shares) / max(shares))  # hops, at the end of a phase
     if alike and apart < 0.249:
