@@ -84,6 +84,20 @@ def test_no_pass_over_memory_beside_the_kernel(op: str) -> None:
     assert around == ["fusion", "custom-call", "fusion"], program.ops
 
 
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_a_sum_is_scaled_in_the_loop_that_uses_it(generation: str) -> None:
+    """XLA moved the scale to before our last reshape: one more pass over memory."""
+
+    def program(x: jax.Array) -> jax.Array:
+        total = pallas_collectives.psum(x.astype(jnp.bfloat16), "x", backend="pallas")
+        return x - total.astype(jnp.float32) * 0.125
+
+    found = harness.compile_for_tpu(program, harness.GENERATIONS[generation], (1024, 512)).ops
+    assert [op for op in found if op in ("fusion", "custom-call")] == [
+        *("fusion", "custom-call", "fusion")
+    ]
+
+
 @pytest.mark.parametrize(
     "op, extra_blocks",
     # The producer's result (4 blocks), the collective's, and the slots that the kernel says it has.

@@ -21,6 +21,7 @@ from pallas_collectives import moe
 
 WIDTH, HEADS, HIDDEN = 4096, 32, 16384
 LENGTH, BATCH, LAYERS = 2048, 2, 4  # tokens of a sequence; sequences of a replica
+RATE = 1e-3  # at which summed gradients move the weights
 EXPERTS, CHOICES = 2, 2  # of a device; of a token
 
 Arrays = dict[str, Any]
@@ -119,7 +120,11 @@ def _tokens(parts: int = 1, batch: int = BATCH) -> jax.ShapeDtypeStruct:
 
 
 def _stepping(form: Form, layer: Callable[..., jax.Array], summed: Any = None) -> Any:
-    """A step through all layers; `summed` makes something of the gradients."""
+    """A step through all layers. `summed` adds gradients up, which then move the weights.
+
+    Where the sum is the last of a step, what uses it belongs to the step: XLA copies what a kernel
+    has written before it becomes a program's own result.
+    """
     body = jax.checkpoint(layer) if form.gradient else layer
 
     def forward(weights: Arrays, x: jax.Array) -> jax.Array:
@@ -137,7 +142,10 @@ def _stepping(form: Form, layer: Callable[..., jax.Array], summed: Any = None) -
         if not form.gradient:
             return forward(weights, x)
         gradients = jax.grad(loss)(weights, x)
-        return summed(gradients) if summed else gradients
+        if not summed:
+            return gradients
+        rate = jnp.bfloat16(RATE)
+        return jax.tree.map(lambda w, g: w - rate * g, weights, summed(gradients))
 
     return step
 
@@ -177,7 +185,7 @@ def fsdp_tensor(devices: int, form: Form) -> Program:
 
 
 def data(devices: int, form: Form) -> Program:
-    """All weights everywhere, a batch each; gradients are summed."""
+    """All weights everywhere, a batch each; summed gradients move them."""
     step = _stepping(form, _layer, lambda gradients: lax.psum(gradients, "x"))
     return Program(step, (_weights(1, 1), _tokens()), {"x": devices})
 
