@@ -130,7 +130,4 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     elif how.backend != "xla" and not how.strict:
         module = measured.Measured(module, how.backend)
     with within:
-        result = canonical.run(module, op, how, *operands, **params)
-    # XLA would move a scale of the result to before the reshape that ends a kernel's rows: a pass
-    # over memory of its own, where behind it the scale is in the loop that uses the result.
-    return jax.lax.optimization_barrier(result) if how.backend == "pallas" else result
+        return canonical.run(module, op, how, *operands, **params)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_collectives import wires
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
-from pallas_collectives.backends.plans import How
+from pallas_collectives.backends.plans import How, KernelPlan
 from pallas_collectives.errors import DtypeError
 from pallas_collectives.kernels.machinery.blocks import LANES, sliceable, sublanes
 from pallas_collectives.kernels.machinery.codec import Codec
@@ -43,7 +43,7 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     cuts = shares.cuts(block, along, wire.dtype)
     plan = algorithms.choose("reduce_scatter", how, wire, group, cuts)
     y = plan.launch(wire, group, axis=along, op="sum", interpret=how.interpret)
-    y = y if aligned else _unrows(y, tuple(shape))
+    y = y if aligned else _unrows(y, tuple(shape), plan)
     return y.astype(x.dtype)
 
 
@@ -64,7 +64,7 @@ def requantized_scatter(
         x, along = _padded_blocks(jnp.moveaxis(split, axis, 0), codec), 0
     plan = algorithms.choose("reduce_scatter", how, x, group)
     options = {"codec": codec, "result": result, "interpret": how.interpret}
-    return _unrows(plan.launch(x, group, axis=along, op="sum", **options), shape)
+    return _unrows(plan.launch(x, group, axis=along, op="sum", **options), shape, plan)
 
 
 def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How) -> jax.Array:
@@ -123,7 +123,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     plan = algorithms.choose("all_reduce", how, wire, group, cuts)
     blocks = _in_blocks(wire, 1) if plan.record.takes_whole else blocks
     y = plan.launch(blocks, group, op=op, interpret=how.interpret)
-    return _unrows(y, x.shape).astype(x.dtype)
+    return _unrows(y, x.shape, plan).astype(x.dtype)
 
 
 def wire_dtype(dtype: DType, op: str, precise: bool) -> DType:
@@ -177,7 +177,12 @@ def _rows(x: jax.Array, pieces: int = 1) -> jax.Array:
     return padded.reshape(x.shape[0], -1, LANES)
 
 
-def _unrows(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `_in_blocks` and, for k = 1, of `_rows`."""
+def _unrows(y: jax.Array, shape: tuple[int, ...], plan: KernelPlan) -> jax.Array:
+    """The inverse of `_in_blocks` and, for k = 1, of `_rows`: a sum as its operand was."""
     size = math.prod(shape)
-    return y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)
+    total = y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)
+    if plan.on_sparsecore:  # behind it XLA moves what runs beside it, and over no barrier
+        return total
+    # XLA would move a scale of the sum to before the reshape: a pass over memory of its own, where
+    # behind it the scale is in the loop that uses the sum.
+    return lax.optimization_barrier(total)
