@@ -8,8 +8,9 @@ matter. Steps, bytes on the wire and their order are those of the bidirectional 
 `all_gather` and `reduce_scatter`; operands, results and what is gathered lie in HBM, and tiles of
 them pass through VMEM as `product` says, by a plan (`matmul_plan`).
 
-On devices of two cores (v4, v5p) each takes half the rows of every block, round a ring of its own:
-they share what is in HBM, and wait for each other nowhere. Where the torus has two rings that share
+On devices of two cores (v4, v5p) each takes half the rows of every block, or half the columns of
+every sum, and so half the weights, round a ring of its own: they share what is in HBM, and wait for
+each other nowhere. Where the torus has two rings that share
 no link (`two_rings`) either core has one; a single core sends half of each block's chunks round
 either.
 
@@ -19,23 +20,20 @@ either.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DType, Interpret, Number, Ref
 from pallas_collectives.kernels import pipelines
-from pallas_collectives.kernels.machinery import launch, product
+from pallas_collectives.kernels.machinery import launch, multiply
+from pallas_collectives.kernels.machinery.multiply import Products, Where
 from pallas_collectives.kernels.matmul_plan import Plan, plan
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
-
-AHEAD = 1
 
 
 def all_gather_matmul(
@@ -85,21 +83,21 @@ def all_gather_matmul(
         pace=tiling.pace(group, x.nbytes),
         precision=precision,
     )
-    tiles = TileScratch.of(tiling)
+    scratch = Scratch.of(pipelines.GatherScratch.of(streams), tiling)
     return launch.call_many(
         kernel,
         group,
         x,
         *ws,
         out_shapes=shapes,
-        scratch=Scratch(pipelines.GatherScratch.of(streams), tiles),
+        scratch=scratch,
         barrier="neighbours",
         name="all_gather_matmul",
         interpret=interpret,
         cores=tiling.cores,
         wire_bytes=(n - 1) * x.nbytes,
-        flops=n * tiling.blocks.chunks * sum(problem.flops for problem in tiling.problems),
-        pipeline_bytes=tiling.vmem_bytes - tiles.nbytes,
+        flops=n * tiling.flops,
+        pipeline_bytes=scratch.beside(tiling),
     )
 
 
@@ -144,7 +142,7 @@ def matmul_reduce_scatter(
         transposed=transposed,
     )
     streams = tiling.streams(n)
-    out = tiling.blocks_of(columns)
+    out = tiling.blocks_of(tiling.problems[0].columns)
     kernel = functools.partial(
         _scatter_kernel,
         tiling=tiling,
@@ -153,135 +151,49 @@ def matmul_reduce_scatter(
         scale=scale,
         precision=precision,
     )
-    tiles = TileScratch.of(tiling)
+    scratch = Scratch.of(pipelines.scatter_scratch(streams, out, wire_dtype, tiling.cores), tiling)
     return launch.call_many(
         kernel,
         group,
         x,
         w,
-        out_shapes=[jax.ShapeDtypeStruct(out.shape, wire_dtype)],
-        scratch=Scratch(pipelines.scatter_scratch(streams, out, wire_dtype), tiles),
+        out_shapes=[jax.ShapeDtypeStruct((batch, rows, columns), wire_dtype)],
+        scratch=scratch,
         barrier="neighbours",
         cores=tiling.cores,
-        prepare=lambda ring, x_ref, w_ref, o_ref, scratch: _Weights(
-            tiling, [w_ref], scratch.tiles
-        ).bring(),
         name="matmul_reduce_scatter",
         interpret=interpret,
-        wire_bytes=(n - 1) * out.nbytes(wire_dtype),
-        flops=n * tiling.blocks.chunks * tiling.problems[0].flops,
-        pipeline_bytes=tiling.vmem_bytes - tiles.nbytes,
+        wire_bytes=(n - 1) * block_bytes,
+        flops=n * tiling.flops,
+        pipeline_bytes=scratch.beside(tiling),
     )[0]
-
-
-class TileScratch(NamedTuple):
-    """What the products take; see `product`."""
-
-    sums: list[Any]  # for each product, a sum under way: VMEM
-    resident: dict[int, Any]  # of the products whose w stays in VMEM, its place there
-    copy_sems: dict[int, Any]  # own; one for each tile of columns that is copied there
-
-    @classmethod
-    def of(cls, tiling: Plan) -> "TileScratch":
-        """What to allocate."""
-        each = list(zip(tiling.problems, tiling.tiles, strict=True))
-        resident = {
-            i: pltpu.VMEM(product.resident_shape(problem, tiles), problem.w_dtype)
-            for i, (problem, tiles) in enumerate(each)
-            if tiles.keep == "all"
-        }
-        copy_sems = {i: pltpu.SemaphoreType.DMA((product.across(*each[i]),)) for i in resident}
-        sums = [
-            pltpu.VMEM(product.sum_shape(tiles), product.accumulator_dtype(problem.x_dtype))
-            for problem, tiles in each
-        ]
-        return cls(sums, resident, copy_sems)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of VMEM."""
-        places = (*self.sums, *self.resident.values())
-        return sum(math.prod(p.shape) * p.dtype.itemsize for p in places)
 
 
 class Scratch(NamedTuple):
     """What a fused kernel takes beside its arrays."""
 
     pipeline: Any  # see `pipelines`
-    tiles: TileScratch
+    products: list[multiply.Scratch]  # with each w
+
+    @classmethod
+    def of(cls, pipeline: Any, tiling: Plan) -> "Scratch":
+        """What to allocate."""
+        return cls(pipeline, list(map(multiply.Scratch.of, tiling.problems, tiling.tiles)))
+
+    def beside(self, tiling: Plan) -> int:
+        """Bytes of VMEM that products take besides: with the quarter that `launch` adds, of all."""
+        return tiling.vmem_bytes - sum(each.nbytes for each in self.products) * 4 // 5
 
 
-class _Weights:
-    """The weights of a kernel, where its products find them."""
-
-    def __init__(self, tiling: Plan, w_refs: Sequence[Ref], scratch: TileScratch) -> None:
-        self.tiling, self.sums = tiling, scratch.sums
-        self.refs = [scratch.resident.get(i, w_ref) for i, w_ref in enumerate(w_refs)]
-        self._w_refs, self._copy_sems = w_refs, scratch.copy_sems
-
-    def bring(self) -> Callable[[], None]:
-        """Starts the first copies of weights to VMEM; the first product sees to the others.
-
-        What is returned does nothing: each tile of columns is waited for where it is used first.
-        """
-        for i in self._copy_sems:
-            tiles = product.across(self.tiling.problems[i], self.tiling.tiles[i])
-            for column in range(min(AHEAD, tiles)):
-                self._with_copy(i, column, lambda copy: copy.start())
-        return lambda: None
-
-    def multiply(
-        self, i: int, x_ref: Ref, out_ref: Ref, *terms: Any, first: Any, **options: Any
-    ) -> None:
-        """out = x @ w[i] + terms; `first` of all products with w[i], or not."""
-        tiling = self.tiling
-        stays = i in self._copy_sems
-        product.multiply(
-            x_ref,
-            self.refs[i],
-            out_ref,
-            *terms,
-            sum_ref=self.sums[i],
-            problem=tiling.problems[i],
-            tiles=tiling.tiles[i],
-            begins=functools.partial(self._arrives, i, first) if stays else None,
-            **options,
-        )
-
-    def _arrives(self, i: int, first: Any, column: Number) -> None:
-        """Waits for a tile of columns if the product is the first, and starts a later one's copy.
-
-        So tiles come one behind another, not all of them late and together.
-        """
-        tiles = product.across(self.tiling.problems[i], self.tiling.tiles[i])
-
-        @pl.when(first)
-        def _() -> None:
-            self._with_copy(i, column, lambda copy: copy.wait())
-            later = column + AHEAD
-
-            @pl.when(later < tiles)
-            def _() -> None:
-                self._with_copy(i, later, lambda copy: copy.start())
-
-    def _with_copy(self, i: int, column: Number, act: Callable[[Any], None]) -> None:
-        """act(the copy of a tile of columns to VMEM); the last one may be narrower."""
-        problem, tiles = self.tiling.problems[i], self.tiling.tiles[i]
-        last = product.across(problem, tiles) - 1
-        narrow = problem.columns - last * tiles.columns
-
-        def of(size: int) -> None:
-            source, target = (
-                product.columns_of(problem, ref, column * tiles.columns, size)
-                for ref in (self._w_refs[i], self.refs[i])
-            )
-            act(pltpu.make_async_copy(source, target, self._copy_sems[i].at[column]))
-
-        if narrow == tiles.columns:
-            of(narrow)
-        else:
-            groups.only_if(column < last, lambda: of(tiles.columns))
-            groups.only_if(column == last, lambda: of(narrow))
+def _products(
+    tiling: Plan, w_refs: Sequence[Ref], scratch: Scratch, precision: PrecisionLike
+) -> list[Products]:
+    """The products with each w, ready for the first."""
+    each = zip(tiling.problems, tiling.tiles, w_refs, scratch.products, strict=True)
+    made = [Products(*of_w, precision) for of_w in each]
+    for products in made:
+        products.begin()
+    return made
 
 
 def _gather_kernel(
@@ -296,14 +208,27 @@ def _gather_kernel(
 ) -> None:
     tiling, count, (*arrays, scratch) = tiling.on(ring.core), len(tiling.problems), refs
     w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
-    weights = _Weights(tiling, w_refs, scratch.tiles)
+    all_products = _products(tiling, w_refs, scratch, precision)
 
-    def consume(block: Number, chunk: Number) -> None:
-        first = (block == ring.me) & (chunk == 0)
-        arrived = tiling.blocks.at(gathered_ref, block, chunk)
-        for i, out_ref in enumerate(out_refs):
+    def rows_of(block: Number, chunk: Number, own: Any) -> Where:
+        def where(act: Callable[[Ref], None]) -> None:
+            groups.only_if(own, lambda: act(tiling.blocks.at(x_ref, chunk=chunk)))
+            groups.only_if(~own, lambda: act(tiling.blocks.at(gathered_ref, block, chunk)))
+
+        return where
+
+    def fetch(block: Number, chunk: Number, own: Any) -> None:
+        all_products[0].fetch(rows_of(block, chunk, own))
+
+    def consume(block: Number, chunk: Number, own: Any, follow: Callable[[], None]) -> None:
+        rows = rows_of(block, chunk, own)
+        then: list[Callable[[], None]] = [
+            *(functools.partial(products.fetch, rows) for products in all_products[1:]),
+            follow,
+        ]
+        for products, out_ref, call in zip(all_products, out_refs, then, strict=True):
             target = tiling.blocks_of(out_ref.shape[2]).at(out_ref, block, chunk)
-            weights.multiply(i, arrived, target, first=first, precision=precision)
+            products.multiply(rows, target, follow=call)
 
     pipelines.gather_and_consume(
         ring,
@@ -311,11 +236,13 @@ def _gather_kernel(
         gathered_ref,
         scratch.pipeline,
         consume=consume,
+        fetch=fetch,
         blocks=tiling.blocks,
         streams=streams,
-        prepare=lambda: weights.bring()(),
         pace=pace,
     )
+    for products, out_ref in zip(all_products, out_refs, strict=True):
+        products.settle(tiling.blocks_of(out_ref.shape[2]).at(out_ref, ring.me, 0))
 
 
 def _scatter_kernel(
@@ -331,21 +258,40 @@ def _scatter_kernel(
     scale: float,
     precision: PrecisionLike,
 ) -> None:
-    tiling = tiling.on(ring.core)
-    weights = _Weights(tiling, [w_ref], scratch.tiles)
+    columns = tiling.problems[0].columns
+    if ring.core is not None:
+        own_columns = pl.ds(pl.multiple_of(ring.core * columns, columns), columns)
+        w_ref = w_ref.at[
+            own_columns if tiling.problems[0].transposed else (slice(None), own_columns)
+        ]
+        o_ref = o_ref.at[:, :, own_columns]
+    out = tiling.blocks_of(columns)
+    [products] = _products(tiling, [w_ref], scratch, precision)
 
-    begins = next(stream for stream in streams if stream.hops_of(0))
-    furthest = ring.block(begins.direction * begins.hops_of(0))  # the other stream begins elsewhere
+    def rows_of(block: Number, chunk: Number) -> Where:
+        return lambda act: act(tiling.blocks.at(x_ref, block, chunk))
 
-    def produce(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:
-        own = tiling.blocks.at(x_ref, block, chunk)
-        first = ~adds & (chunk == 0) & (block == furthest)
-        weights.multiply(0, own, sum_ref, sum_ref, first=first, adds=adds, precision=precision)
+    def sums_in(adds: Any, *sum_refs: Ref) -> list[Where]:
+        def where(ref: Ref, act: Callable[[Ref], None]) -> None:
+            groups.only_if(adds, lambda: act(ref))
 
-    def finish(chunk: Number, target_ref: Ref, *sum_refs: Ref) -> None:
-        own = tiling.blocks.at(x_ref, ring.me, chunk)
-        options: dict[str, Any] = {"scale": scale, "precision": precision}
-        weights.multiply(0, own, target_ref, *sum_refs, first=False, **options)
+        return [functools.partial(where, ref) for ref in sum_refs]
+
+    def fetch(block: Number, chunk: Number) -> None:
+        products.fetch(rows_of(block, chunk))
+
+    def produce(
+        block: Number, chunk: Number, sum_ref: Ref, adds: Any, follow: Callable[[], None]
+    ) -> None:
+        sums = sums_in(adds, sum_ref)
+        products.multiply(rows_of(block, chunk), sum_ref, *sums, adds=adds, follow=follow)
+        products.settle(sum_ref)  # it sets out next
+
+    def finish(chunk: Number, target_ref: Ref, *rest: Any) -> None:
+        *sum_refs, follow = rest
+        sums = sums_in(True, *sum_refs)
+        options: dict[str, Any] = {"scale": scale, "follow": follow}
+        products.multiply(rows_of(ring.me, chunk), target_ref, *sums, **options)
 
     pipelines.produce_and_scatter(
         ring,
@@ -353,7 +299,9 @@ def _scatter_kernel(
         scratch.pipeline,
         produce=produce,
         finish=finish,
-        blocks=tiling.blocks_of(o_ref.shape[2]),
+        fetch=fetch,
+        blocks=out,
         streams=streams,
         furthest_first=furthest_first,
     )
+    products.settle(out.at(o_ref, chunk=0))

@@ -15,9 +15,9 @@ import jax
 
 from pallas_collectives.annotations import DType, Number
 from pallas_collectives.errors import VmemError
-from pallas_collectives.kernels import pipelines
+from pallas_collectives.kernels import pipelines, streams
 from pallas_collectives.kernels.machinery import product
-from pallas_collectives.kernels.machinery.blocks import Blocks, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Stream
@@ -37,10 +37,10 @@ class Plan:
     """How a block goes in chunks, and each chunk's products through VMEM.
 
     Attributes:
-      blocks: the blocks of x, (A, rows, K), and their chunks, of all cores.
+      blocks: the blocks of x, (A, rows, K), and their chunks; in a gather, those of all cores.
       problems: one product each, of a chunk.
       tiles: theirs.
-      cores: how many share the chunks of each block.
+      cores: how many share each block: in a gather its chunks, in a scatter its columns.
     """
 
     blocks: Blocks
@@ -51,11 +51,16 @@ class Plan:
     @property
     def chunks(self) -> int:
         """Chunks of a block that each core sees to."""
-        return self.blocks.chunks // self.cores
+        return self.blocks.chunks // (1 if self._scatters else self.cores)
+
+    @property
+    def flops(self) -> int:
+        """Of the products of one block, on all cores."""
+        return self.cores * self.chunks * sum(problem.flops for problem in self.problems)
 
     def on(self, core: Number | None) -> "Plan":
         """The plan as a core follows it, which counts chunks from the first of its own."""
-        first = 0 if core is None else core * self.chunks
+        first = 0 if core is None or self._scatters else core * self.chunks
         return dataclasses.replace(self, blocks=dataclasses.replace(self.blocks, first=first))
 
     def streams(self, devices: int) -> tuple[Stream, ...]:
@@ -84,11 +89,11 @@ class Plan:
     def seconds(self, group: Group, block_bytes: int) -> float:
         """What the kernel takes by the chip's rates, where a block has so many bytes on the wire.
 
-        Where the wire takes longer: that, two DMAs' latency for each chunk, and the products that
-        nothing hides, those of the chunks that come last; in a scatter of two at its start besides,
-        and what the first waits for its weights, for nothing sets out before it.
+        Where the wire takes longer: that, a DMA's latency for each chunk, in a scatter of two, and
+        the products that nothing hides, those of the chunks that come last; in a scatter of two at
+        its start besides, and what the first waits for its tiles, for nothing sets out before it.
         Where the products do: these, a DMA's latency for each chunk, what the first waits for its
-        weights, and what `_waits` says.
+        tiles, and what `_waits` says.
         """
         chip, n, wire = chips.current(), group.size, self._wire_seconds(group, block_bytes)
         of_chunk = self.seconds_per_block / self.chunks
@@ -101,21 +106,19 @@ class Plan:
         # The opposite device's chunks come last, from either side, but a single one from one.
         bare = 2 if n % 2 else min(2, self.chunks)
         ends = BARE_OF_SUMS * of_chunk + late if self._scatters else bare * of_chunk
-        return max(wire + ends + 2 * starts, products + starts)
+        return max(wire + ends + (2 if self._scatters else 1) * starts, products + starts)
 
     def _waits(self, group: Group, block_bytes: int) -> float:
         """What products wait for the wire where they take longer.
 
-        In a scatter see `_waits_for_sums`. In a gather the first
-        waits for the own chunk's copy, and those of the first to come for what that takes longer on
-        the wire, with all that are under way, than the own block's products.
+        In a scatter see `_waits_for_sums`. In a gather those of the first to come wait for what
+        that takes longer on the wire, with all that are under way, than the own block's products.
         """
         hop = wire_seconds(group, block_bytes) * 2 / max(1, group.size - 1)  # of a block
         if self._scatters:
             return self._waits_for_sums(hop, group.size)
-        copied = 2 * block_bytes / self.chunks / chips.current().hbm_bandwidth
         under_way = min(1.0, pipelines.ON_WIRE * self._rings(group) / self.chunks)
-        return copied + max(0.0, under_way * hop - self.seconds_per_block)
+        return max(0.0, under_way * hop - self.seconds_per_block)
 
     def _waits_for_sums(self, hop: float, devices: int) -> float:
         """What products of the own block wait for the sums that come last, at the end of a scatter.
@@ -154,7 +157,7 @@ class Plan:
         """Chunks of a core that the busiest of a device's links carries."""
         carried: dict[tuple[int, int], int] = collections.Counter()
         for stream, chunk in itertools.product(self.streams(group.size), range(self.chunks)):
-            ring = pipelines.ring_number(chunk, self.chunks) if self._rings(group) > 1 else 0
+            ring = streams.ring_number(chunk, self.chunks) if self._rings(group) > 1 else 0
             carried[ring, stream.direction] += stream.hops_of(chunk)
         return max(carried.values(), default=0)
 
@@ -188,15 +191,18 @@ def plan(
 ) -> Plan:
     """How the products of blocks of this shape go: in as many chunks as take least time.
 
-    Blocks whose rows cannot be divided between the cores are all the first core's.
+    Blocks whose rows (in a scatter: whose columns) cannot be divided between the cores are all the
+    first core's.
 
     Raises:
       VmemError: no tiles fit the chip's VMEM.
     """
     least_rows = max(sublanes(x_dtype), sublanes(out_dtype))
-    able = cores if shape[1] % (cores * least_rows) == 0 else 1
+    (_, rows, _), sharing = shape, weights[0][0] // LANES if terms else shape[1] // least_rows
+    able = cores if sharing % cores == 0 else 1
     counts = [count for count in CHUNKS if not terms or count <= MOST_SUMMED]
-    whole = [count for count in counts if shape[1] % (able * count * least_rows) == 0]
+    parts = 1 if terms else able
+    whole = [count for count in counts if rows % (parts * count * least_rows) == 0]
     n = group.size
     found = [
         cut
@@ -231,12 +237,13 @@ def _cut(
     The tiles are those of least time where each core does a product so many `times`.
     """
     batch, rows, depth = shape
+    down, right = (chunks, cores) if terms else (cores * chunks, 1)
     problems = tuple(
         Problem(
             batch=batch,
-            rows=rows // (cores * chunks),
+            rows=rows // down,
             depth=depth,
-            columns=columns,
+            columns=columns // right,
             x_dtype=x_dtype,
             w_dtype=w_dtype,
             out_dtype=out_dtype,
@@ -248,6 +255,6 @@ def _cut(
     chip = chips.current()
     budget = int(chip.vmem_bytes * VMEM_SHARE) // len(problems)
     tiles = [product.choose_tiles(problem, budget, chip, cores, times) for problem in problems]
-    blocks = Blocks(shape, axis=1, cut=1, chunks=cores * chunks)
+    blocks = Blocks(shape, axis=1, cut=1, chunks=down)
     fitting = tuple(t for t in tiles if t is not None)
     return Plan(blocks, problems, fitting, cores) if len(fitting) == len(tiles) else None

@@ -44,99 +44,12 @@ from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.streams import Streams
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Ring, Stream, wrap_step
 
 WINDOW = 8  # receive semaphores of a chunk on a stream in a gather: 16 chunks leave room for them
 ON_WIRE = 2  # messages under way each way round a ring, where a gather waits for the wire
-
-
-class Streams:
-    """The streams of a ring, by a number known only in the kernel."""
-
-    def __init__(self, ring: Ring, streams: tuple[Stream, ...]) -> None:
-        self.ring = ring
-        self.count = len(streams)
-        self.chunks = streams[0].chunks
-        self.hops = max(stream.hops for stream in streams)
-        self.near = streams[0].near  # hops of every chunk, on each stream
-        self._streams = streams
-
-    def of(self, stream: Number, value: Callable[[Stream], int]) -> Any:
-        """A stream's value."""
-        values = [value(each) for each in self._streams]
-        return values[0] if len(set(values)) == 1 else jnp.where(stream == 0, *values)
-
-    def hops_of(self, stream: Number, chunk: Number) -> Any:
-        """How many hops a chunk travels on a stream."""
-        start, stop = self.of(stream, lambda s: s.far[0]), self.of(stream, lambda s: s.far[1])
-        is_far = (start <= chunk) & (chunk < stop)
-        return self.of(stream, lambda each: each.near) + _as_int(is_far)
-
-    def downstream(self, stream: Number, chunk: Number, distance: Number) -> Any:
-        """The position `distance` hops downstream; negative: upstream, from where blocks come."""
-        return self.ring_of(chunk).block(self._direction(stream) * distance)
-
-    def ring_of(self, chunk: Number) -> Ring:
-        """The ring that a chunk goes round: of two, each has half of those of either side."""
-        if not self.ring.several:
-            return self.ring
-        return self.ring.of_number(ring_number(chunk, self.chunks))
-
-    def channel(
-        self,
-        semaphores: channels.Semaphores,
-        stream: Number,
-        chunk: Number,
-        slots: tuple[Ref, tuple[Number, ...]] | None = None,
-    ) -> Channel:
-        """That of a chunk on a stream."""
-        index = stream, chunk
-        return Channel(
-            self.ring_of(chunk),
-            self._direction(stream),
-            semaphores,
-            index,
-            arrivals=self.hops_of(stream, chunk),
-            longest=self.hops,
-            slots=slots,
-        )
-
-    def for_each(self, active: Callable[[Number], Any], body: Callable[[Number], None]) -> None:
-        """body(stream) for every stream that is active; where any is, the last or the first is."""
-        first, last = (_as_int(active(i)) for i in (0, self.count - 1))
-        stop = first if self.count == 1 else self.count - 1 + last
-        lax.fori_loop(1 - first, stop, lambda stream, _: body(stream), None)
-
-    def in_turn(self, index: Any) -> Any:
-        """The chunk at an index in the order in which chunks are seen to.
-
-        The opposite device's chunks come from either side: one from here, one from there.
-        """
-        half = self.chunks // 2
-        if self.chunks < 2 or self._streams[0].far[1] in (0, self.chunks):
-            return index
-        return lax.div(index, np.int32(2)) + lax.rem(index, np.int32(2)) * half
-
-    def furthest(self, stream: Number, index: Number) -> Any:
-        """A stream's chunk at an index: those of the opposite device go before all others."""
-        return lax.rem(self.of(stream, lambda each: each.far[0]) + index, np.int32(self.chunks))
-
-    def _direction(self, stream: Number) -> Any:
-        return self.of(stream, lambda each: each.direction)
-
-
-def ring_number(chunk: Number, chunks: int) -> Any:
-    """Of a core's two rings, the one that a chunk of so many goes round.
-
-    In the order of `Streams.in_turn` 0, 1, 1, 0, ...: and half of those that come from either side.
-    """
-    half = chunks // 2
-    return wrap_step(chunk + _as_int(chunk >= half) * (half + 1), 2) if half else 0
-
-
-def _as_int(flag: Any) -> Any:
-    return int(flag) if isinstance(flag, bool) else flag.astype(np.int32)
 
 
 class Pace(NamedTuple):
@@ -192,7 +105,8 @@ def gather_and_consume(
     gathered_ref: Ref,  # n blocks: HBM; all are filled
     scratch: GatherScratch,
     *,
-    consume: Callable[[Number, Number], None],
+    consume: Callable[..., None],
+    fetch: Callable[[Number, Number, Any], None] | None = None,
     blocks: Blocks,
     streams: tuple[Stream, ...],
     prepare: Callable[[], None] = lambda: None,  # runs when the first sends are under way
@@ -200,12 +114,19 @@ def gather_and_consume(
 ) -> None:
     """Gathers all blocks, and calls consume(block, chunk) for each chunk that is in its place.
 
+    Where there is a `fetch`: consume(block, chunk, own, follow) calls follow() before it is done,
+    which waits for the next chunk and calls fetch(block, chunk, own) for that. Own chunks are then
+    to be taken from `x_ref`.
+
     Messages are those of `all_gather.pass_on`. Upstream may be steps ahead while we still consume;
     nothing in `gathered_ref` is written twice, so it cannot write over what is being consumed.
+
+    A chunk is waited for while the one before it is consumed, never earlier. Upstream does not wait
+    for us meanwhile: it sends the chunk of turn t + 1 in its own turn t - 1 or before (`Pace.out`).
     """
     moving = Streams(ring, streams)
     chunks = moving.chunks
-    size = np.int32(chunks)
+    size, turns = np.int32(chunks), (moving.hops + 1) * chunks
 
     def channel(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk)
@@ -239,31 +160,59 @@ def gather_and_consume(
         sync.for_each(jnp.where(turn == 0, first, out(turn - 1)), out(turn), set_out)
 
     def see_to_own(index: Number) -> None:
-        own_copy(moving.in_turn(index)).wait()
+        if fetch is None:
+            own_copy(moving.in_turn(index)).wait()
         following = jnp.minimum(index + 1, chunks - 1)
         groups.only_if(index + 1 < chunks, lambda: own_copy(moving.in_turn(following)).start())
 
-    def see_to(step: Step, index: Any) -> None:
-        chunk = moving.in_turn(index)
+    def arrives(step: Step, chunk: Number, stream: Number) -> Any:
+        return (step > 0) & (step <= moving.hops_of(stream, chunk))
 
-        def arrives(stream: Number) -> Any:
-            return (step > 0) & (step <= moving.hops_of(stream, chunk))
+    def is_consumed(step: Step, chunk: Number, stream: Number) -> Any:
+        return arrives(step, chunk, stream) | ((step == 0) & (stream == 0))
+
+    def fetch_on(step: Step, chunk: Number, stream: Number) -> None:
+        if fetch is not None:
+            fetch(moving.downstream(stream, chunk, -step), chunk, step == 0)
+
+    def make_ready(turn: Number) -> None:
+        step, index = lax.div(turn, size), lax.rem(turn, size)
+        chunk = moving.in_turn(index)
 
         def receive(stream: Number) -> None:
             coming = channel(stream, chunk)
             coming.receive(step - 1, place(step, stream, chunk))
             coming.release(step - 1)
 
-        moving.for_each(arrives, receive)
-        set_out_in_time(step * size + index)
+        moving.for_each(functools.partial(arrives, step, chunk), receive)
+        set_out_in_time(turn)
         groups.only_if(step == 0, lambda: see_to_own(index))
-        moving.for_each(
-            lambda stream: arrives(stream) | ((step == 0) & (stream == 0)),
-            lambda stream: consume(moving.downstream(stream, chunk, -step), chunk),
-        )
+        fetch_on(step, chunk, moving.first(functools.partial(is_consumed, step, chunk)))
+
+    def see_to(turn: Number) -> None:
+        step = lax.div(turn, size)
+        chunk = moving.in_turn(lax.rem(turn, size))
+        active = functools.partial(is_consumed, step, chunk)
+
+        def consume_on(stream: Number) -> None:
+            block, another = moving.downstream(stream, chunk, -step), moving.follows(stream, active)
+
+            def follow() -> None:
+                groups.only_if(another, lambda: fetch_on(step, chunk, 1))
+                groups.only_if(~another & (turn + 1 < turns), lambda: make_ready(turn + 1))
+
+            if fetch is None:
+                consume(block, chunk)
+                follow()
+            else:
+                consume(block, chunk, step == 0, follow)
+
+        moving.for_each(active, consume_on)
 
     def drain(chunk: Number) -> None:
         own = blocks.at(x_ref, chunk=chunk)
+        if fetch is not None:
+            own_copy(chunk).wait()
         sync.for_each(
             0,
             moving.count,
@@ -274,19 +223,22 @@ def gather_and_consume(
         sync.for_each(0, first, set_out)
         own_copy(moving.in_turn(np.int32(0))).start()
         prepare()
+        make_ready(np.int32(0))
     with jax.named_scope("consume"):
-        _for_each_chunk(moving, moving.hops + 1, see_to)
+        sync.for_each(0, turns, see_to)
     with jax.named_scope("drain"):
         sync.for_each(0, moving.chunks, drain)
 
 
-def scatter_scratch(streams: tuple[Stream, ...], blocks: Blocks, dtype: DType) -> adding.Scratch:
+def scatter_scratch(
+    streams: tuple[Stream, ...], blocks: Blocks, dtype: DType, cores: int = 1
+) -> adding.Scratch:
     """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out.
 
-    Semaphores are each core's own; slots of all chunks lie in HBM, which cores share.
+    Semaphores are each core's own; slots of all cores lie in HBM, which they share.
     """
-    index = len(streams), streams[0].chunks
-    slots = len(streams), blocks.chunks, SLOTS + 1, *blocks.chunk_shape
+    index = len(streams), blocks.chunks
+    slots = cores, *index, SLOTS + 1, *blocks.chunk_shape
     semaphores = channels.Semaphores.of(*index, window=SLOTS)
     return adding.Scratch(buffer(slots, dtype), semaphores)
 
@@ -298,6 +250,7 @@ def produce_and_scatter(
     *,
     produce: Callable[..., None],
     finish: Callable[..., None],
+    fetch: Callable[..., None] | None = None,
     blocks: Blocks,
     streams: tuple[Stream, ...],
     furthest_first: bool = False,
@@ -308,6 +261,10 @@ def produce_and_scatter(
     puts it there. finish(chunk, target_ref, *sum_refs) writes the sum of our own term and of what
     has come.
 
+    Where there is a `fetch`, both take `follow` besides, and call follow() before they are done.
+    That calls fetch(block, chunk) for what is produced next. It waits for nothing: the sum that the
+    next term is added to may not have come.
+
     furthest_first: the opposite device's chunks set out before all others, and are back in time
     where the wire takes less than producing. Where it takes longer, they would fill it with sums
     that all come late.
@@ -316,15 +273,40 @@ def produce_and_scatter(
     a slot that nobody else writes to. A chunk has one send under way at a time.
     """
     moving = Streams(ring, streams)
+    size, any_far = np.int32(moving.chunks), any(stream.far_chunks for stream in streams)
+    at_once = max(s.far_chunks for s in streams) if furthest_first else moving.chunks * any_far
+    turns = moving.near * moving.chunks + at_once  # those behind have nothing to send
 
     def slots_of(stream: Number, chunk: Number) -> tuple[Ref, tuple[Number, ...]]:
-        return scratch.slots_ref, (stream, blocks.first + chunk)
+        return scratch.slots_ref, (0 if ring.core is None else ring.core, stream, chunk)
 
     def channel_of(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk, slots_of(stream, chunk))
 
-    def forward(step: Step, stream: Number, chunk: Number) -> None:
-        channel, hops = channel_of(stream, chunk), moving.hops_of(stream, chunk)
+    def chunk_of(turn: Number, stream: Number) -> Any:
+        index = lax.rem(turn, size)
+        return moving.furthest(stream, index) if furthest_first else moving.in_turn(index)
+
+    def sends(turn: Number, stream: Number) -> Any:
+        return lax.div(turn, size) < moving.hops_of(stream, chunk_of(turn, stream))
+
+    def part_of(turn: Number, stream: Number) -> tuple[Any, Any]:
+        """The block and chunk of which a term is produced."""
+        step, chunk = lax.div(turn, size), chunk_of(turn, stream)
+        return moving.downstream(stream, chunk, moving.hops_of(stream, chunk) - step), chunk
+
+    def fetch_first(turn: Number) -> None:
+        """Of the first stream that sends at a turn."""
+        if fetch is not None:
+            fetch(*part_of(turn, moving.first(functools.partial(sends, turn))))
+
+    def fetch_own(index: Number) -> None:
+        if fetch is not None:
+            fetch(ring.me, moving.in_turn(index))
+
+    def forward(turn: Number, stream: Number) -> None:
+        step, (block, chunk) = lax.div(turn, size), part_of(turn, stream)
+        channel = channel_of(stream, chunk)
 
         def take_over() -> None:
             summed = channel.slot(step - 1)
@@ -332,21 +314,20 @@ def produce_and_scatter(
             channel.wait_sent(summed)  # at step - 1, for we have waited for those before it
             channel.release(step - 2)
 
+        def follow() -> None:
+            assert fetch is not None
+            another = moving.follows(stream, functools.partial(sends, turn))
+            is_last, then = turn + 1 == turns, jnp.minimum(turn + 1, turns - 1)
+            groups.only_if(another, lambda: fetch(*part_of(turn, 1)))
+            groups.only_if(~another & ~is_last, lambda: fetch_first(then))
+            groups.only_if(~another & is_last, lambda: fetch_own(np.int32(0)))
+
         groups.only_if(step > 0, take_over)
         where = jnp.where(step == 0, SLOTS, wrap_step(jnp.maximum(step - 1, 0), SLOTS))
         slots_ref, index = slots_of(stream, chunk)
         held = slots_ref.at[(*index, where)]
-        produce(moving.downstream(stream, chunk, hops - step), chunk, held, step > 0)
+        produce(block, chunk, held, step > 0, *([] if fetch is None else [follow]))
         channel.send(held, channel.slot(step), step)
-
-    def see_to(step: Step, index: Any) -> None:
-        def chunk(stream: Number) -> Any:
-            return moving.furthest(stream, index) if furthest_first else moving.in_turn(index)
-
-        moving.for_each(
-            lambda stream: step < moving.hops_of(stream, chunk(stream)),
-            lambda stream: forward(step, stream, chunk(stream)),
-        )
 
     def finish_chunk(index: Number) -> None:
         chunk = moving.in_turn(index)
@@ -358,12 +339,17 @@ def produce_and_scatter(
             channel.receive(channel.arrivals - 1, arrived)
             return arrived
 
+        def follow() -> None:
+            following = jnp.minimum(index + 1, size - 1)
+            groups.only_if(index + 1 < size, lambda: fetch_own(following))
+
+        then = [] if fetch is None else [follow]
         if all(stream.near for stream in streams):
-            finish(chunk, target, *(last(stream) for stream in range(moving.count)))
+            finish(chunk, target, *(last(stream) for stream in range(moving.count)), *then)
         else:  # two devices: each chunk comes on one stream
             moving.for_each(
                 lambda stream: moving.hops_of(stream, chunk) > 0,
-                lambda stream: finish(chunk, target, last(stream)),
+                lambda stream: finish(chunk, target, last(stream), *then),
             )
 
     def drain(chunk: Number) -> None:
@@ -373,13 +359,12 @@ def produce_and_scatter(
 
         moving.for_each(lambda stream: moving.hops_of(stream, chunk) > 0, sent)
 
+    def see_to(turn: Number) -> None:
+        moving.for_each(functools.partial(sends, turn), functools.partial(forward, turn))
+
     with jax.named_scope("produce"):
-        _for_each_chunk(moving, moving.hops, see_to)
+        fetch_first(np.int32(0))
+        sync.for_each(0, turns, see_to)
     with jax.named_scope("finish"):
         sync.for_each(0, moving.chunks, finish_chunk)
         sync.for_each(0, moving.chunks, drain)
-
-
-def _for_each_chunk(moving: Streams, steps: int, body: Callable[[Number, Number], None]) -> None:
-    """body(step, index of a chunk), step by step."""
-    sync.for_each(0, steps, lambda step: sync.for_each(0, moving.chunks, lambda i: body(step, i)))

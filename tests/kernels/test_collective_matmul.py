@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec
 import harness
 import pallas_collectives
 from pallas_collectives.kernels import collective_matmul, matmul_plan, pipelines
-from pallas_collectives.kernels.machinery import channel, product, sync
+from pallas_collectives.kernels.machinery import channel, multiply, product, sync
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.topology.groups import Group, wrap_step
 
@@ -154,25 +155,32 @@ def test_weights_that_stay_come_tile_by_tile(
     assert not harness.race_reported()
 
 
-def no_wait(self: Any, i: int, first: Any, column: Any) -> None:
-    """Starts the copies of tiles of weights, and waits for none."""
-    problem, tiles = self.tiling.problems[i], self.tiling.tiles[i]
-    later = column + collective_matmul.AHEAD
+def drop_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tile of such a name is waited for."""
+    wait = multiply._Operand.wait
 
-    @pl.when(first & (later < product.across(problem, tiles)))
-    def _() -> None:
-        self._with_copy(i, later, lambda copy: copy.start())
+    def of_others(operand: Any, *args: Any) -> None:
+        if operand.name != name:
+            wait(operand, *args)
+
+    monkeypatch.setattr(multiply._Operand, "wait", of_others)
 
 
-def test_a_dropped_wait_for_a_tile_of_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["x", "w", "result"])
+def test_a_dropped_wait_for_a_tile_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights_in_tiles(monkeypatch)
-    monkeypatch.setattr(collective_matmul._Weights, "_arrives", no_wait)
+    drop_waits(name, monkeypatch)
     run, (_, want, _) = with_wide_weights(2, "on_wait")
     assert harness.caught(lambda: run()[1], want)
 
 
 def is_caught(
-    mode: str, n: int = 4, hold: int | None = None, scatter: bool = False, cores: int = 1
+    mode: str,
+    n: int = 4,
+    hold: int | None = None,
+    scatter: bool = False,
+    cores: int = 1,
+    gathered: bool = False,
 ) -> bool:
     """Whether a fault shows in the gathering half, or in the scattering one."""
     x, w = small(n, rows=32 if cores > 1 else 16)
@@ -182,13 +190,15 @@ def is_caught(
         x = x if hold is None else harness.delayed(x, hold)
         options = {"transposed": False, "precision": None, "interpret": params}
         if not scatter:
-            return collective_matmul.all_gather_matmul(x, [w], group, out_dtype=F32, **options)[1]
+            results = collective_matmul.all_gather_matmul(x, [w], group, out_dtype=F32, **options)
+            return results[0 if gathered else 1]
         rows = jnp.concatenate([x] * n, axis=1)
         return collective_matmul.matmul_reduce_scatter(
             rows, w, group, wire_dtype=F32, scale=1.0, **options
         )
 
-    _, y, _ = references(x, w)
+    whole, y, _ = references(x, w)
+    y = whole if gathered else y
     want = np.broadcast_to((x @ w[:, None]).sum(axis=0), x.shape) if scatter else y
     run = harness.per_device(program, harness.mesh(n), check_vma=False)
     return harness.caught(lambda: run(x, w), want)
@@ -214,7 +224,7 @@ def test_dropped_wait_before_a_part_is_used_is_caught(
 
 
 def test_dropped_wait_for_the_own_copy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The own block is consumed from its place before it is there."""
+    """The own block is never known to be in its place."""
     make = pltpu.make_async_copy
 
     class Unwaited:
@@ -224,9 +234,9 @@ def test_dropped_wait_for_the_own_copy_is_caught(monkeypatch: pytest.MonkeyPatch
         def wait(self) -> None:
             pass
 
-    monkeypatch.setattr(pipelines.pltpu, "make_async_copy", Unwaited)
-    monkeypatch.setattr(sync.pltpu, "make_async_copy", Unwaited)
-    assert is_caught("on_wait", n=2)
+    copies = types.SimpleNamespace(make_async_copy=Unwaited, SemaphoreType=pltpu.SemaphoreType)
+    monkeypatch.setattr(pipelines, "pltpu", copies)
+    assert is_caught("on_wait", n=2, gathered=True)
 
 
 @pytest.mark.parametrize("scatter", [False, True])
@@ -331,12 +341,13 @@ def test_the_replay_knows_no_race_of_other_orders(
     assert races(n, rows=32) == []
 
 
-def test_the_replay_knows_the_race_of_weights_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", ["x", "w", "term", "result"])
+def test_the_replay_knows_the_race_of_a_tile_that_is_not_waited_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights_in_tiles(monkeypatch)
     assert races(4, columns=640) == []
-    monkeypatch.setattr(collective_matmul._Weights, "_arrives", no_wait)
+    drop_waits(name, monkeypatch)
     assert races(4, columns=640)
 
 
