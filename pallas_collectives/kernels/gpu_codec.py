@@ -64,8 +64,8 @@ class Part(NamedTuple):
     def all_of(cls, shape: tuple[int, ...], wire: Wire, most: int, interpret: bool) -> list["Part"]:
         """The parts of blocks: as many as may be, up to `most`."""
         numbers = math.prod(shape[1:])
-        able = (n for n in range(most, 0, -1) if _together(numbers // wire.group / n))
-        parts = next(able)
+        groups = numbers // int(wire.group)
+        parts = next(n for n in range(most, 0, -1) if _together(groups / n))
         return [cls(wire, numbers, number, parts, interpret) for number in range(parts)]
 
     @property
