@@ -18,12 +18,13 @@ operand's dtype.
 A sum beyond that dtype is inf; so a psum of three or more has NaN in its group, as wherever a
 group holds inf.
 
-On GPUs a kernel quantises in one pass, and another dequantises or adds, where `gpu_codec` serves;
-elsewhere passes of XLA do: the same bits. On TPUs gathers, direct exchanges and permutes of whole
-tiles are packed and unpacked in their kernels instead: other bits, within the same bound. Sums can
-be added on the way, round a ring, along a line or over a torus, with the bytes of a ring: they are
-rounded at every hop, and a psum is one kernel. Whether a wire is used, and in which of these ways,
-is settled in `wire_ways`, and counted (`wire_counts`).
+On GPUs a kernel quantises in one pass, and another dequantises or adds, where `gpu_codec` serves,
+and large arrays go in parts (`in_parts`); elsewhere passes of XLA do it: the same bits. On TPUs
+gathers, direct exchanges and permutes of whole tiles are packed and unpacked in their kernels
+instead: other bits, within the same bound. Sums can be added on the way, round a ring, along a line
+or over a torus, with the bytes of a ring: they are rounded at every hop, and a psum is one kernel.
+Whether a wire is used, and in which of these ways, is settled in `wire_ways`, and counted
+(`wire_counts`).
 """
 
 import dataclasses
