@@ -242,7 +242,13 @@ def test_the_largest_number_alone_is_no_overflow(dtype: str) -> None:
 @pytest.mark.usefixtures("by_nccl")
 @pytest.mark.parametrize(
     "n, rows, wire, parts",
-    [(2, 2, "int8", 0), (2, 8, "int8", 1), (2, 8, "float8_e4m3fn", 1), (3, 16, "int8", 2)],
+    [
+        (2, 2, "int8", 0),
+        (2, 8, "int8", 1),
+        (2, 8, "float8_e4m3fn", 1),
+        (2, 16, "float8_e4m3fn", 2),
+        (3, 16, "int8", 2),
+    ],
 )
 def test_nccl_gives_the_bits_that_lax_gives(
     n: int, rows: int, wire: str, parts: int, monkeypatch: pytest.MonkeyPatch
