@@ -316,7 +316,7 @@ QUICK: dict[str, Covers] = {
     "test_visits::test_rows_come_home_in_the_order_of_the_list": once,
     "test_visits::test_rows_come_to_their_slots_with_everyones_notes": once,
     "test_wired::test_kernels_give_the_bits_that_lax_gives": once,
-    "test_wired::test_nccl_gives_the_bits_that_lax_gives": once,
+    "test_wired::test_nccl_gives_the_bits_that_lax_gives": some(parts={0, 2}),
     "test_wired::test_sums_are_within_the_stated_bound": only(n=[3]),
     "test_wired::test_what_is_moved_is_within_half_a_step": once,
     "test_wired_derivatives::test_gradients_pass_straight_through": each("op", "check_vma"),
