@@ -19,7 +19,7 @@ A sum beyond that dtype is inf; so a psum of three or more has NaN in its group,
 group holds inf.
 
 On GPUs a kernel quantises in one pass, and another dequantises or adds, where `gpu_codec` serves,
-and large arrays go in parts (`in_parts`); elsewhere passes of XLA do it: the same bits. On TPUs
+and large gathers go in parts (`in_parts`); elsewhere passes of XLA do it: the same bits. On TPUs
 gathers, direct exchanges and permutes of whole tiles are packed and unpacked in their kernels
 instead: other bits, within the same bound. Sums can be added on the way, round a ring, along a line
 or over a torus, with the bytes of a ring: they are rounded at every hop, and a psum is one kernel.
@@ -195,7 +195,7 @@ class OnWire:
                 call = functools.partial(self._module.all_to_all, split_axis=0, concat_axis=0)
             case _:
                 call = functools.partial(self._module.ppermute, perm=perm)
-        return Move(op, group, perm, how, lambda packed: call(packed, group, how=how))
+        return Move(op, group, how, lambda packed: call(packed, group, how=how))
 
 
 def moved(
