@@ -40,10 +40,11 @@ def test_no_kernel_is_divided_between_cores(monkeypatch: pytest.MonkeyPatch, cas
         except CollectiveError:  # made for another torus
             continue
         traced += 1
-    assert traced and len(launches) >= traced
+    assert traced and sum("name" in launch for launch in launches) >= traced
     for launch in launches:
         assert not launch.get("grid") and "grid_spec" not in launch
-        assert launch["compiler_params"].dimension_semantics is None
+        if "name" in launch:  # what asks for the effects of any kernel, once, is an empty one
+            assert launch["compiler_params"].dimension_semantics is None
     for pipeline in pipelines:
         assert pipeline.get("core_axis") is None and pipeline.get("core_axis_name") is None
         assert not set(pipeline.get("dimension_semantics") or ()) & {"parallel", pltpu.PARALLEL}
