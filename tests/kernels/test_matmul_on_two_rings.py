@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import harness
-from pallas_collectives.kernels import collective_matmul, matmul_plan, pipelines
+from pallas_collectives.kernels import collective_matmul, matmul_plan, streams
 from pallas_collectives.kernels.machinery import channel, sync
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.topology.groups import Group
@@ -75,7 +75,7 @@ def test_messages_that_go_round_the_first_alone_are_caught(
         return channel.Channel(ring.of_number(0), *args, **options)
 
     monkeypatch.setattr(matmul_plan, "CHUNKS", (2,))
-    monkeypatch.setattr(pipelines, "Channel", on_first)
+    monkeypatch.setattr(streams, "Channel", on_first)
     run, wanted = program(4, harness.ADVERSARIES["on_wait"])
     assert harness.caught(lambda: run()[kernel], wanted[kernel])
 
