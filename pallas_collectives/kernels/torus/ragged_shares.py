@@ -1,11 +1,12 @@
 """Which share of each pair's rows takes which axis of a torus for its last, by what links carry.
 
-A part of an axis goes over all other axes, the first one first, and along its own at the end (see
-`ragged_spread`). What is best for one pair depends on what all the others do, so shares are found
-in rounds, by multiplicative weights: each round puts all rows on the links, prices each link by how
-busy it is beside the busiest, and takes weight from the parts that cross dear links. Of all rounds
-the shares count whose busiest link has least to carry; where that is not much less than if all
-went straight, all goes straight.
+A part of an axis goes over all other axes, the first one first, and along its own at the end; or
+along its own at the beginning, where axes are taken for the first (see `ragged_spread`). What is
+best for one pair depends on what all the others do, so shares are found in rounds, by
+multiplicative weights: each round puts all rows on the links, prices each link by how busy it is
+beside the busiest, and takes weight from the parts that cross dear links. Of all rounds the shares
+count whose busiest link has least to carry; where that is not much less than if all went straight,
+all goes straight.
 
 Every device does these sums on the same tables in the same program, with no random numbers and no
 sums whose order is left open, and so finds the same shares to the last bit. They count in 256ths:
@@ -40,22 +41,28 @@ _WORTH = 0.9  # of the busiest link's rows, what is left at the most where parts
 
 
 def cuts(
-    rows: jax.Array, axes: Sequence[Group], passed: Sequence[np.ndarray], *, weighed: bool
+    rows: jax.Array,
+    axes: Sequence[Group],
+    passed: Sequence[jax.Array],
+    first: jax.Array,
+    *,
+    weighed: bool,
 ) -> jax.Array:
     """int32[1 + ways, sender, receiver]: where parts of ways begin and end in a pair's rows.
 
     In parts of `WHOLE`. What is behind goes straight. `passed`: of each way, whose part is passed
-    on; `weighed`: whether links are weighed, or all parts of a pair are alike.
+    on; `first`: whether a part's axis is its first one, or its last; `weighed`: whether links are
+    weighed, or all parts of a pair are alike.
     """
     nothing = jnp.zeros((1 + len(passed), *rows.shape), jnp.int32)
     if not passed:
         return nothing
     uneven = _is_more(rows.sum(0))[None, :] | _is_more(rows.sum(1))[:, None]
     if weighed:
-        found = ends(rows, axes, uneven.any())[: len(passed)]
+        found = ends(rows, axes, uneven.any(), first)[: len(passed)]
     else:
-        until = np.cumsum(passed, axis=0)
-        found = jnp.where(uneven, (WHOLE * until // (until[-1] + 1)).astype(np.int32), 0)
+        until = jnp.cumsum(jnp.stack(passed), axis=0, dtype=jnp.int32)
+        found = jnp.where(uneven, WHOLE * until // (until[-1] + 1), 0)
     return jnp.concatenate([nothing[:1], found])
 
 
@@ -65,13 +72,16 @@ def _is_more(loads: jax.Array) -> jax.Array:
     return loads * (4 * len(loads)) > 5 * jnp.sum(loads)
 
 
-def ends(rows: jax.Array, axes: Sequence[Group], wanted: jax.Array) -> jax.Array:
+def ends(rows: jax.Array, axes: Sequence[Group], wanted: jax.Array, first: jax.Array) -> jax.Array:
     """int32[axes, n, n]: where the part of each axis ends in a pair's rows, in parts of `WHOLE`.
+
+    The last part goes straight: that of the last axis, or of the first if it is `first` ones.
 
     Args:
       rows: [sender, receiver].
       axes: of the torus, the devices of a chip as well; these have no part.
       wanted: bool: whether to weigh links at all; else all goes straight.
+      first: bool: whether a part's axis is its first one, or its last.
     """
     sizes, numbers = [axis.size for axis in axes], devices.numbers(axes)
     chips = [k for k, axis in enumerate(axes) if axis.chip]
@@ -81,7 +91,8 @@ def ends(rows: jax.Array, axes: Sequence[Group], wanted: jax.Array) -> jax.Array
     table = rows.astype(jnp.float32)[at][:, at].reshape(*sizes, *sizes).sum(inside)
     places = math.prod(axis.size for axis in long)
     rounds = jnp.where(wanted, _ROUNDS, 0)
-    found = _found(table.reshape(places, places), _legs(long), rounds)
+    legs = jax.tree.map(functools.partial(jnp.where, first), _legs(long, True), _legs(long, False))
+    found = _found(table.reshape(places, places), legs, rounds)
     end = jnp.round(WHOLE * jnp.cumsum(found, axis=0)).astype(jnp.int32)
     apart = jnp.expand_dims(end.reshape(len(long), *table.shape), [1 + k for k in inside])
     back = np.argsort(at)
@@ -94,13 +105,13 @@ class _Legs(NamedTuple):
     """Who crosses which link: those rows of a part do whose sender and receiver are both named.
 
     Attributes:
-      senders: int8[part, hop, link, place]: the senders whose rows are so many hops along the axis
-        of a link when they come to it.
-      receivers: int8[part, hop, link, place]: the receivers for whom these then cross it.
+      senders: of each part, int8[hop, link, place]: the senders whose rows are so many hops along
+        the axis of a link when they come to it.
+      receivers: of each part, int8[hop, link, place]: the receivers for whom these then cross it.
     """
 
-    senders: np.ndarray
-    receivers: np.ndarray
+    senders: list[Any]
+    receivers: list[Any]
 
 
 def fits(axes: Sequence[Group]) -> bool:
@@ -114,13 +125,15 @@ def _hops(axes: Sequence[Group]) -> int:
     return max(axis.size - 1 if axis.line else axis.size // 2 for axis in axes if not axis.chip)
 
 
-def _legs(axes: Sequence[Group]) -> _Legs:
+def _legs(axes: Sequence[Group], first: bool) -> _Legs:
+    """Of parts whose axis is their first one, or their last. What goes straight is behind."""
     at = np.indices([axis.size for axis in axes]).reshape(len(axes), -1)
     same = at[:, :, None] == at[:, None, :]  # [axis, place, place]
     shape = len(axes), _hops(axes), len(axes), 2, at.shape[1], at.shape[1]
-    found = _Legs(*np.zeros((2, *shape), np.int8))
+    senders, receivers = np.zeros((2, *shape), np.int8)
     for part, axis in itertools.product(range(len(axes)), repeat=2):
-        order = [*(k for k in range(len(axes)) if k != part), part]
+        own = (part + first) % len(axes)
+        order = sorted(range(len(axes)), key=lambda k: (k == own) != first)
         behind, ahead = order[: order.index(axis)], order[order.index(axis) + 1 :]
         size, line = axes[axis].size, axes[axis].line
         for hop, down in itertools.product(range(shape[1]), range(2)):
@@ -129,9 +142,10 @@ def _legs(axes: Sequence[Group]) -> _Legs:
             rises, far = _way(start[:, None] % size, at[axis][None, :], size, line)
             crosses = inside[:, None] & (rises != bool(down)) & (far > hop)
             begins = start[:, None] % size == at[axis][None, :]
-            found.senders[part, hop, axis, down] = same[ahead].all(0) & begins
-            found.receivers[part, hop, axis, down] = same[behind].all(0) & crosses
-    return _Legs(*(table.reshape(*shape[:2], -1, shape[-1]) for table in found))
+            senders[part, hop, axis, down] = same[ahead].all(0) & begins
+            receivers[part, hop, axis, down] = same[behind].all(0) & crosses
+    tables = (table.reshape(*shape[:2], -1, shape[-1]) for table in (senders, receivers))
+    return _Legs(*map(list, tables))
 
 
 def _way(start: np.ndarray, end: np.ndarray, size: int, line: bool) -> tuple[Any, Any]:
