@@ -87,7 +87,7 @@ def ends(rows: jax.Array, axes: Sequence[Group], wanted: jax.Array, first: jax.A
     chips = [k for k, axis in enumerate(axes) if axis.chip]
     inside = [*chips, *(k + len(sizes) for k in chips)]
     long = [axis for axis in axes if not axis.chip]
-    at = np.arange(len(rows)) if numbers is None else numbers
+    at, back = (slice(None),) * 2 if numbers is None else (numbers, np.argsort(numbers))
     table = rows.astype(jnp.float32)[at][:, at].reshape(*sizes, *sizes).sum(inside)
     places = math.prod(axis.size for axis in long)
     legs = jax.tree.map(functools.partial(jnp.where, first), _legs(long, True), _legs(long, False))
@@ -96,7 +96,6 @@ def ends(rows: jax.Array, axes: Sequence[Group], wanted: jax.Array, first: jax.A
     found = lax.cond(wanted, _found, lambda *_: straight, flat, legs)
     end = jnp.round(WHOLE * jnp.cumsum(found, axis=0)).astype(jnp.int32)
     apart = jnp.expand_dims(end.reshape(len(long), *table.shape), [1 + k for k in inside])
-    back = np.argsort(at)
     return jnp.broadcast_to(apart, (len(long), *sizes, *sizes)).reshape(-1, *rows.shape)[:, back][
         :, :, back
     ]

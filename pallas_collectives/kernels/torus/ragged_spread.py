@@ -54,7 +54,8 @@ from pallas_collectives.kernels.torus.ragged_shares import WHOLE
 from pallas_collectives.topology.groups import Group, Ring, wrap
 
 # Of an operand from which links are weighed. If some have to do with more than others, that takes
-# some 0.2 ms: 410 thousand cycles on v5p:4x4x4, 220 thousand on v6e:4x4, as the compiler estimates.
+# a quarter of a millisecond: 430 thousand cycles on v5p:4x4x4, 200 thousand on v6e:4x4, as the
+# compiler estimates.
 WEIGHED_BYTES = 64 << 20
 CHUNKS = 16  # the more, the sooner the axes that pass on are busy; each costs a start for each part
 
