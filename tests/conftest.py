@@ -49,15 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what is in the tiers `quick` and `full`; `tiers` says what is."""
+    """Marks what is in the tiers `quick`, `full` and `slow`; `tiers` says what is."""
     if not any("::" in name for name in config.args):
         tiers.check(items)
     in_a_tier = [
         i for i in items if not any(i.iter_markers("gpu")) and not any(i.iter_markers("slow"))
     ]
-    quick = tiers.quick(in_a_tier)
+    full, quick = tiers.full(in_a_tier), tiers.quick(in_a_tier)
     for item in in_a_tier:
-        item.add_marker("full")
+        item.add_marker("full" if item in full else "slow")
         if item in quick:
             item.add_marker("quick")
 

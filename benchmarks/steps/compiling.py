@@ -134,7 +134,7 @@ def _figures(
     placement = machine.placement_of(devices)
     what_of = wires.programs(machine, placement, program.axes, plans)
     text = compiled_.as_text()
-    events = schedule.events(text)
+    events = schedule.events(text, timeline.cycles_of(machine))
     line = timeline.run(events, machine, placement, what_of)
     collectives = line.served.values()
     under_way = sum(served.times * served.each_us for served in collectives)

@@ -4,19 +4,22 @@ XLA's text of a scheduled program holds each computation's instructions in their
 cycles that it estimates for each. Collectives come in four forms:
 
     form                                       engine        beside what lies between
-    all-gather, ..., a kernel's custom-call    core          nothing: the core waits
+    all-gather, ..., a kernel that sends       core          nothing: the core waits
     fusion of an all-reduce and a slice        core          nothing: XLA's reduce-scatter
     x-start ... x-done                         DMA           start and done
     async-collective-start ... -done           DMA           start and done (v5e: fusions that carry
                                                              the collective on, step by step)
     call-start, call-update ... call-done      SparseCore    update, which hands over operands, and
                                                              done
+
+A kernel that sends nothing is the core's own work, of which XLA knows operations and bytes, and no
+cycles.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 CORE, DMA, SPARSECORE = "core", "DMA", "SparseCore"
@@ -35,6 +38,8 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*)", r
 _HEADER = re.compile(r"(ENTRY )?%?(\S+) \(.*\) -> .* \{$", re.DOTALL)
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_SENDS = '"has_communication":true'  # in the attributes of a kernel
+_COST = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,7 @@ class Loop:
 
 
 Event = Work | Start | Done | Loop
+Cycles = Callable[[int, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +124,13 @@ class _Instruction:
         return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
 
 
-def events(hlo: str) -> tuple[Event, ...]:
-    """The events of a scheduled program, as the text of its compiled form has them."""
+def events(hlo: str, cycles: Cycles = lambda flops, nbytes: 0) -> tuple[Event, ...]:
+    """The events of a scheduled program, as the text of its compiled form has them.
+
+    cycles: of a kernel that sends nothing, by its operations and the bytes of its memory traffic.
+    """
     computations, entry = _parsed(hlo)
-    return tuple(_Walk(computations).of(entry))
+    return tuple(_Walk(computations, cycles).of(entry))
 
 
 def needs(hlo: str) -> dict[str, list[str]]:
@@ -149,8 +158,8 @@ def _parsed(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 class _Walk:
-    def __init__(self, computations: dict[str, list[_Instruction]]) -> None:
-        self._computations = computations
+    def __init__(self, computations: dict[str, list[_Instruction]], cycles: Cycles) -> None:
+        self._computations, self._cycles = computations, cycles
 
     def of(self, computation: str) -> Iterator[Event]:
         """The events of a computation."""
@@ -181,7 +190,13 @@ class _Walk:
             yield Start(i.name, summed, i.name)
             yield Done(i.name, i.name)
         elif "tpu_custom_call" in i.rest and i.op == "custom-call":
-            yield from self._own(i, i, "", "")
+            ours = _by_kernel(i, CORE)
+            if ours.op or _SENDS in i.rest:
+                yield from self._own(i, i, "", "")
+            else:
+                cost = _COST.search(i.rest)
+                flops, nbytes = map(int, cost.groups()) if cost else (0, ours.nbytes)
+                yield Work(i.name, self._cycles(flops, nbytes))
         elif cycles := _CYCLES.search(i.rest):
             yield Work(i.name, int(cycles[1]))
 

@@ -1,6 +1,7 @@
 """What a schedule takes: a replay of the whole step. Modelled, not measured.
 
-The core's own work takes the cycles that XLA estimates. Collectives are replayed with it
+The core's own work takes the cycles that XLA estimates, and a kernel that sends nothing as long as
+its products or its bytes by the peak rates. Collectives are replayed with it
 (`replay.steps`): a kernel's own program, and for one of XLA's own that of our fastest, so that both
 are held to one model of the wire. An engine serves one collective at a time, in their order; all
 share the links. What the core waits for is exposed; the rest of a collective's time is hidden.
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from benchmarks.steps.schedule import CORE, Collective, Done, Event, Loop, Start, Work
+from benchmarks.steps.schedule import CORE, Collective, Cycles, Done, Event, Loop, Start, Work
 from pallas_collectives.replay import Machine, steps
 from pallas_collectives.replay.program import Program
 from pallas_collectives.topology import chips
@@ -194,6 +195,19 @@ class _Account:
 
     def _draw(self, lane: str, kind: str, name: str, spans: list[steps.Span]) -> None:
         self._line.spans += [Span(lane, kind, name, s.begin / US, s.end / US) for s in spans]
+
+
+def cycles_of(machine: Machine) -> Cycles:
+    """What gives the cycles of a kernel that sends nothing: by the peak rates of a device."""
+    generation = machine.generation
+    # What libtpu shows as a device can be one of the cores that the model takes together.
+    share = chips.BY_NAME[generation.name].devices_per_chip / generation.devices_per_chip
+
+    def cycles(flops: int, nbytes: int) -> int:
+        seconds = max(flops / generation.matrix_rate, nbytes / generation.hbm_bandwidth) / share
+        return round(seconds * clock(generation))
+
+    return cycles
 
 
 def clock(generation: Chip) -> float:

@@ -38,11 +38,13 @@ class Flight:
       op: "gather", operand (...) to (n, ...); "exchange", (n, ...) to (n, ...); or "permute".
       group: the devices.
       name: a number that joins its halves while they are traced. No program has it in its text,
-        which is the same each time a function is traced: see `_place`.
+        which is the same each time a function is traced: see `_number`.
       perm: (source, target) pairs, of a permutation.
       to: what a gather's result is typed as, "varying" or "invarying".
       order: how often it was differentiated. XLA would take a start of tangents for one of the same
         numbers, if both were of one exchange, and copy what is under way for the second `done`.
+      own: whether what a device gathers or exchanges with itself is copied; if not, its place in
+        the result has whatever was there.
     """
 
     op: str
@@ -51,6 +53,7 @@ class Flight:
     perm: tuple[tuple[int, int], ...] = ()
     to: str = "varying"
     order: int = 0
+    own: bool = True
 
     def plan(self, rank: int, nbytes: int) -> copies.Plan:
         """What a rank does; nbytes: of its operand."""
@@ -64,7 +67,7 @@ class Flight:
         ranks = [(rank + distance) % n for distance in range(n)]
         pushes = tuple(
             copies.Push(p, 0 if self.op == "gather" else p * block, rank * block, block)
-            for p in ranks
+            for p in (ranks if self.own else ranks[1:])
         )
         return copies.Plan(tuple(ranks[1:]), pushes)
 
@@ -105,9 +108,15 @@ def moves(x: Any) -> bool:
     return np.size(x) > 0
 
 
-def new(op: str, group: Group, perm: Iterable[tuple[int, int]] = (), to: str = "varying") -> Flight:
+def new(
+    op: str,
+    group: Group,
+    perm: Iterable[tuple[int, int]] = (),
+    to: str = "varying",
+    own: bool = True,
+) -> Flight:
     """An exchange that may be under way beside the others of its program."""
-    return Flight(op, group, next(_names), tuple((s, t) for s, t in perm), to)
+    return Flight(op, group, next(_names), tuple((s, t) for s, t in perm), to, own=own)
 
 
 def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -179,29 +188,31 @@ def _done_lowered(
     return lower(types, ctx.avals_out, under_way, x, *others[spare:])
 
 
-def _place(ctx: mlir.LoweringRuleContext, flight: Flight) -> int:
-    """Which of those that may be under way: exchanges take turns, in the order of the program.
+def _number(ctx: mlir.LoweringRuleContext, flight: Flight) -> int:
+    """Its number in the order of the program: exchanges take turns in the slots for them.
 
-    Processes of one program, and runs on other days, which share its compiled form, so agree.
+    Processes of one program, and runs on other days, which share its compiled form, so agree. Texts
+    have it, for XLA would take two starts with one operand for the same, and copy what is under way
+    if their ends differ.
     """
-    places = _compat.kept_in_module(ctx, "pallas_collectives flights", dict)
-    return places.setdefault((flight.name, flight.order), len(places) % _AT_A_TIME)
+    numbers = _compat.kept_in_module(ctx, "pallas_collectives flights", dict)
+    return numbers.setdefault((flight.name, flight.order), len(numbers))
 
 
 def _lowering(
     ctx: mlir.LoweringRuleContext, flight: Flight, half: str, x: Any, in_place: bool = False
 ) -> Callable[..., Any]:
     """(types of operands and results, *operands) -> results of a call of one half."""
-    nbytes, place = x.size * x.dtype.itemsize, _place(ctx, flight)
+    nbytes, number = x.size * x.dtype.itemsize, _number(ctx, flight)
     at: dict[int, tuple[copies.Copier, copies.Slot, copies.Plan]] = {}
     members = device_groups(_compat.mesh_of(ctx), flight.group)
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
             group = nccl.get(devices, name="copies", uses=())
-            for rank, (copier, slot) in copies.slots(group, place).items():
+            for rank, (copier, slot) in copies.slots(group, number % _AT_A_TIME).items():
                 at[copier.ordinal] = copier, slot, flight.plan(rank, nbytes)
     ids = [[d.id for d in devices] for devices in members]
-    text = f"{flight.op} {half} {nbytes} {place} {flight.perm} over {ids}"
+    text = f"{flight.op} {half} {nbytes} {number} {flight.perm} {flight.own} over {ids}"
 
     def enqueue(
         copier: copies.Copier, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses

@@ -94,6 +94,12 @@ def all_to_all(
     return side_by_side(_exchanged(blocks(x, split_axis, group.size), group), concat_axis)
 
 
+def others_blocks(blocks: jax.Array, group: Group, *, how: How) -> jax.Array:
+    """(n, ...), exchanged as by `all_to_all`; a device's own place holds anything."""
+    _serves("all_to_all", blocks.dtype, how)
+    return _exchanged(blocks, group, own=False)
+
+
 def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how: How) -> jax.Array:
     """What the source sends; zeros on devices without a source."""
     _serves("ppermute", x.dtype, how)
@@ -190,14 +196,23 @@ def _checked(dtype: Any, check: Callable[[], Any]) -> None:
         raise DtypeError(f"dtype {dtype}", str(error), "cast before the collective") from error
 
 
-def _exchanged(blocks: jax.Array, group: Group) -> jax.Array:
-    """(n, ...): block p to device p, device p's block to place p."""
+def _exchanged(blocks: jax.Array, group: Group, own: bool = True) -> jax.Array:
+    """(n, ...): block p to device p, device p's to place p; its own where it is wanted."""
     count = blocks.size // group.size
+    text = f"all_to_all {blocks.dtype} {count}{'' if own else ' of others'}"
 
     def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
-        c.all_to_all(inputs[0], outputs[0], count, blocks.dtype, stream)
+        if own:
+            c.all_to_all(inputs[0], outputs[0], count, blocks.dtype, stream)
+            return
+        pitch = count * blocks.dtype.itemsize
+        sends, recvs = (
+            [(tape.behind(base, p * pitch), count, p) for p in range(group.size) if p != c.rank]
+            for base in (inputs[0], outputs[0])
+        )
+        nccl.exchange([nccl.Messages(c, sends, recvs, stream)], blocks.dtype, text)
 
-    work = _Work(f"all_to_all {blocks.dtype} {count}", enqueue, uses=MESSAGES)
+    work = _Work(text, enqueue, uses=MESSAGES)
     return _call(work, group, blocks.shape, blocks.dtype, blocks)
 
 

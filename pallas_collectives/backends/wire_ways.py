@@ -174,8 +174,9 @@ def _linked(op: str, x: jax.Array, wire: Wire, how: How) -> str:
     """Why a wire that may be left out is between GPUs of one process; "" if it is taken.
 
     On two H200 with NVLink, 64 MiB of bfloat16, us with int8 or float8 and without: all_gather
-    231 and 236, psum 207 and 233, ppermute 176 and 206, all_to_all 130 and 113. At 16 MiB 82 and
-    85, 72 and 70, 58 and 61, 45 and 37.
+    210 and 232, psum 201 and 235, psum_scatter 114 and 169, ppermute 173 and 204, all_to_all 117
+    and 113. Before gathers went in parts, at 16 MiB: 82 and 85, psum 72 and 70, ppermute 58 and 61,
+    all_to_all 45 and 37.
     """
     if not wire.optional or how.backend != "nccl" or jax.process_count() > 1:
         return ""

@@ -18,12 +18,13 @@ operand's dtype.
 A sum beyond that dtype is inf; so a psum of three or more has NaN in its group, as wherever a
 group holds inf.
 
-On GPUs a kernel quantises in one pass, and another dequantises or adds, where `gpu_codec` serves;
-elsewhere passes of XLA do: the same bits. On TPUs gathers, direct exchanges and permutes of whole
-tiles are packed and unpacked in their kernels instead: other bits, within the same bound. Sums can
-be added on the way, round a ring, along a line or over a torus, with the bytes of a ring: they are
-rounded at every hop, and a psum is one kernel. Whether a wire is used, and in which of these ways,
-is settled in `wire_ways`, and counted (`wire_counts`).
+On GPUs a kernel quantises in one pass, and another dequantises or adds, where `gpu_codec` serves,
+and large gathers go in parts (`in_parts`); elsewhere passes of XLA do it: the same bits. On TPUs
+gathers, direct exchanges and permutes of whole tiles are packed and unpacked in their kernels
+instead: other bits, within the same bound. Sums can be added on the way, round a ring, along a line
+or over a torus, with the bytes of a ring: they are rounded at every hop, and a psum is one kernel.
+Whether a wire is used, and in which of these ways, is settled in `wire_ways`, and counted
+(`wire_counts`).
 """
 
 import dataclasses
@@ -38,7 +39,8 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import _compat, simulation, wires
-from pallas_collectives.backends import ordered
+from pallas_collectives.backends import in_parts, ordered
+from pallas_collectives.backends.in_parts import Move
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.pallas import packed
@@ -46,11 +48,8 @@ from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.wire_costs import gathers_terms
 from pallas_collectives.backends.wire_ways import settled
 from pallas_collectives.kernels import gpu_codec
-from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
-
-Move = Callable[[jax.Array], jax.Array]  # one collective, of what is packed
 
 
 class OnWire:
@@ -63,17 +62,13 @@ class OnWire:
         """The group's blocks side by side along `axis`."""
         sent_by = functools.partial(packed.gather_bytes, x=x, axis=axis, group=group)
         wire, plain, way = settled("all_gather", x, (1, *x.shape), group, how, sent_by)
-
-        def move(packed: jax.Array) -> jax.Array:
-            return self._module.all_gather(packed, group, axis=0, how=plain)
-
         if wire is None or not wire.scaled:
             gathered = self._module.all_gather(_cast(x, wire), group, axis=axis, how=plain)
             return gathered.astype(x.dtype)
         if way.packs:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             return packed.all_gather(x, group, axis=axis, wire=wire, how=named)
-        return side_by_side(_brought(x[None], wire, move, plain), axis)
+        return side_by_side(_brought(x[None], wire, self._move("gather", group, plain)), axis)
 
     def all_to_all(
         self, x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, how: How
@@ -89,7 +84,8 @@ class OnWire:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             return packed.all_to_all(x, group, **at, wire=wire, how=named)
         parts = blocks_of(x, split_axis, group.size)
-        return side_by_side(_brought(parts, wire, self._exchange(group, plain), plain), concat_axis)
+        come = _brought(parts, wire, self._move("exchange", group, plain))
+        return side_by_side(come, concat_axis)
 
     def ppermute(
         self, x: jax.Array, group: Group, *, perm: tuple[tuple[int, int], ...], how: How
@@ -98,16 +94,14 @@ class OnWire:
         rows = x if x.ndim > how.mapped else x[..., None]
         sent_by = functools.partial(packed.permute_bytes, x=rows, perm=perm, group=group)
         wire, plain, way = settled("ppermute", x, (1, *rows.shape), group, how, sent_by)
-
-        def move(packed: jax.Array) -> jax.Array:
-            return self._module.ppermute(packed, group, perm=perm, how=plain)
-
         if wire is None or not wire.scaled:
-            return move(_cast(x, wire)).astype(x.dtype)
+            come = self._module.ppermute(_cast(x, wire), group, perm=perm, how=plain)
+            return come.astype(x.dtype)
         if way.packs:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             return packed.ppermute(x, group, perm=perm, wire=wire, how=named)
-        return _brought(rows[None], wire, move, plain).reshape(x.shape)
+        move = self._move("permute", group, plain, perm)
+        return _brought(rows[None], wire, move).reshape(x.shape)
 
     def ragged_all_to_all(
         self,
@@ -159,7 +153,7 @@ class OnWire:
                 return self._module.requantized_scatter(x, group, axis=axis, **options)
             sums = self._module.requantized_scatter(flat, group, axis=0, **options)
         else:
-            sums = _added(flat, wire, self._exchange(group, plain), group.size, plain, x.dtype)
+            sums = _added(flat, wire, self._move("exchange", group, plain), x.dtype)
         return sums.reshape(elements, padded)[:, :size].reshape(shape).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
@@ -175,10 +169,7 @@ class OnWire:
         wire, plain, way = settled("all_reduce", x, (n, each), group, how)
         if wire is None or not wire.scaled:
             return self._module.all_reduce(_cast(x, wire), group, op=op, how=plain).astype(x.dtype)
-
-        def gather(packed: jax.Array) -> jax.Array:
-            return self._module.all_gather(packed, group, axis=0, how=plain)
-
+        gather = self._move("gather", group, plain)
         flat = jnp.pad(x.reshape(elements, size), ((0, 0), (0, padded - size))).reshape(-1)
         blocks = jnp.pad(flat, (0, n * each - flat.size)).reshape(n, each)
         if way.packs:
@@ -188,70 +179,70 @@ class OnWire:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             whole = self._module.requantized_reduce(blocks, group, wire=wire, how=named)
         elif gathers_terms(n, way.algorithm):
-            whole = _added(blocks.reshape(1, -1), wire, gather, n, plain, x.dtype)
+            whole = _added(blocks.reshape(1, -1), wire, gather, x.dtype)
         else:
-            sums = _added(blocks, wire, self._exchange(group, plain), n, plain, jnp.float32)
-            whole = _brought(_overflown(sums, x.dtype)[None], wire, gather, plain, x.dtype)
+            sums = _added(blocks, wire, self._move("exchange", group, plain), jnp.float32)
+            whole = _brought(_overflown(sums, x.dtype)[None], wire, gather, x.dtype)
         whole = whole.reshape(-1)[: flat.size]
         return whole.reshape(elements, padded)[:, :size].reshape(x.shape)
 
-    def _exchange(self, group: Group, plain: How) -> Move:
-        at = {"split_axis": 0, "concat_axis": 0}
-        return lambda packed: self._module.all_to_all(packed, group, **at, how=plain)
+    def _move(self, op: str, group: Group, how: How, perm: Any = ()) -> Move:
+        """A gather or exchange of blocks, or a permute."""
+        match op:
+            case "gather":
+                call = functools.partial(self._module.all_gather, axis=0)
+            case "exchange":
+                call = functools.partial(self._module.all_to_all, split_axis=0, concat_axis=0)
+            case _:
+                call = functools.partial(self._module.ppermute, perm=perm)
+        return Move(op, group, how, lambda packed: call(packed, group, how=how))
 
 
-def moved(blocks: jax.Array, wire: Wire, move: Move) -> tuple[jax.Array, jax.Array]:
+def moved(
+    blocks: jax.Array, wire: Wire, move: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """(k, *block) -> the values and scales of the blocks that have come, by one collective."""
     return wires.unpack(move(wires.pack(*wires.quantize(blocks, wire))), blocks.shape[1:], wire)
 
 
-def _added(blocks: jax.Array, wire: Wire, move: Move, n: int, plain: How, result: Any) -> jax.Array:
-    """(k, elements) -> (elements,): the sum, in float32, of the n terms that `move` brings.
+def _added(blocks: jax.Array, wire: Wire, move: Move, result: Any) -> jax.Array:
+    """(k, elements) -> (elements,): the sum, in float32, of everyone's terms that `move` brings.
 
     result: the sum's dtype.
     """
-    if _in_one_pass(blocks.shape, wire, plain):
-        come = move(_by_kernel(gpu_codec.pack, blocks, wire))
-        return _by_kernel(gpu_codec.added, come, blocks.shape[1:], wire, blocks.dtype, result)
-    values, scales = moved(blocks, wire, move)
+    if _in_one_pass(blocks.shape, wire, move.how):
+        return in_parts.by_kernels(gpu_codec.added, blocks, wire, move, result).reshape(-1)
+    values, scales = moved(blocks, wire, move.at_once)
     limit = float(jnp.finfo(blocks.dtype).max)
 
     def term(number: Any) -> jax.Array:
         return jnp.clip(_term(values, scales, number), -limit, limit)
 
-    return ordered.total(term, n).astype(result)
+    return ordered.total(term, move.group.size).astype(result)
 
 
-def _brought(blocks: jax.Array, wire: Wire, move: Move, plain: How, dtype: Any = None) -> jax.Array:
+def _brought(blocks: jax.Array, wire: Wire, move: Move, dtype: Any = None) -> jax.Array:
     """(k, *block) -> the blocks that have come, in their dtype or another."""
     dtype = blocks.dtype if dtype is None else dtype
-    if _in_one_pass(blocks.shape, wire, plain):
-        come = move(_by_kernel(gpu_codec.pack, blocks, wire))
-        return _by_kernel(gpu_codec.unpack, come, blocks.shape[1:], wire, dtype)
-    return wires.dequantize(*moved(blocks, wire, move), dtype)
+    if _in_one_pass(blocks.shape, wire, move.how):
+        come = in_parts.by_kernels(gpu_codec.unpack, blocks, wire, move, dtype)
+        return come.reshape(-1, *blocks.shape[1:])
+    return wires.dequantize(*moved(blocks, wire, move.at_once), dtype)
 
 
 def _in_one_pass(shape: tuple[int, ...], wire: Wire, how: How) -> bool:
-    """Whether a kernel quantises blocks, and one dequantises them; else passes of XLA do."""
+    """Whether kernels quantise and dequantise blocks in one pass each; else passes of XLA do."""
     return how.backend == "nccl" and gpu_codec.serves(shape, wire) and _converts(wire)
-
-
-def _by_kernel(fn: Callable[..., jax.Array], x: jax.Array, *how: Any) -> jax.Array:
-    return launch.unchecked(lambda x: fn(x, *how, _simulated()))(x)
 
 
 def _converts(wire: Wire) -> bool:
     """Whether there is a Triton that converts to a wire's numbers: to float8_e4m3fn from Ada on."""
     if _compat.triton_params() is None:
         return False
-    if wire.dtype != "float8_e4m3fn" or _simulated():
+    if wire.dtype != "float8_e4m3fn" or simulation.platform() == "cpu":
         return True
     capability = jax.local_devices()[0].compute_capability
     return tuple(map(int, capability.split("."))) >= (8, 9)
-
-
-def _simulated() -> bool:
-    return simulation.platform() == "cpu"
 
 
 def _term(values: jax.Array, scales: jax.Array, number: Any) -> jax.Array:

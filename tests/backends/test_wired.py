@@ -11,6 +11,7 @@ import pytest
 import harness
 import pallas_collectives as pc
 from pallas_collectives import wires
+from pallas_collectives.backends import in_parts
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.wires import Wire
@@ -239,18 +240,31 @@ def test_the_largest_number_alone_is_no_overflow(dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("by_nccl")
-@pytest.mark.parametrize("rows, wire", [(2, "int8"), (8, "int8"), (8, "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    "n, rows, wire, parts",
+    [
+        (2, 2, "int8", 0),
+        (2, 8, "int8", 1),
+        (2, 8, "float8_e4m3fn", 1),
+        (2, 16, "float8_e4m3fn", 2),
+        (3, 16, "int8", 2),
+    ],
+)
 def test_nccl_gives_the_bits_that_lax_gives(
-    rows: int, wire: str, monkeypatch: pytest.MonkeyPatch
+    n: int, rows: int, wire: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By passes of XLA, and by kernels of one pass, for which 8 rows are enough."""
-    x, n, pack, packed = data(2, "heavy tails", rows), 2, gpu_codec.pack, []
+    """By passes of XLA, by kernels of one pass, for which 8 rows are enough, and these in parts."""
+    if n > jax.device_count():
+        pytest.skip(f"needs {n} devices")
+    x, pack, packed = data(n, "heavy tails", rows), gpu_codec.pack, []
 
-    def noted(blocks: jax.Array, *how: Any) -> jax.Array:
-        packed.append(blocks.shape)
-        return pack(blocks, *how)
+    def noted(part: gpu_codec.Part, blocks: jax.Array, *given: jax.Array) -> jax.Array:
+        packed.append((blocks.shape, part.parts))
+        return pack(part, blocks, *given)
 
     monkeypatch.setattr(gpu_codec, "pack", noted)
+    if parts == 2:
+        monkeypatch.setattr(in_parts, "LEAST_BYTES", 0)
 
     def program(x: jax.Array, **how: Any) -> Any:
         return [*moves(x, n, wire=wire, **how), *sums(x, wire=wire, **how)]
@@ -258,7 +272,9 @@ def test_nccl_gives_the_bits_that_lax_gives(
     of_lax = run(functools.partial(program, backend="xla"), x, n=n)
     assert not packed
     ours = run(functools.partial(program, backend="nccl"), x, n=n)
-    assert any(len(shape) > 2 for shape in packed) == (rows == 8)  # sums are of flat blocks
+    # Sums are of flat blocks, of which kernels serve smaller ones; gathers alone go in parts.
+    went_in = {parts for shape, parts in packed if len(shape) > 2}
+    assert went_in == {0: set(), 1: {1}, 2: {1, 2}}[parts]
     for a, b in zip(of_lax, ours, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -63,12 +63,15 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %sum = bf16[8,128]{1,0} all-reduce(%z), replica_groups=[2,4]<=[8], to_apply=%add
   %fusion.9 = bf16[2,128]{1,0} fusion(%x), kind=kCustom, calls=%scattered
   %fusion.8 = bf16[8,128]{1,0} fusion(%x), kind=kOutput, calls=%carried, backend_config={"window_config":{"estimated_cycles":"700"}}
+  %ragged-dot = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"5000","transcendentals":"0","bytes_accessed":"300"}}}
+  %mine = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/mine/pallas_call"}
+  %sends = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/sends/pallas_call"}, backend_config={"custom_call_config":{"has_communication":true}}
 }
 """  # noqa: E501
 
 
 def test_events_of_a_schedule() -> None:
-    loop, *rest = schedule.events(HLO)
+    loop, *rest = schedule.events(HLO, lambda flops, nbytes: max(flops // 10, nbytes))
     assert loop == Loop(
         3,
         (
@@ -100,6 +103,11 @@ def test_events_of_a_schedule() -> None:
         ),
         Done("fusion.9"),
         Work("fusion.8", 700),
+        # Kernels of others: two that send nothing, one with a word of its cost, and one that sends.
+        Work("ragged-dot", 500),
+        Work("mine", 2048),
+        Start("sends", Collective("sends", "", "sends", CORE, 2048, 0, shape=(8, 128))),
+        Done("sends"),
     ]
 
 

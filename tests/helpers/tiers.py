@@ -2,18 +2,20 @@
 
     pytest                  the quick tier: minutes on two cores
     pytest -m full          all of them, but for those that are marked `slow` or `gpu`
-    pytest FILE::TEST       tests that are named so run, whichever tier they are in
+    pytest -m slow          what takes many devices or minutes, and products of everything
+    pytest FILE::TEST       tests that are named so run, in the quick tier or in the full one
 
 Every test is quick but those that are marked `full`, costly tests of what others test too, and
 rows that `quick_rows.QUICK` leaves out: it names tests that compile or simulate a program for each
-row of parameters, of which some rows are quick, and the product is not.
+row of parameters, of which some rows are quick, and the product is not. `quick_rows.FULL` does the
+same for the full tier: what it leaves out is slow.
 """
 
 from collections.abc import Hashable, Iterable
 
 import pytest
 
-from quick_rows import QUICK, Covers
+from quick_rows import FULL, QUICK, Covers
 
 
 def name_of(item: pytest.Item) -> str:
@@ -21,13 +23,21 @@ def name_of(item: pytest.Item) -> str:
     return f"{item.path.stem}::{getattr(item, 'originalname', item.name)}"
 
 
+def full(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Those of the items that the full tier runs; the quick ones are among them."""
+    return _by(FULL, items) | quick(items)
+
+
 def quick(items: list[pytest.Item]) -> set[pytest.Item]:
     """Those of the items that the quick tier runs."""
+    return _by(QUICK, [item for item in items if not any(item.iter_markers("full"))])
+
+
+def _by(rules: dict[str, Covers], items: list[pytest.Item]) -> set[pytest.Item]:
+    """Items of tests without a rule, and rows that cover what the rule wants covered."""
     chosen, left = set(), {}
     for item in items:
-        if any(item.iter_markers("full")):
-            continue
-        covers = QUICK.get(name_of(item))
+        covers = rules.get(name_of(item))
         if covers is None:
             chosen.add(item)
         else:
@@ -58,14 +68,14 @@ def _covering(rows: list[tuple[pytest.Item, set[Hashable]]]) -> Iterable[pytest.
 
 
 def check(items: list[pytest.Item]) -> None:
-    """Refuses names in `QUICK` that no test has, of the modules that the items are from.
+    """Refuses names in the rules that no test has, of the modules that the items are from.
 
     Raises:
       pytest.UsageError: a test was renamed or removed.
     """
     names = {name_of(item) for item in items}
     modules = {name.partition("::")[0] for name in names}
-    for name in sorted(set(QUICK) - names):
+    for name in sorted({*QUICK, *FULL} - names):
         if name.partition("::")[0] in modules:
             raise pytest.UsageError(
                 f"tests/helpers/quick_rows.py: {name}: no test has this name;"

@@ -1,5 +1,6 @@
 """Kernels of one pass on GPUs: the bits of `wires`, and what Triton is given."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from pallas_collectives import wires
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.wires import Wire
 
+NOBODY = jnp.full(1, -1, jnp.int32)
 SHAPES = [
     ((3, 2, 16, 128), jnp.float32),
     ((2, 16384), jnp.bfloat16),
@@ -57,42 +59,70 @@ def test_the_bits_are_those_of_passes_of_xla(
         return packed, wires.dequantize(values, scales, dtype), sum(terms[1:], terms[0])
 
     def in_one(x: jax.Array) -> Any:
-        packed = gpu_codec.pack(x, wire, True)
+        (part,) = gpu_codec.Part.all_of(shape, wire, 1, True)
+        packed = gpu_codec.pack(part, x, NOBODY)
         return (
             packed,
-            gpu_codec.unpack(packed, block, wire, dtype, True),
-            gpu_codec.added(packed, block, wire, dtype, jnp.float32, True),
+            gpu_codec.unpack(part, dtype, packed, x, NOBODY),
+            gpu_codec.added(part, jnp.float32, packed, x, NOBODY),
         )
 
     for want, got in zip(jax.jit(by_passes)(x), jax.jit(in_one)(x), strict=True):
+        if got.dtype == jnp.int8:  # without padding
+            want = want.reshape(len(x), -1)[:, : got.shape[1]]
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(
-            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
+            np.asarray(got).view(np.uint8).reshape(-1), np.asarray(want).view(np.uint8).reshape(-1)
         )
 
 
+@pytest.mark.parametrize("name", ["int8", "float8_e5m2"])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_parts_and_what_stays_are_the_same_bits(blocks: int, name: str) -> None:
+    """Of three devices, the second of which packs another block for each, or one for all."""
+    wire, x = Wire(name), blocks_of((3, 64 * 128), jnp.bfloat16)
+    own, sent = jnp.ones(1, jnp.int32), x if blocks == 3 else x[1:2]
+    left_out = own if blocks == 3 else NOBODY
+
+    def in_parts(x: jax.Array, most: int) -> Any:
+        arrived: list[jax.Array] = []
+        total: list[jax.Array] = []
+        for part in gpu_codec.Part.all_of(x.shape, wire, most, True):
+            packed = gpu_codec.pack(part, x, NOBODY)
+            come = packed.at[1].set(-1)  # NaN, if anyone looked at it
+            alone = gpu_codec.pack(part, sent, left_out, own)
+            for k in {0, 2} if blocks == 3 else ():
+                come = come.at[k].set(alone[k])
+            arrived = [gpu_codec.unpack(part, x.dtype, come, sent, own, *arrived)]
+            total = [gpu_codec.added(part, x.dtype, come, sent, own, *total)]
+        return arrived[0].reshape(x.shape).astype(jnp.float32), total[0].astype(jnp.float32)
+
+    arrived, total = jax.jit(in_parts, static_argnums=1)(x, 2)
+    in_one, of_one = jax.jit(in_parts, static_argnums=1)(x, 1)
+    np.testing.assert_array_equal(arrived, wires.as_sent(x, wire).astype(jnp.float32))
+    np.testing.assert_array_equal(arrived, in_one)
+    np.testing.assert_array_equal(total, of_one)
+
+
 def test_a_sum_beyond_its_dtype_is_inf_and_a_term_is_not() -> None:
-    wire, most = Wire("int8"), float(jnp.finfo(jnp.float16).max)
-    packed = gpu_codec.pack(jnp.full((2, 1024), most, jnp.float16), wire, True)
-    added = gpu_codec.added(packed, (1024,), wire, jnp.float16, jnp.float16, True)
+    most = float(jnp.finfo(jnp.float16).max)
+    x = jnp.full((2, 1024), most, jnp.float16)
+    (part,) = gpu_codec.Part.all_of(x.shape, Wire("int8"), 1, True)
+    packed = gpu_codec.pack(part, x, NOBODY)
+    added = gpu_codec.added(part, jnp.float16, packed, x, NOBODY)
     assert np.isinf(np.asarray(added)).all()
-    alone = gpu_codec.unpack(packed, (1024,), wire, jnp.float16, True)
+    alone = gpu_codec.unpack(part, jnp.float16, packed, x, NOBODY)
     assert (np.asarray(alone) == most).all()
 
 
-def test_a_scale_of_another_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scale_of_another_group_is_noticed() -> None:
     """So that the tests above can fail."""
-    wire, x = Wire("int8"), blocks_of((2, 16384), jnp.float32)
-    parts = gpu_codec._parts
-    packed = gpu_codec.pack(x, wire, True)
-
-    def turned(*given: Any) -> Any:
-        values, scales = parts(*given)
-        return values, jnp.roll(scales, 1, axis=1)
-
-    want = gpu_codec.unpack(packed, x.shape[1:], wire, x.dtype, True)
-    monkeypatch.setattr(gpu_codec, "_parts", turned)
-    got = gpu_codec.unpack(packed, x.shape[1:], wire, x.dtype, True)
+    x = blocks_of((2, 16384), jnp.float32)
+    (part,) = gpu_codec.Part.all_of(x.shape, Wire("int8"), 1, True)
+    packed = gpu_codec.pack(part, x, NOBODY)
+    want = gpu_codec.unpack(part, x.dtype, packed, x, NOBODY)
+    turned = jnp.concatenate([packed[:, :16384], jnp.roll(packed[:, 16384:], 4, 1)], 1)
+    got = gpu_codec.unpack(part, x.dtype, turned, x, NOBODY)
     assert (np.asarray(got) != np.asarray(want)).any()
 
 
@@ -114,15 +144,25 @@ def test_the_rest_is_for_passes_of_xla(shape: tuple[int, ...], wire: Wire) -> No
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
 def test_triton_takes_them(name: str) -> None:
     """Three blocks: no array in a kernel may have a size that is no power of two."""
-    wire, shape = Wire(name), (3, 4096)
+    shape = (3, 64 * 128)
+    first, second = gpu_codec.Part.all_of(shape, Wire(name), 2, False)
     device = jax.sharding.AbstractDevice("NVIDIA H200", None, platform="gpu")
-    packed = jax.ShapeDtypeStruct((3, wires.packed_bytes(shape[1:], wire) // 128, 128), jnp.int8)
-    programs = (
-        (lambda x: gpu_codec.pack(x, wire, False), jax.ShapeDtypeStruct(shape, jnp.bfloat16)),
-        (lambda p: gpu_codec.unpack(p, (4096,), wire, jnp.bfloat16, False), packed),
-        (lambda p: gpu_codec.added(p, (4096,), wire, jnp.float32, jnp.bfloat16, False), packed),
+    x, come, word, begun, total = (
+        jax.ShapeDtypeStruct(*each)
+        for each in (
+            (shape, jnp.bfloat16), ((3, first.nbytes), jnp.int8), ((1,), jnp.int32),
+            ((3, 64, 128), jnp.bfloat16), ((64, 128), jnp.bfloat16),
+        )
+    )  # fmt: skip
+    unpack = functools.partial(gpu_codec.unpack, second, jnp.bfloat16)
+    added = functools.partial(gpu_codec.added, second, jnp.bfloat16)
+    programs: Any = (
+        (functools.partial(gpu_codec.pack, second), (x, word, word)),
+        (functools.partial(gpu_codec.unpack, first, jnp.bfloat16), (come, x, word)),
+        (unpack, (come, x, word, begun)),
+        (added, (come, x, word, total)),
     )
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("z",), abstract_device=device)):
-        for program, operand in programs:
-            lowered = jax.jit(program).trace(operand).lower(lowering_platforms=("cuda",))
+        for program, operands in programs:
+            lowered = jax.jit(program).trace(*operands).lower(lowering_platforms=("cuda",))
             assert lowered.as_text().count("__gpu$xla.gpu.triton") == 1
