@@ -55,8 +55,9 @@ def replay(
         one another down. The time is then the least that it can be: `Report.least`.
       grain: seconds. What happens within so long is taken to happen at their end, so that copies
         that end one after another hold their links until the last has: rates are worked out less
-        often, and the time errs to the long side, by some grains. For many copies on many devices
-        that all differ: a thousandth of the time that is expected is fine enough.
+        often, and the time errs to the long side, by some grains. Each is at most a hundredth of
+        what has passed until then: small kernels before a large one hardly err. For many copies on
+        many devices that all differ: a thousandth of the time that is expected is fine enough.
 
     Returns:
       A `Report`: time in seconds, link loads, waits, critical path, leftovers, deadlocks, races,

@@ -3,14 +3,15 @@
 Wire. What the busiest link must carry, from two arguments; the larger counts.
 
 Cuts. A slab of the torus (an interval of one torus axis, all of the others), a chip, or one of its
-dies has k members of a group inside and m outside. What must cross, divided by what the cut's links
-carry:
+dies has k members of a group inside and m outside. Where devices differ in what they send, boxes
+count too: one chip or two neighbours of some axes, all of the others. What must cross, divided by
+what the cut's links carry:
 
     all_gather      m shards come in          each outside shard, at least once
     reduce_scatter  max(k, m) blocks          k sums come in for those inside, m go out
     all_reduce      the operand, each way     each side needs the other's sum of every element
     all_to_all      k·m blocks come in
-    ppermute, ragged_all_to_all               what those outside send to those inside
+    ppermute, ragged_all_to_all               what those outside send to those inside, or get
 
 Transfers. Devices with equal positions along some torus axes count as one place, and a group lies
 on q places. Each transfer between places loads one link of those axes, and they share the load at
@@ -142,6 +143,7 @@ def _link(machine: Machine) -> float:
     return machine.generation.link_bandwidth * machine.generation.link_efficiency
 
 
+_SHORT = 2  # chips that boxes are wide, at the most, where they do not span all of an axis
 Phases = tuple[str, ...]  # of "scatter" and "gather"
 
 
@@ -184,9 +186,10 @@ def _transferred(phases: Phases, machine: Machine, groups: np.ndarray, shard_byt
 def _sent_across(machine: Machine, groups: np.ndarray, sent: np.ndarray) -> float:
     """The most that a cut's links carry, in seconds, of what each position sends to each."""
     worst = 0.0
-    for inside, links in _cuts(machine, alike=False):
+    for inside, links in _boxes(machine):
         here = inside[groups].astype(float)
-        crossing = np.einsum("gi,ij,gj->", 1 - here, sent, here, optimize=True)
+        into, out = (1 - here) @ sent, here @ sent
+        crossing = max((into * here).sum(), (out * (1 - here)).sum())
         worst = max(worst, float(crossing) / (links * _link(machine)))
     return worst
 
@@ -210,35 +213,66 @@ def _sent_along(machine: Machine, groups: np.ndarray, sent: np.ndarray) -> float
     return worst
 
 
-def _cuts(machine: Machine, *, alike: bool = True) -> Iterator[tuple[np.ndarray, float]]:
+def _cuts(machine: Machine) -> Iterator[tuple[np.ndarray, float]]:
     """(which devices are inside, links that lead in) of slabs, of single chips and of their dies.
 
-    Where all devices do `alike`, of slabs round a torus axis that differ only in where they begin,
-    one will do, and of chips one at an end and one that is not. Where they do not, what leaves a
-    chip is a bound too: there all others are inside.
+    All devices do alike: of slabs round a torus axis that differ only in where they begin, one will
+    do, and of chips one at an end and one that is not.
     """
     chips = np.arange(machine.n_chips)
     coordinates = np.unravel_index(chips, machine.shape)
-    per_chip = machine.generation.devices_per_chip
     for axis, (n, wrap) in enumerate(zip(machine.shape, machine.wraps, strict=True)):
-        section = machine.n_chips // n
-        for length in range(1, n):
-            for start in range((1 if alike else n) if wrap else n - length + 1):
-                inside = (coordinates[axis] - start) % n < length
-                sides = 2 if wrap else int(start > 0) + int(start + length < n)
-                yield np.repeat(inside, per_chip), sides * section
+        for start, length in itertools.product(range(1 if wrap else n), range(1, n)):
+            if start + length <= n:
+                inside = (coordinates[axis] >= start) & (coordinates[axis] < start + length)
+                links = _sides(start, length, n, wrap) * machine.n_chips // n
+                yield np.repeat(inside, machine.generation.devices_per_chip), links
     # A corner and, where there is one, an inner chip.
-    for chip in {0, machine.n_chips // 2} if alike else range(machine.n_chips):
-        here = np.unravel_index(chip, machine.shape)
-        links = sum(
-            2 if wrap else int(c > 0) + int(c < n - 1)
-            for c, n, wrap in zip(here, machine.shape, machine.wraps, strict=True)
-            if n > 1
-        )
-        if links:
-            yield np.repeat(chips == chip, per_chip), links
-            if not alike:
-                yield np.repeat(chips != chip, per_chip), links
-        if per_chip > 1:  # one of its dies: the other one's link, and all of the chip's
-            die = machine.generation.die_bandwidth / _link(machine)
-            yield np.arange(machine.n_devices) == chip * per_chip, links + die
+    for chip in {0, machine.n_chips // 2}:
+        if links := _links_of(machine, chip):
+            yield np.repeat(chips == chip, machine.generation.devices_per_chip), links
+        yield from _dies(machine, chip)
+
+
+def _sides(start: int, length: int, n: int, wrap: bool) -> int:
+    """By how many sides an interval of a torus axis can be entered."""
+    return 2 if wrap else int(start > 0) + int(start + length < n)
+
+
+def _links_of(machine: Machine, chip: int) -> int:
+    """By how many links of the torus a chip can be entered."""
+    axes = zip(np.unravel_index(chip, machine.shape), machine.shape, machine.wraps, strict=True)
+    return sum(_sides(int(start), 1, n, wrap) for start, n, wrap in axes if n > 1)
+
+
+def _dies(machine: Machine, chip: int) -> Iterator[tuple[np.ndarray, float]]:
+    """As `_cuts`, of each die of a chip: the other one's link leads in, and all of the chip's."""
+    per_chip = machine.generation.devices_per_chip
+    if per_chip > 1:
+        links = _links_of(machine, chip) + machine.generation.die_bandwidth / _link(machine)
+        for device in range(chip * per_chip, (chip + 1) * per_chip):
+            yield np.arange(machine.n_devices) == device, links
+
+
+def _boxes(machine: Machine) -> Iterator[tuple[np.ndarray, float]]:
+    """(which devices are inside, links that lead in) where devices differ in what they send.
+
+    Of slabs, of boxes of one chip or two along some axes and all of others, and of chips' dies.
+    """
+    coordinates = np.unravel_index(np.arange(machine.n_chips), machine.shape)
+    intervals = []
+    for place, n, wrap in zip(coordinates, machine.shape, machine.wraps, strict=True):
+        found = [(place >= 0, n, 0)]
+        for start, length in itertools.product(range(n), range(1, n)):
+            if wrap or start + length <= n:
+                inside = (place - start) % n < length
+                found.append((inside, length, _sides(start, length, n, wrap)))
+        intervals.append(found)
+    for box in itertools.product(*intervals):
+        cut = [length for _, length, sides in box if sides]
+        if len(cut) == 1 or (cut and max(cut) <= _SHORT):
+            inside = np.all([inside for inside, *_ in box], axis=0)
+            links = sum(sides * inside.sum() / length for _, length, sides in box)
+            yield np.repeat(inside, machine.generation.devices_per_chip), links
+    for chip in range(machine.n_chips):
+        yield from _dies(machine, chip)

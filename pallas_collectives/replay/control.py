@@ -99,7 +99,7 @@ def while_loop(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int])
             carry = stepper.run(body_jaxpr, [*body_consts, *carry], lanes[positions])
         for k, o in enumerate(outs):
             parts = [(at, results[k]) for at, results in finished]
-            env[o] = parts[0][1] if len(parts) == 1 else merge(parts, len(lanes))
+            env[o] = merge(parts, len(lanes))
 
     return step
 

@@ -22,6 +22,7 @@ from pallas_collectives.replay.program import Read, Signal, Start, Wait, at
 from pallas_collectives.replay.symmetry import Classes
 
 _PICOSECOND = 1e-12  # events closer than this are simultaneous
+_FINE = 0.01  # a grain is no more than so much of what has passed: small kernels come first
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -90,7 +91,7 @@ class Engine:
         grain: float = 0.0,
     ):
         """`shared`: copies slow one another down; else each goes as if it were alone. `grain`: what
-        happens within so many seconds happens at their end.
+        happens within so many seconds happens at their end; within less at the beginning.
         """
         self.program, self.machine = program, machine
         self.placement = np.tile(placement, program.cores)
@@ -119,7 +120,8 @@ class Engine:
         for core in self.cores:
             self._at(0.0, 1, self._advance, core)
         while self._events:
-            self.now = now = self._events[0][0] + self.grain
+            begins = self._events[0][0]
+            self.now = now = begins + min(self.grain, begins * _FINE)
             while self._events and self._events[0][0] <= now + _PICOSECOND:
                 _, _, _, action, args = heapq.heappop(self._events)
                 action(*args)

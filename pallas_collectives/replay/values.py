@@ -51,6 +51,8 @@ def take(value: Any, positions: np.ndarray) -> Any:
 def merge(parts: list[tuple[np.ndarray, Any]], n_lanes: int) -> Any:
     """One value from its parts on disjoint sets of lanes, `(positions, value)` each."""
     values = [value for _, value in parts]
+    if len(parts) == 1:
+        return values[0]
     if any(v is UNKNOWN or isinstance(v, Known) for v in values):
         return UNKNOWN
     first = values[0]

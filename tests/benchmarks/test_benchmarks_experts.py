@@ -58,6 +58,15 @@ def test_moments_taken_as_one_lengthen_times_by_little() -> None:
     assert exact <= rough <= 1.01 * exact
 
 
+def test_small_kernels_take_no_longer_for_moments_of_a_large_one() -> None:
+    machine, sent = Machine.named("v6e:4x4"), np.ones((16, 16), np.int32)
+    exact, rough = (
+        experts.replayed(machine, sent, 128, races=False, algorithm="spread", grain=grain).time
+        for grain in (0.0, 1e-4)
+    )
+    assert exact <= rough <= 1.1 * exact
+
+
 @pytest.mark.full
 def test_a_ring_is_busy_all_the_time_under_a_skewed_routing() -> None:
     """Rounds overlap: one by one they take 67% of the bound's rate, and 81% where rows are many."""

@@ -67,6 +67,25 @@ def _rows(p: Parameters) -> Iterable[Hashable]:
     yield str(p["row"])
 
 
+def _layouts(p: Parameters) -> Iterable[Hashable]:
+    """Each row of `conformance.py`; each algorithm for each dtype and with and without groups."""
+    row = p["row"]
+    kind = "groups" in row.name, row.dtypes[-1]
+    return str(row), (row.op, p["algorithm"], kind)
+
+
+def _layouts_of_experts(p: Parameters) -> Iterable[Hashable]:
+    """Each layout, and each way on one axis without groups and with more than that."""
+    return p["layout"], (p["how"], p["layout"].isdigit())
+
+
+def _events(p: Parameters) -> Iterable[Hashable]:
+    """Each algorithm of each collective, in each space; and each on each number of devices."""
+    algorithm, _, space = p["algorithm"].partition(":")
+    op = p["case"].op
+    return (op, algorithm, space), (op, p["n"]), (algorithm, p["n"]), str(p["case"].name)
+
+
 def _in_either_space(p: Parameters) -> Iterable[Hashable]:
     """Each algorithm in HBM or in VMEM, each space, and each value of all else."""
     algorithm, _, space = p["algorithm"].partition(":")
@@ -327,5 +346,33 @@ QUICK: dict[str, Covers] = {
     "test_wires::test_one_buffer_has_values_and_scales": each("wire", "shape"),
 }
 
-# The same for the full tier: rows that are left out are slow.
-FULL: dict[str, Covers] = {}
+# The same for the full tier, for the dearest products: rows that are left out are slow.
+FULL: dict[str, Covers] = {
+    "test_conformance::test_algorithm_on_n_devices_without_races": each(
+        "op x algorithm", "op x n", "algorithm x n"
+    ),
+    "test_conformance::test_row_with_every_algorithm": _layouts,
+    "test_explanation::test_figures_are_the_replays_within_a_tenth_or_there_is_none": pairs(
+        "pod", "name", "block"
+    ),
+    "test_judge::test_verdicts_are_what_all_schedules_show": each("case"),
+    "test_moe::test_compiles_for_every_generation": each("exchange x wire", "generation"),
+    "test_moe::test_values_and_gradients_are_those_of_a_dense_layer": _layouts_of_experts,
+    "test_moe::test_what_fits_and_what_does_not": each("how", "rows"),
+    "test_replay_truth::test_events_of_our_collectives_equal_the_interpreters": _events,
+    "test_sparsecore::test_compiles_to_an_asynchronous_call": each(
+        "op x algorithm", "op x generation"
+    ),
+    "test_sparsecore::test_large_sums_have_semaphores_enough": each("generation", "algorithm"),
+    "test_sparsecore::test_narrow_sums_and_groups_compile": each("generation", "dtype"),
+    "test_torus_all_to_all::test_compiles_with_nothing_around_it": each(
+        "topology", "split x concat"
+    ),
+    "test_wired_rings::test_a_psum_adds_half_a_step_and_gives_everyone_the_same_bits": each(
+        "wire", "line x n"
+    ),
+    "test_wired_rings::test_compiles_for_every_generation": each("wire", "generation"),
+    "test_wired_rings::test_sums_are_within_the_bound_that_grows_with_hops": each(
+        "wire", "line x n"
+    ),
+}

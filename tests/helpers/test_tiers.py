@@ -74,6 +74,20 @@ def test_what_no_rule_names_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tiers.quick(product("test_b"))) == 12
 
 
+def test_the_full_tier_has_pairs_of_values_and_all_that_is_quick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiers, "FULL", {"test_a::test_b": quick_rows.pairs("n", "op", "mode")})
+    last = {"n": [3], "op": "p", "mode": "w"}
+    monkeypatch.setattr(tiers, "QUICK", {"test_a::test_b": quick_rows.only(**last)})
+    items = product("test_b")
+    full = [item.callspec.params for item in items if item in tiers.full(items)]
+    assert 6 <= len(full) < 12 and {"n": 3, "op": "p", "mode": "w"} in full
+    for one, other in (("n", "op"), ("n", "mode"), ("op", "mode")):
+        met = {(row[one], row[other]) for row in full}
+        assert met == {(item.callspec.params[one], item.callspec.params[other]) for item in items}
+
+
 def test_a_rule_for_no_test_or_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         tiers, "QUICK", {"test_a::gone": quick_rows.once, "test_c::elsewhere": quick_rows.once}

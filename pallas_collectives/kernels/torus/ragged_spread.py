@@ -2,12 +2,15 @@
 
 A torus sends along its first axis first and its last axis last. So what many devices send to one
 comes to it over the links of its last axis, and those of the others are idle: at a corner of 4 x 4,
-12 of 15 devices' rows come by one link. Here rows are cut in as many parts as there are axes
-on their way, and each part takes another axis for the last:
+12 of 15 devices' rows come by one link. What one sends to many leaves it by its first axis. Here
+rows are cut in as many parts as there are axes on their way, and each part takes another axis for
+the last; or for the first, where the most that one sends is more than the most that one receives:
 
-    part of the last axis   straight to where it is for
-    part of another, a      to the device of the receiver's ring along a that is next to the sender,
-                            so over all axes but a; and from there along a
+    straight             of the last axis, or the first: to where it is for
+    part of another, a   of last axes: to the device of the receiver's ring along a that is next to
+                         the sender, so over all axes but a; and from there along a
+                         of first axes: to the device of the sender's ring along a that is next to
+                         the receiver, so along a; and from there over all axes but a
 
 Only where devices have to do with more than others are rows cut so: equal loads leave no axis idle.
 Of small arrays, the rows from and to these devices are cut in equal parts. Of large ones each pair
@@ -51,7 +54,8 @@ from pallas_collectives.kernels.torus.ragged_shares import WHOLE
 from pallas_collectives.topology.groups import Group, Ring, wrap
 
 # Of an operand from which links are weighed. If some have to do with more than others, that takes
-# some 0.2 ms: 410 thousand cycles on v5p:4x4x4, 220 thousand on v6e:4x4, as the compiler estimates.
+# a quarter of a millisecond: 430 thousand cycles on v5p:4x4x4, 200 thousand on v6e:4x4, as the
+# compiler estimates.
 WEIGHED_BYTES = 64 << 20
 CHUNKS = 16  # the more, the sooner the axes that pass on are busy; each costs a start for each part
 
@@ -69,7 +73,7 @@ class Scratch(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """int32 tables of one device, in SMEM. Slices: (peer, its slice); ways: the axes but the last.
+    """int32 tables of one device, in SMEM. Slices: (peer, its slice); ways: all axes but one.
 
     Attributes:
       starts: (slices,): where each of ours begins in x_ref.
@@ -115,17 +119,19 @@ def spread(
     Of an operand of `weighed_bytes` and more, shares of rows are found by what links carry.
     """
     rings = _rings(group)
-    ways = _ways(rings)
     # A part of what each sends on average, or of what one receives that all send to.
     of_one = len(output) // min(of_axis.shape[1] for of_axis in rings)
-    room = -(-max(len(operand), of_one) * len(ways) // len(rings))
+    room = -(-max(len(operand), of_one) * (len(rings) - 1) // len(rings))
     sizes = jnp.clip(
         all_sizes.reshape(group.size, group.size, -1), 0, min(len(operand), len(output))
     )
-    large = bool(ways) and operand.nbytes >= weighed_bytes
+    large = len(rings) > 1 and operand.nbytes >= weighed_bytes
     weighed = large and ragged_shares.fits(group.torus)
+    rows = sizes.sum(2)
+    first = rows.sum(1).max() > rows.sum(0).max()
+    ways = [jax.tree.map(functools.partial(jnp.where, first), *each) for each in _ways(rings)]
     passed = [way.hosts >= 0 for way in ways]
-    cuts = ragged_shares.cuts(sizes.sum(2), group.torus, passed, weighed=weighed)
+    cuts = ragged_shares.cuts(rows, group.torus, passed, first, weighed=weighed)
     tables = _tables(operand, output, input_offsets, sizes, all_places, group, ways, cuts, room)
     buffer = jax.ShapeDtypeStruct((room, *operand.shape[1:]), operand.dtype)
     return launch.call(
@@ -175,34 +181,37 @@ class _Way(NamedTuple):
     Attributes:
       hosts: [sender, receiver] -> position of the device that passes on; -1 where none does: where
         it would be either of them, or the part would go as what goes straight.
-      pairs: [host] -> its pairs, sender * n + receiver: as many for each.
+      pairs: [host, its pairs]: sender * n + receiver; as many for each.
+      found: [sender * n + receiver] -> where it stands in `pairs`.
     """
 
-    hosts: np.ndarray
-    pairs: np.ndarray
+    hosts: Any
+    pairs: Any
+    found: Any
 
 
-def _ways(rings: Sequence[np.ndarray]) -> list[_Way]:
-    """The ways of all axes but the last."""
+def _ways(rings: Sequence[np.ndarray]) -> list[tuple[_Way, _Way]]:
+    """For each way: that of an axis taken first, that of one taken last."""
     n = rings[0].size
-    found: list[_Way] = []
-    everyone = np.arange(n)
-    coordinates = np.zeros((len(rings), n), int)
+    ring, coordinates = np.zeros((2, len(rings), n), int)
     for axis, of_axis in enumerate(rings):
-        for members in of_axis:
-            coordinates[axis, members] = np.arange(len(members))
-    differ = coordinates[:, :, None] != coordinates[:, None, :]
-    for axis, of_axis in enumerate(rings[:-1]):
-        ring = np.zeros(n, int)
         for number, members in enumerate(of_axis):
-            ring[members] = number
-        hosts = of_axis[ring[None, :], coordinates[axis][:, None]]
-        pairs = np.argsort(hosts.reshape(-1), kind="stable").reshape(n, -1)
-        either = (hosts == everyone[:, None]) | (hosts == everyone)
-        straight = ~differ[axis + 1 :].any(axis=0)  # what goes straight takes this axis last
-        hosts = np.where(either | straight, -1, hosts).astype(np.int32)
-        found.append(_Way(hosts, pairs.astype(np.int32)))
-    return found
+            ring[axis, members], coordinates[axis, members] = number, np.arange(len(members))
+    differ = coordinates[:, :, None] != coordinates[:, None, :]
+
+    def way(axis: int, first: bool) -> _Way:
+        # What goes straight takes its first axis first, and its last one last.
+        straight = ~(differ[:axis] if first else differ[axis + 1 :]).any(axis=0)
+        stays, moves = ring[axis], coordinates[axis]
+        members = (stays[:, None], moves[None]) if first else (stays[None], moves[:, None])
+        hosts = rings[axis][members]
+        pairs = np.argsort(hosts.reshape(-1), kind="stable")
+        either = (hosts == np.arange(n)[:, None]) | (hosts == np.arange(n))
+        hosts = np.where(either | straight, -1, hosts)
+        found = hosts, pairs.reshape(n, -1), np.argsort(pairs)
+        return _Way(*(table.astype(np.int32) for table in found))
+
+    return [(way(axis + 1, True), way(axis, False)) for axis in range(len(rings) - 1)]
 
 
 def _tables(
@@ -230,9 +239,8 @@ def _tables(
         after = taken + jnp.cumsum(of_host, axis=1, dtype=jnp.int32)
         before = jnp.minimum(after - of_host, room)
         fits, taken = jnp.minimum(after, room) - before, after[:, -1:]
-        back = np.argsort(way.pairs.reshape(-1))
         for into, table in ((rows, fits), (spots, before)):
-            into.append(table.reshape(n * n, slices)[back].reshape(sizes.shape))
+            into.append(table.reshape(n * n, slices)[way.found].reshape(sizes.shape))
     straight = functools.reduce(jnp.subtract, rows, sizes)
     own = jnp.stack([straight, *rows])  # [part, sender, receiver, slice]
     begin = jnp.cumsum(own, axis=0, dtype=jnp.int32) - own  # of each part in its slice
@@ -240,7 +248,7 @@ def _tables(
 
     def passed_on(table: Any, way: _Way) -> jax.Array:
         """Of the pairs that this device passes on along a way."""
-        return table.reshape(n * n, slices)[jnp.asarray(way.pairs)[me]].reshape(-1)
+        return table.reshape(n * n, slices)[way.pairs[me]].reshape(-1)
 
     def of_each(values: Any) -> jax.Array:
         """(ways, n * slices); a table has one element at the least."""
@@ -249,13 +257,13 @@ def _tables(
 
     numbered = list(enumerate(ways))
     receivers = np.broadcast_to(np.arange(n, dtype=np.int32)[:, None], sizes.shape)
-    hosts = (np.maximum(way.hosts, 0)[:, :, None] + np.zeros(sizes.shape, np.int32) for way in ways)
+    hosts = [jnp.broadcast_to(way.hosts[me][:, None], sizes.shape[1:]) for way in ways]
     return Tables(
         starts=starts,
         places=places[me],
         rows=own[:, me],
         spots=of_each(spot[me] for spot in spots),
-        hosts=of_each(jnp.asarray(host)[me] for host in hosts),
+        hosts=of_each(hosts),
         on_rows=of_each(passed_on(rows[i], way) for i, way in numbered),
         on_spots=of_each(passed_on(spots[i], way) for i, way in numbered),
         on_places=of_each(passed_on(places + begin[1 + i], way) for i, way in numbered),

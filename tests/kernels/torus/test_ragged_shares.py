@@ -17,13 +17,22 @@ def axes(sizes: tuple[int, ...], line: bool = False) -> list[Group]:
     return [Group((name,), (size,), line=line) for name, size in zip("xyz", sizes, strict=False)]
 
 
-def walked(of_parts: np.ndarray, sizes: tuple[int, ...], line: bool) -> np.ndarray:
+def orders(count: int, first: bool) -> list[list[int]]:
+    """The axes in turn that each part takes; the last part goes straight."""
+    found = [[k for k in range(count) if k != own] for own in range(count)]
+    if first:
+        ahead = [[own, *others] for own, others in enumerate(found)]
+        return [*ahead[1:], ahead[0]]
+    return [[*others, own] for own, others in enumerate(found)]
+
+
+def walked(of_parts: np.ndarray, sizes: tuple[int, ...], line: bool, first: bool) -> np.ndarray:
     """[axis, up or down, place]: rows on each link, of all pairs' parts, sent hop by hop."""
     n = of_parts.shape[1]
     found = np.zeros((len(sizes), 2, n))
     for part, start, end in itertools.product(range(len(sizes)), range(n), range(n)):
         at, to = (list(np.unravel_index(place, sizes)) for place in (start, end))
-        for axis in [*(k for k in range(len(sizes)) if k != part), part]:
+        for axis in orders(len(sizes), first)[part]:
             size = sizes[axis]
             up = (to[axis] - at[axis]) % size
             rises = (
@@ -39,17 +48,20 @@ def walked(of_parts: np.ndarray, sizes: tuple[int, ...], line: bool) -> np.ndarr
 
 
 def carried(of_parts: np.ndarray, legs: ragged_shares._Legs) -> np.ndarray:
-    come = np.einsum("phls,psr->phlr", legs.senders.astype(float), of_parts)
+    come = np.einsum("phls,psr->phlr", np.array(legs.senders, float), of_parts)
     return (come * legs.receivers).sum((0, 1, 3))
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["last axes", "first axes"])
 @pytest.mark.parametrize("line", [False, True], ids=["rings", "lines"])
 @pytest.mark.parametrize("sizes", [(5,), (4, 2), (3, 4), (2, 3, 4)], ids=str)
-def test_links_carry_what_is_sent_over_them_hop_by_hop(sizes: tuple[int, ...], line: bool) -> None:
+def test_links_carry_what_is_sent_over_them_hop_by_hop(
+    sizes: tuple[int, ...], line: bool, first: bool
+) -> None:
     n = int(np.prod(sizes))
     of_parts = np.random.default_rng(n).random((len(sizes), n, n))
-    got = carried(of_parts, ragged_shares._legs(axes(sizes, line)))
-    np.testing.assert_allclose(got, walked(of_parts, sizes, line).reshape(-1))
+    got = carried(of_parts, ragged_shares._legs(axes(sizes, line), first))
+    np.testing.assert_allclose(got, walked(of_parts, sizes, line, first).reshape(-1))
 
 
 @pytest.mark.parametrize("way", ["to one", "from one"])
@@ -57,24 +69,26 @@ def test_the_busiest_link_carries_much_less(way: str) -> None:
     torus, rows = axes((4, 4), line=True), np.zeros((16, 16), np.int32)
     rows[:, 0] = 100
     rows = rows if way == "to one" else rows.T
-    end = np.asarray(ragged_shares.ends(jnp.asarray(rows), torus, jnp.asarray(True)))
-    shares, legs = np.diff(end, axis=0, prepend=0) / WHOLE, ragged_shares._legs(torus)
+    leaves = np.bool_(way == "from one")
+    end = np.asarray(ragged_shares.ends(jnp.asarray(rows), torus, jnp.asarray(True), leaves))
+    shares, legs = np.diff(end, axis=0, prepend=0) / WHOLE, ragged_shares._legs(torus, bool(leaves))
     straight = carried(np.stack([0 * rows, rows]), legs).max()
     np.testing.assert_array_equal(end[-1], WHOLE)
     assert (shares >= 0).all()
     assert straight == 1200
     assert carried(shares * rows, legs).max() <= 1.1 * 750  # half of 1500 by each of two links
-    unwanted = ragged_shares.ends(jnp.asarray(rows), torus, jnp.asarray(False))
+    unwanted = ragged_shares.ends(jnp.asarray(rows), torus, jnp.asarray(False), leaves)
     np.testing.assert_array_equal(unwanted, [np.zeros((16, 16)), np.full((16, 16), WHOLE)])
 
 
-def test_devices_of_a_chip_share_the_links_of_their_chip() -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_devices_of_a_chip_share_the_links_of_their_chip(first: bool) -> None:
     chips, rows = axes((2, 2)), np.random.default_rng(0).integers(0, 99, (8, 8))
     rows[:, 6:] *= 20
     both = Group(("core",), (2,), chip=True)
     of_chips = rows.reshape(4, 2, 4, 2).sum((1, 3))
     ends = (
-        np.asarray(ragged_shares.ends(jnp.asarray(table), torus, jnp.asarray(True)))
+        np.asarray(ragged_shares.ends(jnp.asarray(table), torus, *jnp.array([True, first])))
         for table, torus in ((rows, [*chips, both]), (of_chips, chips))
     )
     got, want = ends
@@ -83,13 +97,12 @@ def test_devices_of_a_chip_share_the_links_of_their_chip() -> None:
 
 
 def test_all_devices_find_the_same_bits() -> None:
-    torus = axes((2, 4))
+    legs = jax.tree.map(jnp.asarray, ragged_shares._legs(axes((2, 4)), False))
     rows = np.random.default_rng(1).integers(0, 1 << 20, (8, 8)).astype(np.int32)
     rows[:, :7] >>= 6
 
     def found(rows: jax.Array) -> jax.Array:
-        rounds = jnp.where(rows.any(), 12, 0)
-        return ragged_shares._found(rows.astype(jnp.float32), ragged_shares._legs(torus), rounds)
+        return ragged_shares._found(rows.astype(jnp.float32), legs)
 
     got = harness.per_device(found, harness.mesh(2, 4))(np.tile(rows, (8, 1, 1)))
     assert (np.asarray(got)[0, 0] > 0).any()

@@ -57,6 +57,25 @@ def test_routings_of_one_program(sizes: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(got, want, err_msg=f"{name}, {mode}")
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first axes", "last axes"])
+def test_who_passes_on_lies_behind_the_axis_taken_first_or_ahead_of_the_last(first: bool) -> None:
+    sizes, n = (2, 3, 4), 24
+    at = np.indices(sizes).reshape(3, n)
+    group = Group(
+        AXES, sizes, torus=tuple(Group((a,), (s,)) for a, s in zip(AXES, sizes, strict=True))
+    )
+    for number, way in enumerate(ragged_spread._ways(ragged_spread._rings(group))):
+        hosts, own = way[not first].hosts, np.arange(3) == number + first
+        for sender, receiver in itertools.product(range(n), repeat=2):
+            ends = at[:, sender], at[:, receiver]
+            behind, ahead = ends if first else ends[::-1]
+            want = np.ravel_multi_index(np.where(own, ahead, behind), sizes)
+            assert hosts[sender, receiver] in (want, -1)
+        assert (hosts >= 0).sum() >= n  # of 2 axes at the least
+        for host, pairs in enumerate(way[not first].pairs):
+            assert set(hosts.reshape(-1)[pairs]) <= {host, -1}
+
+
 @pytest.mark.parametrize("sizes, groups", [((4,), None), ((1, 4), None), ((4,), [[0, 1], [2, 3]])])
 def test_large_arrays_go_straight_where_no_axis_could_help(sizes: Any, groups: Any) -> None:
     n, of_group = int(np.prod(sizes)), 4 if groups is None else 2
