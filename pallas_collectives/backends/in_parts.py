@@ -15,7 +15,7 @@ exchanges 132 us at once and 146 in two parts, permutes 189 and 198, gathers 260
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax import lax
 
 from pallas_collectives import simulation
 from pallas_collectives.backends import flights, nccl
-from pallas_collectives.backends.plans import How
+from pallas_collectives.backends.wire_ways import Move
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.topology.groups import Group
@@ -33,22 +33,6 @@ from pallas_collectives.wires import Wire
 # Bytes of an operand from which a gather goes in parts.
 LEAST_BYTES = 32 << 20
 _PARTS = 2
-
-
-class Move(NamedTuple):
-    """One collective of what is packed.
-
-    Attributes:
-      op: "gather", (1, ...) to (n, ...); "exchange", (n, ...) to (n, ...); or "permute".
-      group: the devices.
-      how: how its backend serves it.
-      at_once: it, as a function.
-    """
-
-    op: str
-    group: Group
-    how: How
-    at_once: Callable[[jax.Array], jax.Array]
 
 
 def by_kernels(

@@ -50,6 +50,22 @@ LINKED_BYTES = 32 << 20  # between GPUs of one process
 EXCHANGE = ordered.EXCHANGE.name
 
 
+class Move(NamedTuple):
+    """One collective of what is packed.
+
+    Attributes:
+      op: "gather", (1, ...) to (n, ...); "exchange", (n, ...) to (n, ...); or "permute".
+      group: the devices.
+      how: how its backend serves it.
+      at_once: it, as a function.
+    """
+
+    op: str
+    group: Group
+    how: How
+    at_once: Callable[[jax.Array], jax.Array]
+
+
 class Way(NamedTuple):
     """One way of a collective over a wire.
 

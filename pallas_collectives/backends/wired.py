@@ -39,14 +39,13 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import _compat, simulation, wires
-from pallas_collectives.backends import in_parts, ordered
-from pallas_collectives.backends.in_parts import Move
+from pallas_collectives.backends import ordered
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.wire_costs import gathers_terms
-from pallas_collectives.backends.wire_ways import settled
+from pallas_collectives.backends.wire_ways import Move, settled
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -211,7 +210,7 @@ def _added(blocks: jax.Array, wire: Wire, move: Move, result: Any) -> jax.Array:
     result: the sum's dtype.
     """
     if _in_one_pass(blocks.shape, wire, move.how):
-        return in_parts.by_kernels(gpu_codec.added, blocks, wire, move, result).reshape(-1)
+        return _by_kernels(gpu_codec.added, blocks, wire, move, result).reshape(-1)
     values, scales = moved(blocks, wire, move.at_once)
     limit = float(jnp.finfo(blocks.dtype).max)
 
@@ -225,9 +224,15 @@ def _brought(blocks: jax.Array, wire: Wire, move: Move, dtype: Any = None) -> ja
     """(k, *block) -> the blocks that have come, in their dtype or another."""
     dtype = blocks.dtype if dtype is None else dtype
     if _in_one_pass(blocks.shape, wire, move.how):
-        come = in_parts.by_kernels(gpu_codec.unpack, blocks, wire, move, dtype)
+        come = _by_kernels(gpu_codec.unpack, blocks, wire, move, dtype)
         return come.reshape(-1, *blocks.shape[1:])
     return wires.dequantize(*moved(blocks, wire, move.at_once), dtype)
+
+
+def _by_kernels(*args: Any) -> jax.Array:
+    from pallas_collectives.backends import in_parts  # NCCL's, which other backends do not need
+
+    return in_parts.by_kernels(*args)
 
 
 def _in_one_pass(shape: tuple[int, ...], wire: Wire, how: How) -> bool:
