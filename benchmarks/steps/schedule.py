@@ -181,7 +181,7 @@ class _Walk:
         elif i.op == "call":
             yield from self.of(i.named("to_apply"))
         elif plain in _OPS:
-            yield from self._own(i, i, plain, ends)
+            yield from self._own(i, ends)
         elif i.op == "fusion" and (inner := self._collective_fusion(i)):
             start, chain, collective = inner
             ours = self._by_xla(collective, DMA)
@@ -190,23 +190,23 @@ class _Walk:
             yield Start(i.name, summed, i.name)
             yield Done(i.name, i.name)
         elif "tpu_custom_call" in i.rest and i.op == "custom-call":
-            ours = _by_kernel(i, CORE)
-            if ours.op or _SENDS in i.rest:
-                yield from self._own(i, i, "", "")
+            kernel = _by_kernel(i, CORE)
+            if kernel.op or _SENDS in i.rest:
+                yield Start(i.name, kernel, i.name)
+                yield Done(i.name, i.name)
             else:
                 cost = _COST.search(i.rest)
-                flops, nbytes = map(int, cost.groups()) if cost else (0, ours.nbytes)
+                flops, nbytes = map(int, cost.groups()) if cost else (0, kernel.nbytes)
                 yield Work(i.name, self._cycles(flops, nbytes))
         elif cycles := _CYCLES.search(i.rest):
             yield Work(i.name, int(cycles[1]))
 
-    def _own(self, i: _Instruction, inner: _Instruction, op: str, ends: str) -> Iterator[Event]:
-        """A collective whose instructions are its own."""
+    def _own(self, i: _Instruction, ends: str) -> Iterator[Event]:
+        """A collective of XLA's whose instructions are its own."""
         if ends == "-done":
             yield Done(i.operands[0], i.name)
             return
-        collective = self._by_xla(inner, DMA if ends else CORE) if op else _by_kernel(i, CORE)
-        yield Start(i.name, collective, i.name)
+        yield Start(i.name, self._by_xla(i, DMA if ends else CORE), i.name)
         if not ends:
             yield Done(i.name, i.name)
 
