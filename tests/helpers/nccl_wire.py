@@ -53,7 +53,7 @@ class _Clique:
     changed: threading.Condition
     rounds: dict[tuple[str, int], int]
     contributions: dict[tuple[str, int, int], np.ndarray]
-    mail: dict[tuple[int, int], queue.Queue]
+    mail: dict[tuple[int, int, str], queue.Queue]
 
 
 class Comm(int):
@@ -162,12 +162,16 @@ class Wire:
         for comm, name in self._planned.pop(threading.get_ident()):
             self._connect(comm, name)
 
+    def _kind(self, call: str) -> str:
+        """What keeps a call apart from those that may come before it elsewhere."""
+        return "" if self.ordered else call
+
     def _gathered(self, comm: int, array: np.ndarray, name: str) -> np.ndarray:
         """Every rank's array, stacked, once all ranks are in the call."""
         self.calls[name] += 1
         clique, rank = self._comms[comm]
         with clique.changed:
-            kind = "" if self.ordered else f"{name} {array.dtype} {array.size}"
+            kind = self._kind(f"{name} {array.dtype} {array.size}")
             number = clique.rounds[kind, rank] = clique.rounds.get((kind, rank), -1) + 1
             clique.contributions[kind, number, rank] = array.copy()
             clique.changed.notify_all()
@@ -236,7 +240,8 @@ class Wire:
         self._connect(comm, "allto_all")  # which connects every pair of ranks
         self.calls["send"] += 1
         clique, rank = self._comms[comm]
-        clique.mail[rank, peer].put(memory(address, count, _NUMBERS[code]).copy())
+        kind = self._kind(f"{code} {count}")
+        clique.mail[rank, peer, kind].put(memory(address, count, _NUMBERS[code]).copy())
 
     def recv(self, address, count, code, peer, comm, stream):  # type: ignore[no-untyped-def]
         self._connect(comm, "allto_all")
@@ -247,9 +252,9 @@ class Wire:
         assert not self._planned.pop(threading.get_ident()), "the wire does not group collectives"
         for address, count, code, peer, comm in self._grouped.pop(threading.get_ident()):
             clique, rank = self._comms[comm]
+            kind = self._kind(f"{code} {count}")
             try:
-                memory(address, count, _NUMBERS[code])[:] = clique.mail[peer, rank].get(
-                    timeout=SECONDS
-                )
+                sent = clique.mail[peer, rank, kind].get(timeout=SECONDS)
+                memory(address, count, _NUMBERS[code])[:] = sent
             except queue.Empty:
                 raise WireError(_INVALID_USAGE) from None
