@@ -15,7 +15,20 @@ from pallas_collectives.backends import in_parts
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.wires import Wire
-from wired_calls import BY_XLA, KINDS, PRODUCT, WIRES, data, moves, ragged, run, sums, within
+from wired_calls import (
+    BY_XLA,
+    KINDS,
+    MOVES,
+    PRODUCT,
+    SUMS,
+    WIRES,
+    data,
+    moves,
+    ragged,
+    run,
+    sums,
+    within,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("wire, n", PRODUCT, ids=str)
@@ -266,12 +279,12 @@ def test_nccl_gives_the_bits_that_lax_gives(
     if parts == 2:
         monkeypatch.setattr(in_parts, "LEAST_BYTES", 0)
 
-    def program(x: jax.Array, **how: Any) -> Any:
-        return [*moves(x, n, wire=wire, **how), *sums(x, wire=wire, **how)]
-
-    of_lax = run(functools.partial(program, backend="xla"), x, n=n)
+    # One to a program: threads of a CPU start what is ready, on each device in an order of its own.
+    calls = [*(functools.partial(move, n=n, wire=wire) for move in MOVES)]
+    calls += [functools.partial(add, wire=wire) for add in SUMS]
+    of_lax = [run(functools.partial(call, backend="xla"), x, n=n) for call in calls]
     assert not packed
-    ours = run(functools.partial(program, backend="nccl"), x, n=n)
+    ours = [run(functools.partial(call, backend="nccl"), x, n=n) for call in calls]
     # Sums are of flat blocks, of which kernels serve smaller ones; gathers alone go in parts.
     went_in = {parts for shape, parts in packed if len(shape) > 2}
     assert went_in == {0: set(), 1: {1}, 2: {1, 2}}[parts]

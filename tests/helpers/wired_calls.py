@@ -62,25 +62,30 @@ def run(program: Callable[..., Any], *operands: Any, n: int = 4, **options: Any)
     return jax.tree.map(np.asarray, got)
 
 
+# What moves data, of one device's (rows, columns) and the number of devices, and what adds.
+MOVES: tuple[Callable[..., jax.Array], ...] = (
+    lambda x, n, **how: pc.all_gather(x, "x", **how),
+    lambda x, n, **how: pc.all_gather(x, "x", axis=1, tiled=True, **how),
+    lambda x, n, **how: pc.all_to_all(x, "x", 0, 0, tiled=True, **how),
+    lambda x, n, **how: pc.all_to_all(x, "x", 0, 1, tiled=True, **how),
+    lambda x, n, **how: pc.ppermute(x, "x", [(0, n - 1), (n - 1, 0)], **how),
+    lambda x, n, **how: pc.pshuffle(x, "x", [*range(1, n), 0], **how),
+)
+SUMS: tuple[Callable[..., jax.Array], ...] = (
+    lambda x, **how: pc.psum_scatter(x, "x", tiled=True, **how),
+    lambda x, **how: pc.psum(x, "x", **how),
+    lambda x, **how: pc.pmean(x[:, :200], "x", **how),
+)
+
+
 def moves(x: jax.Array, n: int, **how: Any) -> list[jax.Array]:
-    """What every collective makes of one device's (rows, columns) that only moves data."""
-    return [
-        pc.all_gather(x, "x", **how),
-        pc.all_gather(x, "x", axis=1, tiled=True, **how),
-        pc.all_to_all(x, "x", 0, 0, tiled=True, **how),
-        pc.all_to_all(x, "x", 0, 1, tiled=True, **how),
-        pc.ppermute(x, "x", [(0, n - 1), (n - 1, 0)], **how),
-        pc.pshuffle(x, "x", [*range(1, n), 0], **how),
-    ]
+    """What each of `MOVES` makes of it."""
+    return [move(x, n, **how) for move in MOVES]
 
 
 def sums(x: jax.Array, **how: Any) -> list[jax.Array]:
-    """As `moves`, of those that add."""
-    return [
-        pc.psum_scatter(x, "x", tiled=True, **how),
-        pc.psum(x, "x", **how),
-        pc.pmean(x[:, :200], "x", **how),
-    ]
+    """What each of `SUMS` makes of it."""
+    return [add(x, **how) for add in SUMS]
 
 
 def within(x: jax.Array, wire: Wire) -> jax.Array:
