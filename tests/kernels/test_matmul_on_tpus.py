@@ -16,6 +16,7 @@ import harness
 import pallas_collectives
 from benchmarks.replay_rows import mesh_axes
 from pallas_collectives.backends.pallas import products
+from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.replay import Machine, bound, replay
 from pallas_collectives.topology.groups import Group
 
@@ -97,6 +98,16 @@ def test_weights_that_stay_in_vmem_compile(generation: str, depth: int, columns:
         dtype=BF16,
     )
     assert found.ops.count("custom-call") == 1, found.ops
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_what_the_compiler_keeps_is_counted(
+    generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a MiB besides is enough, for registers that it spills."""
+    monkeypatch.setattr(launch, "_vmem_limit", lambda needed, *_: needed + (1 << 19))
+    compiled(generation, 11008, "matmul_reduce_scatter")
 
 
 @pytest.mark.full
