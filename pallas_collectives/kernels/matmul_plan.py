@@ -143,7 +143,8 @@ class Plan:
         """When a gather's messages are to set out, where a block has so many bytes on the wire."""
         wire, rings = self._wire_seconds(group, block_bytes), self._rings(group)
         on_wire = wire / max(1, self._messages(group)) / rings  # rings carry one each meanwhile
-        return pipelines.Pace.of(self.seconds_per_block / self.chunks, on_wire, rings)
+        lags = not self.outlasts_wire(group, block_bytes)
+        return pipelines.Pace.of(self.seconds_per_block / self.chunks, on_wire, rings, lags)
 
     def outlasts_wire(self, group: Group, block_bytes: int) -> bool:
         """Whether the products take longer than the wire."""
