@@ -97,7 +97,7 @@ def all_gather_matmul(
         cores=tiling.cores,
         wire_bytes=(n - 1) * x.nbytes,
         flops=n * tiling.flops,
-        pipeline_bytes=scratch.beside(tiling),
+        pipeline_bytes=tiling.kept_by_compiler,
     )
 
 
@@ -165,7 +165,7 @@ def matmul_reduce_scatter(
         interpret=interpret,
         wire_bytes=(n - 1) * block_bytes,
         flops=n * tiling.flops,
-        pipeline_bytes=scratch.beside(tiling),
+        pipeline_bytes=tiling.kept_by_compiler,
     )[0]
 
 
@@ -179,10 +179,6 @@ class Scratch(NamedTuple):
     def of(cls, pipeline: Any, tiling: Plan) -> "Scratch":
         """What to allocate."""
         return cls(pipeline, list(map(multiply.Scratch.of, tiling.problems, tiling.tiles)))
-
-    def beside(self, tiling: Plan) -> int:
-        """Bytes of VMEM that products take besides: with the quarter that `launch` adds, of all."""
-        return tiling.vmem_bytes - sum(each.nbytes for each in self.products) * 4 // 5
 
 
 def _products(

@@ -22,8 +22,9 @@ from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Stream
 
-# Of a chip's VMEM, what the tiles of all products together may take; the rest is the compiler's.
-VMEM_SHARE = 0.7
+# Of a chip's VMEM, what a kernel's scratch and what the compiler keeps beside it may take together;
+# the rest is for registers that it spills.
+VMEM_SHARE = 7 / 8
 # Chunks of a block that a core may have: the more, the less there is at the end that nothing hides;
 # but each fetches the weights anew. The opposite device gets half from either side, but a single
 # one from one side.
@@ -72,9 +73,9 @@ class Plan:
         return dataclasses.replace(self.blocks, shape=(*self.blocks.shape[:2], columns))
 
     @property
-    def vmem_bytes(self) -> int:
-        """What the tiles of all products of a core together take, at most."""
-        return sum(map(product.vmem, self.problems, self.tiles))
+    def kept_by_compiler(self) -> int:
+        """Bytes of VMEM that all products of a core together take beside their scratch."""
+        return sum(map(product.kept_by_compiler, self.problems, self.tiles))
 
     @property
     def seconds_per_block(self) -> float:
@@ -142,7 +143,8 @@ class Plan:
         """When a gather's messages are to set out, where a block has so many bytes on the wire."""
         wire, rings = self._wire_seconds(group, block_bytes), self._rings(group)
         on_wire = wire / max(1, self._messages(group)) / rings  # rings carry one each meanwhile
-        return pipelines.Pace.of(self.seconds_per_block / self.chunks, on_wire, rings)
+        lags = not self.outlasts_wire(group, block_bytes)
+        return pipelines.Pace.of(self.seconds_per_block / self.chunks, on_wire, rings, lags)
 
     def outlasts_wire(self, group: Group, block_bytes: int) -> bool:
         """Whether the products take longer than the wire."""

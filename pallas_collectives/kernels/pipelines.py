@@ -58,7 +58,8 @@ class Pace(NamedTuple):
     Those on a wire together share it, and all come late; so the wire is to have the next when it
     is done with one. It carries as many while one chunk is consumed as `ratio` says, and others'
     messages come as fast as ours go. Where the wire takes longer, those that came wait behind own
-    chunks, which are then not the last to arrive; where consuming does, none waits.
+    chunks, which are then not the last to arrive, and each ring has a message more to go on with;
+    where consuming does, none waits, and the first to come has the wire to itself.
     """
 
     ahead: int  # messages that set out besides
@@ -66,9 +67,13 @@ class Pace(NamedTuple):
     on_wire: int = ON_WIRE  # messages under way each way, where it waits for the wire
 
     @classmethod
-    def of(cls, consume: float, wire: float, rings: int = 1) -> "Pace":
-        """From the seconds that a chunk takes to be consumed, and one after another on the wire."""
-        return cls(rings, max(1, min(16 * 64, round(16 * consume / wire))), ON_WIRE * rings)
+    def of(cls, consume: float, wire: float, rings: int, wire_lags: bool) -> "Pace":
+        """From the seconds that a chunk takes to be consumed, and one after another on the wire.
+
+        wire_lags: whether the wire takes longer, all in all.
+        """
+        ratio = max(1, min(16 * 64, round(16 * consume / wire)))
+        return cls(rings if wire_lags else rings - 1, ratio, ON_WIRE * rings)
 
     def out(self, turn: Number, chunks: int, one_way: int) -> Any:
         """How many are out when the chunk of a turn is consumed; at turns below `chunks`, an own.

@@ -66,7 +66,8 @@ def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | 
       VmemError: not even the smallest tiles fit the chip's VMEM.
     """
     chip = chips.current()
-    room = int(chip.vmem_bytes * VMEM_SHARE) - resident_bytes
+    # `launch` adds a quarter of the tiles.
+    room = int(chip.vmem_bytes * VMEM_SHARE * 4 / 5) - resident_bytes
     if tile is None:
         units = rows // whole
         most = max(1, min(MOST_ROWS, room // row_bytes) // whole)

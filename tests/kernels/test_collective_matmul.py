@@ -105,16 +105,19 @@ def assert_exact(n: int, params: Any, rows: int, batch: int) -> None:
     assert not harness.race_reported()
 
 
-def wire_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def wire_is_slow(monkeypatch: pytest.MonkeyPatch, ahead: int = 1) -> None:
     """Messages that came wait behind own chunks, as where products take far less than the wire."""
-    monkeypatch.setattr(pipelines.Pace, "of", lambda *_: pipelines.Pace(ahead=1, ratio=1))
+    monkeypatch.setattr(pipelines.Pace, "of", lambda *_: pipelines.Pace(ahead, ratio=1))
     monkeypatch.setattr(matmul_plan, "CHUNKS", (4,))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-def test_messages_that_wait_behind_own_chunks(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wire_is_slow(monkeypatch)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_messages_that_wait_behind_own_chunks(
+    ahead: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire_is_slow(monkeypatch, ahead)
     assert_exact(4, harness.ADVERSARIES[mode], rows=32, batch=1)
 
 

@@ -159,7 +159,7 @@ def call_many(
                 here.take_back(result_refs)
             sparsecore.on_first(lambda: entered.leave(table_refs, entry_refs), sharing)
 
-    # The compiler keeps operands of the matrix unit besides: a quarter more than the tiles.
+    # Beside a pipeline's tiles the compiler keeps operands of the matrix unit: a quarter more.
     in_vmem = filter(_is_vmem, jax.tree.leaves(allocated))
     vmem_bytes = sum(map(_padded_bytes, in_vmem)) + pipeline_bytes * 5 // 4
     under_way = wire_bytes

@@ -82,12 +82,6 @@ class Scratch(NamedTuple):
             pltpu.SMEM((2,), jnp.int32),
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of VMEM."""
-        places = self.sum, *(p.tiles for p in (self.x, self.w, *self.terms, self.out))
-        return sum(math.prod(p.shape) * p.dtype.itemsize for p in places)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Operand:

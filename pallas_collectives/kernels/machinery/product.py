@@ -132,7 +132,7 @@ def _divisors(size: int) -> list[int]:
 
 
 def vmem(problem: Problem, tiles: Tiles) -> int:
-    """Bytes of VMEM: places of tiles, and two sums under way."""
+    """Bytes of VMEM: places of tiles, a sum under way, and what the compiler keeps."""
     p, t = problem, tiles
     weight = {
         "all": p.depth * _up(p.columns, t.columns),
@@ -140,13 +140,23 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
         "tile": 2 * t.depth * t.columns,
     }[t.keep]
     out = t.rows * t.columns
-    mixed = (t.rows + t.columns) * t.inner if p.x_dtype != p.w_dtype else 0  # in float32
     return (
         2 * t.rows * t.depth * p.x_dtype.itemsize
         + weight * p.w_dtype.itemsize
         + (2 + p.terms * term_places(p, t)) * out * p.out_dtype.itemsize
-        + (2 * out + mixed) * 4
+        + 4 * out
+        + kept_by_compiler(p, t)
     )
+
+
+def kept_by_compiler(problem: Problem, tiles: Tiles) -> int:
+    """Bytes of VMEM for what is multiplied at once of x, in the wider of the operands' dtypes.
+
+    So says the compiler, in what a kernel takes beside its scratch: this, or less, and at the most
+    half a MiB of registers that it spills.
+    """
+    wider = max(problem.x_dtype.itemsize, problem.w_dtype.itemsize)
+    return tiles.rows * tiles.inner * wider
 
 
 def term_places(problem: Problem, tiles: Tiles) -> int:
