@@ -93,7 +93,9 @@ def check(
 ) -> None:
     known = sorted([*catalogue.functions(), *split.NAMES, *PRODUCTS])
     if op not in known:
-        raise CollectiveError(f"op={op!r}", f"it is one of {', '.join(known)}", "name one of them")
+        raise CollectiveError(
+            f"op={op!r}", f"it must be one of {', '.join(known)}", "name one of them"
+        )
     if (nbytes is None) == (shape is None):
         rule = "the operand's size is given either as nbytes or as shape and dtype"
         raise CollectiveError(f"nbytes={nbytes}, shape={shape}", rule, "give one of them")
@@ -111,25 +113,27 @@ def check(
     ):
         whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
         if number is not None and (not whole or number < least):
-            rule = f"it is a whole number of {least} or more"
+            rule = f"it must be a whole number of {least} or more"
             raise CollectiveError(f"{name}={number!r}", rule, remedy)
     if shape is not None and not (
         isinstance(shape, list | tuple)
         and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
     ):
-        rule = "it is a tuple of sizes, whole numbers of 0 or more"
+        rule = "it must be a tuple of sizes, whole numbers of 0 or more"
         raise CollectiveError(f"shape={shape!r}", rule, "write it like (8, 128)")
     if mesh is not None and not hasattr(mesh, "axis_names"):
-        rule = "it is a jax.sharding.Mesh or AbstractMesh"
+        rule = "it must be a jax.sharding.Mesh or AbstractMesh"
         raise CollectiveError(f"mesh={mesh!r}", rule, "give one, or a number of devices")
     if mesh is not None:
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
-            rule = f"it is one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
+            rule = (
+                f"it must be one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
+            )
             raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name axes of this mesh")
     if chip is not None and (chip not in chips.BY_NAME or mesh is not None):
-        rule = f"it is one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
+        rule = f"it must be one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
         raise CollectiveError(f"chip={chip!r}", rule, "name one of them")
     if torus not in (None, "ring", "line") or (torus is not None and mesh is not None):
-        rule = "it is 'ring' or 'line', and goes with a number of devices"
+        rule = "it must be 'ring' or 'line', and goes with a number of devices"
         raise CollectiveError(f"torus={torus!r}", rule, "name one of the two, or leave torus out")

@@ -120,7 +120,8 @@ def explain(
         "psum_start", ..., which is run by what lets the core go on, if anything does; or the
         product, "all_gather_matmul" or "matmul_reduce_scatter".
       nbytes: bytes of one device's operand, what is given to the function; or
-      shape, dtype: of that operand. Of a dtype that no kernel adds, lax's own serves.
+      shape: its shape.
+      dtype: its dtype. Of one that no kernel adds, lax's own serves.
       mesh: the mesh, with its devices or abstract, and
       axis_name: the axis of it, or tuple of axes; or
       devices, chip: how many devices, of what TPU generation ("v5e"); simulated ones by default.
@@ -165,10 +166,11 @@ def explain(
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
         collective = catalogue.functions()[_whole(op)]
+        of = explain_checks.dtype_of(op, dtype)
         if shape is None:
-            operand = _operand(collective, nbytes or 0, group.size)
+            operand = _operand(collective, nbytes or 0, of, group.size)
         else:
-            operand = jax.ShapeDtypeStruct(tuple(shape), explain_checks.dtype_of(op, dtype))
+            operand = jax.ShapeDtypeStruct(tuple(shape), of)
             explain_checks.check_axis(op, collective, operand.shape, axis, group.size)
         validation.check_order_of_sum(order, group.axes)
         size = nbytes if nbytes is not None else _bytes(operand)
@@ -211,12 +213,12 @@ def _enough_bits(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
     return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
 
-def _operand(collective: Collective, nbytes: int, n: int) -> jax.ShapeDtypeStruct:
+def _operand(collective: Collective, nbytes: int, dtype: Any, n: int) -> jax.ShapeDtypeStruct:
     """An operand of so many bytes, in whole rows of lanes if that is possible."""
-    elements = -(-nbytes // (4 * n if collective.of_blocks else 4))
+    elements = -(-nbytes // (dtype.itemsize * (n if collective.of_blocks else 1)))
     block = (elements // _LANES, _LANES) if elements % _LANES == 0 else (elements,)
     shape = (n, *block) if collective.of_blocks else block
-    return jax.ShapeDtypeStruct(shape, np.float32)
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _whole(op: str) -> str:

@@ -93,7 +93,7 @@ class Wire:
         ):
             value = getattr(self, name)
             if not any(type(value) is type(k) and value == k for k in known):
-                rule = f"it is one of {', '.join(map(repr, known))}"
+                rule = f"it must be one of {', '.join(map(repr, known))}"
                 raise WireError(f"{name}={value!r} of a wire", rule, "name one of them")
         if (self.key is not None) != (self.rounding == "stochastic"):
             rule = "stochastic rounding draws from a key, and nearest draws nothing"

@@ -89,6 +89,14 @@ def test_explain_takes_less_than_a_byte_a_device(op: str) -> None:
     assert found.algorithm == least.algorithm != "nothing" and found.nbytes == 1
 
 
+@pytest.mark.parametrize("dtype, rows", [("bfloat16", 4096), ("float32", 2048)])
+def test_explain_takes_bytes_to_be_of_the_dtype(dtype: str, rows: int) -> None:
+    how: Any = {"dtype": dtype, "devices": 8, "chip": "v5p", "wire": "int8"}
+    by_bytes = pc.explain("psum", nbytes=1 << 20, **how)
+    assert str(by_bytes) == str(pc.explain("psum", shape=(rows, 128), **how))
+    assert str(540672 if dtype == "bfloat16" else 278528) in str(by_bytes)
+
+
 def test_explain_builds_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     pallas_call = pl.pallas_call
 
@@ -227,23 +235,26 @@ MESH = AbstractMesh((2,), ("x",))
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"op": "scan", "nbytes": 1, "devices": 2}, "op='scan': it is one of all_gather"),
+        ({"op": "scan", "nbytes": 1, "devices": 2}, "op='scan': it must be one of all_gather"),
         ({"op": "psum", "devices": 2}, "nbytes or as shape"),
         ({"op": "psum", "nbytes": 1, "shape": (1,), "devices": 2}, "give one of them"),
         ({"op": "psum", "nbytes": 1}, "mesh and axis_name or by a number"),
         ({"op": "psum", "nbytes": 1, "devices": 1}, "2 or more"),
-        ({"op": "psum", "nbytes": 1, "devices": 2, "chip": "v9"}, "chip='v9': it is one of v4"),
+        (
+            {"op": "psum", "nbytes": 1, "devices": 2, "chip": "v9"},
+            "chip='v9': it must be one of v4",
+        ),
         ({"op": "psum", "nbytes": 1, "devices": 2, "torus": "knot"}, "'ring' or 'line'"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH}, "mesh and axis_name"),
         (
             {"op": "psum", "nbytes": 1, "devices": "8"},
-            "devices='8': it is a whole number of 2 or more",
+            "devices='8': it must be a whole number of 2 or more",
         ),
         (
             {"op": "psum", "nbytes": -5, "devices": 8},
-            "nbytes=-5: it is a whole number of 0 or more",
+            "nbytes=-5: it must be a whole number of 0 or more",
         ),
-        ({"op": "psum", "nbytes": True, "devices": 8}, "nbytes=True: it is a whole number"),
+        ({"op": "psum", "nbytes": True, "devices": 8}, "nbytes=True: it must be a whole number"),
         ({"op": "psum", "shape": 5, "devices": 8}, "a tuple of sizes"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": "q"}, "axis_name='q'"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": ("x", "x")}, "different ones"),

@@ -116,7 +116,7 @@ def _no_algorithm(name: Any, op: str, how: How, able: Iterable[str]) -> Algorith
     so = "" if how.order is None else f" in order={how.order!r}"
     return AlgorithmError(
         f"algorithm={name!r} for {counters.lax_name(op)}{so}",
-        f"it is one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
+        f"it must be one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
         "name one of them, or 'auto' to have it chosen",
     )
 

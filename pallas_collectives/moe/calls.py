@@ -205,15 +205,22 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
     T, k = np.shape(experts)
     dtype = jnp.result_type(experts)
     if not jnp.issubdtype(dtype, jnp.integer):
-        raise DtypeError(f"experts of {dtype}", "experts are numbers of them", "give int32")
+        raise DtypeError(
+            f"experts of {dtype}", "it must hold the experts' numbers, integers", "give int32"
+        )
     if not 1 <= k <= MOST_CHOICES:
         rule = f"a token has 1 to {MOST_CHOICES} choices"
         raise CollectiveError(f"experts of shape {(T, k)}", rule, "dispatch in several calls")
-    if not isinstance(num_experts, int | np.integer) or num_experts < 1 or num_experts % devices:
-        more = -(-max(1, num_experts) // devices) * devices if _is_whole(num_experts) else devices
+    if not _is_whole(num_experts) or num_experts < 1:
+        rule = "it must be a whole number of 1 or more"
+        raise CollectiveError(
+            f"num_experts={num_experts!r}", rule, "give the number of all experts"
+        )
+    if num_experts % devices:
+        more = -(-num_experts // devices) * devices
         raise CollectiveError(
             f"num_experts={num_experts!r}",
-            f"each of {devices} devices has as many: it is a multiple of {devices}",
+            f"it must be a multiple of {devices}: each of {devices} devices has as many",
             f"say {more}, and give the last devices experts that no token chooses",
         )
     _check_numbers(experts, int(num_experts))
@@ -222,7 +229,7 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
     if rows is not None and (not _is_whole(rows) or rows < min(k, each)):
         raise CollectiveError(
             f"rows={rows!r}",
-            f"one token alone may need {min(k, each)} of a device: it is that or more",
+            f"it must be a whole number of {min(k, each)} or more, which one token alone may need",
             f"leave it out for {most}, which is room for all that could come",
         )
     if num_experts * T >= 1 << 31 or most >= 1 << 30:
@@ -265,7 +272,7 @@ def _check_answers(y: Any, weights: Any, plan: Any, overflow: str) -> None:
     if np.ndim(y) != 2 or (len(y),) != rows:
         raise CollectiveError(
             f"y of shape {np.shape(y)}",
-            f"it has an answer to each of the {rows[0]} rows that dispatch gave",
+            f"it must be (rows, D), an answer to each of the {rows[0]} rows that dispatch gave",
             "keep rows that are not used; they are not read",
         )
     if np.shape(weights) != choices:

@@ -96,7 +96,7 @@ def explain(
         )
     if chip not in chips.BY_NAME:
         known = ", ".join(chips.BY_NAME)
-        raise CollectiveError(f"chip={chip!r}", f"it is one of {known}", "name one of them")
+        raise CollectiveError(f"chip={chip!r}", f"it must be one of {known}", "name one of them")
     chosen = exchanges.choose(
         "auto",
         How("pallas"),

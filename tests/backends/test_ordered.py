@@ -182,7 +182,7 @@ def test_64_mib(algorithm: str) -> None:
         (CollectiveError, r"order=True", lambda x: pc.psum_scatter(x, "x", order=True)),
         (
             AlgorithmError,
-            r"algorithm='ring' for psum in order='rank': it is one of gather, one_shot, exch",
+            r"algorithm='ring' for psum in order='rank': it must be one of gather, one_shot, exch",
             lambda x: pc.psum(x, "x", algorithm="ring", **RANKED),
         ),
         (
@@ -192,7 +192,7 @@ def test_64_mib(algorithm: str) -> None:
         ),
         (
             AlgorithmError,
-            r"algorithm='exchange' for psum: it is one of ring",
+            r"algorithm='exchange' for psum: it must be one of ring",
             lambda x: pc.psum(x, "x", algorithm="exchange"),
         ),
         (

@@ -241,17 +241,18 @@ def call(x: Any, **wrong: Any) -> Any:
 @pytest.mark.parametrize(
     "wrong, error, match",
     [
-        ({"num_experts": 10}, CollectiveError, "say 12"),
-        ({"num_experts": 0}, CollectiveError, "multiple of 3"),
-        ({"num_experts": "6"}, CollectiveError, "multiple of 3"),
+        ({"num_experts": 10}, CollectiveError, "must be a multiple of 3: .*; say 12"),
+        ({"num_experts": 0}, CollectiveError, "whole number of 1 or more"),
+        ({"num_experts": "6"}, CollectiveError, "whole number of 1 or more"),
+        ({"num_experts": 6.0}, CollectiveError, "whole number of 1 or more"),
         ({"experts": np.full((6, 2), 6)}, CollectiveError, "expert 6 among experts"),
         ({"experts": np.full((6, 2), -2)}, CollectiveError, "-1 stands for no expert"),
         ({"experts": np.zeros((6, 9), np.int32)}, CollectiveError, "1 to 8 choices"),
         ({"experts": np.zeros((6, 0), np.int32)}, CollectiveError, "1 to 8 choices"),
         ({"experts": np.zeros((5, 2), np.int32)}, CollectiveError, "experts .T, k."),
         ({"experts": np.zeros((6, 2))}, DtypeError, "experts of float"),
-        ({"rows": 1}, CollectiveError, "one token alone may need 2"),
-        ({"rows": 2.5}, CollectiveError, "one token alone may need 2"),
+        ({"rows": 1}, CollectiveError, "whole number of 2 or more, which one token alone may"),
+        ({"rows": 2.5}, CollectiveError, "whole number of 2 or more, which one token alone may"),
         ({"axis": "z"}, UnboundAxisError, "'z'"),
         ({"axis": ("x", "x")}, CollectiveError, "twice"),
         ({"exchange": "sparse"}, AlgorithmError, "'auto' or one of ragged, slots, dense"),
@@ -260,7 +261,7 @@ def call(x: Any, **wrong: Any) -> Any:
         ({"tokens": np.zeros((6, 4, 2), np.float32)}, CollectiveError, "x is .T, D."),
         ({"tokens": np.zeros((6, 0), np.float32)}, CollectiveError, "one number or more"),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_bad_input_is_refused_before_launch(
     wrong: dict[str, Any], error: type[Exception], match: str

@@ -35,7 +35,7 @@ def test_it_says_what_is_chosen(chip: str, n: int, tokens: int, chosen: str) -> 
 
 
 def test_bad_numbers_are_refused() -> None:
-    with pytest.raises(CollectiveError, match="it is one of v4"):
+    with pytest.raises(CollectiveError, match="it must be one of v4"):
         moe.explain(tokens=8, width=8, k=2, num_experts=8, devices=4, chip="v3")
     with pytest.raises(CollectiveError, match="devices divides num_experts"):
         moe.explain(tokens=8, width=8, k=2, num_experts=10, devices=4)
