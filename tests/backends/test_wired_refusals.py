@@ -147,6 +147,7 @@ def test_auto_is_left_out_where_it_would_lose_and_counted() -> None:
     assert ("all_reduce", "int8", "") in pc.wire_counts()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_counts", "by_nccl")
 def test_between_gpus_of_one_process_auto_takes_wires_where_they_gain(
     monkeypatch: pytest.MonkeyPatch,

@@ -1,6 +1,7 @@
 """The same command on every host of several: they find each other, and one speaks."""
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def test_processes_of_a_cluster_run_together_and_the_first_prints(tmp_path: Path
     first, second = (benchmarking.finish(process) for process in processes)
     assert (first.status, second.status) == (0, 0), first.err + second.err
     assert "2 rows, all right" in first.out
-    assert not [line for line in second.out.splitlines() if not line.startswith("[Gloo]")]
+    # Gloo says who "is connected to 1 peer ranks", and its threads print in pieces.
+    assert not [line for line in second.out.splitlines() if not re.search("Gloo|peer ranks", line)]
     results = json.loads((tmp_path / "0.json").read_text())
     assert not (tmp_path / "1.json").exists()
     assert (results["environment"]["processes"], results["environment"]["devices"]) == (2, 4)

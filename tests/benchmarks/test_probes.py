@@ -232,6 +232,7 @@ with open(out, "w") as file:
 """
 
 
+@pytest.mark.full
 def test_a_question_that_hangs_or_kills_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
     out, until = tmp_path / "asked", time.monotonic() + 100
     command = [sys.executable, "-c", CHILD]

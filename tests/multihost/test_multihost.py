@@ -189,6 +189,7 @@ def test_another_name_raises_everywhere(processes):
     assert all(reference[0] == "AssertionError" for _, reference in results)
 
 
+@pytest.mark.full
 def test_a_late_process_is_named_everywhere(processes):
     results = values(processes, inside.late)
     late, at_barrier, gathered = all_the_same(results)
@@ -260,6 +261,7 @@ def test_nothing_is_left_in_the_store(processes):
     assert values(processes, inside.keys_left) == [[]] * len(processes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["dead", "stuck"])
 def test_a_process_that_never_enters_is_named(doomed, how):
     alive = [rank for rank in range(len(doomed)) if rank != 1 or how == "stuck"]

@@ -157,6 +157,7 @@ def weights_and_rows() -> list[np.ndarray]:
     return [0.1 * rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_training_is_fused_in_both_directions(check_vma: bool) -> None:
     """Gradients are the unfused pair's, through one of each kernel forward and backward."""

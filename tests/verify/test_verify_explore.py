@@ -112,6 +112,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 def test_a_run_that_hangs_is_given_up() -> None:
     here = Path(kernels.__file__)
     paths = {"PYTHONPATH": f"{here.parents[2]}{os.pathsep}{here.parent}"}

@@ -53,10 +53,12 @@ from pallas_collectives.kernels.torus import ragged_shares
 from pallas_collectives.kernels.torus.ragged_shares import WHOLE
 from pallas_collectives.topology.groups import Group, Ring, wrap
 
-# Of an operand from which links are weighed. If some have to do with more than others, that takes
-# a quarter of a millisecond: 430 thousand cycles on v5p:4x4x4, 200 thousand on v6e:4x4, as the
-# compiler estimates.
-WEIGHED_BYTES = 64 << 20
+# Of an operand from which links are weighed. If some have to do with more than others, that keeps
+# the core for a quarter of a millisecond: 430 thousand cycles on v5p:4x4x4, 200 thousand on
+# v6e:4x4, as the compiler estimates. Of a Zipf routing it saves a sixteenth of the exchange, which
+# takes 5 ms or more from here on; of smaller ones it lengthened the step (`benchmarks step`,
+# `experts` for v5p:2x2x2: 57.2 ms without it, 60.9 with).
+WEIGHED_BYTES = 256 << 20
 CHUNKS = 16  # the more, the sooner the axes that pass on are busy; each costs a start for each part
 
 
