@@ -277,8 +277,8 @@ def published(_: Saved) -> str:
         "the latencies of hops and DMAs are assumed, and of the launches all but one. With all "
         f"three half as long an all-gather of 8 KiB on 16 v5e takes {1 - nearer:.0%} less, half as "
         f"long again {further - 1:.0%} more. One point more would settle it: that all-gather of "
-        "8 KiB on 4 and on 16 devices of one ring. Their difference is six hops, each with its DMA; what is "
-        "left is the launch. `certify` measures them on a TPU."
+        "8 KiB on 4 and on 16 devices of one ring. Their difference is six hops, each with its "
+        "DMA; what is left is the launch. `certify` measures them on a TPU."
     )
     return "\n".join(textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False))
 
