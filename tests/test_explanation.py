@@ -89,6 +89,10 @@ def test_explain_takes_less_than_a_byte_a_device(op: str) -> None:
     assert found.algorithm == least.algorithm != "nothing" and found.nbytes == 1
 
 
+def test_explain_takes_nothing_of_complex_numbers() -> None:
+    assert pc.explain("pbroadcast", nbytes=0, dtype="complex128", devices=8, chip="v5e")
+
+
 @pytest.mark.parametrize("dtype, rows", [("bfloat16", 4096), ("float32", 2048)])
 def test_explain_takes_bytes_to_be_of_the_dtype(dtype: str, rows: int) -> None:
     how: Any = {"dtype": dtype, "devices": 8, "chip": "v5p", "wire": "int8"}

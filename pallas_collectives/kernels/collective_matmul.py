@@ -72,6 +72,7 @@ def all_gather_matmul(
         block_bytes=x.nbytes,
         cores=launch.cores(interpret),
         transposed=transposed,
+        precision=precision,
     )
     streams = tiling.streams(n)
     shapes = [jax.ShapeDtypeStruct((batch, n * rows, depth), x.dtype)]
@@ -140,6 +141,7 @@ def matmul_reduce_scatter(
         cores=launch.cores(interpret),
         terms=2,
         transposed=transposed,
+        precision=precision,
     )
     streams = tiling.streams(n)
     out = tiling.blocks_of(tiling.problems[0].columns)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
+from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DType, Number
 from pallas_collectives.errors import VmemError
@@ -190,6 +192,7 @@ def plan(
     cores: int,
     terms: int = 0,
     transposed: bool = False,
+    precision: PrecisionLike = None,
 ) -> Plan:
     """How the products of blocks of this shape go: in as many chunks as take least time.
 
@@ -205,13 +208,14 @@ def plan(
     counts = [count for count in CHUNKS if not terms or count <= MOST_SUMMED]
     parts = 1 if terms else able
     whole = [count for count in counts if rows % (parts * count * least_rows) == 0]
-    n = group.size
+    n, in_full = group.size, precision is lax.Precision.HIGHEST
+    of_w = (shape, weights, x_dtype, out_dtype)
     found = [
         cut
         for count in whole or [1]
         # Where the wire takes longer, few of the products of sums count, and their weights' wait.
         for times in ((n * count, BARE_OF_SUMS) if terms else (n * count,))
-        if (cut := _cut(shape, weights, x_dtype, out_dtype, able, count, terms, transposed, times))
+        if (cut := _cut(*of_w, able, count, terms, transposed, in_full, times))
     ]
     if not found:
         chip = chips.current()
@@ -232,6 +236,7 @@ def _cut(
     chunks: int,
     terms: int,
     transposed: bool,
+    in_full: bool,
     times: int,
 ) -> Plan | None:
     """The plan with so many chunks of a block for each core; None if no tiles fit.
@@ -251,6 +256,7 @@ def _cut(
             out_dtype=out_dtype,
             terms=terms,
             transposed=transposed,
+            in_full=in_full,
         )
         for columns, w_dtype in weights
     )

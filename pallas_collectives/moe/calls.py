@@ -216,6 +216,7 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
         raise CollectiveError(
             f"num_experts={num_experts!r}", rule, "give the number of all experts"
         )
+    num_experts = int(num_experts)  # a narrow one of NumPy's would wrap
     if num_experts % devices:
         more = -(-num_experts // devices) * devices
         raise CollectiveError(
@@ -223,8 +224,8 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
             f"it must be a multiple of {devices}: each of {devices} devices has as many",
             f"say {more}, and give the last devices experts that no token chooses",
         )
-    _check_numbers(experts, int(num_experts))
-    each = int(num_experts) // devices
+    _check_numbers(experts, num_experts)
+    each = num_experts // devices
     most = devices * T * min(k, each)
     if rows is not None and (not _is_whole(rows) or rows < min(k, each)):
         raise CollectiveError(
@@ -232,20 +233,22 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
             f"it must be a whole number of {min(k, each)} or more, which one token alone may need",
             f"leave it out for {most}, which is room for all that could come",
         )
-    if num_experts * T >= 1 << 31 or most >= 1 << 30:
-        rule = "tokens and choices are numbered in 32 bits"
-        raise CollectiveError(f"{T} tokens and {num_experts} experts", rule, "use fewer tokens")
+    room = most if rows is None else int(rows)
+    if num_experts * T >= 1 << 31 or max(most, room) >= 1 << 30:
+        rule = "tokens, choices and rows are numbered in 32 bits"
+        value = f"{T} tokens, {num_experts} experts and {room} rows"
+        raise CollectiveError(value, rule, "use fewer")
     chosen = exchanges.choose(
         exchange,
         wire.how,
         wire.axis_sizes,
         tokens=T,
-        experts=int(num_experts),
+        experts=num_experts,
         k=k,
         rows=rows,
         reaches_all=reach.everywhere(chips.current()),
     )
-    return Sizes(T, k, devices, each, int(most if rows is None else rows), chosen)
+    return Sizes(T, k, devices, each, room, chosen)
 
 
 def _is_whole(value: Any) -> bool:

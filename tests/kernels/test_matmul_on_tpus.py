@@ -112,6 +112,21 @@ def test_what_the_compiler_keeps_is_counted(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_float32_in_full_compiles(op: str, generation: str) -> None:
+    """Its passes take parts of what is multiplied at once, which the compiler keeps, too."""
+    with jax.default_matmul_precision("highest"):
+        compiled(generation, 2816, op, jnp.float32)
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_bfloat16_in_full_is_one_pass(op: str) -> None:
+    with jax.default_matmul_precision("highest"):
+        assert_nothing_else(compiled("v5e", 2816, op))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_two_rings_compile(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a torus; the compiler need not know whether hops are links."""

@@ -253,6 +253,9 @@ def call(x: Any, **wrong: Any) -> Any:
         ({"experts": np.zeros((6, 2))}, DtypeError, "experts of float"),
         ({"rows": 1}, CollectiveError, "whole number of 2 or more, which one token alone may"),
         ({"rows": 2.5}, CollectiveError, "whole number of 2 or more, which one token alone may"),
+        ({"rows": 1 << 40}, CollectiveError, "numbered in 32 bits"),
+        ({"num_experts": np.int32(3 << 29)}, CollectiveError, "numbered in 32 bits"),
+        ({"num_experts": np.int8(127)}, CollectiveError, "say 129"),
         ({"axis": "z"}, UnboundAxisError, "'z'"),
         ({"axis": ("x", "x")}, CollectiveError, "twice"),
         ({"exchange": "sparse"}, AlgorithmError, "'auto' or one of ragged, slots, dense"),
@@ -261,7 +264,7 @@ def call(x: Any, **wrong: Any) -> Any:
         ({"tokens": np.zeros((6, 4, 2), np.float32)}, CollectiveError, "x is .T, D."),
         ({"tokens": np.zeros((6, 0), np.float32)}, CollectiveError, "one number or more"),
     ],
-    ids=range(19),
+    ids=range(22),
 )
 def test_bad_input_is_refused_before_launch(
     wrong: dict[str, Any], error: type[Exception], match: str

@@ -31,7 +31,7 @@ def pack(x: jax.Array) -> tuple[jax.Array, int]:
         return lax.bitcast_convert_type(x, jnp.bfloat16), 0
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts, added = pack(jnp.stack([x.real, x.imag]))
-        return (parts.reshape(-1, *x.shape), 1) if added else (parts, 1)
+        return (parts.reshape(2 * len(parts), *x.shape), 1) if added else (parts, 1)
     if x.dtype.itemsize == 8:
         # No bitcast to pairs: XLA aborts the process on that of a constant (CPUs, JAX 0.12).
         bits = lax.bitcast_convert_type(x, jnp.uint64)

@@ -191,6 +191,7 @@ def plan(
         cores=launch.cores(spec.how.interpret),
         terms=terms,
         transposed=spec.transposed,
+        precision=settled_precision(spec.precision),
     )
     return found, block_bytes
 

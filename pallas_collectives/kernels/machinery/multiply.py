@@ -276,7 +276,8 @@ class Products:
                 left,
                 right,
                 contract,
-                precision=self._precision,
+                # Narrower numbers are multiplied in full by one pass; Mosaic refuses to be told so.
+                precision=self._precision if left.dtype == jnp.float32 else lax.Precision.DEFAULT,
                 preferred_element_type=sum_ref.dtype,
             )
 
