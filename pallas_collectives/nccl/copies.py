@@ -21,30 +21,24 @@ again only once it has seen `come`, which the peer sets after it has seen `ready
 and the same the other way. So no signal is lost, or passes for the next, whoever is late. Streams
 write and await the words by themselves (CUDA's stream memory operations).
 
-One thread enqueues for each GPU. They meet in each exchange, between its first half and its second:
-
-  * They tell each other where their results lie, which copies must know as they are enqueued.
-  * CUDA may hold a thread, and with it all others, until a GPU is idle: when a kernel is first
-    loaded, say. If that GPU waited for a word that another thread has yet to put on its stream,
-    that would be for ever. After the meeting a stream waits only for what has been enqueued.
+One thread enqueues for each GPU. They meet in each exchange (`nccl.meeting`), between its first
+half and its second, and tell each other where their results lie, which copies must know as they
+are enqueued. After the meeting a stream waits only for what has been enqueued.
 """
 
-import copy
 import ctypes
 import dataclasses
-import functools
 import threading
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pallas_collectives.nccl import tape
 from pallas_collectives.nccl.communicator import Communicator
-from pallas_collectives.nccl.errors import CommunicatorError, ProcessError
+from pallas_collectives.nccl.errors import ProcessError
 from pallas_collectives.nccl.group import Group
+from pallas_collectives.nccl.meeting import Meeting
+from pallas_collectives.nccl.rank import FLIGHTS, Rank
 
 _WORD = 4  # bytes
-_FLIGHTS = 512  # that a slot keeps: a tree may have many arrays
 _IN_A_ROW = 2  # the addresses of an operand and its result
 
 
@@ -70,11 +64,15 @@ class Plan:
     Attributes:
       writers: the other ranks that push to its result.
       pushes: what goes, at most once to each rank.
+      targets: the first byte of what each of them writes there.
+      nbytes: of each push.
       clear: bytes to set to zero in the result first.
     """
 
     writers: tuple[int, ...]
     pushes: tuple[Push, ...]
+    targets: tuple[int, ...] = ()
+    nbytes: int = 0
     clear: int = 0
 
 
@@ -98,7 +96,7 @@ class Slot:
         self.began = driver.new_event(ordinal)
         self.kept = driver.new_event(ordinal)
         self.arrived = driver.new_event(ordinal)
-        self.flights = (ctypes.c_uint64 * (_FLIGHTS * _IN_A_ROW))()
+        self.flights = (ctypes.c_uint64 * (FLIGHTS * _IN_A_ROW))()
 
     def ready(self, at: int, of: int) -> int:
         """The address of rank `at`'s word that says that `of`'s result may be written."""
@@ -109,32 +107,15 @@ class Slot:
         return self.words[at] + (self.size + by) * _WORD
 
 
-class _Meeting:
-    """Where a process's threads meet, one for each rank; tape.c has the same functions.
+class Copier(Rank):
+    """One rank's exchanges."""
 
-    Attributes:
-      turns: how often each has come.
-      results: where each one's result lies, of even turns and of odd ones: a thread that is a turn
-        ahead does not overwrite what another has yet to read.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.turns = (ctypes.c_uint64 * size)()
-        self.results = (ctypes.c_uint64 * (2 * size))()
-
-
-class Copier:
-    """One rank's exchanges. It is what `tape.record` needs of a communicator."""
-
-    def __init__(self, communicator: Communicator, meeting: _Meeting) -> None:
-        self.communicator = communicator
-        self.rank, self.ordinal = communicator.rank, communicator.ordinal
-        self.unusable = communicator.unusable
-        self.stream = communicator.driver.new_stream(self.ordinal)
-        self._keeping = communicator.driver.new_stream(self.ordinal)
+    def __init__(self, communicator: Communicator, meeting: Meeting) -> None:
+        super().__init__(communicator)
+        self.stream = self.driver.new_stream(self.ordinal, urgent=True)
+        self._keeping = self.driver.new_stream(self.ordinal)
         self.slots: dict[Any, Slot] = {}
         self._meeting = meeting
-        self._calls: Any = _InPython(self)
         communicator.before_abort.append(self._release)
 
     def start(
@@ -151,10 +132,10 @@ class Copier:
 
         token: the address of 32 bits, which will be 0.
         """
-        driver, me, beside, calls = self.communicator.driver, self.rank, self.stream, self._calls
-        calls.pc_begin(slot.flights, _FLIGHTS, _IN_A_ROW)
+        driver, me, beside, call = self.driver, self.rank, self.stream, self.call
+        call("pc_begin", slot.flights, FLIGHTS, _IN_A_ROW)
         for i, address in enumerate((operand, result)):
-            calls.pc_note(slot.flights, i, address)
+            call("pc_note", slot.flights, i, address)
         with driver.device(self.ordinal):
             driver.record_again(slot.began, stream)
             for waiting in (beside, self._keeping):
@@ -165,108 +146,38 @@ class Copier:
             for peer in plan.writers:
                 driver.give_word(slot.ready(peer, me), beside)
             turns, results = self._meeting.turns, self._meeting.results
-            size = len(turns)
-            calls.pc_meet(turns, results, me, size, result, ctypes.byref(self.unusable))
+            size = self._meeting.size
+            call("pc_meet", turns, results, me, size, result, ctypes.byref(self.unusable))
             if plan.clear:
                 driver.clear(self.ordinal, result, plan.clear, beside)
             for push in plan.pushes:
                 on = self._keeping if push.rank == me else beside
                 if push.rank != me:
                     driver.take_word(slot.ready(me, push.rank), beside)
-                calls.pc_push(
-                    driver.address("cuMemcpyDtoDAsync_v2"), turns, results, me, size,
+                call(
+                    "pc_push", driver.address("cuMemcpyDtoDAsync_v2"), turns, results, me, size,
                     push.rank, push.target, tape.behind(operand, push.source), push.nbytes, on,
                 )  # fmt: skip
                 if push.rank != me:
                     driver.give_word(slot.come(push.rank, me), beside)
             for peer in plan.writers:
                 driver.take_word(slot.come(me, peer), beside)
-            driver.record_again(slot.kept, self._keeping)
-            driver.wait_event(beside, slot.kept)
+            self.wait(beside, self._keeping, slot.kept)
             driver.record_again(slot.arrived, beside)
         self.communicator.end(beside)
 
-    def finish(self, slot: Slot, operand: Any, result: Any, stream: Any) -> None:
+    def finish(self, slot: Slot, plan: Plan, operand: Any, result: Any, stream: Any) -> None:
         """Has `stream` wait for the result of the exchange in `slot`."""
+        del plan
         self.communicator.check()
-        self._calls.pc_take(slot.flights, _FLIGHTS, _IN_A_ROW, 1, operand, result)
-        with self.communicator.driver.device(self.ordinal):
-            self.communicator.driver.wait_event(stream, slot.arrived)
-
-    def address(self, function: str) -> int:
-        """The address of a C function of the driver's, or of the tape's own."""
-        own = function.startswith("pc_")
-        return tape.address(function) if own else self.communicator.address(function)
-
-    def failed(self, function: str, result: int) -> Exception:
-        """What to raise for a result of a C function that is not 0."""
-        if function == "pc_take":
-            return CommunicatorError(
-                "an array that a started collective reads or writes lies elsewhere when it is "
-                "done: XLA has copied it, and bytes that had not come with it. Call done() in the "
-                "function, or in the same turn of the loop, in which the collective is started"
-            )
-        return self.communicator.failed(function, result)
-
-    def recorded(self, recorder: tape.Recorder) -> "Copier":
-        """A twin whose calls `recorder` notes."""
-        twin = copy.copy(self)
-        twin.communicator = self.communicator.recorded(recorder)
-        twin._calls = _Recorded(recorder)
-        return twin
+        self.call("pc_take", slot.flights, FLIGHTS, _IN_A_ROW, 1, operand, result)
+        with self.driver.device(self.ordinal):
+            self.driver.wait_event(stream, slot.arrived)
 
     def _release(self) -> None:
         """Lets all that waits for a peer go on, with undefined values."""
         for slot in self.slots.values():
-            self.communicator.driver.fill_words(self.ordinal, slot.own_words, 1, 2 * slot.size)
-
-
-class _Recorded:
-    """The tape's own functions, noted."""
-
-    def __init__(self, recorder: tape.Recorder) -> None:
-        self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return functools.partial(self._recorder.call, name)
-
-
-class _InPython:
-    """The tape's own functions where no compiler has made them."""
-
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
-
-    def pc_begin(self, rows: Any, count: int, width: int) -> None:
-        rows[:] = [0] * width + rows[: (count - 1) * width]
-
-    def pc_note(self, rows: Any, i: int, address: int) -> None:
-        rows[i] = address
-
-    def pc_take(self, rows: Any, count: int, width: int, i: int, operand: int, result: int) -> None:
-        for row in range(0, count * width, width):
-            if (rows[row], rows[row + i]) == (operand, result):
-                rows[row + i] = 0
-                return
-        raise self._copier.failed("pc_take", 1)
-
-    def pc_meet(
-        self, turns: Any, results: Any, me: int, size: int, result: int, unusable: Any
-    ) -> None:
-        mine = turns[me] + 1
-        results[mine % 2 * size + me] = result
-        turns[me] = mine
-        while min(turns[:size]) < mine and not self._copier.unusable.value:
-            time.sleep(0)
-        if self._copier.unusable.value:  # where the others' results lie is not known
-            raise self._copier.failed("pc_meet", 1)
-
-    def pc_push(
-        self, copy: int, turns: Any, results: Any, me: int, size: int, rank: int, offset: int,
-        source: int, nbytes: int, stream: int,
-    ) -> None:  # fmt: skip
-        target = results[turns[me] % 2 * size + rank] + offset
-        self._copier.communicator.driver.copy(target, source, nbytes, stream)
+            self.driver.fill_words(self.ordinal, slot.own_words, 1, 2 * slot.size)
 
 
 _copiers: dict[Group, dict[int, Copier]] = {}
@@ -287,7 +198,7 @@ def slots(group: Group, key: Any) -> dict[int, tuple[Copier, Slot]]:
             ordinals = [c.ordinal for c in communicators.values()]
             for c in communicators.values():
                 c.driver.let_in(c.ordinal, ordinals)
-            meeting = _Meeting(len(ordinals))
+            meeting = Meeting(len(ordinals))
             _copiers[group] = {rank: Copier(c, meeting) for rank, c in communicators.items()}
         copiers = _copiers[group]
         if any(key not in copier.slots for copier in copiers.values()):

@@ -21,6 +21,27 @@ _RELAXED = 2
 _HOST_PORTABLE_AND_MAPPED = 1 | 2
 _ALREADY_ENABLED = 704
 _EQUAL = 1
+_WAIT_32, _WRITE_32 = 1, 2
+_LAZY_PEER_ACCESS = 1
+_HANDLE = 64  # bytes
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("data", ctypes.c_ubyte * _HANDLE),)
+
+
+class _WordStep(ctypes.Structure):
+    """CUstreamBatchMemOpParams, of 32-bit words."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("spare", ctypes.c_uint64 * 2),
+    )
 
 
 class Driver:
@@ -43,7 +64,7 @@ class Driver:
         word, number, pointer = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p
         self._lib.cuMemcpyDtoDAsync_v2.argtypes = [word, word, ctypes.c_size_t, pointer]
         self._lib.cuStreamWriteValue32_v2.argtypes = [pointer, word, ctypes.c_uint32, number]
-        self._lib.cuStreamWaitValue32_v2.argtypes = [pointer, word, ctypes.c_uint32, number]
+        self._lib.cuStreamBatchMemOp_v2.argtypes = [pointer, number, pointer, number]
         self._lib.cuEventRecord.argtypes = [pointer, pointer]
         self._lib.cuStreamWaitEvent.argtypes = [pointer, pointer, number]
         self._call("cuInit", 0)
@@ -130,6 +151,23 @@ class Driver:
             if result not in (0, _ALREADY_ENABLED):
                 raise self.failed("cuCtxEnablePeerAccess", result, f"GPU {ordinal} of GPU {other}")
 
+    def shared(self, ordinal: int, address: int) -> bytes:
+        """What another process on this host needs to reach `address`, of `allocate`'s memory."""
+        handle, base, size = _Handle(), ctypes.c_uint64(), ctypes.c_size_t()
+        with self.device(ordinal):
+            where = ctypes.c_uint64(address)
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), where)
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle.data) + (address - base.value).to_bytes(8, "little")
+
+    def opened(self, ordinal: int, shared: bytes) -> int:
+        """The address, for the GPU, of memory that another process has shared; never closed."""
+        base = ctypes.c_uint64()
+        handle = _Handle((ctypes.c_ubyte * _HANDLE)(*shared[:_HANDLE]))
+        with self.device(ordinal):
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, _LAZY_PEER_ACCESS)
+        return base.value + int.from_bytes(shared[_HANDLE:], "little")
+
     def fill_words(self, ordinal: int, address: int, value: int, count: int) -> None:
         """Sets 32-bit words on the GPU; waits until they are set, and for nothing else."""
         stream = ctypes.c_void_p(self.new_stream(ordinal))
@@ -149,8 +187,16 @@ class Driver:
 
     def take_word(self, address: int, stream: int) -> None:
         """What follows on `stream` waits until the word is 1, and then it is 0."""
-        self._call("cuStreamWaitValue32_v2", stream, address, 1, _EQUAL)
-        self._call("cuStreamWriteValue32_v2", stream, address, 0, 0)
+        steps = (_WordStep * 2)(
+            _WordStep(_WAIT_32, address, 1, _EQUAL), _WordStep(_WRITE_32, address, 0, 0)
+        )
+        self._call("cuStreamBatchMemOp_v2", stream, len(steps), steps, 0)
+
+    def captures(self, stream: int) -> bool:
+        """Whether the stream is being captured in a graph."""
+        status = ctypes.c_int()
+        self._call("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(status))
+        return bool(status.value)
 
     def new_event(self, ordinal: int) -> "Event":
         """An event that has passed until it is recorded."""
@@ -163,11 +209,19 @@ class Driver:
         """From here on the event stands for everything on `stream` so far."""
         self._call("cuEventRecord", event.handle, stream)
 
-    def new_stream(self, ordinal: int) -> int:
-        """A stream of its own, which does not wait for the default stream."""
+    def new_stream(self, ordinal: int, urgent: bool = False) -> int:
+        """A stream of its own, which does not wait for the default stream.
+
+        urgent: of the highest priority. CUDA has few queues (CUDA_DEVICE_MAX_CONNECTIONS) for all
+        streams of one priority, and what waits on one stream holds up the others of its queue:
+        XLA's too, if it is of their priority.
+        """
         stream = ctypes.c_void_p()
         with self.device(ordinal):
-            self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+            least, greatest = ctypes.c_int(), ctypes.c_int()
+            self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+            priority = greatest if urgent else least
+            self._call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, priority)
         return stream.value or 0
 
     def record(self, ordinal: int, stream: int) -> "Event":

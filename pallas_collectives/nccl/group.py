@@ -34,6 +34,8 @@ class Group:
 
     Attributes:
       name, devices: as given to `create`; a device's rank is its place.
+      key, timeout: where its processes leave word for each other, unlike any other group's, and the
+        seconds for which each waits for the others.
       communicators: rank -> communicator, for the ranks of this process.
       reason: why it can no longer be used, or None.
     """
@@ -43,10 +45,14 @@ class Group:
         runtime: Runtime,
         name: str,
         devices: tuple[jax.Device, ...],
+        key: str,
+        timeout: float,
     ):
         self.runtime = runtime
         self.name = name
         self.devices = devices
+        self.key = key
+        self.timeout = timeout
         self.communicators: dict[int, Communicator] = {}
         self._watchdog: Watchdog | None = None
         self.reason: CommunicatorError | None = None
@@ -220,12 +226,12 @@ def create(
         runtime.library.unique_id,
         f"devices {ids} with NCCL {runtime.library.version}, watchdog {watchdog}",
     )
-    group = Group(runtime, name, devices)
+    key = f"{key}/{meeting.nonce}"
+    group = Group(runtime, name, devices, key, timeout)
     join = [
         functools.partial(group.join, rank, meeting.unique_id, watchdog is not None, uses)
         for rank in local
     ]
-    key = f"{key}/{meeting.nonce}"
     try:
         _at_once(join, deadline - time.monotonic())  # a thread each: it waits for the other ranks
         group.communicators = {rank: group.communicators[rank] for rank in local}

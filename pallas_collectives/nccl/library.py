@@ -158,13 +158,12 @@ def probe(path: str, timeout: float = 60.0) -> int:
     return code
 
 
-def loaded() -> str | None:
-    """The libnccl already in this process, or None."""
+def loaded(name: str = "libnccl.so") -> str | None:
+    """The library already in this process whose file is named so, or None."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")
-            name = os.path.basename(path[2])
-            if name.startswith("libnccl.so"):
+            if os.path.basename(path[2]).startswith(name):
                 return "/" + path[2]
     return None
 

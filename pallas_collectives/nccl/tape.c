@@ -12,11 +12,12 @@
 #include "xla/ffi/api/c_api.h" /* jaxlib's own, at jax.ffi.include_dir() */
 
 /* The structures below have their twins in tape.py. */
-enum { ARGUMENTS = 11, BUCKETS = 4096 };
+enum { ARGUMENTS = 16, BUCKETS = 4096 };
 enum { GIVEN, STREAM, INPUT, OUTPUT };
 
 typedef uint64_t Word; /* an argument: integers and pointers travel alike */
-typedef int Function(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word);
+typedef int Function(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word,
+                     Word, Word, Word);
 
 typedef struct {
   int64_t source; /* GIVEN, or what fills the gap */
@@ -87,7 +88,8 @@ static int make(const Step *step, const XLA_FFI_CallFrame *frame, void *stream) 
       case OUTPUT: a[i] = address(frame->rets.rets[value]) + offset; break;
     }
   }
-  return step->function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
+  return step->function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11],
+                        a[12], a[13], a[14], a[15]);
 }
 
 /* Functions for tapes. Rows hold the addresses of operand and results of the last exchanges, the
@@ -126,11 +128,21 @@ int pc_meet(_Atomic Word *turns, Word *results, Word me, Word size, Word result,
   return *unusable;
 }
 
+/* `pc_meet`, without results, but where the stream is being captured: nothing waits on it then, and
+   others may not capture. `capturing` is cuStreamIsCapturing. */
+int pc_meet_if_it_runs(Function *capturing, Word stream, _Atomic Word *turns, Word *results,
+                       Word me, Word size, const volatile int32_t *unusable) {
+  int status = 0;
+  int failed = capturing(stream, (Word)&status, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  if (failed || status) return failed;
+  return pc_meet(turns, results, me, size, 0, unusable);
+}
+
 /* Copies to a rank's result, by `copy`, which is cuMemcpyDtoDAsync. */
 int pc_push(Function *copy, const _Atomic Word *turns, const Word *results, Word me, Word size,
             Word rank, Word offset, Word source, Word nbytes, Word stream) {
   Word target = results[atomic_load(&turns[me]) % 2 * size + rank] + offset;
-  return copy(target, source, nbytes, stream, 0, 0, 0, 0, 0, 0, 0);
+  return copy(target, source, nbytes, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
 }
 
 static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream, Python *python) {

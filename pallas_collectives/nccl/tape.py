@@ -25,7 +25,7 @@ import jax
 
 _log = logging.getLogger(__name__)
 
-_ARGUMENTS = 11
+_ARGUMENTS = 16
 _GIVEN, _STREAM, _INPUT, _OUTPUT = range(4)  # an argument's sources
 
 # As NVIDIA's bindings and NCCL name the functions, which take the same arguments.

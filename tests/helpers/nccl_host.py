@@ -11,12 +11,14 @@ import threading
 import time
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from nccl_wire import SECONDS, SUCCESS, Wire, WireError
+from nccl_wire import SECONDS, SUCCESS, Wire, WireError, memory
 from pallas_collectives import nccl
 from pallas_collectives.backends import choice
-from pallas_collectives.nccl import copies, group, progress, runtime
+from pallas_collectives.nccl import copies, cublas, group, mailboxes, progress, runtime
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.store import LocalStore
 
@@ -85,6 +87,7 @@ class Driver:
         _function("give", _give, 1)
         _function("take", _take, 1)
         _function("cuMemcpyDtoDAsync_v2", _copy, 4)
+        _function("cuStreamIsCapturing", lambda stream, status: None, 2)
 
     def device(self, ordinal: int) -> Any:
         return contextlib.nullcontext()
@@ -102,11 +105,14 @@ class Driver:
         memory = ctypes.create_string_buffer(size)
         yield ctypes.addressof(memory), self.new_stream(ordinal)
 
-    def new_stream(self, ordinal: int) -> int:
+    def new_stream(self, ordinal: int, urgent: bool = False) -> int:
         return next(self._streams)
 
     def record(self, ordinal: int, stream: int) -> Event:
         return Event()
+
+    def captures(self, stream: int) -> bool:
+        return False
 
     def new_event(self, ordinal: int) -> Event:
         return Event()
@@ -120,6 +126,12 @@ class Driver:
 
     def let_in(self, ordinal: int, ordinals: Any) -> None:
         pass
+
+    def shared(self, ordinal: int, address: int) -> bytes:
+        return address.to_bytes(8, "little")
+
+    def opened(self, ordinal: int, shared: bytes) -> int:
+        return int.from_bytes(shared, "little")
 
     def fill_words(self, ordinal: int, address: int, value: int, count: int) -> None:
         (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
@@ -161,11 +173,56 @@ class _RecordedDriver(Driver):
     def clear(self, ordinal: int, address: int, size: int, stream: int) -> None:
         self._recorder.call("clear", address, size)
 
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        self._recorder.call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+
     def give_word(self, address: int, stream: int) -> None:
         self._recorder.call("give", address)
 
     def take_word(self, address: int, stream: int) -> None:
         self._recorder.call("take", address)
+
+
+class HostProducts:
+    """cuBLASLt whose C functions multiply host memory."""
+
+    def prepare(self, driver: Any, ordinal: int, product: cublas.Product) -> "_HostProduct":
+        return _HostProduct(product)
+
+    def call(self, name: str, *args: int) -> None:
+        _products[name](*args)
+
+    def address(self, function: str) -> int:
+        return _function(function, _products[function], 4)
+
+
+_products: dict[str, Any] = {}
+
+
+class _HostProduct:
+    def __init__(self, product: cublas.Product):
+        self._product, self._name = product, f"cublas {product}"
+        _products[self._name] = self._run
+
+    def multiply(self, call: Any, x: Any, w: Any, c: Any, d: Any, stream: Any) -> None:
+        call(self._name, x, w, 0 if c is None else c, d)
+
+    def _run(self, x: int, w: int, c: int, d: int) -> None:
+        p = self._product
+        left = self._matrices(x, p.dtype, p.rows, p.depth, p.pitches[0])
+        shape = (p.columns, p.depth) if p.transposed else (p.depth, p.columns)
+        right = memory(w, p.depth * p.columns, jnp.dtype(p.dtype)).reshape(shape)
+        right = right.astype(np.float32)
+        result = left.astype(np.float32) @ (right.T if p.transposed else right)
+        if c:
+            result += self._matrices(c, p.result, p.rows, p.columns, p.pitches[1])
+        self._matrices(d, p.result, p.rows, p.columns, p.pitches[2])[:] = result
+
+    def _matrices(self, address: int, dtype: str, rows: int, columns: int, pitch: int) -> Any:
+        batch, kind = self._product.batch, jnp.dtype(dtype)
+        flat = memory(address, (batch - 1) * pitch + rows * columns, kind)
+        steps = [pitch * kind.itemsize, columns * kind.itemsize, kind.itemsize]
+        return np.lib.stride_tricks.as_strided(flat, (batch, rows, columns), steps)
 
 
 class HostBoard:
@@ -235,6 +292,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_options", {"runtime": runtime})
     monkeypatch.setattr(group, "_groups", {})
     monkeypatch.setattr(copies, "_copiers", {})
+    monkeypatch.setattr(mailboxes, "_made", {})
+    products = HostProducts()
+    monkeypatch.setattr(cublas, "library", lambda: products)
 
 
 @dataclasses.dataclass(frozen=True)

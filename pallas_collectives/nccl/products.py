@@ -1,0 +1,229 @@
+"""Matrix products whose operand, or whose result, moves between GPUs meanwhile.
+
+A large product holds all multiprocessors until it ends; copies from GPU to GPU are made by copy
+engines, at once. So the wire is hidden if products are cut in blocks, and each block is copied, on
+a stream of its own, while another is multiplied. Blocks go to peers' mailboxes, where products read
+them, and write their results where these belong: nothing is laid anew.
+
+Gather, then multiply; n GPUs, block p of x from GPU p:
+
+    side stream     block to me-1 | to me-2 | ...
+    XLA's stream    own block @ w | me+1's block @ w | me+2's ...
+
+Multiply, then scatter: sums go round the ring, each GPU adding its term as it multiplies. A block
+is cut in parts; one is on the wire while the next is multiplied. Two of them:
+
+    side stream                         block me-1, part 0 | part 1 | block me-2, part 0 ...
+    XLA's stream    block me-1, part 0 | part 1 | block me-2, part 0, + what came | part 1 ...
+
+The last is the GPU's own. Sums are rounded to the dtype of the result once a hop.
+
+The threads of a process meet (`nccl.meeting`) before any of them has a stream wait for a peer, and
+again once all words of the call have been given on their streams. Between the two CUDA holds none
+of them, for products' kernels are loaded as they are made ready. Processes need not meet: whoever
+is held waits for its own GPU alone, and that waits for nothing that has not been enqueued.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_collectives.nccl import cublas, mailboxes, tape
+from pallas_collectives.nccl.cublas import Product
+from pallas_collectives.nccl.group import Group
+from pallas_collectives.nccl.mailboxes import Mailbox
+from pallas_collectives.nccl.rank import Rank
+
+GATHER, SCATTER = "gather", "scatter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is multiplied and moved; every GPU does the same.
+
+    Attributes:
+      kind: `GATHER` or `SCATTER`.
+      size: GPUs.
+      batch, rows, depth: a block of x is (batch, rows, depth); whole, it is (batch, size * rows,
+        depth).
+      columns: of each w: of all that x is multiplied with, or to be scattered, of each pair.
+      transposed: each w is (columns, depth).
+      dtype, result: of operands and products.
+      keeps: whether the gathered x is a result, too.
+      cuts: into how many parts a block is cut that is to be scattered.
+    """
+
+    kind: str
+    size: int
+    batch: int
+    rows: int
+    depth: int
+    columns: tuple[int, ...]
+    transposed: bool
+    dtype: str
+    result: str
+    keeps: bool = False
+    cuts: int = 1
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """Of what a message brings, or all parts of it."""
+        gathers = self.kind == GATHER
+        return self.batch, self.rows, self.depth if gathers else self.columns[0]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of what a message brings, or all parts of it."""
+        dtype = self.dtype if self.kind == GATHER else self.result
+        return math.prod(self.block_shape) * _width(dtype)
+
+    @property
+    def mail_bytes(self) -> int:
+        """What comes to a GPU in a call."""
+        return (self.size - 1) * self.block_bytes
+
+    @property
+    def messages(self) -> int:
+        """How many of them."""
+        return (self.size - 1) * len(self.parts())
+
+    def parts(self) -> list[tuple[int, int]]:
+        """(first row, rows) of the parts of a block."""
+        each = -(-self.rows // self.cuts)
+        return [(first, min(each, self.rows - first)) for first in range(0, self.rows, each)]
+
+    def gathered(self, columns: int) -> Product:
+        """The product of a block of x, one's own or from a mailbox."""
+        to = self.size * self.rows * columns
+        return self._product(self.rows, columns, (self.rows * self.depth, to, to))
+
+    def scattered(self, rows: int, last: bool, adds: bool) -> Product:
+        """That of rows of x, of a part; last: for the result; adds: to what is there, not came."""
+        each, whole = rows * self.columns[0], self.rows * self.columns[0]
+        to = whole if last else each
+        pitches = self.size * self.rows * self.depth, to if adds else each, to
+        return self._product(rows, self.columns[0], pitches)
+
+    def _product(self, rows: int, columns: int, pitches: tuple[int, int, int]) -> Product:
+        return Product(
+            self.batch, rows, self.depth, columns, self.transposed, self.dtype, self.result, pitches
+        )
+
+
+class Multiplier(Rank):
+    """One rank's products of a kind."""
+
+    def __init__(self, box: Mailbox) -> None:
+        super().__init__(box.communicator)
+        self._box = box
+        self._prepared = functools.partial(cublas.prepared, self.driver, self.ordinal)
+        self._side = self.driver.new_stream(self.ordinal, urgent=True)
+        self._there, self._left = (self.driver.new_event(self.ordinal) for _ in range(2))
+
+    def run(
+        self, work: Work, text: str, inputs: Sequence[Any], outputs: Sequence[Any], stream: Any
+    ) -> None:
+        """Puts a call on XLA's stream.
+
+        Args:
+          work, text: what it does, and its name.
+          inputs: addresses: x and each w; or, to be scattered, each x and then each w.
+          outputs: each product (batch, size * rows, columns), and the gathered x as (size, batch,
+            rows, depth) if it is kept; or the scattered sum (batch, rows, columns), and room for
+            all blocks but one.
+          stream: XLA's.
+        """
+        self.communicator.begin((work.kind, text), stream)
+        box, me = self._box, self.rank
+        with self.driver.device(self.ordinal):
+            self.meet(box.meeting, box.place, stream)
+            if work.kind == GATHER:
+                self._gather(work, inputs, outputs, stream)
+            else:
+                self._scatter(work, inputs, outputs, stream)
+            for peer in self._writers(work):
+                self.driver.give_word(box.ready(peer, me), stream)
+            self.wait(stream, self._side, self._left)
+            self.meet(box.meeting, box.place, stream)
+        self.communicator.end(stream)
+
+    def _writers(self, work: Work) -> list[int]:
+        others = [(self.rank + distance) % work.size for distance in range(1, work.size)]
+        return others if work.kind == GATHER else others[-1:]
+
+    def _gather(self, work: Work, inputs: Any, outputs: Any, stream: Any) -> None:
+        driver, box, me, size = self.driver, self._box, self.rank, work.size
+        own, *ws = inputs
+        nbytes = work.block_bytes
+        self.wait(self._side, stream, self._there)
+        for distance in range(1, size):
+            to = (me - distance) % size
+            driver.take_word(box.ready(me, to), self._side)
+            place = box.data[to] + (distance - 1) * nbytes
+            driver.copy(place, own, nbytes, self._side)
+            driver.give_word(box.come(to, distance - 1), self._side)
+        for distance in range(size):
+            source = (me + distance) % size
+            block = own
+            if distance:
+                block = box.data[me] + (distance - 1) * nbytes
+                driver.take_word(box.come(me, distance - 1), stream)
+            for w, columns, y in zip(ws, work.columns, outputs, strict=False):
+                to = tape.behind(y, source * work.rows * columns * _width(work.result))
+                self._multiply(work.gathered(columns), block, w, None, to, stream)
+            if work.keeps:
+                driver.copy(tape.behind(outputs[-1], source * nbytes), block, nbytes, stream)
+
+    def _scatter(self, work: Work, inputs: Any, outputs: Any, stream: Any) -> None:
+        driver, box, me, size = self.driver, self._box, self.rank, work.size
+        pairs = [*zip(inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :], strict=True)]
+        right = (me + 1) % size
+        result, room = outputs
+        row, parts = work.columns[0] * _width(work.result), work.parts()
+        for hop in range(size):
+            last = hop == size - 1
+            for part, (first, rows) in enumerate(parts):
+                message, behind = hop * len(parts) + part, work.batch * first * row
+                came, to = None, tape.behind(room, hop * work.block_bytes + behind)
+                if last:
+                    to = tape.behind(result, first * row)
+                if hop:
+                    driver.take_word(box.come(me, message - len(parts)), stream)
+                    came = box.data[me] + (hop - 1) * work.block_bytes + behind
+                start = ((me - 1 - hop) % size * work.rows + first) * work.depth
+                for i, (x, w) in enumerate(pairs):
+                    x = tape.behind(x, start * _width(work.dtype))
+                    product = work.scattered(rows, last, adds=i > 0)
+                    self._multiply(product, x, w, to if i else came, to, stream)
+                if last:
+                    continue
+                self.wait(self._side, stream, self._there)
+                if message == 0:
+                    driver.take_word(box.ready(me, right), self._side)
+                place = box.data[right] + hop * work.block_bytes + behind
+                driver.copy(place, to, work.batch * rows * row, self._side)
+                driver.give_word(box.come(right, message), self._side)
+
+    def _multiply(self, product: Product, x: Any, w: Any, c: Any, d: Any, stream: Any) -> None:
+        self._prepared(product).multiply(self.call, x, w, c, d, stream)
+
+
+def multipliers(group: Group, work: Work) -> dict[int, Multiplier]:
+    """What does the work on each of this process's GPUs, by ordinal; made if it is not there yet.
+
+    Raises:
+      MailboxError: some GPU cannot reach another's memory; in every process alike.
+    """
+    boxes = mailboxes.get(group, work.kind, work.messages, work.mail_bytes)
+    return {box.communicator.ordinal: _multiplier(box) for box in boxes.values()}
+
+
+_multiplier = functools.cache(Multiplier)
+
+
+def _width(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize

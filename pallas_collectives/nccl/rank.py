@@ -1,0 +1,138 @@
+"""One rank's work beside NCCL's: by CUDA's driver, cuBLASLt, and functions of the tape's own.
+
+The same method puts work on a stream and has it noted on a tape: its calls go through `Rank.call`
+and `Rank.driver`, which a recorded twin hands to the recorder.
+"""
+
+import copy
+import ctypes
+from collections.abc import Callable
+from typing import Any, Self
+
+from pallas_collectives.nccl import cublas, tape
+from pallas_collectives.nccl.communicator import Communicator
+from pallas_collectives.nccl.errors import CommunicatorError
+from pallas_collectives.nccl.meeting import Meeting
+
+FLIGHTS = 512  # rows that a slot keeps: a tree may have many arrays
+
+
+class Rank:
+    """What `tape.record` needs of a communicator, and what work on it needs.
+
+    Attributes:
+      communicator, rank, ordinal, unusable: the communicator and what it has.
+      call: makes the call of a C function, by its name, or notes it.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.rank, self.ordinal = communicator.rank, communicator.ordinal
+        self.unusable = communicator.unusable
+        self.call: Callable[..., None] = self._made_at_once
+
+    @property
+    def driver(self) -> Any:
+        """CUDA's."""
+        return self.communicator.driver
+
+    def wait(self, waiting: Any, stream: Any, event: Any) -> None:
+        """`waiting` goes on once everything on `stream` so far is done."""
+        self.driver.record_again(event, stream)
+        self.driver.wait_event(waiting, event)
+
+    def meet(self, meeting: Meeting, me: int, stream: Any) -> None:
+        """Waits for the other threads of this process, but in a capture, in which nothing waits."""
+        if meeting.size > 1:
+            self.call(
+                "pc_meet_if_it_runs", self.driver.address("cuStreamIsCapturing"), stream,
+                meeting.turns, meeting.results, me, meeting.size, ctypes.byref(self.unusable),
+            )  # fmt: skip
+
+    def address(self, function: str) -> int:
+        """The address of a C function."""
+        if function.startswith("pc_"):
+            return tape.address(function)
+        if function.startswith("cublas"):
+            return cublas.library().address(function)
+        return self.communicator.address(function)
+
+    def failed(self, function: str, result: int) -> Exception:
+        """What to raise for a result of a C function that is not 0."""
+        if function == "pc_take":
+            return CommunicatorError(
+                "an array that a started collective reads or writes lies elsewhere when it is "
+                "done: XLA has copied it, and bytes that had not come with it. Call done() in the "
+                "function, or in the same turn of the loop, in which the collective is started"
+            )
+        if function.startswith("cublas"):
+            return cublas.library().failed(function, result, str(self.communicator))
+        return self.communicator.failed(function, result)
+
+    def recorded(self, recorder: tape.Recorder) -> Self:
+        """A twin whose calls `recorder` notes."""
+        twin = copy.copy(self)
+        twin.communicator = self.communicator.recorded(recorder)
+        twin.call = recorder.call
+        return twin
+
+    def _made_at_once(self, name: str, *args: Any) -> None:
+        if not name.startswith("pc_"):
+            cublas.library().call(name, *args)
+        elif not _PYTHON[name](self.driver, *args):
+            raise self.failed(name, 1)
+
+
+# The tape's own functions where no compiler has made them; whether all is well.
+
+
+def _begin(driver: Any, rows: Any, count: int, width: int) -> bool:
+    rows[:] = [0] * width + rows[: (count - 1) * width]
+    return True
+
+
+def _note(driver: Any, rows: Any, i: int, address: int) -> bool:
+    rows[i] = address
+    return True
+
+
+def _take(
+    driver: Any, rows: Any, count: int, width: int, i: int, operand: int, result: int
+) -> bool:
+    for row in range(0, count * width, width):
+        if (rows[row], rows[row + i]) == (operand, result):
+            rows[row + i] = 0
+            return True
+    return False
+
+
+def _meet(
+    driver: Any, turns: Any, results: Any, me: int, size: int, result: int, unusable: Any
+) -> bool:
+    return Meeting.of(turns, results).come(me, result, unusable._obj)
+
+
+def _meet_if_it_runs(
+    driver: Any, capturing: int, stream: int, turns: Any, results: Any, me: int, size: int,
+    unusable: Any,
+) -> bool:  # fmt: skip
+    return driver.captures(stream) or _meet(driver, turns, results, me, size, 0, unusable)
+
+
+def _push(
+    driver: Any, copy: int, turns: Any, results: Any, me: int, size: int, rank: int, offset: int,
+    source: int, nbytes: int, stream: int,
+) -> bool:  # fmt: skip
+    target = results[turns[me] % 2 * size + rank] + offset
+    driver.copy(target, source, nbytes, stream)
+    return True
+
+
+_PYTHON: dict[str, Callable[..., bool]] = {
+    "pc_begin": _begin,
+    "pc_note": _note,
+    "pc_take": _take,
+    "pc_meet": _meet,
+    "pc_meet_if_it_runs": _meet_if_it_runs,
+    "pc_push": _push,
+}
