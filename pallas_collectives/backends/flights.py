@@ -1,13 +1,15 @@
 """Exchanges under way on NVIDIA GPUs: a primitive that starts one, and one that ends it.
 
-The memory of what is under way is XLA's, so XLA must neither use it again nor copy it between the
-two. The second primitive takes operand and result of the first, and gives the result in its place.
-That is checked on each call (`nccl.copies`): bytes that lie elsewhere are an error.
+Between the GPUs of one process pushes go to the result (`nccl.copies`), between those of several to
+mailboxes (`nccl.posts`). The memory of what is under way is XLA's, so XLA must neither use it again
+nor copy it between the two. The second primitive takes operand and result of the first, and gives
+the result in its place. That is checked on each call: bytes that lie elsewhere are an error.
 """
 
 import dataclasses
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,9 +22,10 @@ from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, nccl
 from pallas_collectives.backends import counters, ordered
+from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
 from pallas_collectives.backends.plans import How, Plan
-from pallas_collectives.nccl import copies, dtypes, ffi, tape
+from pallas_collectives.nccl import copies, dtypes, ffi, mailboxes, posts, tape
 from pallas_collectives.topology.groups import Group
 
 # Exchanges that a program may have under way at a time; one more waits for the first to be read.
@@ -61,7 +64,8 @@ class Flight:
             writers = tuple(s for s, t in self.perm if t == rank != s)
             pushes = tuple(copies.Push(t, 0, 0, nbytes) for s, t in self.perm if s == rank)
             written = any(t == rank for _, t in self.perm)
-            return copies.Plan(writers, pushes, 0 if written else nbytes)
+            clear = 0 if written else nbytes
+            return copies.Plan(writers, pushes, (0,) * len(writers), nbytes, clear)
         n = self.group.size
         block = nbytes if self.op == "gather" else nbytes // n
         ranks = [(rank + distance) % n for distance in range(n)]
@@ -69,7 +73,8 @@ class Flight:
             copies.Push(p, 0 if self.op == "gather" else p * block, rank * block, block)
             for p in (ranks if self.own else ranks[1:])
         )
-        return copies.Plan(tuple(ranks[1:]), pushes)
+        targets = tuple(p * block for p in ranks[1:])
+        return copies.Plan(tuple(ranks[1:]), pushes, targets, block)
 
     def by_lax(self, x: Any) -> jax.Array:
         """What comes of it."""
@@ -80,6 +85,15 @@ class Flight:
         if self.op == "gather":
             return lax.all_gather(x, self.group.axes, to=self.to, **options)
         return lax.all_to_all(x, self.group.axes, 0, 0, tiled=True, **options)
+
+    def by_nccl(self, x: jax.Array) -> jax.Array:
+        """The same, at once."""
+        how = How("nccl")
+        if self.op == "permute":
+            return on_gpus.ppermute(x, self.group, perm=self.perm, how=how)
+        if self.op == "gather":
+            return on_gpus.all_gather(x[None], self.group, axis=0, how=how)
+        return on_gpus.all_to_all(x, self.group, split_axis=0, concat_axis=0, how=how)
 
     @property
     def differentiated(self) -> "Flight":
@@ -95,8 +109,17 @@ class Flight:
 
 
 def serve(how: How) -> bool:
-    """Whether a collective that is served so can be under way beside other work."""
-    return how.backend == "nccl" and how.algorithm is None and jax.process_count() == 1
+    """Whether a collective that is served so can be under way beside other work.
+
+    If GPUs of several processes cannot reach each other's memory, which its lowering finds out, it
+    is done at its start.
+    """
+    return how.backend == "nccl" and how.algorithm is None
+
+
+def in_place(how: How) -> bool:
+    """Whether what comes is besides written to the result at once: between one process's GPUs."""
+    return serve(how) and jax.process_count() == 1
 
 
 def moves(x: Any) -> bool:
@@ -169,6 +192,8 @@ def _start_lowered(
 ) -> Sequence[Any]:
     result, operand, *spare, token = ctx.avals_out
     lower = _lowering(ctx, flight, "start", operand)
+    if lower is None:
+        return _lowered_at_once(ctx, x, *after, flight=flight)
     # XLA would compute what is cheap once for each half, or lay it out twice.
     once = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
     (x,) = once(ctx.replace(avals_in=[operand], avals_out=[operand]), x)
@@ -179,12 +204,27 @@ def _start_lowered(
     return [under_way, x, *zeros(ctx.replace(avals_in=[], avals_out=spare)), started]
 
 
+def _lowered_at_once(ctx: mlir.LoweringRuleContext, *operands: Any, flight: Flight) -> Any:
+    """A start that is also the end, where GPUs do not reach each other's memory."""
+    result, _, *spare, _ = ctx.avals_out
+
+    def whole(x: jax.Array, *after: jax.Array) -> list[jax.Array]:
+        come = flight.by_nccl(x).reshape(result.shape)
+        first = jnp.ravel(come)[:1]  # the token comes after the result, too
+        token = jnp.where(first == first, 0, 0).astype(jnp.int32)
+        return [come, x, *(jnp.zeros(s.shape, s.dtype) for s in spare), token]
+
+    return mlir.lower_fun(whole, multiple_results=True)(ctx, *operands)
+
+
 def _done_lowered(
     ctx: mlir.LoweringRuleContext, under_way: Any, x: Any, *others: Any, flight: Flight
 ) -> Sequence[Any]:
     spare = _parts(flight) - 2
     types = [*ctx.avals_in[:2], *ctx.avals_in[2 + spare :]]
     lower = _lowering(ctx, flight, "done", types[1], in_place=True)
+    if lower is None:
+        return [under_way]
     return lower(types, ctx.avals_out, under_way, x, *others[spare:])
 
 
@@ -201,27 +241,34 @@ def _number(ctx: mlir.LoweringRuleContext, flight: Flight) -> int:
 
 def _lowering(
     ctx: mlir.LoweringRuleContext, flight: Flight, half: str, x: Any, in_place: bool = False
-) -> Callable[..., Any]:
-    """(types of operands and results, *operands) -> results of a call of one half."""
+) -> Callable[..., Any] | None:
+    """(types of operands and results, *operands) -> results of a call of one half.
+
+    None where GPUs do not reach each other's memory.
+    """
     nbytes, number = x.size * x.dtype.itemsize, _number(ctx, flight)
-    at: dict[int, tuple[copies.Copier, copies.Slot, copies.Plan]] = {}
+    # Who does it on each device; for which of the two ways; and what.
+    at: dict[int, tuple[Any, tuple[Any, ...]]] = {}
     members = device_groups(_compat.mesh_of(ctx), flight.group)
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
             group = nccl.get(devices, name="copies", uses=())
-            for rank, (copier, slot) in copies.slots(group, number % _AT_A_TIME).items():
-                at[copier.ordinal] = copier, slot, flight.plan(rank, nbytes)
+            try:
+                at.update(_workers(group, flight, number, nbytes))
+            except mailboxes.MailboxError as error:
+                _tell(str(error))
+                return None
     ids = [[d.id for d in devices] for devices in members]
     text = f"{flight.op} {half} {nbytes} {number} {flight.perm} {flight.own} over {ids}"
 
     def enqueue(
-        copier: copies.Copier, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses
+        worker: Any, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses
     ) -> None:
-        _, slot, plan = at[ordinal]
+        what = at[ordinal][1]
         if half == "start":
-            copier.start(slot, plan, text, inputs[0], outputs[0], outputs[1], stream)
+            worker.start(*what, text, inputs[0], outputs[0], outputs[1], stream)
         else:
-            copier.finish(slot, inputs[1], inputs[0], stream)
+            worker.finish(*what, inputs[1], inputs[0], stream)
 
     def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
         enqueue(at[ordinal][0], ordinal, stream, inputs, outputs)
@@ -238,6 +285,30 @@ def _lowering(
         )  # fmt: skip
 
     return lower
+
+
+def _in_one_process(group: nccl.Group) -> bool:
+    return len(group.communicators) == len(group.devices)
+
+
+@functools.cache
+def _tell(why: str) -> None:
+    logging.warning("pallas_collectives: collectives are done where they are started: %s", why)
+
+
+def _workers(
+    group: nccl.Group, flight: Flight, number: int, nbytes: int
+) -> dict[int, tuple[Any, tuple[Any, ...]]]:
+    """What exchanges on this process's devices of a group, by ordinal, and how it is told to."""
+    if _in_one_process(group):
+        return {
+            copier.ordinal: (copier, (slot, flight.plan(rank, nbytes)))
+            for rank, (copier, slot) in copies.slots(group, number % _AT_A_TIME).items()
+        }
+    return {
+        ordinal: (post, (flight.plan(post.rank, nbytes),))
+        for ordinal, post in posts.get(group, number, flight.plan(0, nbytes).nbytes).items()
+    }
 
 
 # Rules: both halves are linear in what they move, and `after` moves nothing.

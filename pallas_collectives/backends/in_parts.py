@@ -47,7 +47,7 @@ def by_kernels(
       move: what brings them.
       dtype: of the result.
     """
-    beside = move.op == "gather" and flights.serve(move.how) and blocks.nbytes >= LEAST_BYTES
+    beside = move.op == "gather" and flights.in_place(move.how) and blocks.nbytes >= LEAST_BYTES
     simulated = simulation.platform() == "cpu"
     parts = gpu_codec.Part.all_of(blocks.shape, wire, _PARTS if beside else 1, simulated)
     me, nobody = _rank(move.group), jnp.full(1, -1, jnp.int32)

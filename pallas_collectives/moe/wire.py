@@ -178,7 +178,7 @@ class Wire:
         """Whether copy engines carry so many bytes for each device of a dense exchange."""
         how = self.how
         plain = how.wire is None and how.wire_backward is None
-        return plain and nbytes >= _BESIDE_BYTES and flights.serve(how)
+        return plain and nbytes >= _BESIDE_BYTES and flights.in_place(how)
 
     @property
     def _tiled(self) -> dict[str, Any]:

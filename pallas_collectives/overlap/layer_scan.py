@@ -16,7 +16,7 @@ next, and holds what it has been brought:
 
 So each gather and scatter but the first and the last has a layer's products beside it. They are
 started and done as split collectives are (`overlap.split`), so what lets the core go on runs them:
-copy engines on the GPUs of one process, lax where XLA runs it beside compute, else a SparseCore.
+copy engines on the GPUs of one host, lax where XLA runs it beside compute, else a SparseCore.
 Memory: the weights of two layers, and, for the gradient, each layer's input; layers are computed
 again on the way back.
 

@@ -10,11 +10,11 @@ Each takes what the whole collective takes, and `after`; shapes and errors are t
 
 Who serves:
 
-* On GPUs of one process, copy engines (`nccl.copies`). Nothing that holds multiprocessors is in
-  their way: on two H200, 16 layers whose weights are gathered one ahead take 1.05 times as long as
-  with weights that are there, and 1.2 times as long with lax's gathers. What they do not do is one
-  call of NCCL, where it is started: pmax, pmin, pbroadcast, ragged_all_to_all, elements that share
-  bytes, and everything where each GPU has a process of its own.
+* On GPUs of one host, copy engines (`nccl.copies`, between processes `nccl.posts`). Nothing that
+  holds multiprocessors is in their way: on two H200, 16 layers whose weights are gathered one ahead
+  take 1.05 times as long as with weights that are there, and 1.2 times as long with lax's gathers.
+  What they do not do is one call of NCCL, where it is started: pmax, pmin, pbroadcast,
+  ragged_all_to_all, elements that share bytes, and everything between hosts.
 * On TPUs the collective is one call, where it is started, by what lets the core go on: lax, where
   XLA runs it beside compute; else a SparseCore, for what is worth its launch; else a kernel on the
   TensorCore, which stops for it. `explain("all_gather_start", ...)` says which, and why.
