@@ -3,7 +3,7 @@
 On TPUs and GPUs it times them on one axis of all devices; elsewhere it replays the kernels on
 modelled pods. A row holds, in µs:
 
-    fused       one kernel on TPUs, a pipeline of permutes on GPUs
+    fused       one kernel on TPUs, products beside copies on GPUs
     product     the product alone, by XLA on all cores of a device
     collective  the collective alone
     hidden %    of the shorter of these two, what fused hides: both together less fused

@@ -7,7 +7,9 @@
 
 Each is timed by itself, as a chain of calls in one program. They take turns, so that a device that
 slows down as it grows warm slows all of them. The difference of two is no time of a third: `apart`
-less `product` was 57 µs on two H200 for a gather that NVLink cannot carry in less than 75.
+less `product` was 57 µs on two H200 for a gather that NVLink cannot carry in less than 75. Nor is a
+time that of a day: H200s lower their clock under products of milliseconds (344 to 410 µs seen for
+one of 4096 x 4096 x 8192), so only times of one run are to be compared.
 """
 
 import functools

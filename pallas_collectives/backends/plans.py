@@ -220,6 +220,7 @@ FUSED, PIPELINED, UNFUSED = "fused", "pipelined", "unfused"
 class ProductPlan(Plan):
     """A plan for a product and its collective.
 
-    Its `algorithm` is `FUSED` (one kernel), `PIPELINED` (permutes and products of XLA) or `UNFUSED`
-    (a collective and a product; the collective has a plan of its own).
+    Its `algorithm` is `FUSED` (one kernel, or products beside copies between GPUs), `PIPELINED`
+    (permutes and products of XLA) or `UNFUSED` (a collective and a product; the collective has a
+    plan of its own).
     """

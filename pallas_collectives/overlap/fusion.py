@@ -13,7 +13,8 @@ Model, per device, of blocks passed both ways round a ring of n, each with its s
               chunk (`matmul_plan.Plan.seconds`)
 
 Rates are those of `topology.chips`. So fusing loses if blocks are small. On chips with two cores a
-device (v4, v5p) both run the kernel, if the rows of a block can be halved.
+device (v4, v5p) both run the kernel, if the rows of a block can be halved. GPUs have a model of
+their own (`nccl_products.seconds`), and `as_gpus_reach` in place of `as_devices_lie`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_collectives.backends import algorithms, canonical, slices
+from pallas_collectives.backends import algorithms, canonical, nccl_products, slices
 from pallas_collectives.backends.pallas import products
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import (
@@ -72,8 +73,12 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
         return refused(op, spec, "over a wire the collective and the product run apart")
     if op == SCATTER and how.order is not None:
         return refused(op, spec, f"on its way round the ring it adds in no order={how.order!r}")
+    if how.backend == "nccl" and not nccl_products.obstacle(op, xs, ws, spec):
+        return _on_gpus(op, spec, nccl_products.work(op, xs, ws, spec))
     if how.backend != "pallas":
         why = how.fallback or f"backend {how.backend!r} has no kernels"
+        if how.backend == "nccl":
+            why = nccl_products.obstacle(op, xs, ws, spec)
         if spec.wish == FUSED:
             return _pipelined(op, xs[0].ndim, spec, why)
         return _plan(op, spec, UNFUSED, why)
@@ -92,14 +97,30 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
         return refused(op, spec, str(error))
     if spec.wish:
         return _plan(op, spec, FUSED, "it was asked for")
-    return _faster(op, spec, cost(plan, group, block_bytes))
+    return _faster(op, spec, cost(plan, group, block_bytes), "in one kernel")
 
 
 _SEVERAL_SLICES = "the devices lie in several slices"
 
 
-def _faster(op: str, spec: Spec, modelled: Cost) -> ProductPlan:
-    """The plan that takes less time by the model, with the times of both."""
+def _on_gpus(op: str, spec: Spec, work: nccl_products.Work) -> ProductPlan:
+    """The plan of a product that GPUs can multiply beside copies."""
+    if spec.wish:
+        return _plan(op, spec, FUSED, "it was asked for")
+    return _faster(op, spec, Cost(*nccl_products.seconds(work)), "beside each other")
+
+
+def as_gpus_reach(plan: ProductPlan, obstacle: str, spec: Spec) -> ProductPlan:
+    """The plan of a product to be fused, or another if GPUs cannot reach each other's memory.
+
+    Raises:
+      AlgorithmError: "fused" was asked for by name.
+    """
+    return refused(plan.op, spec, obstacle) if obstacle else plan
+
+
+def _faster(op: str, spec: Spec, modelled: Cost, fused: str) -> ProductPlan:
+    """The plan that takes less time by the model, with the times of both; fused: in words."""
     times = {FUSED: modelled.fused * 1e6, UNFUSED: modelled.unfused * 1e6}
     source = "modelled by the rates of the chip"
     candidates = tuple(
@@ -107,9 +128,9 @@ def _faster(op: str, spec: Spec, modelled: Cost) -> ProductPlan:
         for algorithm, us in sorted(times.items(), key=lambda item: item[1])
     )
     if modelled.fused < modelled.unfused:
-        why = f"modelled {times[FUSED]:.1f} us in one kernel against {times[UNFUSED]:.1f} us apart"
+        why = f"modelled {times[FUSED]:.1f} us {fused} against {times[UNFUSED]:.1f} us apart"
         return _plan(op, spec, FUSED, why, candidates)
-    why = "by the model of the chip it takes longer in one kernel"
+    why = f"by the model of the chip it takes longer {fused}"
     return _plan(op, spec, UNFUSED, why, candidates)
 
 

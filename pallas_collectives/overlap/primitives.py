@@ -3,8 +3,9 @@
     all_gather_matmul(x, w1, w2, ...)            linear in x: its transpose is the other
     matmul_reduce_scatter(x1, w1, x2, w2, ...)   linear in each: the sum of the pairs' products
 
-A primitive is bound only if its kernel can serve and is wanted (`fusion.decide`). Otherwise the
-pair of collective and product runs in its place, and has its own derivatives.
+A primitive is bound only if its kernel can serve, or GPUs can copy beside products, and that is
+wanted (`fusion.decide`). Otherwise the pair of collective and product runs in its place, and has
+its own derivatives.
 
 Weights' cotangents are plain products of gathered arrays, which the kernels return:
 `all_gather_matmul` itself, and the transpose of `matmul_reduce_scatter`.
@@ -21,7 +22,14 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import _compat, collectives
-from pallas_collectives.backends import canonical, counters, flights, serving, slices
+from pallas_collectives.backends import (
+    canonical,
+    counters,
+    flights,
+    nccl_products,
+    serving,
+    slices,
+)
 from pallas_collectives.backends.pallas import products as pallas_fused
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import FUSED, PIPELINED, UNFUSED, ProductPlan
@@ -122,7 +130,7 @@ def _named(spec: Spec) -> str | None:
 
 def _permutes(spec: Spec) -> str:
     """The backend of a pipeline's permutes: NCCL's calls are not asynchronous, XLA's are."""
-    return spec.how.backend if spec.how.named or flights.serve(spec.how) else "xla"
+    return spec.how.backend if spec.how.named or flights.in_place(spec.how) else "xla"
 
 
 def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
@@ -150,13 +158,22 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     return [(total if spec.scale == 1.0 else total * spec.scale).astype(spec.out_dtype)]
 
 
-def lowered(op: str, *operands: jax.Array, spec: Spec, plan: ProductPlan) -> list[jax.Array]:
-    """What a program computes for a primitive, once the devices' places are known."""
-    plan = fusion.as_devices_lie(plan, spec)
+def lowered(
+    op: str, *operands: jax.Array, spec: Spec, plan: ProductPlan, mesh: Any = None
+) -> list[jax.Array]:
+    """What a program computes for a primitive, once the devices' places are known.
+
+    mesh: the devices themselves, which GPUs need.
+    """
+    on_gpus = plan.backend == "nccl"
+    if on_gpus:
+        plan = fusion.as_gpus_reach(plan, nccl_products.unreachable(op, operands, spec, mesh), spec)
+    else:
+        plan = fusion.as_devices_lie(plan, spec)
     counters.note(plan)
     if plan.algorithm == UNFUSED:
         return _apart(op, *operands, spec=spec)
-    return pallas_fused.kernel(op, *operands, spec=spec)
+    return (nccl_products if on_gpus else pallas_fused).kernel(op, *operands, spec=spec)
 
 
 def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
@@ -165,19 +182,19 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     primitive.multiple_results = True
 
     def abstract_eval(*avals: Any, spec: Spec, plan: ProductPlan) -> Any:
-        del plan  # the lowering follows it
         operands = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         outs = [
             avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
             for shape, dtype in shapes(*avals, spec=spec)
         ]
-        return outs, pallas_fused.effects(op, spec, operands)
+        kernels = plan.backend == "pallas"
+        return outs, pallas_fused.effects(op, spec, operands) if kernels else frozenset()
 
     primitive.def_effectful_abstract_eval(abstract_eval)
-    lower = mlir.lower_fun(functools.partial(lowered, op), multiple_results=True)
 
     def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
         mesh = _compat.mesh_of(ctx)
+        lower = mlir.lower_fun(functools.partial(lowered, op, mesh=mesh), multiple_results=True)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)
 
@@ -215,6 +232,8 @@ def _gather_jvp(
 ) -> Any:
     """d(gather(x) @ w) = gather(dx) @ w + gather(x) @ dw."""
     (x, *ws), (dx, *dws) = primals, tangents
+    if not all(isinstance(dw, ad.Zero) for dw in dws):
+        spec = dataclasses.replace(spec, keeps=True)
     outs = _gather_p.bind(x, *ws, spec=spec, plan=plan)
     d_outs: list[Any] = [_zero(out) for out in outs]
     if not isinstance(dx, ad.Zero):
@@ -276,7 +295,9 @@ def _scatter_transpose(
     wanted = [ad.is_undefined_primal(x) for x in xs]
     kept = [_as_wide(w, ct) for w, want in zip(ws, wanted, strict=True) if want]
     dtype = next((x.aval.dtype for x in xs if ad.is_undefined_primal(x)), ct.dtype)
-    gathered, *products = all_gather_matmul(ct, kept, spec.transpose(dtype))
+    keeps = any(ad.is_undefined_primal(w) for w in ws)
+    transposed = dataclasses.replace(spec.transpose(dtype), keeps=keeps)
+    gathered, *products = all_gather_matmul(ct, kept, transposed)
     found = iter(products)
     dxs = [next(found) if want else None for want in wanted]
     dws = [

@@ -5,10 +5,11 @@
     gather_and_consume       the first, with your own kernel body in place of the product
     produce_and_scatter      the second, likewise
 
-On TPUs, real or simulated, each is one kernel. On GPUs, and with backend "xla", algorithm="fused"
-makes the first two pipelines of permutes and XLA's products (`array_pipelines`). Without it they
-run unfused there, which on four H200 took 0.6 to 0.75 of the time. `fusion_counts()` says what ran
-and why; `explain` says it beforehand.
+On TPUs, real or simulated, each is one kernel. On the NVIDIA GPUs of one host the first two are
+products of cuBLASLt beside copies between GPUs (`nccl.products`), of bfloat16 or float16. For what
+neither serves algorithm="fused" makes them pipelines of permutes and XLA's products
+(`array_pipelines`), and they run unfused without it. `fusion_counts()` says what ran and why;
+`explain` says it beforehand.
 """
 
 import dataclasses
@@ -60,17 +61,18 @@ def all_gather_matmul(
       wire: the numbers that x travels as, "int8" or others (see `collectives`), and
       wire_backward: those of its derivative. Products of what comes over a wire run unfused.
       backend: see `collectives`.
-      algorithm: "fused", "unfused", or None: on TPUs the one that a model of the chip says is
-        faster, elsewhere "unfused". "fused" is one kernel on TPUs, and elsewhere
-        `pipelined_all_gather_and_consume`.
+      algorithm: "fused", "unfused", or None: the one that a model of the chip says is faster.
+        "fused" is one kernel on TPUs and products beside copies on GPUs; where neither can serve
+        it is `pipelined_all_gather_and_consume`, and None is "unfused".
 
     Returns:
       The product (..., n * s, ..., N), or a list or tuple of them as `ws` is one; with
       `return_gathered` a pair of that and the gathered x.
 
     Gradients: the backward pass is `matmul_reduce_scatter`, and a product for each weight.
-    float32, bfloat16, int8 (int32 products) and float8 (float32 products; not on v4) are fused.
-    Operands are read in place if K and N are multiples of 128 and the dimensions from `gather_axis`
+    float32, bfloat16, int8 (int32 products) and float8 (float32 products; not on v4) are fused on
+    TPUs, bfloat16 and float16 with K and N that are multiples of 8 on GPUs. On TPUs
+    operands are read in place if K and N are multiples of 128 and the dimensions from `gather_axis`
     to the last but one are, together, whole tiles (see `all_gather`). Other sizes are padded, in
     one more pass.
 
@@ -95,7 +97,7 @@ def all_gather_matmul(
     over = {"wire": wire, "wire_backward": wire_backward}
     spec = _spec(
         axis_name, axis, x, weights, preferred_element_type, precision, order, backend, algorithm,
-        over,
+        over, keeps=return_gathered,
     )  # fmt: skip
     gathered, *products = primitives.all_gather_matmul(x, weights, spec, **over)
     result = jax.tree.unflatten(jax.tree.structure(ws), products) if several else products[0]
@@ -137,8 +139,8 @@ def matmul_reduce_scatter(
       wire: the numbers that products travel as, "int8" or others (see `collectives`), and
       wire_backward: those of the derivative. Products for a wire run unfused.
       backend: see `collectives`.
-      algorithm: "fused", "unfused" or None, as `all_gather_matmul`'s; on other chips than TPUs
-        "fused" is `pipelined_produce_and_all_to_all`.
+      algorithm: "fused", "unfused" or None, as `all_gather_matmul`'s; the pipeline is
+        `pipelined_produce_and_all_to_all`.
 
     Returns:
       (..., s, ..., N): device p's is block p of the sum, or mean.

@@ -39,14 +39,14 @@ def expand(eqn: JaxprEqn, mesh: AnyMesh) -> Any:
     """The closed jaxpr of one device's part of the equation: layout work and `pallas_call`s."""
     params = dict(eqn.params)
     op = eqn.primitive.name.removeprefix("pallas_")
-    if "spec" in params:
-        return _local(functools.partial(_fused_kernel, op, **params), eqn, mesh)
-    how = _how(eqn)
+    how = params["spec"].how if "spec" in params else _how(eqn)
     if how.backend != "pallas":
         raise jaxprs.UnsupportedEquation(
             f"{eqn.primitive.name} at {jaxprs.where(eqn)} is served by {how.backend!r}: "
             "replay runs Pallas kernels"
         )
+    if "spec" in params:
+        return _local(functools.partial(_fused_kernel, op, **params), eqn, mesh)
     if op.startswith("moe_"):
         return _local(functools.partial(slots.lowered(op), **params), eqn, mesh)
     del params["how"]

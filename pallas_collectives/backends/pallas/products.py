@@ -45,6 +45,7 @@ class Spec:
         "unfused".
       precise: sums travel in float32.
       scale: of the scattered sum.
+      keeps: whether the gathered operand is wanted; what stands in its place is not read otherwise.
     """
 
     axis_name: Any
@@ -56,6 +57,7 @@ class Spec:
     wish: str = ""
     precise: bool = False
     scale: float = 1.0
+    keeps: bool = True
 
     @property
     def size(self) -> int:

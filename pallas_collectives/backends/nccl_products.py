@@ -1,0 +1,178 @@
+"""Products with their collective on NVIDIA GPUs: copies between GPUs beside products of cuBLASLt.
+
+One call out of the program (`nccl.products`), which XLA may capture in a CUDA graph: for the GPUs
+of one process, or of several on one host.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import mlir
+
+from pallas_collectives import _compat, nccl
+from pallas_collectives.backends import canonical
+from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.pallas.products import GATHER, Layout, Spec, halves
+from pallas_collectives.nccl import cublas, ffi, mailboxes, products, tape
+from pallas_collectives.nccl.products import Multiplier, Work
+from pallas_collectives.topology.groups import Group
+
+# What comes to a GPU in a call may take this much of its memory, beside XLA's own.
+_MOST_MAIL = 4 << 30
+
+# Of the model, all measured on H200: products (FLOP/s) by tiles, so many at a time, and what share
+# of the rate tiles reach; copies to a peer (bytes/s); and seconds that a kernel takes besides, a
+# call of NCCL's, and what hands a message on.
+_RATE, _PROCESSORS, _TILES = 7.7e14, 132, {(128, 256): 1.0, (128, 128): 1.0, (64, 128): 0.8}
+_WIRE, _KERNEL, _CALL, _HAND = 3.4e11, 2e-6, 2.2e-5, 1.2e-5
+_CUTS = 2  # of a block that is to be scattered
+
+
+def obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
+    """Why such operands are not multiplied beside their collective; "" if they are."""
+    if spec.axis == xs[0].ndim - 1:
+        return "the axis is the last, along which products are not cut into blocks"
+    if spec.size == 1:
+        return "there is one device"
+    dtypes = {jnp.dtype(a.dtype).name for a in (*xs, *ws)}
+    if len(dtypes) > 1 or not dtypes <= set(cublas.MULTIPLIED):
+        return f"operands are of {', '.join(sorted(dtypes))}, not all of bfloat16 or float16"
+    if jnp.dtype(spec.out_dtype).name not in (*dtypes, "float32"):
+        return f"products of {min(dtypes)} are not added up in {spec.out_dtype}"
+    sizes = [size for operand in (*xs, *ws) for size in operand.shape]
+    if 0 in sizes:
+        return "an operand is empty"
+    whole = cublas.ALIGNED // 2
+    if uneven := [size for w in ws for size in w.shape if size % whole]:
+        return f"K and N must be multiples of {whole}, and one is {uneven[0]}"
+    if (mail := work(op, xs, ws, spec).mail_bytes) > _MOST_MAIL:
+        return f"{mail >> 20} MiB come from the others, more than {_MOST_MAIL >> 20} are kept for"
+    return ""
+
+
+def seconds(todo: Work) -> tuple[float, float]:
+    """Modelled time of a call, and of NCCL's collective and a product one after the other."""
+    rows, columns = todo.batch * todo.rows, sum(todo.columns)
+    whole = _multiplied(todo.size * rows, columns, todo.depth)
+    each = _multiplied(rows, columns, todo.depth)
+    wire = todo.block_bytes / _WIRE
+    hidden = min(wire, each)
+    if todo.kind == products.SCATTER:  # a part is on the wire while the next is multiplied
+        each = _CUTS * _multiplied(-(-rows // _CUTS), columns, todo.depth)
+        hidden = min(wire, each * (1 - 1 / _CUTS))
+    exposed = (todo.size - 1) * (wire - hidden) + len(todo.parts()) * _HAND
+    return todo.size * each + exposed, whole + (todo.size - 1) * wire + _CALL
+
+
+def _multiplied(rows: int, columns: int, depth: int) -> float:
+    """Modelled time of a product: whole tiles, as many at a time as there are multiprocessors."""
+
+    def by(tile: tuple[int, int], share: float) -> float:
+        waves = math.ceil(-(-rows // tile[0]) * -(-columns // tile[1]) / _PROCESSORS)
+        return waves * 2 * math.prod(tile) * depth * _PROCESSORS / (_RATE * share)
+
+    return _KERNEL + min(by(tile, share) for tile, share in _TILES.items())
+
+
+def unreachable(op: str, operands: Sequence[Any], spec: Spec, mesh: Any) -> str:
+    """Why the devices of a mesh cannot write to each other's memory; "" if they can."""
+    xs, ws = (operands[:1], operands[1:]) if op == GATHER else halves(operands)
+    try:
+        members = device_groups(mesh, canonical.group_of(spec.axis_name))
+        _multipliers(work(op, xs, ws, spec), members)
+    except mailboxes.MailboxError as error:
+        return str(error)
+    return ""
+
+
+def work(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Work:
+    """What is done for a call."""
+    gathers = op == GATHER
+    layout = Layout(xs[0].shape, spec.axis, 1 if gathers else spec.size, 1)
+    columns = [w.shape[0 if spec.transposed else 1] for w in ws]
+    wide = spec.precise and not gathers
+    return Work(
+        kind=products.GATHER if gathers else products.SCATTER,
+        size=spec.size,
+        batch=layout.batch,
+        rows=layout.rows,
+        depth=xs[0].shape[-1],
+        columns=tuple(columns),
+        transposed=spec.transposed,
+        dtype=jnp.dtype(xs[0].dtype).name,
+        result="float32" if wide else jnp.dtype(spec.out_dtype).name,
+        keeps=gathers and spec.keeps,
+        cuts=1 if gathers else _CUTS,
+    )
+
+
+def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
+    """[gathered x, x @ w, ...], or [the scattered sum]; a gathered x that nobody wants is zeros."""
+    group = canonical.group_of(spec.axis_name)
+    xs, ws = (operands[:1], operands[1:]) if op == GATHER else halves(operands)
+    todo, shape = work(op, xs, ws, spec), xs[0].shape
+    flat = [x.reshape(todo.batch, -1, todo.depth) for x in xs]
+    results = _products_p.bind(*flat, *ws, work=todo, group=group)
+    if op != GATHER:
+        block = canonical.resized(shape, spec.axis, shape[spec.axis] // spec.size)
+        total = results[0].reshape(*block[:-1], todo.columns[0])
+        total = total if spec.scale == 1.0 else total * spec.scale
+        return [total.astype(spec.out_dtype)]
+    whole = canonical.resized(shape, spec.axis, spec.size * shape[spec.axis])
+    gathered = jnp.zeros(whole, xs[0].dtype)
+    if todo.keeps:
+        gathered = jnp.moveaxis(results.pop(), 0, 1).reshape(whole)
+    ys = zip(results, todo.columns, strict=True)
+    return [gathered, *(y.reshape(*whole[:-1], columns) for y, columns in ys)]
+
+
+_products_p = core.Primitive("nccl_products")
+_products_p.multiple_results = True
+
+
+@_products_p.def_abstract_eval
+def _types(*operands: Any, work: Work, group: Group) -> list[Any]:
+    del operands, group
+    dtype, result = jnp.dtype(work.dtype), jnp.dtype(work.result)
+    if work.kind == products.SCATTER:
+        shapes = [(), (work.size - 1,)]
+        return [_compat.array_type((*s, *work.block_shape), result) for s in shapes]
+    rows = work.size * work.rows
+    types = [_compat.array_type((work.batch, rows, c), result) for c in work.columns]
+    if work.keeps:
+        types.append(_compat.array_type((work.size, *work.block_shape), dtype))
+    return types
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, work: Work, group: Group) -> Any:
+    members = device_groups(_compat.mesh_of(ctx), group)
+    at = _multipliers(work, members)
+    ids = [[d.id for d in devices] for devices in members]
+    text = f"{work} of {len(operands)} over {ids}"
+
+    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
+        at[ordinal].run(work, text, inputs, outputs, stream)
+
+    def recorded(multiplier: Multiplier) -> None:
+        gaps = tape.inputs(len(operands)), tape.outputs(len(ctx.avals_out))
+        multiplier.run(work, text, *gaps, tape.STREAM)
+
+    tapes = {ordinal: tape.record(multiplier, recorded) for ordinal, multiplier in at.items()}
+    return ffi.lower(ctx, text, function, *operands, has_effect=False, tapes=tapes)
+
+
+def _multipliers(work: Work, members: Sequence[Sequence[jax.Device]]) -> dict[int, Multiplier]:
+    """What does the work on each of this process's devices, by ordinal."""
+    at: dict[int, Multiplier] = {}
+    for devices in members:
+        if any(d.process_index == jax.process_index() for d in devices):
+            group = nccl.get(devices, name="copies", uses=())
+            at.update(products.multipliers(group, work))
+    return at
+
+
+_compat.register(_products_p, lowering=_lower)
