@@ -298,11 +298,11 @@ def products(_: Saved) -> str:
 
     From the rows that `python -m benchmarks fused --save` has kept.
     """
-    order = list(chips.BY_NAME)
+    order, shapes = list(chips.BY_NAME), [*map(fused.shape_of, fused.SHAPES)]
     rows = sorted(
-        fused.saved(), key=lambda row: (order.index(row.where.partition(":")[0]), row.where, row.op)
+        (row for row in fused.saved() if row.shape in shapes),
+        key=lambda row: (order.index(row.where.partition(":")[0]), row.where, row.op),
     )
-    shapes = [*map(fused.shape_of, fused.SHAPES)]
     cells = []
     for where, op in dict.fromkeys((row.where, row.op) for row in rows):
         found = {row.shape: row for row in rows if (row.where, row.op) == (where, op)}
@@ -314,6 +314,25 @@ def products(_: Saved) -> str:
 
 def _hidden(row: fused.Row) -> str:
     return f"{100 * row.overlap:.0f}%; {row.fused / row.longer:.2f}"
+
+
+# How many times as fast as XLA's tpu-inference's all_gather_matmul was on v6e-8, by M x N x K of
+# all devices (published; measured).
+PUBLISHED = {(2048, 51200, 5120): 1.53, (2048, 57344, 8192): 1.19, (4096, 51200, 5120): 1.09}
+_PUBLISHED_ON = "v6e:2x4 x,y"
+
+
+def published_products(_: Saved) -> str:
+    """Gathers and products of published sizes, from the rows that `fused --save` has kept."""
+    kept = {(row.where, row.op, row.shape): row for row in fused.saved()}
+    cells = []
+    for (rows, columns, depth), times in PUBLISHED.items():
+        row = kept[_PUBLISHED_ON, fused.OPS[0], (rows // 8, depth, columns // 8)]
+        apart, best = row.product + row.collective, min(row.fused, row.product + row.collective)
+        size = f"{rows}×{columns}×{depth}"
+        cells.append((size, f"{times:.2f}", f"{apart / best:.2f}", f"{row.least / best:.0%}"))
+    headers = ("M × N × K", "published", "ours, modelled", "ours: share of the least time")
+    return grid(headers, cells, (True,) * len(headers))
 
 
 def steps(_: Saved) -> str:
@@ -334,6 +353,7 @@ def names(_: Saved) -> str:
 
 TABLES: dict[str, Callable[[Saved], str]] = {
     "algorithms": algorithms,
+    "published": published_products,
     "names": names,
     "replayed": replayed,
     "small": small,

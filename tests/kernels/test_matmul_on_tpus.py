@@ -17,7 +17,7 @@ import pallas_collectives
 from benchmarks import fused
 from benchmarks.replay_rows import mesh_axes
 from pallas_collectives.backends.pallas import products
-from pallas_collectives.kernels.machinery import launch
+from pallas_collectives.kernels.machinery import launch, multiply
 from pallas_collectives.replay import Machine, bound, replay
 from pallas_collectives.topology.groups import Group
 
@@ -98,6 +98,42 @@ def test_weights_that_stay_in_vmem_compile(generation: str, depth: int, columns:
         (depth, columns),
         dtype=BF16,
     )
+    assert found.ops.count("custom-call") == 1, found.ops
+
+
+@pytest.mark.parametrize(
+    "generation, rows, depth, columns",
+    [
+        ("v6e", 256, 8192, 7168),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                *(("v4", 128, 2048, 4096), ("v5e", 256, 8192, 7168)),
+                *(("v5p", 256, 4096, 7168), ("7x", 256, 4096, 7168)),
+            )
+        ),
+    ],
+)
+def test_weights_of_which_most_stay_compile(
+    generation: str, rows: int, depth: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows, so that what is fetched anew would bound them."""
+    kept: list[str] = []
+    of = multiply.Scratch.of
+
+    def noted(problem: Any, tiles: Any) -> Any:
+        kept.append(tiles.keep)
+        return of(problem, tiles)
+
+    monkeypatch.setattr(multiply.Scratch, "of", noted)
+    found = harness.compile_for_tpu(
+        lambda x, w: pallas_collectives.all_gather_matmul(x, w, "x", algorithm="fused"),
+        harness.GENERATIONS[generation],
+        (rows, depth),
+        (depth, columns),
+        dtype=BF16,
+    )
+    assert {*kept} == {"some"}
     assert found.ops.count("custom-call") == 1, found.ops
 
 

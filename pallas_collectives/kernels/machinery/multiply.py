@@ -3,7 +3,8 @@
     out[a] = scale * (x[a] @ w + terms[0][a] + ...)        x: (A, rows, K), w: (K, N) or (N, K)
 
 What a product is and what its tiles are `product` says. Tiles of x, of w and of results have two
-places each, resident weights one for each tile of columns: while a step multiplies, the next one's
+places each, resident weights one for each tile of columns, and two more where not all of these
+stay: while a step multiplies, the next one's
 tiles come and the last one's result leaves. That goes on from product to product: at the last step
 of one the first tiles of the next are sent for, and results are waited for where their place is
 wanted again, or in `settle`. A product's first terms come when it has begun.
@@ -35,6 +36,7 @@ from pallas_collectives.kernels.machinery.product import (
     Tiles,
     accumulator_dtype,
     across,
+    fetched_anew,
     term_places,
 )
 from pallas_collectives.topology import groups
@@ -71,7 +73,8 @@ class Scratch(NamedTuple):
         """What to allocate."""
         p, t = problem, tiles
         w_tile = (t.depth if t.keep == "tile" else p.depth), t.columns
-        count = across(p, t) if t.keep == "all" else 2
+        anew = fetched_anew(p, t)
+        count = 2 if t.keep == "tile" else across(p, t) - anew + (2 if anew else 0)
         result = t.rows, t.columns
         return cls(
             Places.of(2, (t.rows, t.depth), p.x_dtype),
@@ -92,7 +95,6 @@ class _Operand:
     serves: int  # for so many steps each
     count: int  # of one product
     at: Callable[[Number], tuple[Any, Any]]  # of the tile for a step: where in HBM, where in place
-    once: bool = False  # tiles of the first product serve all
     leaves: bool = False  # for HBM
 
     def place(self, product: Number, step: Number) -> Any:
@@ -103,6 +105,21 @@ class _Operand:
     def begins(self, step: Number) -> Any:
         """Whether a step is the first that a tile serves."""
         return lax.rem(step, np.int32(self.serves)) == 0
+
+    def fetch(self, product: Number, where: Where) -> None:
+        """Starts the copies of a product's first tile."""
+        self.start(product, np.int32(0), where)
+
+    def advance(self, product: Number, step: Number, where: Where) -> None:
+        """Waits for the tile for a step, which is the first that it serves, and starts the next."""
+        self.wait(product, step, where)
+        self.start_later(product, step + self.serves, where)
+
+    def start_later(self, product: Number, step: Any, where: Where, if_: Any = True) -> None:
+        """`start`, if the product has such a step."""
+        last = self.count * self.serves - 1
+        act = functools.partial(self.start, product, jnp.minimum(step, last), where)
+        groups.only_if((step <= last) & if_, act)
 
     def start(self, product: Number, step: Number, where: Where) -> None:
         """Starts the copy of the tile for a step."""
@@ -124,10 +141,66 @@ class _Operand:
             source, target = pair[::-1] if self.leaves else pair
             act(pltpu.make_async_copy(source, target, self.places.sems.at[place]))
 
-        if self.once:
-            groups.only_if(product == 0, lambda: where(on))
-        else:
-            where(on)
+        groups.only_if(self.moves(product, step), lambda: where(on))
+
+    def moves(self, product: Number, step: Number) -> Any:
+        """Whether the tile for a step is copied, or is there."""
+        del product, step
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Panels(_Operand):
+    """Panels of w of which all stay but each `every`-th; 0: all.
+
+    Those that stay come with the first product. Of the others the next is sent for when one begins
+    to serve: the one before that, whose place it takes, has served by then.
+    """
+
+    every: int = 0
+
+    @property
+    def anew(self) -> int:
+        """How many each product fetches."""
+        return self.count // self.every if self.every else 0
+
+    def _number(self, step: Number) -> tuple[Any, Any, Any]:
+        """Of a step's panel: its number, how many before it do not stay, and if it does not."""
+        panel = lax.div(step, np.int32(self.serves))
+        if not self.every:
+            return panel, 0, False
+        return (
+            panel,
+            lax.div(panel, np.int32(self.every)),
+            lax.rem(panel, np.int32(self.every)) == self.every - 1,
+        )
+
+    def place(self, product: Number, step: Number) -> Any:
+        panel, before, passes = self._number(step)
+        kept = panel - before
+        if not self.every:
+            return kept
+        passing = self.count - self.anew + lax.rem(product * self.anew + before, np.int32(2))
+        return jnp.where(passes, passing, kept)
+
+    def moves(self, product: Number, step: Number) -> Any:
+        return self._number(step)[2] | (product == 0)
+
+    def fetch(self, product: Number, where: Where) -> None:
+        super().fetch(product, where)
+        if self.every > 1:
+            self.start(product, np.int32((self.every - 1) * self.serves), where)
+
+    def advance(self, product: Number, step: Number, where: Where) -> None:
+        self.wait(product, step, where)
+        later = step + self.serves
+        self.start_later(product, later, where, if_=~self._passes(later))
+        if self.every:
+            behind = step + self.every * self.serves
+            self.start_later(product, behind, where, if_=self._passes(step))
+
+    def _passes(self, step: Number) -> Any:
+        return jnp.asarray(self._number(step)[2])
 
 
 class Products:
@@ -149,8 +222,12 @@ class Products:
         below = self._steps // self._grid[0]  # steps with the same columns
         of_x = self._steps if below == 1 else 1
         of_w = 1 if t.keep == "tile" and deep > 1 else below
+        of_panels = {"all": 0, "some": t.every}.get(t.keep)
         self._x = self._operand("x", scratch.x, of_x, self._x_tile)
-        self._w = self._operand("w", scratch.w, of_w, self._w_tile, once=t.keep == "all")
+        self._w = self._operand("w", scratch.w, of_w, self._w_tile)
+        if of_panels is not None:
+            w = self._w
+            self._w = _Panels(w.name, w.places, w.serves, w.count, w.at, every=of_panels)
         self._terms = [self._operand("term", each, deep, self._out_tile) for each in scratch.terms]
         self._out = self._operand("result", scratch.out, deep, self._out_tile, leaves=True)
 
@@ -163,7 +240,7 @@ class Products:
         """Starts the copies of the first tiles of the next product."""
         product = self._scratch.counts[_BEGUN]
         for operand, where in ((self._x, x), (self._w, self._of_w)):
-            operand.start(product, np.int32(0), where)
+            operand.fetch(product, where)
 
     def multiply(
         self,
@@ -187,16 +264,11 @@ class Products:
             act(out_ref)
 
         def step(step: Any, _: None) -> None:
-            def bring(operand: _Operand, where: Where) -> None:
-                operand.wait(product, step, where)
-                later = jnp.minimum(step + operand.serves, last)
-                more = step + operand.serves <= last
-                groups.only_if(more, lambda: operand.start(product, later, where))
-
             for term, where in of_terms:
                 self._bring_term(term, product, step, where)
             for operand, where in ((self._x, x), (self._w, self._of_w)):
-                groups.only_if(operand.begins(step), functools.partial(bring, operand, where))
+                advance = functools.partial(operand.advance, product, step, where)
+                groups.only_if(operand.begins(step), advance)
 
             def begin_next() -> None:
                 counts[_BEGUN] = product + 1

@@ -5,7 +5,9 @@
 The grid runs over columns of w, then A, then rows, then K: a panel of w, all of K by `columns`, is
 fetched once and serves all rows. Where one tile holds all of x, that is fetched once and serves all
 columns. Where all of w fits VMEM it is resident: brought in once, for any number of products.
-Where not even a panel fits, tiles of w are fetched with those of x. All tiles are double-buffered.
+Where half of it or more does, so are all panels but each so-many-th, which is fetched anew while
+those before it serve. Where not even a panel fits, tiles of w are fetched with those of x. All
+tiles are double-buffered.
 
 The matrix unit accumulates in float32 (int32 for integers); the sum over K and the terms stay in
 that until they are rounded to the result's dtype, once.
@@ -40,7 +42,9 @@ class Tiles:
       rows, depth, columns: one tile's share of rows, K and N. `depth` divides K; the last tile of
         rows and of columns may stick out.
       inner: of the depth, what is multiplied at once; divides it.
-      keep: "all" of w stays in VMEM, a "panel" (K by columns), or a "tile" (depth by columns).
+      keep: what of w stays in VMEM: "all"; "some" panels (K by columns); of one product a "panel",
+        or of one step a "tile" (depth by columns).
+      every: of "some", each so-many-th panel is fetched anew.
     """
 
     rows: int
@@ -48,6 +52,7 @@ class Tiles:
     columns: int
     inner: int
     keep: str
+    every: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +111,13 @@ def choose_tiles(
 
     found = [
         (taken(tiles), vmem(problem, tiles), tiles)
-        for tiles in _candidates(problem)
+        for tiles in _candidates(problem, vmem_bytes)
         if vmem(problem, tiles) <= vmem_bytes
     ]
     return min(found, key=lambda entry: entry[:2])[2] if found else None
 
 
-def _candidates(problem: Problem) -> list[Tiles]:
+def _candidates(problem: Problem, vmem_bytes: int) -> list[Tiles]:
     whole = sublanes(problem.x_dtype)
     rows = {-(-problem.rows // whole) * whole} if problem.rows <= _MOST_ROWS else set()
     rows |= {size for size in (128, 256, 512, 1024) if size < problem.rows}
@@ -123,8 +128,28 @@ def _candidates(problem: Problem) -> list[Tiles]:
     for tile in itertools.product(sorted(rows), depth, sorted(columns)):
         area = tile[0] * tile[2]
         inner = [d for d in _divisors(tile[1]) if d * area <= _MOST_VOLUME]
-        found += [Tiles(*tile, inner[-1], keep) for keep in ("all", "panel", "tile") if inner]
+        if inner:
+            by_panel = Tiles(*tile, inner[-1], "panel")
+            found += [by_panel, *(dataclasses.replace(by_panel, keep=k) for k in ("all", "tile"))]
+            found += _keeping_some(problem, by_panel, vmem_bytes)
     return found
+
+
+def _keeping_some(problem: Problem, by_panel: Tiles, vmem_bytes: int) -> list[Tiles]:
+    """These tiles with as many panels in VMEM as fit; none if all do, or not even half of them."""
+    panel = problem.depth * by_panel.columns * problem.w_dtype.itemsize
+    places = 2 + (vmem_bytes - vmem(problem, by_panel)) // panel
+    wide = across(problem, by_panel)
+    if not 2 < places < wide:
+        return []
+    every = wide // (wide + 2 - places)
+    return [dataclasses.replace(by_panel, keep="some", every=every)] if every > 1 else []
+
+
+def fetched_anew(problem: Problem, tiles: Tiles) -> int:
+    """How many panels of w each product fetches."""
+    wide = across(problem, tiles)
+    return {"all": 0, "some": wide // tiles.every}.get(tiles.keep, wide)
 
 
 def _divisors(size: int) -> list[int]:
@@ -138,6 +163,7 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
     p, t = problem, tiles
     weight = {
         "all": p.depth * _up(p.columns, t.columns),
+        "some": (across(p, t) - fetched_anew(p, t) + 2) * p.depth * t.columns,
         "panel": 2 * p.depth * t.columns,
         "tile": 2 * t.depth * t.columns,
     }[t.keep]
@@ -187,15 +213,17 @@ def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float
     # with the last step the first tiles of the next product.
     of_x = 0 if steps == wide else tile_of_x
     full = of_x + (1 + adds) * tile_out + (tile_of_w if t.keep == "tile" else 0)
-    panels = wide - 1 if t.keep == "panel" else 0
+    panels, stays = wide - 1 if t.keep == "panel" else 0, t.keep in ("all", "some")
     late = sum(
         count * max(0.0, moved / hbm - core / steps)
         for count, moved in (
             (p.batch * down * wide - panels - 1, full),
             (panels, full + tile_of_w),
-            (1, tile_of_x + (0 if t.keep == "all" else tile_of_w) + (1 + adds) * tile_out),
+            (1, tile_of_x + (0 if stays else tile_of_w) + (1 + adds) * tile_out),
         )
     )
+    if t.keep == "some":  # each of those fetched anew has the time of all since the last one
+        late += fetched_anew(p, t) * max(0.0, tile_of_w / hbm - t.every * core / wide)
     sent = adds * (tile_out / hbm + chip.dma_latency)  # a sum is sent when all of it is in HBM
     return max(core + late + steps * _STEP_SECONDS, _traffic(p, t) / hbm) + sent
 
@@ -205,10 +233,10 @@ def _adds(problem: Problem) -> int:
     return min(1, problem.terms)
 
 
-def _traffic(problem: Problem, tiles: Tiles) -> int:
+def _traffic(problem: Problem, tiles: Tiles) -> float:
     """Bytes that a product moves from and to HBM."""
     p, down, wide = problem, -(-problem.rows // tiles.rows), across(problem, tiles)
-    weights = {"all": 0, "panel": 1, "tile": p.batch * down}[tiles.keep]
+    weights = p.batch * down if tiles.keep == "tile" else fetched_anew(p, tiles) / wide
     # A tile of x that serves again is not fetched again.
     of_x = 1 if p.batch * down * (p.depth // tiles.depth) == 1 else wide
     return (
@@ -222,7 +250,7 @@ def seconds_to_bring(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1)
     """What the first product waits for its first tiles, and for weights that stay in VMEM."""
     hbm = chip.hbm_bandwidth / cores
     x, w = (size / hbm for size in _first_bytes(problem, tiles))
-    if tiles.keep != "all":
+    if tiles.keep not in ("all", "some"):
         return x + w
     count = across(problem, tiles)
     core = problem.flops / count / (chip.matrix_rate / chip.cores)

@@ -14,7 +14,7 @@ import harness
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import matmul_plan
 from pallas_collectives.kernels.machinery import product
-from pallas_collectives.kernels.machinery.multiply import Products, Scratch
+from pallas_collectives.kernels.machinery.multiply import Products, Scratch, _Panels
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group
@@ -24,7 +24,15 @@ BF16 = jnp.dtype(jnp.bfloat16)
 
 
 def multiply(
-    problem: Problem, tiles: Tiles, x: Any, w: Any, *terms: Any, adds: bool = True, **options: Any
+    problem: Problem,
+    tiles: Tiles,
+    x: Any,
+    w: Any,
+    *terms: Any,
+    adds: bool = True,
+    times: int = 2,
+    when: str = "on_wait",
+    **options: Any,
 ) -> Any:
     def kernel(x_ref: Any, w_ref: Any, *refs: Any) -> None:
         *term_refs, out_ref, again_ref, scratch = refs
@@ -37,9 +45,10 @@ def multiply(
         terms = [where(ref, adds_here) for ref in term_refs]
         products.begin()
         products.fetch(where(x_ref))
-        for target, follow in ((out_ref, lambda: products.fetch(where(x_ref))), (again_ref, None)):
-            given = {"adds": adds_here, **options, **({"follow": follow} if follow else {})}
-            products.multiply(where(x_ref), target, *terms, **given)
+        for number in range(times):
+            follow = {} if number == times - 1 else {"follow": lambda: products.fetch(where(x_ref))}
+            given = {"adds": adds_here, **options, **follow}
+            products.multiply(where(x_ref), (out_ref, again_ref)[number % 2], *terms, **given)
         products.settle(out_ref)
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -50,7 +59,7 @@ def multiply(
         in_specs=[hbm] * (2 + len(terms)),
         out_specs=[hbm] * 2,
         scratch_shapes=[Scratch.of(problem, tiles)],
-        interpret=pltpu.InterpretParams(uninitialized_memory="nan"),
+        interpret=pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode=when),
     )(x, w, *terms)
     np.testing.assert_array_equal(first, second)
     return first
@@ -68,6 +77,51 @@ def test_products_of_tiles_that_stick_out(keep: str, transposed: bool) -> None:
     adds = keep != "panel"
     got = multiply(problem, tiles, x, given, term, adds=adds, scale=0.5)
     np.testing.assert_array_equal(got, (x @ w + (term if adds else 0)) * 0.5)
+
+
+@pytest.mark.parametrize("times", [2, 5])
+@pytest.mark.parametrize(("columns", "every"), [(640, 2), (768, 2), (640, 4), (640, 5)])
+def test_products_with_some_panels_that_stay(columns: int, every: int, times: int) -> None:
+    """Of five or six panels two, three or one are fetched anew, to the same two places in turn."""
+    problem = Problem(1, 24, 256, columns, F32, F32, F32)
+    tiles = Tiles(rows=16, depth=128, columns=128, inner=128, keep="some", every=every)
+    x, w = harness.random((1, 24, 256), F32), harness.random((256, columns), F32, 1)
+    wide = columns // 128
+    assert product.fetched_anew(problem, tiles) == wide // every
+    places = Scratch.of(problem, tiles).w.tiles.shape[0]
+    assert places == wide - wide // every + 2
+    for when in ("on_wait", "eager"):
+        np.testing.assert_array_equal(multiply(problem, tiles, x, w, times=times, when=when), x @ w)
+
+
+def test_a_panel_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: what is fetched anew comes to where the one before it still serves."""
+    problem = Problem(1, 16, 128, 640, F32, F32, F32)
+    tiles = Tiles(rows=16, depth=128, columns=128, inner=128, keep="some", every=2)
+    x, w = harness.random((1, 16, 128), F32), harness.random((128, 640), F32, 1)
+
+    def place(self: Any, product: Any, step: Any) -> Any:
+        panel = jax.lax.div(step, np.int32(self.serves))
+        odd = jax.lax.rem(panel, np.int32(2)) == 1
+        return jnp.where(odd, self.count - self.anew, panel - jax.lax.div(panel, np.int32(2)))
+
+    monkeypatch.setattr(_Panels, "place", place)
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(multiply(problem, tiles, x, w, when="eager"), x @ w)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_most_of_the_weights_stay_where_not_all_fit(chip: str) -> None:
+    """So that products of few rows are not bound by HBM: each would fetch all of w anew."""
+    rates, problem = chips.BY_NAME[chip], Problem(1, 256, 8192, 7168, BF16, BF16, BF16)
+    budget = int(rates.vmem_bytes * matmul_plan.VMEM_SHARE)
+    tiles = product.choose_tiles(problem, budget, rates, times=8)
+    assert tiles is not None and tiles.keep == "some"
+    assert product.vmem(problem, tiles) <= budget
+    by_panel = dataclasses.replace(tiles, keep="panel", every=1)
+    least = problem.flops / (rates.matrix_rate / rates.cores)
+    took, before = (product.seconds(problem, t, rates) for t in (tiles, by_panel))
+    assert least <= took <= 1.2 * least < before
 
 
 @pytest.mark.parametrize(
