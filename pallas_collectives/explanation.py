@@ -365,7 +365,7 @@ def _product(
     bound = [eqn.params for eqn in traced.params["jaxpr"].eqns if "plan" in eqn.params]
     (plan,) = [p for p in plans if isinstance(p, ProductPlan)] or [b["plan"] for b in bound]
     with _on(mesh, where):
-        for params in bound:
+        for params in bound if plan.backend == "pallas" else ():
             plan = fusion.as_devices_lie(plan, params["spec"])
         inside: tuple[Explanation, ...] = ()
         lies = placement.arranged(group)

@@ -19,9 +19,11 @@ writes to the same mailboxes, and gives `ready` to all that have written to its 
 """
 
 import dataclasses
+import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pallas_collectives.nccl.communicator import Communicator
@@ -79,7 +81,7 @@ def get(
     Raises:
       MailboxError: some GPU cannot reach another's memory; in every process alike.
     """
-    size = max(_LEAST, 1 << (nbytes - 1).bit_length())
+    size = rounded(nbytes)
     key = group, purpose, messages, size
     with _making:
         if key not in _made:
@@ -90,6 +92,11 @@ def get(
     return made
 
 
+def rounded(nbytes: int) -> int:
+    """The bytes of data of the mailbox in which so many lie."""
+    return max(_LEAST, 1 << (nbytes - 1).bit_length())
+
+
 _made: dict[Any, dict[int, Mailbox] | MailboxError] = {}
 _making = threading.Lock()
 
@@ -98,7 +105,7 @@ def _make(
     group: Group, name: str, messages: int, size: int, free: bool
 ) -> dict[int, Mailbox] | MailboxError:
     """New mailboxes, or why there are none: an error that every process makes of the same words."""
-    agree = _Agreement(group, name)
+    agree, here = _Agreement(group, name), _host()
     count = len(group.devices) + messages
     head = -(-count * _WORD // 512) * 512  # bytes before the data
     own: dict[int, int] = {}
@@ -109,15 +116,17 @@ def _make(
         c.driver.fill_words(c.ordinal, own[rank], 0, count)
         if free:
             c.driver.fill_words(c.ordinal, own[rank], 1, len(group.devices))
-        return c.driver.shared(c.ordinal, own[rank]).hex() if agree.several else ""
+        return f"{here} {c.driver.shared(c.ordinal, own[rank]).hex()}" if agree.several else ""
 
     def reach(rank: int) -> str:
         c = group.communicators[rank]
         c.driver.let_in(c.ordinal, [other.ordinal for other in group.communicators.values()])
-        at = {
-            peer: own[peer] if peer in own else c.driver.opened(c.ordinal, bytes.fromhex(handle))
-            for peer, handle in handles.items()
-        }
+        at = dict(own)
+        for peer in handles.keys() - own.keys():
+            host, handle = handles[peer].split()
+            if host != here:  # whose handle could mean something else here
+                raise NcclError(f"rank {peer} is on another host")
+            at[peer] = c.driver.opened(c.ordinal, bytes.fromhex(handle))
         data = {peer: address + head for peer, address in at.items()}
         boxes[rank] = Mailbox(c, at, data, meeting, len(boxes))
         c.before_abort.append(lambda: _release(boxes[rank], count))
@@ -131,6 +140,14 @@ def _make(
     except MailboxError as error:
         return error
     return boxes
+
+
+def _host() -> str:
+    """What no other host has, in one word."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class _Agreement:

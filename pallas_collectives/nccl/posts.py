@@ -108,6 +108,6 @@ def get(group: Group, number: int, nbytes: int) -> dict[int, Post]:
       MailboxError: some GPU cannot reach another's memory; in every process alike.
     """
     others = len(group.devices) - 1
-    slots = max(_LEAST, min(_MOST, _ROOM // max(1, others * nbytes)))
+    slots = max(_LEAST, min(_MOST, _ROOM // mailboxes.rounded(others * nbytes)))
     boxes = mailboxes.get(group, f"exchange {number % slots}", others, others * nbytes, free=False)
     return {box.communicator.ordinal: _post(box) for box in boxes.values()}

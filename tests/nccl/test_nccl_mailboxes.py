@@ -81,6 +81,27 @@ def test_if_one_fails_all_fail_and_say_where(step: str, monkeypatch: pytest.Monk
             assert str(error) == f"GPU 1 cannot {what}: no room"
 
 
+def test_exchanges_of_a_size_have_mailboxes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the size of the mailbox, not of the exchange: two that share one do so at one number."""
+    monkeypatch.setattr(posts, "_ROOM", 5 << 20)
+    made = groups(2)
+
+    def of(g: group.Group) -> list[Any]:
+        return [next(iter(posts.get(g, n, size).values())) for n in (0, 5) for size in (1, 1 << 20)]
+
+    for found in in_each(made, of):
+        assert len({*found}) == 1
+
+
+def test_gpus_of_another_host_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their handles could mean other memory here."""
+    hosts = iter(["here", "here", "there"])
+    monkeypatch.setattr(mailboxes, "_host", lambda: next(hosts))
+    told = {str(error) for error in in_each(groups(), box)}
+    (why,) = told
+    assert why.count("cannot reach its peers' memory: rank") == 3 and "on another host" in why
+
+
 def run_products(kind: str, made: list[group.Group], calls: int) -> list[np.ndarray]:
     """The results of the last of some calls, by rank; each call has operands of its own."""
     rows, depth, columns = 4, 8, 16

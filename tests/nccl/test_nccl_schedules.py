@@ -1,0 +1,290 @@
+"""All orders in which GPUs may take the steps of calls by mailboxes: nothing hangs or is torn.
+
+The steps are the code's own: what `Multiplier` and `Post` put on streams is noted, rank by rank,
+and then gone through in every order that streams, events and words allow (two ranks), or in many
+(more). A copy and a read last: others may come between their beginning and their end.
+"""
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import nccl_host
+from nccl_host import Device, in_threads
+from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products
+from pallas_collectives.nccl.products import GATHER, SCATTER, Work
+
+MAIN, X, ROOM, W, Y, TOKEN = 0, *(n << 60 for n in range(1, 6))
+_RANK = 1 << 50
+Step = tuple[str, Any]
+Calls = Callable[[group.Group, "Noting"], None]
+
+
+class Noting(nccl_host.Driver):
+    """A driver that notes what each stream is to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: dict[int, list[Step]] = {}
+        self._events = itertools.count()
+        self.call = 0
+
+    def new_event(self, ordinal: int) -> Any:
+        return [None]
+
+    def record_again(self, event: Any, stream: int) -> None:
+        event[0] = id(self), next(self._events)
+        self._note(stream, "record", event[0])
+
+    def wait_event(self, stream: int, event: Any) -> None:
+        self._note(stream, "wait", event[0])
+
+    def give_word(self, address: int, stream: int) -> None:
+        self._note(stream, "give", address)
+
+    def take_word(self, address: int, stream: int) -> None:
+        self._note(stream, "take", address)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        self.lasts("read", source, stream)
+        self.lasts("write", target, stream)
+
+    def clear(self, *_: Any) -> None:
+        pass
+
+    def lasts(self, what: str, address: int | None, stream: int) -> None:
+        """Notes what is done with a place in a mailbox, with an operand, or a block to be sent."""
+        if address is not None and address < W:
+            for when in ("begins", "ends"):
+                self._note(stream, f"{what} {when}", (address, self.call))
+
+    def _note(self, stream: int, what: str, which: Any) -> None:
+        self.streams.setdefault(stream, []).append((what, which))
+
+
+class _Noted:
+    """cuBLASLt that multiplies nothing."""
+
+    def prepare(self, driver: Noting, ordinal: int, product: Any) -> Any:
+        twin = _Noted()
+        twin._driver = driver  # type: ignore[attr-defined]
+        return twin
+
+    def call(self, *_: Any) -> None:
+        pass
+
+    def multiply(self, call: Any, x: Any, w: Any, c: Any, d: Any, stream: int) -> None:
+        for what, address in (("read", x), ("read", c), ("write", d)):
+            self._driver.lasts(what, address, stream)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calls], "Machine"]:
+    """(ranks, what each does) -> the machine before the first step."""
+    monkeypatch.setattr(mailboxes, "_made", {})
+    monkeypatch.setattr(mailboxes, "_making", contextlib.nullcontext())
+    monkeypatch.setattr(cublas, "library", _Noted)
+
+    def run(n: int, calls: Calls) -> "Machine":
+        runtimes, devices = nccl_host.runtimes(n), [Device(i, i, 0) for i in range(n)]
+        drivers = [Noting() for _ in runtimes]
+        for runtime, driver in zip(runtimes, drivers, strict=True):
+            object.__setattr__(runtime, "driver", driver)
+        make = functools.partial(group.create, devices, uses=(), timeout=20)
+        made = in_threads(*(functools.partial(make, runtime=r) for r in runtimes))
+        each = zip(made, drivers, strict=True)
+        assert in_threads(*(functools.partial(calls, *pair) for pair in each)) == [None] * n
+        return Machine([steps for driver in drivers for steps in driver.streams.values()])
+
+    return run
+
+
+def multiplied(kinds: str, n: int) -> Calls:
+    """Calls of products, one after the other: "gsg" of a gather, a scatter and a gather."""
+
+    def calls(g: group.Group, driver: Noting) -> None:
+        ((me, _),) = g.communicators.items()
+        x, room = X + me * _RANK, ROOM + me * _RANK
+        for kind in kinds:
+            driver.call += 1
+            gathers = kind == "g"
+            for part in range(1 if gathers else 2 * n):
+                driver.lasts("write", x + part * 16, MAIN)
+            of = GATHER if gathers else SCATTER, n, 1, 2, 8, (8,), False, "float16", "float16"
+            work = Work(*of, cuts=1 if gathers else 2)
+            (multiplier,) = products.multipliers(g, work).values()
+            multiplier.run(work, "products", [x, W], [Y] if gathers else [Y, room], MAIN)
+
+    return calls
+
+
+def exchanged(steps: str, n: int) -> Calls:
+    """Exchanges of one mailbox: "s" starts one, "f" finishes the last."""
+
+    def calls(g: group.Group, driver: Noting) -> None:
+        ((me, _),) = g.communicators.items()
+        others = tuple((me + distance) % n for distance in range(1, n))
+        plan = copies.Plan(others, tuple(copies.Push(p, 0, 0, 8) for p in others), others, 8)
+        (post,) = posts.get(g, 0, 8).values()
+        x = X + me * _RANK
+        for step in steps:
+            if step == "s":
+                driver.call += 1
+                x += 16
+                driver.lasts("write", x, MAIN)
+                post.start(plan, "exchange", x, Y, TOKEN, MAIN)
+            else:
+                post.finish(plan, x, Y, MAIN)
+                x -= 16  # whose memory may be another's from here on
+
+    return calls
+
+
+class Torn(AssertionError):
+    """Something was read that had not come, or written while it was read."""
+
+
+class Machine:
+    """Where all streams are, and what words, events and mailboxes hold."""
+
+    def __init__(self, streams: list[list[Step]]) -> None:
+        self.streams, self.at = streams, [0] * len(streams)
+        words = {which for steps in streams for what, which in steps if what == "take"}
+        self.true = {w for w in words if ctypes.c_uint32.from_address(w).value}  # words and events
+        self.held: dict[
+            int, int
+        ] = {}  # of a place: the call that wrote it, or minus that meanwhile
+        self.reading: dict[int, int] = {}
+
+    def after(self, i: int) -> "Machine":
+        """The machine once stream i has taken its next step."""
+        other = Machine.__new__(Machine)
+        other.streams, other.at, other.true = self.streams, [*self.at], {*self.true}
+        other.held, other.reading = {**self.held}, {**self.reading}
+        other._take(i)
+        return other
+
+    def key(self) -> Any:
+        return tuple(self.at), frozenset(self.true), tuple(sorted(self.held.items()))
+
+    def ready(self) -> list[int]:
+        """The streams whose next step can be taken."""
+        follow = [i for i, at in enumerate(self.at) if at < len(self.streams[i])]
+        waits = ("take", "wait")
+        steps = [(i, *self.streams[i][self.at[i]]) for i in follow]
+        return [i for i, what, which in steps if what not in waits or which in self.true]
+
+    def check_over(self) -> None:
+        over = all(at == len(steps) for at, steps in zip(self.at, self.streams, strict=True))
+        assert over, [steps[at : at + 1] for at, steps in zip(self.at, self.streams, strict=True)]
+
+    def _take(self, i: int) -> None:
+        what, which = self.streams[i][self.at[i]]
+        self.at[i] += 1
+        if what in ("give", "record"):
+            self.true.add(which)
+        elif what == "take":
+            self.true.remove(which)
+        elif what != "wait":
+            self._touch(what, *which)
+
+    def _touch(self, what: str, place: int, call: int) -> None:
+        begins = what.endswith("begins")
+        if what.startswith("write"):
+            if self.reading.get(place):
+                raise Torn(f"call {call} writes what is being read")
+            self.held[place] = -call if begins else call
+            return
+        if self.held.get(place) != call:
+            raise Torn(f"call {call} reads what holds {self.held.get(place)}")
+        self.reading[place] = self.reading.get(place, 0) + (1 if begins else -1)
+
+
+def check_every_order(machine: Machine) -> int:
+    """Goes through all; how many states there are."""
+    seen, following = {machine.key()}, [machine]
+    while following:
+        machine = following.pop()
+        ready = machine.ready()
+        if not ready:
+            machine.check_over()
+        for after in map(machine.after, ready):
+            if (key := after.key()) not in seen:
+                seen.add(key)
+                following.append(after)
+    return len(seen)
+
+
+def check_some_orders(machine: Machine, count: int) -> None:
+    """In each some streams are slow."""
+    for seed in range(count):
+        draw, now = random.Random(seed), machine
+        slow = draw.sample(range(len(now.at)), len(now.at) // 2)
+        while ready := now.ready():
+            quick = [i for i in ready if i not in slow or draw.random() < 0.05]
+            now = now.after(draw.choice(quick or ready))
+        now.check_over()
+
+
+PRODUCTS, EXCHANGES = ["ggg", "sss", "gsg", "ssgg"], ["sfsfsf", "ssf", "sfss"]
+
+
+@pytest.mark.parametrize("calls", [*PRODUCTS, *EXCHANGES])
+def test_two_gpus_in_every_order(calls: str, noted: Any) -> None:
+    """Products, and exchanges that are finished or not."""
+    made = exchanged if "f" in calls else multiplied
+    assert check_every_order(noted(2, made(calls, 2))) > 100
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("calls", [*PRODUCTS, *EXCHANGES])
+def test_more_gpus_in_many_orders(calls: str, n: int, noted: Any) -> None:
+    made = exchanged if "f" in calls else multiplied
+    check_some_orders(noted(n, made(calls, n)), 60)
+
+
+def but_one(self: Any, whole: Any, number: int, count: Iterator[int], *args: Any) -> None:
+    """A step of the driver's, but for one of the first rank's."""
+    if not self.first or next(count) != number:
+        whole(self, *args)
+
+
+@pytest.mark.parametrize("fault", ["take_word", "give_word", "wait_event"])
+@pytest.mark.parametrize("calls", ["gg", "ss", "sfsf"])
+def test_a_step_that_is_left_out_is_noticed(
+    calls: str, fault: str, noted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted faults: each word and event but those that nothing follows, left out once."""
+    made, whole = exchanged if "f" in calls else multiplied, getattr(Noting, fault)
+    missed = 0
+    for number in itertools.count():
+        count = itertools.count()
+
+        def faulty(
+            self: Noting, *args: Any, number: int = number, count: Iterator[int] = count
+        ) -> None:
+            if self.first and next(count) == number:  # type: ignore[attr-defined]
+                return
+            whole(self, *args)
+
+        monkeypatch.setattr(Noting, fault, faulty)
+
+        def run(g: group.Group, driver: Noting) -> None:
+            driver.first = 0 in g.communicators  # type: ignore[attr-defined]
+            made(calls, 2)(g, driver)
+
+        machine = noted(2, run)
+        if next(count) <= number:
+            break  # all have been left out
+        try:
+            check_every_order(machine)
+            missed += 1
+        except AssertionError:
+            pass
+    assert number > 2 and missed <= 2
