@@ -29,8 +29,11 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
 
 
 def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
-    """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it."""
-    with calling(catalogue.primitives()[op][0].function_of(op)):
+    """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it.
+
+    All that it computes bears the collective's name in the compiled program, and so in profiles.
+    """
+    with calling(catalogue.primitives()[op][0].function_of(op)), jax.named_scope(op):
         return _served(op, how, by_lax, *args, **params)
 
 

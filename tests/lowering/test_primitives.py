@@ -222,3 +222,13 @@ def test_the_backward_pass_runs_kernels(op: str) -> None:
     for (name, _, _), count in pc.counts().items():
         built[name] = built.get(name, 0) + count
     assert built == backward[op]
+
+
+def test_what_surrounds_a_kernel_bears_the_collectives_name() -> None:
+    """In profiles, and for `benchmarks.steps.packing`, which takes it for the program's else."""
+
+    def exchange(x: jax.Array) -> jax.Array:
+        return 2 * pc.all_to_all(x, "x", 1, 0, tiled=True, backend="pallas")
+
+    lowered = harness.per_device(exchange, harness.mesh(2)).lower(np.ones((2, 6, 6), np.float32))
+    assert '"all_to_all/transpose"' in lowered.as_text(debug_info=True)
