@@ -198,6 +198,8 @@ _STEPPED = (
     _text("step", "op"),
     _text("under", "under"),
     _number("compute us", "compute_us"),
+    _number("waits us", "waits_us"),
+    _number("packing us", "packing_us"),
     _number("exposed us", "exposed_us"),
     _number("hidden us", "hidden_us"),
     _number("hideable us", "hideable_us"),

@@ -340,6 +340,11 @@ def steps(_: Saved) -> str:
     return keeping.table(keeping.load())
 
 
+def packing(_: Saved) -> str:
+    """What of those of `experts` is compute, and what its collectives cost."""
+    return keeping.parts(keeping.load(), "experts")
+
+
 def names(_: Saved) -> str:
     """The public names, a line each, linked to their source."""
     root, cells = Path(pallas_collectives.__file__).parents[1], []
@@ -363,6 +368,7 @@ TABLES: dict[str, Callable[[Saved], str]] = {
     "measured": measured,
     "products": products,
     "steps": steps,
+    "packing": packing,
 }
 
 

@@ -129,8 +129,10 @@ class Stepped(Row):
       topology: libtpu's name.
       under: whose collectives: "lax", "override", "grouped" or "forced".
       compute_us: the core's own work, by XLA's estimate.
-      exposed_us: what the core waits for collectives.
-      hidden_us: what collectives take beside the core's work.
+      waits_us: what the core waits for collectives.
+      packing_us: what it computes for collectives alone (see `steps.packing`).
+      exposed_us: both: what collectives cost the core.
+      hidden_us: what collectives take beside the core's own work.
       hideable_us: what they could at the most, by the program's data dependencies (see
         `steps.bound`).
       time_us: the step: compute and exposed.
@@ -142,6 +144,8 @@ class Stepped(Row):
     topology: str
     under: str
     compute_us: float | None = None
+    waits_us: float | None = None
+    packing_us: float | None = None
     exposed_us: float | None = None
     hidden_us: float | None = None
     hideable_us: float | None = None

@@ -7,6 +7,10 @@ program says what runs beside what, and how many cycles the core's own work take
 whole step says what collectives take. So all these times are modelled, none is measured. No TPU is
 needed.
 
+"Exposed" is what collectives cost the core: it "waits" for them, and its "packing" is what it
+computes for them alone, to fill, lay out and move their buffers and to reckon their tables, by one
+rule for lax's and ours (`steps.packing`). "Hidden" is what they take beside the rest of its work.
+
 "Hideable" is the most of it that the core's work could hide in any order of the program, by its
 data dependencies (`steps.bound`): what is awaited at once has nothing beside it.
 
@@ -150,7 +154,7 @@ def _named(values: Sequence[str], flag: str, known: Sequence[str]) -> Sequence[s
 
 _HEADERS = (
     *("collective", "MiB", "devices", "by", "engine", "times"),
-    *("us each", "exposed us", "kcycles beside", "of"),
+    *("us each", "waits us", "kcycles beside", "of"),
 )
 
 
@@ -168,7 +172,7 @@ def _show(screen: Screen, row: Stepped) -> None:
             of["engine"],
             str(of["times"]),
             f"{of['each_us']:.0f}",
-            f"{of['exposed_us']:.0f}",
+            f"{of['waits_us']:.0f}",
             f"{of['beside'] / max(1, of['times']) / 1000:.0f}",
             of["beside_what"] or "-",
         )

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import pallas_collectives
 from benchmarks import compiled
 from benchmarks.rows import Stepped
-from benchmarks.steps import bound, programs, schedule, timeline, wires
+from benchmarks.steps import bound, packing, programs, schedule, timeline, wires
 from benchmarks.steps.programs import Form, Program
 from pallas_collectives.backends import counters
 from pallas_collectives.replay import Machine
@@ -134,7 +134,7 @@ def _figures(
     placement = machine.placement_of(devices)
     what_of = wires.programs(machine, placement, program.axes, plans)
     text = compiled_.as_text()
-    events = schedule.events(text, timeline.cycles_of(machine))
+    events = packing.marked(schedule.events(text, timeline.cycles_of(machine)), text)
     line = timeline.run(events, machine, placement, what_of)
     collectives = line.served.values()
     under_way = sum(served.times * served.each_us for served in collectives)
@@ -146,6 +146,8 @@ def _figures(
     )
     return {
         "compute_us": line.compute_us,
+        "waits_us": line.waits_us,
+        "packing_us": line.packing_us,
         "exposed_us": line.exposed_us,
         "hidden_us": line.hidden_us,
         "hideable_us": under_way - must_wait,

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -20,13 +20,15 @@ _MISSING = "–"
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What is kept of a row: the compiler's version, and microseconds."""
+    """What is kept of a row: the compiler's version, and microseconds.
+
+    Rows that were kept before `steps.packing` was have no packing.
+    """
 
     libtpu: str
-    compute_us: float
-    exposed_us: float
-    hidden_us: float
     time_us: float
+    waits_us: float
+    packing_us: float | None = None
 
     @classmethod
     def of(cls, row: Stepped) -> "Figures":
@@ -70,22 +72,57 @@ def _save(kept: Kept) -> None:
 
 def table(kept: Kept) -> str:
     """Milliseconds of a step, and those for which the core waits: by lax, and under ours."""
+
+    def texts(topology: str, form: Form) -> Iterator[str]:
+        for program in BUILT_IN:
+            found = _both(kept, f"{topology}, {program}, {form}")
+            times = (f"{_ms(of.time_us)} ({_ms(of.waits_us)})" for of in found)
+            yield " → ".join(times) or _MISSING
+
+    return _by_topology(kept, [f"`{program}`" for program in BUILT_IN], texts)
+
+
+_PARTS: dict[str, Callable[[Figures, float], float]] = {
+    "compute": lambda of, packing: of.time_us - of.waits_us - packing,
+    "waits": lambda of, packing: of.waits_us,
+    "packing": lambda of, packing: packing,
+    "exposed": lambda of, packing: of.waits_us + packing,
+}
+
+
+def parts(kept: Kept, program: str) -> str:
+    """Milliseconds of a program's compute, waits and packing: by lax, and under ours."""
+
+    def texts(topology: str, form: Form) -> Iterator[str]:
+        found = _both(kept, f"{topology}, {program}, {form}")
+        for part in _PARTS.values():
+            known = [(of, of.packing_us) for of in found if of.packing_us is not None]
+            yield " → ".join(_ms(part(*of)) for of in known) or _MISSING
+
+    return _by_topology(kept, list(_PARTS), texts)
+
+
+def _by_topology(
+    kept: Kept, headers: Sequence[str], texts: Callable[[str, Form], Iterator[str]]
+) -> str:
     order = list(chips.BY_NAME)
     where = {key.partition(",")[0] for key in kept}
     topologies = sorted(where, key=lambda name: order.index(timeline.chip_of(name).name))
     cells = []
     for topology, gradient in itertools.product(topologies, (False, True)):
         form = Form(gradient, unrolled=False)
-        texts = (_both(kept, f"{topology}, {program}, {form}") for program in BUILT_IN)
-        cells.append((f"{topology}, {'gradient' if gradient else 'forward'}", *texts))
+        name = f"{topology}, {'gradient' if gradient else 'forward'}"
+        cells.append((name, *texts(topology, form)))
     compilers = ", ".join(sorted({row.libtpu for row in kept.values()}))
-    headers = (f"libtpu {compilers}", *(f"`{program}`" for program in BUILT_IN))
-    return grid(headers, cells, (True,) * len(headers))
+    return grid((f"libtpu {compilers}", *headers), cells, (True,) * (1 + len(headers)))
 
 
-def _both(kept: Kept, step: str) -> str:
+def _both(kept: Kept, step: str) -> list[Figures]:
+    """A step's figures by lax and under ours, by one compiler; else none."""
     keys = [f"{step}, {under}" for under in ("lax", "override")]
     found = [kept[key] for key in keys if key in kept]
-    if len(found) < len(keys) or len({of.libtpu for of in found}) > 1:
-        return _MISSING
-    return " → ".join(f"{of.time_us / 1e3:.1f} ({of.exposed_us / 1e3:.1f})" for of in found)
+    return found if len(found) == len(keys) and len({of.libtpu for of in found}) == 1 else []
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.1f}"

@@ -7,9 +7,15 @@ from typing import Any
 from benchmarks.rows import Stepped
 from pallas_collectives.replay import style
 
-_COLOURS = {"compute": style.COMPUTE, "exposed": style.LOST, "collective": style.LINK}
+_COLOURS = {
+    "compute": style.COMPUTE,
+    "packing": style.LOCAL,
+    "exposed": style.LOST,
+    "collective": style.LINK,
+}
 _LABELS = {
     "compute": "the core's work",
+    "packing": "its work for collectives alone",
     "exposed": "the core waits",
     "collective": "a collective",
 }

@@ -71,10 +71,11 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The core computes."""
+    """The core computes; `packs`: for collectives alone (see `steps.packing`)."""
 
     name: str
     cycles: int
+    packs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,9 @@ Cycles = Callable[[int, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """A line of a computation."""
+
     name: str
     type: str
     op: str
@@ -121,6 +124,7 @@ class _Instruction:
 
     @property
     def operands(self) -> list[str]:
+        """The instructions that it reads."""
         return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
 
 
@@ -129,18 +133,19 @@ def events(hlo: str, cycles: Cycles = lambda flops, nbytes: 0) -> tuple[Event, .
 
     cycles: of a kernel that sends nothing, by its operations and the bytes of its memory traffic.
     """
-    computations, entry = _parsed(hlo)
+    computations, entry = parsed(hlo)
     return tuple(_Walk(computations, cycles).of(entry))
 
 
 def needs(hlo: str) -> dict[str, list[str]]:
     """The operands of each instruction, whose name is one in the whole program."""
-    computations, _ = _parsed(hlo)
+    computations, _ = parsed(hlo)
     return {i.name: i.operands for found in computations.values() for i in found}
 
 
-def _parsed(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
+def parsed(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The instructions of each computation, in their order, and the name of the first to run."""
+    computations: dict[str, list[Instruction]] = {}
     lines: list[str] = []
     entry = name = ""
     for line in [*hlo.splitlines(), "}"]:
@@ -149,7 +154,7 @@ def _parsed(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
             entry = name if header[1] else entry
         elif line.startswith("}") and not line.startswith("}}"):
             matches = map(_INSTRUCTION.match, lines)
-            computations[name] = [_Instruction(*m.groups()) for m in matches if m]
+            computations[name] = [Instruction(*m.groups()) for m in matches if m]
         elif line.startswith(("  %", "  ROOT %")):
             lines.append(line)
         elif lines:
@@ -158,7 +163,7 @@ def _parsed(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 class _Walk:
-    def __init__(self, computations: dict[str, list[_Instruction]], cycles: Cycles) -> None:
+    def __init__(self, computations: dict[str, list[Instruction]], cycles: Cycles) -> None:
         self._computations, self._cycles = computations, cycles
 
     def of(self, computation: str) -> Iterator[Event]:
@@ -166,7 +171,7 @@ class _Walk:
         for instruction in self._computations[computation]:
             yield from self._event(instruction)
 
-    def _event(self, i: _Instruction) -> Iterator[Event]:
+    def _event(self, i: Instruction) -> Iterator[Event]:
         plain = re.sub(r"-(start|update|done)$", "", i.op)
         ends = i.op[len(plain) :]
         if i.op == "while":
@@ -201,7 +206,7 @@ class _Walk:
         elif cycles := _CYCLES.search(i.rest):
             yield Work(i.name, int(cycles[1]))
 
-    def _own(self, i: _Instruction, ends: str) -> Iterator[Event]:
+    def _own(self, i: Instruction, ends: str) -> Iterator[Event]:
         """A collective of XLA's whose instructions are its own."""
         if ends == "-done":
             yield Done(i.operands[0], i.name)
@@ -210,7 +215,7 @@ class _Walk:
         if not ends:
             yield Done(i.name, i.name)
 
-    def _asynchronous(self, i: _Instruction, ends: str) -> Iterator[Event]:
+    def _asynchronous(self, i: Instruction, ends: str) -> Iterator[Event]:
         """A call of a computation, which runs elsewhere."""
         if ends == "-done":
             yield Done(i.operands[0], i.name)
@@ -226,18 +231,18 @@ class _Walk:
             elif "tpu_custom_call" in inner.rest:
                 yield Start(i.name, _by_kernel(inner, engine), i.name)
 
-    def _called(self, i: _Instruction) -> Iterator[_Instruction]:
+    def _called(self, i: Instruction) -> Iterator[Instruction]:
         """What a call runs, through calls: a SparseCore's scalar subcore calls the vector ones."""
         for inner in self._computations.get(i.named("to_apply") or i.named("calls"), []):
             yield inner
             if inner.op == "call-start":
                 yield from self._called(inner)
 
-    def _by_name(self, name: str) -> _Instruction:
+    def _by_name(self, name: str) -> Instruction:
         of_all = (i for instructions in self._computations.values() for i in instructions)
         return next(i for i in of_all if i.name == name)
 
-    def _collective_fusion(self, i: _Instruction) -> tuple[bool, str, _Instruction] | None:
+    def _collective_fusion(self, i: Instruction) -> tuple[bool, str, Instruction] | None:
         """Whether a fusion starts or ends a collective, its chain, and the collective."""
         inner = self._computations.get(i.named("calls"), [])
         ends = [re.search(r'"AsyncCollective(Start|Done)"', x.rest) for x in inner]
@@ -248,7 +253,7 @@ class _Walk:
         chain = re.search(r'chain_id="(\w+)"', collective.rest)
         return found == "Start", f"chain {chain[1] if chain else ''}", collective
 
-    def _fused_sum(self, i: _Instruction) -> Collective | None:
+    def _fused_sum(self, i: Instruction) -> Collective | None:
         """The collective of a fusion that is all of it: a sum and the part that is wanted of it.
 
         Other fusions of v5e hold a collective that they carry on beside their own work; those have
@@ -263,7 +268,7 @@ class _Walk:
         op = "reduce_scatter" if part < of_sum.nbytes else of_sum.op
         return dataclasses.replace(of_sum, name=i.name, op=op, nbytes=part)
 
-    def _by_xla(self, i: _Instruction, engine: str) -> Collective:
+    def _by_xla(self, i: Instruction, engine: str) -> Collective:
         op = _OPS[re.sub("-(start|done)$", "", i.op)]
         # The type of a start holds the operand before the result.
         arrays = _arrays(i.type)
@@ -281,7 +286,7 @@ class _Walk:
         return max(constants, default=1)
 
 
-def _by_kernel(i: _Instruction, engine: str) -> Collective:
+def _by_kernel(i: Instruction, engine: str) -> Collective:
     found = re.search(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)', i.rest)
     kernel = found[1] if found else i.name
     ops = [op for op in set(_OPS.values()) if kernel.startswith(op)]

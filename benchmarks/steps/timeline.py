@@ -4,12 +4,15 @@ The core's own work takes the cycles that XLA estimates, and a kernel that sends
 its products or its bytes by the peak rates. Collectives are replayed with it
 (`replay.steps`): a kernel's own program, and for one of XLA's own that of our fastest, so that both
 are held to one model of the wire. An engine serves one collective at a time, in their order; all
-share the links. What the core waits for is exposed; the rest of a collective's time is hidden.
+share the links. What the core waits for is exposed, and so is what it computes for collectives
+alone (`steps.packing`). A collective's time beside other work of the core is hidden.
 """
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +38,8 @@ class Served:
       devices: that take part together.
       times: how often it runs.
       each_us: of one.
-      exposed_us: what the core waits in all turns together.
-      beside: cycles of the core's work between start and end, in all turns.
+      waits_us: what the core waits in all turns together.
+      beside: cycles of the core's work between start and end, in all turns, but for packing.
       beside_what: the names of the longest of that work.
     """
 
@@ -47,7 +50,7 @@ class Served:
     devices: int
     times: int = 0
     each_us: float = 0.0
-    exposed_us: float = 0.0
+    waits_us: float = 0.0
     beside: int = 0
     beside_what: str = ""
 
@@ -57,7 +60,7 @@ class Span:
     """A stretch of a lane, in microseconds: the core's work or wait, or a collective."""
 
     lane: str
-    kind: str  # "compute", "exposed" or "collective"
+    kind: str  # "compute", "packing", "exposed" or "collective"
     name: str
     begin: float
     end: float
@@ -65,13 +68,28 @@ class Span:
 
 @dataclasses.dataclass
 class Timeline:
-    """A step; times in microseconds."""
+    """A step; times in microseconds.
+
+    Attributes:
+      compute_us: the core's own work, but for packing.
+      waits_us: what it waits for collectives.
+      packing_us: what it computes for them alone.
+      hidden_us: what they take beside its own work.
+      served: each collective, by its instruction's name.
+      spans: what the step's lanes show.
+    """
 
     compute_us: float = 0.0
-    exposed_us: float = 0.0
+    waits_us: float = 0.0
+    packing_us: float = 0.0
     hidden_us: float = 0.0
     served: dict[str, Served] = dataclasses.field(default_factory=dict)
     spans: list[Span] = dataclasses.field(default_factory=list)
+
+    @property
+    def exposed_us(self) -> float:
+        """What collectives cost the core."""
+        return self.waits_us + self.packing_us
 
     @property
     def step_us(self) -> float:
@@ -137,13 +155,21 @@ def _parts(
                 yield steps.Await(key)
 
 
+class _Flying(NamedTuple):
+    """A collective under way."""
+
+    served: Served
+    beside: collections.Counter[str]  # cycles of the core's own work
+    spans: list[steps.Span]  # beside the core
+
+
 class _Account:
     """Adds up a step's course."""
 
     def __init__(self, events: list[Work | Start | Done]) -> None:
         self._events = events
         self._line = Timeline()
-        self._flying: dict[str, tuple[Served, collections.Counter[str]]] = {}
+        self._flying: dict[str, _Flying] = {}
 
     def of(self, course: steps.Course) -> Timeline:
         spans: dict[int, list[steps.Span]] = {}
@@ -160,10 +186,15 @@ class _Account:
     ) -> None:
         took = sum(span.end - span.begin for span in on_core) / US
         match event:
+            case Work(name, packs=True):
+                self._line.packing_us += took
+                for flying in self._flying.values():
+                    self._unhide(_common(flying.spans, on_core) / US)
+                self._draw(CORE, "packing", name, on_core)
             case Work(name, cycles):
                 self._line.compute_us += took
-                for _, beside in self._flying.values():
-                    beside[name] += cycles
+                for flying in self._flying.values():
+                    flying.beside[name] += cycles
                 self._draw(CORE, "compute", name, on_core)
             case Start(key, c):
                 served = self._served(c)
@@ -175,13 +206,16 @@ class _Account:
                 self._line.hidden_us += 0.0 if alone else each
                 lane = "wire" if alone else c.engine
                 self._draw(lane, "collective", f"{served.op} by {served.by}", aside or on_core)
-                self._flying[key] = served, collections.Counter()
+                self._flying[key] = _Flying(served, collections.Counter(), aside)
             case Done(key) if key in self._flying:  # else no collective, but a copy
-                served, beside = self._flying.pop(key)
+                served, beside, _ = self._flying.pop(key)
                 served.beside += sum(beside.values())
                 served.beside_what = ", ".join(name for name, _ in beside.most_common(2))
                 self._wait(served, took, on_core)
-                self._line.hidden_us -= min(took, self._line.hidden_us)
+                self._unhide(took)
+
+    def _unhide(self, took: float) -> None:
+        self._line.hidden_us -= min(took, self._line.hidden_us)
 
     def _served(self, c: Collective) -> Served:
         by = c.kernel or "lax"
@@ -189,12 +223,18 @@ class _Account:
         return self._line.served.setdefault(c.name, new)
 
     def _wait(self, served: Served, took: float, spans: list[steps.Span]) -> None:
-        served.exposed_us += took
-        self._line.exposed_us += took
+        served.waits_us += took
+        self._line.waits_us += took
         self._draw(CORE, "exposed", served.op, spans)
 
     def _draw(self, lane: str, kind: str, name: str, spans: list[steps.Span]) -> None:
         self._line.spans += [Span(lane, kind, name, s.begin / US, s.end / US) for s in spans]
+
+
+def _common(some: list[steps.Span], others: list[steps.Span]) -> float:
+    """The time for which spans of both lists last."""
+    pairs = itertools.product(some, others)
+    return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin)) for a, b in pairs)
 
 
 def cycles_of(machine: Machine) -> Cycles:

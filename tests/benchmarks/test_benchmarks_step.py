@@ -78,6 +78,7 @@ def test_a_program_of_a_users(
     assert {of["by"] for of in by_lax.collectives} == {"lax"}
     assert all(of["by"].startswith("all_gather_") for of in forced.collectives)
     for row in rows:
+        assert row.exposed_us == pytest.approx(row.waits_us + row.packing_us)
         assert row.time_us == pytest.approx(row.compute_us + row.exposed_us)
         assert sum(of["times"] for of in row.collectives) == 2
         under_way = sum(of["times"] * of["each_us"] for of in row.collectives)
@@ -128,7 +129,8 @@ def test_flags_are_checked(bench: Bench, flags: list[str], message: str) -> None
 
 
 def _row(under: str, us: float, **others: Any) -> Stepped:
-    figures = {"compute_us": us, "exposed_us": us / 4, "hidden_us": 0.0, "time_us": us}
+    parts = {"compute_us": us / 2, "waits_us": us / 4, "packing_us": us / 4}
+    figures = {**parts, "exposed_us": us / 2, "hidden_us": 0.0, "time_us": us}
     base = {"topology": "v5e:4x4", "op": "tensor, forward, scan", "type": "bfloat16"}
     return Stepped(**{**base, "under": under, "hideable_us": 0.0, "temp": 0, **figures, **others})
 
@@ -168,6 +170,13 @@ def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     assert rows[2].split("|")[2:4] == [" – ", " 2.0 (0.5) → 1.0 (0.2) "]
     assert "→" not in "".join(rows[:2] + rows[3:])
+
+    *_, forward, _ = keeping.parts(keeping.load(), "tensor").splitlines()
+    assert forward.split("|")[2:6] == [
+        *(" 1.0 → 0.5 ", " 0.5 → 0.2 ", " 0.5 → 0.2 ", " 1.0 → 0.5 "),
+    ]
+    old = {key: dataclasses.replace(of, packing_us=None) for key, of in keeping.load().items()}
+    assert "→" not in keeping.parts(old, "tensor") and "→" in keeping.table(old)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeping.metadata, "version", lambda _: "another")

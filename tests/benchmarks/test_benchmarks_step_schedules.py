@@ -129,8 +129,8 @@ def test_what_is_exposed_and_hidden() -> None:
     assert line.exposed_us == pytest.approx(6 + 10 + 0 + 8, abs=to_tell)
     assert line.hidden_us == pytest.approx(4 + 0 + 10 + 2, abs=to_tell)
     assert line.step_us == pytest.approx(line.compute_us + line.exposed_us)
-    exposed = [line.served[name].exposed_us for name in "abcd"]
-    assert exposed == pytest.approx([6, 10, 0, 8], abs=to_tell)
+    waits = [line.served[name].waits_us for name in "abcd"]
+    assert waits == pytest.approx([6, 10, 0, 8], abs=to_tell)
     assert (line.served["a"].beside, line.served["a"].beside_what) == (6000, "w")
     lanes_of = {span.lane for span in line.spans}
     assert lanes_of == {CORE, DMA, "wire", SPARSECORE}
