@@ -57,18 +57,19 @@ def obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
 def seconds(todo: Work) -> tuple[float, float]:
     """Modelled time of a call, and of NCCL's collective and a product one after the other."""
     rows, columns = todo.batch * todo.rows, sum(todo.columns)
-    whole = _multiplied(todo.size * rows, columns, todo.depth)
-    each = _multiplied(rows, columns, todo.depth)
+    depth = sum(todo.depths) / len(todo.depths)
+    whole = _multiplied(todo.size * rows, columns, depth)
+    each = _multiplied(rows, columns, depth)
     wire = todo.block_bytes / _WIRE
     hidden = min(wire, each)
     if todo.kind == products.SCATTER:  # a part is on the wire while the next is multiplied
-        each = _CUTS * _multiplied(-(-rows // _CUTS), columns, todo.depth)
+        each = _CUTS * _multiplied(-(-rows // _CUTS), columns, depth)
         hidden = min(wire, each * (1 - 1 / _CUTS))
     exposed = (todo.size - 1) * (wire - hidden) + len(todo.parts()) * _HAND
     return todo.size * each + exposed, whole + (todo.size - 1) * wire + _CALL
 
 
-def _multiplied(rows: int, columns: int, depth: int) -> float:
+def _multiplied(rows: int, columns: int, depth: float) -> float:
     """Modelled time of a product: whole tiles, as many at a time as there are multiprocessors."""
 
     def by(tile: tuple[int, int], share: float) -> float:
@@ -100,7 +101,7 @@ def work(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Work:
         size=spec.size,
         batch=layout.batch,
         rows=layout.rows,
-        depth=xs[0].shape[-1],
+        depths=tuple(x.shape[-1] for x in xs),
         columns=tuple(columns),
         transposed=spec.transposed,
         dtype=jnp.dtype(xs[0].dtype).name,
@@ -115,7 +116,7 @@ def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     group = canonical.group_of(spec.axis_name)
     xs, ws = (operands[:1], operands[1:]) if op == GATHER else halves(operands)
     todo, shape = work(op, xs, ws, spec), xs[0].shape
-    flat = [x.reshape(todo.batch, -1, todo.depth) for x in xs]
+    flat = [x.reshape(todo.batch, -1, x.shape[-1]) for x in xs]
     results = _products_p.bind(*flat, *ws, work=todo, group=group)
     if op != GATHER:
         block = canonical.resized(shape, spec.axis, shape[spec.axis] // spec.size)

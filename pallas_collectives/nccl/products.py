@@ -48,8 +48,8 @@ class Work:
     Attributes:
       kind: `GATHER` or `SCATTER`.
       size: GPUs.
-      batch, rows, depth: a block of x is (batch, rows, depth); whole, it is (batch, size * rows,
-        depth).
+      batch, rows, depths: a block of x is (batch, rows, depth); whole, it is (batch, size * rows,
+        depth). Of the one x that is gathered, or of each pair's.
       columns: of each w: of all that x is multiplied with, or to be scattered, of each pair.
       transposed: each w is (columns, depth).
       dtype, result: of operands and products.
@@ -61,7 +61,7 @@ class Work:
     size: int
     batch: int
     rows: int
-    depth: int
+    depths: tuple[int, ...]
     columns: tuple[int, ...]
     transposed: bool
     dtype: str
@@ -73,7 +73,7 @@ class Work:
     def block_shape(self) -> tuple[int, int, int]:
         """Of what a message brings, or all parts of it."""
         gathers = self.kind == GATHER
-        return self.batch, self.rows, self.depth if gathers else self.columns[0]
+        return self.batch, self.rows, self.depths[0] if gathers else self.columns[0]
 
     @property
     def block_bytes(self) -> int:
@@ -98,19 +98,21 @@ class Work:
 
     def gathered(self, columns: int) -> Product:
         """The product of a block of x, one's own or from a mailbox."""
-        to = self.size * self.rows * columns
-        return self._product(self.rows, columns, (self.rows * self.depth, to, to))
+        to, (depth,) = self.size * self.rows * columns, self.depths
+        return self._product(self.rows, depth, columns, (self.rows * depth, to, to))
 
-    def scattered(self, rows: int, last: bool, adds: bool) -> Product:
+    def scattered(self, rows: int, depth: int, last: bool, adds: bool) -> Product:
         """That of rows of x, of a part; last: for the result; adds: to what is there, not came."""
         each, whole = rows * self.columns[0], self.rows * self.columns[0]
         to = whole if last else each
-        pitches = self.size * self.rows * self.depth, to if adds else each, to
-        return self._product(rows, self.columns[0], pitches)
+        pitches = self.size * self.rows * depth, to if adds else each, to
+        return self._product(rows, depth, self.columns[0], pitches)
 
-    def _product(self, rows: int, columns: int, pitches: tuple[int, int, int]) -> Product:
+    def _product(
+        self, rows: int, depth: int, columns: int, pitches: tuple[int, int, int]
+    ) -> Product:
         return Product(
-            self.batch, rows, self.depth, columns, self.transposed, self.dtype, self.result, pitches
+            self.batch, rows, depth, columns, self.transposed, self.dtype, self.result, pitches
         )
 
 
@@ -194,10 +196,10 @@ class Multiplier(Rank):
                 if hop:
                     driver.take_word(box.come(me, message - len(parts)), stream)
                     came = box.data[me] + (hop - 1) * work.block_bytes + behind
-                start = ((me - 1 - hop) % size * work.rows + first) * work.depth
-                for i, (x, w) in enumerate(pairs):
-                    x = tape.behind(x, start * _width(work.dtype))
-                    product = work.scattered(rows, last, adds=i > 0)
+                start = (me - 1 - hop) % size * work.rows + first
+                for i, ((x, w), depth) in enumerate(zip(pairs, work.depths, strict=True)):
+                    x = tape.behind(x, start * depth * _width(work.dtype))
+                    product = work.scattered(rows, depth, last, adds=i > 0)
                     self._multiply(product, x, w, to if i else came, to, stream)
                 if last:
                     continue

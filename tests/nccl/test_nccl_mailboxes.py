@@ -105,7 +105,7 @@ def test_gpus_of_another_host_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
 def run_products(kind: str, made: list[group.Group], calls: int) -> list[np.ndarray]:
     """The results of the last of some calls, by rank; each call has operands of its own."""
     rows, depth, columns = 4, 8, 16
-    work = Work(kind, SIZE, 1, rows, depth, (columns,), False, "float16", "float16", cuts=2)
+    work = Work(kind, SIZE, 1, rows, (depth,), (columns,), False, "float16", "float16", cuts=2)
     gathers = kind == GATHER
 
     def multiply(g: group.Group) -> np.ndarray:

@@ -116,7 +116,7 @@ def multiplied(kinds: str, n: int) -> Calls:
             gathers = kind == "g"
             for part in range(1 if gathers else 2 * n):
                 driver.lasts("write", x + part * 16, MAIN)
-            of = GATHER if gathers else SCATTER, n, 1, 2, 8, (8,), False, "float16", "float16"
+            of = GATHER if gathers else SCATTER, n, 1, 2, (8,), (8,), False, "float16", "float16"
             work = Work(*of, cuts=1 if gathers else 2)
             (multiplier,) = products.multipliers(g, work).values()
             multiplier.run(work, "products", [x, W], [Y] if gathers else [Y, room], MAIN)

@@ -115,6 +115,22 @@ def test_derivatives(name: str, wrap: Any, most: int) -> None:
     compare(program, 2, x, w, dx, dw, tolerance=4e-2)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_derivatives_of_products_with_weights_of_several_widths(axis: int, most: int) -> None:
+    """Of queries and keys, say: backwards each pair of operands has a depth of its own."""
+    needs(2, most)
+    x, wide, narrow = operand(2, 4, 6, 16), operand(2, 16, 24), operand(2, 16, 8)
+
+    def program(x: Any, *ws: Any, **how: Any) -> Any:
+        def loss(x: Any, *ws: Any) -> Any:
+            ys = pc.all_gather_matmul(x, ws, "x", gather_axis=axis, **how)
+            return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in ys)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(x, *ws)
+
+    compare(program, 2, x, wide, narrow)
+
+
 def test_in_a_scan_of_many_turns(most: int) -> None:
     """Calls use the same mailboxes one after the other: none is written before it has been read."""
     needs(2, most)
