@@ -87,7 +87,17 @@ def _collectives(n: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
         "all_reduce": lambda w: lax.psum(w, "x"),
         "all_to_all": lambda w: lax.all_to_all(w, "x", 0, 0, tiled=True),
         "ppermute": lambda w: lax.ppermute(w, "x", shift),
+        "ragged_all_to_all": lambda w: _exchanged(w, n),
     }
+
+
+def _exchanged(w: jax.Array, n: int) -> jax.Array:
+    """Equal shares to all, as a ragged exchange; its result is memory that nothing has filled."""
+    share = len(w) // n
+    sizes, starts = jnp.full(n, share, jnp.int32), jnp.arange(n, dtype=jnp.int32) * share
+    there = jnp.broadcast_to(lax.axis_index("x") * share, (n,)).astype(jnp.int32)
+    room = lax.empty(w.shape, w.dtype)
+    return lax.ragged_all_to_all(w, room, starts, sizes, there, sizes, axis_name="x")
 
 
 def _program(n: int, collective: Callable[[jax.Array], jax.Array]) -> Program:

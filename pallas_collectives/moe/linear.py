@@ -67,9 +67,17 @@ def wide(dtype: DTypeLike) -> Any:
 
 
 def route(
-    x: jax.Array, here: Side, there: Side, rows: int, axis_name: AxisName, groups: Any, how: How
+    x: jax.Array,
+    here: Side,
+    there: Side,
+    rows: int,
+    axis_name: AxisName,
+    groups: Any,
+    how: How,
+    *,
+    filled: bool,
 ) -> jax.Array:
-    """(rows, ...): the blocks that the peers of a group send; zeros where none arrives.
+    """(rows, ...): the blocks that the peers of a group send.
 
     Args:
       x: (rows here, ...): a row of it is in one block at the most.
@@ -79,11 +87,12 @@ def route(
       axis_name: mesh axis, or axes.
       groups: `axis_index_groups`.
       how: the backend.
+      filled: whether there are zeros where no block arrives, there and backwards. Else nobody may
+        read what is there: on TPUs whatever the memory held.
     """
     operands = alike(x, *here, *there)
-    return _route_p.bind(
-        *operands, rows=rows, rows_back=len(x), axis_name=axis_name, groups=groups, how=how
-    )
+    sizes = {"rows": rows, "rows_back": len(x), "filled": filled}
+    return _route_p.bind(*operands, **sizes, axis_name=axis_name, groups=groups, how=how)
 
 
 def to_everyone(x: jax.Array, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
@@ -109,6 +118,9 @@ def alike(*operands: jax.Array) -> list[jax.Array]:
 
 # Lowering -----------------------------------------------------------------------------------------
 
+# Memory as it is, on TPUs: to fill a step's buffers takes as long as to send what they are for.
+unfilled = lax.empty
+
 
 def _sums(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
     del inverse
@@ -124,6 +136,7 @@ def routed(
     *tables: jax.Array,
     rows: int,
     rows_back: int,
+    filled: bool,
     axis_name: AxisName,
     groups: Any,
     how: How,
@@ -132,7 +145,7 @@ def routed(
     del rows_back
     here, there = Side(*tables[:3]), Side(*tables[3:])
     axis: Any = {"axis_name": axis_name, "axis_index_groups": groups}
-    blank = jnp.zeros((rows, *x.shape[1:]), x.dtype)
+    blank = (jnp.zeros if filled else unfilled)((rows, *x.shape[1:]), x.dtype)
     ragged = here.starts, here.sizes, here.landings, there.sizes
     by_lax = functools.partial(serving.run, "ragged_all_to_all", How("xla"))
     return serving.served("ragged_all_to_all", how, by_lax, x, blank, *ragged, **axis)

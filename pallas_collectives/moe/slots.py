@@ -217,7 +217,7 @@ def moved(x: jax.Array, *leaves: jax.Array, back: bool, ways: Ways) -> jax.Array
     if why:
         blocks = linear.gather_sum(x, tables.order[:, None], tables.ranks[:, None])
         here = ways.axis_name, ways.groups, ways.how
-        come = linear.route(blocks, away, tables.home, visitors, *here)
+        come = linear.route(blocks, away, tables.home, visitors, *here, filled=False)
     else:
 
         def move(rows: jax.Array) -> jax.Array:

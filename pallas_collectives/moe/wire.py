@@ -188,7 +188,7 @@ class Wire:
     def there(self, x: jax.Array, ragged: Ragged, visitors: int) -> jax.Array:
         """From home: the (visitors, D) that come to this device, if ragged."""
         leaving = linear.gather_sum(x, ragged.tokens[:, None], ragged.slots)
-        return self._route(leaving, ragged.visits, visitors, self.how)
+        return self._route(leaving, ragged.visits, visitors, self.how, filled=False)
 
     def back(self, answers: jax.Array, tables: Ragged | Tables | None, sizes: Sizes) -> jax.Array:
         """From away: (T, D), what came back for each token, added up."""
@@ -199,7 +199,7 @@ class Wire:
         if isinstance(tables, Tables):
             return slots.back(answers, tables, self.ways(sizes))
         ends = Ends(tables.visits.away, tables.visits.home)
-        home = self._route(answers, ends, len(tables.tokens), self.how)
+        home = self._route(answers, ends, len(tables.tokens), self.how, filled=False)
         return linear.gather_sum(home, tables.slots, tables.tokens[:, None])
 
     def weights_there(self, weights: jax.Array, tables: Any, words: int) -> jax.Array:
@@ -212,7 +212,9 @@ class Wire:
     def words_there(self, words: jax.Array, lists: Ends, size: int) -> jax.Array:
         """The list of words away, of a size, by that at home."""
         plain = dataclasses.replace(self.how, wire=None, wire_backward=None)
-        return self._route(words.reshape(-1, LANES), lists, size // LANES, plain).reshape(-1)
+        lanes, rows = words.reshape(-1, LANES), size // LANES
+        return self._route(lanes, lists, rows, plain, filled=True).reshape(-1)
 
-    def _route(self, x: jax.Array, ends: Ends, rows: int, how: How) -> jax.Array:
-        return linear.route(x, *ends, rows, self.axis_name, self.groups, how)
+    def _route(self, x: jax.Array, ends: Ends, rows: int, how: How, *, filled: bool) -> jax.Array:
+        """Only rows that arrived are read, but of words: a zero there is none."""
+        return linear.route(x, *ends, rows, self.axis_name, self.groups, how, filled=filled)

@@ -15,6 +15,7 @@ import harness
 import routings
 from pallas_collectives import moe
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError, UnboundAxisError
+from pallas_collectives.moe import linear
 
 E, T, D, K = routings.EXPERTS, 5, 12, 3
 HOW: dict[str, dict[str, Any]] = {
@@ -111,6 +112,22 @@ def test_values_and_gradients_are_those_of_a_dense_layer(layout: str, how: str) 
             for a, b in zip(got, want, strict=True):
                 scale = max(1.0, np.abs(b).max())
                 np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * scale, err_msg=name)
+
+
+def _nans(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.full(shape, jnp.nan, dtype)
+
+
+@pytest.mark.parametrize("how", ["ragged", "slots", "kernels", "ragged kernels"])
+def test_nothing_reads_what_no_block_has_brought(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On TPUs that is whatever the memory held; here NaN. Values and gradients have none."""
+    monkeypatch.setattr(linear, "unfilled", _nans)
+    x, weights, w, seeds = values(4)
+    run = program.__wrapped__("4", how)
+    for name, routing in routings.skewed(4, T, K).items():
+        grads, home = run(x, routing, weights, of_devices(w, "4"), seeds)
+        for got in (home, *grads):
+            assert not np.isnan(got).any(), name
 
 
 def whole(parts: np.ndarray) -> np.ndarray:
