@@ -270,8 +270,12 @@ def handler(has_stream: bool, graph: bool, python: Callable[..., int | None]) ->
 
 
 def address(function: str) -> int:
-    """The address of a C function of tape.c's own, where that is compiled."""
-    return ctypes.cast(getattr(_library(), function), ctypes.c_void_p).value or 0
+    """The address of a C function of tape.c's own; 0 where no compiler has made it.
+
+    Work is recorded there all the same, to be made ready, and never made from the tape.
+    """
+    library = _library()
+    return ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0 if library else 0
 
 
 def _library() -> ctypes.CDLL | None:

@@ -241,19 +241,35 @@ def test_a_failure_is_told_by_the_communicator_that_failed_not_by_the_texts_late
     f(jnp.zeros(1)).block_until_ready()
 
 
-def test_without_a_compiler_python_answers_and_a_warning_says_so():
-    program = textwrap.dedent("""
+def product(x):
+    """Beside copies between GPUs, which take functions of tape.c's own."""
+    x, w = jnp.outer(x, jnp.ones(16)), jnp.ones((16, 8), "bfloat16")
+    x = x.astype(w.dtype)
+    return pc.all_gather_matmul(x, w, "x", backend="nccl", algorithm="fused")
+
+
+def later(x):
+    """A gather whose two halves take such functions, too."""
+    return pc.all_gather_start(x, "x", backend="nccl").done()
+
+
+@pytest.mark.parametrize(
+    ("call", "calls", "each"),
+    [("lambda x: shift(gather(x).sum(0))", 8, 4), ("product", 4, 16), ("later", 8, 1)],
+)
+def test_without_a_compiler_python_answers_and_a_warning_says_so(call, calls, each):
+    program = textwrap.dedent(f"""
         import os, sys
         import numpy as np
         sys.path[:0] = ["tests/helpers", "tests/nccl"]
         import pytest
         with pytest.MonkeyPatch.context() as patch:
-            import harness, nccl_host, test_nccl_tape
+            import harness, nccl_host
+            from test_nccl_tape import *
             from pallas_collectives.nccl import ffi
             nccl_host.serve(patch)
-            shifted_sum = lambda x: test_nccl_tape.shift(test_nccl_tape.gather(x).sum(0))
-            f = harness.per_device(shifted_sum, harness.mesh(4))
-            np.testing.assert_array_equal(f(test_nccl_tape.ONES), test_nccl_tape.ONES * 4)
+            result = np.asarray(harness.per_device({call}, harness.mesh(4))(ONES))
+            np.testing.assert_array_equal(result, np.full_like(result, {each}))
             print(ffi.counters.python, ffi.counters.tape, ffi.counters.calls)
     """)
     environment = os.environ | {"CC": "no-such-compiler -m64"}
@@ -263,7 +279,7 @@ def test_without_a_compiler_python_answers_and_a_warning_says_so():
         env=environment, capture_output=True, text=True, timeout=120, check=True,
         cwd=pathlib.Path(__file__).parents[2],
     )  # fmt: skip
-    assert done.stdout.split() == ["8", "0", "8"], done.stdout
+    assert done.stdout.split() == [str(calls), "0", str(calls)], done.stdout
     assert "no-such-compiler -m64 failed" in done.stderr
     assert "Install a C compiler, or name one in the environment variable CC" in done.stderr
 
