@@ -27,10 +27,11 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "library", lambda: host)
 
 
-def groups(processes: int = SIZE) -> list[group.Group]:
+def groups(processes: int = SIZE, **options: Any) -> list[group.Group]:
     """One of each process, which has one device of SIZE."""
     devices = [Device(i, i, 0) for i in range(processes)]
-    make = functools.partial(group.create, devices, name="all", uses=(), timeout=20)
+    options = {"timeout": 20} | options
+    make = functools.partial(group.create, devices, name="all", uses=(), **options)
     made = in_threads(*(functools.partial(make, runtime=r) for r in nccl_host.runtimes(processes)))
     assert all(isinstance(g, group.Group) for g in made), made
     return made
@@ -162,6 +163,35 @@ def test_exchanges_between_processes() -> None:
     for me, results in enumerate(in_each(made, exchange)):
         want = [[100 * me + 10 * p + number for p in range(n)] for number in range(6)]
         np.testing.assert_array_equal(results, want)
+
+
+def test_a_watchdog_sees_where_xla_waits_for_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only where it is started, which waits on a stream of its own."""
+    made, waits = groups(2, watchdog=20), []
+
+    def exchange(g: group.Group) -> None:
+        ((me, communicator),) = g.communicators.items()
+        peer, board = 1 - me, communicator.board
+        wait_event = communicator.driver.wait_event
+
+        def wait(stream: int, event: Any) -> None:
+            if stream == xla:
+                seen = board.read()
+                waits.append(seen.begun - seen.ended)
+            wait_event(stream, event)
+
+        plan = copies.Plan((peer,), (copies.Push(peer, 0, 8 * me, 8),), (8 * peer,), 8)
+        token, operand, result = np.ones(1, np.int32), np.arange(1), np.zeros(2, np.int64)
+        addresses = operand.ctypes.data, result.ctypes.data
+        (post,) = posts.get(g, 0, 8).values()
+        xla = -1  # no stream of the driver's
+        monkeypatch.setattr(communicator.driver, "wait_event", wait)
+        post.start(plan, "exchange", *addresses, token.ctypes.data, xla)
+        post.finish(plan, *addresses, xla)
+        assert board.read().begun == board.read().ended
+
+    assert in_each(made, exchange) == [None] * 2
+    assert waits == [1, 1]
 
 
 def test_an_abort_ends_what_waits_for_a_peer() -> None:
