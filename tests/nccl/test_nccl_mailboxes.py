@@ -12,7 +12,7 @@ import pytest
 import nccl_host
 from nccl_host import Device, in_threads
 from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products
-from pallas_collectives.nccl.errors import CommunicatorError, NcclError
+from pallas_collectives.nccl.errors import CommunicatorError, NcclError, RendezvousError
 from pallas_collectives.nccl.mailboxes import MailboxError
 from pallas_collectives.nccl.products import GATHER, SCATTER, Work
 
@@ -80,6 +80,23 @@ def test_if_one_fails_all_fail_and_say_where(step: str, monkeypatch: pytest.Monk
         for error in in_each(made, box):
             assert isinstance(error, MailboxError)
             assert str(error) == f"GPU 1 cannot {what}: no room"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_has_waited_in_vain_stands_by_what_it_told(late: int) -> None:
+    """The late process has gone on with that, and may have written to what it was told of."""
+    made = groups(2, timeout=3)
+    early = made[1 - late]
+    with pytest.raises(RendezvousError, match="not every process has lowered"):
+        box(early)
+
+    def again() -> Any:
+        time.sleep(0.5)  # the other comes between
+        return box(early)
+
+    own, other = in_threads(again, functools.partial(box, made[late]))
+    assert own.data == other.data and own.words == other.words
+    assert len(early.communicators[1 - late].before_abort) == 1
 
 
 def test_exchanges_of_a_size_have_mailboxes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
