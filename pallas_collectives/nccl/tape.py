@@ -152,11 +152,14 @@ class Recorder:
 
     def steps(self) -> "ctypes.Array[_Step]":
         """What was noted, in order."""
+        begun: list[int] = []
         for i, name in enumerate(self.names):
+            if begun and name == _CLEANUP[self.names[begun[-1]]]:
+                for step in self._steps[begun.pop() + 1 : i]:
+                    step.cleanup = step.cleanup or i
+                continue
             if name in _CLEANUP:
-                end = self.names.index(_CLEANUP[name], i)
-                for step in self._steps[i + 1 : end]:
-                    step.cleanup = end
+                begun.append(i)
         steps = (_Step * len(self._steps))(*self._steps)
         steps.kept = self._keep  # type: ignore[attr-defined]
         return steps

@@ -86,6 +86,45 @@ def test_what_cuda_is_called_for_is_recorded_in_its_gpus_context():
     assert ctypes.c_uint32.from_address(pointers[1]).value == 2**32 - 1
 
 
+def test_contexts_in_contexts_are_all_left_where_a_call_fails():
+    """As `Post.start` has them, in which `clear` makes the GPU current once more."""
+    context, fails = [], {}
+
+    def put(name, made):
+        def call(word):
+            made(word)
+            return fails.get(word, 0)
+
+        kept.append(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(call))
+        functions[name] = ctypes.cast(kept[-1], ctypes.c_void_p).value
+
+    kept, functions = [], {}
+    put("cuCtxPushCurrent_v2", context.append)
+    put("cuCtxPopCurrent_v2", lambda word: context.pop())
+    put("call", lambda word: None)
+
+    def nested(recorder):
+        recorder.call("cuCtxPushCurrent_v2", 1)
+        recorder.call("cuCtxPushCurrent_v2", 2)
+        recorder.call("call", 5)
+        recorder.call("cuCtxPopCurrent_v2", 3)
+        recorder.call("call", 6)
+        recorder.call("cuCtxPopCurrent_v2", 4)
+
+    class Nested(Communicator):
+        def address(self, name):
+            return functions[name]
+
+    tape.publish("nested", {0: tape.record(Nested(lambda word: 0, "nested"), nested)})
+    f = one_call("nested", None)
+    for failing in (6, 5):
+        fails.clear()
+        fails[failing] = 1
+        with pytest.raises(jax.errors.JaxRuntimeError, match="call of nested returned 1"):
+            f(jnp.zeros(1)).block_until_ready()
+        assert context == []
+
+
 @pytest.mark.parametrize("made_of_a_gap", [lambda g: g + 8, lambda g: g * 2, str])
 def test_work_that_calculates_with_an_address_cannot_be_recorded(made_of_a_gap):
     recorder = tape.Recorder({"ncclSend": 2}.get)
