@@ -95,12 +95,46 @@ def get(
     return made
 
 
+def agreed(group: Group, name: str, step: Callable[[int], object], failing: str) -> None:
+    """Has each of this process's ranks of a group take a step, the first time it is named so.
+
+    Args:
+      name: the same in every process of the group, which all call this, as they do `get`.
+      step: called with the rank.
+      failing: what a rank that it fails on does, "cannot ...".
+
+    Raises:
+      MailboxError: it has failed on some GPU; in every process alike.
+    """
+    key = group, name
+
+    def take(rank: int) -> str:
+        step(rank)
+        return ""
+
+    with _making:
+        if key not in _agreed:
+            agree = _begun.setdefault(key, _Agreement(group, name))
+            agree.begin()
+            try:
+                agree.on(take, failing)
+            except MailboxError as error:
+                _agreed[key] = error
+            else:
+                _agreed[key] = None
+            del _begun[key]
+        found = _agreed[key]
+    if found is not None:
+        raise found
+
+
 def rounded(nbytes: int) -> int:
     """The bytes of data of the mailbox in which so many lie."""
     return max(_LEAST, 1 << (nbytes - 1).bit_length())
 
 
 _made: dict[Any, dict[int, Mailbox] | MailboxError] = {}
+_agreed: dict[Any, MailboxError | None] = {}
 _begun: dict[Any, "_Agreement"] = {}  # those that some process has not come to yet
 _making = threading.Lock()
 

@@ -158,6 +158,23 @@ def test_products_between_processes() -> None:
     np.testing.assert_array_equal(scattered, sum(x @ w for x, w in terms))
 
 
+def test_if_one_cannot_multiply_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process alike: one that ran the collective apart would wait for the others."""
+    made, prepared = groups(), cublas.prepared
+
+    def without_room(driver: Any, ordinal: int, product: cublas.Product) -> Any:
+        if driver is made[1].communicators[1].driver:
+            raise NcclError("no room")
+        return prepared(driver, ordinal, product)
+
+    monkeypatch.setattr(cublas, "prepared", without_room)
+    work = Work(GATHER, SIZE, 1, 4, (8,), (16,), False, "float16", "float16")
+    for _ in range(2):
+        for error in in_each(made, lambda g: products.ready(g, work)):
+            assert isinstance(error, MailboxError)
+            assert str(error) == "GPU 1 cannot multiply: no room"
+
+
 def test_exchanges_between_processes() -> None:
     """Two mailboxes in turn; the operand of each exchange is another."""
     made, n = groups(), SIZE
