@@ -80,7 +80,7 @@ def _multiplied(rows: int, columns: int, depth: float) -> float:
 
 
 def unreachable(op: str, operands: Sequence[Any], spec: Spec, mesh: Any) -> str:
-    """Why the devices of a mesh cannot write to each other's memory; "" if they can."""
+    """Why the devices of a mesh cannot multiply beside copies to each other; "" if they can."""
     xs, ws = (operands[:1], operands[1:]) if op == GATHER else halves(operands)
     try:
         members = device_groups(mesh, canonical.group_of(spec.axis_name))
@@ -172,7 +172,7 @@ def _multipliers(work: Work, members: Sequence[Sequence[jax.Device]]) -> dict[in
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
             group = nccl.get(devices, name="copies", uses=())
-            at.update(products.multipliers(group, work))
+            at.update(products.ready(group, work))
     return at
 
 

@@ -159,11 +159,13 @@ class Library:
         if not count.value:
             raise LibraryError(f"cuBLASLt has no kernel for {product}: name algorithm='unfused'")
         prepared = Prepared(handle, description, layouts, found.algorithm, workspace)
-        # Its kernels are loaded by being run, before a stream is there that waits for another's.
-        room = p.most_bytes + ALIGNED
-        with driver.outside_captures(), driver.workspace(ordinal, room) as (at, stream):
+        # Its kernels are loaded by being run, before a stream is there that waits for another's:
+        # beside programs that are under way, which have the workspace.
+        room = _WORKSPACE + p.most_bytes + ALIGNED
+        with driver.outside_captures(), driver.workspace(ordinal, room) as (own, stream):
+            alone, at = dataclasses.replace(prepared, workspace=own), own + _WORKSPACE
             for c in (None, at + ALIGNED):  # C in D's place would have to be laid out as D
-                prepared.multiply(self.call, at, at, c, at, stream)
+                alone.multiply(self.call, at, at, c, at, stream)
         return prepared
 
     def _layout(self, batch: int, code: int, rows: int, columns: int, pitch: int) -> Any:

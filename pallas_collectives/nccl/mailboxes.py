@@ -85,11 +85,47 @@ def get(
     key = group, purpose, messages, size
     with _making:
         if key not in _made:
-            _made[key] = _make(group, f"{purpose} {messages} {size}", messages, size, free)
+            name = f"{purpose} {messages} {size}"
+            agree = _begun.setdefault(key, _Agreement(group, name))
+            _made[key] = _make(agree, group, messages, size, free)
+            del _begun[key]
         made = _made[key]
     if isinstance(made, MailboxError):
         raise made
     return made
+
+
+def agreed(group: Group, name: str, step: Callable[[int], object], failing: str) -> None:
+    """Has each of this process's ranks of a group take a step, the first time it is named so.
+
+    Args:
+      name: the same in every process of the group, which all call this, as they do `get`.
+      step: called with the rank.
+      failing: what a rank that it fails on does, "cannot ...".
+
+    Raises:
+      MailboxError: it has failed on some GPU; in every process alike.
+    """
+    key = group, name
+
+    def take(rank: int) -> str:
+        step(rank)
+        return ""
+
+    with _making:
+        if key not in _agreed:
+            agree = _begun.setdefault(key, _Agreement(group, name))
+            agree.begin()
+            try:
+                agree.on(take, failing)
+            except MailboxError as error:
+                _agreed[key] = error
+            else:
+                _agreed[key] = None
+            del _begun[key]
+        found = _agreed[key]
+    if found is not None:
+        raise found
 
 
 def rounded(nbytes: int) -> int:
@@ -98,17 +134,18 @@ def rounded(nbytes: int) -> int:
 
 
 _made: dict[Any, dict[int, Mailbox] | MailboxError] = {}
+_agreed: dict[Any, MailboxError | None] = {}
+_begun: dict[Any, "_Agreement"] = {}  # those that some process has not come to yet
 _making = threading.Lock()
 
 
 def _make(
-    group: Group, name: str, messages: int, size: int, free: bool
+    agree: "_Agreement", group: Group, messages: int, size: int, free: bool
 ) -> dict[int, Mailbox] | MailboxError:
     """New mailboxes, or why there are none: an error that every process makes of the same words."""
-    agree, here = _Agreement(group, name), _host()
+    here, own, boxes, meeting = _host(), agree.own, agree.boxes, agree.meeting
     count = len(group.devices) + messages
     head = -(-count * _WORD // 512) * 512  # bytes before the data
-    own: dict[int, int] = {}
 
     def allocate(rank: int) -> str:
         c = group.communicators[rank]
@@ -132,8 +169,7 @@ def _make(
         c.before_abort.append(lambda: _release(boxes[rank], count))
         return ""
 
-    boxes: dict[int, Mailbox] = {}
-    meeting = Meeting(len(group.communicators))
+    agree.begin()
     try:
         handles = agree.on(allocate, "cannot give memory to its peers")
         agree.on(reach, "cannot reach its peers' memory")
@@ -151,18 +187,35 @@ def _host() -> str:
 
 
 class _Agreement:
-    """Steps that each rank of a group takes; if one fails, all fail, and for the same reason."""
+    """Steps that each rank of a group takes; if one fails, all fail, and for the same reason.
+
+    Where a process has waited for another in vain, and begins once more, each of its ranks stands
+    by what it has told: the other may have come meanwhile, and gone on.
+
+    Attributes:
+      several: whether other processes have ranks of the group.
+      own, boxes, meeting: what this process's ranks make in these steps.
+    """
 
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._key = group, f"{group.key}/mailboxes/{name}"
         self.several = len(group.communicators) < len(group.devices)
+        self.own: dict[int, int] = {}
+        self.boxes: dict[int, Mailbox] = {}
+        self.meeting = Meeting(len(group.communicators))
+        self._told: dict[int, dict[int, str]] = {}  # by step and rank
+        self._steps = 0
+
+    def begin(self) -> None:
+        """The next step is the first."""
         self._steps = 0
 
     def on(self, step: Callable[[int], str], failing: str) -> dict[int, str]:
         """What the step gives, by rank; failing: what a rank that it fails on does."""
-        given: dict[int, str] = {}
         self._steps += 1
-        for rank, communicator in self._group.communicators.items():
+        given = self._told.setdefault(self._steps, {})
+        for rank in sorted(self._group.communicators.keys() - given.keys()):
+            communicator = self._group.communicators[rank]
             try:
                 with communicator.driver.outside_captures():
                     given[rank] = "+" + step(rank)

@@ -66,6 +66,8 @@ class Post(Rank):
         driver, me = self.driver, self.rank
         self.communicator.check()
         self.call("pc_take", self._under_way, 1, 1, 0, operand, operand)
+        # What is waited for here a watchdog must see here: `start` keeps nothing on XLA's stream.
+        self.communicator.begin(("exchange done", plan.nbytes), stream)
         with driver.device(self.ordinal):
             driver.wait_event(stream, self._arrived)
             if plan.clear:
@@ -77,6 +79,7 @@ class Post(Rank):
             for peer, target in zip(plan.writers, plan.targets, strict=True):
                 come = self._box.data[me] + self._place(peer, me) * plan.nbytes
                 driver.copy(tape.behind(result, target), come, plan.nbytes, stream)
+        self.communicator.end(stream)
 
     def failed(self, function: str, result: int) -> Exception:
         """What to raise for a result of a C function that is not 0."""

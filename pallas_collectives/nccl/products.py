@@ -26,6 +26,7 @@ is held waits for its own GPU alone, and that waits for nothing that has not bee
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -90,6 +91,16 @@ class Work:
     def messages(self) -> int:
         """How many of them."""
         return (self.size - 1) * len(self.parts())
+
+    @property
+    def operands(self) -> int:
+        """How many `Multiplier.run` takes."""
+        return 1 + len(self.columns) if self.kind == GATHER else 2 * len(self.depths)
+
+    @property
+    def results(self) -> int:
+        """How many it fills."""
+        return len(self.columns) + self.keeps if self.kind == GATHER else 2
 
     def parts(self) -> list[tuple[int, int]]:
         """(first row, rows) of the parts of a block."""
@@ -222,6 +233,24 @@ def multipliers(group: Group, work: Work) -> dict[int, Multiplier]:
     """
     boxes = mailboxes.get(group, work.kind, work.messages, work.mail_bytes)
     return {box.communicator.ordinal: _multiplier(box) for box in boxes.values()}
+
+
+def ready(group: Group, work: Work) -> dict[int, Multiplier]:
+    """The same, once the kernels of all products are loaded.
+
+    Raises:
+      MailboxError: or some GPU has no kernel, or no room to load it; likewise.
+    """
+    made = multipliers(group, work)
+
+    def load(rank: int) -> None:
+        given = tape.inputs(work.operands), tape.outputs(work.results)
+        multiplier = made[group.communicators[rank].ordinal]
+        tape.record(multiplier, lambda twin: twin.run(work, "", *given, tape.STREAM))
+
+    name = f"products {hashlib.sha256(str(work).encode()).hexdigest()[:16]}"
+    mailboxes.agreed(group, name, load, "cannot multiply")
+    return made
 
 
 _multiplier = functools.cache(Multiplier)

@@ -27,7 +27,8 @@ typedef struct {
 
 typedef struct {
   Function *function; /* those of fewer parameters do not look at the rest */
-  int64_t cleanup;    /* the step to take before giving up if this one fails, or 0 */
+  int64_t cleanup;    /* the step to take before giving up if this one fails, and then its own,
+                         or 0 */
   Argument arguments[ARGUMENTS];
 } Step;
 
@@ -163,7 +164,8 @@ static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream, Python *pyth
     const Step *step = &tape->steps[i];
     int result = make(step, frame, stream.stream);
     if (result) {
-      if (step->cleanup) make(&tape->steps[step->cleanup], frame, stream.stream);
+      for (int64_t end = step->cleanup; end; end = tape->steps[end].cleanup)
+        make(&tape->steps[end], frame, stream.stream);
       return python(frame, has_stream, step, result);
     }
   }

@@ -152,11 +152,14 @@ class Recorder:
 
     def steps(self) -> "ctypes.Array[_Step]":
         """What was noted, in order."""
+        begun: list[int] = []
         for i, name in enumerate(self.names):
+            if begun and name == _CLEANUP[self.names[begun[-1]]]:
+                for step in self._steps[begun.pop() + 1 : i]:
+                    step.cleanup = step.cleanup or i
+                continue
             if name in _CLEANUP:
-                end = self.names.index(_CLEANUP[name], i)
-                for step in self._steps[i + 1 : end]:
-                    step.cleanup = end
+                begun.append(i)
         steps = (_Step * len(self._steps))(*self._steps)
         steps.kept = self._keep  # type: ignore[attr-defined]
         return steps
@@ -270,8 +273,12 @@ def handler(has_stream: bool, graph: bool, python: Callable[..., int | None]) ->
 
 
 def address(function: str) -> int:
-    """The address of a C function of tape.c's own, where that is compiled."""
-    return ctypes.cast(getattr(_library(), function), ctypes.c_void_p).value or 0
+    """The address of a C function of tape.c's own; 0 where no compiler has made it.
+
+    Work is recorded there all the same, to be made ready, and never made from the tape.
+    """
+    library = _library()
+    return ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0 if library else 0
 
 
 def _library() -> ctypes.CDLL | None:

@@ -12,7 +12,7 @@ import pytest
 import nccl_host
 from nccl_host import Device, in_threads
 from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products
-from pallas_collectives.nccl.errors import CommunicatorError, NcclError
+from pallas_collectives.nccl.errors import CommunicatorError, NcclError, RendezvousError
 from pallas_collectives.nccl.mailboxes import MailboxError
 from pallas_collectives.nccl.products import GATHER, SCATTER, Work
 
@@ -27,10 +27,11 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "library", lambda: host)
 
 
-def groups(processes: int = SIZE) -> list[group.Group]:
+def groups(processes: int = SIZE, **options: Any) -> list[group.Group]:
     """One of each process, which has one device of SIZE."""
     devices = [Device(i, i, 0) for i in range(processes)]
-    make = functools.partial(group.create, devices, name="all", uses=(), timeout=20)
+    options = {"timeout": 20} | options
+    make = functools.partial(group.create, devices, name="all", uses=(), **options)
     made = in_threads(*(functools.partial(make, runtime=r) for r in nccl_host.runtimes(processes)))
     assert all(isinstance(g, group.Group) for g in made), made
     return made
@@ -79,6 +80,23 @@ def test_if_one_fails_all_fail_and_say_where(step: str, monkeypatch: pytest.Monk
         for error in in_each(made, box):
             assert isinstance(error, MailboxError)
             assert str(error) == f"GPU 1 cannot {what}: no room"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_who_has_waited_in_vain_stands_by_what_it_told(late: int) -> None:
+    """The late process has gone on with that, and may have written to what it was told of."""
+    made = groups(2, timeout=3)
+    early = made[1 - late]
+    with pytest.raises(RendezvousError, match="not every process has lowered"):
+        box(early)
+
+    def again() -> Any:
+        time.sleep(0.5)  # the other comes between
+        return box(early)
+
+    own, other = in_threads(again, functools.partial(box, made[late]))
+    assert own.data == other.data and own.words == other.words
+    assert len(early.communicators[1 - late].before_abort) == 1
 
 
 def test_exchanges_of_a_size_have_mailboxes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +158,23 @@ def test_products_between_processes() -> None:
     np.testing.assert_array_equal(scattered, sum(x @ w for x, w in terms))
 
 
+def test_if_one_cannot_multiply_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process alike: one that ran the collective apart would wait for the others."""
+    made, prepared = groups(), cublas.prepared
+
+    def without_room(driver: Any, ordinal: int, product: cublas.Product) -> Any:
+        if driver is made[1].communicators[1].driver:
+            raise NcclError("no room")
+        return prepared(driver, ordinal, product)
+
+    monkeypatch.setattr(cublas, "prepared", without_room)
+    work = Work(GATHER, SIZE, 1, 4, (8,), (16,), False, "float16", "float16")
+    for _ in range(2):
+        for error in in_each(made, lambda g: products.ready(g, work)):
+            assert isinstance(error, MailboxError)
+            assert str(error) == "GPU 1 cannot multiply: no room"
+
+
 def test_exchanges_between_processes() -> None:
     """Two mailboxes in turn; the operand of each exchange is another."""
     made, n = groups(), SIZE
@@ -162,6 +197,35 @@ def test_exchanges_between_processes() -> None:
     for me, results in enumerate(in_each(made, exchange)):
         want = [[100 * me + 10 * p + number for p in range(n)] for number in range(6)]
         np.testing.assert_array_equal(results, want)
+
+
+def test_a_watchdog_sees_where_xla_waits_for_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only where it is started, which waits on a stream of its own."""
+    made, waits = groups(2, watchdog=20), []
+
+    def exchange(g: group.Group) -> None:
+        ((me, communicator),) = g.communicators.items()
+        peer, board = 1 - me, communicator.board
+        wait_event = communicator.driver.wait_event
+
+        def wait(stream: int, event: Any) -> None:
+            if stream == xla:
+                seen = board.read()
+                waits.append(seen.begun - seen.ended)
+            wait_event(stream, event)
+
+        plan = copies.Plan((peer,), (copies.Push(peer, 0, 8 * me, 8),), (8 * peer,), 8)
+        token, operand, result = np.ones(1, np.int32), np.arange(1), np.zeros(2, np.int64)
+        addresses = operand.ctypes.data, result.ctypes.data
+        (post,) = posts.get(g, 0, 8).values()
+        xla = -1  # no stream of the driver's
+        monkeypatch.setattr(communicator.driver, "wait_event", wait)
+        post.start(plan, "exchange", *addresses, token.ctypes.data, xla)
+        post.finish(plan, *addresses, xla)
+        assert board.read().begun == board.read().ended
+
+    assert in_each(made, exchange) == [None] * 2
+    assert waits == [1, 1]
 
 
 def test_an_abort_ends_what_waits_for_a_peer() -> None:

@@ -86,6 +86,45 @@ def test_what_cuda_is_called_for_is_recorded_in_its_gpus_context():
     assert ctypes.c_uint32.from_address(pointers[1]).value == 2**32 - 1
 
 
+def test_contexts_in_contexts_are_all_left_where_a_call_fails():
+    """As `Post.start` has them, in which `clear` makes the GPU current once more."""
+    context, fails = [], {}
+
+    def put(name, made):
+        def call(word):
+            made(word)
+            return fails.get(word, 0)
+
+        kept.append(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(call))
+        functions[name] = ctypes.cast(kept[-1], ctypes.c_void_p).value
+
+    kept, functions = [], {}
+    put("cuCtxPushCurrent_v2", context.append)
+    put("cuCtxPopCurrent_v2", lambda word: context.pop())
+    put("call", lambda word: None)
+
+    def nested(recorder):
+        recorder.call("cuCtxPushCurrent_v2", 1)
+        recorder.call("cuCtxPushCurrent_v2", 2)
+        recorder.call("call", 5)
+        recorder.call("cuCtxPopCurrent_v2", 3)
+        recorder.call("call", 6)
+        recorder.call("cuCtxPopCurrent_v2", 4)
+
+    class Nested(Communicator):
+        def address(self, name):
+            return functions[name]
+
+    tape.publish("nested", {0: tape.record(Nested(lambda word: 0, "nested"), nested)})
+    f = one_call("nested", None)
+    for failing in (6, 5):
+        fails.clear()
+        fails[failing] = 1
+        with pytest.raises(jax.errors.JaxRuntimeError, match="call of nested returned 1"):
+            f(jnp.zeros(1)).block_until_ready()
+        assert context == []
+
+
 @pytest.mark.parametrize("made_of_a_gap", [lambda g: g + 8, lambda g: g * 2, str])
 def test_work_that_calculates_with_an_address_cannot_be_recorded(made_of_a_gap):
     recorder = tape.Recorder({"ncclSend": 2}.get)
@@ -241,19 +280,35 @@ def test_a_failure_is_told_by_the_communicator_that_failed_not_by_the_texts_late
     f(jnp.zeros(1)).block_until_ready()
 
 
-def test_without_a_compiler_python_answers_and_a_warning_says_so():
-    program = textwrap.dedent("""
+def product(x):
+    """Beside copies between GPUs, which take functions of tape.c's own."""
+    x, w = jnp.outer(x, jnp.ones(16)), jnp.ones((16, 8), "bfloat16")
+    x = x.astype(w.dtype)
+    return pc.all_gather_matmul(x, w, "x", backend="nccl", algorithm="fused")
+
+
+def later(x):
+    """A gather whose two halves take such functions, too."""
+    return pc.all_gather_start(x, "x", backend="nccl").done()
+
+
+@pytest.mark.parametrize(
+    ("call", "calls", "each"),
+    [("lambda x: shift(gather(x).sum(0))", 8, 4), ("product", 4, 16), ("later", 8, 1)],
+)
+def test_without_a_compiler_python_answers_and_a_warning_says_so(call, calls, each):
+    program = textwrap.dedent(f"""
         import os, sys
         import numpy as np
         sys.path[:0] = ["tests/helpers", "tests/nccl"]
         import pytest
         with pytest.MonkeyPatch.context() as patch:
-            import harness, nccl_host, test_nccl_tape
+            import harness, nccl_host
+            from test_nccl_tape import *
             from pallas_collectives.nccl import ffi
             nccl_host.serve(patch)
-            shifted_sum = lambda x: test_nccl_tape.shift(test_nccl_tape.gather(x).sum(0))
-            f = harness.per_device(shifted_sum, harness.mesh(4))
-            np.testing.assert_array_equal(f(test_nccl_tape.ONES), test_nccl_tape.ONES * 4)
+            result = np.asarray(harness.per_device({call}, harness.mesh(4))(ONES))
+            np.testing.assert_array_equal(result, np.full_like(result, {each}))
             print(ffi.counters.python, ffi.counters.tape, ffi.counters.calls)
     """)
     environment = os.environ | {"CC": "no-such-compiler -m64"}
@@ -263,7 +318,7 @@ def test_without_a_compiler_python_answers_and_a_warning_says_so():
         env=environment, capture_output=True, text=True, timeout=120, check=True,
         cwd=pathlib.Path(__file__).parents[2],
     )  # fmt: skip
-    assert done.stdout.split() == ["8", "0", "8"], done.stdout
+    assert done.stdout.split() == [str(calls), "0", str(calls)], done.stdout
     assert "no-such-compiler -m64 failed" in done.stderr
     assert "Install a C compiler, or name one in the environment variable CC" in done.stderr
 

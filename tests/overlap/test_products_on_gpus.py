@@ -15,6 +15,7 @@ import pytest
 import harness
 import nccl_host
 import pallas_collectives as pc
+from pallas_collectives import nccl
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.nccl import ffi, mailboxes
 
@@ -202,6 +203,27 @@ def test_where_gpus_do_not_reach_each_other(on_host: None, monkeypatch: pytest.M
     assert pc.fusion_counts() == {(GATHER, "unfused", "GPU 1 cannot reach its peers' memory"): 1}
     named = functools.partial(program, algorithm="fused")
     with pytest.raises(AlgorithmError, match="cannot reach its peers' memory"):
+        harness.per_device(named, harness.mesh(2)).lower(x, w)
+
+
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+def test_where_gpus_have_no_library_or_no_room(
+    op: str, on_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Likewise: a call that names nothing needs no more than both apart do."""
+
+    def refused(*args: Any) -> Any:
+        raise nccl.LibraryError("no libcublasLt found")
+
+    monkeypatch.setattr(nccl_host.HostProducts, "prepare", refused)
+    x, w = operand(2, 4096, 4096), operand(2, 4096, 4096)
+    program = functools.partial(getattr(pc, op), axis_name="x", backend="nccl")
+    pc.reset_counts()
+    harness.per_device(program, harness.mesh(2)).lower(x, w)
+    whys = "; ".join(f"GPU {i} cannot multiply: no libcublasLt found" for i in range(2))
+    assert pc.fusion_counts() == {(op, "unfused", whys): 1}
+    named = functools.partial(program, algorithm="fused")
+    with pytest.raises(AlgorithmError, match="cannot multiply: no libcublasLt found"):
         harness.per_device(named, harness.mesh(2)).lower(x, w)
 
 
