@@ -4,6 +4,7 @@ One call out of the program (`nccl.products`), which XLA may capture in a CUDA g
 of one process, or of several on one host.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +27,10 @@ _MOST_MAIL = 4 << 30
 
 # Of the model, all measured on H200: products (FLOP/s) by tiles, so many at a time, and what share
 # of the rate tiles reach; copies to a peer (bytes/s); and seconds that a kernel takes besides, a
-# call of NCCL's, and what hands a message on.
+# call of NCCL's, and what hands a message on; and sums (bytes/s that they read or write).
 _RATE, _PROCESSORS, _TILES = 7.7e14, 132, {(128, 256): 1.0, (128, 128): 1.0, (64, 128): 0.8}
-_WIRE, _KERNEL, _CALL, _HAND = 3.4e11, 2e-6, 2.2e-5, 1.2e-5
-_CUTS = 2  # of a block that is to be scattered
+_WIRE, _KERNEL, _CALL, _HAND, _SUM = 3.4e11, 2e-6, 2.2e-5, 1.2e-5, 3.9e12
+_CUTS = (1, 2)  # of a block that is to be scattered; the best by the model
 
 
 def obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
@@ -59,14 +60,16 @@ def seconds(todo: Work) -> tuple[float, float]:
     rows, columns = todo.batch * todo.rows, sum(todo.columns)
     depth = sum(todo.depths) / len(todo.depths)
     whole = _multiplied(todo.size * rows, columns, depth)
-    each = _multiplied(rows, columns, depth)
+    cuts, hops = todo.cuts, todo.size - 1
+    each = cuts * _multiplied(-(-rows // cuts), columns, depth)
     wire = todo.block_bytes / _WIRE
-    hidden = min(wire, each)
-    if todo.kind == products.SCATTER:  # a part is on the wire while the next is multiplied
-        each = _CUTS * _multiplied(-(-rows // _CUTS), columns, depth)
-        hidden = min(wire, each * (1 - 1 / _CUTS))
-    exposed = (todo.size - 1) * (wire - hidden) + len(todo.parts()) * _HAND
-    return todo.size * each + exposed, whole + (todo.size - 1) * wire + _CALL
+    hidden, added = each, 0.0
+    if todo.kind == products.SCATTER and cuts > 1:  # a part is on the wire, another multiplied
+        hidden = each * (1 - 1 / cuts)
+    elif todo.kind == products.SCATTER:
+        added = _KERNEL + 3 * todo.block_bytes / _SUM
+    exposed = hops * (max(wire - hidden, 0.0) + added) + len(todo.parts()) * _HAND
+    return todo.size * each + exposed, whole + hops * wire + _CALL
 
 
 def _multiplied(rows: int, columns: int, depth: float) -> float:
@@ -96,7 +99,7 @@ def work(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Work:
     layout = Layout(xs[0].shape, spec.axis, 1 if gathers else spec.size, 1)
     columns = [w.shape[0 if spec.transposed else 1] for w in ws]
     wide = spec.precise and not gathers
-    return Work(
+    todo = Work(
         kind=products.GATHER if gathers else products.SCATTER,
         size=spec.size,
         batch=layout.batch,
@@ -107,8 +110,11 @@ def work(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Work:
         dtype=jnp.dtype(xs[0].dtype).name,
         result="float32" if wide else jnp.dtype(spec.out_dtype).name,
         keeps=gathers and spec.keeps,
-        cuts=1 if gathers else _CUTS,
     )
+    if gathers:
+        return todo
+    cut = (dataclasses.replace(todo, cuts=cuts) for cuts in _CUTS)
+    return min(cut, key=lambda todo: seconds(todo)[0])
 
 
 def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:

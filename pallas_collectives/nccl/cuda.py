@@ -281,15 +281,14 @@ class Driver:
                 self._call("cuModuleGetFunction", ctypes.byref(kernel), module, name.encode())
         return kernels
 
-    def launch_one_thread(
-        self, ordinal: int, kernel: ctypes.c_void_p, stream: int, *args: Any
+    def launch(
+        self, kernel: ctypes.c_void_p, stream: int, *args: Any, blocks: int = 1, threads: int = 1
     ) -> None:
-        """Launches `kernel` with a single thread; `args` are ctypes values, as it declares them."""
+        """Launches `kernel` on the current GPU; `args` are ctypes values, as it declares them."""
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))
         pointers.kept = args  # type: ignore[attr-defined]  # for as long as someone has the array
-        with self.device(ordinal):
-            one = (1,) * 6  # the grid's and the block's three dimensions
-            self._call("cuLaunchKernel", kernel, *one, 0, stream, pointers, None)
+        sizes = blocks, 1, 1, threads, 1, 1
+        self._call("cuLaunchKernel", kernel, *sizes, 0, stream, pointers, None)
 
 
 class Event:

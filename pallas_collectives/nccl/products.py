@@ -10,13 +10,20 @@ Gather, then multiply; n GPUs, block p of x from GPU p:
     side stream     block to me-1 | to me-2 | ...
     XLA's stream    own block @ w | me+1's block @ w | me+2's ...
 
-Multiply, then scatter: sums go round the ring, each GPU adding its term as it multiplies. A block
-is cut in parts; one is on the wire while the next is multiplied. Two of them:
+Multiply, then scatter: sums go round the ring, and each GPU adds its term. A whole block is on the
+wire while the next is multiplied, and a pass of its own adds what came:
+
+    side stream                block me-1   |              block me-2 ...
+    XLA's stream    block me-1 | block me-2 | + what came | block me-3 ...
+
+Or blocks are cut in parts, and products add what came themselves: that saves the pass, but products
+of fewer rows take longer. Two parts:
 
     side stream                         block me-1, part 0 | part 1 | block me-2, part 0 ...
     XLA's stream    block me-1, part 0 | part 1 | block me-2, part 0, + what came | part 1 ...
 
-The last is the GPU's own. Sums are rounded to the dtype of the result once a hop.
+The last is the GPU's own. Sums are rounded to the dtype of the result once a hop, and whole blocks
+besides before what came is added.
 
 The threads of a process meet (`nccl.meeting`) before any of them has a stream wait for a peer, and
 again once all words of the call have been given on their streams. Between the two CUDA holds none
@@ -33,7 +40,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_collectives.nccl import cublas, mailboxes, tape
+from pallas_collectives.nccl import cublas, mailboxes, sums, tape
 from pallas_collectives.nccl.cublas import Product
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
@@ -93,6 +100,11 @@ class Work:
         return (self.size - 1) * len(self.parts())
 
     @property
+    def whole(self) -> bool:
+        """Whether blocks are scattered whole, and passes of their own add what came."""
+        return self.cuts == 1
+
+    @property
     def operands(self) -> int:
         """How many `Multiplier.run` takes."""
         return 1 + len(self.columns) if self.kind == GATHER else 2 * len(self.depths)
@@ -134,6 +146,7 @@ class Multiplier(Rank):
         super().__init__(box.communicator)
         self._box = box
         self._prepared = functools.partial(cublas.prepared, self.driver, self.ordinal)
+        self._adds = functools.partial(sums.prepared, self.driver, self.ordinal)
         self._side = self.driver.new_stream(self.ordinal, urgent=True)
         self._there, self._left = (self.driver.new_event(self.ordinal) for _ in range(2))
 
@@ -193,7 +206,6 @@ class Multiplier(Rank):
 
     def _scatter(self, work: Work, inputs: Any, outputs: Any, stream: Any) -> None:
         driver, box, me, size = self.driver, self._box, self.rank, work.size
-        pairs = [*zip(inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :], strict=True)]
         right = (me + 1) % size
         result, room = outputs
         row, parts = work.columns[0] * _width(work.result), work.parts()
@@ -201,17 +213,16 @@ class Multiplier(Rank):
             last = hop == size - 1
             for part, (first, rows) in enumerate(parts):
                 message, behind = hop * len(parts) + part, work.batch * first * row
-                came, to = None, tape.behind(room, hop * work.block_bytes + behind)
+                to = tape.behind(room, hop * work.block_bytes + behind)
                 if last:
                     to = tape.behind(result, first * row)
-                if hop:
-                    driver.take_word(box.come(me, message - len(parts)), stream)
-                    came = box.data[me] + (hop - 1) * work.block_bytes + behind
                 start = (me - 1 - hop) % size * work.rows + first
-                for i, ((x, w), depth) in enumerate(zip(pairs, work.depths, strict=True)):
-                    x = tape.behind(x, start * depth * _width(work.dtype))
-                    product = work.scattered(rows, depth, last, adds=i > 0)
-                    self._multiply(product, x, w, to if i else came, to, stream)
+                came = None
+                if hop and not work.whole:
+                    came = self._came(work, message - len(parts), behind, stream)
+                self._term(work, inputs, start, rows, last, came, to, stream)
+                if hop and work.whole:
+                    self._add(work, self._came(work, message - 1, 0, stream), to, stream)
                 if last:
                     continue
                 self.wait(self._side, stream, self._there)
@@ -220,6 +231,29 @@ class Multiplier(Rank):
                 place = box.data[right] + hop * work.block_bytes + behind
                 driver.copy(place, to, work.batch * rows * row, self._side)
                 driver.give_word(box.come(right, message), self._side)
+
+    def _came(self, work: Work, message: int, behind: int, stream: Any) -> int:
+        """Where a message to a scatter is, once it has come."""
+        hop = message // len(work.parts())
+        self.driver.take_word(self._box.come(self.rank, message), stream)
+        return self._box.data[self.rank] + hop * work.block_bytes + behind
+
+    def _term(
+        self, work: Work, inputs: Any, start: int, rows: int, last: bool, c: Any, to: Any,
+        stream: Any,
+    ) -> None:  # fmt: skip
+        """The products of rows of each x from `start` on, added up, and to c if that is given."""
+        pairs = zip(inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :], strict=True)
+        for i, ((x, w), depth) in enumerate(zip(pairs, work.depths, strict=True)):
+            x = tape.behind(x, start * depth * _width(work.dtype))
+            product = work.scattered(rows, depth, last, adds=i > 0)
+            self._multiply(product, x, w, to if i else c, to, stream)
+
+    def _add(self, work: Work, came: int, to: Any, stream: Any) -> None:
+        """Adds a whole block that has come to what is there."""
+        words = work.block_bytes // sums.WORD
+        given = self.driver.address("cuLaunchKernel"), self._adds(work.result), sums.THREADS
+        self.call("pc_add", *given, came, to, words, stream)
 
     def _multiply(self, product: Product, x: Any, w: Any, c: Any, d: Any, stream: Any) -> None:
         self._prepared(product).multiply(self.call, x, w, c, d, stream)

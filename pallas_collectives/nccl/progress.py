@@ -118,12 +118,12 @@ class DeviceBoard:
 
     def enter(self, stream: int, signature: int) -> None:
         arguments = ctypes.c_uint64(self._address), ctypes.c_uint32(signature)
-        self._driver.launch_one_thread(self._ordinal, self._enter, stream, *arguments)
+        with self._driver.device(self._ordinal):
+            self._driver.launch(self._enter, stream, *arguments)
 
     def leave(self, stream: int) -> None:
-        self._driver.launch_one_thread(
-            self._ordinal, self._leave, stream, ctypes.c_uint64(self._address)
-        )
+        with self._driver.device(self._ordinal):
+            self._driver.launch(self._leave, stream, ctypes.c_uint64(self._address))
 
     def read(self) -> Progress:
         return read(self._words)

@@ -128,6 +128,14 @@ def _push(
     return True
 
 
+def _add(
+    driver: Any, launch: int, kernel: Any, threads: int, x: int, y: int, words: int, stream: int
+) -> bool:
+    given = map(ctypes.c_uint64, (x, y, words))
+    driver.launch(kernel, stream, *given, blocks=-(-words // threads), threads=threads)
+    return True
+
+
 _PYTHON: dict[str, Callable[..., bool]] = {
     "pc_begin": _begin,
     "pc_note": _note,
@@ -135,4 +143,5 @@ _PYTHON: dict[str, Callable[..., bool]] = {
     "pc_meet": _meet,
     "pc_meet_if_it_runs": _meet_if_it_runs,
     "pc_push": _push,
+    "pc_add": _add,
 }

@@ -146,6 +146,14 @@ int pc_push(Function *copy, const _Atomic Word *turns, const Word *results, Word
   return copy(target, source, nbytes, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
 }
 
+/* Adds `words` of 16 bytes from `x` on to those from `y` on, a thread each, by a kernel of sums.py;
+   `launch` is cuLaunchKernel. */
+int pc_add(Function *launch, Word kernel, Word threads, Word x, Word y, Word words, Word stream) {
+  void *arguments[] = {&x, &y, &words};
+  Word blocks = (words + threads - 1) / threads;
+  return launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, (Word)arguments, 0, 0, 0, 0, 0, 0);
+}
+
 static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream, Python *python) {
   if (frame->extension_start) return python(frame, has_stream, 0, 0);
   XLA_FFI_Stream_Get_Args stream = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, 0, frame->ctx, 0};

@@ -120,10 +120,10 @@ def test_gpus_of_another_host_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert why.count("cannot reach its peers' memory: rank") == 3 and "on another host" in why
 
 
-def run_products(kind: str, made: list[group.Group], calls: int) -> list[np.ndarray]:
+def run_products(kind: str, made: list[group.Group], calls: int, cuts: int = 1) -> list[np.ndarray]:
     """The results of the last of some calls, by rank; each call has operands of its own."""
     rows, depth, columns = 4, 8, 16
-    work = Work(kind, SIZE, 1, rows, (depth,), (columns,), False, "float16", "float16", cuts=2)
+    work = Work(kind, SIZE, 1, rows, (depth,), (columns,), False, "float16", "float16", cuts=cuts)
     gathers = kind == GATHER
 
     def multiply(g: group.Group) -> np.ndarray:
@@ -153,9 +153,11 @@ def test_products_between_processes() -> None:
     x = np.concatenate([operands(rank, calls - 1, 4, 8, 16)[0] for rank in range(SIZE)])
     for rank, got in enumerate(gathered):
         np.testing.assert_array_equal(got, x @ operands(rank, calls - 1, 4, 8, 16)[1])
-    scattered = np.concatenate(run_products(SCATTER, made, calls))
     terms = (operands(rank, calls - 1, 4 * SIZE, 8, 16) for rank in range(SIZE))
-    np.testing.assert_array_equal(scattered, sum(x @ w for x, w in terms))
+    total = sum(x @ w for x, w in terms)
+    for cuts in (1, 2):
+        scattered = np.concatenate(run_products(SCATTER, made, calls, cuts))
+        np.testing.assert_array_equal(scattered, total)
 
 
 def test_if_one_cannot_multiply_none_does(monkeypatch: pytest.MonkeyPatch) -> None:

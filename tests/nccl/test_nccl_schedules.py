@@ -17,7 +17,7 @@ import pytest
 
 import nccl_host
 from nccl_host import Device, in_threads
-from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products
+from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products, sums
 from pallas_collectives.nccl.products import GATHER, SCATTER, Work
 
 MAIN, X, ROOM, W, Y, TOKEN = 0, *(n << 60 for n in range(1, 6))
@@ -58,6 +58,11 @@ class Noting(nccl_host.Driver):
     def clear(self, *_: Any) -> None:
         pass
 
+    def launch(self, kernel: Any, stream: int, x: Any, y: Any, *_: Any, **sizes: int) -> None:
+        """What has come is added to what is there."""
+        self.lasts("read", x.value, stream)
+        self.lasts("write", y.value, stream)
+
     def lasts(self, what: str, address: int | None, stream: int) -> None:
         """Notes what is done with a place in a mailbox, with an operand, or a block to be sent."""
         if address is not None and address < W:
@@ -90,6 +95,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calls], "Machine"]:
     monkeypatch.setattr(mailboxes, "_made", {})
     monkeypatch.setattr(mailboxes, "_making", contextlib.nullcontext())
     monkeypatch.setattr(cublas, "library", _Noted)
+    monkeypatch.setattr(sums, "prepared", lambda *_: None)
 
     def run(n: int, calls: Calls) -> "Machine":
         runtimes, devices = nccl_host.runtimes(n), [Device(i, i, 0) for i in range(n)]
@@ -106,7 +112,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calls], "Machine"]:
 
 
 def multiplied(kinds: str, n: int) -> Calls:
-    """Calls of products, one after the other: "gsg" of a gather, a scatter and a gather."""
+    """Calls of products, one after the other: "gsg" of a gather, a scatter and a gather.
+
+    "s" cuts blocks in two parts, "w" scatters whole ones.
+    """
 
     def calls(g: group.Group, driver: Noting) -> None:
         ((me, _),) = g.communicators.items()
@@ -114,10 +123,11 @@ def multiplied(kinds: str, n: int) -> Calls:
         for kind in kinds:
             driver.call += 1
             gathers = kind == "g"
-            for part in range(1 if gathers else 2 * n):
-                driver.lasts("write", x + part * 16, MAIN)
+            cuts = 2 if kind == "s" else 1
+            for part in range(1 if gathers else cuts * n):
+                driver.lasts("write", x + part * 32 // cuts, MAIN)
             of = GATHER if gathers else SCATTER, n, 1, 2, (8,), (8,), False, "float16", "float16"
-            work = Work(*of, cuts=1 if gathers else 2)
+            work = Work(*of, cuts=cuts)
             (multiplier,) = products.multipliers(g, work).values()
             multiplier.run(work, "products", [x, W], [Y] if gathers else [Y, room], MAIN)
 
@@ -232,7 +242,7 @@ def check_some_orders(machine: Machine, count: int) -> None:
         now.check_over()
 
 
-PRODUCTS, EXCHANGES = ["ggg", "sss", "gsg", "ssgg"], ["sfsfsf", "ssf", "sfss"]
+PRODUCTS, EXCHANGES = ["ggg", "sss", "www", "gsg", "gwg", "ssgg"], ["sfsfsf", "ssf", "sfss"]
 
 
 @pytest.mark.parametrize("calls", [*PRODUCTS, *EXCHANGES])
@@ -256,7 +266,7 @@ def but_one(self: Any, whole: Any, number: int, count: Iterator[int], *args: Any
 
 
 @pytest.mark.parametrize("fault", ["take_word", "give_word", "wait_event"])
-@pytest.mark.parametrize("calls", ["gg", "sfsf", pytest.param("ss", marks=pytest.mark.full)])
+@pytest.mark.parametrize("calls", ["gg", "sfsf", "ww", pytest.param("ss", marks=pytest.mark.full)])
 def test_a_step_that_is_left_out_is_noticed(
     calls: str, fault: str, noted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
