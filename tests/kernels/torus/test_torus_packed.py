@@ -158,7 +158,7 @@ def test_a_wire_that_the_vector_unit_makes_slower_is_left_out() -> None:
 def test_a_psum_along_a_line_goes_both_ways_at_once() -> None:
     """Its scatter and its gather load links unevenly, each the other way; in several sections."""
     plain, packed = (
-        replayed("all_reduce", "v6e:8x8", ("x",), 8, races=wire is not None, wire=wire)
+        replayed("all_reduce", "v6e:8x2", ("x",), 8, races=wire is not None, wire=wire)
         for wire in (None, "int8")
     )
     assert packed.ok and packed.races == []
