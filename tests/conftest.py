@@ -20,7 +20,10 @@ _QUICKLY_COMPILED = (
 if jax.__version_info__ < (0, 11):  # it has simpler emitters still
     _QUICKLY_COMPILED += " --xla_cpu_use_fusion_emitters=false"
 else:
-    _QUICKLY_COMPILED += " --xla_disable_hlo_passes=simplification"
+    _QUICKLY_COMPILED += (
+        " --xla_disable_hlo_passes=simplification"
+        " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    )
 
 ANY_TIER = "not gpu and not slow"
 

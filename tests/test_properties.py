@@ -87,7 +87,7 @@ def test_value_and_gradient(op: str) -> None:
     served: list[bool] = []
 
     @settings(
-        max_examples=8,
+        max_examples=5,
         deadline=None,
         derandomize=True,
         database=None,
@@ -142,7 +142,7 @@ def routings(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.full
 @settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     derandomize=True,
     database=None,

@@ -11,7 +11,7 @@ row of parameters, of which some rows are quick, and the product is not. `quick_
 same for the full tier: what it leaves out is slow.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 
 import pytest
 
@@ -25,7 +25,7 @@ def name_of(item: pytest.Item) -> str:
 
 def full(items: list[pytest.Item]) -> set[pytest.Item]:
     """Those of the items that the full tier runs; the quick ones are among them."""
-    return _by(FULL, items) | quick(items)
+    return _by(FULL, items, quick(items))
 
 
 def quick(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -33,8 +33,13 @@ def quick(items: list[pytest.Item]) -> set[pytest.Item]:
     return _by(QUICK, [item for item in items if not any(item.iter_markers("full"))])
 
 
-def _by(rules: dict[str, Covers], items: list[pytest.Item]) -> set[pytest.Item]:
-    """Items of tests without a rule, and rows that cover what the rule wants covered."""
+def _by(
+    rules: dict[str, Covers], items: list[pytest.Item], among: Container[pytest.Item] = ()
+) -> set[pytest.Item]:
+    """Items of tests without a rule, and rows that cover what the rule wants covered.
+
+    Rows that are `among` the chosen ones in any case cover what they do before others are sought.
+    """
     chosen, left = set(), {}
     for item in items:
         covers = rules.get(name_of(item))
@@ -43,7 +48,9 @@ def _by(rules: dict[str, Covers], items: list[pytest.Item]) -> set[pytest.Item]:
         else:
             left.setdefault(name_of(item), []).append((item, _covered(item, covers)))
     for rows in left.values():
-        chosen.update(_covering(rows))
+        given = [row for row in rows if row[0] in among]
+        chosen.update(item for item, _ in given)
+        chosen.update(_covering(rows, set().union(*(covered for _, covered in given))))
     return chosen
 
 
@@ -58,9 +65,11 @@ def _covered(item: pytest.Item, covers: Covers) -> set[Hashable]:
         ) from None
 
 
-def _covering(rows: list[tuple[pytest.Item, set[Hashable]]]) -> Iterable[pytest.Item]:
+def _covering(
+    rows: list[tuple[pytest.Item, set[Hashable]]], done: set[Hashable]
+) -> Iterable[pytest.Item]:
     """Few rows that cover what all of them do: always the first of those that add most."""
-    open_ = set().union(*(covered for _, covered in rows))
+    open_ = set().union(*(covered for _, covered in rows)) - done
     while open_:
         item, covered = max(rows, key=lambda row: len(row[1] & open_))
         open_ -= covered

@@ -158,7 +158,7 @@ def test_a_wire_that_the_vector_unit_makes_slower_is_left_out() -> None:
 def test_a_psum_along_a_line_goes_both_ways_at_once() -> None:
     """Its scatter and its gather load links unevenly, each the other way; in several sections."""
     plain, packed = (
-        replayed("all_reduce", "v6e:8x8", ("x",), 8, races=wire is not None, wire=wire)
+        replayed("all_reduce", "v6e:8x2", ("x",), 8, races=wire is not None, wire=wire)
         for wire in (None, "int8")
     )
     assert packed.ok and packed.races == []
@@ -196,17 +196,21 @@ def _blocks_kept_after_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "fault, pod, mib",
+    "fault, pod, mib, section",
     [
-        (_one_section_held, "v5e:4x4", 8),
-        (_two_slots, "v5p:4x4x4", 16),
-        (_blocks_kept_after_the_next_one_goes_on, "v5p:4x4x4", 16),
+        (_one_section_held, "v5e:4x4", 8, 4),
+        (_two_slots, "v5p:4x4x4", 4, 1),
+        (_blocks_kept_after_the_next_one_goes_on, "v5p:4x4x4", 4, 1),
     ],
 )
 def test_faults_are_caught_on_some_schedule(
-    fault: Callable[..., None], pod: str, mib: float, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[..., None],
+    pod: str,
+    mib: float,
+    section: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sections, "PACKED_TORUS_BYTES", 4 << 20)
+    monkeypatch.setattr(sections, "PACKED_TORUS_BYTES", section << 20)
     fault(monkeypatch)
     report = replayed(
         "all_reduce", pod, ("x", "y"), mib, races=True, wire="int8", algorithm="torus"
