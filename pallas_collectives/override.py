@@ -49,11 +49,11 @@ def override_lax(
     A function under `jax.jit` is traced again inside, even if it has been traced outside.
 
     No step becomes longer for it: lax keeps the collectives that XLA runs beside compute on the
-    chip (`tuning.overlaps`), where ours would stop the core: permutes, on v5e gathers, on 7x
-    gathers and sums, and ragged exchanges but on 7x; and on v4 gathers that XLA brings to CMEM,
-    where ours bring to HBM. On v5p and v6e, where XLA would stop it, a SparseCore runs our kernels
-    that move much data; gathers only of what is asked for ahead, as weights are, and the sums that
-    are these gathers' derivatives: tokens are awaited at once, and would hold the others up.
+    chip (`tuning.overlaps`), where ours would stop the core: permutes, ragged exchanges, on v5e
+    gathers, and on 7x gathers and sums; and on v4 gathers that XLA brings to CMEM, where ours bring
+    to HBM. On v5p and v6e, where XLA would stop it, a SparseCore runs our kernels that move much
+    data; gathers only of what is asked for ahead, as weights are, and the sums that are these
+    gathers' derivatives: tokens are awaited at once, and would hold the others up.
     `override_report()` says what was replaced, and why the rest was not.
 
     Args:

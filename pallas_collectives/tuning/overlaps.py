@@ -22,11 +22,6 @@ _WORTH_US = 50.0
 # What the core waits of that all the same, as XLA orders the built-in steps: half, on v6e (`step`).
 _EXPOSED = 0.5
 
-# What ours serve all the same, for the step is shorter: rows that XLA's SparseCore has brought are
-# gathered more slowly afterwards. `experts` on 7x by `step`: 33.2 ms forward by lax and 31.2 by
-# ours, with gradient 124.5 and 121.7.
-_OURS = frozenset({("ragged_all_to_all", "7x")})
-
 # Of v4's CMEM a quarter: of what a step gathers, XLA puts so much there.
 _NEAR = 32 << 20
 
@@ -59,7 +54,7 @@ def engine(op: str, chip: str) -> str:
 
 def by_xla(op: str, chip: Chip) -> str:
     """Why lax keeps a collective, in a sentence; "" where ours make the step no longer."""
-    if not (there := engine(op, chip.name)) or (op, chip.name) in _OURS:
+    if not (there := engine(op, chip.name)):
         return ""
     return f"XLA runs {op} beside compute on {chip.name} ({there}; libtpu {learned().libtpu})"
 
