@@ -20,15 +20,12 @@ _MISSING = "–"
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What is kept of a row: the compiler's version, and microseconds.
-
-    Rows that were kept before `steps.packing` was have no packing.
-    """
+    """What is kept of a row: the compiler's version, and microseconds."""
 
     libtpu: str
     time_us: float
     waits_us: float
-    packing_us: float | None = None
+    packing_us: float
 
     @classmethod
     def of(cls, row: Stepped) -> "Figures":
@@ -82,11 +79,11 @@ def table(kept: Kept) -> str:
     return _by_topology(kept, [f"`{program}`" for program in BUILT_IN], texts)
 
 
-_PARTS: dict[str, Callable[[Figures, float], float]] = {
-    "compute": lambda of, packing: of.time_us - of.waits_us - packing,
-    "waits": lambda of, packing: of.waits_us,
-    "packing": lambda of, packing: packing,
-    "exposed": lambda of, packing: of.waits_us + packing,
+_PARTS: dict[str, Callable[[Figures], float]] = {
+    "compute": lambda of: of.time_us - of.waits_us - of.packing_us,
+    "waits": lambda of: of.waits_us,
+    "packing": lambda of: of.packing_us,
+    "exposed": lambda of: of.waits_us + of.packing_us,
 }
 
 
@@ -96,8 +93,7 @@ def parts(kept: Kept, program: str) -> str:
     def texts(topology: str, form: Form) -> Iterator[str]:
         found = _both(kept, f"{topology}, {program}, {form}")
         for part in _PARTS.values():
-            known = [(of, of.packing_us) for of in found if of.packing_us is not None]
-            yield " → ".join(_ms(part(*of)) for of in known) or _MISSING
+            yield " → ".join(_ms(part(of)) for of in found) or _MISSING
 
     return _by_topology(kept, list(_PARTS), texts)
 
