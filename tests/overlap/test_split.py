@@ -301,7 +301,7 @@ def test_a_mailbox_has_one_exchange_under_way(monkeypatch):
 
     def program(x, finish):
         first = pc.all_gather_start(x[0], "x", tiled=True)
-        second = pc.all_gather_start(x[1], "x", tiled=True, after=first.before(x[0]))
+        second = pc.all_gather_start(x[1], "x", tiled=True, after=first.before(x[0], surely=True))
         y = second.done()
         return y + first.done(after=y) if finish else y
 
