@@ -63,11 +63,10 @@ def seconds(todo: Work) -> tuple[float, float]:
     cuts, hops = todo.cuts, todo.size - 1
     each = cuts * _multiplied(-(-rows // cuts), columns, depth)
     wire = todo.block_bytes / _WIRE
-    hidden, added = each, 0.0
-    if todo.kind == products.SCATTER and cuts > 1:  # a part is on the wire, another multiplied
-        hidden = each * (1 - 1 / cuts)
-    elif todo.kind == products.SCATTER:
-        added = _KERNEL + 3 * todo.block_bytes / _SUM
+    # Of a block in parts one is on the wire while another is multiplied; a whole one is added, too.
+    hidden = each if todo.whole else each * (1 - 1 / cuts)
+    adds = todo.kind == products.SCATTER and todo.whole
+    added = _KERNEL + 3 * todo.block_bytes / _SUM if adds else 0.0
     exposed = hops * (max(wire - hidden, 0.0) + added) + len(todo.parts()) * _HAND
     return todo.size * each + exposed, whole + hops * wire + _CALL
 

@@ -217,12 +217,11 @@ class Multiplier(Rank):
                 if last:
                     to = tape.behind(result, first * row)
                 start = (me - 1 - hop) % size * work.rows + first
-                came = None
-                if hop and not work.whole:
-                    came = self._came(work, message - len(parts), behind, stream)
+                before = message - len(parts), (hop - 1) * work.block_bytes + behind
+                came = self._came(*before, stream) if hop and not work.whole else None
                 self._term(work, inputs, start, rows, last, came, to, stream)
                 if hop and work.whole:
-                    self._add(work, self._came(work, message - 1, 0, stream), to, stream)
+                    self._add(work, self._came(*before, stream), to, stream)
                 if last:
                     continue
                 self.wait(self._side, stream, self._there)
@@ -232,11 +231,10 @@ class Multiplier(Rank):
                 driver.copy(place, to, work.batch * rows * row, self._side)
                 driver.give_word(box.come(right, message), self._side)
 
-    def _came(self, work: Work, message: int, behind: int, stream: Any) -> int:
+    def _came(self, message: int, behind: int, stream: Any) -> int:
         """Where a message to a scatter is, once it has come."""
-        hop = message // len(work.parts())
         self.driver.take_word(self._box.come(self.rank, message), stream)
-        return self._box.data[self.rank] + hop * work.block_bytes + behind
+        return self._box.data[self.rank] + behind
 
     def _term(
         self, work: Work, inputs: Any, start: int, rows: int, last: bool, c: Any, to: Any,
