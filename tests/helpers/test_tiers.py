@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import quick_rows
+import covers
 import tiers
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def product(name: str) -> list[Any]:
     return [Item("test_a", name, n=n, op=op, mode=m) for n in (2, 3) for op in "gsp" for m in "ew"]
 
 
-def quick(monkeypatch: pytest.MonkeyPatch, covers: quick_rows.Covers) -> list[dict[str, Any]]:
+def quick(monkeypatch: pytest.MonkeyPatch, covers: covers.Covers) -> list[dict[str, Any]]:
     monkeypatch.setattr(tiers, "QUICK", {"test_a::test_b": covers})
     items = product("test_b")
     chosen = tiers.quick(items)
@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, covers: quick_rows.Covers) -> list[di
 
 
 def test_each_value_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = quick(monkeypatch, quick_rows.each("n", "op", "mode"))
+    rows = quick(monkeypatch, covers.each("n", "op", "mode"))
     assert len(rows) == 3
     assert [{row[name] for row in rows} for name in ("n", "op", "mode")] == [
         {2, 3},
@@ -48,20 +48,20 @@ def test_each_value_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_combination_is_in_a_quick_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = quick(monkeypatch, quick_rows.each("n x op"))
+    rows = quick(monkeypatch, covers.each("n x op"))
     assert len(rows) == 6
     assert {(row["n"], row["op"]) for row in rows} == {(n, op) for n in (2, 3) for op in "gsp"}
 
 
 def test_one_row_or_none_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert quick(monkeypatch, quick_rows.once) == [{"n": 2, "op": "g", "mode": "e"}]
-    assert quick(monkeypatch, quick_rows.only(op=())) == []
+    assert quick(monkeypatch, covers.once) == [{"n": 2, "op": "g", "mode": "e"}]
+    assert quick(monkeypatch, covers.only(op=())) == []
 
 
 def test_some_values_are_in_a_quick_row_and_a_row_marked_full_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = quick(monkeypatch, quick_rows.some(op="gs"))
+    rows = quick(monkeypatch, covers.some(op="gs"))
     assert [row["op"] for row in rows] == ["g", "s"]
     monkeypatch.setattr(tiers, "QUICK", {})
     items = product("test_b")
@@ -77,9 +77,9 @@ def test_what_no_rule_names_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_full_tier_has_pairs_of_values_and_all_that_is_quick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiers, "FULL", {"test_a::test_b": quick_rows.pairs("n", "op", "mode")})
+    monkeypatch.setattr(tiers, "FULL", {"test_a::test_b": covers.pairs("n", "op", "mode")})
     last = {"n": [3], "op": "p", "mode": "w"}
-    monkeypatch.setattr(tiers, "QUICK", {"test_a::test_b": quick_rows.only(**last)})
+    monkeypatch.setattr(tiers, "QUICK", {"test_a::test_b": covers.only(**last)})
     items = product("test_b")
     full = [item.callspec.params for item in items if item in tiers.full(items)]
     assert 6 <= len(full) < 12 and {"n": 3, "op": "p", "mode": "w"} in full
@@ -90,12 +90,12 @@ def test_the_full_tier_has_pairs_of_values_and_all_that_is_quick(
 
 def test_a_rule_for_no_test_or_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        tiers, "QUICK", {"test_a::gone": quick_rows.once, "test_c::elsewhere": quick_rows.once}
+        tiers, "QUICK", {"test_a::gone": covers.once, "test_c::elsewhere": covers.once}
     )
     with pytest.raises(pytest.UsageError, match="test_a::gone: no test has this name"):
         tiers.check(product("test_b"))
     with pytest.raises(pytest.UsageError, match=r"no parameter 'size'.*'n', 'op', 'mode'"):
-        quick(monkeypatch, quick_rows.each("size"))
+        quick(monkeypatch, covers.each("size"))
 
 
 def collected(*arguments: str) -> int:

@@ -7,7 +7,7 @@
 
 Every test is quick but those that are marked `full`, costly tests of what others test too, and
 rows that `quick_rows.QUICK` leaves out: it names tests that compile or simulate a program for each
-row of parameters, of which some rows are quick, and the product is not. `quick_rows.FULL` does the
+row of parameters, of which some rows are quick, and the product is not. `full_rows.FULL` does the
 same for the full tier: what it leaves out is slow.
 """
 
@@ -15,7 +15,9 @@ from collections.abc import Container, Hashable, Iterable
 
 import pytest
 
-from quick_rows import FULL, QUICK, Covers
+from covers import Covers
+from full_rows import FULL
+from quick_rows import QUICK
 
 
 def name_of(item: pytest.Item) -> str:
@@ -60,8 +62,8 @@ def _covered(item: pytest.Item, covers: Covers) -> set[Hashable]:
         return set(covers(parameters))
     except KeyError as error:
         raise pytest.UsageError(
-            f"tests/helpers/quick_rows.py: {name_of(item)}: has no parameter {error};"
-            f" it has {[*parameters]}"
+            f"tests/helpers, quick_rows.py or full_rows.py: {name_of(item)}: has no parameter"
+            f" {error}; it has {[*parameters]}"
         ) from None
 
 
@@ -87,6 +89,6 @@ def check(items: list[pytest.Item]) -> None:
     for name in sorted({*QUICK, *FULL} - names):
         if name.partition("::")[0] in modules:
             raise pytest.UsageError(
-                f"tests/helpers/quick_rows.py: {name}: no test has this name;"
+                f"tests/helpers, quick_rows.py or full_rows.py: {name}: no test has this name;"
                 " rename or remove it there"
             )
