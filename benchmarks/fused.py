@@ -40,6 +40,7 @@ from pallas_collectives.backends.pallas.products import GATHER, SCATTER
 from pallas_collectives.replay import Machine, MachineError, bound, replay
 
 flags.adopt_module_key_flags(timing)
+flags.adopt_module_key_flags(fused_timed)
 
 OPS = (GATHER, SCATTER)
 PODS = flags.DEFINE_list(
@@ -154,7 +155,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         shapes = named or [*map(shape_of, TIMED_SHAPES)]
         found = measured(_FUSED.value, shapes, timing.ITERS.value)
-        title = f"Measured: {jax.device_count()} x {jax.devices()[0].device_kind}, bfloat16."
+        where = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        title = f"Measured: {where}, bfloat16, --values={fused_timed.VALUES.value}."
         names = header("apart us")
     if devices.speaks():
         print(title, names, sep="\n")
