@@ -58,12 +58,14 @@ class Move(NamedTuple):
       group: the devices.
       how: how its backend serves it.
       at_once: it, as a function.
+      perm: (source, target) pairs, of a permute.
     """
 
     op: str
     group: Group
     how: How
     at_once: Callable[[jax.Array], jax.Array]
+    perm: tuple[tuple[int, int], ...] = ()
 
 
 class Way(NamedTuple):
@@ -189,14 +191,13 @@ def _small(x: jax.Array, wire: Wire) -> str:
 def _linked(op: str, x: jax.Array, wire: Wire, how: How) -> str:
     """Why a wire that may be left out is between GPUs of one process; "" if it is taken.
 
-    On two H200 with NVLink, 64 MiB of bfloat16, us with int8 or float8 and without: all_gather
-    210 and 232, psum 201 and 235, psum_scatter 114 and 169, ppermute 173 and 204, all_to_all 117
-    and 113. Before gathers went in parts, at 16 MiB: 82 and 85, psum 72 and 70, ppermute 58 and 61,
-    all_to_all 45 and 37.
+    On two H100 with NVLink, 64 MiB of bfloat16, us with int8 and without: all_gather 120 and 137,
+    psum 205 and 248, psum_scatter 125 and 184, ppermute 171 and 214, all_to_all 118 and 125; at
+    16 MiB: 50 and 56, 76 and 84, 55 and 64, 71 and 73, 53 and 49. Ragged rows take XLA's passes.
     """
     if not wire.optional or how.backend != "nccl" or jax.process_count() > 1:
         return ""
-    if op in ("all_to_all", "ragged_all_to_all"):
+    if op == "ragged_all_to_all":
         return "between GPUs of one process the passes that quantise take longer than they save"
     if x.nbytes < LINKED_BYTES:
         return f"between GPUs of one process the operand is smaller than {LINKED_BYTES >> 20} MiB"

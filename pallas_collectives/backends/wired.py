@@ -18,13 +18,13 @@ operand's dtype.
 A sum beyond that dtype is inf; so a psum of three or more has NaN in its group, as wherever a
 group holds inf.
 
-On GPUs a kernel quantises in one pass, and another dequantises or adds, where `gpu_codec` serves,
-and large gathers go in parts (`in_parts`); elsewhere passes of XLA do it: the same bits. On TPUs
-gathers, direct exchanges and permutes of whole tiles are packed and unpacked in their kernels
-instead: other bits, within the same bound. Sums can be added on the way, round a ring, along a line
-or over a torus, with the bytes of a ring: they are rounded at every hop, and a psum is one kernel.
-Whether a wire is used, and in which of these ways, is settled in `wire_ways`, and counted
-(`wire_counts`).
+On GPUs kernels of one pass quantise, and dequantise or add, where `gpu_codec` serves, and write to
+peers' memory where that is reached (`nccl_packed`); elsewhere passes of XLA do it: the same bits.
+On TPUs gathers, direct exchanges and permutes of whole tiles are packed and unpacked in their
+kernels instead: other bits, within the same bound. Sums can be added on the way, round a ring,
+along a line or over a torus, with the bytes of a ring: they are rounded at every hop, and a psum is
+one kernel. Whether a wire is used, and in which of these ways, is settled in `wire_ways`, and
+counted (`wire_counts`).
 """
 
 import dataclasses
@@ -194,7 +194,7 @@ class OnWire:
                 call = functools.partial(self._module.all_to_all, split_axis=0, concat_axis=0)
             case _:
                 call = functools.partial(self._module.ppermute, perm=perm)
-        return Move(op, group, how, lambda packed: call(packed, group, how=how))
+        return Move(op, group, how, lambda packed: call(packed, group, how=how), tuple(perm))
 
 
 def moved(
@@ -210,7 +210,7 @@ def _added(blocks: jax.Array, wire: Wire, move: Move, result: Any) -> jax.Array:
     result: the sum's dtype.
     """
     if _in_one_pass(blocks.shape, wire, move.how):
-        return _by_kernels(gpu_codec.added, blocks, wire, move, result).reshape(-1)
+        return _by_kernels(blocks, wire, move, result, adds=True)
     values, scales = moved(blocks, wire, move.at_once)
     limit = float(jnp.finfo(blocks.dtype).max)
 
@@ -224,15 +224,15 @@ def _brought(blocks: jax.Array, wire: Wire, move: Move, dtype: Any = None) -> ja
     """(k, *block) -> the blocks that have come, in their dtype or another."""
     dtype = blocks.dtype if dtype is None else dtype
     if _in_one_pass(blocks.shape, wire, move.how):
-        come = _by_kernels(gpu_codec.unpack, blocks, wire, move, dtype)
+        come = _by_kernels(blocks, wire, move, dtype, adds=False)
         return come.reshape(-1, *blocks.shape[1:])
     return wires.dequantize(*moved(blocks, wire, move.at_once), dtype)
 
 
-def _by_kernels(*args: Any) -> jax.Array:
-    from pallas_collectives.backends import in_parts  # NCCL's, which other backends do not need
+def _by_kernels(blocks: jax.Array, wire: Wire, move: Move, dtype: Any, *, adds: bool) -> jax.Array:
+    from pallas_collectives.backends import nccl_packed  # which other backends do not need
 
-    return in_parts.by_kernels(*args)
+    return nccl_packed.moved(blocks, wire, move, dtype, adds)
 
 
 def _in_one_pass(shape: tuple[int, ...], wire: Wire, how: How) -> bool:

@@ -250,8 +250,8 @@ class Multiplier(Rank):
     def _add(self, work: Work, came: int, to: Any, stream: Any) -> None:
         """Adds a whole block that has come to what is there."""
         words = work.block_bytes // sums.WORD
-        given = self.driver.address("cuLaunchKernel"), self._adds(work.result), sums.THREADS
-        self.call("pc_add", *given, came, to, words, stream)
+        blocks = -(-words // sums.THREADS)
+        self.launch(self._adds(work.result), blocks, sums.THREADS, stream, came, to, words)
 
     def _multiply(self, product: Product, x: Any, w: Any, c: Any, d: Any, stream: Any) -> None:
         self._prepared(product).multiply(self.call, x, w, c, d, stream)

@@ -49,6 +49,11 @@ class Rank:
                 meeting.turns, meeting.results, me, meeting.size, ctypes.byref(self.unusable),
             )  # fmt: skip
 
+    def launch(self, kernel: Any, blocks: int, threads: int, stream: Any, *given: Any) -> None:
+        """Launches a kernel; `given` are integers of 64 bits, 8 at most."""
+        launch = self.driver.address("cuLaunchKernel")
+        self.call("pc_launch", launch, kernel, blocks, threads, stream, *given)
+
     def address(self, function: str) -> int:
         """The address of a C function."""
         if function.startswith("pc_"):
@@ -128,11 +133,10 @@ def _push(
     return True
 
 
-def _add(
-    driver: Any, launch: int, kernel: Any, threads: int, x: int, y: int, words: int, stream: int
+def _launch(
+    driver: Any, launch: int, kernel: Any, blocks: int, threads: int, stream: int, *given: int
 ) -> bool:
-    given = map(ctypes.c_uint64, (x, y, words))
-    driver.launch(kernel, stream, *given, blocks=-(-words // threads), threads=threads)
+    driver.launch(kernel, stream, *map(ctypes.c_uint64, given), blocks=blocks, threads=threads)
     return True
 
 
@@ -143,5 +147,5 @@ _PYTHON: dict[str, Callable[..., bool]] = {
     "pc_meet": _meet,
     "pc_meet_if_it_runs": _meet_if_it_runs,
     "pc_push": _push,
-    "pc_add": _add,
+    "pc_launch": _launch,
 }

@@ -146,12 +146,11 @@ int pc_push(Function *copy, const _Atomic Word *turns, const Word *results, Word
   return copy(target, source, nbytes, stream, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
 }
 
-/* Adds `words` of 16 bytes from `x` on to those from `y` on, a thread each, by a kernel of sums.py;
-   `launch` is cuLaunchKernel. */
-int pc_add(Function *launch, Word kernel, Word threads, Word x, Word y, Word words, Word stream) {
-  void *arguments[] = {&x, &y, &words};
-  Word blocks = (words + threads - 1) / threads;
-  return launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, (Word)arguments, 0, 0, 0, 0, 0, 0);
+/* Launches a kernel of at most 8 parameters of 64 bits; `launch` is cuLaunchKernel. */
+int pc_launch(Function *launch, Word kernel, Word blocks, Word threads, Word stream, Word p0,
+              Word p1, Word p2, Word p3, Word p4, Word p5, Word p6, Word p7) {
+  void *parameters[] = {&p0, &p1, &p2, &p3, &p4, &p5, &p6, &p7};
+  return launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, (Word)parameters, 0, 0, 0, 0, 0, 0);
 }
 
 static XLA_FFI_Error *run(XLA_FFI_CallFrame *frame, int has_stream, Python *python) {

@@ -11,9 +11,10 @@ import pytest
 import harness
 import pallas_collectives as pc
 from pallas_collectives import wires
-from pallas_collectives.backends import in_parts
+from pallas_collectives.backends import nccl_packed
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.kernels import gpu_codec
+from pallas_collectives.nccl import mailboxes, packed
 from pallas_collectives.wires import Wire
 from wired_calls import (
     BY_XLA,
@@ -254,40 +255,47 @@ def test_the_largest_number_alone_is_no_overflow(dtype: str) -> None:
 
 @pytest.mark.usefixtures("by_nccl")
 @pytest.mark.parametrize(
-    "n, rows, wire, parts",
+    "n, rows, wire, by",
     [
-        (2, 2, "int8", 0),
-        (2, 8, "int8", 1),
-        (2, 8, "float8_e4m3fn", 1),
-        (2, 16, "float8_e4m3fn", 2),
-        (3, 16, "int8", 2),
+        (2, 2, "int8", "passes"),
+        (2, 8, "int8", "kernels"),
+        (2, 8, "float8_e4m3fn", "kernels"),
+        (3, 16, "int8", "kernels"),
+        (3, 16, "int8", "kernels and NCCL"),
+        (2, 8, "float8_e4m3fn", "kernels and NCCL"),
     ],
 )
 def test_nccl_gives_the_bits_that_lax_gives(
-    n: int, rows: int, wire: str, parts: int, monkeypatch: pytest.MonkeyPatch
+    n: int, rows: int, wire: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By passes of XLA, by kernels of one pass, for which 8 rows are enough, and these in parts."""
+    """By passes of XLA, by kernels, for which 8 rows are enough, or by these and NCCL."""
     if n > jax.device_count():
         pytest.skip(f"needs {n} devices")
-    x, pack, packed = data(n, "heavy tails", rows), gpu_codec.pack, []
+    x, pack, went = data(n, "heavy tails", rows), gpu_codec.pack, set()
+    packers = nccl_packed._packers
 
-    def noted(part: gpu_codec.Part, blocks: jax.Array, *given: jax.Array) -> jax.Array:
-        packed.append((blocks.shape, part.parts))
-        return pack(part, blocks, *given)
+    def noted(format: gpu_codec.Format, blocks: jax.Array, left_out: jax.Array) -> jax.Array:
+        if blocks.ndim > 2:  # sums are of flat blocks, of which kernels serve smaller ones
+            went.add("kernels and NCCL")
+        return pack(format, blocks, left_out)
+
+    def found(work: packed.Work, members: Any) -> Any:
+        if by == "kernels and NCCL":
+            raise mailboxes.MailboxError("GPU 0 cannot reach its peers' memory")
+        if work.numbers % (rows * x.shape[-1]) == 0:
+            went.add("kernels")
+        return packers(work, members)
 
     monkeypatch.setattr(gpu_codec, "pack", noted)
-    if parts == 2:
-        monkeypatch.setattr(in_parts, "LEAST_BYTES", 0)
+    monkeypatch.setattr(nccl_packed, "_packers", found)
 
     # One to a program: threads of a CPU start what is ready, on each device in an order of its own.
     calls = [*(functools.partial(move, n=n, wire=wire) for move in MOVES)]
     calls += [functools.partial(add, wire=wire) for add in SUMS]
     of_lax = [run(functools.partial(call, backend="xla"), x, n=n) for call in calls]
-    assert not packed
+    assert not went
     ours = [run(functools.partial(call, backend="nccl"), x, n=n) for call in calls]
-    # Sums are of flat blocks, of which kernels serve smaller ones; gathers alone go in parts.
-    went_in = {parts for shape, parts in packed if len(shape) > 2}
-    assert went_in == {0: set(), 1: {1}, 2: {1, 2}}[parts]
+    assert went == {by} - {"passes"}
     for a, b in zip(of_lax, ours, strict=True):
         np.testing.assert_array_equal(a, b)
 

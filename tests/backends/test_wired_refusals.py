@@ -152,22 +152,21 @@ def test_auto_is_left_out_where_it_would_lose_and_counted() -> None:
 def test_between_gpus_of_one_process_auto_takes_wires_where_they_gain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not for exchanges, nor where the operand is small."""
+    """Not where the operand is small."""
 
     def program(x: jax.Array) -> Any:
         how: Any = {"wire": "auto", "backend": "nccl"}
         blocks = pc.all_to_all(x, "x", 0, 0, tiled=True, **how)
         return pc.all_gather(x, "x", **how).sum(), pc.psum(x, "x", **how).sum(), blocks.sum()
 
-    moves_and_sums, exchange = ("all_gather", "all_reduce"), "all_to_all"
     for least, taken in ((wire_ways.LINKED_BYTES, False), (4 << 20, True)):
         monkeypatch.setattr(wire_ways, "LINKED_BYTES", least)
         pc.reset_counts()
         run(lambda x: program(x), np.zeros((2, 1 << 10, 1 << 10), np.float32), n=2)
         told = {op: (wire, why) for op, wire, why in pc.wire_counts()}
-        for op in (*moves_and_sums, exchange):
+        for op in ("all_gather", "all_reduce", "all_to_all"):
             wire, why = told[op]
-            if taken and op != exchange:
+            if taken:
                 assert (wire, why) == ("int8", "")
             else:
                 assert wire == "" and why.startswith("between GPUs of one process")

@@ -241,7 +241,7 @@ FULL: dict[str, Covers] = {
     "test_wire_ways::test_predictions_are_near_the_replay_and_the_quickest_way_is_taken": each(
         "op", "pod", "axes", "mib"
     ),
-    "test_wired::test_nccl_gives_the_bits_that_lax_gives": each("n", "parts", "wire"),
+    "test_wired::test_nccl_gives_the_bits_that_lax_gives": each("n", "by", "wire"),
     "test_wired::test_sums_are_within_the_stated_bound": apart_from(each("wire", "n"), n=[5, 6, 7]),
     "test_wired::test_what_is_moved_is_within_half_a_step": apart_from(
         each("wire", "n"), n=[5, 6, 7]

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import nccl_kernels
 from nccl_wire import SECONDS, SUCCESS, Wire, WireError, memory
 from pallas_collectives import nccl
 from pallas_collectives.backends import choice
-from pallas_collectives.nccl import copies, cublas, group, mailboxes, progress, runtime, sums
+from pallas_collectives.nccl import copies, cublas, group, mailboxes, progress, runtime
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.store import LocalStore
 
@@ -77,21 +78,6 @@ def _copy(target: int, source: int, size: int, *_: int) -> None:
     ctypes.memmove(target, source, size)
 
 
-_KERNELS = {name: number for number, name in enumerate(sums.ADDED, 1)}  # handles
-
-
-def _launch(kernel: int, *args: int) -> None:
-    """cuLaunchKernel, of kernels that add."""
-    of_kernel = ctypes.cast(args[-2], ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
-    _added(kernel, *(of_kernel[i][0] for i in range(3)))
-
-
-def _added(kernel: int, x: int, y: int, words: int) -> None:
-    dtype = jnp.dtype([*_KERNELS][kernel - 1])
-    x, y = (memory(at, words * sums.WORD // dtype.itemsize, dtype) for at in (x, y))
-    y[:] = x.astype(np.float32) + y.astype(np.float32)
-
-
 class Driver:
     """A CUDA driver whose streams are done with everything at once."""
 
@@ -102,7 +88,7 @@ class Driver:
         _function("give", _give, 1)
         _function("take", _take, 1)
         _function("cuMemcpyDtoDAsync_v2", _copy, 4)
-        _function("cuLaunchKernel", _launch, 11)
+        _function("cuLaunchKernel", nccl_kernels.launch, 11)
         _function("cuStreamIsCapturing", lambda stream, status: None, 2)
 
     def device(self, ordinal: int) -> Any:
@@ -163,10 +149,10 @@ class Driver:
         _copy(target, source, size)
 
     def load_kernels(self, ordinal: int, ptx: bytes, name: str) -> tuple[int]:
-        return (_KERNELS[name.removeprefix("add_")],)
+        return (nccl_kernels.load(name),)
 
     def launch(self, kernel: int, stream: int, *args: Any, **sizes: int) -> None:
-        _added(kernel, *(a.value for a in args))
+        nccl_kernels.run(kernel, *(a.value for a in args))
 
     def copy_to_host(self, source: int, size: int, stream: int) -> bytes:
         return ctypes.string_at(source, size)

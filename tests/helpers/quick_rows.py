@@ -141,7 +141,7 @@ QUICK: dict[str, Covers] = {
     "test_fused::test_bfloat16_sums_round_once_per_hop_and_precise_ones_once": once,
     "test_fused::test_dtypes_are_those_of_matmul": each("op"),
     "test_fused::test_matmul_reduce_scatter_of_any_layout": once,
-    "test_gpu_codec::test_parts_and_what_stays_are_the_same_bits": each("blocks", "name"),
+    "test_gpu_codec::test_what_stays_has_the_bits_of_what_comes": each("blocks", "name"),
     "test_gpu_codec::test_the_bits_are_those_of_passes_of_xla": each("name", "shape", "group"),
     "test_hierarchy::test_two_slices_of_a_tpu_are_found_and_compiled_for": once,
     "test_hierarchy::test_values_are_laxs_by_kernels_inside_and_lax_across": only(
@@ -274,7 +274,7 @@ QUICK: dict[str, Covers] = {
     "test_visits::test_rows_come_home_in_the_order_of_the_list": once,
     "test_visits::test_rows_come_to_their_slots_with_everyones_notes": once,
     "test_wired::test_kernels_give_the_bits_that_lax_gives": once,
-    "test_wired::test_nccl_gives_the_bits_that_lax_gives": some(parts={2}),
+    "test_wired::test_nccl_gives_the_bits_that_lax_gives": each("by"),
     "test_wired::test_sums_are_within_the_stated_bound": only(n=[3]),
     "test_wired::test_what_is_moved_is_within_half_a_step": once,
     "test_wired_derivatives::test_gradients_pass_straight_through": each("op", "check_vma"),

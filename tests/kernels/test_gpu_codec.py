@@ -59,12 +59,12 @@ def test_the_bits_are_those_of_passes_of_xla(
         return packed, wires.dequantize(values, scales, dtype), sum(terms[1:], terms[0])
 
     def in_one(x: jax.Array) -> Any:
-        (part,) = gpu_codec.Part.all_of(shape, wire, 1, True)
-        packed = gpu_codec.pack(part, x, NOBODY)
+        format = gpu_codec.Format(wire, x[0].size, True)
+        packed = gpu_codec.pack(format, x, NOBODY)
         return (
             packed,
-            gpu_codec.unpack(part, dtype, packed, x, NOBODY),
-            gpu_codec.added(part, jnp.float32, packed, x, NOBODY),
+            gpu_codec.unpack(format, dtype, packed, x, NOBODY),
+            gpu_codec.added(format, jnp.float32, packed, x, NOBODY),
         )
 
     for want, got in zip(jax.jit(by_passes)(x), jax.jit(in_one)(x), strict=True):
@@ -78,51 +78,46 @@ def test_the_bits_are_those_of_passes_of_xla(
 
 @pytest.mark.parametrize("name", ["int8", "float8_e5m2"])
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_parts_and_what_stays_are_the_same_bits(blocks: int, name: str) -> None:
+def test_what_stays_has_the_bits_of_what_comes(blocks: int, name: str) -> None:
     """Of three devices, the second of which packs another block for each, or one for all."""
     wire, x = Wire(name), blocks_of((3, 64 * 128), jnp.bfloat16)
     own, sent = jnp.ones(1, jnp.int32), x if blocks == 3 else x[1:2]
-    left_out = own if blocks == 3 else NOBODY
+    format = gpu_codec.Format(wire, x[0].size, True)
 
-    def in_parts(x: jax.Array, most: int) -> Any:
-        arrived: list[jax.Array] = []
-        total: list[jax.Array] = []
-        for part in gpu_codec.Part.all_of(x.shape, wire, most, True):
-            packed = gpu_codec.pack(part, x, NOBODY)
-            come = packed.at[1].set(-1)  # NaN, if anyone looked at it
-            alone = gpu_codec.pack(part, sent, left_out, own)
-            for k in {0, 2} if blocks == 3 else ():
-                come = come.at[k].set(alone[k])
-            arrived = [gpu_codec.unpack(part, x.dtype, come, sent, own, *arrived)]
-            total = [gpu_codec.added(part, x.dtype, come, sent, own, *total)]
-        return arrived[0].reshape(x.shape).astype(jnp.float32), total[0].astype(jnp.float32)
+    def program(x: jax.Array) -> Any:
+        packed = gpu_codec.pack(format, x, NOBODY)
+        come = packed.at[1].set(-1)  # NaN, if anyone looked at it
+        alone = gpu_codec.pack(format, sent, own if blocks == 3 else NOBODY)
+        for k in {0, 2} if blocks == 3 else ():
+            come = come.at[k].set(alone[k])
+        arrived = gpu_codec.unpack(format, x.dtype, come, sent, own).reshape(x.shape)
+        total = gpu_codec.added(format, x.dtype, come, sent, own)
+        return arrived, total, gpu_codec.added(format, x.dtype, packed, x, NOBODY)
 
-    arrived, total = jax.jit(in_parts, static_argnums=1)(x, 2)
-    in_one, of_one = jax.jit(in_parts, static_argnums=1)(x, 1)
+    arrived, total, of_all = (a.astype(jnp.float32) for a in jax.jit(program)(x))
     np.testing.assert_array_equal(arrived, wires.as_sent(x, wire).astype(jnp.float32))
-    np.testing.assert_array_equal(arrived, in_one)
-    np.testing.assert_array_equal(total, of_one)
+    np.testing.assert_array_equal(total, of_all)
 
 
 def test_a_sum_beyond_its_dtype_is_inf_and_a_term_is_not() -> None:
     most = float(jnp.finfo(jnp.float16).max)
     x = jnp.full((2, 1024), most, jnp.float16)
-    (part,) = gpu_codec.Part.all_of(x.shape, Wire("int8"), 1, True)
-    packed = gpu_codec.pack(part, x, NOBODY)
-    added = gpu_codec.added(part, jnp.float16, packed, x, NOBODY)
+    format = gpu_codec.Format(Wire("int8"), x[0].size, True)
+    packed = gpu_codec.pack(format, x, NOBODY)
+    added = gpu_codec.added(format, jnp.float16, packed, x, NOBODY)
     assert np.isinf(np.asarray(added)).all()
-    alone = gpu_codec.unpack(part, jnp.float16, packed, x, NOBODY)
+    alone = gpu_codec.unpack(format, jnp.float16, packed, x, NOBODY)
     assert (np.asarray(alone) == most).all()
 
 
 def test_a_scale_of_another_group_is_noticed() -> None:
     """So that the tests above can fail."""
     x = blocks_of((2, 16384), jnp.float32)
-    (part,) = gpu_codec.Part.all_of(x.shape, Wire("int8"), 1, True)
-    packed = gpu_codec.pack(part, x, NOBODY)
-    want = gpu_codec.unpack(part, x.dtype, packed, x, NOBODY)
+    format = gpu_codec.Format(Wire("int8"), x[0].size, True)
+    packed = gpu_codec.pack(format, x, NOBODY)
+    want = gpu_codec.unpack(format, x.dtype, packed, x, NOBODY)
     turned = jnp.concatenate([packed[:, :16384], jnp.roll(packed[:, 16384:], 4, 1)], 1)
-    got = gpu_codec.unpack(part, x.dtype, turned, x, NOBODY)
+    got = gpu_codec.unpack(format, x.dtype, turned, x, NOBODY)
     assert (np.asarray(got) != np.asarray(want)).any()
 
 
@@ -145,22 +140,16 @@ def test_the_rest_is_for_passes_of_xla(shape: tuple[int, ...], wire: Wire) -> No
 def test_triton_takes_them(name: str) -> None:
     """Three blocks: no array in a kernel may have a size that is no power of two."""
     shape = (3, 64 * 128)
-    first, second = gpu_codec.Part.all_of(shape, Wire(name), 2, False)
+    format = gpu_codec.Format(Wire(name), 64 * 128, False)
     device = jax.sharding.AbstractDevice("NVIDIA H200", None, platform="gpu")
-    x, come, word, begun, total = (
+    x, come, word = (
         jax.ShapeDtypeStruct(*each)
-        for each in (
-            (shape, jnp.bfloat16), ((3, first.nbytes), jnp.int8), ((1,), jnp.int32),
-            ((3, 64, 128), jnp.bfloat16), ((64, 128), jnp.bfloat16),
-        )
-    )  # fmt: skip
-    unpack = functools.partial(gpu_codec.unpack, second, jnp.bfloat16)
-    added = functools.partial(gpu_codec.added, second, jnp.bfloat16)
+        for each in ((shape, jnp.bfloat16), ((3, format.nbytes), jnp.int8), ((1,), jnp.int32))
+    )
     programs: Any = (
-        (functools.partial(gpu_codec.pack, second), (x, word, word)),
-        (functools.partial(gpu_codec.unpack, first, jnp.bfloat16), (come, x, word)),
-        (unpack, (come, x, word, begun)),
-        (added, (come, x, word, total)),
+        (functools.partial(gpu_codec.pack, format), (x, word)),
+        (functools.partial(gpu_codec.unpack, format, jnp.bfloat16), (come, x, word)),
+        (functools.partial(gpu_codec.added, format, jnp.bfloat16), (come, x, word)),
     )
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("z",), abstract_device=device)):
         for program, operands in programs:

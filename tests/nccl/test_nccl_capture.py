@@ -16,7 +16,7 @@ import harness
 import nccl_gpu
 import pallas_collectives as pc
 from pallas_collectives import nccl
-from pallas_collectives.nccl import cuda, dtypes
+from pallas_collectives.nccl import cuda, dtypes, ffi
 
 pytestmark = pytest.mark.gpu
 
@@ -87,3 +87,44 @@ def test_an_exchange_and_a_gather_are_captured_together():
     for _ in range(10):  # the first runs are not captured
         got = np.asarray(run(x))
         assert np.abs(got - want).max() < 0.1
+
+
+@pytest.mark.parametrize("under", ["scan", "remat and gradient"])
+def test_wires_are_captured_in_a_program_and_have_the_bits_of_passes(under):
+    """Every collective over a wire, in one layer; run as often as XLA takes to make its graphs."""
+    n = jax.device_count()
+    if jax.default_backend() != "gpu" or n < 2:
+        pytest.skip("needs two GPUs")
+    mesh, wires = harness.mesh(n), {"wire": "int8", "wire_backward": "int8"}
+
+    def layer(x, _, **how):
+        apart = jax.lax.optimization_barrier  # or XLA rounds a product and a sum at once
+
+        def call(name, x, **given):
+            return apart(getattr(pc, name)(apart(x), axis_name="x", **wires, **given, **how))
+
+        y = call("all_to_all", x, split_axis=0, concat_axis=0, tiled=True)
+        y += call("ppermute", y, perm=[(i, (i + 1) % n) for i in range(n)])
+        part = call("psum_scatter", y, tiled=True)
+        return call("all_gather", part, tiled=True) / n + call("psum", x) / n, None
+
+    def program(x, **how):
+        step = functools.partial(layer, **how)
+        if under == "scan":
+            return jax.lax.scan(step, x, None, length=3)[0]
+
+        def loss(x):
+            y = jax.lax.scan(jax.checkpoint(step), x, None, length=3)[0]
+            return (y**2).sum()
+
+        return jax.grad(loss)(x)
+
+    x = np.random.default_rng(0).standard_normal((n, 8 * n, 512)).astype(np.float32)
+    ours, by_xla = (
+        harness.per_device(functools.partial(program, backend=b), mesh) for b in ("nccl", "xla")
+    )
+    want = np.asarray(by_xla(x))
+    before = ffi.counters.python
+    for _ in range(5):
+        np.testing.assert_array_equal(np.asarray(ours(x)), want)
+    assert ffi.counters.python == before

@@ -1,8 +1,8 @@
 """All orders in which GPUs may take the steps of calls by mailboxes: nothing hangs or is torn.
 
-The steps are the code's own: what `Multiplier` and `Post` put on streams is noted, rank by rank,
-and then gone through in every order that streams, events and words allow (two ranks), or in many
-(more). A copy and a read last: others may come between their beginning and their end.
+The steps are the code's own: what `Multiplier`, `Packer` and `Post` put on streams is noted, rank
+by rank, and then gone through in every order that streams, events and words allow (two ranks), or
+in many (more). Copies and kernels last: others may come between their beginning and their end.
 """
 
 import contextlib
@@ -17,7 +17,17 @@ import pytest
 
 import nccl_host
 from nccl_host import Device, in_threads
-from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products, sums
+from pallas_collectives.nccl import (
+    codec,
+    copies,
+    cublas,
+    group,
+    mailboxes,
+    packed,
+    posts,
+    products,
+    sums,
+)
 from pallas_collectives.nccl.products import GATHER, SCATTER, Work
 
 MAIN, X, ROOM, W, Y, TOKEN = 0, *(n << 60 for n in range(1, 6))
@@ -58,10 +68,17 @@ class Noting(nccl_host.Driver):
     def clear(self, *_: Any) -> None:
         pass
 
-    def launch(self, kernel: Any, stream: int, x: Any, y: Any, *_: Any, **sizes: int) -> None:
-        """What has come is added to what is there."""
-        self.lasts("read", x.value, stream)
-        self.lasts("write", y.value, stream)
+    def launch(self, kernel: Any, stream: int, *given: Any, **sizes: int) -> None:
+        """Of `sums`, which adds what has come to what is there; or of `codec`."""
+        first, second, *more = (number.value for number in given)
+        self.lasts("read", first, stream)
+        if kernel is not None and kernel.kind == codec.ADD:
+            stride, rank, ranks, *_ = more
+            for k in range(ranks):
+                if k != rank:
+                    self.lasts("read", second + k * stride, stream)
+            return
+        self.lasts("write", second, stream)
 
     def lasts(self, what: str, address: int | None, stream: int) -> None:
         """Notes what is done with a place in a mailbox, with an operand, or a block to be sent."""
@@ -96,6 +113,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calls], "Machine"]:
     monkeypatch.setattr(mailboxes, "_making", contextlib.nullcontext())
     monkeypatch.setattr(cublas, "library", _Noted)
     monkeypatch.setattr(sums, "prepared", lambda *_: None)
+    monkeypatch.setattr(codec, "prepared", lambda driver, ordinal, kernel: kernel)
 
     def run(n: int, calls: Calls) -> "Machine":
         runtimes, devices = nccl_host.runtimes(n), [Device(i, i, 0) for i in range(n)]
@@ -130,6 +148,29 @@ def multiplied(kinds: str, n: int) -> Calls:
             work = Work(*of, cuts=cuts)
             (multiplier,) = products.multipliers(g, work).values()
             multiplier.run(work, "products", [x, W], [Y] if gathers else [Y, room], MAIN)
+
+    return calls
+
+
+OVER_A_WIRE = {"x": packed.EXCHANGE, "+": packed.EXCHANGE, "a": packed.GATHER, "p": packed.PERMUTE}
+
+
+def quantised(kinds: str, n: int) -> Calls:
+    """Calls over a wire: exchanges, those whose blocks are added, gathers, permutes."""
+
+    def calls(g: group.Group, driver: Noting) -> None:
+        ((me, _),) = g.communicators.items()
+        x = X + me * _RANK
+        for kind in kinds:
+            driver.call += 1
+            op = OVER_A_WIRE[kind]
+            ring = tuple((i, (i + 1) % n) for i in range(n)) if op == packed.PERMUTE else ()
+            of = op, n, 1024, "float16", "float16", "int8", 128, kind == "+", ring
+            work = packed.Work(*of)
+            for block in range(n if op == packed.EXCHANGE else 1):
+                driver.lasts("write", x + block * work.numbers * 2, MAIN)
+            (packer,) = packed.ready(g, work).values()
+            packer.run(work, "over a wire", [x], [Y], MAIN)
 
     return calls
 
@@ -243,19 +284,25 @@ def check_some_orders(machine: Machine, count: int) -> None:
 
 
 PRODUCTS, EXCHANGES = ["ggg", "sss", "www", "gsg", "gwg", "ssgg"], ["sfsfsf", "ssf", "sfss"]
+WIRES = ["xxx", "+++", "aaa", "ppp", "x+ap"]
 
 
-@pytest.mark.parametrize("calls", [*PRODUCTS, *EXCHANGES])
+def made(calls: str, n: int) -> Calls:
+    """What letters stand for."""
+    if set(calls) <= OVER_A_WIRE.keys():
+        return quantised(calls, n)
+    return (exchanged if "f" in calls else multiplied)(calls, n)
+
+
+@pytest.mark.parametrize("calls", [*PRODUCTS, *EXCHANGES, *WIRES])
 def test_two_gpus_in_every_order(calls: str, noted: Any) -> None:
-    """Products, and exchanges that are finished or not."""
-    made = exchanged if "f" in calls else multiplied
+    """Products, exchanges that are finished or not, and what goes over a wire."""
     assert check_every_order(noted(2, made(calls, 2))) > 100
 
 
 @pytest.mark.parametrize("n", [3, 4])
-@pytest.mark.parametrize("calls", [*PRODUCTS, *EXCHANGES])
+@pytest.mark.parametrize("calls", [*PRODUCTS, *EXCHANGES, *WIRES])
 def test_more_gpus_in_many_orders(calls: str, n: int, noted: Any) -> None:
-    made = exchanged if "f" in calls else multiplied
     check_some_orders(noted(n, made(calls, n)), 60)
 
 
@@ -266,12 +313,14 @@ def but_one(self: Any, whole: Any, number: int, count: Iterator[int], *args: Any
 
 
 @pytest.mark.parametrize("fault", ["take_word", "give_word", "wait_event"])
-@pytest.mark.parametrize("calls", ["gg", "sfsf", "ww", pytest.param("ss", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "calls", ["gg", "sfsf", "ww", "xx", "++", "pp", pytest.param("ss", marks=pytest.mark.full)]
+)
 def test_a_step_that_is_left_out_is_noticed(
     calls: str, fault: str, noted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted faults: each word and event but those that nothing follows, left out once."""
-    made, whole = exchanged if "f" in calls else multiplied, getattr(Noting, fault)
+    whole = getattr(Noting, fault)
     missed = 0
     for number in itertools.count():
         count = itertools.count()

@@ -1,0 +1,133 @@
+"""Collectives over narrower wires on NVIDIA GPUs: kernels that quantise, whatever moves the bytes.
+
+Between GPUs that reach each other's memory, of one process or of several on one host, it is one
+call out of the program (`nccl.packed`), which XLA may capture in a CUDA graph: what quantises
+writes to the peer. Elsewhere kernels of one pass (`gpu_codec`) pack what leaves, NCCL moves it, and
+others unpack or add what comes. The bits are the same.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
+
+from pallas_collectives import _compat, nccl, simulation
+from pallas_collectives.backends import nccl as on_gpus
+from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.wire_ways import Move
+from pallas_collectives.kernels import gpu_codec
+from pallas_collectives.kernels.machinery import launch
+from pallas_collectives.nccl import ffi, mailboxes, packed, tape
+from pallas_collectives.nccl.packed import EXCHANGE, PERMUTE, Packer, Work
+from pallas_collectives.wires import Wire
+
+# What comes to a GPU in a call may take this much of its memory, beside XLA's own.
+_MOST_MAIL = 4 << 30
+
+
+def moved(blocks: jax.Array, wire: Wire, move: Move, dtype: Any, adds: bool) -> jax.Array:
+    """The blocks that come, (n, numbers), or their sum, (numbers,).
+
+    Args:
+      blocks: (k, ...), which `gpu_codec` serves.
+      wire: with scales.
+      move: what brings them.
+      dtype: of the result.
+      adds: whether it is the sum.
+    """
+    work = Work(
+        op=move.op,
+        size=move.group.size,
+        numbers=blocks.size // len(blocks),
+        dtype=jnp.dtype(blocks.dtype).name,
+        result=jnp.dtype(dtype).name,
+        wire=wire.dtype,
+        group=int(wire.group),
+        adds=adds,
+        perm=tuple(move.perm),
+    )
+    _compat.prepare()
+    return _packed_p.bind(blocks, work=work, move=move, wire=wire)
+
+
+_packed_p = core.Primitive("nccl_packed")
+
+
+@_packed_p.def_abstract_eval
+def _type(blocks: Any, *, work: Work, move: Move, wire: Wire) -> Any:
+    del blocks, move, wire
+    shape = (work.numbers,) if work.adds else (work.places, work.numbers)
+    return _compat.array_type(shape, jnp.dtype(work.result))
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, blocks: Any, *, work: Work, move: Move, wire: Wire
+) -> Any:
+    members = device_groups(_compat.mesh_of(ctx), move.group)
+    try:
+        at = _packers(work, members)
+    except mailboxes.MailboxError as error:
+        _tell(str(error))
+        by_nccl = functools.partial(_by_nccl, work=work, move=move, wire=wire)
+        return mlir.lower_fun(by_nccl, multiple_results=False)(ctx, blocks)
+    ids = [[d.id for d in devices] for devices in members]
+    text = f"packed {work} over {ids}"
+
+    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
+        at[ordinal].run(work, text, inputs, outputs, stream)
+
+    def recorded(packer: Packer) -> None:
+        packer.run(work, text, tape.inputs(1), tape.outputs(1), tape.STREAM)
+
+    tapes = {ordinal: tape.record(packer, recorded) for ordinal, packer in at.items()}
+    return ffi.lower(ctx, text, function, blocks, has_effect=False, tapes=tapes)
+
+
+def _packers(work: Work, members: list[list[jax.Device]]) -> dict[int, Packer]:
+    """What does the work on each of this process's devices, by ordinal."""
+    if (mail := work.places * work.nbytes) > _MOST_MAIL:
+        raise mailboxes.MailboxError(
+            f"{mail >> 20} MiB come to a GPU, more than {_MOST_MAIL >> 20} are kept for"
+        )
+    at: dict[int, Packer] = {}
+    for devices in members:
+        if any(d.process_index == jax.process_index() for d in devices):
+            at.update(packed.ready(nccl.get(devices, name="copies", uses=()), work))
+    return at
+
+
+_compat.register(_packed_p, lowering=_lower)
+
+
+@functools.cache
+def _tell(why: str) -> None:
+    logging.warning("pallas_collectives: NCCL moves what goes over a wire: %s", why)
+
+
+def _by_nccl(blocks: jax.Array, *, work: Work, move: Move, wire: Wire) -> jax.Array:
+    format = gpu_codec.Format(wire, work.numbers, simulation.platform() == "cpu")
+    me, nobody = _rank(move), jnp.full(1, -1, jnp.int32)
+    left_out = me if work.op == EXCHANGE else nobody
+    own = nobody if work.op == PERMUTE else me
+    bring = move.at_once
+    if work.op == EXCHANGE:
+        bring = functools.partial(on_gpus.others_blocks, group=move.group, how=move.how)
+    pack = functools.partial(gpu_codec.pack, format)
+    come = bring(launch.unchecked(pack)(blocks, left_out)).reshape(-1, format.nbytes)
+    make = gpu_codec.added if work.adds else gpu_codec.unpack
+    read = functools.partial(make, format, jnp.dtype(work.result))
+    result = launch.unchecked(read)(come, blocks, own)
+    return result.reshape((-1,) if work.adds else (work.places, -1))
+
+
+def _rank(move: Move) -> jax.Array:
+    """This device's place in the group, int32 (1,)."""
+    members = move.group.members()
+    me = lax.axis_index(move.group.axes) if members is None else members[0]
+    return jnp.asarray(me, np.int32).reshape(1)

@@ -1,0 +1,123 @@
+"""What kernels on GPUs do, on host memory: the stand-in for them, and the reference.
+
+By numpy, since the threads that would launch them belong to a program of JAX's that runs.
+"""
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from nccl_wire import memory
+from pallas_collectives.nccl import codec, sums
+from pallas_collectives.wires import LEAST_SCALE, Wire
+
+_numbers: dict[str, int] = {}  # kernels, by name
+_loaded: dict[int, tuple[int, Callable[..., None]]] = {}  # how many parameters, and what it does
+
+
+def load(name: str) -> int:
+    """The handle of a kernel."""
+    if name not in _numbers:
+        if name.removeprefix("add_") in sums.ADDED:
+            count, run = 3, _sums(name.removeprefix("add_"))
+        else:
+            kernel = next(k for k in _codecs() if k.name == name)
+            count, run = len(kernel.parameters), getattr(_Codec(kernel), kernel.kind)
+        _numbers[name] = len(_numbers) + 1
+        _loaded[_numbers[name]] = count, run
+    return _numbers[name]
+
+
+def run(handle: int, *given: int) -> None:
+    """A kernel, by its handle; the last that it is given is how much there is to do."""
+    if not given[-1]:
+        return
+    _loaded[handle][1](*given)
+
+
+def launch(handle: int, *args: int) -> None:
+    """cuLaunchKernel."""
+    parameters = ctypes.cast(args[-2], ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
+    run(handle, *(parameters[i][0] for i in range(_loaded[handle][0])))
+
+
+def _sums(name: str) -> Callable[..., None]:
+    dtype = jnp.dtype(name)
+
+    def add(x: int, y: int, words: int) -> None:
+        left, right = (memory(at, words * sums.WORD // dtype.itemsize, dtype) for at in (x, y))
+        right[:] = left.astype(np.float32) + right.astype(np.float32)
+
+    return add
+
+
+def _codecs() -> Any:
+    floats = ("float32", "bfloat16", "float16")
+    wires = ("int8", "float8_e4m3fn", "float8_e5m2")
+    kinds = (codec.SEND, codec.READ, codec.KEEP, codec.ADD)
+    return itertools.starmap(
+        codec.Kernel, itertools.product(kinds, floats, floats, wires, (128, 256))
+    )
+
+
+class _Codec:
+    """The kernels of `codec`, as methods of their kinds."""
+
+    def __init__(self, kernel: codec.Kernel) -> None:
+        self._dtype, self._result = jnp.dtype(kernel.dtype), jnp.dtype(kernel.result)
+        self._wire, self._group = Wire(kernel.wire), kernel.group
+
+    def send(self, own: int, to: int, groups: int) -> None:
+        values, scales = self._quantised(own, groups)
+        memory(to, values.size, values.dtype)[:] = values.reshape(-1)
+        memory(to + values.size, groups, np.dtype(np.float32))[:] = scales
+
+    def read(self, come: int, to: int, groups: int) -> None:
+        self._store(to, self._numbers(*self._come(come, groups)))
+
+    def keep(self, own: int, to: int, groups: int) -> None:
+        self._store(to, self._numbers(*self._quantised(own, groups)))
+
+    def add(
+        self, own: int, come: int, stride: int, rank: int, ranks: int, to: int, groups: int
+    ) -> None:
+        terms = [
+            self._numbers(*self._quantised(own, groups))
+            if k == rank
+            else self._numbers(*self._come(come + k * stride, groups))
+            for k in range(ranks)
+        ]
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._store(to, sum(terms[1:], terms[0]))
+
+    def _quantised(self, own: int, groups: int) -> tuple[Any, Any]:
+        flat = memory(own, groups * self._group, self._dtype).astype(np.float32)
+        numbers, largest = flat.reshape(groups, self._group), np.float32(self._wire.largest)
+        most = np.abs(numbers).max(axis=1)  # NaN if one is
+        with np.errstate(all="ignore"):
+            scales = np.maximum(most * np.float32(1 / self._wire.largest), np.float32(LEAST_SCALE))
+            scales = np.where(np.isfinite(most), np.where(most == 0, 0, scales), np.nan)
+            usable = scales > 0
+            inverse = np.float32(1) / np.where(usable, scales, 1).astype(np.float32)
+            scaled = np.where(usable[:, None], numbers * inverse[:, None], 0)
+        scaled = np.clip(scaled, -largest, largest)
+        if self._wire.dtype == "int8":
+            scaled = np.rint(scaled)
+        return scaled.astype(jnp.dtype(self._wire.dtype)), scales.astype(np.float32)
+
+    def _come(self, at: int, groups: int) -> tuple[Any, Any]:
+        size = groups * self._group
+        values = memory(at, size, jnp.dtype(self._wire.dtype)).reshape(groups, self._group)
+        return values, memory(at + size, groups, np.dtype(np.float32))
+
+    def _numbers(self, values: Any, scales: Any) -> Any:
+        most = float(jnp.finfo(self._dtype).max)
+        return np.clip(values.astype(np.float32) * scales[:, None], -most, most)
+
+    def _store(self, to: int, numbers: Any) -> None:
+        with np.errstate(over="ignore"):
+            memory(to, numbers.size, self._result)[:] = numbers.reshape(-1).astype(self._result)
