@@ -106,8 +106,9 @@ class Loop:
         *elapsed, total = self._elapsed(chip)
         gathers = [(elapsed[self._first_use(s)], s) for s in self.steps if s.how]
         for needed, step in sorted(gathers, key=lambda pair: pair[0]):
-            takes = turns.under_way(step, chip)
-            if takes and busy + takes > needed and total > needed and self._of_xs([step]):
+            takes, waits = turns.under_way(step, chip), total > needed
+            waits = waits and busy + takes > needed and not self._is_kept(step)
+            if takes and waits and self._of_xs([step]):
                 found.append(step)
             else:
                 busy += takes
@@ -154,6 +155,14 @@ class Loop:
                     return number
                 brought |= {*step.writes}
         return len(self.steps) - 1
+
+    def _is_kept(self, gather: Step) -> bool:
+        """Whether what a gather brings is a result, too: of a turn, or kept for derivatives."""
+        brought = {*gather.writes}
+        for step in self.steps:
+            if step.hands_on and brought.intersection(numbers(step.reads)):
+                brought |= {*step.writes}
+        return not brought.isdisjoint(numbers(self.results))
 
     def _of_xs(self, gathers: Iterable[Step]) -> list[Step]:
         """The steps that bring gathers' operands, and these; none where they need more."""

@@ -161,6 +161,10 @@ EQUIVALENT = {
     "swap-semaphores:machinery.sync:push_to_everyone.push": (
         "as many leave as come; both are waited for last"
     ),
+    "share-semaphore:pipelines:gather_and_consume.own_copy": (
+        "own chunks are copied one at a time, or all waited for last"
+    ),
+    "wrong-step:streams:ring_number": "of a core's two rings each is named as the other",
     "wrong-step:adding:add_on_the_way.wait_sent": (
         "a wait takes a slot's size alone, and all slots are as large"
     ),
