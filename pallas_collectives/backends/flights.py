@@ -46,8 +46,6 @@ class Flight:
       to: what a gather's result is typed as, "varying" or "invarying".
       order: how often it was differentiated. XLA would take a start of tangents for one of the same
         numbers, if both were of one exchange, and copy what is under way for the second `done`.
-      own: whether what a device gathers or exchanges with itself is copied; if not, its place in
-        the result has whatever was there.
     """
 
     op: str
@@ -56,7 +54,6 @@ class Flight:
     perm: tuple[tuple[int, int], ...] = ()
     to: str = "varying"
     order: int = 0
-    own: bool = True
 
     def plan(self, rank: int, nbytes: int) -> copies.Plan:
         """What a rank does; nbytes: of its operand."""
@@ -71,7 +68,7 @@ class Flight:
         ranks = [(rank + distance) % n for distance in range(n)]
         pushes = tuple(
             copies.Push(p, 0 if self.op == "gather" else p * block, rank * block, block)
-            for p in (ranks if self.own else ranks[1:])
+            for p in ranks
         )
         targets = tuple(p * block for p in ranks[1:])
         return copies.Plan(tuple(ranks[1:]), pushes, targets, block)
@@ -136,10 +133,9 @@ def new(
     group: Group,
     perm: Iterable[tuple[int, int]] = (),
     to: str = "varying",
-    own: bool = True,
 ) -> Flight:
     """An exchange that may be under way beside the others of its program."""
-    return Flight(op, group, next(_names), tuple((s, t) for s, t in perm), to, own=own)
+    return Flight(op, group, next(_names), tuple((s, t) for s, t in perm), to)
 
 
 def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -259,7 +255,7 @@ def _lowering(
                 _tell(str(error))
                 return None
     ids = [[d.id for d in devices] for devices in members]
-    text = f"{flight.op} {half} {nbytes} {number} {flight.perm} {flight.own} over {ids}"
+    text = f"{flight.op} {half} {nbytes} {number} {flight.perm} over {ids}"
 
     def enqueue(
         worker: Any, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses

@@ -39,8 +39,9 @@ from pallas_collectives.backends.layout import blocks as blocks
 from pallas_collectives.backends.layout import side_by_side as side_by_side
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
-from pallas_collectives.nccl import dtypes, ffi, tape
+from pallas_collectives.nccl import dtypes, ffi, mailboxes, tape
 from pallas_collectives.nccl.connection import COLLECTIVES, MESSAGES
+from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 
 # NCCL adds no 16-bit integers; modulo 2**16 the wider sums are the same.
@@ -302,6 +303,14 @@ def device_groups(mesh: Any, group: Group) -> list[list[jax.Device]]:
     if group.index_groups is None:
         return [list(row) for row in rows]
     return [[row[i] for i in indices] for row in rows for indices in group.index_groups]
+
+
+def check_one_host(groups: Sequence[Sequence[jax.Device]]) -> None:
+    """Raises MailboxError, in every process alike, if some group has GPUs of several hosts."""
+    for devices in groups:
+        if not placement.are_of_one_host(devices):
+            ids = [d.id for d in devices]
+            raise mailboxes.MailboxError(f"GPUs {ids} are not all of one host")
 
 
 ordered.exchanges["nccl"] = sys.modules[__name__]

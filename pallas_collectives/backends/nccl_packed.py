@@ -18,15 +18,18 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_collectives import _compat, nccl, simulation
+from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.plans import Plan
 from pallas_collectives.backends.wire_ways import Move
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.nccl import ffi, mailboxes, packed, tape
-from pallas_collectives.nccl.packed import EXCHANGE, PERMUTE, Packer, Work
+from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, Packer, Work
 from pallas_collectives.wires import Wire
 
+_OPS = {GATHER: "all_gather", EXCHANGE: "all_to_all", PERMUTE: "ppermute"}
 # What comes to a GPU in a call may take this much of its memory, beside XLA's own.
 _MOST_MAIL = 4 << 30
 
@@ -50,7 +53,7 @@ def moved(blocks: jax.Array, wire: Wire, move: Move, dtype: Any, adds: bool) -> 
         wire=wire.dtype,
         group=int(wire.group),
         adds=adds,
-        perm=tuple(move.perm),
+        perm=tuple(sorted(move.perm)),
     )
     _compat.prepare()
     return _packed_p.bind(blocks, work=work, move=move, wire=wire)
@@ -62,7 +65,7 @@ _packed_p = core.Primitive("nccl_packed")
 @_packed_p.def_abstract_eval
 def _type(blocks: Any, *, work: Work, move: Move, wire: Wire) -> Any:
     del blocks, move, wire
-    shape = (work.numbers,) if work.adds else (work.places, work.numbers)
+    shape = (work.numbers,) if work.adds else (work.blocks, work.numbers)
     return _compat.array_type(shape, jnp.dtype(work.result))
 
 
@@ -76,6 +79,8 @@ def _lower(
         _tell(str(error))
         by_nccl = functools.partial(_by_nccl, work=work, move=move, wire=wire)
         return mlir.lower_fun(by_nccl, multiple_results=False)(ctx, blocks)
+    told = "a kernel quantises into the peer's memory"
+    counters.note(Plan(op=_OPS[work.op], backend="nccl", algorithm="packed", why=told))
     ids = [[d.id for d in devices] for devices in members]
     text = f"packed {work} over {ids}"
 
@@ -91,10 +96,11 @@ def _lower(
 
 def _packers(work: Work, members: list[list[jax.Device]]) -> dict[int, Packer]:
     """What does the work on each of this process's devices, by ordinal."""
-    if (mail := work.places * work.nbytes) > _MOST_MAIL:
+    if work.mail_bytes > _MOST_MAIL:
         raise mailboxes.MailboxError(
-            f"{mail >> 20} MiB come to a GPU, more than {_MOST_MAIL >> 20} are kept for"
+            f"{work.mail_bytes >> 20} MiB come to a GPU, more than {_MOST_MAIL >> 20} are kept for"
         )
+    on_gpus.check_one_host(members)
     at: dict[int, Packer] = {}
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
@@ -123,7 +129,7 @@ def _by_nccl(blocks: jax.Array, *, work: Work, move: Move, wire: Wire) -> jax.Ar
     make = gpu_codec.added if work.adds else gpu_codec.unpack
     read = functools.partial(make, format, jnp.dtype(work.result))
     result = launch.unchecked(read)(come, blocks, own)
-    return result.reshape((-1,) if work.adds else (work.places, -1))
+    return result.reshape((-1,) if work.adds else (work.blocks, -1))
 
 
 def _rank(move: Move) -> jax.Array:

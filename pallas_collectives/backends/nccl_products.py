@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 
 from pallas_collectives import _compat, nccl
 from pallas_collectives.backends import canonical
+from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
 from pallas_collectives.backends.pallas.products import GATHER, Layout, Spec, halves
 from pallas_collectives.nccl import cublas, ffi, mailboxes, products, tape
@@ -173,6 +174,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, work: Work, group: Gro
 
 def _multipliers(work: Work, members: Sequence[Sequence[jax.Device]]) -> dict[int, Multiplier]:
     """What does the work on each of this process's devices, by ordinal."""
+    on_gpus.check_one_host(members)
     at: dict[int, Multiplier] = {}
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):

@@ -11,7 +11,8 @@ A sum has these ways over a wire with scales:
 The algorithms of the last are those whose record says `packed`; `psum` calls the first of them
 "ring". But for the gather, a psum gathers the sums, quantised once more, and so gives everyone the
 same bits; of two devices the exchange is a gather of the terms. What is only moved is quantised
-once: by passes around a collective, or by an algorithm whose record says `packed`. The quicker way
+once: by passes around a collective, by an algorithm whose record says `packed`, or on GPUs by
+kernels that write to the peer's memory. The quicker way
 by the tables of times (`tuning`) is taken, and a gather of terms where it is named; where no times
 tell, and where a draw or a residue presumes in what bits terms are quantised, it is the exchange,
 or the passes.
@@ -45,7 +46,7 @@ from pallas_collectives.wires import Wire
 
 # From so many bytes of an operand a wire is taken where no times tell: smaller ones are latency.
 AUTO_BYTES = 2 << 20
-LINKED_BYTES = 32 << 20  # between GPUs of one process
+LINKED_BYTES = 32 << 20  # between GPUs of one host
 
 EXCHANGE = ordered.EXCHANGE.name
 
@@ -189,18 +190,19 @@ def _small(x: jax.Array, wire: Wire) -> str:
 
 
 def _linked(op: str, x: jax.Array, wire: Wire, how: How) -> str:
-    """Why a wire that may be left out is between GPUs of one process; "" if it is taken.
+    """Why a wire that may be left out is between GPUs of one host; "" if it is taken.
 
     On two H100 with NVLink, 64 MiB of bfloat16, us with int8 and without: all_gather 120 and 137,
     psum 205 and 248, psum_scatter 125 and 184, ppermute 171 and 214, all_to_all 118 and 125; at
     16 MiB: 50 and 56, 76 and 84, 55 and 64, 71 and 73, 53 and 49. Ragged rows take XLA's passes.
     """
-    if not wire.optional or how.backend != "nccl" or jax.process_count() > 1:
+    if not wire.optional or how.backend != "nccl" or not placement.are_of_one_host(jax.devices()):
         return ""
     if op == "ragged_all_to_all":
-        return "between GPUs of one process the passes that quantise take longer than they save"
-    if x.nbytes < LINKED_BYTES:
-        return f"between GPUs of one process the operand is smaller than {LINKED_BYTES >> 20} MiB"
+        return "between GPUs of one host the passes that quantise take longer than they save"
+    least = LINKED_BYTES * (2 if op == "all_to_all" else 1)
+    if x.nbytes < least:
+        return f"between GPUs of one host the operand is smaller than {least >> 20} MiB"
     return ""
 
 

@@ -63,8 +63,8 @@ class Kernel:
 
     Attributes:
       kind: SEND, READ, KEEP or ADD.
-      dtype: of the numbers that are sent, by name; the largest of it is the most that arrives.
-      result: of those that it gives; of SEND, any.
+      dtype: of the numbers that are sent, by name; the largest of it is the most of a term.
+      result: of those that it gives, or of their sum; of SEND, any.
       wire, group: as `Wire` has them.
     """
 
@@ -277,8 +277,8 @@ turn:
         yield f"prmt.b32 {value}, %b0, %b2, 0x5410;"
 
     def _dequantise(self, part: int) -> Iterable[str]:
-        """From values and their scale to numbers, none beyond the largest of the dtype."""
-        most = float(jnp.finfo(self.dtype).max)
+        """From values and their scale to numbers; none is beyond the largest of its dtype."""
+        most = float(jnp.finfo(self.dtype if self.kind == ADD else self.result).max)
         for i in _NUMBERS:
             value = f"%v{2 * part + i // 4}"
             if kind := _FLOAT8.get(self.wire):

@@ -111,7 +111,7 @@ class Copier(Rank):
     """One rank's exchanges."""
 
     def __init__(self, communicator: Communicator, meeting: Meeting) -> None:
-        super().__init__(communicator)
+        super().__init__(communicator, meeting)
         self.stream = self.driver.new_stream(self.ordinal, urgent=True)
         self._keeping = self.driver.new_stream(self.ordinal)
         self.slots: dict[Any, Slot] = {}
@@ -198,7 +198,7 @@ def slots(group: Group, key: Any) -> dict[int, tuple[Copier, Slot]]:
             ordinals = [c.ordinal for c in communicators.values()]
             for c in communicators.values():
                 c.driver.let_in(c.ordinal, ordinals)
-            meeting = Meeting(len(ordinals))
+            meeting = Meeting(communicators.values())
             _copiers[group] = {rank: Copier(c, meeting) for rank, c in communicators.items()}
         copiers = _copiers[group]
         if any(key not in copier.slots for copier in copiers.values()):

@@ -202,7 +202,7 @@ class _Agreement:
         self.several = len(group.communicators) < len(group.devices)
         self.own: dict[int, int] = {}
         self.boxes: dict[int, Mailbox] = {}
-        self.meeting = Meeting(len(group.communicators))
+        self.meeting = Meeting(group.communicators.values())
         self._told: dict[int, dict[int, str]] = {}  # by step and rank
         self._steps = 0
 

@@ -8,20 +8,26 @@ all words are given they do nothing for which CUDA might hold them.
 
 import ctypes
 import time
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pallas_collectives.nccl.communicator import Communicator
 
 
 class Meeting:
-    """Of so many threads; tape.c has the same functions.
+    """Of a thread for each communicator; tape.c has the same functions.
 
     Attributes:
+      communicators: whose threads meet.
       turns: how often each has come.
       results: where each one's result lies, of even turns and of odd ones: a thread that is a turn
         ahead does not overwrite what another has yet to read.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, communicators: Collection["Communicator"]) -> None:
+        self.communicators = communicators
+        self.size = size = len(communicators)
         self.turns = (ctypes.c_uint64 * size)()
         self.results = (ctypes.c_uint64 * (2 * size))()
 

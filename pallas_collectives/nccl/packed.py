@@ -8,7 +8,8 @@ ones that send: both have few blocks of threads, and NVLink is no quicker with m
     side stream     to me-1 | to me-2 | ...
     XLA's stream    own     | from me+1 | from me+2 | ...       each once it has come
 
-A GPU sends to all, or by a permutation. Meetings and words are those of `nccl.products`.
+A GPU sends to all, or by a permutation. Meetings and words are those of `nccl.products`. Each
+source has a place and a word of its own in a mailbox, so that calls of all kinds share it.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ class Work:
     Attributes:
       op: GATHER, of one block; EXCHANGE, of one for each GPU; or PERMUTE, of one.
       size: GPUs.
-      numbers: of a block; whole groups, a multiple of 8.
+      numbers: of a block: whole groups, their number a multiple of 8, so that blocks are aligned.
       dtype, result: of numbers that are sent, and of the result, by name.
       wire, group: as `Wire` has them.
       adds: whether the result is the sum of what comes and of the own block.
@@ -56,6 +57,9 @@ class Work:
     adds: bool = False
     perm: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        assert self.groups % 8 == 0 and self.numbers == self.groups * self.group, self
+
     @property
     def groups(self) -> int:
         """Of a block."""
@@ -67,8 +71,18 @@ class Work:
         return self.numbers + codec.SCALE * self.groups
 
     @property
-    def places(self) -> int:
-        """Of blocks in a mailbox: by source, if there are several."""
+    def pitch(self) -> int:
+        """Bytes between the places of blocks in a mailbox, which works of other sizes share."""
+        return mailboxes.rounded(self.nbytes)
+
+    @property
+    def mail_bytes(self) -> int:
+        """Of a mailbox."""
+        return self.size * self.pitch
+
+    @property
+    def blocks(self) -> int:
+        """Of the result, if they are not added."""
         return 1 if self.op == PERMUTE else self.size
 
     def to(self, rank: int) -> list[int]:
@@ -83,10 +97,6 @@ class Work:
             return [source for source, target in self.perm if target == rank]
         return [(rank + distance) % self.size for distance in range(1, self.size)]
 
-    def place(self, source: int) -> int:
-        """Where a source's block lies in a mailbox, and which message it is."""
-        return 0 if self.op == PERMUTE else source
-
     def sent(self, x: Any, peer: int) -> Any:
         """The address of what goes to a peer, in the blocks at x."""
         block = peer if self.op == EXCHANGE else 0
@@ -94,7 +104,8 @@ class Work:
 
     def there(self, y: Any, peer: int) -> Any:
         """The address of what a peer has sent, in the result at y."""
-        return tape.behind(y, self.place(peer) * self.numbers * _width(self.result))
+        block = 0 if self.op == PERMUTE else peer
+        return tape.behind(y, block * self.numbers * _width(self.result))
 
     def kernel(self, kind: str) -> Kernel:
         """A kernel for it."""
@@ -112,7 +123,7 @@ class Packer(Rank):
     """One rank's work of one mailbox."""
 
     def __init__(self, box: Mailbox) -> None:
-        super().__init__(box.communicator)
+        super().__init__(box.communicator, box.meeting)
         self._box = box
         self._prepared = functools.partial(codec.prepared, self.driver, self.ordinal)
         self._side = self.driver.new_stream(self.ordinal, urgent=True)
@@ -137,9 +148,9 @@ class Packer(Rank):
             self.wait(self._side, stream, self._there)
             for peer in work.to(me):
                 driver.take_word(box.ready(me, peer), self._side)
-                to = box.data[peer] + work.place(me) * work.nbytes
+                to = box.data[peer] + me * work.pitch
                 self._run(work, SEND, self._side, work.sent(x, peer), to)
-                driver.give_word(box.come(peer, work.place(me)), self._side)
+                driver.give_word(box.come(peer, me), self._side)
             if KEEP in work.kinds:
                 self._run(work, KEEP, stream, work.sent(x, me), work.there(y, me))
             self._receive(work, x, y, stream)
@@ -153,12 +164,12 @@ class Packer(Rank):
         """Makes numbers of what comes, each block once it is there, or adds all up."""
         me, come = self.rank, self._box.data[self.rank]
         for peer in work.of(me):
-            self.driver.take_word(self._box.come(me, work.place(peer)), stream)
+            self.driver.take_word(self._box.come(me, peer), stream)
             if not work.adds:
-                block = come + work.place(peer) * work.nbytes
+                block = come + peer * work.pitch
                 self._run(work, READ, stream, block, work.there(y, peer))
         if work.adds:
-            self._run(work, ADD, stream, work.sent(x, me), come, work.nbytes, me, work.size, y)
+            self._run(work, ADD, stream, work.sent(x, me), come, work.pitch, me, work.size, y)
         elif not work.of(me):
             self.driver.clear(self.ordinal, y, work.numbers * _width(work.result), stream)
 
@@ -175,8 +186,6 @@ def ready(group: Group, work: Work) -> dict[int, Packer]:
       MailboxError: some GPU cannot reach another's memory, has no room, or cannot run a kernel; in
         every process alike.
     """
-    purpose = " ".join(filter(None, ("packed", work.op, str(work.perm or ""))))
-    boxes = mailboxes.get(group, purpose, work.places, work.places * work.nbytes)
 
     def load(rank: int) -> None:
         c = group.communicators[rank]
@@ -185,6 +194,7 @@ def ready(group: Group, work: Work) -> dict[int, Packer]:
 
     name = f"packed {hashlib.sha256(str(work).encode()).hexdigest()[:16]}"
     mailboxes.agreed(group, name, load, "cannot quantise")
+    boxes = mailboxes.get(group, "packed", work.size, work.mail_bytes)
     return {box.communicator.ordinal: _packer(box) for box in boxes.values()}
 
 

@@ -27,7 +27,7 @@ class Post(Rank):
     """One rank's exchanges of one mailbox."""
 
     def __init__(self, box: Mailbox) -> None:
-        super().__init__(box.communicator)
+        super().__init__(box.communicator, box.meeting)
         self._box = box
         self._side = self.driver.new_stream(self.ordinal, urgent=True)
         self._there, self._arrived = (self.driver.new_event(self.ordinal) for _ in range(2))

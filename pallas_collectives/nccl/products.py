@@ -143,7 +143,7 @@ class Multiplier(Rank):
     """One rank's products of a kind."""
 
     def __init__(self, box: Mailbox) -> None:
-        super().__init__(box.communicator)
+        super().__init__(box.communicator, box.meeting)
         self._box = box
         self._prepared = functools.partial(cublas.prepared, self.driver, self.ordinal)
         self._adds = functools.partial(sums.prepared, self.driver, self.ordinal)

@@ -22,11 +22,12 @@ class Rank:
 
     Attributes:
       communicator, rank, ordinal, unusable: the communicator and what it has.
+      whole: where it meets the other ranks of this process.
       call: makes the call of a C function, by its name, or notes it.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    def __init__(self, communicator: Communicator, meeting: Meeting) -> None:
+        self.communicator, self.whole = communicator, meeting
         self.rank, self.ordinal = communicator.rank, communicator.ordinal
         self.unusable = communicator.unusable
         self.call: Callable[..., None] = self._made_at_once
@@ -70,9 +71,26 @@ class Rank:
                 "done: XLA has copied it, and bytes that had not come with it. Call done() in the "
                 "function, or in the same turn of the loop, in which the collective is started"
             )
+        error: Exception
         if function.startswith("cublas"):
-            return cublas.library().failed(function, result, str(self.communicator))
-        return self.communicator.failed(function, result)
+            error = cublas.library().failed(function, result, str(self.communicator))
+        else:
+            error = self.communicator.failed(function, result)
+        self.give_up(error)
+        return error
+
+    def give_up(self, error: Exception) -> None:
+        """Ends all work of this process's ranks, once a call of one of them has stopped half-way.
+
+        Words are given that nobody would give, and no later call finds them out of step.
+        """
+        if self.unusable.value:
+            return
+        for communicator in self.whole.communicators:
+            communicator.disable(CommunicatorError(f"an earlier call failed: {error}"))
+        for communicator in self.whole.communicators:
+            for end in communicator.before_abort:
+                end()
 
     def recorded(self, recorder: tape.Recorder) -> Self:
         """A twin whose calls `recorder` notes."""

@@ -139,6 +139,11 @@ def _on_slice(name: str, numbers: Sequence[int]) -> Places:
     return Places(there, tuple(there.place(number, chip.devices_per_chip) for number in numbers))
 
 
+def are_of_one_host(devices: Sequence[jax.Device]) -> bool:
+    """Whether GPUs are, by JAX's numbers for what boots apart; simulated devices are."""
+    return len({getattr(device, "slice_index", 0) for device in devices}) == 1
+
+
 def arranged(group: Group) -> Group:
     """A group with the order in which its rings follow the wires of the mesh in scope.
 

@@ -162,14 +162,14 @@ def test_between_gpus_of_one_process_auto_takes_wires_where_they_gain(
     for least, taken in ((wire_ways.LINKED_BYTES, False), (4 << 20, True)):
         monkeypatch.setattr(wire_ways, "LINKED_BYTES", least)
         pc.reset_counts()
-        run(lambda x: program(x), np.zeros((2, 1 << 10, 1 << 10), np.float32), n=2)
+        run(lambda x: program(x), np.zeros((2, 1 << 10, 1 << 11), np.float32), n=2)
         told = {op: (wire, why) for op, wire, why in pc.wire_counts()}
         for op in ("all_gather", "all_reduce", "all_to_all"):
             wire, why = told[op]
             if taken:
                 assert (wire, why) == ("int8", "")
             else:
-                assert wire == "" and why.startswith("between GPUs of one process")
+                assert wire == "" and why.startswith("between GPUs of one host")
 
 
 def test_bfloat16_of_float32_is_a_cast() -> None:

@@ -5,7 +5,7 @@ By numpy, since the threads that would launch them belong to a program of JAX's 
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def load(name: str) -> int:
         if name.removeprefix("add_") in sums.ADDED:
             count, run = 3, _sums(name.removeprefix("add_"))
         else:
-            kernel = next(k for k in _codecs() if k.name == name)
+            kernel = next(k for k in codecs() if k.name == name)
             count, run = len(kernel.parameters), getattr(_Codec(kernel), kernel.kind)
         _numbers[name] = len(_numbers) + 1
         _loaded[_numbers[name]] = count, run
@@ -55,7 +55,8 @@ def _sums(name: str) -> Callable[..., None]:
     return add
 
 
-def _codecs() -> Any:
+def codecs() -> Iterable[codec.Kernel]:
+    """All of `codec`'s."""
     floats = ("float32", "bfloat16", "float16")
     wires = ("int8", "float8_e4m3fn", "float8_e5m2")
     kinds = (codec.SEND, codec.READ, codec.KEEP, codec.ADD)
@@ -70,6 +71,7 @@ class _Codec:
     def __init__(self, kernel: codec.Kernel) -> None:
         self._dtype, self._result = jnp.dtype(kernel.dtype), jnp.dtype(kernel.result)
         self._wire, self._group = Wire(kernel.wire), kernel.group
+        self._adds = kernel.kind == codec.ADD
 
     def send(self, own: int, to: int, groups: int) -> None:
         values, scales = self._quantised(own, groups)
@@ -115,7 +117,7 @@ class _Codec:
         return values, memory(at + size, groups, np.dtype(np.float32))
 
     def _numbers(self, values: Any, scales: Any) -> Any:
-        most = float(jnp.finfo(self._dtype).max)
+        most = float(jnp.finfo(self._dtype if self._adds else self._result).max)
         return np.clip(values.astype(np.float32) * scales[:, None], -most, most)
 
     def _store(self, to: int, numbers: Any) -> None:

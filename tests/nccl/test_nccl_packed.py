@@ -1,7 +1,9 @@
 """What goes over a wire between GPUs that reach each other's memory: whose block lands where."""
 
+import dataclasses
 import functools
 import logging
+import time
 from typing import Any
 
 import jax
@@ -9,10 +11,12 @@ import numpy as np
 import pytest
 
 import harness
+import nccl_kernels
 import pallas_collectives as pc
+from nccl_wire import SECONDS, WireError
 from pallas_collectives import wires
 from pallas_collectives.backends import nccl_packed
-from pallas_collectives.nccl import mailboxes, packed
+from pallas_collectives.nccl import codec, mailboxes, packed
 from pallas_collectives.wires import Wire
 
 N, WIRE = 3, Wire("int8")
@@ -100,8 +104,65 @@ def test_where_memory_is_not_reached_nccl_moves_it_and_says_so_once(
 def test_more_than_mailboxes_are_kept_for_goes_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_packed, "_MOST_MAIL", 1 << 10)
     work = packed.Work(packed.GATHER, N, 2048, "float32", "float32", "int8", 128)
-    with pytest.raises(mailboxes.MailboxError, match="0 MiB come to a GPU, more than 0 are kept"):
+    with pytest.raises(mailboxes.MailboxError, match="3 MiB come to a GPU, more than 0 are kept"):
         nccl_packed._packers(work, [])
     x = blocks()
     gather = functools.partial(pc.all_gather, axis_name="x", wire=WIRE, backend="nccl")
     np.testing.assert_array_equal(run(gather, x), np.stack([sent(x)] * N))
+
+
+@pytest.mark.usefixtures("fresh_counts")
+def test_it_is_counted_as_a_call_of_the_backend() -> None:
+    gather = functools.partial(pc.all_gather, axis_name="x", wire=WIRE, backend="nccl")
+    run(gather, blocks())
+    assert pc.counts() == {("all_gather", "nccl", "packed"): 1}
+
+
+def test_the_largest_of_the_result_is_the_most_that_arrives() -> None:
+    """Sums are float32 on their way to all; where a half would be inf, its largest number comes."""
+    x = np.zeros((N, 8 * N, 128), np.float16)
+    x[:] = np.array([65504.0, 15.9921875, 0.00390625], np.float16)[:, None, None]
+    total = functools.partial(pc.psum, axis_name="x", wire=Wire("float8_e4m3fn"))
+    ours, by_xla = (run(functools.partial(total, backend=b), x) for b in ("nccl", "xla"))
+    assert np.isfinite(by_xla).all()
+    np.testing.assert_array_equal(ours, by_xla)
+
+
+def test_a_launch_that_fails_ends_the_call_on_every_gpu(
+    by_nccl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None waits for words that nobody gives; another program has mailboxes of its own."""
+    if by_nccl == "gpu":
+        pytest.skip("no launch fails on GPUs")
+    whole, failed = nccl_kernels.run, []
+    reads = {nccl_kernels.load(k.name) for k in nccl_kernels.codecs() if k.kind == codec.READ}
+
+    def launched(handle: int, *given: int) -> None:
+        if handle in reads and given[-1] and not failed:
+            failed.append(handle)
+            raise WireError(1)
+        whole(handle, *given)
+
+    monkeypatch.setattr(nccl_kernels, "run", launched)
+    gather = functools.partial(pc.all_gather, axis_name="x", wire=WIRE, backend="nccl")
+    begin, x = time.monotonic(), blocks()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="pc_launch returned 1"):
+        run(gather, x)
+    assert time.monotonic() - begin < SECONDS
+    np.testing.assert_array_equal(run(gather, x), np.stack([sent(x)] * N))
+
+
+def test_gpus_of_several_hosts_are_told_apart_in_every_process_alike() -> None:
+    """Each process looks at all groups, not at its own alone."""
+
+    @dataclasses.dataclass
+    class Gpu:
+        id: int
+        slice_index: int
+        process_index: int = 0
+
+    work = packed.Work(packed.GATHER, 2, 1024, "float32", "float32", "int8", 128)
+    near, far = [Gpu(0, 0, 9), Gpu(1, 0, 9)], [Gpu(2, 0, 9), Gpu(3, 1, 9)]
+    assert nccl_packed._packers(work, [near]) == {}
+    with pytest.raises(mailboxes.MailboxError, match=r"GPUs \[2, 3\] are not all of one host"):
+        nccl_packed._packers(work, [near, far])
