@@ -117,6 +117,9 @@ class Algorithm:
         """Its entry barrier, as `kernels.machinery.launch` has it; where devices lie on a line or a
         torus, that of a line or a torus may take the place of "neighbours".
         """
+        if self.reach not in _BARRIERS:
+            names = "RING, LINE, TORUS, NEIGHBOURS, JUMPS, EVERYONE and PARTNERS"
+            raise TypeError(f"reach={self.reach!r} of {self.name}: it is one of {names} of records")
         return "wide" if self.wide else _BARRIERS[self.reach]
 
     def rank(self, lies: str, block_bytes: int) -> int:

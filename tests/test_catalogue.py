@@ -136,7 +136,7 @@ def test_explain_and_tuning_find_both() -> None:
         assert "in_turn" in tune.candidates("all_gather", torus)
     (entry,) = tune.model("v5p", "line", 2, ops=("rotate",))
     assert set(entry.us) == {"neighbour"} and all(entry.us["neighbour"])
-    with pytest.raises(AlgorithmError, match="direct, in_turn, alone"):
+    with pytest.raises(AlgorithmError, match="in_turn, alone"):
         _choose("nothing")
 
 
@@ -217,6 +217,7 @@ def test_the_catalogue_stands_on_nothing_of_the_package() -> None:
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
+    before = ALGORITHMS["all_gather"]
     with (
         pytest.raises(ValueError, match="'all_gather' is in the catalogue already"),
         catalogue.added(COLLECTIVES["all_gather"]),
@@ -228,7 +229,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
         catalogue.added(("all_gather", direct)),
     ):
         pass
-    assert len(ALGORITHMS["all_gather"]) == 5
+    assert ALGORITHMS["all_gather"] == before
 
 
 @pytest.mark.parametrize("record", COLLECTIVES.values(), ids=lambda record: record.name)
@@ -245,7 +246,7 @@ def test_what_a_record_names_is_there(record: catalogue.Collective) -> None:
 
 @pytest.mark.usefixtures("with_both")
 def test_the_recipes_records_pass_the_tests_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a reader who follows the recipe for good has no test to change."""
+    """So a reader who follows the recipe for good finds nothing amiss in these."""
     test_what_a_record_names_is_there(COLLECTIVES["rotate"])
     for op, name in sorted(NEW):
         test_a_records_barrier_is_the_kernels(op, name, monkeypatch)

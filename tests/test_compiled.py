@@ -72,7 +72,11 @@ def test_compiles_for_every_generation(
         assert generation == "v5e" and "power-of-two" in str(error)
     else:
         assert "custom-call" in program.ops
-        assert not {"copy", "transpose", "pad", "all-gather", "all-reduce"} & set(program.ops)
+        added = {"copy", "transpose", "pad", "all-gather", "all-reduce"} & set(program.ops)
+        assert not added, (
+            f"{op} by {algorithm} on {generation}: XLA adds {sorted(added)}. For aligned shapes "
+            "the program holds the kernel alone: slice and lay out within the kernel"
+        )
 
 
 @pytest.mark.full

@@ -13,6 +13,8 @@ import numpy as np
 import harness
 import pallas_collectives as pc
 from pallas_collectives.backends import algorithms
+from pallas_collectives.catalogue import COLLECTIVES
+from pallas_collectives.records import PARTNERS
 from pallas_collectives.topology import chips, placement, ring_orders, torus_axes
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
@@ -50,6 +52,11 @@ def served(**how: Any) -> set[str | None]:
     found = {algorithm for _, _, algorithm in pc.counts()}
     pc.reset_counts()
     return found
+
+
+def of_partners_alone(op: str) -> bool:
+    """Whether its kernels write to the partners of a shift, which may not reach round a line."""
+    return all(algorithm.reach is PARTNERS for algorithm in COLLECTIVES[op].algorithms)
 
 
 def chosen(op: str, block: int, n: int, chip: Any = V5P, **on: str) -> str:

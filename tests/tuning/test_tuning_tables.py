@@ -15,7 +15,7 @@ from pallas_collectives.errors import TableError
 from pallas_collectives.replay import Machine
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import choice, tables
-from tables_of_times import content, entry, reachable, written
+from tables_of_times import content, entry, of_partners_alone, reachable, written
 
 pytestmark = pytest.mark.usefixtures("modelled_table_alone")
 
@@ -105,12 +105,12 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
             continue
         groups = set(tune.groups(chip.name))
         by_jumps = op == "all_to_all" and not chip.reaches_all  # else they gain nothing
-        if op == "ppermute" or (op == "all_to_all" and not by_jumps):
+        if of_partners_alone(op) or (op == "all_to_all" and not by_jumps):
             groups = {(torus, n) for torus, n in groups if n <= 16}
         groups = {  # of more than 16 devices times are of all axes at once, where the chip can
             (torus, n) for torus, n in groups if n <= 16 or "torus" in reachable(op, n, chip, torus)
         }
-        if (chip.name, op) == ("v5e", "ppermute"):  # the shift that is modelled closes a ring
+        if chip.name == "v5e" and of_partners_alone(op):  # the shift that is modelled closes a ring
             groups = {(torus, n) for torus, n in groups if torus == "ring" or n <= 3}
         assert {(e.torus, e.devices) for e in entries} == groups
         for e in entries:
@@ -124,7 +124,7 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
             assert offered == {name for name in e.us if not name.endswith(":packed")}, e.key
             # A shift along several axes, and thirds of an operand, are not packed in kernels; nor
             # what of many devices VMEM has no room for.
-            if op == "ppermute" or e.devices > 8:
+            if of_partners_alone(op) or e.devices > 8:
                 assert set(e.us) <= offered | packed, e.key
             else:
                 assert set(e.us) == offered | packed, e.key

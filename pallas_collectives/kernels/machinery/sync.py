@@ -39,7 +39,10 @@ def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> No
         case "shift right" | "shift left":
             barrier_with_partners(rings[0], scalar_refs[0])
         case name:
-            raise AssertionError(f"no barrier {name!r}")
+            raise AssertionError(
+                f"barrier {name!r}: it is one of neighbours, line, everyone, shift right or left, "
+                "and neighbours or jumps on a torus; name the one of the record's reach"
+            )
 
 
 def barrier_with_neighbours(*rings: Ring) -> None:
