@@ -14,7 +14,7 @@ from benchmarks.cases import CASES, LANES
 from benchmarks.settings import FlagError
 from pallas_collectives import catalogue
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
-from tables_of_times import of_partners_alone
+from tables_of_times import stays_off_lines
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_stored_results_are_right_and_whole(stored: results.Saved) -> None:
         if row.reason
     }
     # The ends of a line are three links apart.
-    assert without == {("v5e:4x4", op) for op in COLLECTIVES if of_partners_alone(op)}
+    assert without == {("v5e:4x4", op) for op in COLLECTIVES if stays_off_lines(op)}
     assert {row.topology for row in stored.parts["compiled"]} == set(readme.TOPOLOGIES)
     wanted = len(readme.PODS) * len(CASES) * len(readme.BLOCKS)
     assert len(stored.parts["replayed"]) == wanted, "run python -m benchmarks readme --recompute"

@@ -14,7 +14,7 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives.backends import algorithms
 from pallas_collectives.catalogue import COLLECTIVES
-from pallas_collectives.records import PARTNERS
+from pallas_collectives.records import EVERYONE, PARTNERS, RING
 from pallas_collectives.topology import chips, placement, ring_orders, torus_axes
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
@@ -55,8 +55,18 @@ def served(**how: Any) -> set[str | None]:
 
 
 def of_partners_alone(op: str) -> bool:
-    """Whether its kernels write to the partners of a shift, which may not reach round a line."""
-    return all(algorithm.reach is PARTNERS for algorithm in COLLECTIVES[op].algorithms)
+    """Whether its kernels write to the partners of a shift."""
+    return reaches(op) == {PARTNERS}
+
+
+def stays_off_lines(op: str) -> bool:
+    """Whether each of its kernels would write from one end of a line to the other."""
+    return reaches(op) <= {PARTNERS, RING, EVERYONE}
+
+
+def reaches(op: str) -> set[Any]:
+    """Of its algorithms."""
+    return {algorithm.reach for algorithm in COLLECTIVES[op].algorithms}
 
 
 def chosen(op: str, block: int, n: int, chip: Any = V5P, **on: str) -> str:

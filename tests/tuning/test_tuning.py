@@ -17,13 +17,22 @@ import pallas_collectives as pc
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.measured import Measured as Measured_
 from pallas_collectives.backends.plans import How
-from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
+from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import SlowerError, TableError
-from pallas_collectives.records import EVERYONE, PARTNERS
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import choice, tables
-from tables_of_times import chosen, content, entry, fastest, reachable, served, slow_direct, written
+from tables_of_times import (
+    chosen,
+    content,
+    entry,
+    fastest,
+    reachable,
+    served,
+    slow_direct,
+    stays_off_lines,
+    written,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_counts", "modelled_table_alone")
 
@@ -54,8 +63,7 @@ def test_the_fastest_that_is_allowed_is_chosen_everywhere(
 ) -> None:
     reach = reachable(op, n, chip, torus)
     longest = {"all_reduce": 64, "all_to_all": 32}.get(op, n)
-    writes_to_all = {a.reach for a in COLLECTIVES[op].algorithms} <= {EVERYONE, PARTNERS}
-    if not reach and not chip.reaches_all and (n > longest or writes_to_all):
+    if not reach and not chip.reaches_all and (n > longest or stays_off_lines(op)):
         return  # no kernel sums or exchanges on so long a line: lax serves
     predicted = choice.predict(op, block, n, chip, reach, torus)
     best = fastest(op, block, n, chip, reach, torus)
