@@ -102,6 +102,10 @@ def test_both_serve_without_races() -> None:
         conformance.check(row, 4, "float32", {"algorithm": algorithm}, adversaries=True)
         assert (row.op, "pallas", algorithm) in pc.counts()
     conformance.check(rotate, 3, "float32", {"backend": "xla"})
+    for shape in ((3, 0, 128), (3, 8, 0)):
+        empty = np.zeros(shape, np.float32)
+        turned = harness.per_device(lambda a: pc.rotate(a, "x"), harness.mesh(3))(empty)
+        np.testing.assert_array_equal(turned, empty)
 
 
 @pytest.mark.usefixtures("with_both", "fresh_counts")
