@@ -40,8 +40,8 @@ def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> No
             barrier_with_partners(rings[0], scalar_refs[0])
         case name:
             raise AssertionError(
-                f"barrier {name!r}: it is one of neighbours, line, everyone, shift right or left, "
-                "and neighbours or jumps on a torus; name the one of the record's reach"
+                f"no barrier {name!r}: there are neighbours, line, everyone, shift right, shift "
+                "left, and neighbours or jumps on a torus; name the one of the record's reach"
             )
 
 
