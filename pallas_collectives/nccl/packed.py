@@ -24,7 +24,7 @@ from pallas_collectives.nccl import codec, mailboxes, tape
 from pallas_collectives.nccl.codec import ADD, KEEP, READ, SEND, Kernel
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
-from pallas_collectives.nccl.rank import Rank
+from pallas_collectives.nccl.rank import Mailer
 
 GATHER, EXCHANGE, PERMUTE = "gather", "exchange", "permute"
 
@@ -119,15 +119,12 @@ class Work:
         return (SEND, ADD) if self.adds else (SEND, KEEP, READ)
 
 
-class Packer(Rank):
+class Packer(Mailer):
     """One rank's work of one mailbox."""
 
     def __init__(self, box: Mailbox) -> None:
-        super().__init__(box.communicator, box.meeting)
-        self._box = box
+        super().__init__(box)
         self._prepared = functools.partial(codec.prepared, self.driver, self.ordinal)
-        self._side = self.driver.new_stream(self.ordinal, urgent=True)
-        self._there, self._left = (self.driver.new_event(self.ordinal) for _ in range(2))
 
     def run(
         self, work: Work, text: str, inputs: Sequence[Any], outputs: Sequence[Any], stream: Any
@@ -142,9 +139,7 @@ class Packer(Rank):
         """
         (x,), (y,) = inputs, outputs
         driver, box, me = self.driver, self._box, self.rank
-        self.communicator.begin((work.op, text), stream)
-        with driver.device(self.ordinal):
-            self.meet(box.meeting, box.place, stream)
+        with self.mailing((work.op, text), work.of(me), stream):
             self.wait(self._side, stream, self._there)
             for peer in work.to(me):
                 driver.take_word(box.ready(me, peer), self._side)
@@ -154,11 +149,6 @@ class Packer(Rank):
             if KEEP in work.kinds:
                 self._run(work, KEEP, stream, work.sent(x, me), work.there(y, me))
             self._receive(work, x, y, stream)
-            for peer in work.of(me):
-                driver.give_word(box.ready(peer, me), stream)
-            self.wait(stream, self._side, self._left)
-            self.meet(box.meeting, box.place, stream)
-        self.communicator.end(stream)
 
     def _receive(self, work: Work, x: Any, y: Any, stream: Any) -> None:
         """Makes numbers of what comes, each block once it is there, or adds all up."""

@@ -44,7 +44,7 @@ from pallas_collectives.nccl import cublas, mailboxes, sums, tape
 from pallas_collectives.nccl.cublas import Product
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
-from pallas_collectives.nccl.rank import Rank
+from pallas_collectives.nccl.rank import Mailer
 
 GATHER, SCATTER = "gather", "scatter"
 
@@ -139,16 +139,13 @@ class Work:
         )
 
 
-class Multiplier(Rank):
+class Multiplier(Mailer):
     """One rank's products of a kind."""
 
     def __init__(self, box: Mailbox) -> None:
-        super().__init__(box.communicator, box.meeting)
-        self._box = box
+        super().__init__(box)
         self._prepared = functools.partial(cublas.prepared, self.driver, self.ordinal)
         self._adds = functools.partial(sums.prepared, self.driver, self.ordinal)
-        self._side = self.driver.new_stream(self.ordinal, urgent=True)
-        self._there, self._left = (self.driver.new_event(self.ordinal) for _ in range(2))
 
     def run(
         self, work: Work, text: str, inputs: Sequence[Any], outputs: Sequence[Any], stream: Any
@@ -163,19 +160,11 @@ class Multiplier(Rank):
             all blocks but one.
           stream: XLA's.
         """
-        self.communicator.begin((work.kind, text), stream)
-        box, me = self._box, self.rank
-        with self.driver.device(self.ordinal):
-            self.meet(box.meeting, box.place, stream)
+        with self.mailing((work.kind, text), self._writers(work), stream):
             if work.kind == GATHER:
                 self._gather(work, inputs, outputs, stream)
             else:
                 self._scatter(work, inputs, outputs, stream)
-            for peer in self._writers(work):
-                self.driver.give_word(box.ready(peer, me), stream)
-            self.wait(stream, self._side, self._left)
-            self.meet(box.meeting, box.place, stream)
-        self.communicator.end(stream)
 
     def _writers(self, work: Work) -> list[int]:
         others = [(self.rank + distance) % work.size for distance in range(1, work.size)]

@@ -4,14 +4,16 @@ The same method puts work on a stream and has it noted on a tape: its calls go t
 and `Rank.driver`, which a recorded twin hands to the recorder.
 """
 
+import contextlib
 import copy
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from pallas_collectives.nccl import cublas, tape
 from pallas_collectives.nccl.communicator import Communicator
 from pallas_collectives.nccl.errors import CommunicatorError
+from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.meeting import Meeting
 
 FLIGHTS = 512  # rows that a slot keeps: a tree may have many arrays
@@ -104,6 +106,36 @@ class Rank:
             cublas.library().call(name, *args)
         elif not _PYTHON[name](self.driver, *args):
             raise self.failed(name, 1)
+
+
+class Mailer(Rank):
+    """A rank whose calls write to peers' mailboxes, from a stream beside XLA's."""
+
+    def __init__(self, box: Mailbox) -> None:
+        super().__init__(box.communicator, box.meeting)
+        self._box = box
+        self._side = self.driver.new_stream(self.ordinal, urgent=True)
+        self._there, self._left = (self.driver.new_event(self.ordinal) for _ in range(2))
+
+    @contextlib.contextmanager
+    def mailing(self, what: tuple[Any, ...], writers: Iterable[int], stream: Any) -> Iterator[None]:
+        """What is put on streams within it is one call, that has taken all that has come.
+
+        Args:
+          what: names the call to a watchdog.
+          writers: the peers that have written to this rank, and may do so again.
+          stream: XLA's.
+        """
+        box = self._box
+        self.communicator.begin(what, stream)
+        with self.driver.device(self.ordinal):
+            self.meet(box.meeting, box.place, stream)
+            yield
+            for peer in writers:
+                self.driver.give_word(box.ready(peer, self.rank), stream)
+            self.wait(stream, self._side, self._left)
+            self.meet(box.meeting, box.place, stream)
+        self.communicator.end(stream)
 
 
 # The tape's own functions where no compiler has made them; whether all is well.
