@@ -24,7 +24,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -219,6 +219,7 @@ def _exchanged(blocks: jax.Array, group: Group, own: bool = True) -> jax.Array:
 
 # --- from a trace to the call -------------------------------------------------------------------
 
+Worker = TypeVar("Worker")
 Addresses = Sequence[int]
 Enqueue = Callable[[nccl.Communicator, int, Addresses, Addresses], None]
 
@@ -305,12 +306,23 @@ def device_groups(mesh: Any, group: Group) -> list[list[jax.Device]]:
     return [[row[i] for i in indices] for row in rows for indices in group.index_groups]
 
 
-def check_one_host(groups: Sequence[Sequence[jax.Device]]) -> None:
-    """Raises MailboxError, in every process alike, if some group has GPUs of several hosts."""
+def by_mailboxes(
+    groups: Sequence[Sequence[jax.Device]], make: Callable[[nccl.Group], dict[int, Worker]]
+) -> dict[int, Worker]:
+    """What `make` makes for this process's devices of each group, by ordinal.
+
+    Raises:
+      MailboxError: `make` does; or, in every process alike, some group has GPUs of several hosts.
+    """
     for devices in groups:
         if not placement.are_of_one_host(devices):
             ids = [d.id for d in devices]
             raise mailboxes.MailboxError(f"GPUs {ids} are not all of one host")
+    at: dict[int, Worker] = {}
+    for devices in groups:
+        if any(d.process_index == jax.process_index() for d in devices):
+            at.update(make(nccl.get(devices, name="copies", uses=())))
+    return at
 
 
 ordered.exchanges["nccl"] = sys.modules[__name__]

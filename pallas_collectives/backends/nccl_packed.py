@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 
-from pallas_collectives import _compat, nccl, simulation
+from pallas_collectives import _compat, simulation
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -100,12 +100,7 @@ def _packers(work: Work, members: list[list[jax.Device]]) -> dict[int, Packer]:
         raise mailboxes.MailboxError(
             f"{work.mail_bytes >> 20} MiB come to a GPU, more than {_MOST_MAIL >> 20} are kept for"
         )
-    on_gpus.check_one_host(members)
-    at: dict[int, Packer] = {}
-    for devices in members:
-        if any(d.process_index == jax.process_index() for d in devices):
-            at.update(packed.ready(nccl.get(devices, name="copies", uses=()), work))
-    return at
+    return on_gpus.by_mailboxes(members, lambda group: packed.ready(group, work))
 
 
 _compat.register(_packed_p, lowering=_lower)

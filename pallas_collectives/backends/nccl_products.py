@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
 
-from pallas_collectives import _compat, nccl
+from pallas_collectives import _compat
 from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -174,13 +174,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, work: Work, group: Gro
 
 def _multipliers(work: Work, members: Sequence[Sequence[jax.Device]]) -> dict[int, Multiplier]:
     """What does the work on each of this process's devices, by ordinal."""
-    on_gpus.check_one_host(members)
-    at: dict[int, Multiplier] = {}
-    for devices in members:
-        if any(d.process_index == jax.process_index() for d in devices):
-            group = nccl.get(devices, name="copies", uses=())
-            at.update(products.ready(group, work))
-    return at
+    return on_gpus.by_mailboxes(members, lambda group: products.ready(group, work))
 
 
 _compat.register(_products_p, lowering=_lower)
