@@ -22,7 +22,6 @@ from jax._src import effects as _effects
 from jax._src import shard_map as _shard_map
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -86,12 +85,6 @@ def tensorcore_mesh(axis_name: str, cores: int) -> Any:
     if hasattr(pltpu, "TensorCoreMesh"):
         return pltpu.TensorCoreMesh(axis_name=axis_name, num_cores=cores)
     return pltpu.create_tensorcore_mesh(axis_name, num_cores=cores)
-
-
-def approximate_reciprocal(x: jax.Array) -> jax.Array:
-    """About 1 / x in a kernel, by the vector unit's own instruction."""
-    module: Any = pltpu if "reciprocal" in vars(pltpu) else pl  # from JAX 0.11 on in the former
-    return module.reciprocal(x, approx=True)
 
 
 def register(primitive: core.Primitive, **rules: Rule) -> None:

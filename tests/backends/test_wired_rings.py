@@ -145,10 +145,10 @@ def _another_slots_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of a chunk go out with its numbers, and the scales of the term it came with."""
     write = Codec._write
 
-    def wrong(self: Codec, ref: Any, number: Any, tiles: int, total: Any) -> None:
+    def wrong(self: Codec, ref: Any, number: Any, tiles: int, *rest: Any) -> None:
         packed = self._is_packed(ref)
         before = ref[self._scales(number, tiles), :] if packed else None
-        write(self, ref, number, tiles, total)
+        write(self, ref, number, tiles, *rest)
         if packed:
             ref[self._scales(number, tiles), :] = before
 

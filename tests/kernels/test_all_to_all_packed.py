@@ -39,7 +39,7 @@ def exchanged(
     at = {"split_axis": split, "concat_axis": concat}
 
     def program(x: jax.Array) -> jax.Array:
-        return all_to_all_packed.direct(x, group, **at, codec=Codec(wire, precise=True), **how)
+        return all_to_all_packed.direct(x, group, **at, codec=Codec(wire), **how)
 
     return np.asarray(harness.per_device(program, harness.mesh(len(x)), check_vma=False)(x))
 
@@ -255,7 +255,7 @@ def test_compiles_for_every_generation(generation: str) -> None:
     def program(x: jax.Array) -> Any:
         return [
             all_to_all_packed.direct(
-                x, group, split_axis=0, concat_axis=concat, codec=Codec(wire, precise=True), **how
+                x, group, split_axis=0, concat_axis=concat, codec=Codec(wire), **how
             )
             for wire, concat in ((Wire("int8"), 0), (Wire("float8_e4m3fn", group=256), 1))
         ]

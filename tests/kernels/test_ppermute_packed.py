@@ -41,7 +41,7 @@ def permuted(
     how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode], "everyone": not shift}
 
     def program(x: jax.Array) -> jax.Array:
-        return ppermute_packed.direct(x, group, perm=perm, codec=Codec(wire, precise=True), **how)
+        return ppermute_packed.direct(x, group, perm=perm, codec=Codec(wire), **how)
 
     return np.asarray(harness.per_device(program, harness.mesh(len(x)), check_vma=False)(x))
 
@@ -221,9 +221,7 @@ def test_compiles_for_every_generation(generation: str) -> None:
 
     def program(x: jax.Array) -> Any:
         return [
-            ppermute_packed.direct(
-                x, group, perm=perm, everyone=True, codec=Codec(wire, precise=True), **how
-            )
+            ppermute_packed.direct(x, group, perm=perm, everyone=True, codec=Codec(wire), **how)
             for wire, perm in (
                 (Wire("int8"), tuple((i, (i + 1) % 8) for i in range(8))),
                 (Wire("float8_e4m3fn", group=256), ((0, 1), (3, 3))),

@@ -32,11 +32,6 @@ class Layout(NamedTuple):
     axis: int  # of the collective
 
 
-def codec_of(wire: Wire) -> Codec:
-    """How numbers travel that are quantised once: within the bound of `wires.error_bound`."""
-    return Codec(wire, precise=True)
-
-
 def _able(shape: tuple[int, ...], dtype: DType, wire: Wire) -> bool:
     """Whether rows are whole groups, of numbers that a kernel can convert."""
     if not wire.scaled or wire.group == "row" or jnp.dtype(dtype).name == "float16" or not shape:
@@ -48,7 +43,7 @@ def _in_rows(shape: tuple[int, ...], dtype: DType, wire: Wire) -> tuple[int, int
     """An operand as (rows, columns) of whole tiles; None if it does not lie so."""
     if not _able(shape, dtype, wire):
         return None
-    rows, columns = codec_of(wire).tile
+    rows, columns = Codec(wire).tile
     merged = math.prod(shape[:-1])
     if math.prod(shape) % (rows * columns):
         return None
@@ -99,7 +94,7 @@ def gather_bytes(name: str, wire: Wire, *, x: jax.Array, axis: int, group: Group
     algorithm = catalogue.COLLECTIVES["all_gather"].algorithm(name)
     assert algorithm is not None and isinstance(algorithm.packed, Kernel)
     sent_bytes = dataclasses.replace(algorithm.packed, function="sent_bytes")
-    return sent_bytes(placement.arranged(group), *seen, x.dtype, codec=codec_of(wire))
+    return sent_bytes(placement.arranged(group), *seen, x.dtype, codec=Codec(wire))
 
 
 def exchange_bytes(
@@ -110,7 +105,7 @@ def exchange_bytes(
     algorithm = catalogue.COLLECTIVES["all_to_all"].algorithm(name)
     assert algorithm is not None and isinstance(algorithm.packed, Kernel)
     sent_bytes = dataclasses.replace(algorithm.packed, function="sent_bytes")
-    return sent_bytes(seen.shape, group.size, x.dtype, codec_of(wire)) if seen else 0
+    return sent_bytes(seen.shape, group.size, x.dtype, Codec(wire)) if seen else 0
 
 
 def permute_bytes(
@@ -120,7 +115,7 @@ def permute_bytes(
     seen, group = _in_rows(x.shape, x.dtype, wire), placement.arranged(group)
     able = algorithms.permuting(group, perm)
     sent_bytes = Kernel("ppermute_packed", "sent_bytes")
-    return sent_bytes(seen, codec_of(wire)) if seen and name in able else 0
+    return sent_bytes(seen, Codec(wire)) if seen and name in able else 0
 
 
 # Launches; `how` names the algorithm.
@@ -132,7 +127,7 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, wire: Wire, how: How) -
     assert seen is not None, "`gather_bytes` says so"
     block = x.reshape(seen.shape)
     plan = algorithms.choose("all_gather", how, block, group)
-    options = {"codec": codec_of(wire), "interpret": how.interpret}
+    options = {"codec": Codec(wire), "interpret": how.interpret}
     gathered = plan.launch(block, group, axis=seen.axis, **options)
     return gathered.reshape(*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
 
@@ -151,7 +146,7 @@ def all_to_all(
     blocks = x.reshape(shape)
     plan = algorithms.choose("all_to_all", how, blocks, group)
     at = {"split_axis": seen.split_axis, "concat_axis": seen.concat_axis}
-    options = {"codec": codec_of(wire), "interpret": how.interpret}
+    options = {"codec": Codec(wire), "interpret": how.interpret}
     return plan.launch(blocks, group, **at, **options).reshape(result)
 
 
@@ -163,5 +158,5 @@ def ppermute(
     assert seen is not None, "`permute_bytes` says so"
     rows = x.reshape(seen)
     plan = algorithms.choose("ppermute", how, rows, group, perm=perm)
-    options = {"codec": codec_of(wire), "interpret": how.interpret}
+    options = {"codec": Codec(wire), "interpret": how.interpret}
     return plan.launch(rows, group, perm=perm, **options).reshape(x.shape)

@@ -3,20 +3,23 @@
 A plain array has whole tiles, of `ROWS` rows and `group` columns. Packed, each tile is 128 groups
 of consecutive numbers of a row (see `wires`), a scale for each:
 
-    numbers    `group` rows of 128 bytes a tile, as int32 (32 rows a tile, or 64)
+    numbers    `group` rows of 128 bytes a tile, as int32 (32 rows a tile, or 64); turned, so that
+               what was a row is a column
     scales     behind all numbers: a row of 128 float32 a tile, whose bits are int32 too; in whole
                tiles of 8 rows
 
 So numbers and scales are one buffer, which one DMA moves. `Codec.combine` adds plain arrays and
 packed ones in float32, and leaves the sum plain or packs it; `Codec.unpack` is for what has come.
 
+Turned, a group lies below its scale. So a row of scales goes with every row of numbers, and the
+largest of 128 groups is a maximum of rows: neither takes a step along lanes, which vector units are
+slow at. What costs such steps is to turn a tile, once for each plain array that a packed one meets.
+
 What is packed on every hop of a ring is rounded on every hop. A sum of n terms is packed n - 1
 times: as the first term alone, as the first two, and so on; its owner adds the last term unrounded.
 With h_k half a step of the number's group in the sum of k terms as it is sent, the result is within
 h_1 + ... + h_(n-1) of the exact sum, and what float32 rounds off; where sums come from both sides
-of a line, of the h of either side. Half a step is that of `wires.error_bound`, and a 128th more:
-scales are divided by in an approximation that is good to 2^-14; or, if `precise`, in one more turn
-of Newton's, to what float32 rounds off.
+of a line, of the h of either side. Half a step is that of `wires.error_bound`.
 """
 
 import dataclasses
@@ -32,7 +35,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import _compat
 from pallas_collectives.annotations import Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
@@ -53,12 +55,10 @@ class Codec:
     Attributes:
       wire: with scales, of groups of 128 or 256, rounded to nearest.
       beyond: a group with a number of this magnitude has scale NaN, as if that were inf.
-      precise: scales are divided by as `wires.quantize` does, but for what float32 rounds off.
     """
 
     wire: Wire
     beyond: float = math.inf
-    precise: bool = False
 
     @property
     def within_hops(self) -> "Codec":
@@ -108,10 +108,12 @@ class Codec:
         """
         plain = next(ref for ref in (out, *terms) if not self._is_packed(ref))
         tiles = math.prod(plain.shape) // math.prod(self.tile)
+        # Turned if fewer are plain than packed; a term is turned in its own dtype or in float32.
+        turned = self._is_packed(out) or all(map(self._is_packed, terms))
 
         def one(number: Any) -> None:
-            read = [self._read(ref, number, tiles, most) for ref in terms]
-            self._write(out, number, tiles, make(*read))
+            read = [self._read(ref, number, tiles, turned, most) for ref in terms]
+            self._write(out, number, tiles, turned, make(*read))
 
         def several(turn: Any, _: None) -> None:
             for k in range(each):
@@ -123,38 +125,34 @@ class Codec:
     def _is_packed(self, ref: Ref) -> bool:
         return ref.dtype == jnp.int32
 
-    def _read(self, ref: Ref, number: Any, tiles: int, most: Any) -> Any:
-        """A tile's numbers, (ROWS, group) float32."""
+    def _read(self, ref: Ref, number: Any, tiles: int, turned: bool, most: Any) -> Any:
+        """A tile's numbers in float32: (group, ROWS) if they are to be turned, else its inverse."""
         if not self._is_packed(ref):
-            return ref[self._at(ref, number)].reshape(self.tile).astype(jnp.float32)
+            numbers = ref[self._at(ref, number)].reshape(self.tile)
+            return (numbers.T if turned else numbers).astype(jnp.float32)
         scales = lax.bitcast_convert_type(ref[self._scales(number, tiles), :], jnp.float32)
         if most is not None:
             scales = jnp.where(scales > most, most, scales)
-        words = [ref[at, :] for at in self._numbers(number)]
-        parts = [pltpu.bitcast(part, jnp.dtype(self.wire.dtype)) for part in words]
-        return _joined(parts).astype(jnp.float32) * _along_rows(scales)
+        numbers = pltpu.bitcast(ref[self._numbers(number), :], jnp.dtype(self.wire.dtype))
+        numbers = numbers.astype(jnp.float32) * scales
+        return numbers if turned else numbers.T
 
-    def _write(self, ref: Ref, number: Any, tiles: int, total: Any) -> None:
+    def _write(self, ref: Ref, number: Any, tiles: int, turned: bool, total: Any) -> None:
         if not self._is_packed(ref):
-            at = self._at(ref, number)
-            ref[at] = total.astype(ref.dtype).reshape(ref.at[at].shape)
+            at, narrow = self._at(ref, number), total.astype(ref.dtype)
+            ref[at] = (narrow.T if turned else narrow).reshape(ref.at[at].shape)
             return
-        of_rows = _largest(total)
-        largest = _across_rows(of_rows)
-        scales = jnp.where(largest == 0, 0.0, self._steps(largest))
+        largest = _largest(total)
+        steps = self._steps(largest)
+        scales = jnp.where(largest == 0, 0.0, steps)
         scales = jnp.where(largest < np.float32(self.beyond), scales, jnp.nan)
         ref[self._scales(number, tiles), :] = lax.bitcast_convert_type(scales, jnp.int32)
-        steps = self._steps(of_rows)
-        inverse = _compat.approximate_reciprocal(steps)
-        for _ in range(1 + self.precise):
-            inverse = inverse * (2 - steps * inverse)
-        scaled = total * inverse
+        scaled = total * (1 / steps)
         if self.wire.dtype == "int8":
             narrow = lax.bitcast_convert_type(scaled + TO_INTEGER, jnp.int32).astype(jnp.int8)
         else:
             narrow = scaled.astype(self.wire.dtype)
-        for k, at in enumerate(self._numbers(number)):
-            ref[at, :] = pltpu.bitcast(narrow[:, k * LANES : (k + 1) * LANES], jnp.int32)
+        ref[self._numbers(number), :] = pltpu.bitcast(narrow, jnp.int32)
 
     def _steps(self, largest: Any) -> Any:
         """Scales of groups with these largest magnitudes, which are finite and not all zeros."""
@@ -172,14 +170,9 @@ class Codec:
         """Rows of a tile's numbers."""
         return ROWS * self.tile[1] // (4 * LANES)
 
-    def _numbers(self, number: Any) -> list[Any]:
-        """Rows of its numbers, for each 128 columns."""
-        each = ROWS // 4
-        start = number * self._words
-        return [
-            pl.ds(pl.multiple_of(start + k * each, each), each)
-            for k in range(self.tile[1] // LANES)
-        ]
+    def _numbers(self, number: Any) -> Any:
+        """Rows of its numbers."""
+        return pl.ds(pl.multiple_of(number * self._words, self._words), self._words)
 
     def _scales(self, number: Any, tiles: int) -> Any:
         return pl.ds(tiles * self._words + number, 1)
@@ -237,32 +230,8 @@ class Chunks:
         return tuple(spans)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-
-
-def _diagonal() -> Any:
-    """Of ROWS x LANES, where scale r of a row of scales meets row r of its tile."""
-    row, lane = (lax.broadcasted_iota(jnp.int32, (ROWS, LANES), d) for d in (0, 1))
-    return row == lane
-
-
-def _along_rows(scales: Any) -> Any:
-    """(1, LANES) -> (ROWS, 1): number r for all of row r.
-
-    Neither this nor the inverse is a transpose, for which vector registers have no quick way.
-    """
-    spread = jnp.where(_diagonal(), jnp.broadcast_to(scales, (ROWS, LANES)), 0.0)
-    return jnp.sum(spread, axis=1, keepdims=True)
-
-
-def _across_rows(column: Any) -> Any:
-    """(ROWS, 1) -> (1, LANES): the inverse."""
-    return jnp.sum(jnp.where(_diagonal(), column, 0.0), axis=0, keepdims=True)
-
-
 def _largest(total: Any) -> Any:
-    """(ROWS, group) -> (ROWS, 1): the largest magnitude of each row; inf where one is NaN."""
+    """(group, ROWS) -> (1, ROWS): the largest magnitude of each column; inf where one is NaN."""
     magnitude = jnp.abs(total)
     magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
-    return jnp.max(magnitude, axis=1, keepdims=True)
+    return jnp.max(magnitude, axis=0, keepdims=True)

@@ -43,7 +43,7 @@ def gathered(
     how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode]}
 
     def program(x: jax.Array) -> jax.Array:
-        codec = Codec(wire, precise=True)
+        codec = Codec(wire)
         return all_gather_packed.gather(x, group, axis=axis, lies=lies, codec=codec, **how)
 
     return np.asarray(harness.per_device(program, harness.mesh(*sizes), check_vma=False)(x))
@@ -318,7 +318,7 @@ def test_compiles_for_every_generation(topology: str, sizes: tuple[int, ...]) ->
         ]
         return [
             all_gather_packed.gather(
-                x, group, lies=lies, codec=Codec(Wire("float8_e4m3fn"), precise=True), **options
+                x, group, lies=lies, codec=Codec(Wire("float8_e4m3fn")), **options
             )
             for lies, group in groups
         ]
