@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives.kernels.machinery.blocks import LANES
+from pallas_collectives.annotations import DType
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.replay import (
     control,
     cores,
@@ -27,17 +28,10 @@ from pallas_collectives.replay.program import Access, Work
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent, View
+from pallas_collectives.topology.chips import Chip
 
+_SUBLANES = sublanes(jnp.float32)
 _LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, outside kernels
-# Elementwise operations that take as long, for each number, as a conversion from or to numbers of
-# one byte. With `Chip.across_lanes` it is fitted to the loops that the compiler makes of
-# `kernels.machinery.codec`: cycles for 16384 numbers, by the compiler and by this,
-#
-#                           v4         v5e        v5p        v6e and 7x
-#     unpacked              144, 132   57, 60     57, 54     47, 44
-#     packed                228, 144   80, 96     81, 72     85, 80
-#     added and packed      340, 270   126, 156   127, 126   114, 124
-_NARROW = 3
 # Primitives that move no data on a TPU core, or whose cost is that of the loads and stores around
 # them.
 _FREE = values.IDENTITY | {"iota", "transpose", "slice", "dynamic_slice", "concatenate", "split"}
@@ -58,7 +52,7 @@ def compile_equation(
         return _operation(stepper, eqn, op, ins, outs)
     if name in _NO_WORK:
         return None
-    if name in values.IDENTITY and len(ins) == len(outs) == 1 and not _is_narrow(eqn):
+    if name in values.IDENTITY and len(ins) == len(outs) == 1 and not _converts(eqn):
         return _identity(stepper, eqn, ins, outs)
     scalar = all(not getattr(v.aval, "shape", ()) for v in eqn.outvars)
     if name in values.SCALAR and scalar:
@@ -243,40 +237,55 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
     """Seconds of a core's vector or matrix unit for an equation on arrays."""
     generation = stepper.generation
     name = eqn.primitive.name
-    if _is_narrow(eqn):
-        return _NARROW * math.prod(jaxprs.type_of(eqn.outvars[0]).shape) * _one_core(stepper)
-    if name in _FREE:
+    size: float = max((_in_registers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
+    if name == "convert_element_type":
+        size *= _of_conversion(generation, eqn)
+    elif name == "transpose" and stepper.kernel is not None:
+        of_16, of_32 = generation.turned
+        size *= of_32 if jaxprs.type_of(eqn.outvars[0]).dtype.itemsize >= 4 else of_16
+    elif name in _FREE:
         return 0.0
-    size = max((_in_registers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
-    if name == "dot_general":
+    elif name == "dot_general":
         size = max(math.prod(jaxprs.type_of(v).shape) for v in eqn.outvars)
         (contract, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(jaxprs.type_of(eqn.invars[0]).shape[d] for d in contract)
         return 2.0 * size * depth * generation.cores / generation.matrix_rate
-    if name.startswith("reduce_") or name in ("argmax", "argmin"):
+    elif name.startswith("reduce_") or name in ("argmax", "argmin"):
         shape = jaxprs.type_of(eqn.invars[0]).shape
         size = math.prod(shape)
         if len(shape) - 1 in eqn.params["axes"]:
-            return stepper.generation.across_lanes * size * _one_core(stepper)
+            size *= generation.across_lanes
     return size / stepper.vector_rate
 
 
 def _in_registers(shape: tuple[int, ...]) -> int:
-    """Numbers that are computed with an array of a shape: a column has a register's lanes each."""
-    return math.prod(shape) * (LANES if len(shape) > 1 and shape[-1] == 1 else 1)
+    """Numbers that are computed with an array of a shape: registers hold 8 rows of 128."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    *leading, rows, lanes = shape
+    return math.prod(leading) * -(-rows // _SUBLANES) * _SUBLANES * -(-lanes // LANES) * LANES
 
 
-def _is_narrow(eqn: JaxprEqn) -> bool:
-    """Whether it converts an array from numbers of one byte, or to them."""
+def _converts(eqn: JaxprEqn) -> bool:
+    """Whether it converts an array to numbers of another width, which a vector unit has to do."""
     if eqn.primitive.name != "convert_element_type" or not jaxprs.type_of(eqn.outvars[0]).shape:
         return False
-    types = (jnp.dtype(jaxprs.type_of(v).dtype) for v in (*eqn.invars, *eqn.outvars))
-    return any(dtype.itemsize == 1 and dtype != jnp.bool_ for dtype in types)
+    before, after = (jaxprs.type_of(v).dtype for v in (*eqn.invars, *eqn.outvars))
+    return bool(before.itemsize != after.itemsize) and jnp.bool_ not in (before, after)
 
 
-def _one_core(stepper: Stepper) -> float:
-    """Seconds of an elementwise operation on a number, of one core."""
-    return stepper.generation.cores / stepper.vector_rate
+def _of_conversion(chip: Chip, eqn: JaxprEqn) -> float:
+    """Elementwise operations of converting a number."""
+    before, after = (jaxprs.type_of(v).dtype for v in (*eqn.invars, *eqn.outvars))
+    if before.itemsize == 1:
+        return _narrowed(chip, before)[0]
+    return _narrowed(chip, after)[1] if after.itemsize == 1 else 1.0
+
+
+def _narrowed(chip: Chip, dtype: DType) -> tuple[float, float]:
+    """What it takes to convert from numbers of one byte, and to them."""
+    integers = jnp.issubdtype(dtype, jnp.integer)
+    return chip.narrowed.get("int8" if integers else str(dtype), chip.narrowed["float8_e4m3fn"])
 
 
 # Places and kernels -------------------------------------------------------------------------------

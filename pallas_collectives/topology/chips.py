@@ -3,7 +3,7 @@
 Sources: [SB] the JAX scaling book (jax-ml.github.io/scaling-book, "How to think about TPUs"); [V]
 the vendor's pages for v4, v5e, v5p, v6e and 7x; [TI] `pltpu.get_tpu_info_for_chip`; [AOT] the TPU
 compiler, ahead of time: the largest array of semaphores with which a kernel of one copy compiles;
-or the cycles of a loop (see `replay.equations`).
+or the cycles of a loop (`tests/helpers/codec_cycles.py` compares them with the model's).
 They have a memory of 512 words (7x: 4096), and the compiler keeps the rest of it. The number is the
 same whether they count DMAs or signals, and with a barrier semaphore besides. libtpu 0.0.50 allows
 one less than 0.0.42, whose numbers are here. [D] is derived: vector rate = 8·128 lanes × 4 units ×
@@ -14,6 +14,7 @@ per cycle. [C] is fitted to measured times by `replay.calibration`.
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -46,10 +47,12 @@ class Chip:
     # From a kernel's call to its first instruction, and from its last back [C]; assumed but for 7x
     launch_cost: float = 1.5 * US
     hbm_bandwidth: float  # [SB, V]
-    vmem_bandwidth: float  # core loads and stores [D]
-    vector_rate: float  # 32-bit elementwise operations [D]
-    # Elementwise operations that take as long as one along the lanes of a register [AOT]
-    across_lanes: float = 9.0
+    clock: float  # cycles a second [D]
+    # What a number takes of a core's vector unit, in 32-bit elementwise operations [AOT]; the last
+    # two fitted to the loops that the compiler makes of `kernels.machinery.codec`
+    across_lanes: float  # a reduction along the lanes of a register
+    turned: tuple[float, float]  # a transposition, of 16 bits and of 32
+    narrowed: Mapping[str, tuple[float, float]]  # a conversion from and to numbers of one byte
     matrix_rate: float  # bf16, of all cores [V]
     vmem_bytes: int  # of one core [TI, V]
     smem_bytes: int = 1 * MIB  # of one core [TI, V]
@@ -68,6 +71,16 @@ class Chip:
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
 
     @property
+    def vector_rate(self) -> float:
+        """32-bit elementwise operations a second, of one core."""
+        return _OPERATIONS * self.clock
+
+    @property
+    def vmem_bandwidth(self) -> float:
+        """Bytes a second that one core loads and stores: two registers and one in a cycle."""
+        return 3 * 4 * _LANES * self.clock
+
+    @property
     def kernel_semaphores(self) -> int:
         """How many a kernel takes at the most: XLA's own calls need some while it is under way."""
         return self.semaphores - _OF_XLA
@@ -82,14 +95,15 @@ class Chip:
 _OF_XLA = 56
 
 
-def _chip(*, clock_ghz: float, cores: int = 1, **figures: Any) -> Chip:
-    """A chip with the figures that follow from its clock, those marked [D]."""
-    operations = 8 * 128 * cores * 4  # in a cycle
-    vector_rate, vmem_bandwidth = (operations * x * clock_ghz * 1e9 for x in (1, 3))
-    return Chip(vector_rate=vector_rate, vmem_bandwidth=vmem_bandwidth, cores=cores, **figures)
+_V5: Any = {
+    "across_lanes": 8.5,
+    "turned": (7.5, 10.0),
+    "narrowed": {"int8": (0.0, 0.5), "float8_e4m3fn": (3.5, 11.0), "float8_e5m2": (0.0, 2.0)},
+}
+_LANES = 8 * 128  # of a vector register
+_OPERATIONS = 4 * _LANES  # that a core does in a cycle
 
-
-_V5E = _chip(
+_V5E = Chip(
     name="v5e",
     device_kind="TPU v5 lite",
     largest=256,
@@ -104,27 +118,34 @@ _V5E = _chip(
     semaphores=442,
     reaches_all=False,
     no_sparsecore="it has none",
-    clock_ghz=1.5,
+    clock=1.5e9,
+    **_V5,
 )
 BY_NAME = {
     chip.name: chip
     for chip in (
-        _chip(
+        Chip(
             name="v4",
             device_kind="TPU v4",
             largest=4096,
             link_bandwidth=45e9,
             hbm_bandwidth=1.23e12,
             matrix_rate=275e12,
-            across_lanes=28.0,
+            across_lanes=7.5,
+            turned=(10.0, 12.5),
+            narrowed={
+                "int8": (18.0, 31.5),
+                "float8_e4m3fn": (45.0, 65.0),
+                "float8_e5m2": (50.0, 65.0),
+            },
             vmem_bytes=16 * MIB,
             semaphores=434,
             no_sparsecore="Pallas does not reach its SparseCores",
-            clock_ghz=1.05,
+            clock=1.05e9,
             cores=2,
         ),
         _V5E,
-        _chip(
+        Chip(
             name="v5p",
             device_kind="TPU v5",
             largest=8960,
@@ -133,10 +154,11 @@ BY_NAME = {
             matrix_rate=459e12,
             vmem_bytes=64 * MIB,
             semaphores=438,
-            clock_ghz=1.75,
+            clock=1.75e9,
             cores=2,
+            **_V5,
         ),
-        _chip(
+        Chip(
             name="v6e",
             device_kind="TPU v6 lite",
             largest=256,
@@ -146,12 +168,18 @@ BY_NAME = {
             link_bandwidth=90e9,
             hbm_bandwidth=1.64e12,
             matrix_rate=920e12,
-            across_lanes=5.0,
+            across_lanes=6.5,
+            turned=(4.5, 6.5),
+            narrowed={
+                "int8": (0.0, 0.0),
+                "float8_e4m3fn": (4.0, 19.0),
+                "float8_e5m2": (0.0, 1.5),
+            },
             vmem_bytes=128 * MIB,
             semaphores=440,
-            clock_ghz=1.75,
+            clock=1.75e9,
         ),
-        _chip(
+        Chip(
             name="7x",
             device_kind="TPU7x",
             largest=9216,
@@ -160,12 +188,18 @@ BY_NAME = {
             launch_cost=3.9 * US,
             hbm_bandwidth=7.40e12 / 2,
             matrix_rate=2310e12 / 2,
-            across_lanes=5.0,
+            across_lanes=6.5,
+            turned=(4.0, 7.0),
+            narrowed={
+                "int8": (0.0, 0.0),
+                "float8_e4m3fn": (0.0, 0.5),
+                "float8_e5m2": (0.0, 0.5),
+            },
             vmem_bytes=64 * MIB,
             semaphores=3832,
             devices_per_chip=2,
             die_bandwidth=600e9,
-            clock_ghz=2.2,
+            clock=2.2e9,
         ),
     )
 }
