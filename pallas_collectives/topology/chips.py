@@ -52,7 +52,8 @@ class Chip:
     # two fitted to the loops that the compiler makes of `kernels.machinery.codec`
     across_lanes: float  # a reduction along the lanes of a register
     turned: tuple[float, float]  # a transposition, of 16 bits and of 32
-    narrowed: Mapping[str, tuple[float, float]]  # a conversion from and to numbers of one byte
+    # a conversion from and to numbers of one byte
+    narrowed: Mapping[str, tuple[float, float]] = dataclasses.field(hash=False)
     matrix_rate: float  # bf16, of all cores [V]
     vmem_bytes: int  # of one core [TI, V]
     smem_bytes: int = 1 * MIB  # of one core [TI, V]

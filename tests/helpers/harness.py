@@ -29,6 +29,11 @@ ADVERSARIES = {
 }
 
 
+def on_cores(mode: str) -> pltpu.InterpretParams:
+    """An adversary on devices of two cores."""
+    return dataclasses.replace(ADVERSARIES[mode], num_cores_or_threads=2)
+
+
 class Adversaries(pltpu.InterpretParams):
     """All of them: JAX asks for the mode when a kernel starts, and need not compile it again."""
 

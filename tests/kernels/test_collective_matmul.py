@@ -1,6 +1,5 @@
 """The fused kernels: all rings, faults, and what races on some schedule."""
 
-import dataclasses
 import functools
 import types
 from typing import Any
@@ -88,12 +87,7 @@ def test_every_ring_under_both_adversaries(
 )
 def test_both_cores_of_a_device_have_a_ring_each(n: int, mode: str) -> None:
     """Each core of each device takes the half of every block; none waits for the other's."""
-    assert_exact(n, on_cores(mode), rows=64, batch=2 if n == 3 else 1)
-
-
-def on_cores(mode: str) -> Any:
-    """An adversary on devices of two cores."""
-    return dataclasses.replace(harness.ADVERSARIES[mode], num_cores_or_threads=2)
+    assert_exact(n, harness.on_cores(mode), rows=64, batch=2 if n == 3 else 1)
 
 
 def assert_exact(n: int, params: Any, rows: int, batch: int) -> None:
@@ -187,7 +181,8 @@ def is_caught(
 ) -> bool:
     """Whether a fault shows in the gathering half, or in the scattering one."""
     x, w = small(n, rows=32 if cores > 1 else 16)
-    group, params = Group(("x",), (n,)), on_cores(mode) if cores > 1 else harness.ADVERSARIES[mode]
+    params = harness.on_cores(mode) if cores > 1 else harness.ADVERSARIES[mode]
+    group = Group(("x",), (n,))
 
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
         x = x if hold is None else harness.delayed(x, hold)

@@ -19,6 +19,7 @@ from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.blocks import sublanes
 from pallas_collectives.kernels.machinery.codec import ROWS, Codec
+from pallas_collectives.kernels.torus import sections
 from pallas_collectives.records import Kernel
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -55,8 +56,7 @@ def _in_rows(shape: tuple[int, ...], dtype: DType, wire: Wire) -> tuple[int, int
 
 def _along(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> Layout | None:
     """How a kernel can read an operand, pack it and gather it along an axis; None if it cannot."""
-    able = axis < len(shape) - 1 and _able(shape, dtype, wire)
-    if able and shape[-2] % ROWS == 0:
+    if _able(shape, dtype, wire) and sections.of_whole_tiles(shape, axis, dtype, Codec(wire)):
         return Layout(shape, axis)
     seen = None if math.prod(shape[:axis]) > 1 else _in_rows(shape, dtype, wire)
     return seen and Layout(seen, 0)

@@ -59,7 +59,7 @@ def requantized_scatter(
     x = x.astype(wire_dtype(x.dtype, "sum", False))
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     along = axis
-    if axis > len(shape) - 2 or not _lie_well(group, shape, axis, x.dtype, codec, back=False):
+    if not torus.fits_packed(group, shape, axis, x.dtype, codec, back=False):
         split = x.reshape(*x.shape[:axis], group.size, *shape[axis:])
         x, along = _padded_blocks(jnp.moveaxis(split, axis, 0), codec), 0
     plan = algorithms.choose("reduce_scatter", how, x, group)
@@ -75,22 +75,12 @@ def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How)
     group, dtype = placement.arranged(group), blocks.dtype
     codec = Codec(wire, beyond=wires.overflows_from(dtype))
     x = blocks.astype(wire_dtype(dtype, "sum", False))
-    if not _lie_well(group, x.shape[1:], 0, x.dtype, codec, back=True):
+    if not torus.fits_packed(group, x.shape[1:], 0, x.dtype, codec, back=True):
         x = _padded_blocks(x, codec)
     plan = algorithms.choose("all_reduce", how, x, group)
     y = plan.launch(x, group, op="sum", codec=codec, interpret=how.interpret)
     y = y.reshape(group.size, -1)[:, : blocks.size // group.size].reshape(blocks.shape)
     return wires.saturated(y, dtype)
-
-
-def _lie_well(
-    group: Group, shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec, *, back: bool
-) -> bool:
-    """Whether blocks are whole tiles of what travels packed, and can be cut so as to fit VMEM."""
-    rows, columns = codec.tile
-    if len(shape) < 2 or shape[-2] % rows or shape[-1] % columns:
-        return False
-    return torus.fits_packed(group, shape, axis, dtype, codec, back=back)
 
 
 def _padded_blocks(blocks: jax.Array, codec: Codec) -> jax.Array:

@@ -82,7 +82,7 @@ def gather(
     assert not vmem, "blocks are packed on their way from HBM"
     group = _taken_for(group, lies)
     axes = devices.axes_of(group)
-    view, plan = _seen_and_cut(axes, x.shape, axis, x.dtype, codec)
+    view, plan = _seen_and_cut(axes, x.shape, axis, x.dtype, codec, launch.cores(interpret))
     y = launch.call(
         functools.partial(_kernel, plan=plan, codec=codec),
         group,
@@ -96,6 +96,7 @@ def gather(
         name=f"all_gather_packed_{lies}",
         interpret=interpret,
         wire_bytes=(group.size - 1) * codec.packed_bytes(x.size),
+        cores=plan.cores,
     )
     return view.out_of(y, plan.sizes)
 
@@ -109,14 +110,15 @@ def sent_bytes(
     the links of all axes alike.
     """
     axes = devices.axes_of(_taken_for(group, lies))
-    _, plan = _seen_and_cut(axes, shape, axis, dtype, codec)
+    _, plan = _seen_and_cut(axes, shape, axis, dtype, codec, chips.cores())
     tiles = math.prod(shape) // math.prod(codec.tile)
     few = len(axes) > 1 and tiles < TILES_FOR_AN_AXIS * len(axes)
     room = 3 * chips.current().vmem_bytes // 4
     if few or sections.vmem_bytes(Scratch.of(plan, dtype, codec)) > room:
         return 0
     pieces = [(bundle.pieces, plan.piece_shape(bundle, 0)) for bundle in plan.bundles]
-    return sum(4 * count * math.prod(codec.packed_shape(piece)) for count, piece in pieces)
+    words = sum(count * math.prod(codec.packed_shape(piece)) for count, piece in pieces)
+    return 4 * plan.cores * words
 
 
 def _taken_for(group: Group, lies: str) -> Group:
@@ -124,10 +126,10 @@ def _taken_for(group: Group, lies: str) -> Group:
 
 
 def _seen_and_cut(
-    axes: Sequence[Group], shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec
+    axes: Sequence[Group], shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec, cores: int
 ) -> tuple[View, Plan]:
     of = functools.partial(Scratch.of, dtype=dtype, codec=codec)
-    how: Any = {"there_and_back": False, "vmem": False, "codec": codec}
+    how: Any = {"there_and_back": False, "vmem": False, "codec": codec, "cores": cores}
     return sections.seen_and_cut(axes, shape, axis, dtype, of, **how)
 
 
@@ -162,8 +164,8 @@ class _Own:
 
 
 def _prepare(*refs: Any, plan: Plan, codec: Codec) -> Callable[[], None]:
-    *_, x_ref, _, scratch = refs
-    _Own(plan, x_ref, scratch, codec).bring_first()
+    rings, *_, x_ref, _, scratch = refs
+    _Own(plan.on(rings[0].core), x_ref, scratch, codec).bring_first()
     return lambda: None  # waited for where they are packed
 
 
@@ -173,7 +175,7 @@ def _kernel(
     plan: Plan,
     codec: Codec,
 ) -> None:
-    *numbers, x_ref, o_ref, scratch = refs
+    plan, (*numbers, x_ref, o_ref, scratch) = plan.on(rings[0].core), refs
     # numbers: `devices.tables`
     # x_ref: one block, with dimensions of 1 for the torus: HBM
     # o_ref: all blocks: HBM; nobody else writes to it

@@ -115,6 +115,7 @@ def reduce_scatter(
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     of = functools.partial(ScatterScratch.of, dtype=x.dtype, vmem=vmem, codec=codec, left=left)
     how: Any = {"there_and_back": False, "vmem": vmem, "codec": codec}
+    how["cores"] = launch.cores(interpret) if codec else 1
     view, plan = sections.seen_and_cut(axes, shape, axis, x.dtype, of, **how)
     ones = (1,) * len(axes)
     y = launch.call(
@@ -130,6 +131,7 @@ def reduce_scatter(
         interpret=interpret,
         vmem=vmem,
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
+        cores=plan.cores,
     )
     return view.out_of(y, ones)
 
@@ -155,6 +157,7 @@ def all_reduce(
         of = functools.partial(PackedScratch.of, dtype=x.dtype, codec=codec)
         kernel = functools.partial(_packed_kernel, codec=codec)
     how: Any = {"there_and_back": True, "vmem": vmem, "codec": codec}
+    how["cores"] = launch.cores(interpret) if codec else 1
     view, plan = sections.seen_and_cut(axes, x.shape[1:], 0, x.dtype, of, **how)
     sizes = devices.field_sizes(axes)
     y = launch.call(
@@ -170,6 +173,7 @@ def all_reduce(
         interpret=interpret,
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
+        cores=plan.cores,
     )
     return view.out_of(y, sizes).reshape(x.shape)
 
@@ -177,13 +181,16 @@ def all_reduce(
 def fits_packed(
     group: Group, block: tuple[int, ...], axis: int, dtype: DType, codec: Codec, *, back: bool
 ) -> bool:
-    """Whether the scratch of a sum that travels packed leaves VMEM room; `back` for `all_reduce`.
+    """Whether sums of blocks of a shape along an axis can travel packed; `back` for `all_reduce`.
 
-    Of blocks of a shape along an axis. Pieces of what several axes have met may be too large.
+    They can if blocks are whole tiles of the codec's, and the scratch leaves VMEM room: pieces of
+    what several axes have met may be too large.
     """
+    if sections.of_whole_tiles(block, axis, dtype, codec) is None:
+        return False
     of: Any = functools.partial(ScatterScratch.of, vmem=False, left=dtype)
     of = functools.partial(PackedScratch.of if back else of, dtype=dtype, codec=codec)
-    how: Any = {"there_and_back": back, "vmem": False, "codec": codec}
+    how: Any = {"there_and_back": back, "vmem": False, "codec": codec, "cores": chips.cores()}
     _, plan = sections.seen_and_cut(devices.axes_of(group), block, axis, dtype, of, **how)
     return 4 * sections.vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
 
@@ -196,7 +203,7 @@ def _scatter_kernel(
     vmem: bool,
     codec: Codec | None,
 ) -> None:
-    *numbers, x_ref, o_ref, scratch = refs
+    plan, (*numbers, x_ref, o_ref, scratch) = plan.on(rings[0].core), refs
     # numbers: `devices.tables`
     # x_ref: all blocks: HBM or VMEM
     # o_ref: one block, with dimensions of 1 for the torus: HBM or VMEM
@@ -264,7 +271,7 @@ def _packed_kernel(
     plan: Plan,
     codec: Codec,
 ) -> None:
-    *numbers, x_ref, o_ref, scratch = refs
+    plan, (*numbers, x_ref, o_ref, scratch) = plan.on(rings[0].core), refs
     # numbers: `devices.tables`
     # x_ref: all blocks: HBM
     # o_ref: all blocks: HBM; nobody else writes to it

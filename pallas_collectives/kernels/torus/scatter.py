@@ -183,8 +183,8 @@ class Scatter:
             sets_out = True if leg.behind is None else leg.behind == 0
             if b == 0 and leg.behind is None and self._from_hbm(leg) and self._plan.sections > 1:
                 only_if((section == 0) & (stream >= 2), functools.partial(self._be_late, leg))
-            if self._codec:
-                self._fetch(leg, 0, way == 0)
+            if self._codec:  # in later sections that has been done (`_finish`)
+                only_if(section == 0, functools.partial(self._fetch, leg, 0, way == 0))
             only_if(sets_out, functools.partial(self._set_out, leg, 0))
             self._fetch(leg, 1, way == 0)
 
@@ -301,8 +301,12 @@ class Scatter:
             into(self._left(b, phase, stream))
         else:
             self._target(b, section, stream, into)
-        for leg in legs:
+        for way, leg in enumerate(legs):
             self._end(leg)
+            if self._codec:  # the term's place is free, and a packed one sets out from there
+                follows = leg._replace(section=section + 1)
+                fetch = functools.partial(self._fetch, follows, 0, way == 0)
+                only_if(section + 1 < self._plan.bundles[b].sections_of(stream), fetch)
 
     def _sum_up(self, legs: list[_Leg], target: Ref, sides: Sequence[int] = (0, 1)) -> None:
         """target = our term + what has come, from these sides of a line."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import DType
+from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.kernels.machinery.codec import WHOLE, Codec
 from pallas_collectives.kernels.torus.shares import Plan
 from pallas_collectives.kernels.torus.views import View
@@ -48,13 +49,30 @@ def seen_and_cut(
     **how: Any,
 ) -> tuple[View, Plan]:
     """How blocks of a shape along an axis are seen, and cut: see `plan_of`."""
+    if codec := how["codec"]:
+        packed = of_whole_tiles(shape, axis, dtype, codec)
+        assert packed is not None, f"{shape} is to be whole tiles of {codec.tile}"
+        return packed, plan_of(axes, packed.block, packed.at, dtype, scratch_of, **how)
     view = View.of(shape, axis, dtype)
     plan = plan_of(axes, view.block, view.at, dtype, scratch_of, **how)
-    free = not (how["vmem"] or how["codec"])
-    if free and vmem_bytes(scratch_of(plan)) > _room(None, len(axes)):
+    if not how["vmem"] and vmem_bytes(scratch_of(plan)) > _room(None, len(axes)):
         view = View.of_tiles(shape, axis) or view  # rows of tiles are too wide to be cut between
         plan = plan_of(axes, view.block, view.at, dtype, scratch_of, **how)
     return view, plan
+
+
+def of_whole_tiles(shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec) -> View | None:
+    """How blocks along an axis are seen as whole tiles of a codec's; None if they cannot be.
+
+    Where its groups are a tile's width, they can be cut between any two tiles.
+    """
+    rows, columns = codec.tile
+    if axis >= len(shape) - 1:
+        return None
+    if columns == LANES and (view := View.of_lanes(shape, axis)) and view.block[-2] % rows == 0:
+        return view
+    whole = shape[-2] % rows == shape[-1] % columns == 0
+    return View.of(shape, axis, dtype) if whole else None
 
 
 def plan_of(
@@ -67,9 +85,10 @@ def plan_of(
     there_and_back: bool,
     vmem: bool,
     codec: Codec | None,
+    cores: int = 1,
 ) -> Plan:
     """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
-    stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes))
+    stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes) * cores)
     halves = not vmem and (stream_bytes >= HALVES_FROM_BYTES or codec is not None)
     chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
     room = _room(codec, len(axes))
@@ -95,10 +114,11 @@ def plan_of(
 
     for chunks in (2, 1) if halves else (1,):
         cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
+        cut["cores"] = cores
         whole = Plan.of(axes, block, at, dtype, chunks, **cut)
         if fits(whole) and not (uneven and halves):
             return whole
-    units, orders = block[whole.cut] // whole.grain, len(axes) - (whole.within is not None)
+    units, orders = whole.extent // whole.grain, len(axes) - (whole.within is not None)
     share = units // (orders * (SECTIONS if uneven else 1))
     # Or scales would be mostly padding; on lines both ways need several sections (see above).
     least = WHOLE // 2 if there_and_back and any(whole.lines) else WHOLE
@@ -115,8 +135,9 @@ def plan_of(
 
 def _room(codec: Codec | None, axes: int) -> int:
     """Bytes of VMEM that scratch may take, unless blocks are kept there."""
-    packed = PACKED_SCRATCH_BYTES if axes == 1 else PACKED_TORUS_BYTES
-    return min(packed if codec else SCRATCH_BYTES, chips.current().vmem_bytes // 2)
+    if codec and axes > 1:
+        return min(PACKED_TORUS_BYTES, 3 * chips.current().vmem_bytes // 4)
+    return min(PACKED_SCRATCH_BYTES if codec else SCRATCH_BYTES, chips.current().vmem_bytes // 2)
 
 
 def _cost(plan: Plan, dtype: DType) -> float:

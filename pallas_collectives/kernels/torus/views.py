@@ -39,7 +39,7 @@ class View:
         if axis < len(shape) - 1:
             return cls(shape, axis, shape, axis)
         *before, rows, columns = shape
-        high = _HIGH if rows % _HIGH == 0 else rows
+        high = _high(rows)
         return cls(shape, axis, (*before, rows // high, columns // LANES, high, LANES), axis)
 
     @classmethod
@@ -50,11 +50,18 @@ class View:
         tiles = math.prod(shape[axis:]) // (_HIGH * LANES)
         return cls(shape, axis, (*shape[:axis], tiles, _HIGH, LANES), axis)
 
+    @classmethod
+    def of_lanes(cls, shape: tuple[int, ...], axis: int) -> "View | None":
+        """As above, with the rows of all tiles in one dimension: rows of a tile's width."""
+        if cls.of_tiles(shape, axis) is None:
+            return None
+        return cls(shape, axis, (*shape[:axis], math.prod(shape[axis:]) // LANES, LANES), axis)
+
     def into(self, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
         """An array of as many blocks as `sizes` says, as it is seen."""
         if self.block != self.shape:
             *before, rows, columns = x.shape
-            high = self.block[-2]
+            high = _high(rows)
             x = lax.optimization_barrier(x)  # or XLA lays out the product that made x for the swap
             apart = x.reshape(*before, rows // high, high, columns // LANES, LANES)
             x = jnp.swapaxes(apart, -3, -2)
@@ -66,7 +73,12 @@ class View:
         shape[self.axis] *= math.prod(sizes)
         if self.block != self.shape:
             *before, rows, columns = shape
-            high = self.block[-2]
+            high = _high(rows)
             tiles = y.reshape(*before, rows // high, columns // LANES, high, LANES)
             y = jnp.swapaxes(tiles, -3, -2)
         return y.reshape(shape)
+
+
+def _high(rows: int) -> int:
+    """Rows of what is taken for a tile."""
+    return _HIGH if rows % _HIGH == 0 else rows

@@ -17,7 +17,7 @@ import wired_calls
 from benchmarks import replay_rows
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
-from pallas_collectives.kernels.torus import all_gather_packed, sections
+from pallas_collectives.kernels.torus import all_gather_packed, sections, shares
 from pallas_collectives.kernels.torus.packed_gather import PackedGather
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology import placement
@@ -35,12 +35,14 @@ def gathered(
     lines: tuple[int, ...] = (),
     mode: str = "on_wait",
     axis: int = 0,
+    cores: int = 1,
 ) -> np.ndarray:
     """Every device's result, of x: (n, *block)."""
     sizes = sizes or (len(x),)
     group = on_lines(sizes, lines) if len(sizes) > 1 else Group(("x",), sizes)
     lies = "torus" if len(sizes) > 1 else "line" if lines else "ring"
-    how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode]}
+    params = harness.on_cores(mode) if cores == 2 else harness.ADVERSARIES[mode]
+    how: Any = {"vmem": False, "interpret": params}
 
     def program(x: jax.Array) -> jax.Array:
         codec = Codec(wire)
@@ -81,6 +83,29 @@ def test_sections_are_within_half_a_step(
     monkeypatch.setattr(sections, "PACKED_SCRATCH_BYTES", 2 << 20)  # so that there are many
     x = terms(n, 16 * 128)
     assert holds(x, gathered(x, lines=lines, mode=mode))
+    assert not harness.race_reported()
+
+
+@pytest.mark.parametrize(
+    "sizes, lines, mode, tiles",
+    [
+        ((3,), (), "on_wait", 4),
+        pytest.param((3,), (0,), "eager", 4, marks=SLOW),
+        pytest.param((2, 3), (1,), "on_wait", 16, marks=SLOW),
+        pytest.param((3,), (), "eager", 5, marks=SLOW),
+    ],
+)
+def test_both_cores_of_a_device_take_half_of_each_block(
+    sizes: tuple[int, ...],
+    lines: tuple[int, ...],
+    mode: str,
+    tiles: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the first core all, if that is an odd number of tiles."""
+    monkeypatch.setattr(shares, "UNITS_FOR_A_CORE", 1)
+    x = terms(math.prod(sizes), tiles * 128)
+    assert holds(x, gathered(x, sizes=sizes, lines=lines, mode=mode, cores=2))
     assert not harness.race_reported()
 
 

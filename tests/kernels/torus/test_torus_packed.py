@@ -16,7 +16,13 @@ import wired_calls
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import WirePlan
 from pallas_collectives.kernels.machinery.codec import Codec
-from pallas_collectives.kernels.torus import packed_gather, reduce_scatter, scatter, sections
+from pallas_collectives.kernels.torus import (
+    packed_gather,
+    reduce_scatter,
+    scatter,
+    sections,
+    shares,
+)
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -28,11 +34,11 @@ ROWS = 4 * 128  # of a block: a tile for each of four streams
 
 
 def summed(
-    op: str, sizes: tuple[int, ...], lines: tuple[int, ...], mode: str, x: np.ndarray
+    op: str, sizes: tuple[int, ...], lines: tuple[int, ...], params: Any, x: np.ndarray
 ) -> np.ndarray:
     """Every device's result, of x: (n, n, rows, columns)."""
     group = on_lines(sizes, lines)
-    how: Any = {"op": "sum", "vmem": False, "interpret": harness.ADVERSARIES[mode]}
+    how: Any = {"op": "sum", "vmem": False, "interpret": params}
 
     def program(blocks: jax.Array) -> jax.Array:
         if op == "all_reduce":
@@ -80,7 +86,27 @@ def test_sums_are_within_the_bound(
     op: str, sizes: tuple[int, ...], lines: tuple[int, ...], mode: str
 ) -> None:
     x = terms(math.prod(sizes))
-    assert holds(op, x, summed(op, sizes, lines, mode, x))
+    assert holds(op, x, summed(op, sizes, lines, harness.ADVERSARIES[mode], x))
+    assert not harness.race_reported()
+
+
+@pytest.mark.parametrize(
+    "op, sizes, lines, mode",
+    [pytest.param(*case, marks=() if k < 1 else SLOW) for k, case in enumerate(CASES)],
+)
+@pytest.mark.parametrize("rows", [2 * ROWS, pytest.param(ROWS + 128, marks=SLOW)])
+def test_both_cores_of_a_device_take_half_of_each_block(
+    rows: int,
+    op: str,
+    sizes: tuple[int, ...],
+    lines: tuple[int, ...],
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the first core all, if that is an odd number of tiles."""
+    monkeypatch.setattr(shares, "UNITS_FOR_A_CORE", 1)
+    x = terms(math.prod(sizes), rows)
+    assert holds(op, x, summed(op, sizes, lines, harness.on_cores(mode), x))
     assert not harness.race_reported()
 
 
@@ -103,7 +129,7 @@ def test_sections_are_within_the_bound(
 ) -> None:
     monkeypatch.setattr(sections, "PACKED_TORUS_BYTES", 1 << 20)
     x = terms(math.prod(sizes), rows=16 * 128)
-    assert holds(op, x, summed(op, sizes, lines, mode, x))
+    assert holds(op, x, summed(op, sizes, lines, harness.ADVERSARIES[mode], x))
     assert not harness.race_reported()
 
 
@@ -199,8 +225,8 @@ def _blocks_kept_after_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     "fault, pod, mib, section",
     [
         (_one_section_held, "v5e:4x4", 8, 4),
-        (_two_slots, "v5p:4x4x4", 4, 1),
-        (_blocks_kept_after_the_next_one_goes_on, "v5p:4x4x4", 4, 1),
+        (_two_slots, "v5p:4x4x4", 8, 1),
+        (_blocks_kept_after_the_next_one_goes_on, "v5p:4x4x4", 8, 1),
     ],
 )
 def test_faults_are_caught_on_some_schedule(
