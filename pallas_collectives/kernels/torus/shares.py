@@ -36,8 +36,8 @@ from pallas_collectives.kernels.torus import balance
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring
 
-# What each of two cores has of a block at the least: by the replay of v5p a packed sum over two axes
-# takes 8% less than on one core so, and with half of this 10% longer.
+# What each of two cores has of a block at the least: by the replay of v5p a packed sum over two
+# axes takes 8% less than on one core so, and with half of this 10% longer.
 UNITS_FOR_A_CORE = 8
 
 
