@@ -45,8 +45,9 @@ def device_seconds(
 
     def chain(length: int) -> Step:
         def link(_: Any, x: jax.Array) -> jax.Array:
-            row = call(x)[:1, :1].astype(x.dtype)
-            return lax.dynamic_update_slice(x, row, (0, 0, 0))
+            y = call(x)
+            row = y[(slice(0, 1),) * (y.ndim - 1)].reshape(1, 1, -1)
+            return lax.dynamic_update_slice(x, row.astype(x.dtype), (0, 0, 0))
 
         unroll = min(length, IN_A_ROW) if devices.kind() == "gpu" else 1
         links = functools.partial(lax.fori_loop, 0, length, link, unroll=unroll)

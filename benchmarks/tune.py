@@ -64,7 +64,7 @@ MOST_OPERAND_BYTES = 128 << 20
 # Bytes of the full array, where they are measured.
 FULL_BYTES = tuple(64 << 10 << 3 * i for i in range(5))
 DTYPE = "float32"
-WIRE = "int8"  # of what is packed: by the replay other wires take as long
+WIRE = "int8"  # of what is packed; where float8 takes longer, `wire_costs.seconds_to_pack` says so
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,6 +79,11 @@ def main(argv: Sequence[str]) -> int:
         "--add", action="store_true", help="with --model: replay only what the file lacks"
     )
     parser.add_argument(
+        "--renew",
+        metavar="NAME",
+        help="with --add: replay anew, besides, a collective, an algorithm, or what is 'packed'",
+    )
+    parser.add_argument(
         "--machine", type=Path, help="with --model: a machine file, for its generation and figures"
     )
     parser.add_argument("--out", type=Path, help="the file to write")
@@ -90,7 +95,10 @@ def main(argv: Sequence[str]) -> int:
         if wanted.model:
             measured_on = Machine.load(wanted.machine).generation if wanted.machine else None
             path = wanted.out or tables.MODELLED
-            _write(modelled(tables.load(path) if wanted.add else None, measured_on), path)
+            known = tables.load(path) if wanted.add else None
+            if known and wanted.renew:
+                known = without(known, wanted.renew)
+            _write(modelled(known, measured_on), path)
             return 0
         return _measure(wanted.out, wanted.iters or 20)
     except (CollectiveError, MachineError) as error:
@@ -113,6 +121,8 @@ def _without_sense(wanted: argparse.Namespace) -> str:
         return "--iters: a model measures nothing; leave out this or --model"
     if wanted.add and not wanted.model:
         return "--add: what is measured is measured anew; leave it out, or add --model"
+    if wanted.renew and not wanted.add:
+        return "--renew: without --add all is replayed; leave it out, or add --add"
     if wanted.machine and not wanted.model:
         return "--machine: times are measured on the chips that are here; add --model"
     if wanted.machine and not wanted.out:
@@ -138,6 +148,29 @@ def modelled(known: Table | None = None, measured_on: Generation | None = None) 
     if measured_on:
         about += " The chip's figures were measured."
     return _table("modelled", about, entries)
+
+
+def without(table: Table, name: str) -> Table:
+    """A table that lacks the times of a collective, of an algorithm, or of what is `PACKED`.
+
+    Raises:
+      CollectiveError: no times are of that name.
+    """
+    kept = {
+        key: dataclasses.replace(
+            entry,
+            us={
+                way: times
+                for way, times in entry.us.items()
+                if entry.op != name and name not in (way, *way.split(":"))
+            },
+        )
+        for key, entry in table.entries.items()
+    }
+    if kept == table.entries:
+        what, rule = f"--renew={name}", f"{table.path} has no times of that name"
+        raise CollectiveError(what, rule, "name a collective or an algorithm as `explain` does")
+    return dataclasses.replace(table, entries=kept)
 
 
 def groups(chip: str) -> list[tuple[str, int]]:

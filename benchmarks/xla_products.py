@@ -31,16 +31,14 @@ _TOPOLOGIES: dict[str, tuple[str, dict[str, str]]] = {
     "v6e": ("v6e:2x2", {}),
     "7x": ("tpu7x:2x2x1", {}),
 }
-_LANES = 8 * 128 * 4  # operations in a cycle of one core (`chips`)
 Product = tuple[str, int, int, int]  # chip; rows, K, N of bfloat16
 
 
 def seconds(product: Product) -> float | None:
     """What one takes on a device; None if the compiler has not been asked."""
     chip, *size = product
-    of = chips.BY_NAME[chip]
     cycles = _learned().get(chip, {}).get("x".join(map(str, size)))
-    return None if cycles is None else cycles / (of.vector_rate / (_LANES * of.cores))
+    return None if cycles is None else cycles / chips.BY_NAME[chip].clock
 
 
 def learn(products: Iterable[Product]) -> None:

@@ -5,6 +5,7 @@ Bytes and blocks are those of `tuning.choice`; `n` is the number of devices in t
 
 import dataclasses
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,8 +66,14 @@ class Kernel:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
-        module = importlib.import_module(f"pallas_collectives.kernels.{self.module}")
-        return getattr(module, self.function)(*operands, **self.fixed, **options)
+        name = f"pallas_collectives.kernels.{self.module}"
+        what = f"Kernel({self.module!r}, {self.function!r}) of the catalogue"
+        if importlib.util.find_spec(name) is None:
+            raise TypeError(f"{what}: there is no module {name}; name a file of kernels/")
+        launcher = getattr(importlib.import_module(name), self.function, None)
+        if launcher is None:
+            raise TypeError(f"{what}: {name} has no such function; name the kernel's launcher")
+        return launcher(*operands, **self.fixed, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

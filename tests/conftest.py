@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # for processes of the tests
     import pallas_collectives
 
+    os.environ.setdefault("PJRT_NPROC", "32")  # a device of two cores takes twice the threads
     pallas_collectives.simulate(8)
     interpreter.call_back_with_arrays()
 

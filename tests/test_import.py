@@ -1,11 +1,14 @@
 """What `import pallas_collectives` costs beside JAX's own import, and what it leaves alone."""
 
+import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pallas_collectives as pc
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,6 +46,18 @@ def measured() -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_every_public_name_is_there_for_type_checkers() -> None:
+    tree = ast.parse((ROOT / "pallas_collectives/__init__.py").read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    names = {
+        name.asname or name.name
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    assert names == set(pc.PUBLIC), "what is in _MODULES is to stand under TYPE_CHECKING"
 
 
 def test_import_touches_no_device_and_takes_little_beside_jaxs_own() -> None:

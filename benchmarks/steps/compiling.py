@@ -142,7 +142,7 @@ def _figures(
         events,
         schedule.needs(text),
         lambda c: line.served[c.name].each_us,
-        timeline.clock(machine.generation) * timeline.US,
+        machine.generation.clock * timeline.US,
     )
     return {
         "compute_us": line.compute_us,

@@ -22,7 +22,6 @@ from pallas_collectives.replay.program import Program
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.chips import Chip
 
-_LANES = 8 * 128 * 4  # operations in a cycle of one core (`topology.chips`)
 US = 1e-6
 
 
@@ -117,7 +116,7 @@ def run(
             known[id(what)] = steps.alone(what, machine, placement)
         return known[id(what)]
 
-    parts = [*_parts(flat, clock(machine.generation), what_of, alone)]
+    parts = [*_parts(flat, machine.generation.clock, what_of, alone)]
     return _Account(flat).of(steps.run(parts, machine, placement))
 
 
@@ -245,14 +244,9 @@ def cycles_of(machine: Machine) -> Cycles:
 
     def cycles(flops: int, nbytes: int) -> int:
         seconds = max(flops / generation.matrix_rate, nbytes / generation.hbm_bandwidth) / share
-        return round(seconds * clock(generation))
+        return round(seconds * generation.clock)
 
     return cycles
-
-
-def clock(generation: Chip) -> float:
-    """Cycles of a core in a second."""
-    return generation.vector_rate / (_LANES * generation.cores)
 
 
 def chip_of(topology: str) -> Chip:

@@ -33,6 +33,7 @@ from pallas_collectives.backends.wire_costs import (
     error_in_words,
     gathers_terms,
     seconds_of_passes,
+    seconds_to_pack,
     seconds_to_pad,
 )
 from pallas_collectives.errors import AlgorithmError, WireError
@@ -255,9 +256,9 @@ def _packed_sums(
         name for name in _rings(op, group) if name != "torus" or _fits(op, x, tiles, group, codec)
     ]
     us = algorithms.predicted_packed(op, n * tiles * tile, placement.arranged(group), rings)
-    sent = n * codec.packed_bytes(numbers)
+    sent, least = n * codec.packed_bytes(numbers), 1e6 * seconds_to_pack(op, x.size, n, wire)
     for name in rings:
-        yield Way(name, sent, passes, us[name] + passes if name in us else None)
+        yield Way(name, sent, passes, max(us[name], least) + passes if name in us else None)
 
 
 def _packed_moves(
@@ -266,9 +267,10 @@ def _packed_moves(
     """Those of what is only moved, whose kernels pack."""
     rings = _rings(op, group)
     us = algorithms.predicted_packed(op, x.size, placement.arranged(group), rings)
+    least = 1e6 * seconds_to_pack(op, x.size, group.size, wire)
     for name in rings:
         if sent := sent_by(name, wire):
-            yield Way(name, sent, 0.0, us.get(name))
+            yield Way(name, sent, 0.0, max(us[name], least) if name in us else None)
 
 
 def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool:

@@ -26,7 +26,7 @@ class MachineError(ValueError):
 Generation = Chip
 
 # What a machine overrides and saves; the others are rules of the generation, and never measured.
-_RULES = {"largest", "wrap_at", "wraps_alone", "no_sparsecore"}
+_RULES = {"largest", "wrap_at", "wraps_alone", "no_sparsecore", "clock", "turned", "narrowed"}
 _FIGURES = tuple(f.name for f in dataclasses.fields(Chip) if f.name not in _RULES)
 
 

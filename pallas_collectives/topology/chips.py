@@ -48,6 +48,8 @@ class Chip:
     launch_cost: float = 1.5 * US
     hbm_bandwidth: float  # [SB, V]
     clock: float  # cycles a second [D]
+    vmem_bandwidth: float  # what one core loads and stores [D]
+    vector_rate: float  # 32-bit elementwise operations of one core [D]
     # What a number takes of a core's vector unit, in 32-bit elementwise operations [AOT]; the last
     # two fitted to the loops that the compiler makes of `kernels.machinery.codec`
     across_lanes: float  # a reduction along the lanes of a register
@@ -72,16 +74,6 @@ class Chip:
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
 
     @property
-    def vector_rate(self) -> float:
-        """32-bit elementwise operations a second, of one core."""
-        return _OPERATIONS * self.clock
-
-    @property
-    def vmem_bandwidth(self) -> float:
-        """Bytes a second that one core loads and stores: two registers and one in a cycle."""
-        return 3 * 4 * _LANES * self.clock
-
-    @property
     def kernel_semaphores(self) -> int:
         """How many a kernel takes at the most: XLA's own calls need some while it is under way."""
         return self.semaphores - _OF_XLA
@@ -101,10 +93,16 @@ _V5: Any = {
     "turned": (7.5, 10.0),
     "narrowed": {"int8": (0.0, 0.5), "float8_e4m3fn": (3.5, 11.0), "float8_e5m2": (0.0, 2.0)},
 }
-_LANES = 8 * 128  # of a vector register
-_OPERATIONS = 4 * _LANES  # that a core does in a cycle
 
-_V5E = Chip(
+
+def _chip(*, clock: float, **figures: Any) -> Chip:
+    """A chip with the figures that follow from its clock."""
+    lanes = 8 * 128  # of a vector register; a core does 4 operations on each in a cycle
+    rate = 4 * lanes * clock
+    return Chip(clock=clock, vector_rate=rate, vmem_bandwidth=3 * rate, **figures)
+
+
+_V5E = _chip(
     name="v5e",
     device_kind="TPU v5 lite",
     largest=256,
@@ -125,7 +123,7 @@ _V5E = Chip(
 BY_NAME = {
     chip.name: chip
     for chip in (
-        Chip(
+        _chip(
             name="v4",
             device_kind="TPU v4",
             largest=4096,
@@ -146,7 +144,7 @@ BY_NAME = {
             cores=2,
         ),
         _V5E,
-        Chip(
+        _chip(
             name="v5p",
             device_kind="TPU v5",
             largest=8960,
@@ -159,7 +157,7 @@ BY_NAME = {
             cores=2,
             **_V5,
         ),
-        Chip(
+        _chip(
             name="v6e",
             device_kind="TPU v6 lite",
             largest=256,
@@ -180,7 +178,7 @@ BY_NAME = {
             semaphores=440,
             clock=1.75e9,
         ),
-        Chip(
+        _chip(
             name="7x",
             device_kind="TPU7x",
             largest=9216,

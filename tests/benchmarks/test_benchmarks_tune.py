@@ -1,7 +1,7 @@
 """`python -m benchmarks tune`: what is measured, and the table that it becomes."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import pallas_collectives as pc
 from benchmarks import devices, measure, tune
 from benchmarks.rows import Measured
-from pallas_collectives.errors import TableError
+from pallas_collectives.errors import CollectiveError, TableError
 from pallas_collectives.replay import Machine
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import choice, tables
@@ -44,6 +44,7 @@ def test_without_tpus_and_gpus_nothing_is_measured(
         ["--out=/proc/table.json"],
         ["--out="],
         ["--add"],
+        ["--renew=psum", "--model"],
         ["--machine=pod.json", "--out=table.json"],
         ["--machine=pod.json", "--model"],
     ],
@@ -166,3 +167,24 @@ def test_large_blocks_go_along_both_axes_of_a_7x(op: str) -> None:
         op, nbytes, 16, chips.BY_NAME["7x"], ("bidirectional", "ring", "torus"), "4x4 torus"
     )
     assert choice.fastest_first(op, found)[0] == "torus"
+
+
+@pytest.mark.parametrize(
+    "name, lost",
+    [
+        ("all_to_all", lambda op, way: op == "all_to_all"),
+        ("ring", lambda op, way: way.startswith("ring")),
+        ("packed", lambda op, way: way.endswith(":packed")),
+    ],
+)
+def test_times_that_are_renewed_are_forgotten(name: str, lost: Callable[[str, str], bool]) -> None:
+    table = tables.load(tables.MODELLED)
+    left = tune.without(table, name)
+    for key, entry in table.entries.items():
+        kept = {way: us for way, us in entry.us.items() if not lost(entry.op, way)}
+        assert left.entries[key].us == kept
+
+
+def test_a_name_that_has_no_times_is_refused() -> None:
+    with pytest.raises(CollectiveError, match="--renew=rings: .* has no times of that name"):
+        tune.without(tables.load(tables.MODELLED), "rings")

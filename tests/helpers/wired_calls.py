@@ -139,7 +139,7 @@ def half_steps(x: np.ndarray, wire: Wire) -> np.ndarray:
         step = 2.0 ** np.ceil(np.log2(np.maximum(step, 1e-300)))
     relative = {"int8": 0.0, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}[wire.dtype]
     half = np.maximum(groups * relative, step / (2 if wire.dtype == "int8" else 2.0**8))
-    return (half * (1 + 2.0**-7) + 1e-37).reshape(x.shape)  # of the reciprocal a 256th of a step
+    return (half * (1 + 2.0**-16) + 1e-37).reshape(x.shape)  # what float32 rounds off
 
 
 def ragged(x: jax.Array, output: jax.Array, n: int, **how: Any) -> jax.Array:

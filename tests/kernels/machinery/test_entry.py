@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives as pc
+import stepped
 from pallas_collectives import replay
 from pallas_collectives.catalogue import ALGORITHMS
-from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.kernels.machinery import entry, launch, sync
 from pallas_collectives.topology.groups import Group
 
 # Sharing, in every interleaving -------------------------------------------------------------------
@@ -139,6 +141,53 @@ def test_calls_over_the_same_axes_may_share_an_id_on_v5e(calls: Sequence[Call]) 
 )
 def test_what_must_not_share_an_id_is_caught(calls: Sequence[Call]) -> None:
     assert first_unsafe_pass(calls) is not None
+
+
+def followed(body: Any, *shapes: tuple[int, ...], n: int = 8) -> Any:
+    """The verdict on body("x", *operands) and, behind it, a call among all devices."""
+
+    def program(*operands: jax.Array) -> Any:
+        first = body("x", *operands)
+        blocks = jnp.broadcast_to(operands[0].reshape(-1)[:1], (8 * n, 128))
+        return first, pc.all_to_all(blocks, "x", 0, 0, tiled=True, algorithm="direct")
+
+    operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return pc.verify.check(program, *operands, devices=(n,))
+
+
+@pytest.mark.parametrize("name", [name for name in stepped.kernels() if ":sc" not in name])
+def test_a_call_may_be_followed_by_one_among_all(name: str) -> None:
+    kernel = stepped.kernels()[name]
+    verdict = followed(kernel.body, *kernel.operands(8))
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("barrier, sound", [("neighbours", False), (entry.WIDE, True)])
+def test_a_kernel_that_hears_from_its_neighbours_alone_needs_the_wide_barrier(
+    barrier: str, sound: bool
+) -> None:
+    def kernel(ring: Any, x_ref: Any, o_ref: Any, scratch: Any) -> None:
+        sent, arrived = scratch
+        for k, distance in enumerate((1, -1)):
+            there = ring.device_id(ring.block(distance))
+            sync.remote_copy(x_ref, o_ref.at[k], sent.at[k], arrived.at[k], there)
+        for k in range(2):
+            sync.wait(sent.at[k], x_ref)
+            sync.wait(arrived.at[k], x_ref)
+
+    def halo(axis: str, x: jax.Array) -> jax.Array:
+        return launch.call(
+            kernel,
+            Group((axis,), (8,)),
+            x,
+            out_shape=jax.ShapeDtypeStruct((2, *x.shape), x.dtype),
+            scratch=(pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA((2,))),
+            barrier=barrier,
+            name="halo",
+            interpret=False,
+        )
+
+    assert followed(halo, (8, 128)).ok == sound
 
 
 def test_shifts_share_an_id_whatever_devices_take_part() -> None:

@@ -59,7 +59,7 @@ def holds(op: str, x: np.ndarray, got: np.ndarray) -> bool:
     """
     n, exact = len(x), x.astype(np.float64).sum(0)
     whole = np.abs(x.astype(np.float64)).sum(0) * 1.1
-    half = whole.max(axis=-1, keepdims=True) / 127 / 2 * (1 + 2.0**-7)
+    half = whole.max(axis=-1, keepdims=True) / 127 / 2 * (1 + 2.0**-16)
     wanted = exact if op == "all_reduce" else exact[:, None]
     allowed = half * (n if op == "all_reduce" else n - 1)
     allowed = allowed if op == "all_reduce" else allowed[:, None]
@@ -166,17 +166,17 @@ def test_no_schedule_has_a_race(
 
 @pytest.mark.full
 def test_a_wire_that_the_vector_unit_makes_slower_is_left_out() -> None:
-    """It takes as long as the wires of two axes on v5p, and is part of the predicted time."""
+    """On v4 that of float8 takes longer than the wires of two axes; the predicted time tells."""
 
     def timed(**how: Any) -> tuple[float, WirePlan]:
         with counters.recorded() as plans:
-            report = replayed("all_reduce", "v5p:4x4x4", ("x", "y"), 16, **how)
+            report = replayed("all_reduce", "v4:4x4x4", ("x", "y"), 16, **how)
         plan, *_ = (plan for plan in plans if isinstance(plan, WirePlan))
         return 1e6 * report.time, plan
 
-    plain, left_out = timed(wire="auto")
+    plain, left_out = timed(wire=Wire("float8_e4m3fn", optional=True))
     assert left_out.algorithm is None and "it would take" in left_out.why
-    us, taken = timed(wire="int8", algorithm="torus")
+    us, taken = timed(wire="float8_e4m3fn", algorithm="torus")
     assert us > plain and taken.wired_us and abs(taken.wired_us - us) < 0.15 * us
 
 
