@@ -186,5 +186,5 @@ def test_times_that_are_renewed_are_forgotten(name: str, lost: Callable[[str, st
 
 
 def test_a_name_that_has_no_times_is_refused() -> None:
-    with pytest.raises(CollectiveError, match="--renew=rings: .* has no times of that name"):
+    with pytest.raises(CollectiveError, match=r"--renew=rings: .* has no times of that name"):
         tune.without(tables.load(tables.MODELLED), "rings")

@@ -3,7 +3,7 @@
 Kernels have no grid, nor anything else that could be divided between cores: on a device with two
 (v4, v5p: megacore) the compiler has the second core skip the whole kernel, so that every DMA and
 every signal starts once, from the first. `tests/kernels/machinery/test_megacore.py` looks at the
-compiled program. Kernels that multiply are the exception: `cores=2` runs them on both.
+compiled program. Kernels that multiply, or pack, are the exception: `cores=2` runs them on both.
 
 Two cores that shared the DMAs could at the best halve the time to start them. By the replay of v4
 and v5p with half the `issue_cost` (`Machine.named("v5p:4x4x4", issue_cost=0.025e-6)`), 4 KiB to 4
