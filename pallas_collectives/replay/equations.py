@@ -255,7 +255,9 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
         size = math.prod(shape)
         if len(shape) - 1 in eqn.params["axes"]:
             size *= generation.across_lanes
-    return size / stepper.vector_rate
+    # Sums of products have the price that the stored rows of products were modelled with.
+    multiplies = stepper.kernel is not None and "matmul" in stepper.kernel.name
+    return size / (stepper.vector_rate * (generation.cores if multiplies else 1))
 
 
 def _in_registers(shape: tuple[int, ...]) -> int:
