@@ -239,7 +239,8 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     size: float = max((_in_registers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
     if name == "convert_element_type":
-        size *= _of_conversion(generation, eqn)
+        multiplies = stepper.kernel is not None and "matmul" in stepper.kernel.name
+        size *= 0 if multiplies else _of_conversion(generation, eqn)
     elif name == "transpose" and stepper.kernel is not None:
         of_16, of_32 = generation.turned
         size *= of_32 if jaxprs.type_of(eqn.outvars[0]).dtype.itemsize >= 4 else of_16

@@ -205,7 +205,7 @@ def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float
     flops = 2 * steps * t.rows * t.depth * t.columns
     core = flops / (chip.matrix_rate / chip.cores)
     if t.inner < p.depth:  # each product of slabs is added to the sum under way
-        core += flops / (2 * t.inner) / chip.vector_rate
+        core += flops / (2 * t.inner) / (chip.vector_rate * chip.cores)
     hbm = _hbm_rate(chip, cores)
     tile_of_x, tile_of_w = _first_bytes(p, t)
     tile_out = t.rows * t.columns * p.out_dtype.itemsize
