@@ -5,7 +5,6 @@ Bytes and blocks are those of `tuning.choice`; `n` is the number of devices in t
 
 import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,9 +67,13 @@ class Kernel:
     def __call__(self, *operands: Any, **options: Any) -> Any:
         name = f"pallas_collectives.kernels.{self.module}"
         what = f"Kernel({self.module!r}, {self.function!r}) of the catalogue"
-        if importlib.util.find_spec(name) is None:
-            raise TypeError(f"{what}: there is no module {name}; name a file of kernels/")
-        launcher = getattr(importlib.import_module(name), self.function, None)
+        try:
+            launcher = getattr(importlib.import_module(name), self.function, None)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            rule = f"there is no module {name}"
+            raise TypeError(f"{what}: {rule}; name a file of kernels/") from None
         if launcher is None:
             raise TypeError(f"{what}: {name} has no such function; name the kernel's launcher")
         return launcher(*operands, **self.fixed, **options)

@@ -31,7 +31,7 @@ from pallas_collectives.backends import canonical, counters, nccl, pallas
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
 from pallas_collectives.errors import AlgorithmError, BackendError
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.records import NEIGHBOURS
+from pallas_collectives.records import NEIGHBOURS, Kernel
 from pallas_collectives.replay import Machine, bound
 from pallas_collectives.tuning import tables
 
@@ -323,3 +323,15 @@ def test_a_plan_says_why_it_was_made() -> None:
     plan = plans[-1]
     assert (plan.algorithm, plan.record.name, plan.vmem) == ("direct:vmem", "direct", True)
     assert plan.nbytes == 4096 and plan.why == "it was asked for by name"
+
+
+@pytest.mark.parametrize(
+    "kernel, message",
+    [
+        (Kernel("nowhere", "ring"), r"'nowhere', 'ring'.*: there is no module .*nowhere; name"),
+        (Kernel("ppermute", "rings"), r"'ppermute', 'rings'.*ppermute has no such function; name"),
+    ],
+)
+def test_a_record_that_names_no_launcher_says_so(kernel: Kernel, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        kernel()

@@ -71,13 +71,13 @@ def seconds_to_pack(op: str, numbers: int, n: int, wire: Wire) -> float:
     chip = chips.current()
     turned, (widen, narrow) = chip.turned[0], chip.narrowed[wire.dtype]
     pack, unpack, add = turned + narrow + 10, turned + widen + 4.5, turned + narrow + widen + 13
-    each = {
+    on_all_cores = {
         "all_gather": n * unpack,
         "reduce_scatter": (n - 1) / n * add,
         "all_reduce": (n - 1) / n * (add + unpack),
-    }.get(op, pack + unpack)
-    cores = chip.cores if op in ("all_gather", "reduce_scatter", "all_reduce") else 1
-    return 4 / 3 * numbers * each / (cores * chip.vector_rate)
+    }
+    each = on_all_cores[op] / chip.cores if op in on_all_cores else pack + unpack
+    return 4 / 3 * numbers * each / chip.vector_rate
 
 
 def seconds_to_pad(op: str, nbytes: int) -> float:

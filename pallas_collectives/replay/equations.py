@@ -239,8 +239,7 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     size: float = max((_in_registers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
     if name == "convert_element_type":
-        multiplies = stepper.kernel is not None and "matmul" in stepper.kernel.name
-        size *= 0 if multiplies else _of_conversion(generation, eqn)
+        size *= _of_conversion(generation, eqn)
     elif name == "transpose" and stepper.kernel is not None:
         of_16, of_32 = generation.turned
         size *= of_32 if jaxprs.type_of(eqn.outvars[0]).dtype.itemsize >= 4 else of_16
@@ -256,9 +255,7 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
         size = math.prod(shape)
         if len(shape) - 1 in eqn.params["axes"]:
             size *= generation.across_lanes
-    # Sums of products have the price that the stored rows of products were modelled with.
-    multiplies = stepper.kernel is not None and "matmul" in stepper.kernel.name
-    return size / (stepper.vector_rate * (generation.cores if multiplies else 1))
+    return size / stepper.vector_rate
 
 
 def _in_registers(shape: tuple[int, ...]) -> int:

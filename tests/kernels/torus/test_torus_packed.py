@@ -67,6 +67,14 @@ def holds(op: str, x: np.ndarray, got: np.ndarray) -> bool:
     return same and bool((np.abs(got.reshape(-1, *wanted.shape) - wanted) <= allowed).all())
 
 
+def check(
+    op: str, sizes: tuple[int, ...], lines: tuple[int, ...], params: Any, rows: int = ROWS
+) -> None:
+    x = terms(math.prod(sizes), rows)
+    assert holds(op, x, summed(op, sizes, lines, params, x))
+    assert not harness.race_reported()
+
+
 CASES = [
     ("all_reduce", (2, 2), (), "on_wait"),
     ("reduce_scatter", (2, 4), (), "on_wait"),
@@ -85,9 +93,7 @@ CASES = [
 def test_sums_are_within_the_bound(
     op: str, sizes: tuple[int, ...], lines: tuple[int, ...], mode: str
 ) -> None:
-    x = terms(math.prod(sizes))
-    assert holds(op, x, summed(op, sizes, lines, harness.ADVERSARIES[mode], x))
-    assert not harness.race_reported()
+    check(op, sizes, lines, harness.ADVERSARIES[mode])
 
 
 @pytest.mark.parametrize(
@@ -105,9 +111,7 @@ def test_both_cores_of_a_device_take_half_of_each_block(
 ) -> None:
     """Or the first core all, if that is an odd number of tiles."""
     monkeypatch.setattr(shares, "UNITS_FOR_A_CORE", 1)
-    x = terms(math.prod(sizes), rows)
-    assert holds(op, x, summed(op, sizes, lines, harness.on_cores(mode), x))
-    assert not harness.race_reported()
+    check(op, sizes, lines, harness.on_cores(mode), rows)
 
 
 @pytest.mark.full
@@ -128,9 +132,7 @@ def test_sections_are_within_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sections, "PACKED_TORUS_BYTES", 1 << 20)
-    x = terms(math.prod(sizes), rows=16 * 128)
-    assert holds(op, x, summed(op, sizes, lines, harness.ADVERSARIES[mode], x))
-    assert not harness.race_reported()
+    check(op, sizes, lines, harness.ADVERSARIES[mode], rows=16 * 128)
 
 
 def replayed(op: str, pod: str, axes: tuple[str, ...], mib: float, **how: Any) -> Report:
