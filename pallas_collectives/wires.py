@@ -236,6 +236,14 @@ def overflows_from(dtype: Any) -> float:
     return float(2.0**info.maxexp * (1 - 2.0 ** -(info.nmant + 2)))  # halfway to what would be next
 
 
+def overflown(x: jax.Array, dtype: Any) -> jax.Array:
+    """x, with inf for what a dtype rounds to inf."""
+    beyond = overflows_from(dtype)
+    if float(jnp.finfo(x.dtype).max) < beyond:
+        return x
+    return jnp.where(jnp.abs(x) < beyond, x, x * jnp.inf)
+
+
 def group_size(columns: int, groups: int) -> int:
     """Elements of a group, of a row that has so many columns and so many groups."""
     if groups == 1:

@@ -6,6 +6,7 @@ writes to the peer. Elsewhere kernels of one pass (`gpu_codec`) pack what leaves
 others unpack or add what comes. The bits are the same.
 """
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -17,7 +18,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 
-from pallas_collectives import _compat, simulation
+from pallas_collectives import _compat, simulation, wires
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -26,26 +27,32 @@ from pallas_collectives.backends.wire_ways import Move
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.nccl import ffi, mailboxes, packed, tape
-from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, Packer, Work
+from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, REDUCE, Packer, Work
 from pallas_collectives.wires import Wire
 
-_OPS = {GATHER: "all_gather", EXCHANGE: "all_to_all", PERMUTE: "ppermute"}
+_OPS = {
+    GATHER: "all_gather",
+    EXCHANGE: "all_to_all",
+    PERMUTE: "ppermute",
+    REDUCE: "all_reduce",
+}
 # What comes to a GPU in a call may take this much of its memory, beside XLA's own.
 _MOST_MAIL = 4 << 30
 
 
-def moved(blocks: jax.Array, wire: Wire, move: Move, dtype: Any, adds: bool) -> jax.Array:
+def moved(blocks: jax.Array, wire: Wire, *moves: Move, dtype: Any, adds: bool) -> jax.Array:
     """The blocks that come, (n, numbers), or their sum, (numbers,).
 
     Args:
       blocks: (k, ...), which `gpu_codec` serves.
       wire: with scales.
-      move: what brings them.
+      moves: what brings them; or an exchange, whose blocks are added, and a gather of the sums.
       dtype: of the result.
       adds: whether it is the sum.
     """
+    move = moves[0]
     work = Work(
-        op=move.op,
+        op=move.op if len(moves) == 1 else REDUCE,
         size=move.group.size,
         numbers=blocks.size // len(blocks),
         dtype=jnp.dtype(blocks.dtype).name,
@@ -56,28 +63,28 @@ def moved(blocks: jax.Array, wire: Wire, move: Move, dtype: Any, adds: bool) -> 
         perm=tuple(sorted(move.perm)),
     )
     _compat.prepare()
-    return _packed_p.bind(blocks, work=work, move=move, wire=wire)
+    return _packed_p.bind(blocks, work=work, moves=moves, wire=wire)
 
 
 _packed_p = core.Primitive("nccl_packed")
 
 
 @_packed_p.def_abstract_eval
-def _type(blocks: Any, *, work: Work, move: Move, wire: Wire) -> Any:
-    del blocks, move, wire
+def _type(blocks: Any, *, work: Work, moves: tuple[Move, ...], wire: Wire) -> Any:
+    del blocks, moves, wire
     shape = (work.numbers,) if work.adds else (work.blocks, work.numbers)
     return _compat.array_type(shape, jnp.dtype(work.result))
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext, blocks: Any, *, work: Work, move: Move, wire: Wire
+    ctx: mlir.LoweringRuleContext, blocks: Any, *, work: Work, moves: tuple[Move, ...], wire: Wire
 ) -> Any:
-    members = device_groups(_compat.mesh_of(ctx), move.group)
+    members = device_groups(_compat.mesh_of(ctx), moves[0].group)
     try:
         at = _packers(work, members)
     except mailboxes.MailboxError as error:
         _tell(str(error))
-        by_nccl = functools.partial(_by_nccl, work=work, move=move, wire=wire)
+        by_nccl = functools.partial(_by_nccl, work=work, moves=moves, wire=wire)
         return mlir.lower_fun(by_nccl, multiple_results=False)(ctx, blocks)
     told = "a kernel quantises into the peer's memory"
     counters.note(Plan(op=_OPS[work.op], backend="nccl", algorithm="packed", why=told))
@@ -111,7 +118,13 @@ def _tell(why: str) -> None:
     logging.warning("pallas_collectives: NCCL moves what goes over a wire: %s", why)
 
 
-def _by_nccl(blocks: jax.Array, *, work: Work, move: Move, wire: Wire) -> jax.Array:
+def _by_nccl(blocks: jax.Array, *, work: Work, moves: tuple[Move, ...], wire: Wire) -> jax.Array:
+    if work.op == REDUCE:
+        terms = dataclasses.replace(work, op=EXCHANGE, result="float32", adds=True)
+        sums = _by_nccl(blocks, work=terms, moves=moves[:1], wire=wire)
+        whole = dataclasses.replace(work, op=GATHER, dtype="float32")
+        return _by_nccl(sums[None], work=whole, moves=moves[1:], wire=wire)
+    (move,) = moves
     format = gpu_codec.Format(wire, work.numbers, simulation.platform() == "cpu")
     me, nobody = _rank(move), jnp.full(1, -1, jnp.int32)
     left_out = me if work.op == EXCHANGE else nobody
@@ -120,6 +133,8 @@ def _by_nccl(blocks: jax.Array, *, work: Work, move: Move, wire: Wire) -> jax.Ar
     if work.op == EXCHANGE:
         bring = functools.partial(on_gpus.others_blocks, group=move.group, how=move.how)
     pack = functools.partial(gpu_codec.pack, format)
+    if not work.adds:
+        blocks = wires.overflown(blocks, work.result)
     come = bring(launch.unchecked(pack)(blocks, left_out)).reshape(-1, format.nbytes)
     make = gpu_codec.added if work.adds else gpu_codec.unpack
     read = functools.partial(make, format, jnp.dtype(work.result))

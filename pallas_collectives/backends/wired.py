@@ -180,8 +180,7 @@ class OnWire:
         elif gathers_terms(n, way.algorithm):
             whole = _added(blocks.reshape(1, -1), wire, gather, x.dtype)
         else:
-            sums = _added(blocks, wire, self._move("exchange", group, plain), jnp.float32)
-            whole = _brought(_overflown(sums, x.dtype)[None], wire, gather, x.dtype)
+            whole = _reduced(blocks, wire, self._move("exchange", group, plain), gather)
         whole = whole.reshape(-1)[: flat.size]
         return whole.reshape(elements, padded)[:, :size].reshape(x.shape)
 
@@ -210,7 +209,7 @@ def _added(blocks: jax.Array, wire: Wire, move: Move, result: Any) -> jax.Array:
     result: the sum's dtype.
     """
     if _in_one_pass(blocks.shape, wire, move.how):
-        return _by_kernels(blocks, wire, move, result, adds=True)
+        return _by_kernels(blocks, wire, move, dtype=result, adds=True)
     values, scales = moved(blocks, wire, move.at_once)
     limit = float(jnp.finfo(blocks.dtype).max)
 
@@ -220,19 +219,31 @@ def _added(blocks: jax.Array, wire: Wire, move: Move, result: Any) -> jax.Array:
     return ordered.total(term, move.group.size).astype(result)
 
 
+def _reduced(blocks: jax.Array, wire: Wire, exchange: Move, gather: Move) -> jax.Array:
+    """(n, elements) -> the same: the sum of everyone's blocks, of which each device adds one."""
+    if _in_one_pass(blocks.shape, wire, exchange.how):
+        return _by_kernels(blocks, wire, exchange, gather, dtype=blocks.dtype, adds=False)
+    sums = _added(blocks, wire, exchange, jnp.float32)
+    return _brought(sums[None], wire, gather, blocks.dtype)
+
+
 def _brought(blocks: jax.Array, wire: Wire, move: Move, dtype: Any = None) -> jax.Array:
-    """(k, *block) -> the blocks that have come, in their dtype or another."""
+    """(k, *block) -> the blocks that have come, in their dtype or another.
+
+    What overflows in that is sent as inf: the wire would bring its largest number instead, and hide
+    that a sum has overflowed.
+    """
     dtype = blocks.dtype if dtype is None else dtype
     if _in_one_pass(blocks.shape, wire, move.how):
-        come = _by_kernels(blocks, wire, move, dtype, adds=False)
+        come = _by_kernels(blocks, wire, move, dtype=dtype, adds=False)
         return come.reshape(-1, *blocks.shape[1:])
-    return wires.dequantize(*moved(blocks, wire, move.at_once), dtype)
+    return wires.dequantize(*moved(wires.overflown(blocks, dtype), wire, move.at_once), dtype)
 
 
-def _by_kernels(blocks: jax.Array, wire: Wire, move: Move, dtype: Any, *, adds: bool) -> jax.Array:
+def _by_kernels(blocks: jax.Array, wire: Wire, *moves: Move, dtype: Any, adds: bool) -> jax.Array:
     from pallas_collectives.backends import nccl_packed  # which other backends do not need
 
-    return nccl_packed.moved(blocks, wire, move, dtype, adds)
+    return nccl_packed.moved(blocks, wire, *moves, dtype=dtype, adds=adds)
 
 
 def _in_one_pass(shape: tuple[int, ...], wire: Wire, how: How) -> bool:
@@ -254,15 +265,6 @@ def _term(values: jax.Array, scales: jax.Array, number: Any) -> jax.Array:
     return wires.dequantize(
         *(lax.dynamic_index_in_dim(part, number, keepdims=False) for part in (values, scales))
     )
-
-
-def _overflown(sums: jax.Array, dtype: Any) -> jax.Array:
-    """Sums of float32, with inf for those that a dtype rounds to inf.
-
-    The wire would bring its largest number instead, and hide that a sum has overflowed.
-    """
-    beyond = wires.overflows_from(dtype)
-    return jnp.where(jnp.abs(sums) < beyond, sums, sums * jnp.inf)
 
 
 def _padded(size: int, how: How) -> int:

@@ -4,6 +4,13 @@
     read   what has come, as numbers
     keep   what would come of numbers, if they were sent
     add    the sum of all blocks, those that have come and the own one, in the order of the ranks
+    relay  that sum, written where it shall arrive, as it travels; and kept, as it comes of that
+    take   nothing, but the words of what has come: what follows on the stream waits for them
+
+A kernel goes through a table of blocks, all of them at once: neighbouring blocks of threads have
+the same tile of neighbouring rows, so that all peers are sent to side by side. As it ends it sets a
+word for each row, in the peer's memory: once the last of its blocks of threads has come that far,
+and everything they wrote is there to be seen.
 
 A block as it travels is its values, and its groups' scales, float32, behind them; `wires` says
 what they are, and these kernels give its bits. Neighbours in a warp have neighbouring numbers, 8
@@ -22,6 +29,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,7 +37,7 @@ import jax.numpy as jnp
 from pallas_collectives import wires
 from pallas_collectives.wires import Wire
 
-SEND, READ, KEEP, ADD = "send", "read", "keep", "add"
+SEND, READ, KEEP, ADD, RELAY, TAKE = "send", "read", "keep", "add", "relay", "take"
 THREADS = 256  # of a block
 SCALE = 4  # bytes
 _EACH, _PARTS = 8, 4  # numbers of a part, and parts of a thread at a time
@@ -49,12 +57,34 @@ _NARROWED = {
 _FLOAT8 = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
 # Conversions to and from float8 are there from Ada on.
 _TARGET = {"int8": "sm_80", **dict.fromkeys(_FLOAT8, "sm_89")}
-_PARAMETERS = {
-    SEND: ("own", "to", "groups"),
-    READ: ("come", "to", "groups"),
-    KEEP: ("own", "to", "groups"),
-    ADD: ("own", "come", "stride", "rank", "ranks", "to", "groups"),
-}
+# Addresses, and numbers: integers of 64 bits.
+PARAMETERS = "source", "target", "rows", "count", "groups"
+_ROW, _COUNTER = struct.Struct("<4Q"), 8  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What a kernel does with one block.
+
+    Attributes:
+      source, target: where the block is, behind the kernel's own `source`; and where what becomes
+        of it, behind `target`. ADD has one target, and its rows are terms: each has its address, or
+        0 for the own one. RELAY's are terms, too; each has the address that the sum is sent to, but
+        the own one, where it is kept.
+      take: the address of a word that the kernel waits for before it begins, and sets to 0 as it
+        ends; or 0.
+      give: the address of a word that it sets to 1 as it ends; or 0.
+    """
+
+    source: int
+    target: int
+    take: int = 0
+    give: int = 0
+
+
+def table(rows: Iterable[Row]) -> bytes:
+    """Rows as a kernel reads them, and behind them the counter by which its blocks meet."""
+    return b"".join(_ROW.pack(*dataclasses.astuple(row)) for row in rows) + bytes(_COUNTER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +92,10 @@ class Kernel:
     """One of them.
 
     Attributes:
-      kind: SEND, READ, KEEP or ADD.
+      kind: SEND, READ, KEEP, ADD, RELAY or TAKE.
       dtype: of the numbers that are sent, by name; the largest of it is the most of a term.
-      result: of those that it gives, or of their sum; of SEND, any.
+      result: of those that it gives, or of their sum; and for SEND, of those that READ gives.
+        What overflows in it is inf before it is sent: a wire would bring the largest number.
       wire, group: as `Wire` has them.
     """
 
@@ -79,14 +110,14 @@ class Kernel:
         """Of the entry."""
         return f"{self.kind}_{self.dtype}_{self.result}_{self.wire}_{self.group}"
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Addresses, and numbers: integers of 64 bits."""
-        return _PARAMETERS[self.kind]
-
-    def blocks(self, groups: int) -> int:
-        """Blocks of threads that have something to do at once."""
+    def tiles(self, groups: int) -> int:
+        """What so many groups of a block are for blocks of threads."""
         return -(-groups * self._lanes // _TILE)
+
+    @property
+    def adds(self) -> bool:
+        """Whether its rows are terms of one sum."""
+        return self.kind in (ADD, RELAY)
 
     @property
     def _lanes(self) -> int:
@@ -95,11 +126,21 @@ class Kernel:
 
     def ptx(self) -> str:
         """Its text."""
-        body = {SEND: self._sends, READ: self._reads, KEEP: self._keeps, ADD: self._adds}[self.kind]
-        given = ", ".join(f".param .u64 {name}" for name in self.parameters)
-        loads = "\n  ".join(f"ld.param.u64 %{name}, [{name}];" for name in self.parameters)
-        wide = ", ".join(f"%{name}" for name in self.parameters)
-        steps = "\n  ".join(itertools.chain(self._places(), body()))
+        body = {
+            SEND: self._sends,
+            READ: self._reads,
+            KEEP: self._keeps,
+            ADD: self._adds,
+            RELAY: self._relays,
+            TAKE: tuple,
+        }[self.kind]
+        given = ", ".join(f".param .u64 {name}" for name in PARAMETERS)
+        loads = "\n  ".join(f"ld.param.u64 %{name}, [{name}];" for name in PARAMETERS)
+        wide = ", ".join(f"%{name}" for name in PARAMETERS)
+        row = [] if self.adds else self._row()
+        steps = "\n  ".join(itertools.chain(row, self._places(), body()))
+        waits = "\n  ".join(self._waits())
+        tells = "\n  ".join(self._tells())
         return f"""
 .version 8.1
 .target {_TARGET[self.wire]}
@@ -107,26 +148,86 @@ class Kernel:
 .visible .entry {self.name}({given})
 {{
   .shared .align 16 .f32 scales[{_TILE // self._lanes}];
-  .reg .b64 {wide}, %parts, %first, %step, %at, %word, %k, %next, %p<{_PARTS}>;
-  .reg .b32 %me, %block, %blocks, %place, %x<{_EACH * _PARTS}>, %v<{2 * _PARTS}>;
+  .shared .u32 arrived;
+  .reg .b64 {wide}, %parts, %first, %from, %to, %at, %word, %k, %next, %p<{_PARTS}>;
+  .reg .b32 %me, %turn, %blocks, %turns, %tiles, %tile, %row;
+  .reg .b32 %place, %x<{_EACH * _PARTS}>, %v<{2 * _PARTS}>;
   .reg .b32 %w, %b<4>, %most, %other;
   .reg .b16 %h0, %h1;
   .reg .f32 %n<{_EACH}>, %t<{_EACH * _PARTS}>, %s<{_PARTS}>, %inverse;
-  .reg .pred %in<{_PARTS}>, %done, %holds, %usable, %begins, %left, %mine;
+  .reg .pred %in<{_PARTS}>, %done, %holds, %usable, %begins, %left, %mine, %idle;
   {loads}
   mov.u32 %me, %tid.x;
-  mov.u32 %block, %ctaid.x;
-  mul.wide.u32 %first, %block, {_TILE};
   mov.u32 %blocks, %nctaid.x;
-  mul.wide.u32 %step, %blocks, {_TILE};
+  {"mov.u32 %turns, 1" if self.adds else "cvt.u32.u64 %turns, %count"};
   mul.lo.u64 %parts, %groups, {self._lanes};
+  add.u64 %at, %parts, {_TILE - 1}; shr.u64 %at, %at, {_TILE.bit_length() - 1};
+  cvt.u32.u64 %tiles, %at;
+  {waits}
+  mov.u32 %turn, %ctaid.x;
 turn:
-  setp.ge.u64 %done, %first, %parts;
-  @%done ret;
+  div.u32 %tile, %turn, %turns;
+  setp.ge.u32 %done, %tile, %tiles;
+  @%done bra behind;
+  mul.wide.u32 %first, %tile, {_TILE};
   {steps}
-  add.u64 %first, %first, %step;
+  add.u32 %turn, %turn, %blocks;
   bra.uni turn;
+behind:
+  {tells}
 }}"""
+
+    def _row(self) -> Iterable[str]:
+        """%from and %to, where the block and what becomes of it are."""
+        yield f"rem.u32 %row, %turn, %turns; mad.wide.u32 %at, %row, {_ROW.size}, %rows;"
+        yield "ld.global.v2.u64 {%from, %to}, [%at];"
+        yield "add.u64 %from, %from, %source; add.u64 %to, %to, %target;"
+
+    def _waits(self) -> Iterable[str]:
+        """A thread for each row."""
+        if self.kind not in (SEND, TAKE):
+            return
+        yield "cvt.u32.u64 %row, %count; setp.ge.u32 %idle, %me, %row;"
+        yield "@%idle bra taken;"
+        yield f"mad.wide.u32 %at, %me, {_ROW.size}, %rows; ld.global.u64 %word, [%at + 16];"
+        yield "taking:"
+        yield "ld.acquire.sys.global.u32 %row, [%word]; setp.ne.u32 %idle, %row, 1;"
+        yield "@%idle bra taking;"
+        if self.kind == TAKE:
+            yield "st.relaxed.sys.global.u32 [%word], 0;"
+        yield "taken:"
+        yield "bar.sync 0;"
+
+    def _tells(self) -> Iterable[str]:
+        """Who comes last has a thread for each row give its word."""
+        if self.kind in (KEEP, TAKE):
+            yield "ret;"
+            return
+        yield "bar.sync 0;"
+        yield "setp.ne.u32 %idle, %me, 0; setp.eq.u32 %done, %tiles, 0;"
+        yield "@%done ret;"
+        yield f"mad.lo.u64 %at, %count, {_ROW.size}, %rows;"
+        yield "@%idle bra told;"
+        yield "fence.acq_rel.sys;"
+        yield "atom.relaxed.gpu.global.add.u32 %row, [%at], 1;"
+        yield "fence.acq_rel.sys;"
+        yield "st.shared.u32 [arrived], %row;"
+        yield "told:"
+        yield "bar.sync 0;"
+        yield "ld.shared.u32 %row, [arrived]; add.u32 %row, %row, 1;"
+        yield "setp.ne.u32 %left, %row, %blocks;"
+        yield "@%left ret;"
+        yield "@!%idle st.global.u32 [%at], 0;"
+        yield "cvt.u32.u64 %row, %count; setp.ge.u32 %idle, %me, %row;"
+        yield "@%idle ret;"
+        yield f"mad.wide.u32 %at, %me, {_ROW.size}, %rows;"
+        yield "ld.global.v2.u64 {%word, %next}, [%at + 16];"
+        yield "fence.acq_rel.sys;"
+        if self.kind == SEND:  # who gives this word anew waits for the other first
+            yield "st.relaxed.sys.global.u32 [%word], 0;"
+        yield "setp.ne.u64 %mine, %next, 0;"
+        yield "@%mine st.release.sys.global.u32 [%next], 1;"
+        yield "ret;"
 
     def _places(self) -> Iterable[str]:
         """%p of a part is its number, and %in whether there is such a part."""
@@ -137,6 +238,9 @@ turn:
 
     def _sends(self) -> Iterable[str]:
         yield from self._own()
+        yield from self._send()
+
+    def _send(self) -> Iterable[str]:
         for part in range(_PARTS):
             yield f"mad.lo.u64 %at, %p{part}, {_EACH}, %to;"
             yield f"@%in{part} st.global.v2.b32 [%at], {{%v{2 * part}, %v{2 * part + 1}}};"
@@ -155,54 +259,84 @@ turn:
         yield f"cvt.u64.u32 %at, %me; shr.u64 %k, %first, {each}; add.u64 %k, %k, %at;"
         yield f"setp.lt.u64 %left, %k, %groups; setp.lt.and.u32 %left, %me, {scales}, %left;"
         yield f"mad.lo.u32 %place, %me, {SCALE}, %w;"
-        yield "@%left ld.shared.f32 %s0, [%place];"
+        yield "@%left ld.shared.f32 %inverse, [%place];"
         yield f"mad.lo.u64 %at, %groups, {self.group}, %to; mad.lo.u64 %at, %k, {SCALE}, %at;"
-        yield "@%left st.global.f32 [%at], %s0;"
+        yield "@%left st.global.f32 [%at], %inverse;"
         yield "bar.sync 0;"
 
     def _reads(self) -> Iterable[str]:
-        yield from self._come("%come")
+        yield from self._come("%from")
         for part in range(_PARTS):
-            yield from self._dequantise(part)
+            yield from self._dequantise(part, self.result)
             yield from self._store(part)
 
     def _keeps(self) -> Iterable[str]:
         yield from self._own()
         for part in range(_PARTS):
-            yield from self._dequantise(part)
+            yield from self._dequantise(part, self.result)
             yield from self._store(part)
 
     def _adds(self) -> Iterable[str]:
-        """Rank k's block is %stride bytes behind that of the one before it."""
-        yield "mov.u64 %k, 0; mov.u64 %next, %come;"
+        yield from self._sum()
+        yield "mov.u64 %to, %target;"
+        for part in range(_PARTS):
+            yield from self._summed(part)
+            yield from self._store(part)
+
+    def _relays(self) -> Iterable[str]:
+        yield from self._sum()
+        for part in range(_PARTS):
+            yield from self._summed(part)
+            yield from self._quantise(part, wires.overflows_from(self.result))
+        yield "mov.u64 %next, %rows;"
+        yield "relay:"
+        yield "ld.global.v2.u64 {%from, %to}, [%next]; setp.eq.u64 %mine, %from, 0;"
+        yield "@%mine bra keep;"
+        yield from self._send()
+        yield "bra.uni relayed;"
+        yield "keep:"
+        yield "add.u64 %to, %to, %target;"
+        for part in range(_PARTS):
+            yield from self._dequantise(part, self.result)
+            yield from self._store(part)
+        yield "relayed:"
+        yield f"add.u64 %next, %next, {_ROW.size}; mad.lo.u64 %word, %count, {_ROW.size}, %rows;"
+        yield "setp.lt.u64 %left, %next, %word;"
+        yield "@%left bra relay;"
+
+    def _summed(self, part: int) -> Iterable[str]:
+        """%n of a part."""
+        return (f"mov.f32 %n{i}, %t{_EACH * part + i};" for i in _NUMBERS)
+
+    def _sum(self) -> Iterable[str]:
+        """%t, in the order of the rows."""
+        yield "mov.u64 %k, 0; mov.u64 %next, %rows;"
         yield "term:"
-        yield "setp.eq.u64 %mine, %k, %rank;"
+        yield "ld.global.u64 %from, [%next]; setp.eq.u64 %mine, %from, 0;"
         yield "@%mine bra mine;"
-        yield from self._come("%next")
+        yield from self._come("%from")
         yield "bra.uni there;"
         yield "mine:"
+        yield "mov.u64 %from, %source;"
         yield from self._own()
         yield "there:"
         yield "setp.eq.u64 %begins, %k, 0;"
         for part in range(_PARTS):
-            yield from self._dequantise(part)
+            yield from self._dequantise(part, self.dtype)
             for i in _NUMBERS:
                 total = f"%t{_EACH * part + i}"
                 yield f"add.rn.f32 {total}, {total}, %n{i};"
                 yield f"@%begins mov.f32 {total}, %n{i};"
-        yield "add.u64 %k, %k, 1; add.u64 %next, %next, %stride;"
-        yield "setp.lt.u64 %left, %k, %ranks;"
+        yield f"add.u64 %k, %k, 1; add.u64 %next, %next, {_ROW.size};"
+        yield "setp.lt.u64 %left, %k, %count;"
         yield "@%left bra term;"
-        for part in range(_PARTS):
-            yield from (f"mov.f32 %n{i}, %t{_EACH * part + i};" for i in _NUMBERS)
-            yield from self._store(part)
 
     def _own(self) -> Iterable[str]:
         """Values and scales of the own block."""
         width = _EACH * jnp.dtype(self.dtype).itemsize
         words = width // 4
         for part in range(_PARTS):
-            yield f"mad.lo.u64 %at, %p{part}, {width}, %own;"
+            yield f"mad.lo.u64 %at, %p{part}, {width}, %from;"
             for word in range(0, words, 4):
                 into = _four("x", _EACH * part + word)
                 yield f"@%in{part} ld.global.v4.b32 {into}, [%at + {4 * word}];"
@@ -211,7 +345,7 @@ turn:
                 x = f"%x{_EACH * part + word}"
                 wide = _WIDENED.get(self.dtype, "mov.b32 %n{2}, {word};")
                 yield wide.format(2 * word, 2 * word + 1, word, word=x)
-            yield from self._quantise(part)
+            yield from self._quantise(part, inf if self.adds else wires.overflows_from(self.result))
 
     def _store(self, part: int) -> Iterable[str]:
         width = _EACH * jnp.dtype(self.result).itemsize
@@ -234,8 +368,11 @@ turn:
             values = f"{{%v{2 * part}, %v{2 * part + 1}}}"
             yield f"@%in{part} ld.global.v2.b32 {values}, [%word];"
 
-    def _quantise(self, part: int) -> Iterable[str]:
-        """From numbers to values and their scale, as `wires.of_groups`."""
+    def _quantise(self, part: int, infinite: float) -> Iterable[str]:
+        """From numbers to values and their scale, as `wires.of_groups`.
+
+        infinite: the least magnitude that counts as inf.
+        """
         wire, scale = Wire(self.wire, group=self.group), f"%s{part}"
         yield "mov.u32 %most, 0;"
         for i in _NUMBERS:  # as integers, which order magnitudes alike, and NaN behind inf
@@ -249,7 +386,7 @@ turn:
         yield f"max.f32 {scale}, {scale}, {_float(wires.LEAST_SCALE)};"
         yield "setp.eq.s32 %holds, %most, 0;"
         yield f"selp.f32 {scale}, {_float(0.0)}, {scale}, %holds;"
-        yield "setp.lt.s32 %holds, %most, 0x7f800000;"
+        yield f"setp.lt.s32 %holds, %most, {_bits(infinite):#x};"
         yield f"selp.f32 {scale}, {scale}, {_float(float('nan'))}, %holds;"
         yield f"setp.gt.f32 %usable, {scale}, {_float(0.0)};"
         yield f"selp.f32 %inverse, {scale}, {_float(1.0)}, %usable;"
@@ -276,9 +413,9 @@ turn:
         yield "prmt.b32 %b0, %b0, %b1, 0x0040; prmt.b32 %b2, %b2, %b3, 0x0040;"
         yield f"prmt.b32 {value}, %b0, %b2, 0x5410;"
 
-    def _dequantise(self, part: int) -> Iterable[str]:
-        """From values and their scale to numbers; none is beyond the largest of its dtype."""
-        most = float(jnp.finfo(self.dtype if self.kind == ADD else self.result).max)
+    def _dequantise(self, part: int, dtype: str) -> Iterable[str]:
+        """From values and their scale to numbers; none is beyond the largest of a dtype."""
+        most = float(jnp.finfo(dtype).max)
         for i in _NUMBERS:
             value = f"%v{2 * part + i // 4}"
             if kind := _FLOAT8.get(self.wire):
@@ -299,17 +436,22 @@ def _four(name: str, first: int) -> str:
     return "{" + ", ".join(f"%{name}{first + i}" for i in range(4)) + "}"
 
 
+def _bits(number: float) -> int:
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return bits
+
+
 def _float(number: float) -> str:
     """A constant of float32, of which PTX takes the bits."""
-    return f"0f{struct.unpack('<I', struct.pack('<f', number))[0]:08x}"
+    return f"0f{_bits(number):08x}"
 
 
 @functools.cache
 def prepared(driver: Any, ordinal: int, kernel: Kernel) -> ctypes.c_void_p:
-    """The kernel, loaded, as products are, by being run: on no groups."""
+    """The kernel, loaded, as products are, by being run: on no groups of no rows."""
     with driver.outside_captures():
         (loaded,) = driver.load_kernels(ordinal, kernel.ptx().encode(), kernel.name)
         with driver.workspace(ordinal, THREADS) as (at, stream):
-            nothing = (0 if name == "groups" else at for name in kernel.parameters)
-            driver.launch(loaded, stream, *map(ctypes.c_uint64, nothing), threads=THREADS)
+            given = map(ctypes.c_uint64, (at, at, at, 0, 0))
+            driver.launch(loaded, stream, *given, threads=THREADS)
     return loaded

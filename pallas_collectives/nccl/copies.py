@@ -143,8 +143,7 @@ class Copier(Rank):
             driver.clear(self.ordinal, token, _WORD, stream)
         self.communicator.begin(("exchange", text), beside)
         with driver.device(self.ordinal):
-            for peer in plan.writers:
-                driver.give_word(slot.ready(peer, me), beside)
+            driver.give_words([slot.ready(peer, me) for peer in plan.writers], beside)
             turns, results = self._meeting.turns, self._meeting.results
             size = self._meeting.size
             call("pc_meet", turns, results, me, size, result, ctypes.byref(self.unusable))
@@ -153,15 +152,14 @@ class Copier(Rank):
             for push in plan.pushes:
                 on = self._keeping if push.rank == me else beside
                 if push.rank != me:
-                    driver.take_word(slot.ready(me, push.rank), beside)
+                    driver.take_words([slot.ready(me, push.rank)], beside)
                 call(
                     "pc_push", driver.address("cuMemcpyDtoDAsync_v2"), turns, results, me, size,
                     push.rank, push.target, tape.behind(operand, push.source), push.nbytes, on,
                 )  # fmt: skip
                 if push.rank != me:
-                    driver.give_word(slot.come(push.rank, me), beside)
-            for peer in plan.writers:
-                driver.take_word(slot.come(me, peer), beside)
+                    driver.give_words([slot.come(push.rank, me)], beside)
+            driver.take_words([slot.come(me, peer) for peer in plan.writers], beside)
             self.wait(beside, self._keeping, slot.kept)
             driver.record_again(slot.arrived, beside)
         self.communicator.end(beside)

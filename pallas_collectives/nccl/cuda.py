@@ -63,7 +63,6 @@ class Driver:
         ]  # fmt: skip
         word, number, pointer = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p
         self._lib.cuMemcpyDtoDAsync_v2.argtypes = [word, word, ctypes.c_size_t, pointer]
-        self._lib.cuStreamWriteValue32_v2.argtypes = [pointer, word, ctypes.c_uint32, number]
         self._lib.cuStreamBatchMemOp_v2.argtypes = [pointer, number, pointer, number]
         self._lib.cuEventRecord.argtypes = [pointer, pointer]
         self._lib.cuStreamWaitEvent.argtypes = [pointer, pointer, number]
@@ -177,20 +176,33 @@ class Driver:
             self._call("cuStreamSynchronize", stream)
             self._call("cuStreamDestroy_v2", stream)
 
+    def put(self, ordinal: int, address: int, data: bytes) -> None:
+        """Writes bytes of the host to the GPU; waits until they are there, and for nothing else."""
+        stream = ctypes.c_void_p(self.new_stream(ordinal))
+        with self.device(ordinal):
+            where, size = ctypes.c_uint64(address), ctypes.c_size_t(len(data))
+            self._call("cuMemcpyHtoDAsync_v2", where, data, size, stream)
+            self._call("cuStreamSynchronize", stream)
+            self._call("cuStreamDestroy_v2", stream)
+
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Copies bytes between addresses on GPUs: by a copy engine, from one GPU to another."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
 
-    def give_word(self, address: int, stream: int) -> None:
-        """Sets a 32-bit word to 1, once everything on `stream` so far is done and to be seen."""
-        self._call("cuStreamWriteValue32_v2", stream, address, 1, 0)
+    def give_words(self, addresses: Sequence[int], stream: int) -> None:
+        """Sets 32-bit words to 1, once everything on `stream` so far is done and to be seen."""
+        self._words([_WordStep(_WRITE_32, address, 1, 0) for address in addresses], stream)
 
-    def take_word(self, address: int, stream: int) -> None:
-        """What follows on `stream` waits until the word is 1, and then it is 0."""
-        steps = (_WordStep * 2)(
-            _WordStep(_WAIT_32, address, 1, _EQUAL), _WordStep(_WRITE_32, address, 0, 0)
-        )
-        self._call("cuStreamBatchMemOp_v2", stream, len(steps), steps, 0)
+    def take_words(self, addresses: Sequence[int], stream: int) -> None:
+        """What follows on `stream` waits until these words are 1, and then they are 0."""
+        waits = [_WordStep(_WAIT_32, address, 1, _EQUAL) for address in addresses]
+        self._words(waits + [_WordStep(_WRITE_32, a, 0, 0) for a in addresses], stream)
+
+    def _words(self, steps: Sequence[_WordStep], stream: int) -> None:
+        """In one node of a graph, for each takes its time."""
+        if steps:
+            array = (_WordStep * len(steps))(*steps)
+            self._call("cuStreamBatchMemOp_v2", stream, len(steps), array, 0)
 
     def captures(self, stream: int) -> bool:
         """Whether the stream is being captured in a graph."""

@@ -3,13 +3,21 @@
 A kernel reads numbers, and writes what they become on the wire to a peer's mailbox: nothing is
 packed in memory first, and nothing copied. Others (`nccl.codec`) make numbers of what has come, or
 add it up. What a GPU keeps of its own is rounded meanwhile, by a kernel that finds room beside the
-ones that send: both have few blocks of threads, and NVLink is no quicker with more.
+one that sends.
 
-    side stream     to me-1 | to me-2 | ...
-    XLA's stream    own     | from me+1 | from me+2 | ...       each once it has come
+    side stream     to all others
+    XLA's stream    own             | from all others, once it has come
 
-A GPU sends to all, or by a permutation. Meetings and words are those of `nccl.products`. Each
-source has a place and a word of its own in a mailbox, so that calls of all kinds share it.
+    of a psum       to all others
+                                    | adds what has come, sends it to all | from all others
+
+A GPU sends to all at once, or by a permutation. (One after the other took 28% longer on four H200:
+they are never in step, so two send to a third while nobody sends to a fourth.) Kernels take and
+give the words, since each step of a stream that does it takes 3 us, and makes a graph slow to
+launch: what sends takes `ready` and gives `come`, and what reads gives `ready`. A kernel of one
+block takes `come` before: many that waited could keep what others wait for from the GPU. (Reading a
+part of what comes while the rest is sent was slower in 2 parts and in 4.) Each source has a place
+and a word of its own in a mailbox, so that calls of all kinds share it.
 """
 
 import dataclasses
@@ -21,16 +29,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_collectives.nccl import codec, mailboxes, tape
-from pallas_collectives.nccl.codec import ADD, KEEP, READ, SEND, Kernel
+from pallas_collectives.nccl.codec import ADD, KEEP, READ, RELAY, SEND, TAKE, Kernel, Row
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.rank import Mailer
 
-GATHER, EXCHANGE, PERMUTE = "gather", "exchange", "permute"
+GATHER, EXCHANGE, PERMUTE, REDUCE = "gather", "exchange", "permute", "reduce"
 
-# Blocks of a kernel's grid. On two H100 16 Mi numbers of bfloat16 are sent as int8 in 52 us by any
-# number of blocks from 132 on, and kept in 23. With so few both take 55, and 70 if more keep.
-_BLOCKS = {SEND: 264, KEEP: 264, READ: 4096, ADD: 4096}
+# Blocks of a kernel's grid: NVLink is no quicker with more than one a multiprocessor, and what is
+# kept beside has room. On two H200 64 MiB of bfloat16 are exchanged as int8 in 80 us so, and in 101
+# with twice as many of both. More blocks that read cost more, as each waits in the end for what it
+# wrote to be seen.
+_BLOCKS = {SEND: 132, KEEP: 132, READ: 528, ADD: 528, RELAY: 264, TAKE: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +48,8 @@ class Work:
     """What is sent, and what becomes of it; every GPU does the same.
 
     Attributes:
-      op: GATHER, of one block; EXCHANGE, of one for each GPU; or PERMUTE, of one.
+      op: GATHER, of one block; EXCHANGE, of one for each GPU; PERMUTE, of one; or REDUCE, of one
+        for each GPU, whose sums are gathered.
       size: GPUs.
       numbers: of a block: whole groups, their number a multiple of 8, so that blocks are aligned.
       dtype, result: of numbers that are sent, and of the result, by name.
@@ -78,7 +89,21 @@ class Work:
     @property
     def mail_bytes(self) -> int:
         """Of a mailbox."""
-        return self.size * self.pitch
+        return self.messages * self.pitch
+
+    @property
+    def messages(self) -> int:
+        """That come to a GPU, at most: from each, and, behind all of these, its sums."""
+        return self.size * (2 if self.op == REDUCE else 1)
+
+    @property
+    def purpose(self) -> str:
+        """Of the mailboxes. REDUCE has some to itself, for a place of sums has no `ready`.
+
+        Who has had a term from a peer knows that it has read the sums of the call before. And who
+        has had a sum knows that the terms have been read, and gives itself the `ready` for them.
+        """
+        return "reduced" if self.op == REDUCE else "packed"
 
     @property
     def blocks(self) -> int:
@@ -86,26 +111,24 @@ class Work:
         return 1 if self.op == PERMUTE else self.size
 
     def to(self, rank: int) -> list[int]:
-        """To whom a rank sends, in order."""
+        """To whom a rank sends."""
         if self.op == PERMUTE:
             return [target for source, target in self.perm if source == rank]
-        return [(rank - distance) % self.size for distance in range(1, self.size)]
+        return [peer for peer in range(self.size) if peer != rank]
 
     def of(self, rank: int) -> list[int]:
         """From whom it receives, in order."""
         if self.op == PERMUTE:
             return [source for source, target in self.perm if target == rank]
-        return [(rank + distance) % self.size for distance in range(1, self.size)]
+        return [peer for peer in range(self.size) if peer != rank]
 
-    def sent(self, x: Any, peer: int) -> Any:
-        """The address of what goes to a peer, in the blocks at x."""
-        block = peer if self.op == EXCHANGE else 0
-        return tape.behind(x, block * self.numbers * _width(self.dtype))
+    def sent(self, peer: int) -> int:
+        """Where in the operand, in bytes, the block for a peer is."""
+        return self.numbers * _width(self.dtype) * (peer if self.op in (EXCHANGE, REDUCE) else 0)
 
-    def there(self, y: Any, peer: int) -> Any:
-        """The address of what a peer has sent, in the result at y."""
-        block = 0 if self.op == PERMUTE else peer
-        return tape.behind(y, block * self.numbers * _width(self.result))
+    def there(self, peer: int) -> int:
+        """Where in the result, in bytes, the block of a peer is."""
+        return self.numbers * _width(self.result) * (0 if self.op == PERMUTE else peer)
 
     def kernel(self, kind: str) -> Kernel:
         """A kernel for it."""
@@ -115,8 +138,10 @@ class Work:
     def kinds(self) -> tuple[str, ...]:
         """Of its kernels."""
         if self.op == PERMUTE:
-            return SEND, READ
-        return (SEND, ADD) if self.adds else (SEND, KEEP, READ)
+            return SEND, TAKE, READ
+        if self.op == REDUCE:
+            return SEND, TAKE, RELAY, READ
+        return (SEND, TAKE, ADD) if self.adds else (SEND, KEEP, TAKE, READ)
 
 
 class Packer(Mailer):
@@ -138,35 +163,71 @@ class Packer(Mailer):
           stream: XLA's.
         """
         (x,), (y,) = inputs, outputs
-        driver, box, me = self.driver, self._box, self.rank
-        with self.mailing((work.op, text), work.of(me), stream):
+        of = work.of(self.rank)
+        with self.mailing((work.op, text), (), stream):
             self.wait(self._side, stream, self._there)
-            for peer in work.to(me):
-                driver.take_word(box.ready(me, peer), self._side)
-                to = box.data[peer] + me * work.pitch
-                self._run(work, SEND, self._side, work.sent(x, peer), to)
-                driver.give_word(box.come(peer, me), self._side)
+            self._run(work, SEND, x, 0, self._side)
             if KEEP in work.kinds:
-                self._run(work, KEEP, stream, work.sent(x, me), work.there(y, me))
-            self._receive(work, x, y, stream)
+                self._run(work, KEEP, x, y, stream)
+            self._run(work, TAKE, 0, 0, stream)
+            if work.op == REDUCE:
+                self._run(work, RELAY, tape.behind(x, work.sent(self.rank)), y, stream)
+                self._run(work, TAKE, 0, 0, stream, work.size)
+            if work.adds:
+                self._run(work, ADD, tape.behind(x, work.sent(self.rank)), y, stream)
+            elif of:
+                self._run(work, READ, 0, y, stream)
+            else:
+                self.driver.clear(self.ordinal, y, work.numbers * _width(work.result), stream)
 
-    def _receive(self, work: Work, x: Any, y: Any, stream: Any) -> None:
-        """Makes numbers of what comes, each block once it is there, or adds all up."""
-        me, come = self.rank, self._box.data[self.rank]
-        for peer in work.of(me):
-            self.driver.take_word(self._box.come(me, peer), stream)
-            if not work.adds:
-                block = come + peer * work.pitch
-                self._run(work, READ, stream, block, work.there(y, peer))
-        if work.adds:
-            self._run(work, ADD, stream, work.sent(x, me), come, work.pitch, me, work.size, y)
-        elif not work.of(me):
-            self.driver.clear(self.ordinal, y, work.numbers * _width(work.result), stream)
+    def _run(
+        self, work: Work, kind: str, source: Any, target: Any, stream: Any, first: int = 0
+    ) -> None:
+        kernel, (table, rows) = work.kernel(kind), _table(self._box, work, kind, first)
+        if rows:
+            tiles = kernel.tiles(work.groups) * (1 if kernel.adds else rows)
+            blocks, loaded = min(_BLOCKS[kind], tiles), self._prepared(kernel)
+            given = source, target, table, rows, work.groups
+            self.launch(loaded, blocks, codec.THREADS, stream, *given)
 
-    def _run(self, work: Work, kind: str, stream: Any, *given: Any) -> None:
-        kernel = work.kernel(kind)
-        blocks = min(_BLOCKS[kind], kernel.blocks(work.groups))
-        self.launch(self._prepared(kernel), blocks, codec.THREADS, stream, *given, work.groups)
+
+@functools.cache
+def _table(box: Mailbox, work: Work, kind: str, first: int = 0) -> tuple[int, int]:
+    """The address of one rank's table for a kernel, on its GPU, and its rows.
+
+    first: of the messages that TAKE waits for.
+    """
+    me, mail, size = box.communicator.rank, box.data, work.size
+    sums = size if work.op == REDUCE else 0  # the first message that is one
+
+    def place(at: int, message: int) -> int:
+        return mail[at] + message * work.pitch
+
+    rows = {
+        SEND: lambda: [
+            Row(work.sent(p), place(p, me), box.ready(me, p), box.come(p, me)) for p in work.to(me)
+        ],
+        KEEP: lambda: [Row(work.sent(me), work.there(me))],
+        TAKE: lambda: [Row(0, 0, take=box.come(me, first + p)) for p in work.of(me)],
+        READ: lambda: [
+            Row(place(me, sums + p), work.there(p), 0, box.ready(*((me, p) if sums else (p, me))))
+            for p in work.of(me)
+        ],
+        ADD: lambda: [
+            Row(place(me, p), 0, 0, box.ready(p, me)) if p != me else Row(0, 0) for p in range(size)
+        ],
+        RELAY: lambda: [
+            Row(place(me, p), place(p, sums + me), 0, box.come(p, sums + me))
+            if p != me
+            else Row(0, work.there(me))
+            for p in range(size)
+        ],
+    }[kind]()
+    driver, ordinal = box.communicator.driver, box.communicator.ordinal
+    table = codec.table(rows)
+    address = driver.allocate(ordinal, len(table))
+    driver.put(ordinal, address, table)
+    return address, len(rows)
 
 
 def ready(group: Group, work: Work) -> dict[int, Packer]:
@@ -184,7 +245,15 @@ def ready(group: Group, work: Work) -> dict[int, Packer]:
 
     name = f"packed {hashlib.sha256(str(work).encode()).hexdigest()[:16]}"
     mailboxes.agreed(group, name, load, "cannot quantise")
-    boxes = mailboxes.get(group, "packed", work.size, work.mail_bytes)
+    boxes = mailboxes.get(group, work.purpose, work.messages, work.mail_bytes)
+
+    def direct(rank: int) -> None:
+        for kind in work.kinds:
+            _table(boxes[rank], work, kind)
+        if work.op == REDUCE:
+            _table(boxes[rank], work, TAKE, work.size)
+
+    mailboxes.agreed(group, f"{name} tables", direct, "has no room for a table")
     return {box.communicator.ordinal: _packer(box) for box in boxes.values()}
 
 

@@ -45,18 +45,17 @@ class Post(Rank):
         with driver.device(self.ordinal):
             driver.clear(self.ordinal, token, _WORD, stream)
             self.wait(side, stream, self._there)
-            for peer in plan.writers:  # what came last is in a result, or nobody wants it
-                driver.give_word(box.ready(peer, me), side)
+            # What came last is in a result, or nobody wants it.
+            driver.give_words([box.ready(peer, me) for peer in plan.writers], side)
             self.meet(box.meeting, box.place, stream)
             for push in plan.pushes:
                 if push.rank != me:
                     place = self._place(me, push.rank)
-                    driver.take_word(box.ready(me, push.rank), side)
+                    driver.take_words([box.ready(me, push.rank)], side)
                     to = box.data[push.rank] + place * push.nbytes
                     driver.copy(to, tape.behind(operand, push.source), push.nbytes, side)
-                    driver.give_word(box.come(push.rank, place), side)
-            for peer in plan.writers:
-                driver.take_word(box.come(me, self._place(peer, me)), side)
+                    driver.give_words([box.come(push.rank, place)], side)
+            driver.take_words([box.come(me, self._place(p, me)) for p in plan.writers], side)
             driver.record_again(self._arrived, side)
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)

@@ -177,16 +177,16 @@ class Multiplier(Mailer):
         self.wait(self._side, stream, self._there)
         for distance in range(1, size):
             to = (me - distance) % size
-            driver.take_word(box.ready(me, to), self._side)
+            driver.take_words([box.ready(me, to)], self._side)
             place = box.data[to] + (distance - 1) * nbytes
             driver.copy(place, own, nbytes, self._side)
-            driver.give_word(box.come(to, distance - 1), self._side)
+            driver.give_words([box.come(to, distance - 1)], self._side)
         for distance in range(size):
             source = (me + distance) % size
             block = own
             if distance:
                 block = box.data[me] + (distance - 1) * nbytes
-                driver.take_word(box.come(me, distance - 1), stream)
+                driver.take_words([box.come(me, distance - 1)], stream)
             for w, columns, y in zip(ws, work.columns, outputs, strict=False):
                 to = tape.behind(y, source * work.rows * columns * _width(work.result))
                 self._multiply(work.gathered(columns), block, w, None, to, stream)
@@ -215,14 +215,14 @@ class Multiplier(Mailer):
                     continue
                 self.wait(self._side, stream, self._there)
                 if message == 0:
-                    driver.take_word(box.ready(me, right), self._side)
+                    driver.take_words([box.ready(me, right)], self._side)
                 place = box.data[right] + hop * work.block_bytes + behind
                 driver.copy(place, to, work.batch * rows * row, self._side)
-                driver.give_word(box.come(right, message), self._side)
+                driver.give_words([box.come(right, message)], self._side)
 
     def _came(self, message: int, behind: int, stream: Any) -> int:
         """Where a message to a scatter is, once it has come."""
-        self.driver.take_word(self._box.come(self.rank, message), stream)
+        self.driver.take_words([self._box.come(self.rank, message)], stream)
         return self._box.data[self.rank] + behind
 
     def _term(

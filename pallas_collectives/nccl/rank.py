@@ -131,8 +131,7 @@ class Mailer(Rank):
         with self.driver.device(self.ordinal):
             self.meet(box.meeting, box.place, stream)
             yield
-            for peer in writers:
-                self.driver.give_word(box.ready(peer, self.rank), stream)
+            self.driver.give_words([box.ready(peer, self.rank) for peer in writers], stream)
             self.wait(stream, self._side, self._left)
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)

@@ -8,7 +8,7 @@ import ctypes
 import dataclasses
 import itertools
 import threading
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import nccl_kernels
-from nccl_wire import SECONDS, SUCCESS, Wire, WireError, memory
+from nccl_wire import SECONDS, SUCCESS, Wire, WireError, give, memory, take
 from pallas_collectives import nccl
 from pallas_collectives.backends import choice
 from pallas_collectives.nccl import copies, cublas, group, mailboxes, progress, runtime
@@ -62,18 +62,6 @@ class Event:
         return True
 
 
-def _give(address: int) -> None:
-    ctypes.c_uint32.from_address(address).value = 1
-
-
-def _take(address: int) -> None:
-    word, until = ctypes.c_uint32.from_address(address), time.monotonic() + SECONDS
-    while word.value != 1:
-        assert time.monotonic() < until, "nobody gives the word"
-        time.sleep(1e-5)
-    word.value = 0
-
-
 def _copy(target: int, source: int, size: int, *_: int) -> None:
     ctypes.memmove(target, source, size)
 
@@ -85,8 +73,8 @@ class Driver:
         self._streams = itertools.count(1)
         self.outside: set[int] = set()  # threads that no capture can disturb
         self._memory: list[Any] = []
-        _function("give", _give, 1)
-        _function("take", _take, 1)
+        _function("give", give, 1)
+        _function("take", take, 1)
         _function("cuMemcpyDtoDAsync_v2", _copy, 4)
         _function("cuLaunchKernel", nccl_kernels.launch, 11)
         _function("cuStreamIsCapturing", lambda stream, status: None, 2)
@@ -139,11 +127,16 @@ class Driver:
     def fill_words(self, ordinal: int, address: int, value: int, count: int) -> None:
         (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
 
-    def give_word(self, address: int, stream: int) -> None:
-        _give(address)
+    def put(self, ordinal: int, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
 
-    def take_word(self, address: int, stream: int) -> None:
-        _take(address)
+    def give_words(self, addresses: Sequence[int], stream: int) -> None:
+        for address in addresses:
+            give(address)
+
+    def take_words(self, addresses: Sequence[int], stream: int) -> None:
+        for address in addresses:
+            take(address)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         _copy(target, source, size)
@@ -185,11 +178,13 @@ class _RecordedDriver(Driver):
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         self._recorder.call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
 
-    def give_word(self, address: int, stream: int) -> None:
-        self._recorder.call("give", address)
+    def give_words(self, addresses: Sequence[int], stream: int) -> None:
+        for address in addresses:
+            self._recorder.call("give", address)
 
-    def take_word(self, address: int, stream: int) -> None:
-        self._recorder.call("take", address)
+    def take_words(self, addresses: Sequence[int], stream: int) -> None:
+        for address in addresses:
+            self._recorder.call("take", address)
 
 
 class HostProducts:

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import queue
 import threading
+import time
 from typing import Any
 
 import ml_dtypes
@@ -44,6 +45,20 @@ def memory(address: int, count: int, dtype: Any) -> np.ndarray:
         if size
         else np.empty(0, dtype)
     )
+
+
+def give(address: int) -> None:
+    """Sets a 32-bit word to 1."""
+    ctypes.c_uint32.from_address(address).value = 1
+
+
+def take(address: int) -> None:
+    """Waits until a 32-bit word is 1, and sets it to 0."""
+    word, until = ctypes.c_uint32.from_address(address), time.monotonic() + SECONDS
+    while word.value != 1:
+        assert time.monotonic() < until, "nobody gives the word"
+        time.sleep(1e-5)
+    word.value = 0
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -237,7 +238,7 @@ def test_an_abort_ends_what_waits_for_a_peer() -> None:
     driver = made[0].communicators[0].driver
 
     def lonely() -> None:
-        driver.take_word(boxes[0].ready(0, 1), 1)  # which the other never gives
+        driver.take_words([boxes[0].ready(0, 1)], 1)  # which the other never gives
         made[0].communicators[0].check()
 
     waiting, _ = in_threads(lonely, made[0].abort)
@@ -248,19 +249,19 @@ def test_a_word_that_is_not_awaited_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     """A planted fault: who does not wait for what comes multiplies what was there before."""
     made = groups()
     slow = made[2].communicators[2].driver
-    copy, take = slow.copy, nccl_host.Driver.take_word
+    copy, take = slow.copy, nccl_host.Driver.take_words
 
     def late(*args: Any) -> None:
         time.sleep(0.2)
         copy(*args)
 
-    def hasty(self: Any, address: int, stream: int) -> None:
-        if ctypes.c_uint32.from_address(address).value:
-            take(self, address, stream)
+    def hasty(self: Any, addresses: Sequence[int], stream: int) -> None:
+        if all(ctypes.c_uint32.from_address(address).value for address in addresses):
+            take(self, addresses, stream)
 
     monkeypatch.setattr(slow, "copy", late)
     monkeypatch.setattr(
-        made[0].communicators[0].driver, "take_word", functools.partial(hasty, slow)
+        made[0].communicators[0].driver, "take_words", functools.partial(hasty, slow)
     )
     got = run_products(GATHER, made, 1)[0]
     x = np.concatenate([operands(rank, 0, 4, 8, 16)[0] for rank in range(SIZE)])
