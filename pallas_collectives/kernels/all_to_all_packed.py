@@ -37,7 +37,7 @@ from pallas_collectives.annotations import (
     regular_semaphores,
 )
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.machinery.codec import WHOLE, Chunks, Codec
+from pallas_collectives.kernels.machinery.codec import MOST_TILES, Chunks, Codec
 from pallas_collectives.kernels.torus.sections import vmem_bytes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if, wrap, wrap_step
@@ -90,7 +90,7 @@ def _chunks(block: tuple[int, ...], n: int, dtype: DType, codec: Codec) -> Chunk
     """The largest chunks for which the chip has memory and semaphores; None if it has not."""
     chip = chips.current()
     room = min(SCRATCH_BYTES, 3 * chip.vmem_bytes // 4)
-    for most in range(WHOLE, 0, -1):
+    for most in range(MOST_TILES, 0, -1):
         chunks = Chunks.of(block, codec, most)
         scratch = Scratch.of(chunks, n, dtype, codec)
         semaphores = sum(math.prod(part.shape) for part in scratch[4:])

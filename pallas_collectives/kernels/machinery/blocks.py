@@ -17,6 +17,14 @@ def sublanes(dtype: DType) -> int:
     return 8 * max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
+def padded_bytes(x: Any) -> int:
+    """Bytes of an array in VMEM, its last two dimensions rounded up to whole tiles."""
+    shape = (1, 1, *x.shape)
+    rows = -(-shape[-2] // sublanes(x.dtype)) * sublanes(x.dtype)
+    lanes = -(-shape[-1] // LANES) * LANES
+    return math.prod(shape[:-2]) * rows * lanes * jnp.dtype(x.dtype).itemsize
+
+
 def sliceable(size: int, axis: int, ndim: int, dtype: DType) -> bool:
     """Whether cuts every `size` elements along `axis` fall on tile boundaries.
 

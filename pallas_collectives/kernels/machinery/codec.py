@@ -5,10 +5,10 @@ of consecutive numbers of a row (see `wires`), a scale for each:
 
     numbers    `group` rows of 128 bytes a tile, as int32 (32 rows a tile, or 64); turned, so that
                what was a row is a column
-    scales     behind all numbers: a row of 128 float32 a tile, whose bits are int32 too; in whole
-               tiles of 8 rows
+    scales     behind all numbers: a row of 128 float32 a tile, whose bits are int32 too
 
-So numbers and scales are one buffer, which one DMA moves. `Codec.combine` adds plain arrays and
+So numbers and scales are one buffer, which one DMA moves: the rows that there are, though VMEM has
+whole tiles of 8 of them. `Codec.combine` adds plain arrays and
 packed ones in float32, and leaves the sum plain or packs it; `Codec.unpack` is for what has come.
 
 Turned, a group lies below its scale. So a row of scales goes with every row of numbers, and the
@@ -36,13 +36,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Number, Ref
-from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
 
 ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
-# Tiles whose scales are a whole tile of the hardware's; those of fewer are padded.
-WHOLE = sublanes(jnp.int32)
-
+MOST_TILES = 8  # of a chunk
 # Tiles that the compiler does side by side: their conversions wait for one another's sums along
 # lanes, and with four the units have a fifth less idle time than with two.
 SIDE_BY_SIDE = (4, 2, 1)
@@ -74,7 +72,7 @@ class Codec:
         """The shape of a packed array, of int32, whose plain shape is given."""
         tiles = math.prod(shape) // math.prod(self.tile)
         assert tiles * math.prod(self.tile) == math.prod(shape), f"{shape} in tiles {self.tile}"
-        return tiles * self._words + -(-tiles // WHOLE) * WHOLE, LANES
+        return tiles * (self._words + 1), LANES
 
     def packed_bytes(self, numbers: int) -> int:
         """Bytes of so many numbers, padded to whole tiles, packed."""
@@ -195,8 +193,8 @@ class Chunks:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, block: tuple[int, ...], codec: Codec, most: int = WHOLE) -> "Chunks":
-        """Chunks of as many tiles as go, up to `most`: their scales need the least padding."""
+    def of(cls, block: tuple[int, ...], codec: Codec, most: int = MOST_TILES) -> "Chunks":
+        """Chunks of as many tiles as go, up to `most`."""
         tile = (*(1 for _ in block[:-2]), *codec.tile)
         parts = [
             [k for k in range(1, most + 1) if size // each % k == 0]

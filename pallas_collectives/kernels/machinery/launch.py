@@ -13,7 +13,6 @@ agree at every wait, with a signal each, which this does not count. So one core 
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from pallas_collectives.annotations import Interpret, Ref, Semaphore, dma_semaph
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels.machinery import cores as divided
 from pallas_collectives.kernels.machinery import entry, spaces, sparsecore, sync
-from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES, padded_bytes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring
 
@@ -161,7 +160,7 @@ def call_many(
 
     # Beside a pipeline's tiles the compiler keeps operands of the matrix unit: a quarter more.
     in_vmem = filter(_is_vmem, jax.tree.leaves(allocated))
-    vmem_bytes = sum(map(_padded_bytes, in_vmem)) + pipeline_bytes * 5 // 4
+    vmem_bytes = sum(map(padded_bytes, in_vmem)) + pipeline_bytes * 5 // 4
     under_way = wire_bytes
     if sparsecore.is_wanted():
         under_way = sparsecore.as_long_as(wire_bytes, chips.current(), links=2 * len(along))
@@ -304,14 +303,6 @@ def effects(run: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> frozenset
 
 def _is_vmem(scratch: Any) -> bool:
     return getattr(scratch, "memory_space", None) == pltpu.VMEM
-
-
-def _padded_bytes(x: Any) -> int:
-    """Bytes of an array in VMEM, its last two dimensions rounded up to whole tiles."""
-    shape = (1, 1, *x.shape)
-    rows = -(-shape[-2] // sublanes(x.dtype)) * sublanes(x.dtype)
-    lanes = -(-shape[-1] // LANES) * LANES
-    return math.prod(shape[:-2]) * rows * lanes * jnp.dtype(x.dtype).itemsize
 
 
 def _vmem_limit(needed: int, name: str, of_operands: bool) -> int | None:
