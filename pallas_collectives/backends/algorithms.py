@@ -56,7 +56,7 @@ def choose(
     if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
         fastest = functools.partial(_fastest, op, block, group, chip, cuts, torus, perm, how.order)
-        adds = record.example.adds
+        adds = record.adds
         base, on_core, candidates = fastest(
             by_subcores=adds and suffix == "sc" and how.order is None
         )
@@ -85,10 +85,10 @@ def choose(
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {called} over {_devices(group)}", chip)
     if suffix == "sc":
-        adds = record.example.adds and not algorithm.by_subcores
+        adds = record.adds and not algorithm.by_subcores
         sparsecore.check(f"algorithm={name!r} for {called}", chip, adds=adds)
     why = _why(base, candidates) if candidates else "it was asked for by name"
-    kept = operand.nbytes * (group.size if op == "all_gather" else 1)
+    kept = max(operand.nbytes, record.result_bytes(operand.nbytes, group.size))
     plan = KernelPlan(
         op=op,
         backend="pallas",
@@ -130,17 +130,29 @@ def _turn(how: How, kept: int) -> str:
 
 
 def in_order(op: str, order: str | None) -> tuple[Algorithm, ...]:
-    """The algorithms of a collective; of a sum in the order of the ranks those that add so."""
-    algorithms = catalogue.COLLECTIVES[op].algorithms
-    if order is None or op not in ordered.STEPS:
-        return algorithms
-    return (*(algorithm for algorithm in algorithms if algorithm.in_order), ordered.EXCHANGE)
+    """The algorithms of a collective; of a sum in the order of the ranks those that add so.
+
+    Raises:
+      AlgorithmError: none of them does.
+    """
+    record = catalogue.COLLECTIVES[op]
+    if order is None or not record.adds:
+        return record.algorithms
+    able = tuple(algorithm for algorithm in record.algorithms if algorithm.in_order)
+    able = (*able, ordered.EXCHANGE) if record.ordered_steps else able
+    if not able:
+        raise AlgorithmError(
+            f"order={order!r} for {counters.lax_name(op)}",
+            "none of its algorithms adds in the order of the ranks",
+            "leave order=None",
+        )
+    return able
 
 
 def sparsecore_can(op: str, order: str | None, group: Group, chip: Chip, cuts: float) -> bool:
     """Whether a SparseCore has an algorithm that can serve: of sums those that subcores run."""
     names = reachable(op, group, chip, cuts)
-    moves = not catalogue.COLLECTIVES[op].example.adds
+    moves = not catalogue.COLLECTIVES[op].adds
     return any(a.name in names and (a.by_subcores or moves) for a in in_order(op, order))
 
 
@@ -154,15 +166,16 @@ def _exchange(
 
     With what there is to say of it: a figure where each step's is one.
     """
-    part = block_bytes if op == "reduce_scatter" else -(-block_bytes // group.size)
+    record = catalogue.COLLECTIVES[op]
+    part = block_bytes if record.of_blocks else -(-block_bytes // group.size)
     steps = []
-    for step in ordered.STEPS[op]:
+    for step in record.ordered_steps:
         able = reachable(step, group, chip, cuts)
         found = choice.predict(step, part, group.size, chip, able, torus)
         if not found:
             return None
         steps.append(found[choice.fastest_first(step, found)[0]])
-    adding = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, chip.hbm_bandwidth)
+    adding = 1e6 * ordered.seconds_to_add(part, group.size, chip.hbm_bandwidth)
     us, latency = (sum(getattr(step, name) for step in steps) for name in ("us", "latency_us"))
     source = "; ".join(dict.fromkeys(map(_source, steps)))
     if not all(step.close for step in steps):

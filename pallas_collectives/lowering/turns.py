@@ -215,9 +215,9 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     group = canonical.group_of(params["axis_name"], params["axis_index_groups"])
     record = catalogue.COLLECTIVES[op]
     found = algorithms.predicted(op, record.block_bytes(nbytes, group.size), group, cuts=nbytes)
-    there = {a.name for a in record.algorithms if a.by_subcores or not record.example.adds}
+    there = {a.name for a in record.algorithms if a.by_subcores or not record.adds}
     us = min((us for name, us in found.items() if name in there), default=None)
-    on_core = min(found.values(), default=None) if record.example.adds else None
+    on_core = min(found.values(), default=None) if record.adds else None
     return (us or 0.0) * 1e-6 if overlaps.by_sparsecore(us, chip, on_core) else 0.0
 
 
