@@ -25,7 +25,6 @@ from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.ring_orders import Torus
-from pallas_collectives.tuning import overlaps
 from pallas_collectives.validation import AxisName
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
@@ -226,20 +225,6 @@ def _whole(op: str) -> str:
     return op.removesuffix("_start") if op in split.NAMES else op
 
 
-def _engine(plan: KernelPlan) -> str:
-    """What runs a collective that is started, and why nothing else does."""
-    if plan.on_sparsecore:
-        return "a SparseCore runs it, beside compute"
-    chip = chips.current()
-    if chip.no_sparsecore:
-        why = f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
-    elif plan.candidates and overlaps.by_sparsecore(plan.candidates[0].us, chip):
-        why = "a SparseCore adds along rings and lines alone, in their order"
-    else:
-        why = "it is too short to be worth a SparseCore's launch"
-    return f"the core stops for it, where it is started ({why})"
-
-
 def _planned(
     op: str,
     operand: jax.ShapeDtypeStruct,
@@ -305,7 +290,11 @@ def _why(op: str, step: KernelPlan, over: WirePlan | None) -> str:
     """Why a step is served so; one that packs goes the wire's way."""
     if over is not None and over.way == step.algorithm:
         return "the way over the wire that stands above"
-    return f"{_engine(step)}; {step.why}" if op in split.NAMES else step.why
+    if op not in split.NAMES:
+        return step.why
+    if step.on_sparsecore:
+        return f"a SparseCore runs it, beside compute; {step.why}"
+    return f"the core stops for it, where it is started ({step.engine_why}); {step.why}"
 
 
 def _over_wire(plan: WirePlan, devices: int) -> str:
