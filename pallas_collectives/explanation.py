@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_collectives import catalogue, explain_checks, validation
+from pallas_collectives import catalogue, explain_checks
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wire_costs
 from pallas_collectives.backends import slices as hierarchy
@@ -135,9 +135,9 @@ def explain(
         matrices a tuple, one for each. Their rows follow from `shape`.
 
     Raises:
-      CollectiveError: a collective, chip or torus that is not known, too little to go on, or a
-        shape that cannot be scattered or split along `axis`.
-      WireError: a wire for what takes none.
+      CollectiveError: a collective, chip or torus that is not known, too little to go on, or an
+        argument that the function lacks.
+      DtypeError, WireError, ...: what the call raises.
       TableError: a table that cannot be read.
 
     Example:
@@ -154,24 +154,24 @@ def explain(
     chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
     explain_checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
     explain_checks.check_columns(op, shape, columns)
-    explain_checks.check_wire(op, wire)
+    explain_checks.check_figures(op, wire)
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)
     if columns is not None:
-        x = jax.ShapeDtypeStruct(tuple(shape or ()), explain_checks.dtype_of(op, dtype))
+        x = jax.ShapeDtypeStruct(tuple(shape or ()), explain_checks.dtype_of(dtype))
         widths = (columns,) if isinstance(columns, int | np.integer) else tuple(columns)
-        return _product(op, mesh, where, axis_name, x, widths, axis)
+        return _product(op, mesh, where, axis_name, x, widths, axis, order)
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
         collective = catalogue.functions()[_whole(op)]
-        of = explain_checks.dtype_of(op, dtype)
+        of = explain_checks.dtype_of(dtype)
         if shape is None:
             operand = _operand(collective, nbytes or 0, of, group.size)
         else:
             operand = jax.ShapeDtypeStruct(tuple(shape), of)
-            explain_checks.check_axis(op, collective, operand.shape, axis, group.size)
-        validation.check_order_of_sum(order, group.axes)
+        with _enough_bits(of):
+            explain_checks.check_call(_whole(op), operand, group, axis, order=order, wire=wire)
         size = nbytes if nbytes is not None else _bytes(operand)
         plans = _planned(op, operand, group, axis, order, wire)
         return _explained(op, size, placement.arranged(group), plans)
@@ -318,11 +318,11 @@ def _verdict(plan: WirePlan, us: float, wired_us: float) -> str:
 
 
 _PRODUCTS: dict[str, Callable[..., Any]] = {
-    "all_gather_matmul": lambda x, ws, name, axis: products.all_gather_matmul(
-        x, ws, name, gather_axis=axis
+    "all_gather_matmul": lambda x, ws, name, axis, order: products.all_gather_matmul(
+        x, ws, name, gather_axis=axis, order=order
     ),
-    "matmul_reduce_scatter": lambda x, ws, name, axis: products.matmul_reduce_scatter(
-        x, ws[0], name, scatter_axis=axis
+    "matmul_reduce_scatter": lambda x, ws, name, axis, order: products.matmul_reduce_scatter(
+        x, ws[0], name, scatter_axis=axis, order=order
     ),
 }
 
@@ -335,6 +335,7 @@ def _product(
     x: jax.ShapeDtypeStruct,
     widths: tuple[int, ...],
     axis: int,
+    order: str | None,
 ) -> Explanation:
     """What a call of a product gets: it is traced, and what is left to its lowering asked then."""
     with _traced_on(mesh):
@@ -344,7 +345,7 @@ def _product(
         ws = [jax.ShapeDtypeStruct((depth, width), x.dtype) for width in widths]
         nothing = PartitionSpec()
         call = jax.shard_map(
-            lambda x, ws: _PRODUCTS[op](x, ws, group.axes, axis),
+            lambda x, ws: _PRODUCTS[op](x, ws, group.axes, axis, order),
             in_specs=nothing,
             out_specs=nothing,
             check_vma=False,
@@ -362,7 +363,7 @@ def _product(
             gathers = op == "all_gather_matmul"
             sent = x if gathers else jax.ShapeDtypeStruct((*x.shape[:-1], *widths), x.dtype)
             collective = "all_gather" if gathers else "psum_scatter"
-            steps = _planned(collective, sent, group, axis)
+            steps = _planned(collective, sent, group, axis, order)
             inside = (_explained(collective, _bytes(sent), lies, steps),)
         chip = chips.current()
         return Explanation(
