@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import test_layers
 
 import against_lax
 import benchmarking
@@ -303,10 +304,11 @@ def test_an_added_sum_is_a_sum_wherever_that_matters() -> None:
 
 
 def test_the_catalogue_stands_on_nothing_of_the_package() -> None:
-    for name in ("catalogue", "records", "examples"):
-        text = (README.parent / "pallas_collectives" / f"{name}.py").read_text()
-        imported = re.findall(r"^from pallas_collectives\.?(\w*) import \(?(\w*)", text, re.M)
-        assert {module or what for module, what in imported} <= {"examples", "reach", "records"}
+    """But on how devices lie, of which a record says who writes to whom."""
+    imported = test_layers.graph_of(test_layers.sources())
+    of_topology = {f"topology.{name}" for name in ("groups", "placement", "reach")}
+    assert imported["catalogue"] == {"examples", "records"} and not imported["examples"]
+    assert imported["records"] == {"examples", *of_topology}
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
