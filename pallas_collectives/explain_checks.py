@@ -103,7 +103,7 @@ def check_columns(op: str, shape: Any, columns: Any) -> None:
         not isinstance(numbers, list | tuple)
         or not numbers
         or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
-        or (op == "matmul_reduce_scatter" and len(numbers) > 1)
+        or (op == SCATTER and len(numbers) > 1)
     ):
         rule = "it is how many columns the matrix has that x is multiplied with"
         several = "" if op == SCATTER else ", or (4096, 1024) for two matrices"

@@ -318,10 +318,10 @@ def _verdict(plan: WirePlan, us: float, wired_us: float) -> str:
 
 
 _PRODUCTS: dict[str, Callable[..., Any]] = {
-    "all_gather_matmul": lambda x, ws, name, axis, order: products.all_gather_matmul(
+    fusion.GATHER: lambda x, ws, name, axis, order: products.all_gather_matmul(
         x, ws, name, gather_axis=axis, order=order
     ),
-    "matmul_reduce_scatter": lambda x, ws, name, axis, order: products.matmul_reduce_scatter(
+    fusion.SCATTER: lambda x, ws, name, axis, order: products.matmul_reduce_scatter(
         x, ws[0], name, scatter_axis=axis, order=order
     ),
 }
@@ -340,7 +340,7 @@ def _product(
     """What a call of a product gets: it is traced, and what is left to its lowering asked then."""
     with _traced_on(mesh):
         group = canonical.group_of(axis_name)
-        gathers_last = op == "all_gather_matmul" and axis % max(1, len(x.shape)) == len(x.shape) - 1
+        gathers_last = op == fusion.GATHER and axis % max(1, len(x.shape)) == len(x.shape) - 1
         depth = x.shape[-1] * (group.size if gathers_last else 1) if x.shape else 0
         ws = [jax.ShapeDtypeStruct((depth, width), x.dtype) for width in widths]
         nothing = PartitionSpec()
@@ -360,7 +360,7 @@ def _product(
         inside: tuple[Explanation, ...] = ()
         lies = placement.arranged(group)
         if plan.algorithm == UNFUSED and plan.backend == "pallas":
-            gathers = op == "all_gather_matmul"
+            gathers = op == fusion.GATHER
             sent = x if gathers else jax.ShapeDtypeStruct((*x.shape[:-1], *widths), x.dtype)
             collective = "all_gather" if gathers else "psum_scatter"
             steps = _planned(collective, sent, group, axis, order)

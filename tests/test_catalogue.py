@@ -37,6 +37,7 @@ from pallas_collectives.errors import AlgorithmError, BackendError
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import primitives
 from pallas_collectives.lowering.of_lax import LAX
+from pallas_collectives.overlap import split
 from pallas_collectives.records import NEIGHBOURS, ON_LINE, ON_RING, Kernel, Primitive
 from pallas_collectives.replay import Machine, bound
 from pallas_collectives.tuning import tables
@@ -210,6 +211,11 @@ def test_benchmarks_and_replays_find_both() -> None:
         assert not row.error and not row.faults and row.of_bound
         (row,) = replay_rows.rows([dataclasses.replace(task, algorithm=None)])
         assert row.served in ALGORITHMS[op]  # not by the kernel's name, which another may share
+
+
+def test_what_is_started_is_a_function_of_a_record() -> None:
+    assert {*split.NAMES} <= {f"{name}_start" for name in catalogue.functions()}
+    assert "psum_start" in split.NAMES
 
 
 def test_nothing_of_it_is_left() -> None:
