@@ -93,7 +93,7 @@ def choose(
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
-        engine_why=engine_why,
+        engine_why="" if suffix == "sc" else engine_why,
         group=how.group,
         shape=operand.shape,
         nbytes=operand.nbytes,
