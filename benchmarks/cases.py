@@ -24,10 +24,12 @@ class Case(Example):
     Attributes:
       name: lax's name for it, and ours.
       op: the canonical collective.
+      adds: whether values are summed, and must be small for the sum to be exact.
     """
 
     name: str
     op: str
+    adds: bool
 
     def by_lax(self, x: jax.Array, axis: Any) -> jax.Array:
         """The same by lax; a collective that lax lacks is ours, served by XLA."""
@@ -39,7 +41,8 @@ class Case(Example):
     def of(cls, collective: Collective) -> "Case":
         """The case of a record."""
         name = next(iter(collective.functions))
-        return cls(name=name, op=collective.name, **vars(collective.example))
+        names: Any = {"name": name, "op": collective.name, "adds": collective.adds}
+        return cls(**names, **vars(collective.example))
 
 
 class _Cases(Sequence[Case]):

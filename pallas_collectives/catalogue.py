@@ -276,6 +276,8 @@ _records = {
             example=examples.REDUCE_SCATTER,
             of_blocks=True,
             phases=("scatter",),
+            adds=True,
+            ordered_steps=("all_to_all",),
         ),
         Collective(
             name="all_reduce",
@@ -302,6 +304,8 @@ _records = {
             example=examples.ALL_REDUCE,
             is_cut=True,
             phases=("scatter", "gather"),
+            adds=True,
+            ordered_steps=("all_to_all", "all_gather"),
         ),
         Collective(
             name="all_to_all",

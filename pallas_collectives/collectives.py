@@ -141,7 +141,9 @@ def all_to_all(
       tiled: cut and concatenate, instead of dropping one dimension and adding another.
       wire, wire_backward, dequantize: see the module.
       backend: see the module.
-      algorithm: "direct" (n-1 sends at once), "ring" (neighbours only, both ways round) or "line".
+      algorithm: "direct" (n-1 sends at once), "ring" (neighbours only, both ways round), "line"
+        (the same on devices whose first and last share no link) or "torus" (passed on along all
+        axes of the torus at once).
 
     Returns:
       Arrays of as many elements as x; blocks ordered by the device they come from.
@@ -217,8 +219,9 @@ def ragged_all_to_all(
       wire, wire_backward: see the module.
       backend: see the module.
       algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours),
-        "line" (the same on devices whose first and last share no link), or "spread" (over all axes
-        of a torus, for large and unequal slices); with ":vmem" behind it in VMEM.
+        "line" (the same on devices whose first and last share no link), "torus" (passed on along
+        all axes of the torus at once), or "spread" (over all axes of a torus, for large and unequal
+        slices); with ":vmem" behind it in VMEM.
 
     Returns:
       `output` with the rows received in place.

@@ -48,7 +48,6 @@ class Example:
       whole: whether `count` is all n blocks, and not one.
       rows_sent: (source, target, n, rows) -> rows that one device sends the other, where that is
         not one block to each or a share in a sum.
-      adds: whether values are summed, and must be small for the sum to be exact.
       lax_everywhere: whether lax itself runs it also on CPU devices and between GPU processes.
     """
 
@@ -58,7 +57,6 @@ class Example:
     busbw: Callable[[int], float]
     rows_sent: Callable[[Any, Any, int, int], Any] | None = None
     whole: bool = False
-    adds: bool = False
     lax_everywhere: bool = True
 
 
@@ -135,7 +133,6 @@ REDUCE_SCATTER = Example(
     call=lambda m, x, axis, **how: m.psum_scatter(x, axis, tiled=True, **how),
     reference=lambda xs: _sum(xs)[:, None],
     busbw=lambda n: (n - 1) / n,
-    adds=True,
 )
 ALL_REDUCE = Example(
     operand=all_blocks,
@@ -143,7 +140,6 @@ ALL_REDUCE = Example(
     reference=lambda xs: everywhere(_sum(xs), len(xs)),
     busbw=lambda n: 2 * (n - 1) / n,
     whole=True,
-    adds=True,
 )
 ALL_TO_ALL = Example(
     operand=all_blocks,

@@ -3,58 +3,88 @@
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_collectives import catalogue, collectives
+from pallas_collectives import catalogue, collectives, examples
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError, WireError
+from pallas_collectives.errors import CollectiveError, UnboundAxisError, WireError
 from pallas_collectives.overlap import split
 from pallas_collectives.overlap.fusion import GATHER, SCATTER
-from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName
 
 PRODUCTS = (GATHER, SCATTER)
 
 
-def dtype_of(op: str, dtype: DTypeLike) -> Any:
+def dtype_of(dtype: DTypeLike) -> Any:
     try:
-        found = jnp.dtype(dtype)
+        return jnp.dtype(dtype)
     except TypeError:
         raise CollectiveError(f"dtype={dtype!r}", "it is no dtype", "write 'bfloat16'") from None
-    if op in ("pmax", "pmin") and jnp.issubdtype(found, jnp.complexfloating):
-        raise DtypeError(f"{op} of {found}", "complex numbers have no order", "take the modulus")
-    return found
 
 
-def check_axis(op: str, collective: Collective, shape: tuple[int, ...], axis: Any, n: int) -> None:
-    """What a call would say of a dimension to gather, scatter or split along."""
-    if not (collective.phases or collective.of_blocks) or collective.is_cut:
-        return  # it has none
-    if not isinstance(axis, int | np.integer) or not -len(shape) <= axis < max(1, len(shape)):
-        rule = f"it must be a dimension of an operand of shape {shape}"
-        raise CollectiveError(f"axis={axis!r} for {op}", rule, "count dimensions from 0")
-    if not shape and collective.of_blocks:
-        raise CollectiveError(f"shape=() for {op}", "a scalar has no blocks", "give it a dimension")
-    wanted = n if op == "pswapaxes" else None
-    if (
-        collective.of_blocks
-        and collective.timed
-        and (shape[axis] % n or shape[axis] != (wanted or shape[axis]))
-    ):
-        rule = f"dimension {axis} is {'' if wanted else 'a multiple of '}the {n} devices"
-        raise CollectiveError(f"shape={shape} for {op}", rule, "give another shape or axis")
+def check_call(name: str, x: jax.ShapeDtypeStruct, group: Group, axis: Any, **asked: Any) -> None:
+    """What a plain call of a collective by its public name refuses: its own checks run.
+
+    Args:
+      name: of the function.
+      x: the operand.
+      group: the devices.
+      axis: the dimension that is gathered, scattered or split.
+      **asked: further arguments; None where they are left out.
+
+    Raises:
+      CollectiveError: what the call raises, or an argument that the function lacks.
+    """
+    function = getattr(collectives, name)
+    parameters = inspect.signature(function).parameters
+    given = {argument: value for argument, value in asked.items() if value is not None}
+    lacks = {a: given[a] for a in given.keys() - parameters.keys()}
+    if hasattr(function, "__wrapped__"):
+        lacks.pop("wire", None)  # the wrapper says why there is none
+    if axis != 0 and not parameters.keys() & _DIMENSIONS:
+        lacks["axis"] = axis
+    for argument, value in lacks.items():
+        rule = f"{name} has no such argument"
+        raise CollectiveError(f"{argument}={value!r} for {name}", rule, f"leave {argument} out")
+
+    def call(x: jax.Array) -> Any:
+        plain = _plain(name, x, group, axis)
+        return function(**{a: plain[a] for a in parameters if a in plain}, **given)
+
+    nothing = PartitionSpec()
+    run = jax.shard_map(call, in_specs=nothing, out_specs=nothing, check_vma=False)
+    jax.eval_shape(run, x)
 
 
-def check_wire(op: str, wire: Any) -> None:
-    """Not all collectives take a wire; of a product's and a broadcast's there are no figures."""
-    name = op.removesuffix("_start")
-    function = getattr(collectives, name, None)
-    takes = function and "wire" in inspect.signature(function).parameters
-    if wire is not None and (not takes or name == "pbroadcast"):
-        rule = "it takes none, or there are no figures of it"
+_DIMENSIONS = {"axis", "scatter_dimension", "split_axis", "concat_axis"}
+_TABLES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
+
+
+def _plain(name: str, x: jax.Array, group: Group, axis: Any) -> dict[str, Any]:
+    """What a plain call gives parameters of public functions, by the parameters' names."""
+    sources = [(target - 1) % group.size for target in range(group.size)]
+    pairs = [(source, target) for target, source in enumerate(sources)]
+    return {
+        **dict.fromkeys(("x", "operand", "output"), x),
+        **dict.fromkeys(_TABLES, examples.no_rows(group.size)),
+        **dict.fromkeys(_DIMENSIONS, axis),
+        "axis_name": group.axes,
+        "tiled": x.ndim > 0,  # a scalar is gathered along a new dimension
+        "perm": sources if name == "pshuffle" else pairs,
+        "source": 0,
+    }
+
+
+def check_figures(op: str, wire: Any) -> None:
+    """Of a product and of a broadcast over a wire there is nothing to tell."""
+    if wire is not None and op.removesuffix("_start") in (*PRODUCTS, "pbroadcast"):
+        rule = "explain has no figures of it over a wire"
         raise WireError(f"wire={wire!r} for {op}", rule, "leave it out")
 
 
@@ -73,7 +103,7 @@ def check_columns(op: str, shape: Any, columns: Any) -> None:
         not isinstance(numbers, list | tuple)
         or not numbers
         or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
-        or (op == "matmul_reduce_scatter" and len(numbers) > 1)
+        or (op == SCATTER and len(numbers) > 1)
     ):
         rule = "it is how many columns the matrix has that x is multiplied with"
         several = "" if op == SCATTER else ", or (4096, 1024) for two matrices"

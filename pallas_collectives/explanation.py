@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_collectives import catalogue, explain_checks, validation
+from pallas_collectives import catalogue, explain_checks
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wire_costs
 from pallas_collectives.backends import slices as hierarchy
@@ -25,7 +25,6 @@ from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.ring_orders import Torus
-from pallas_collectives.tuning import overlaps
 from pallas_collectives.validation import AxisName
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
@@ -136,9 +135,9 @@ def explain(
         matrices a tuple, one for each. Their rows follow from `shape`.
 
     Raises:
-      CollectiveError: a collective, chip or torus that is not known, too little to go on, or a
-        shape that cannot be scattered or split along `axis`.
-      WireError: a wire for what takes none.
+      CollectiveError: a collective, chip or torus that is not known, too little to go on, or an
+        argument that the function lacks.
+      DtypeError, WireError, ...: what the call raises.
       TableError: a table that cannot be read.
 
     Example:
@@ -155,24 +154,24 @@ def explain(
     chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
     explain_checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
     explain_checks.check_columns(op, shape, columns)
-    explain_checks.check_wire(op, wire)
+    explain_checks.check_figures(op, wire)
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)
     if columns is not None:
-        x = jax.ShapeDtypeStruct(tuple(shape or ()), explain_checks.dtype_of(op, dtype))
+        x = jax.ShapeDtypeStruct(tuple(shape or ()), explain_checks.dtype_of(dtype))
         widths = (columns,) if isinstance(columns, int | np.integer) else tuple(columns)
-        return _product(op, mesh, where, axis_name, x, widths, axis)
+        return _product(op, mesh, where, axis_name, x, widths, axis, order)
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
         collective = catalogue.functions()[_whole(op)]
-        of = explain_checks.dtype_of(op, dtype)
+        of = explain_checks.dtype_of(dtype)
         if shape is None:
             operand = _operand(collective, nbytes or 0, of, group.size)
         else:
             operand = jax.ShapeDtypeStruct(tuple(shape), of)
-            explain_checks.check_axis(op, collective, operand.shape, axis, group.size)
-        validation.check_order_of_sum(order, group.axes)
+        with _enough_bits(of):
+            explain_checks.check_call(_whole(op), operand, group, axis, order=order, wire=wire)
         size = nbytes if nbytes is not None else _bytes(operand)
         plans = _planned(op, operand, group, axis, order, wire)
         return _explained(op, size, placement.arranged(group), plans)
@@ -224,20 +223,6 @@ def _operand(collective: Collective, nbytes: int, dtype: Any, n: int) -> jax.Sha
 def _whole(op: str) -> str:
     """The collective that is started."""
     return op.removesuffix("_start") if op in split.NAMES else op
-
-
-def _engine(plan: KernelPlan) -> str:
-    """What runs a collective that is started, and why nothing else does."""
-    if plan.on_sparsecore:
-        return "a SparseCore runs it, beside compute"
-    chip = chips.current()
-    if chip.no_sparsecore:
-        why = f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
-    elif plan.candidates and overlaps.by_sparsecore(plan.candidates[0].us, chip):
-        why = "a SparseCore adds along rings and lines alone, in their order"
-    else:
-        why = "it is too short to be worth a SparseCore's launch"
-    return f"the core stops for it, where it is started ({why})"
 
 
 def _planned(
@@ -305,7 +290,11 @@ def _why(op: str, step: KernelPlan, over: WirePlan | None) -> str:
     """Why a step is served so; one that packs goes the wire's way."""
     if over is not None and over.way == step.algorithm:
         return "the way over the wire that stands above"
-    return f"{_engine(step)}; {step.why}" if op in split.NAMES else step.why
+    if op not in split.NAMES:
+        return step.why
+    if step.on_sparsecore:
+        return f"a SparseCore runs it, beside compute; {step.why}"
+    return f"the core stops for it, where it is started ({step.engine_why}); {step.why}"
 
 
 def _over_wire(plan: WirePlan, devices: int) -> str:
@@ -329,11 +318,11 @@ def _verdict(plan: WirePlan, us: float, wired_us: float) -> str:
 
 
 _PRODUCTS: dict[str, Callable[..., Any]] = {
-    "all_gather_matmul": lambda x, ws, name, axis: products.all_gather_matmul(
-        x, ws, name, gather_axis=axis
+    fusion.GATHER: lambda x, ws, name, axis, order: products.all_gather_matmul(
+        x, ws, name, gather_axis=axis, order=order
     ),
-    "matmul_reduce_scatter": lambda x, ws, name, axis: products.matmul_reduce_scatter(
-        x, ws[0], name, scatter_axis=axis
+    fusion.SCATTER: lambda x, ws, name, axis, order: products.matmul_reduce_scatter(
+        x, ws[0], name, scatter_axis=axis, order=order
     ),
 }
 
@@ -346,16 +335,17 @@ def _product(
     x: jax.ShapeDtypeStruct,
     widths: tuple[int, ...],
     axis: int,
+    order: str | None,
 ) -> Explanation:
     """What a call of a product gets: it is traced, and what is left to its lowering asked then."""
     with _traced_on(mesh):
         group = canonical.group_of(axis_name)
-        gathers_last = op == "all_gather_matmul" and axis % max(1, len(x.shape)) == len(x.shape) - 1
+        gathers_last = op == fusion.GATHER and axis % max(1, len(x.shape)) == len(x.shape) - 1
         depth = x.shape[-1] * (group.size if gathers_last else 1) if x.shape else 0
         ws = [jax.ShapeDtypeStruct((depth, width), x.dtype) for width in widths]
         nothing = PartitionSpec()
         call = jax.shard_map(
-            lambda x, ws: _PRODUCTS[op](x, ws, group.axes, axis),
+            lambda x, ws: _PRODUCTS[op](x, ws, group.axes, axis, order),
             in_specs=nothing,
             out_specs=nothing,
             check_vma=False,
@@ -370,10 +360,10 @@ def _product(
         inside: tuple[Explanation, ...] = ()
         lies = placement.arranged(group)
         if plan.algorithm == UNFUSED and plan.backend == "pallas":
-            gathers = op == "all_gather_matmul"
+            gathers = op == fusion.GATHER
             sent = x if gathers else jax.ShapeDtypeStruct((*x.shape[:-1], *widths), x.dtype)
             collective = "all_gather" if gathers else "psum_scatter"
-            steps = _planned(collective, sent, group, axis)
+            steps = _planned(collective, sent, group, axis, order)
             inside = (_explained(collective, _bytes(sent), lies, steps),)
         chip = chips.current()
         return Explanation(

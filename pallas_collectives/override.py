@@ -253,7 +253,7 @@ def _bind(primitive: Any, *args: Any, **params: Any) -> Any:
     axes = axes if isinstance(axes, tuple) else (axes,)
     with choice.rebound(frozenset()):  # what the twin's rules bind is meant
         how = choice.choose(validation.named(axes), None, None)
-        adds = catalogue.primitives()[primitive.name][0].example.adds
+        adds = catalogue.primitives()[primitive.name][0].adds
         how = choice.asked(how, args, adds=adds)
         return primitives.with_twins(how, functools.partial(by_lax, **params), *args)
 

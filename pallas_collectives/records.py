@@ -176,6 +176,9 @@ class Collective:
       is_cut: whether the operand, though one block in tables of times, is cut into n.
       phases: what its traffic is made of: "gather", "scatter" or both; empty if each device sends
         something else to each other.
+      adds: whether it sums what devices give (or takes their maximum): the one place that says so.
+      ordered_steps: collectives of which, with additions between them, a sum in the order of the
+        ranks can be made (`backends.ordered`); empty if its own algorithms alone add so.
       timed: whether tables have its times; they do not if these depend on values.
     """
 
@@ -187,7 +190,20 @@ class Collective:
     of_blocks: bool = False
     is_cut: bool = False
     phases: tuple[str, ...] = ()
+    adds: bool = False
+    ordered_steps: tuple[str, ...] = ()
     timed: bool = True
+
+    @property
+    def sums_everywhere(self) -> bool:
+        """Whether it adds, and everyone gets the whole sum."""
+        return self.adds and "gather" in self.phases
+
+    def result_bytes(self, nbytes: int, n: int) -> int:
+        """Bytes of one device's result, of an operand of so many."""
+        if self.phases == ("gather",):
+            return nbytes * n
+        return nbytes // n if self.phases == ("scatter",) else nbytes
 
     def block_bytes(self, nbytes: int, n: int) -> int:
         """Bytes of one block of an operand, as tables of times count them."""

@@ -15,6 +15,8 @@ import pytest
 
 import nccl_host
 import pallas_collectives as pc
+from pallas_collectives import catalogue
+from pallas_collectives.backends import ordered
 from pallas_collectives.nccl import group, runtime
 
 # Modules whose functions are public, and a method that users begin with.
@@ -89,3 +91,19 @@ def test_help_says_arguments_results_errors_and_an_example(name: str) -> None:
     entries = re.findall(r"^  ([\w, ]+): ", text.partition("Args:")[2], re.M)
     explained = {parameter for entry in entries for parameter in entry.split(", ")}
     assert set(inspect.signature(getattr(pc, name)).parameters) <= explained
+
+
+def _algorithms_in(docstring: str) -> set[str]:
+    """The names in quotes in the paragraph on `algorithm`, if there is one."""
+    found = re.search(r"^ +algorithm: (.*?)\n\n", inspect.cleandoc(docstring) + "\n\n", re.M | re.S)
+    return set(re.findall(r'"(\w+)"', found[1])) if found else set()
+
+
+@pytest.mark.parametrize("op", catalogue.COLLECTIVES)
+def test_docstrings_name_the_algorithms_that_there_are(op: str) -> None:
+    """Of each collective at least one function does; others refer to it."""
+    record = catalogue.COLLECTIVES[op]
+    told = {name: _algorithms_in(getattr(pc, name).__doc__) for name in record.functions}
+    known = {*catalogue.ALGORITHMS[op], *([ordered.EXCHANGE.name] if op == "all_reduce" else [])}
+    assert any(told.values())
+    assert [name for name, names in told.items() if names not in (set(), known)] == []

@@ -19,7 +19,7 @@ import pallas_collectives as pc
 from benchmarks import replay_rows
 from benchmarks.cases import CASES
 from pallas_collectives.catalogue import ALGORITHMS
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.tuning import choice
 from tables_of_times import slow_direct, written
 
@@ -272,21 +272,65 @@ def test_explain_refuses_too_little_to_go_on(arguments: dict[str, Any], message:
 @pytest.mark.parametrize(
     "op, given, said",
     [
-        ("psum_scatter", {"shape": (3,)}, "multiple of the 4 devices"),
         ("psum", {"shape": (2.5,)}, "whole numbers"),
         ("psum", {"shape": (-3, 4)}, "0 or more"),
         ("psum", {"shape": (8, 128), "dtype": "nope"}, "dtype='nope'"),
-        ("all_gather", {"shape": (8, 128), "axis": 5}, "axis=5 for all_gather"),
-        ("all_gather", {"shape": (8, 128), "axis": "x"}, "axis='x'"),
-        ("all_to_all", {"shape": ()}, "shape=\\(\\)"),
-        ("ragged_all_to_all", {"shape": ()}, "shape=\\(\\)"),
-        ("pswapaxes", {"shape": (8, 128)}, "dimension 0 is the 4 devices"),
-        ("pmax", {"shape": (8, 128), "dtype": "complex64"}, "no order"),
+        ("psum", {"shape": (8, 128), "axis": 1}, "axis=1 for psum: psum has no such argument"),
+        ("ppermute_start", {"nbytes": 512, "order": "rank"}, "order='rank' for ppermute"),
+        ("pmax", {"nbytes": 512, "order": "rank"}, "order='rank' for pmax: .*; leave order out"),
     ],
 )
 def test_bad_operands_are_refused(op: str, given: dict[str, Any], said: str) -> None:
     with pytest.raises(CollectiveError, match=said):
         pc.explain(op, devices=4, **given)
+
+
+TILED: dict[str, Any] = {"tiled": True}
+BLOCKS: dict[str, Any] = {"split_axis": 0, "concat_axis": 0, "tiled": True}
+AROUND: dict[str, Any] = {"perm": [(d, (d + 1) % 4) for d in range(4)]}
+
+
+@pytest.mark.parametrize(
+    "op, options, shape, dtype, more",
+    [
+        ("psum_scatter", TILED, (8, 128), "bool", {}),
+        ("psum_scatter", TILED, (3,), "float32", {}),
+        ("psum_scatter", TILED | {"scatter_dimension": 1}, (4, 7), "float32", {"axis": 1}),
+        ("all_gather", TILED | {"axis": 5}, (8,), "int8", {"axis": 5}),
+        ("all_gather", TILED | {"axis": "x"}, (8, 128), "float32", {"axis": "x"}),
+        ("all_gather", TILED | {"wire": "int8"}, (8, 1), "bfloat16", {"wire": "int8"}),
+        ("all_to_all", BLOCKS, (6, 4), "float32", {}),
+        ("all_to_all", BLOCKS, (), "float32", {}),
+        ("pswapaxes", {"axis": 0}, (8, 128), "float32", {}),
+        ("pmax", {}, (8, 128), "complex64", {}),
+        ("pmin", {"wire": "int8"}, (8, 128), "float32", {"wire": "int8"}),
+        ("psum", {"order": "size"}, (8,), "float32", {"order": "size"}),
+        ("psum", {"wire": "int8"}, (8, 128), "int32", {"wire": "int8"}),
+        ("ppermute", AROUND | {"wire": "i8"}, (8,), "float32", {"wire": "i8"}),
+    ],
+)
+def test_what_a_call_refuses_explain_refuses_with_the_same_error(
+    op: str, options: dict[str, Any], shape: tuple[int, ...], dtype: str, more: dict[str, Any]
+) -> None:
+    call = harness.per_device(lambda x: getattr(pc, op)(x, "x", **options), harness.mesh(4))
+    with pytest.raises(CollectiveError) as refused:
+        jax.jit(call).lower(np.zeros((4, *shape), dtype))
+    said = str(refused.value).partition("\n")[0]
+    for name in (op, f"{op}_start"):
+        with pytest.raises(type(refused.value), match=f"^{re.escape(said)}"):
+            pc.explain(name, shape=shape, dtype=dtype, devices=4, **more)
+
+
+def test_bools_in_bytes_are_not_added_either() -> None:
+    with pytest.raises(DtypeError, match="psum_scatter of bool: bools are not added"):
+        pc.explain("psum_scatter", 4096, dtype="bool", devices=4)
+
+
+def test_explain_takes_axes_in_the_order_in_which_the_call_does() -> None:
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    with pytest.raises(CollectiveError, match="a permutation takes its axes in the mesh's order"):
+        pc.explain("ppermute", 4096, mesh=mesh, axis_name=("y", "x"))
+    assert pc.explain("psum", 4096, mesh=mesh, axis_name=("y", "x")).devices == 8
 
 
 def test_a_mesh_is_a_mesh() -> None:
@@ -340,9 +384,11 @@ def test_figures_are_the_replays_within_a_tenth_or_there_is_none(
 
 def test_a_wire_for_what_takes_none_or_has_no_figures() -> None:
     of: dict[str, Any] = {"shape": (128, 128), "devices": 4, "chip": "v6e", "wire": "int8"}
-    for op, more in (("pmax", {}), ("pbroadcast", {}), ("all_gather_matmul", {"columns": 128})):
-        with pytest.raises(CollectiveError, match="it takes none, or there are no figures of it"):
+    for op, more in (("pbroadcast_start", {}), ("all_gather_matmul", {"columns": 128})):
+        with pytest.raises(CollectiveError, match="explain has no figures of it over a wire"):
             pc.explain(op, **of, **more)
+    with pytest.raises(CollectiveError, match="wires are for what moves or adds numbers"):
+        pc.explain("pmax", **of)
 
 
 def test_wires_are_told_with_their_bytes_time_and_error() -> None:

@@ -22,6 +22,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pallas_collectives import catalogue
+
 CORE, DMA, SPARSECORE = "core", "DMA", "SparseCore"
 
 # XLA's name -> the canonical collective.
@@ -289,7 +291,7 @@ class _Walk:
 def _by_kernel(i: Instruction, engine: str) -> Collective:
     found = re.search(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)', i.rest)
     kernel = found[1] if found else i.name
-    ops = [op for op in set(_OPS.values()) if kernel.startswith(op)]
+    ops = [op for op in catalogue.COLLECTIVES if kernel.startswith(op)]
     _, dims = next(iter(_ARRAY.findall(i.type)), ("", ""))
     return Collective(
         i.name,

@@ -37,13 +37,13 @@ def programs(
     @functools.cache
     def stepped(op: str, over: tuple[str, ...], algorithm: str | None, block: int) -> Any:
         n = int(np.prod([axes[name] for name in over]))
-        example = catalogue.COLLECTIVES[op].example
-        unit = catalogue.COLLECTIVES[op].block_bytes(_nbytes(example.operand(n, 1)), n)
+        record, example = catalogue.COLLECTIVES[op], catalogue.COLLECTIVES[op].example
+        unit = record.block_bytes(_nbytes(example.operand(n, 1)), n)
         rows = max(1, round(block / unit))
 
         def body(x: jax.Array) -> jax.Array:
             axis = over if len(over) > 1 else over[0]
-            dtype = "bfloat16" if example.adds else x.dtype
+            dtype = "bfloat16" if record.adds else x.dtype
             how: Any = {"backend": "pallas", "algorithm": algorithm}
             return example.call(pallas_collectives, x.astype(dtype), axis, **how)
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -52,18 +52,14 @@ def choose(
         raise unreachable(f"perm={list(perm)} over {group.size} devices", chip)
     torus, name = torus_of(group, chip), how.algorithm or "auto"
     candidates: tuple[Candidate, ...] = ()
+    engine_why = "it was asked for by name"
     base, _, suffix = name.partition(":")
     if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
-        fastest = functools.partial(_fastest, op, block, group, chip, cuts, torus, perm, how.order)
-        adds = record.example.adds
-        base, on_core, candidates = fastest(
-            by_subcores=adds and suffix == "sc" and how.order is None
-        )
-        if how.beside and not how.awaited and sparsecore_can(op, how.order, group, chip, cuts):
-            there, us, others = fastest(by_subcores=adds)
-            if overlaps.by_sparsecore(us, chip, on_core):
-                base, candidates, suffix = there, others, "sc"
+        by_subcores = record.adds and suffix == "sc" and how.order is None
+        found = decide(op, how, block, group, cuts, perm, by_subcores=by_subcores)
+        base, candidates, engine_why = found.algorithm, found.candidates, found.engine_why
+        suffix = "sc" if found.on_sparsecore else suffix
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base
         suffix = name.partition(":")[2]
     algorithm = able.get(name.partition(":")[0])
@@ -85,10 +81,10 @@ def choose(
     if not serves(algorithm, group, chip):
         raise unreachable(f"algorithm={algorithm.name!r} for {called} over {_devices(group)}", chip)
     if suffix == "sc":
-        adds = record.example.adds and not algorithm.by_subcores
+        adds = record.adds and not algorithm.by_subcores
         sparsecore.check(f"algorithm={name!r} for {called}", chip, adds=adds)
     why = _why(base, candidates) if candidates else "it was asked for by name"
-    kept = operand.nbytes * (group.size if op == "all_gather" else 1)
+    kept = max(operand.nbytes, record.result_bytes(operand.nbytes, group.size))
     plan = KernelPlan(
         op=op,
         backend="pallas",
@@ -97,6 +93,7 @@ def choose(
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
+        engine_why="" if suffix == "sc" else engine_why,
         group=how.group,
         shape=operand.shape,
         nbytes=operand.nbytes,
@@ -130,18 +127,82 @@ def _turn(how: How, kept: int) -> str:
 
 
 def in_order(op: str, order: str | None) -> tuple[Algorithm, ...]:
-    """The algorithms of a collective; of a sum in the order of the ranks those that add so."""
-    algorithms = catalogue.COLLECTIVES[op].algorithms
-    if order is None or op not in ordered.STEPS:
-        return algorithms
-    return (*(algorithm for algorithm in algorithms if algorithm.in_order), ordered.EXCHANGE)
+    """The algorithms of a collective; of a sum in the order of the ranks those that add so.
+
+    Raises:
+      AlgorithmError: none of them does.
+    """
+    record = catalogue.COLLECTIVES[op]
+    if order is None or not record.adds:
+        return record.algorithms
+    able = tuple(algorithm for algorithm in record.algorithms if algorithm.in_order)
+    able = (*able, ordered.EXCHANGE) if record.ordered_steps else able
+    if not able:
+        raise AlgorithmError(
+            f"order={order!r} for {counters.lax_name(op)}",
+            "none of its algorithms adds in the order of the ranks",
+            "leave order=None",
+        )
+    return able
 
 
-def sparsecore_can(op: str, order: str | None, group: Group, chip: Chip, cuts: float) -> bool:
-    """Whether a SparseCore has an algorithm that can serve: of sums those that subcores run."""
-    names = reachable(op, group, chip, cuts)
-    moves = not catalogue.COLLECTIVES[op].example.adds
-    return any(a.name in names and (a.by_subcores or moves) for a in in_order(op, order))
+class Decision(NamedTuple):
+    """What serves a call that names no algorithm.
+
+    Attributes:
+      algorithm: the one with the least predicted time, with the memory space behind it.
+      us: that time; None where the table has nothing.
+      candidates: all that were compared.
+      on_sparsecore: whether a SparseCore runs it.
+      engine_why: why the core does; "" if a SparseCore does.
+    """
+
+    algorithm: str
+    us: float | None
+    candidates: tuple[Candidate, ...]
+    on_sparsecore: bool = False
+    engine_why: str = ""
+
+
+def decide(
+    op: str,
+    how: How,
+    block_bytes: int,
+    group: Group,
+    cuts: int,
+    perm: Sequence[tuple[int, int]] = (),
+    *,
+    by_subcores: bool = False,
+) -> Decision:
+    """The algorithm for a call that names none, and the engine that runs it.
+
+    Args:
+      op, how, group, cuts, perm: as `choose`'s.
+      block_bytes: of one block, as tables of times count them.
+      by_subcores: it has to be one that a SparseCore's vector subcores run.
+    """
+    chip = chips.current()
+    fastest = functools.partial(
+        _fastest, op, block_bytes, group, chip, cuts, torus_of(group, chip), perm, how.order
+    )
+    on_core = fastest(by_subcores=by_subcores)
+    if why := _asked_of_core(how) or overlaps.no_sparsecore(chip):
+        return on_core._replace(engine_why=why)
+    names, adds = reachable(op, group, chip, cuts), catalogue.COLLECTIVES[op].adds
+    if not any(a.name in names and (a.by_subcores or not adds) for a in in_order(op, how.order)):
+        why = "a SparseCore adds along rings and lines alone, in their order"
+        return on_core._replace(engine_why=why)
+    there = fastest(by_subcores=adds)
+    if why := overlaps.on_core(there.us, chip, on_core.us):
+        return on_core._replace(engine_why=why)
+    return there._replace(on_sparsecore=True)
+
+
+def _asked_of_core(how: How) -> str:
+    """Why no SparseCore is asked to run a call; "" if one is."""
+    if not how.beside:
+        return "no step is known around it"
+    return "what follows waits for it" if how.awaited else ""
 
 
 _EXCHANGE = ordered.EXCHANGE.name
@@ -154,15 +215,16 @@ def _exchange(
 
     With what there is to say of it: a figure where each step's is one.
     """
-    part = block_bytes if op == "reduce_scatter" else -(-block_bytes // group.size)
+    record = catalogue.COLLECTIVES[op]
+    part = block_bytes if record.of_blocks else -(-block_bytes // group.size)
     steps = []
-    for step in ordered.STEPS[op]:
+    for step in record.ordered_steps:
         able = reachable(step, group, chip, cuts)
         found = choice.predict(step, part, group.size, chip, able, torus)
         if not found:
             return None
         steps.append(found[choice.fastest_first(step, found)[0]])
-    adding = 1e6 * ordered.seconds_to_add(op, block_bytes, group.size, chip.hbm_bandwidth)
+    adding = 1e6 * ordered.seconds_to_add(part, group.size, chip.hbm_bandwidth)
     us, latency = (sum(getattr(step, name) for step in steps) for name in ("us", "latency_us"))
     source = "; ".join(dict.fromkeys(map(_source, steps)))
     if not all(step.close for step in steps):
@@ -181,11 +243,10 @@ def _fastest(
     order: str | None,
     *,
     by_subcores: bool,
-) -> tuple[str, float | None, tuple[Candidate, ...]]:
+) -> Decision:
     """The algorithm with the least predicted time, of those that can serve; and all of them.
 
-    Between them its time in microseconds, be it a figure or, where the table has no such group, no
-    more than an order; None where the table has nothing.
+    Its time may be no more than an order, where the table has no such group.
     """
     algorithms, called = in_order(op, order), counters.lax_name(op)
     if by_subcores:
@@ -225,8 +286,8 @@ def _fastest(
     able = (a for a in algorithms if a.name in names)
     preferred = min(able, key=lambda a: a.rank(lies, block_bytes)).name
     if not timed:
-        return preferred, None, tuple(others)
-    return candidates[0].algorithm, timed[0][0], (*candidates, *others)
+        return Decision(preferred, None, tuple(others))
+    return Decision(candidates[0].algorithm, timed[0][0], (*candidates, *others))
 
 
 def _is_shift(group: Group, perm: Sequence[tuple[int, int]]) -> bool:

@@ -14,7 +14,6 @@ On TPUs a kernel is the gather, and `algorithms` chooses between it and the exch
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -125,10 +124,8 @@ EXCHANGE = Algorithm(
     steps="theirs",
     in_order=True,
 )
-STEPS = {"reduce_scatter": ("all_to_all",), "all_reduce": ("all_to_all", "all_gather")}
 
 
-def seconds_to_add(op: str, block_bytes: int, n: int, hbm_bandwidth: float) -> float:
+def seconds_to_add(block_bytes: int, n: int, hbm_bandwidth: float) -> float:
     """What the additions of an exchange take: its n terms of a block are read, the sum written."""
-    block = block_bytes if op == "reduce_scatter" else math.ceil(block_bytes / n)
-    return (n + 1) * block / hbm_bandwidth
+    return (n + 1) * block_bytes / hbm_bandwidth

@@ -157,6 +157,7 @@ class KernelPlan(Plan):
       record: of its algorithm.
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
+      engine_why: why the TensorCore runs it; "" if a SparseCore does.
       group: as `How.group`.
       shape, nbytes: of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
@@ -169,6 +170,7 @@ class KernelPlan(Plan):
     record: Algorithm
     vmem: bool
     on_sparsecore: bool
+    engine_why: str = ""
     group: int | None = None
     shape: tuple[int, ...]
     nbytes: int

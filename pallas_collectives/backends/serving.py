@@ -81,7 +81,7 @@ def _near(op: str, how: How, *args: jax.Array, **params: Any) -> str:
 
 def _adds(op: str) -> bool:
     collective, primitive = catalogue.primitives()[op]
-    return "scatter" in collective.phases and primitive.reduction in ("", "sum")
+    return collective.adds and primitive.reduction in ("", "sum")  # a broadcast has no order
 
 
 def backend_module(name: str) -> Any:
@@ -120,7 +120,7 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
         raise UnservedError(
             f"{lax_name(collective.name)} by backend {how.backend!r}",
             "that backend has no function for it",
-            "leave backend=None: lax then serves",
+            "leave backend=None: lax then serves" if how.order is None else "leave order=None",
         )
     if args[0].dtype == jax.dtypes.float0:
         rule = "tangents of integers hold no bytes to send"

@@ -1,5 +1,6 @@
 """What a wire costs: passes over memory, and how far a result may be from the exact one."""
 
+from pallas_collectives import catalogue
 from pallas_collectives.topology import chips
 from pallas_collectives.wires import Wire
 
@@ -21,14 +22,11 @@ def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False, *, wa
         half = "1/127 of the largest number of its group"
     once = f"each number is off by {half} at most"
     terms = f"in the sum at each of {n - 1} hops" if requantizes else f"in each of the {n} terms"
-    match op:
-        case "reduce_scatter":
-            return f"{once}, {terms}"
-        case "all_reduce" if not requantizes and gathers_terms(n, way):
-            return f"{once}, {terms}"
-        case "all_reduce":
-            return f"{once}, {terms} and in their sum"
-    return once
+    record = catalogue.COLLECTIVES.get(op)  # a broadcast is none: a gather is made of it
+    if record is None or not record.adds:
+        return once
+    gathers_sums = record.sums_everywhere and (requantizes or not gathers_terms(n, way))
+    return f"{once}, {terms}{' and in their sum' if gathers_sums else ''}"
 
 
 def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, way: str = "") -> float:
@@ -41,17 +39,16 @@ def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, way: str = "") ->
       n: devices.
       way: of a psum `GATHER`; else sums are by the exchange.
     """
-    copies = n if op == "all_gather" else 1
+    record = catalogue.COLLECTIVES[op]
     moved_bytes = nbytes + sent  # read and written
-    match op:
-        case "reduce_scatter":
-            moved_bytes += sent + nbytes // n
-        case "all_reduce" if gathers_terms(n, way):
-            moved_bytes += n * sent + nbytes
-        case "all_reduce":  # terms are added, the sums quantised, and all of them dequantised
-            moved_bytes += sent + sent // n + sent + nbytes
-        case _:
-            moved_bytes += copies * (sent + nbytes)
+    if not record.adds:
+        moved_bytes += (n if "gather" in record.phases else 1) * (sent + nbytes)
+    elif not record.sums_everywhere:
+        moved_bytes += sent + nbytes // n
+    elif gathers_terms(n, way):
+        moved_bytes += n * sent + nbytes
+    else:  # terms are added, the sums quantised, and all of them dequantised
+        moved_bytes += sent + sent // n + sent + nbytes
     return moved_bytes / chips.current().hbm_bandwidth
 
 
@@ -71,16 +68,17 @@ def seconds_to_pack(op: str, numbers: int, n: int, wire: Wire) -> float:
     chip = chips.current()
     turned, (widen, narrow) = chip.turned[0], chip.narrowed[wire.dtype]
     pack, unpack, add = turned + narrow + 10, turned + widen + 4.5, turned + narrow + widen + 13
-    on_all_cores = {
-        "all_gather": n * unpack,
-        "reduce_scatter": (n - 1) / n * add,
-        "all_reduce": (n - 1) / n * (add + unpack),
-    }
-    each = on_all_cores[op] / chip.cores if op in on_all_cores else pack + unpack
+    record = catalogue.COLLECTIVES[op]
+    if record.adds:
+        each = (n - 1) / n * (add + unpack if record.sums_everywhere else add) / chip.cores
+    elif "gather" in record.phases:
+        each = n * unpack / chip.cores
+    else:
+        each = pack + unpack
     return 4 / 3 * numbers * each / chip.vector_rate
 
 
 def seconds_to_pad(op: str, nbytes: int) -> float:
     """What a pass takes that pads a sum's operand, and, of a psum, one that cuts the result."""
-    passes = 2 if op == "all_reduce" else 1
+    passes = 2 if catalogue.COLLECTIVES[op].sums_everywhere else 1
     return passes * 2 * nbytes / chips.current().hbm_bandwidth

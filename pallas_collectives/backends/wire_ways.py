@@ -130,7 +130,7 @@ def settled(
         return None, plain, _NO_WAY
     found = _ways(op, x, blocks, group, how, sent_by)
     way = _chosen(op, found, x.nbytes, how)
-    bundled_later = op == "all_reduce" and placement.are_settled_later()
+    bundled_later = catalogue.COLLECTIVES[op].sums_everywhere and placement.are_settled_later()
     if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
         _note_left_out(op, wire, lost)
         return None, plain, _NO_WAY
@@ -233,12 +233,13 @@ def _ways(
 def _moved(op: str, name: str, nbytes: int, sent: int, group: Group, backend: str) -> Way:
     """That of a name by passes of XLA around collectives of what is packed."""
     n = group.size
+    record = catalogue.COLLECTIVES[op]
     steps: tuple[str, ...] = (op,)
-    part = catalogue.COLLECTIVES[op].block_bytes(sent, n)
-    if name and op == "all_reduce" and gathers_terms(n, name):
+    part = record.block_bytes(sent, n)
+    if name and record.sums_everywhere and gathers_terms(n, name):
         steps, part = ("all_gather",), sent
     elif name:
-        steps, part = ordered.STEPS[op], sent // n
+        steps, part = record.ordered_steps, sent // n
     passes = 1e6 * seconds_of_passes(op, nbytes, sent, n, name)
     us = _in_all([_least(step, part, group) for step in steps], passes, backend)
     return Way(name, sent, passes, us)
@@ -277,7 +278,7 @@ def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool
     """Whether VMEM has room for what a sum over several axes takes, of so many tiles a block."""
     there, (rows, columns) = placement.arranged(group), codec.tile
     dtype = jnp.float32 if x.dtype == "float16" else x.dtype  # as kernels have it
-    how = {"back": op == "all_reduce"}
+    how = {"back": catalogue.COLLECTIVES[op].sums_everywhere}
     return torus.fits_packed(there, (tiles * rows, columns), 0, jnp.dtype(dtype), codec, **how)
 
 
@@ -301,12 +302,12 @@ def _chosen(op: str, found: tuple[Way, ...], nbytes: int, how: How) -> Way:
 
 def _once(op: str) -> tuple[str, ...]:
     """The ways of a sum whose terms are quantised once."""
-    return (EXCHANGE, GATHER) if op == "all_reduce" else (EXCHANGE,)
+    return (EXCHANGE, GATHER) if catalogue.COLLECTIVES[op].sums_everywhere else (EXCHANGE,)
 
 
 def _adds(op: str) -> bool:
     collective = catalogue.COLLECTIVES.get(op)  # a broadcast is none: a gather is made of it
-    return collective is not None and collective.example.adds
+    return collective is not None and collective.adds
 
 
 def _rings(op: str, group: Group) -> tuple[str, ...]:

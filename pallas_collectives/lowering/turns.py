@@ -13,9 +13,9 @@ from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat, catalogue
 from pallas_collectives.backends import algorithms, canonical
-from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, How
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, UNSERVABLE, How
 from pallas_collectives.kernels.machinery import sparsecore
-from pallas_collectives.topology import chips
+from pallas_collectives.topology import chips, placement
 from pallas_collectives.tuning import overlaps
 
 # What runs another program in its place, by the parameter that holds it.
@@ -213,12 +213,13 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     if overlaps.by_xla(op, chip) or params["how"].wire is not None:
         return 0.0
     group = canonical.group_of(params["axis_name"], params["axis_index_groups"])
-    record = catalogue.COLLECTIVES[op]
-    found = algorithms.predicted(op, record.block_bytes(nbytes, group.size), group, cuts=nbytes)
-    there = {a.name for a in record.algorithms if a.by_subcores or not record.example.adds}
-    us = min((us for name, us in found.items() if name in there), default=None)
-    on_core = min(found.values(), default=None) if record.example.adds else None
-    return (us or 0.0) * 1e-6 if overlaps.by_sparsecore(us, chip, on_core) else 0.0
+    group = placement.arranged(group)
+    block = catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size)
+    try:
+        found = algorithms.decide(op, params["how"], block, group, cuts=nbytes)
+    except UNSERVABLE:  # lax will serve
+        return 0.0
+    return (found.us or 0.0) * 1e-6 if found.on_sparsecore else 0.0
 
 
 def _type(x: Any) -> Any:

@@ -46,23 +46,6 @@ from pallas_collectives.overlap.started import Way, at_once, start
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
 
-NAMES = (
-    "all_gather_start",
-    "all_reduce_start",
-    "all_to_all_start",
-    "pbroadcast_start",
-    "pmax_start",
-    "pmean_start",
-    "pmin_start",
-    "ppermute_start",
-    "pshuffle_start",
-    "psum_scatter_start",
-    "psum_start",
-    "pswapaxes_start",
-    "ragged_all_to_all_start",
-    "reduce_scatter_start",
-)
-
 
 def all_gather_start(
     x: Any,
@@ -266,3 +249,6 @@ def ragged_all_to_all_start(*operands: Any, after: Any = (), **options: Any) -> 
     """
     del after
     return at_once(functools.partial(collectives.ragged_all_to_all, *operands, **options))
+
+
+NAMES = tuple(sorted(name for name in globals() if name.endswith("_start")))

@@ -199,7 +199,7 @@ def _predict(
     alike = {entry.torus for entry in entries} == {torus}  # on several axes so are their lengths
     record = catalogue.COLLECTIVES[entries[0].op]
     # Over several axes sums wait for HBM beyond what the table has, and take longer than its line.
-    bends = torus not in tables.ONE_AXIS and record.example.adds
+    bends = torus not in tables.ONE_AXIS and record.adds
     listed = not bends or block_bytes <= max(entry.bytes[-1] for entry in entries)
     squares = record.of_blocks and not record.phases  # of the devices: an exchange
     close = listed and (own or (alike and not squares and around[0] < devices < around[-1]))

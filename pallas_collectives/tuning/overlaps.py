@@ -71,19 +71,35 @@ def near_by_xla(nbytes: int, chip: Chip) -> str:
     return f"XLA gathers into {chip.name}'s {near}, nearer to products (libtpu {learned().libtpu})"
 
 
-def by_sparsecore(us: float | None, chip: Chip, on_core: float | None = None) -> bool:
-    """Whether a kernel that takes so long alone is better run on a SparseCore, beside compute.
+def no_sparsecore(chip: Chip) -> str:
+    """Why no kernel is better run on a chip's SparseCores; "" if some are."""
+    if chip.no_sparsecore:
+        return f"{chip.name}'s SparseCores: {chip.no_sparsecore}"
+    if chip.name not in learned().engines:
+        return f"what XLA runs beside compute on {chip.name} is not known"
+    return ""
 
-    on_core: what the TensorCore's fastest takes, where that is another: sums over several axes.
+
+def on_core(there: float | None, chip: Chip, here: float | None = None) -> str:
+    """Why a kernel is not better run on a SparseCore, beside compute; "" if it is.
+
+    there: microseconds that it takes alone on a SparseCore; None where no table tells.
+    here: what the TensorCore's fastest takes, where that is another: sums over several axes.
     """
-    if chip.name not in learned().engines or chip.no_sparsecore or (us or 0.0) < _WORTH_US:
-        return False
-    return on_core is None or (us or 0.0) * _EXPOSED <= on_core
+    if why := no_sparsecore(chip):
+        return why
+    if there is None:
+        return "no table has its time on a SparseCore"
+    if there < _WORTH_US:
+        return "it is too short to be worth a SparseCore's launch"
+    if here is not None and there * _EXPOSED > here:
+        return f"a SparseCore would take {there:.0f} us for it, and the core takes {here:.0f}"
+    return ""
 
 
 def gathers_on_sparsecore(chip: Chip) -> bool:
     """Whether large gathers of a step are a SparseCore's: where XLA's would stop the core."""
-    return not by_xla("all_gather", chip) and by_sparsecore(_WORTH_US, chip)
+    return not by_xla("all_gather", chip) and not on_core(_WORTH_US, chip)
 
 
 def holds_scatters(chip: Chip) -> bool:

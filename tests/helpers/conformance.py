@@ -301,8 +301,8 @@ def _example_row(collective: catalogue.Collective) -> Row:
         "example",
         lambda m, x, **how: example.call(m, x, "x", **how),
         lambda n: example.operand(n, 8),
-        lambda xs: example.reference(_wide(xs) if example.adds else xs),
-        dtypes=ADDED if example.adds else MOVED,
+        lambda xs: example.reference(_wide(xs) if collective.adds else xs),
+        dtypes=ADDED if collective.adds else MOVED,
         in_lax=example.lax_everywhere and hasattr(jax.lax, function),
     )
 

@@ -87,6 +87,16 @@ def test_explain_prints_both_times_and_what_serves_the_collective() -> None:
     assert "all_gather of 4096 bytes a device" in str(small) and not large.inside
 
 
+def test_explain_takes_the_order_of_a_product_and_of_its_sum() -> None:
+    of: dict[str, Any] = {"shape": (2048, 4096), "dtype": "bfloat16", "columns": 4096}
+    free, ranked = (
+        pc.explain(SCATTER, **of, devices=16, chip="v5e", order=order) for order in (None, "rank")
+    )
+    assert (free.algorithm, ranked.algorithm) == ("fused", "unfused")
+    (scattered,) = ranked.inside
+    assert "order='rank'" in ranked.why and scattered.algorithm == "exchange"
+
+
 def test_explain_of_a_product_across_slices() -> None:
     mesh = AbstractMesh((2, 4), ("dcn", "x"))
     with pc.across_slices("dcn"):

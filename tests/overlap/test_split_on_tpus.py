@@ -9,6 +9,12 @@ import pytest
 
 import harness
 import pallas_collectives as pc
+from benchmarks import replay_rows
+from pallas_collectives import catalogue, explanation
+from pallas_collectives.backends import algorithms, canonical, counters
+from pallas_collectives.replay import Machine
+from pallas_collectives.topology import chips, placement
+from pallas_collectives.tuning.choice import predict
 
 MIB = 1 << 20
 SERVED = {
@@ -35,6 +41,73 @@ def test_explain_says_who_runs_what_is_started(op, chip):
     assert not short.algorithm.endswith(":sc")
     whole = pc.explain(op.removesuffix("_start"), 16 * MIB, devices=8, chip=chip)
     assert not whole.algorithm.endswith(":sc") and whole.algorithm != "lax's own"
+
+
+GROUPS = {
+    "v5p:4x4x4": [("x", "y", "z"), ("x", "y"), ("x",)],
+    "v6e:16x16": [("x", "y"), ("y",)],
+    "v4:4x4x4": [("x", "y")],
+}
+
+
+@pytest.mark.usefixtures("modelled_table_alone")
+@pytest.mark.parametrize("pod, axes", [(pod, axes) for pod in GROUPS for axes in GROUPS[pod]])
+@pytest.mark.parametrize("op", ["psum_start", "psum_scatter_start", "all_gather_start"])
+def test_explain_gives_the_reason_by_which_it_was_decided(op, pod, axes):
+    """By times of the table, read here anew: of what a SparseCore can run, and of the core's."""
+    machine = Machine.named(pod)
+    mesh = machine.mesh(replay_rows.mesh_axes(machine))
+    record = catalogue.functions()[op.removesuffix("_start")]
+    able = {a.name for a in record.algorithms if a.by_subcores or not record.adds}
+    for nbytes in (1 << 16, 1 << 20, 1 << 24, 1 << 28):
+        said = pc.explain(op, nbytes, mesh=mesh, axis_name=axes)
+        with explanation._on(mesh, placement.of_mesh(mesh)):
+            group = placement.arranged(canonical.group_of(axes))
+            block = record.block_bytes(nbytes, group.size)
+            chip = chips.current()
+            of = record.name, block, group.size, chip
+            names = algorithms.reachable(record.name, group, chip, cuts=max(1, block >> 12))
+            there, here = (
+                min((p.us for p in predict(*of, chosen, said.torus).values()), default=None)
+                for chosen in ([name for name in names if name in able], names)
+            )
+        if pod.startswith("v4"):
+            wanted = "(v4's SparseCores: Pallas does not reach its SparseCores)"
+        elif there is None:
+            wanted = "(a SparseCore adds along rings and lines alone"
+        elif there < 50:
+            wanted = "(it is too short to be worth a SparseCore's launch)"
+        elif there > 2 * here:
+            wanted = (
+                f"(a SparseCore would take {there:.0f} us for it, and the core takes {here:.0f})"
+            )
+        else:
+            wanted = "a SparseCore runs it, beside compute"
+        assert wanted in said.why and said.algorithm.endswith(":sc") == ("runs it" in wanted)
+
+
+@pytest.mark.usefixtures("modelled_table_alone")
+@pytest.mark.parametrize(
+    "pod, axes, sizes",
+    [
+        ("v5p:4x4x4", ("x", "y", "z"), [1 << 28]),
+        ("v5p:4x4x4", ("x", "y"), [1 << 24, 1 << 28]),
+        ("v6e:16x16", ("x", "y"), [1 << 26, 1 << 28]),
+    ],
+)
+def test_a_sum_that_the_core_adds_sooner_is_not_called_short(pod, axes, sizes):
+    machine = Machine.named(pod)
+    mesh = machine.mesh(replay_rows.mesh_axes(machine))
+    for nbytes in sizes:
+        said = pc.explain("psum_start", nbytes, mesh=mesh, axis_name=axes).why
+        assert re.search(r"a SparseCore would take \d+ us for it, and the core takes \d+", said)
+
+
+def test_a_plan_keeps_why_the_core_runs_it():
+    run = harness.per_device(lambda a: pc.psum(a, "x"), harness.mesh(2))
+    with counters.recorded() as plans:
+        jax.jit(run).lower(np.zeros((2, 8, 128), np.float32))
+    assert plans[-1].engine_why == "no step is known around it"
 
 
 @pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e", "7x"])

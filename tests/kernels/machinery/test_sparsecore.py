@@ -20,12 +20,12 @@ from pallas_collectives.kernels.machinery import channel, combine, entry, sync
 from pallas_collectives.replay import Machine, replay
 
 EVERY = [
-    (op, algorithm.name, record.example.adds and not algorithm.by_subcores)
+    (op, algorithm.name, record.adds and not algorithm.by_subcores)
     for op, record in catalogue.COLLECTIVES.items()
     for algorithm in record.algorithms
 ]
 SERVED = [(op, name) for op, name, refused in EVERY if not refused]
-SUMS = [(op, name) for op, name in SERVED if catalogue.COLLECTIVES[op].example.adds]
+SUMS = [(op, name) for op, name in SERVED if catalogue.COLLECTIVES[op].adds]
 GENERATIONS = {name: harness.GENERATIONS[name] for name in ("v5p", "v6e", "7x")}
 NONE_THERE = {"v4": "v4: Pallas does not reach", "v5e": "v5e: it has none"}
 
