@@ -30,7 +30,7 @@ class Problem:
         axes: tuple[str, ...],
         rng: np.random.Generator,
     ) -> None:
-        """Of `size` bytes or up to a row of 128 elements for each device less, as nccl-tests.
+        """A case of `size` bytes, less up to a row of 128 elements a device, as in nccl-tests.
 
         Raises:
           FlagError: less than such a row for each device.

@@ -67,7 +67,7 @@ _DTYPE = "float32"
 def main(argv: Sequence[str]) -> int:
     """Writes the tables into the README, or says which are out of date."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
     if _RECOMPUTE.value:
         recompute(Screen())
     before = README.read_text()

@@ -59,7 +59,7 @@ def plan(
       axes: torus axes to communicate over, of x, y and z.
 
     Raises:
-      MachineError: a name that is none.
+      MachineError: a name that is not a pod's.
     """
     pods = [Machine.named(name) for name in machines]
     return [

@@ -126,7 +126,7 @@ class Screen:
 
 
 def _width(shown: Sequence[Column], rows: Sequence[Row]) -> int:
-    """Of a table on a terminal, with its spaces and rules between columns."""
+    """Width of a table on a terminal, with its spaces and rules between columns."""
     widths = (max(len(c.header), *(len(c.cell(row)) for row in rows)) for c in shown)
     return 2 + sum(width + 3 for width in widths)
 

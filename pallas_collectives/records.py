@@ -129,7 +129,9 @@ class Algorithm:
         """
         if self.reach not in _BARRIERS:
             names = "RING, LINE, TORUS, NEIGHBOURS, JUMPS, EVERYONE and PARTNERS"
-            raise TypeError(f"reach={self.reach!r} of {self.name}: it is one of {names} of records")
+            raise TypeError(
+                f"reach={self.reach!r} of {self.name}: it must be one of {names} of records"
+            )
         return "wide" if self.wide else _BARRIERS[self.reach]
 
     def rank(self, lies: str, block_bytes: int) -> int:

@@ -131,7 +131,7 @@ def _on_wires(rig: Rig) -> list[tuple[str, str, str, _Find]]:
         )
 
     def alone(known: dict[str, float], clock: Clock) -> float:
-        """Of one block of one tile, from its start to its arrival."""
+        """Time of one block of one tile, from its start to its arrival."""
         return clock(rig, wire.stream(rig, rig.axes[:1], in_flight=1, rows=TILE))
 
     def latency(known: dict[str, float], clock: Clock) -> float:

@@ -31,7 +31,7 @@ def here(simulated: int) -> Rig:
     whole = Mesh(np.array(found), ("x",))
     known = replay_rows.machine_of(whole)
     if known is None or known.n_devices != len(found):
-        rule = "they are no whole slice that the model of a pod knows"
+        rule = "they must be a whole slice that the model of a pod knows"
         raise FlagError(f"{len(found)} devices", rule, "run it on all devices of a slice")
     return of(known, found)
 

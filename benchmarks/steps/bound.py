@@ -129,7 +129,7 @@ class _Part:
         return max([self._core(-1), *alone, *self._in_turn()])
 
     def _in_turn(self) -> Iterator[float]:
-        """Of those on a SparseCore that have at least so much before and behind them."""
+        """Bounds from the calls on a SparseCore with at least so much before and behind them."""
         there = [f for f in self._flights.values() if f.engine == SPARSECORE]
         for head, tail in itertools.product({f.head for f in there}, {f.tail for f in there}):
             if among := [f.takes for f in there if f.head >= head and f.tail >= tail]:

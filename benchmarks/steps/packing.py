@@ -2,7 +2,7 @@
 
 A collective costs its core more than the wait: buffers are filled with zeros, blocks laid out as it
 wants them, results moved to where they are read, tables of ragged exchanges reckoned. Without the
-collective a step would have none of that. By one rule, for XLA's collectives and for ours, such is
+collective a step would not do that. By one rule, for XLA's collectives and for ours, such is
 an instruction
 
     named    that bears a collective's name: XLA gives it to what it makes of one, and

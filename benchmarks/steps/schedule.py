@@ -48,7 +48,7 @@ class Collective:
 
     Attributes:
       name: the instruction's.
-      op: the canonical collective; "" for a kernel that is none of ours.
+      op: the canonical collective; "" for a kernel that is not ours.
       kernel: the kernel's name where one serves; "" for XLA's own.
       engine: `CORE`, `DMA` or `SPARSECORE`.
       nbytes: of one device's result.

@@ -30,7 +30,7 @@ class Served:
     """All turns of one collective of a program; times in microseconds.
 
     Attributes:
-      op: the canonical collective, or the kernel's name where it is none.
+      op: the canonical collective, or the kernel's name if it is not a collective's.
       by: the kernel's name; "lax" for XLA's own.
       engine: where it runs.
       nbytes: of one device's result.

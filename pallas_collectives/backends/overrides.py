@@ -78,7 +78,7 @@ class OverrideReport:
       programs: how many programs were built.
       kept: the functions that `only=` and `keep=` left to lax; their calls are not noted.
       wires: what became of the wires that `wire=` names.
-      unused: the functions that `wire=` names of which no call was built.
+      unused: functions named in `wire=` that no program called.
 
     Example:
       >>> with pc.override_lax():
@@ -138,7 +138,7 @@ jax.monitoring.register_event_duration_secs_listener(_lowered)
 def override_report() -> OverrideReport:
     """What the last `override_lax` that ended did, to programs that were built within it.
 
-    What `overridden` does is counted, by `counts` and `fallback_counts`, and not told here.
+    `overridden` is not reported here; see `counts` and `fallback_counts`.
 
     Calls of functions that were compiled before are not in it: nothing is built for them.
 
@@ -230,7 +230,7 @@ def _named(plan: Plan) -> str:
 
 
 def _served(steps: list[Plan], packed: str) -> tuple[bool, str, str, str]:
-    """Of a call whether ours serve it, its name, what serves it, and why."""
+    """Whether ours serve a call, its name, what serves it, and why."""
     ours, name = any(plan.backend != "xla" for plan in steps), _named(steps[0])
     by = (_by(plan, plan.op if len(steps) > 1 else "") for plan in steps)
     why = f"it moves what wire {packed} packs" if packed else steps[0].why

@@ -93,7 +93,7 @@ class How:
 
     @property
     def differentiated(self) -> "How":
-        """Of the same call's derivatives: straight through, with a wire of their own."""
+        """Options of the call's derivatives: straight through, with a wire of their own."""
         return dataclasses.replace(self, wire=self.wire_backward)
 
 
@@ -137,7 +137,7 @@ class Plan:
       candidates: all algorithms that were compared, the fastest first; empty where the caller named
         this one.
       beside: whether lax serves because XLA runs the collective beside compute.
-      call: which call it is for, written as the plan is noted; None of what is no collective.
+      call: which call it is for, written as the plan is noted; None if it is not a collective.
     """
 
     op: str

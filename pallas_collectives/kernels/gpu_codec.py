@@ -257,7 +257,7 @@ def _untyped(x: jax.Array) -> jax.Array:
 
 
 def _numbers(format: Format, *, single: bool = False) -> pl.BlockSpec:
-    """Of each block, or of the only one there is."""
+    """The block spec of each block's numbers, or of a single block's."""
     shape = (None, format.together, format.group)
     return pl.BlockSpec(shape, lambda b, i: (0 if single else b, i, 0))
 

@@ -301,7 +301,7 @@ def produce_and_scatter(
         return moving.downstream(stream, chunk, moving.hops_of(stream, chunk) - step), chunk
 
     def fetch_first(turn: Number) -> None:
-        """Of the first stream that sends at a turn."""
+        """Fetches what the first stream that sends at a turn needs."""
         if fetch is not None:
             fetch(*part_of(turn, moving.first(functools.partial(sends, turn))))
 

@@ -70,7 +70,7 @@ class Step:
 
     @property
     def types(self) -> dict[int, Any]:
-        """Of what an equation reads and writes."""
+        """Types of what an equation reads and writes."""
         assert self.eqn is not None
         pairs = zip((*self.reads, *self.writes), (*self.eqn.invars, *self.eqn.outvars), strict=True)
         return {x: _type(v) for x, v in pairs if not isinstance(x, Value)}
@@ -160,7 +160,7 @@ class Flat:
         self._new = itertools.count()
 
     def numbers(self, count: int) -> tuple[int, ...]:
-        """Of so many new values."""
+        """Numbers of so many new values."""
         return tuple(itertools.islice(self._new, count))
 
     def add(self, closed: Any, args: Sequence[Any]) -> list[Any]:

@@ -87,7 +87,7 @@ def choose(
     """
     n = math.prod(sizes)
     if wanted not in ("auto", *EXCHANGES):
-        rule = f"it is 'auto' or one of {', '.join(EXCHANGES)}"
+        rule = f"it must be 'auto' or one of {', '.join(EXCHANGES)}"
         raise AlgorithmError(f"exchange={wanted!r}", rule, "name one")
     if wanted == "slots" and how.algorithm is not None:
         rule = "tokens to slots have no algorithm to name"

@@ -182,7 +182,7 @@ def effects_of(run: Any, shapes: Any, params: dict[str, Any], mesh: AnyMesh) -> 
 
 
 def typed(run: Any, rows: int, avals: Any, params: dict[str, Any], how: How) -> Any:
-    """Of a result with so many rows, and the effects of what makes it."""
+    """The type of a result with so many rows, and the effects of what makes it."""
     x = avals[0]
     aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
     if how.backend == "xla":

@@ -137,7 +137,7 @@ class Wire:
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:
-        """Of each of the axes; of a group its own."""
+        """Devices along each of the axes; of a group, its own number."""
         if self.groups is not None:
             return (self.size,)
         shape = jax.sharding.get_abstract_mesh().shape
@@ -216,5 +216,5 @@ class Wire:
         return self._route(lanes, lists, rows, plain, filled=True).reshape(-1)
 
     def _route(self, x: jax.Array, ends: Ends, rows: int, how: How, *, filled: bool) -> jax.Array:
-        """Only rows that arrived are read, but of words: a zero there is none."""
+        """Only rows that arrived are read, except of words, where a zero stands for no word."""
         return linear.route(x, *ends, rows, self.axis_name, self.groups, how, filled=filled)

@@ -56,7 +56,7 @@ class Product:
 
     @property
     def most_bytes(self) -> int:
-        """Of the largest of its matrices."""
+        """Bytes of the largest of its matrices."""
         last = self.batch - 1
         x, _, d = (last * pitch for pitch in self.pitches)
         operands = max(x + self.rows * self.depth, self.depth * self.columns)

@@ -79,13 +79,13 @@ class Work:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Of what a message brings, or all parts of it."""
+        """Shape of what a message brings, all parts of it together."""
         gathers = self.kind == GATHER
         return self.batch, self.rows, self.depths[0] if gathers else self.columns[0]
 
     @property
     def block_bytes(self) -> int:
-        """Of what a message brings, or all parts of it."""
+        """Bytes of what a message brings, all parts of it together."""
         dtype = self.dtype if self.kind == GATHER else self.result
         return math.prod(self.block_shape) * _width(dtype)
 

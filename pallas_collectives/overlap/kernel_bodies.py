@@ -154,8 +154,8 @@ def produce_and_scatter(
         raise DtypeError(f"out of {out.dtype}", rule, "convert the result")
     floats = jnp.issubdtype(out.dtype, jnp.floating)
     if reduce not in ("sum", "mean") or (reduce == "mean" and not floats):
-        rule = "it is 'sum', or 'mean' for floats"
-        raise CollectiveError(f"reduce={reduce!r} of {out.dtype}", rule, "name one of them")
+        rule = "it must be 'sum', or 'mean' for floats"
+        raise CollectiveError(f"reduce={reduce!r} of {out.dtype}", rule, "pass one of these")
     if n == 1:
         raise _alone(axis_name)
     result = tiled.produce_and_scatter(
@@ -266,7 +266,7 @@ def _check_tiles(
     whole = max(sublanes(a.dtype) for a in (x, *outs))
     fits = tile is None or (isinstance(tile, int) and tile > 0 and tile % whole == 0)
     if not fits or (tile and outs[0].shape[0] % tile):
-        rule = f"it is a multiple of {whole} that divides a block's {outs[0].shape[0]} rows"
+        rule = f"it must be a multiple of {whole} that divides a block's {outs[0].shape[0]} rows"
         raise CollectiveError(f"tile={tile}", rule, "pass such a number of rows, or None")
     if outs[0].shape[0] % whole:
         rule = f"with these dtypes they must be a multiple of {whole}"

@@ -171,7 +171,9 @@ def matmul_reduce_scatter(
         rule = f"it must be a multiple of the {n} devices"
         raise CollectiveError(f"dimension scatter_axis={axis} of size {size}", rule, "pad it")
     if reduce not in ("sum", "mean"):
-        raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
+        raise CollectiveError(
+            f"reduce={reduce!r}", "it must be 'sum' or 'mean'", "pass one of these"
+        )
     validation.check_flag("precise", precise)
     over = {"wire": wire, "wire_backward": wire_backward}
     spec = _spec(
@@ -233,8 +235,8 @@ def _spec(
 ) -> Spec:
     algorithm = None if algorithm == "auto" else algorithm
     if algorithm not in (None, "fused", "unfused"):
-        rule = "it is 'fused', 'unfused', 'auto' or None"
-        raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
+        rule = "it must be 'fused', 'unfused', 'auto' or None"
+        raise AlgorithmError(f"algorithm={algorithm!r}", rule, "pass one of these")
     axes = validation.named(axis_name)
     validation.check_order_of_sum(order, axes)
     how = choice.choose(axes, backend, None, more.get("precise", False), order)
@@ -244,7 +246,7 @@ def _spec(
     except TypeError:
         what = f"preferred_element_type={dtype!r}"
         raise DtypeError(
-            what, "it is not a dtype", "pass one, such as jnp.float32, or None"
+            what, "it must be a dtype", "pass one such as jnp.float32, or None"
         ) from None
     wish = algorithm or ""
     validation.check_precision(precision)

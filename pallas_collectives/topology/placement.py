@@ -60,7 +60,7 @@ def torus(name: str) -> Iterator[None]:
         known = ", ".join(chips.BY_NAME)
         raise BackendError(
             f"torus {name!r}",
-            f"it is GENERATION:AxBxC with a generation of {known} and at most its number of axes",
+            f"it must be GENERATION:AxBxC, a slice of one of {known}",
             "name a slice, such as 'v5e:2x4'",
         )
     with _simulated(name):

@@ -165,7 +165,7 @@ class _Panels(_Operand):
         return self.count // self.every if self.every else 0
 
     def _number(self, step: Number) -> tuple[Any, Any, Any]:
-        """Of a step's panel: its number, how many before it do not stay, and if it does not."""
+        """A step's panel: its number, how many before it do not stay, and whether it does not."""
         panel = lax.div(step, np.int32(self.serves))
         if not self.every:
             return panel, 0, False
@@ -380,7 +380,7 @@ class Products:
         return _Operand(name, places, serves, self._steps // serves, at, **options)
 
     def _indices(self, step: Number) -> list[Any]:
-        """Of a step: the tile of columns, which of A, the tile of rows, the tile of K."""
+        """A step's tile of columns, number of A, tile of rows and tile of K."""
         found: list[Any] = []
         for size in self._grid[:0:-1]:
             found.append(lax.rem(step, np.int32(size)) if size > 1 else 0)

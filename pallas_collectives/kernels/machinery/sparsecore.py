@@ -138,9 +138,7 @@ def check(what: str, chip: Chip, *, adds: bool) -> None:
     if chip.no_sparsecore:
         raise EngineError(f"{what} on a SparseCore", f"{chip.name}: {chip.no_sparsecore}", remedy)
     if adds:
-        rule = (
-            "it adds, which a SparseCore's vector subcores do for rings and lines of shares alone"
-        )
+        rule = "it adds, and on a SparseCore only ring and line sums can"
         raise EngineError(f"{what} on a SparseCore", rule, remedy)
 
 

@@ -124,12 +124,12 @@ def fits(axes: Sequence[Group]) -> bool:
 
 
 def _hops(axes: Sequence[Group]) -> int:
-    """Of the longest way along one axis."""
+    """Hops of the longest way along one axis."""
     return max(axis.size - 1 if axis.line else axis.size // 2 for axis in axes if not axis.chip)
 
 
 def _legs(axes: Sequence[Group], first: bool) -> _Legs:
-    """Of parts whose axis is their first one, or their last. What goes straight is behind."""
+    """The senders and receivers of each part whose rows cross a link; see `_Legs`."""
     at = np.indices([axis.size for axis in axes]).reshape(len(axes), -1)
     same = at[:, :, None] == at[:, None, :]  # [axis, place, place]
     shape = len(axes), _hops(axes), len(axes), 2, at.shape[1], at.shape[1]
