@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if devices.kind() == "gpu":
         if _EXPERTS.value % jax.device_count():
             rule = f"it must be a multiple of the {jax.device_count()} GPUs"
-            raise FlagError(f"--experts={_EXPERTS.value}", rule, "give another number")
+            raise FlagError(f"--experts={_EXPERTS.value}", rule, "write such a number")
         problem = experts_gpu.Problem(tokens[0], _WIDTH.value, _EXPERTS.value, _CHOICES.value)
         rng, sizes = np.random.default_rng(0), (problem.tokens, problem.experts, problem.choices)
         routing = [balanced(rng, *sizes) for _ in range(jax.device_count())]
@@ -104,7 +104,7 @@ def _machine(pod: str) -> Machine:
         raise FlagError(f"--expert_pods={pod}", str(error), "write it like v5e:16") from None
     if _EXPERTS.value % machine.n_devices:
         rule = f"it must be a multiple of the {machine.n_devices} devices of {machine}"
-        raise FlagError(f"--experts={_EXPERTS.value}", rule, "give another number")
+        raise FlagError(f"--experts={_EXPERTS.value}", rule, "write such a number")
     return machine
 
 

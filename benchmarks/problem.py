@@ -107,7 +107,7 @@ class Problem:
         if self.case.lax_everywhere:
             return ""
         if devices.kind() == "simulated":
-            return "XLA has none for CPU devices"
+            return "XLA cannot run it on CPU devices"
         if devices.kind() == "gpu" and jax.process_count() > 1:
             # With xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback, from 4 MiB on.
             return "XLA refuses it between processes; told not to, it was wrong, and hung"

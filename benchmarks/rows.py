@@ -302,7 +302,7 @@ class Probed(Row):
       op: its name, as `replay.Generation` has it where it does.
       machine: the slice.
       unit: of both figures.
-      assumed: None where the model has no such figure.
+      assumed: the model's figure; None if it has no such figure.
       measured: None where it could not be.
       how: in a few words.
     """

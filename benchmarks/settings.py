@@ -154,7 +154,7 @@ def check_wires(names: Sequence[str], dtypes: Sequence[str]) -> tuple[str, ...]:
             raise FlagError(f"--wire={name}", rule, "name one, or several with commas")
         for dtype in dtypes:
             if why := wires.obstacle(wires.Wire(name), dtype):
-                raise FlagError(f"--wire={name} with --dtype={dtype}", why, "name another")
+                raise FlagError(f"--wire={name} with --dtype={dtype}", why, "name another wire")
     return tuple(dict.fromkeys(names))
 
 

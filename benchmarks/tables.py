@@ -80,7 +80,7 @@ class Screen:
 
     @contextlib.contextmanager
     def table(self, title: str) -> Iterator["Rows"]:
-        """A table of the rows that are added within this context; nothing if there are none.
+        """A table of the rows that are added within this context; without rows, nothing.
 
         Piped, each row is printed as it is added. A terminal gets the table at the end, since its
         columns are chosen to fit. Below stands what was refused or failed.

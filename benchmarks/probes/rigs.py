@@ -17,7 +17,7 @@ _SIMULATED = "v5e"
 
 
 def here(simulated: int) -> Rig:
-    """All TPUs there are; so many simulated ones, in a row, where there are none.
+    """All TPUs of this machine; without TPUs so many simulated ones, in a row.
 
     Raises:
       FlagError: the devices make up no slice that the model knows.

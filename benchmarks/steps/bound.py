@@ -2,7 +2,7 @@
 
 XLA keeps the turns of a loop apart: what a turn starts it ends. Within a turn, as within what lies
 outside of loops, a collective can have beside it only what neither brings its operand nor needs its
-result. So none is shorter than
+result. So no turn is shorter than
 
 * the core's own work;
 * chains of collectives that need one another, with the work between them, before and behind;

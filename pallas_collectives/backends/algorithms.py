@@ -41,7 +41,7 @@ def choose(
       perm: a permutation's pairs.
 
     Raises:
-      AlgorithmError: there is no such algorithm, or it is not for this group or permutation.
+      AlgorithmError: an unknown algorithm, or one that cannot serve this group or permutation.
       ReachError: it, or every algorithm, writes to devices that the chip cannot reach.
     """
     chip, record, called = chips.current(), catalogue.COLLECTIVES[op], counters.lax_name(op)

@@ -58,7 +58,7 @@ def use_backend(name: str | None) -> Iterator[None]:
     """Within this context calls use the named backend; None lets the mesh decide again.
 
     Raises:
-      BackendError: no such backend.
+      BackendError: an unknown backend.
 
     Example, with `jax.vmap` in place of a mesh:
       >>> with pc.use_backend("xla"):

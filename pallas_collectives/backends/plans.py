@@ -62,7 +62,7 @@ class How:
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
-        serves one at a time, is left free. None of a call outside of a step, or that is started.
+        serves one at a time, is left free. None for a call outside of a step, or that is started.
       ahead: of a gather or scatter in a loop, `MAY_BE_AHEAD`, `MAY_BE_GROUPED`, `IS_AHEAD` or
         `IS_BEHIND` (see `lowering.ahead`); else "".
       group: the number of the group that XLA is to schedule it with, in its loop's turn; None to
@@ -116,7 +116,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a collective, be it served in one step or in several with a plan each.
+    """One call of a collective, served in one step or in several with a plan each.
 
     Attributes:
       function: the first function of lax's that binds what was called: "psum" also of a pmean.

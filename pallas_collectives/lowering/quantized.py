@@ -216,8 +216,8 @@ def checked(wire: Any, wire_backward: Any, order: str | None = None) -> Wire:
     """The wire of a call with dequantize=False.
 
     Raises:
-      WireError: there is none that has scales and is always used; or something is asked of the
-        derivative, which values and scales do not have.
+      WireError: the wire has no scales or may be left out; or an argument is about the derivative,
+        which values and scales do not have.
     """
     if wire_backward is not None or order is not None:
         value = f"dequantize=False with wire_backward={wire_backward!r}, order={order!r}"

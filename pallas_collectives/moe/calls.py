@@ -286,4 +286,6 @@ def _check_answers(y: Any, weights: Any, plan: Any, overflow: str) -> None:
             rule = "answers are weighed with real numbers"
             raise DtypeError(f"{name} of {jnp.result_type(array)}", rule, "convert it to float32")
     if overflow not in ("share", "drop"):
-        raise CollectiveError(f"overflow={overflow!r}", "it must be 'share' or 'drop'", "name one")
+        raise CollectiveError(
+            f"overflow={overflow!r}", "it must be 'share' or 'drop'", "pass 'share'"
+        )

@@ -83,15 +83,15 @@ def choose(
       reaches_all: whether the chip can write to all devices.
 
     Raises:
-      AlgorithmError: no such exchange, or it has no algorithms.
+      AlgorithmError: an unknown exchange, or an algorithm for one that has no algorithms.
     """
     n = math.prod(sizes)
     if wanted not in ("auto", *EXCHANGES):
         rule = f"it must be 'auto' or one of {', '.join(EXCHANGES)}"
-        raise AlgorithmError(f"exchange={wanted!r}", rule, "name one")
+        raise AlgorithmError(f"exchange={wanted!r}", rule, "name one of them")
     if wanted == "slots" and how.algorithm is not None:
-        rule = "tokens to slots have no algorithm to name"
-        raise AlgorithmError(f"algorithm={how.algorithm!r}", rule, "leave it out")
+        rule = "exchange='slots' has no algorithms to choose from"
+        raise AlgorithmError(f"algorithm={how.algorithm!r}", rule, "leave algorithm out")
     if n == 1:
         return "dense"  # nothing is exchanged
     if wanted != "auto":

@@ -81,7 +81,7 @@ def explain(
       chip: a TPU generation: "v4", "v5e", "v5p", "v6e" or "7x".
 
     Raises:
-      CollectiveError: numbers that do not fit together, or no such chip.
+      CollectiveError: numbers that do not fit together, or an unknown chip.
 
     Example:
       >>> said = pc.moe.explain(tokens=4096, width=4096, k=2, num_experts=16, devices=2)

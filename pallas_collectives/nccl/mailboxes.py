@@ -142,7 +142,7 @@ _making = threading.Lock()
 def _make(
     agree: "_Agreement", group: Group, messages: int, size: int, free: bool
 ) -> dict[int, Mailbox] | MailboxError:
-    """New mailboxes, or why there are none: an error that every process makes of the same words."""
+    """New mailboxes, or why they cannot be made: an error with the same words on every process."""
     here, own, boxes, meeting = _host(), agree.own, agree.boxes, agree.meeting
     count = len(group.devices) + messages
     head = -(-count * _WORD // 512) * 512  # bytes before the data

@@ -169,7 +169,8 @@ def matmul_reduce_scatter(
     size = w.shape[1] if axis == x.ndim - 1 else x.shape[axis]
     if size % n:
         rule = f"it must be a multiple of the {n} devices"
-        raise CollectiveError(f"dimension scatter_axis={axis} of size {size}", rule, "pad it")
+        remedy = f"pad it to {-(-size // n) * n}"
+        raise CollectiveError(f"dimension scatter_axis={axis} of size {size}", rule, remedy)
     if reduce not in ("sum", "mean"):
         raise CollectiveError(
             f"reduce={reduce!r}", "it must be 'sum' or 'mean'", "pass one of these"
@@ -213,7 +214,7 @@ def _check_operands(
         shapes = ", ".join(str(operand.shape) for operand in (x, *ws))
         raise CollectiveError(
             f"operands of shapes {shapes}",
-            "x is (..., K) of two dimensions or more, and weights are (K, N)",
+            "x must be (..., K), of two dimensions or more, and weights (K, N)",
             "reshape or transpose them",
         )
     validation.check_axis(name, axis, x.ndim)

@@ -117,7 +117,7 @@ def _check(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: Any) -> No
         raise CollectiveError(
             f"x of shape {x.shape}, residual {residual.shape}, weight {weight.shape}",
             "x and residual must be (..., D), and the weight (D,)",
-            "reshape them",
+            "reshape them to share D and all other dimensions",
         )
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise CollectiveError(f"eps={eps!r}", "it must be a number of 0 or more", "write 1e-6")

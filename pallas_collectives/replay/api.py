@@ -64,7 +64,7 @@ def replay(
       and faults: what the hardware forbids (see `rules.py`).
 
     Raises:
-      MachineError: no such machine, or the mesh does not fit it.
+      MachineError: an unknown machine, or a mesh that does not fit it.
       NoShardMap: no mesh to be found in the function.
       DataDependent: control flow or addresses depend on an argument given by shape only.
 

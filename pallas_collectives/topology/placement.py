@@ -47,7 +47,7 @@ def torus(name: str) -> Iterator[None]:
       name: generation and chips along each axis of the torus: "v5e:2x4", "7x:2x2x1".
 
     Raises:
-      BackendError: there is no such slice.
+      BackendError: an unknown slice.
 
     Example:
       `with torus("v5e:2x4"): gathered = jax.jit(gather)(x)` goes round the 2 x 4 chips.

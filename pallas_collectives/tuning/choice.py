@@ -161,7 +161,7 @@ def use_table(table: Table | str | os.PathLike[str] | None) -> Iterator[Table | 
     the environment decide again.
 
     Raises:
-      TableError: there is no such file, or it holds no table.
+      TableError: the file does not exist, or does not hold a table.
     """
     chosen = table if table is None or isinstance(table, Table) else load(table)
     with _table_in_scope(chosen):
