@@ -23,8 +23,8 @@ class Change:
     """A row of two runs.
 
     Attributes:
-      part: of the run.
-      row: of the second run.
+      part: the part of the run.
+      row: the row of the second run.
       before, after: microseconds, or bytes of a compiled program.
       verdict: "", "faster", "SLOWER", "smaller", "LARGER", "right again", or what is wrong now.
     """

@@ -201,12 +201,12 @@ class Settings:
       algorithms: names, with ":vmem" behind them or not.
       backends: names.
       dtypes: names.
-      sizes: of the full array, in bytes.
+      sizes: sizes of the full array, in bytes.
       mesh: sizes of its axes.
       axes: names of the axes to communicate over.
       warmup: untimed runs before the timed ones.
       iters: collectives in one timed chain.
-      seed: of the random operands.
+      seed: the seed of the random operands.
       check: whether results are verified.
       timed: whether real devices are timed.
       chain: whether device time is taken, and not dispatch with it.

@@ -55,7 +55,7 @@ class Kernel:
     """A launcher by the name of its module in `kernels`, which is imported when it is called.
 
     Attributes:
-      module: of `kernels`.
+      module: a module of `kernels`.
       function: its launcher.
       fixed: arguments that make this algorithm of it.
     """

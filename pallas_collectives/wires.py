@@ -182,7 +182,7 @@ def quantize(
     Args:
       x: (..., columns) floats.
       wire: with scales.
-      noise: of x's shape, uniform in [0, 1), to round stochastically by.
+      noise: uniform in [0, 1), in x's shape, for stochastic rounding.
     """
     drawn = None if noise is None else _grouped(noise, wire)
     values, scales = of_groups(_grouped(x.astype(jnp.float32), wire), wire, drawn)
@@ -216,7 +216,7 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.float32) -
     Args:
       values: (..., columns).
       scales: float32 (..., groups); groups are as long as makes so many of the columns.
-      dtype: of the result.
+      dtype: the dtype of the result.
     """
     columns, group = values.shape[-1], group_size(values.shape[-1], scales.shape[-1])
     wide = jnp.repeat(scales, group, axis=-1)[..., :columns]

@@ -27,7 +27,7 @@ def exposed(
     """What the core must wait, in the unit of `takes`.
 
     Args:
-      events: of a computation, in any order that it can have.
+      events: the events of a computation, in any order that it can have.
       needs: instruction -> its operands.
       takes: how long a collective is under way.
       clock: cycles of the core in that unit of time.

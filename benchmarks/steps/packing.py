@@ -36,7 +36,7 @@ def marked(events: Sequence[Event], hlo: str) -> tuple[Event, ...]:
     """The events, with `packs` for the work that is packing.
 
     Args:
-      events: of the program.
+      events: the events of the program.
       hlo: its text, as `schedule.events` takes it.
     """
     collectives = frozenset(_instructions(events))

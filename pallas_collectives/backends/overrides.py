@@ -26,7 +26,7 @@ class Line:
         an exchange over a wire, those of all.
       why: in a sentence.
       times: how many calls were built; equal ones in one program are built once.
-      nbytes: of a device's operands, in all; 0 where that is not known.
+      nbytes: bytes of a device's operands, in all; 0 where that is not known.
       before_us: modelled microseconds for which lax's would stop the core, in all: as long as ours
         takes alone, or 0 where XLA runs it beside compute. None where there is no figure.
       after_us: the same of what serves: 0 on a SparseCore, as far as there is compute beside it.
@@ -50,8 +50,8 @@ class OnWire:
       wire: the one asked for, in words.
       why: why it is left out; "" where it is used.
       times: how often it was built.
-      nbytes: of a device's operands, in all.
-      sent: of these, as they travel; 0 where the wire is left out.
+      nbytes: bytes of a device's operands, in all.
+      sent: bytes as they travel; 0 where the wire is left out.
     """
 
     op: str

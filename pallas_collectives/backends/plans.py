@@ -63,7 +63,7 @@ class How:
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
         serves one at a time, is left free. None for a call outside of a step, or that is started.
-      ahead: of a gather or scatter in a loop, `MAY_BE_AHEAD`, `MAY_BE_GROUPED`, `IS_AHEAD` or
+      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `MAY_BE_GROUPED`, `IS_AHEAD` or
         `IS_BEHIND` (see `lowering.ahead`); else "".
       group: the number of the group that XLA is to schedule it with, in its loop's turn; None to
         leave it free.
@@ -104,7 +104,7 @@ class Candidate:
     Attributes:
       algorithm: its name.
       us: predicted microseconds; None where there is no prediction.
-      latency_us: of these, what remains for the smallest operands.
+      latency_us: the part of it that remains for the smallest operands.
       source: whose prediction it is, "modelled ..." or "measured ..."; or why it has no prediction.
     """
 
@@ -154,11 +154,11 @@ class KernelPlan(Plan):
     """A plan by which a kernel serves.
 
     Attributes:
-      record: of its algorithm.
+      record: the record of its algorithm.
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       group: as `How.group`.
-      shape, nbytes: of one device's operand, as it is laid out for the kernel.
+      shape, nbytes: shape and bytes of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
       devices: devices in the group.
       axes: the mesh axes that the group lies along.
@@ -195,8 +195,8 @@ class WirePlan(Plan):
 
     Attributes:
       wire: the one asked for.
-      nbytes: of one device's operand.
-      sent: of these, as they travel, scales and padding included.
+      nbytes: bytes of one device's operand.
+      sent: bytes as they travel, scales and padding included.
       passes_us: what XLA's passes over HBM take before and behind, at the least, on a TPU.
       way: the algorithm that packs in its kernel, or adds (see `backends.wire_ways`); "" if none.
       requantizes: whether sums are rounded at every hop.

@@ -109,7 +109,7 @@ def settled(
       blocks: how many blocks or rows are quantised, each by itself, and then the shape of one.
       group: the devices.
       how: the caller's wishes.
-      sent_by: of what is only moved, (algorithm, wire) -> bytes of the operand as they travel, if
+      sent_by: for what is only moved, (algorithm, wire) -> bytes of the operand as they travel, if
         its kernel packs; 0 if it cannot.
 
     Raises:

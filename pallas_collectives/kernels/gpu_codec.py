@@ -47,7 +47,7 @@ class Format(NamedTuple):
 
     Attributes:
       wire: with scales, of float32.
-      numbers: of a block.
+      numbers: how many a block has.
       interpret: whether kernels are simulated.
     """
 
@@ -85,7 +85,7 @@ def pack(format: Format, blocks: jax.Array, left_out: jax.Array) -> jax.Array:
     """Blocks as they travel: int8 (k, bytes).
 
     Args:
-      format: of them.
+      format: the blocks' format.
       blocks: (k, ...), which `serves` knows; rounded to nearest.
       left_out: int32 (1,): the block that stays, of which nothing is written; -1 for none.
     """
@@ -103,8 +103,8 @@ def unpack(
     """(n, groups, group) in a dtype: the blocks that have come, and one's own.
 
     Args:
-      format: of them.
-      dtype: of the result.
+      format: the blocks' format.
+      dtype: the dtype of the result.
       come: int8 (n, bytes).
       blocks: what was packed here: the own block, or one for each device.
       own: int32 (1,): whose place in the result this device's own block has; -1 for nobody's.

@@ -88,7 +88,7 @@ class Step:
         Args:
           values: by number.
           ahead: another `How.ahead` for a collective; None leaves it.
-          group: of what XLA is to schedule together, in this turn; None leaves it free.
+          group: what XLA schedules together with it in this turn; None leaves it free.
         """
         read = [x.val if isinstance(x, Value) else values[x] for x in self.reads]
         if self.eqn is None:

@@ -46,7 +46,7 @@ def gathers(n: int, axes: Sequence[tuple[int, bool]], visited: float) -> bool:
 
     Args:
       n: devices.
-      axes: of the torus that they lie on: the size of each, and whether it is a line.
+      axes: the axes of the torus that they lie on: the size of each, and whether it is a line.
       visited: to how many others a token goes.
     """
     straight = visited / (n - 1) * n * max(size / (4 if line else 8) for size, line in axes)
@@ -75,7 +75,7 @@ def choose(
     Args:
       wanted: as the caller says.
       how: the backend that serves, and its algorithm.
-      sizes: of the axes, or of a group.
+      sizes: devices along the axes, or in a group.
       tokens: T.
       experts: E.
       k: choices.

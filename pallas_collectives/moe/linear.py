@@ -83,7 +83,7 @@ def route(
       x: (rows here, ...): a row of it is in one block at the most.
       here: the blocks that leave.
       there: the blocks that come.
-      rows: of the result.
+      rows: how many the result has.
       axis_name: mesh axis, or axes.
       groups: `axis_index_groups`.
       how: the backend.

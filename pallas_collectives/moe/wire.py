@@ -39,8 +39,8 @@ class Ragged(NamedTuple):
       choices: int32[words]: home, the choice (token * k + its number) of each word; T * k for none.
       tokens: int32[visitors]: home, whose row each visitor is; T for none.
       slots: int32[T, min(k, n)]: home, the visitors of each token; their number for none.
-      lists: of the words, in rows of 128.
-      visits: of the visitors.
+      lists: the exchange of words, in rows of 128.
+      visits: the exchange of visitors.
     """
 
     choices: Any

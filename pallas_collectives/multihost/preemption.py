@@ -30,7 +30,7 @@ def reached_preemption_sync_point(step_id: int, *, timeout: float = DEFAULT_TIME
     Without a notice nothing is waited for. Without `jax.distributed` the answer is False.
 
     Args:
-      step_id: of the step about to begin, counting up.
+      step_id: the number of the step about to begin, counting up.
       timeout: seconds that the processes may take to settle.
 
     Raises:

@@ -73,7 +73,7 @@ def get(
     Args:
       purpose: calls of one purpose write to the same mailboxes, each time.
       messages: that come to a GPU in a call.
-      nbytes: of data.
+      nbytes: bytes of data.
       free: whether `ready` is given at first, and so at the end of each call; else as one begins.
 
     Every process of the group calls this, in the same order, while it lowers a program.

@@ -56,11 +56,11 @@ class Work:
     Attributes:
       kind: `GATHER` or `SCATTER`.
       size: GPUs.
-      batch, rows, depths: a block of x is (batch, rows, depth); whole, it is (batch, size * rows,
-        depth). Of the one x that is gathered, or of each pair's.
-      columns: of each w: of all that x is multiplied with, or to be scattered, of each pair.
+      batch, rows, depths: a block of x is (batch, rows, depth); the whole x is (batch, size * rows,
+        depth). `depths` has one for the x that is gathered, or one for each pair's x.
+      columns: those of each w that x is multiplied with, or of each pair's w if it is scattered.
       transposed: each w is (columns, depth).
-      dtype, result: of operands and products.
+      dtype, result: the dtypes of operands and products.
       keeps: whether the gathered x is a result, too.
       cuts: into how many parts a block is cut that is to be scattered.
     """

@@ -130,7 +130,7 @@ class Spec:
     Attributes:
       axes: mesh axes.
       groups: `axis_index_groups`.
-      eps: of the norm.
+      eps: the eps of the norm.
       how: the backend.
       wish: "fused" (or an error), "" (where it pays) or "unfused".
     """
@@ -253,7 +253,7 @@ class _Tiles:
 
     Attributes:
       rows: how many there are.
-      columns: of a row.
+      columns: how many a row has.
       shape: several rows at a time, or one as several tiles: whichever takes less padding.
     """
 

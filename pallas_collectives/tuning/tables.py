@@ -54,7 +54,7 @@ class Entry:
       chip: as `chips.Chip.name`; for GPUs the device_kind.
       torus: how the group lies on the links: one of `ONE_AXIS`, or as `torus_of_axes`.
       devices: devices in the group.
-      bytes: of one block, ascending.
+      bytes: bytes of one block, ascending.
       us: algorithm -> microseconds at each of `bytes`, None where it cannot run.
     """
 

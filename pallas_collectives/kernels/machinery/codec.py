@@ -188,7 +188,7 @@ class Chunks:
 
     Attributes:
       block: its shape.
-      shape: of a chunk.
+      shape: the shape of a chunk.
     """
 
     block: tuple[int, ...]

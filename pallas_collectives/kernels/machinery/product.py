@@ -41,10 +41,10 @@ class Tiles:
     Attributes:
       rows, depth, columns: one tile's share of rows, K and N. `depth` divides K; the last tile of
         rows and of columns may stick out.
-      inner: of the depth, what is multiplied at once; divides it.
+      inner: the share of the depth that is multiplied at once; divides it.
       keep: what of w stays in VMEM: "all"; "some" panels (K by columns); of one product a "panel",
         or of one step a "tile" (depth by columns).
-      every: of "some", each so-many-th panel is fetched anew.
+      every: with "some", each so-many-th panel is fetched anew.
     """
 
     rows: int

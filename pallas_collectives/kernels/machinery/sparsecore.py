@@ -194,7 +194,7 @@ def kernel(
       aliases: operand number -> result number: the result begins as a copy of the operand.
       sharing: so many vector subcores run it, each with its part of operands and results, number
         [:, i], and of buffers, [i]; 0 for the scalar subcore.
-      **options: of `pl.kernel`.
+      **options: options of `pl.kernel`.
 
     Returns:
       Takes lists of tables, scalars and operands; gives lists of results and of buffers.

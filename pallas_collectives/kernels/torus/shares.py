@@ -95,7 +95,7 @@ class Plan:
       bundles: what a block is cut into.
       lines: which axes are lines: there every stream goes both ways, and no hop closes a ring.
       within: the axis that is the devices of a chip, if there is one.
-      cores: of a device, each of which has as much of a block along the cut, and these bundles.
+      cores: how many a device has; each has as much of a block along the cut, and these bundles.
       core: which of them this is.
     """
 
