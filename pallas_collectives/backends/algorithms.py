@@ -184,7 +184,7 @@ def _fastest(
 ) -> tuple[str, float | None, tuple[Candidate, ...]]:
     """The algorithm with the least predicted time, of those that can serve; and all of them.
 
-    Between them its time in microseconds, be it a figure or, where the table has no such group, no
+    Between them its time in microseconds, a figure or, where the table has no such group, no
     more than an order; None where the table has nothing.
     """
     algorithms, called = in_order(op, order), counters.lax_name(op)

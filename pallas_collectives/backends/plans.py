@@ -51,12 +51,12 @@ class How:
       fallback: why lax serves a call whose backend was not named; "" where it does not.
       algorithm: the caller's choice, or None for the backend's own.
       precise: sums travel in float32 where the operand is a narrower float.
-      order: "rank" where every element is to be added in the order of the ranks; else None.
+      order: "rank" where every element must be added in the order of the ranks; else None.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
       wire: the numbers that floats travel as, if narrower than they are (see `wires`).
       wire_backward: those of derivatives.
-      once: over a wire, terms are to be quantised once each: draws or residues of them presume it.
+      once: over a wire, each term must be quantised once: draws and residues need that.
       mapped: how many leading dimensions are vmap's; over a wire no group is of two elements.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).

@@ -261,7 +261,7 @@ class InSlices:
 def _check_order(group: Group, how: How) -> None:
     """Sums inside slices first are in another order than that of the ranks."""
     if how.order is not None:
-        raise _not_in_steps(group, f"its sum is to be in order={how.order!r}")
+        raise _not_in_steps(group, f"its sum must be in order={how.order!r}")
 
 
 def _parts(group: Group, how: How) -> Split | None:

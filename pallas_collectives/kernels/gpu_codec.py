@@ -87,7 +87,7 @@ def pack(format: Format, blocks: jax.Array, left_out: jax.Array) -> jax.Array:
     Args:
       format: the blocks' format.
       blocks: (k, ...), which `serves` knows; rounded to nearest.
-      left_out: int32 (1,): the block that stays, of which nothing is written; -1 for none.
+      left_out: int32 (1,): the block that stays and is not written; -1 for no block.
     """
     k = len(blocks)
     packed = jax.ShapeDtypeStruct((k, format.nbytes), jnp.int8)
@@ -214,7 +214,7 @@ def _rounded(numbers: jax.Array, wire: Wire) -> jax.Array:
 
 
 def _read(come_ref: Ref, block: tuple[int, ...], places: Any, format: Format) -> jax.Array:
-    """The numbers of a block, of which these are the places of values and scales."""
+    """The numbers of a block, from the places of its values and scales."""
     values, octets = (come_ref[(*block, at)].reshape(format.together, -1) for at in places)
     numbers = lax.bitcast_convert_type(values, jnp.dtype(format.wire.dtype)).astype(jnp.float32)
     words = ((octets.astype(jnp.int32) & 255) << _shifts()).sum(axis=1)

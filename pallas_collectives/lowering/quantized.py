@@ -60,7 +60,7 @@ def sent(x: Any, wire: Any, axis_name: AxisName, index_groups: IndexGroups, grou
     """What a tree's arrays are where they set out: drawn, if the wire rounds stochastically.
 
     Raises:
-      WireError: terms are to be drawn that are added up before they are sent (see `_are_sent`).
+      WireError: the wire draws for terms that are added up before they are sent (see `_are_sent`).
     """
     wire = wires.named(wire)
     if wire is None or wire.key is None or not _are_sent(axis_name, index_groups, groups):

@@ -1,4 +1,4 @@
-"""Agreement on the step at which to stop, once some process is to be preempted.
+"""Agreement on the step at which to stop, once some process gets notice of preemption.
 
 JAX's own `reached_preemption_sync_point` waits inside the runtime and holds Python's lock: where a
 process has died, the others freeze, whatever timeout a caller wants, until JAX kills them for the

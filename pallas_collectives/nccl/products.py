@@ -62,7 +62,7 @@ class Work:
       transposed: each w is (columns, depth).
       dtype, result: the dtypes of operands and products.
       keeps: whether the gathered x is a result, too.
-      cuts: into how many parts a block is cut that is to be scattered.
+      cuts: into how many parts a block that is scattered is cut.
     """
 
     kind: str

@@ -229,7 +229,7 @@ def _exchanged(produced: _Call, ring: Ring, places: Places) -> Any:
 
 
 def _after(started: list[Started], x: Any, surely: bool = False) -> Any:
-    """x, for what is to be computed once these are under way; see `Started.before`."""
+    """x, for what is computed once these are under way; see `Started.before`."""
     for under_way in started:
         x = under_way.before(x, surely)
     return x
@@ -281,12 +281,14 @@ def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
     return jax.tree.map(functools.partial(add, lambda own: own), own, *arriving)
 
 
+_ARGUMENTS = {"consume": ("block", "source"), "produce": ("destination",)}
+
+
 def _alike_each_time(name: str, function: Any, ring: Ring) -> _Call:
     """The caller's function, its results typed as varying, and checked to be alike at each call."""
     if not callable(function):
-        raise CollectiveError(
-            f"{name}={function!r}", "it must be a function", f"pass {name} itself"
-        )
+        remedy = f"write {name}=lambda {', '.join(_ARGUMENTS[name])}: x"
+        raise CollectiveError(f"{name}={function!r}", "it must be a function", remedy)
     first: Any = None
 
     def call(*args: Any) -> Any:

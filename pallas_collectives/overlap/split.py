@@ -81,7 +81,7 @@ def all_gather_start(
     """Starts `all_gather(x, axis_name, ...)`; arguments, shapes and errors are that function's.
 
     Args:
-      after: arrays, in any pytree: on GPUs, what is to be computed before it starts.
+      after: arrays, in any pytree, that GPUs compute before the collective starts.
       **narrower: `wire` and related options. If any is set, the collective runs whole where it is
         started.
 

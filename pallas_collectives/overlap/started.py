@@ -59,8 +59,8 @@ class Started:
         """The result.
 
         Args:
-          after: arrays, in any pytree: on GPUs, what is to be computed before the result is waited
-            for. Elsewhere XLA decides.
+          after: arrays, in any pytree, that GPUs compute before they wait for the result.
+            Elsewhere XLA decides.
 
         Asked for again, it is what came the first time.
         """

@@ -151,7 +151,7 @@ class _Operand:
 
 @dataclasses.dataclass(frozen=True)
 class _Panels(_Operand):
-    """Panels of w of which all stay but each `every`-th; 0: all.
+    """Panels of w, which stay except each `every`-th; 0: all stay.
 
     Those that stay come with the first product. Of the others the next is sent for when one begins
     to serve: the one before that, whose place it takes, has served by then.

@@ -78,7 +78,7 @@ def scheduled(group: int | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_wanted() -> bool:
-    """Whether kernels are to be launched on a SparseCore."""
+    """Whether kernels are launched on a SparseCore."""
     return _wanted.get()
 
 

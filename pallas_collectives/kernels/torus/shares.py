@@ -126,7 +126,7 @@ class Plan:
     ) -> "Plan":
         """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
 
-        `tile` is the rows and columns of which every piece is a multiple; by default the dtype's.
+        Every piece is a multiple of `tile`, rows and columns; by default the dtype's tile.
         Blocks that cannot be divided between `cores` alike, or are small, are all the first one's.
 
         With `both`, half of several chunks go on from there in the other order (see

@@ -27,7 +27,7 @@ EVERY = [
 SERVED = [(op, name) for op, name, refused in EVERY if not refused]
 SUMS = [(op, name) for op, name in SERVED if catalogue.COLLECTIVES[op].example.adds]
 GENERATIONS = {name: harness.GENERATIONS[name] for name in ("v5p", "v6e", "7x")}
-NONE_THERE = {"v4": "v4: Pallas does not reach", "v5e": "v5e: it has none"}
+NONE_THERE = {"v4": "v4: Pallas does not reach", "v5e": "v5e: it has no SparseCore"}
 
 
 def call_of(op: str, algorithm: str, axis: Any = "x") -> Callable[[jax.Array], jax.Array]:
