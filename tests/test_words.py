@@ -78,7 +78,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def faults(source: str) -> list[str]:
-    """What of a Python file is to be read twice, with lines."""
+    """The places of a Python file that must be read twice, with their lines."""
     tree = ast.parse(source)
     found = []
     for kind, said, line in errors(tree):
