@@ -53,7 +53,7 @@ def _refuse_others(module: Any) -> None:
         others = sys.modules.get(f"benchmarks.{command}")
         for flag in flags.FLAGS.get_key_flags_for_module(others) if others else ():
             if flag.present and flag.name not in its:
-                rule = "it is no flag of this command"
+                rule = "this command has no such flag"
                 raise FlagError(f"--{flag.name}", rule, "leave it out; --help shows those it has")
 
 

@@ -23,7 +23,7 @@ def options(platform: str, chip: str = "") -> dict[str, bool]:
     """Compiler options by name.
 
     Args:
-      platform: "tpu" or "gpu"; there are none for others.
+      platform: "tpu" or "gpu"; other platforms have no options.
       chip: the device kind.
     """
     is_v5e = chip.startswith(("TPU v5 lite", "TPU v5e"))

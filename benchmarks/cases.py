@@ -63,7 +63,7 @@ CASES: Sequence[Case] = _Cases()
 
 
 def chosen(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
-    """Of algorithms that are named, those that a case has; the library's choice if none is."""
+    """Those of the named algorithms that a case has; without names, the library's choice."""
     offered = catalogue.ALGORITHMS[case.op]
     return tuple(a for a in named if a.partition(":")[0] in offered) if named else (None,)
 

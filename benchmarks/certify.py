@@ -86,7 +86,7 @@ REAL, SIMULATED = Effort(1000, 100, 12), Effort(1, 2, 5)
 def main(argv: Sequence[str]) -> int:
     """Runs all of it; the exit status says whether all was right."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
     results.check_writable(f"{_OUT.value}.json", "--certificate")
     until = time.monotonic() + 60 * _MINUTES.value
     if _STAGE.value == "all" and not flags.FLAGS.resume:

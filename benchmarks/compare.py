@@ -23,8 +23,8 @@ class Change:
     """A row of two runs.
 
     Attributes:
-      part: of the run.
-      row: of the second run.
+      part: the part of the run.
+      row: the row of the second run.
       before, after: microseconds, or bytes of a compiled program.
       verdict: "", "faster", "SLOWER", "smaller", "LARGER", "right again", or what is wrong now.
     """
@@ -44,7 +44,7 @@ class Change:
 def main(argv: Sequence[str]) -> int:
     """Prints the changes; 1 if any is a regression."""
     if len(argv) != 3:
-        raise FlagError("compare", "it wants two files of results", "write compare A.json B.json")
+        raise FlagError("compare", "it needs two files of results", "write compare A.json B.json")
     before, after = map(results.load, argv[1:])
     for name in _SAME:
         if before.environment[name] != after.environment[name]:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             raise FlagError(" and ".join(argv[1:]), rule, "compare runs on the same devices")
     changes = list(compare(before, after))
     if not changes:
-        rule = "they have no row in common"
+        rule = "the two have no row in common"
         raise FlagError(" and ".join(argv[1:]), rule, "compare runs of the same flags")
     _show(Screen(), before, after, changes)
     return int(any(change.is_regression for change in changes))

@@ -66,7 +66,7 @@ def kind() -> str:
 
 
 def backends(kind: str) -> tuple[str, ...]:
-    """The backends to run where none is named: the platform's own, and lax beside it."""
+    """The backends to run by default: the platform's own, and lax beside it."""
     match kind:
         case "tpu":
             return ("pallas", "xla")

@@ -66,20 +66,20 @@ _ROUTINGS = flags.DEFINE_list("routings", ["balanced", "zipf", "worst"], "Which 
 def main(argv: Sequence[str]) -> int:
     """Prints the rows."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
     if unknown := set(_ROUTINGS.value) - set(ROUTINGS):
         rule = f"the routings are {', '.join(ROUTINGS)}"
-        raise FlagError(f"--routings={min(unknown)}", rule, "name some of them")
+        raise FlagError(f"--routings={min(unknown)}", rule, "use names from that list")
     if not 1 <= _CHOICES.value <= _EXPERTS.value:
-        rule = f"it is from 1 to the {_EXPERTS.value} experts"
-        raise FlagError(f"--choices={_CHOICES.value}", rule, "correct one of them")
+        rule = f"it must be from 1 to the {_EXPERTS.value} of --experts"
+        raise FlagError(f"--choices={_CHOICES.value}", rule, "choose fewer, or raise --experts")
     most = _MOST_CHOICES // _EXPERTS.value
     tokens = [settings.parse_count(text, "--tokens", most) for text in _TOKENS.value]
     devices.prepare(8)
     if devices.kind() == "gpu":
         if _EXPERTS.value % jax.device_count():
-            rule = f"they are a multiple of the {jax.device_count()} GPUs"
-            raise FlagError(f"--experts={_EXPERTS.value}", rule, "give another number")
+            rule = f"it must be a multiple of the {jax.device_count()} GPUs"
+            raise FlagError(f"--experts={_EXPERTS.value}", rule, "write such a number")
         problem = experts_gpu.Problem(tokens[0], _WIDTH.value, _EXPERTS.value, _CHOICES.value)
         rng, sizes = np.random.default_rng(0), (problem.tokens, problem.experts, problem.choices)
         routing = [balanced(rng, *sizes) for _ in range(jax.device_count())]
@@ -103,8 +103,8 @@ def _machine(pod: str) -> Machine:
     except MachineError as error:
         raise FlagError(f"--expert_pods={pod}", str(error), "write it like v5e:16") from None
     if _EXPERTS.value % machine.n_devices:
-        rule = f"they are a multiple of the {machine.n_devices} devices of {machine}"
-        raise FlagError(f"--experts={_EXPERTS.value}", rule, "give another number")
+        rule = f"it must be a multiple of the {machine.n_devices} devices of {machine}"
+        raise FlagError(f"--experts={_EXPERTS.value}", rule, "write such a number")
     return machine
 
 

@@ -97,11 +97,11 @@ class Row:
 
     @property
     def overlap(self) -> float:
-        """Of the shorter, the share that the fused form hides."""
+        """The share of the shorter one that the fused form hides."""
         return self.hidden_at(self.fused)
 
     def hidden_at(self, time: float) -> float:
-        """Of the shorter, the share that a form of such a time hides."""
+        """The share of the shorter one that a form taking this time hides."""
         apart = self.product + self.collective
         return (apart - time) / self.shorter if self.shorter > 0 else 0.0
 
@@ -136,7 +136,7 @@ def header(last: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Prints the rows of what the flags ask for."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
     named = [*map(shape_of, _SHAPES.value or ())]
     if unknown := set(_FUSED.value) - set(OPS):
         rule = f"the products are {', '.join(OPS)}"
@@ -194,15 +194,15 @@ def shape_of(text: str) -> tuple[int, int, int]:
     """Rows, K and N of a shape as text.
 
     Raises:
-      FlagError: it is none.
+      FlagError: it is not a shape.
     """
     try:
         rows, depth, columns = map(int, text.split("x"))
     except ValueError:
         remedy = "write it like 4096x4096x11008"
-        raise FlagError(f"--shapes={text}", "it is ROWSxKxN", remedy) from None
+        raise FlagError(f"--shapes={text}", "it must be ROWSxKxN", remedy) from None
     if not all(1 <= size <= 1 << 20 for size in (rows, depth, columns)):
-        rule = f"each is from 1 to {1 << 20}"
+        rule = f"each must be from 1 to {1 << 20}"
         raise FlagError(f"--shapes={text}", rule, "write it like 4096x4096x11008")
     return rows, depth, columns
 
@@ -216,7 +216,7 @@ def modelled(
     """Rows of replayed kernels.
 
     Raises:
-      FlagError: a pod that is none, or has one device along an axis; a product that the compiler
+      FlagError: an unknown pod, or one device along an axis; a product that the compiler
         has not been asked for.
     """
     machines = [machine_of(pod, over) for pod in pods]  # all checked before the first is replayed
@@ -246,7 +246,7 @@ def machine_of(pod: str, over: tuple[str, ...] = ("x",)) -> Machine:
     """The pod of a name.
 
     Raises:
-      FlagError: it is none, or has one device along one of the axes.
+      FlagError: the pod is unknown, or has one device along one of the axes.
     """
     try:
         machine = Machine.named(pod)

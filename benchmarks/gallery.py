@@ -27,7 +27,7 @@ class Picture(NamedTuple):
     """A kind of picture.
 
     Attributes:
-      name: of its file.
+      name: the name of its file.
       kind: the function that draws it.
       see: what to see.
       put: draws it into a file.

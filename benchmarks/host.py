@@ -41,11 +41,13 @@ Call = Callable[[jax.Array], jax.Array]
 def main(argv: Sequence[str]) -> int:
     """Prints the rows."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are no arguments", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes no arguments", "see --help")
     devices.prepare(1)
     if devices.kind() != "gpu" or jax.device_count() < 2:
         where = f"{jax.device_count()} devices of kind {devices.kind()}"
-        raise FlagError("host", f"it times NCCL, and found {where}", "run it where two GPUs are")
+        raise FlagError(
+            "host", f"it times NCCL, and JAX finds {where}", "run it where two GPUs are"
+        )
     mesh = Mesh(np.array(jax.devices()), ("x",))
     with nccl.create(jax.devices(), name="callback") as group:
         if devices.speaks():

@@ -38,13 +38,15 @@ Form = Callable[..., jax.Array]
 def main(argv: Sequence[str]) -> int:
     """Prints the rows."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are no arguments", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes no arguments", "see --help")
     devices.prepare(1)
     n = jax.device_count()
     layers, width, tokens = sizes(_STACK.value, n)
     if devices.kind() != "gpu" or n < 2:
         where = f"{n} devices of kind {devices.kind()}"
-        raise FlagError("layers", f"it times GPUs, and found {where}", "run it where two GPUs are")
+        raise FlagError(
+            "layers", f"it times GPUs, and JAX finds {where}", "run it where two GPUs are"
+        )
     mesh = Mesh(np.array(jax.devices()), ("x",))
     programs = {name: compiled(form, mesh, layers) for name, form in forms().items()}
     operands = {name: arrays(mesh, layers, width, tokens, name) for name in programs}
@@ -67,8 +69,8 @@ def sizes(stack: str, n: int) -> tuple[int, int, int]:
     """Layers, width and tokens, as --stack has them."""
     numbers = [int(part) if part.isdecimal() else 0 for part in stack.split("x")]
     if len(numbers) != 3 or min(numbers) < 1 or numbers[1] % n:
-        rule = f"it is LAYERSxWIDTHxTOKENS, whole numbers, the width a multiple of {n} devices"
-        raise FlagError(f"--stack={stack}", rule, "for example 16x4096x4096")
+        rule = f"it must be LAYERSxWIDTHxTOKENS, the width a multiple of {n} devices"
+        raise FlagError(f"--stack={stack}", rule, "write it like 16x4096x4096")
     return numbers[0], numbers[1], numbers[2]
 
 
@@ -129,7 +131,7 @@ def arrays(mesh: Mesh, layers: int, width: int, tokens: int, form: str) -> tuple
 
 
 def milliseconds(program: Any, operands: tuple[jax.Array, ...]) -> float:
-    """Of one run of several in a row: the least of some samples."""
+    """Milliseconds of one run among several in a row: the least of some samples."""
 
     def sample() -> float:
         start = time.perf_counter()

@@ -60,7 +60,7 @@ HEADER = f"{'where':12}{'rows':>6}{'bytes':>10}" + "".join(
 def main(argv: Sequence[str]) -> int:
     """Prints the rows of what the flags ask for."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
     counts = [settings.parse_count(text, "--rows") for text in _ROWS.value]
     machines = list(map(machine_of, PODS.value))
     devices.prepare(2)

@@ -30,7 +30,7 @@ class Problem:
         axes: tuple[str, ...],
         rng: np.random.Generator,
     ) -> None:
-        """Of `size` bytes or up to a row of 128 elements for each device less, as nccl-tests.
+        """A case of `size` bytes, less up to a row of 128 elements a device, as in nccl-tests.
 
         Raises:
           FlagError: less than such a row for each device.
@@ -107,7 +107,7 @@ class Problem:
         if self.case.lax_everywhere:
             return ""
         if devices.kind() == "simulated":
-            return "XLA has none for CPU devices"
+            return "XLA cannot run it on CPU devices"
         if devices.kind() == "gpu" and jax.process_count() > 1:
             # With xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback, from 4 MiB on.
             return "XLA refuses it between processes; told not to, it was wrong, and hung"

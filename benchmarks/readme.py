@@ -67,7 +67,7 @@ _DTYPE = "float32"
 def main(argv: Sequence[str]) -> int:
     """Writes the tables into the README, or says which are out of date."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
     if _RECOMPUTE.value:
         recompute(Screen())
     before = README.read_text()
@@ -269,16 +269,17 @@ def published(_: Saved) -> str:
     text = (
         f"The model is held against {len(errors)} published times "
         "(`python -m pallas_collectives.replay.calibration`), all of all-gathers, on v5e and 7x "
-        f"alone. {len(fitted)} fix a constant each: {said(fitted, lambda p: f' ({p.fits})')}. "
-        f"{len(between)} lie between fitted ones of their series, and are met within "
-        f"{max(abs(errors[p]) for p in between):.1%}: {said(between, lambda p: '')}. To "
-        f"{len(copied)} the model adds the copy that XLA's all-gather makes; it is off by: "
+        f"alone. {len(fitted)} of them fix one constant each: "
+        f"{said(fitted, lambda p: f' ({p.fits})')}. {len(between)} lie between fitted points of "
+        "their series, and the model meets them within "
+        f"{max(abs(errors[p]) for p in between):.1%}: {said(between, lambda p: '')}. {len(copied)} "
+        "include the copy that XLA's all-gather makes, which the model adds; the model is off by: "
         f"{said(copied, lambda p: f', {errors[p]:+.0%}')}. **Small messages are good to ±45%**: "
-        "the latencies of hops and DMAs are assumed, and of the launches all but one. With all "
-        f"three half as long an all-gather of 8 KiB on 16 v5e takes {1 - nearer:.0%} less, half as "
-        f"long again {further - 1:.0%} more. One point more would settle it: that all-gather of "
-        "8 KiB on 4 and on 16 devices of one ring. Their difference is six hops, each with its "
-        "DMA; what is left is the launch. `certify` measures them on a TPU."
+        "the latencies of hops and DMAs are assumed, and all launch costs but one. With all three "
+        f"halved, an all-gather of 8 KiB on 16 v5e takes {1 - nearer:.0%} less time; with all "
+        f"three half as long again, {further - 1:.0%} more. One more measurement would settle it: "
+        "that all-gather of 8 KiB on 4 and on 16 devices of one ring. The two differ by six hops, "
+        "each with its DMA; the rest is the launch. `certify` measures both on a TPU."
     )
     return "\n".join(textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False))
 

@@ -53,13 +53,13 @@ def plan(
     Args:
       machines: names as `Machine.named` takes them.
       cases: the collectives.
-      sizes: of the full array, in bytes; rounded down to whole rows of 128 elements a device.
+      sizes: sizes of the full array, in bytes; rounded down to whole rows of 128 elements a device.
       dtypes: names.
       algorithms: names, alone or with ":vmem" behind them.
       axes: torus axes to communicate over, of x, y and z.
 
     Raises:
-      MachineError: a name that is none.
+      MachineError: a name that is not a pod's.
     """
     pods = [Machine.named(name) for name in machines]
     return [
@@ -103,7 +103,7 @@ def run(
       task: the task.
       races: also look for races.
       wire: the narrower numbers that it sends.
-      mesh: of devices that are on the machine; by default its torus as it is.
+      mesh: a mesh of devices on the machine; by default its torus as it is.
 
     Raises:
       CollectiveError: the collective cannot run so there.

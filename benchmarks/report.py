@@ -37,9 +37,9 @@ _VERSIONS = ("jax", "jaxlib", "libtpu", "nccl", "nccl4py", "pallas-collectives")
 def main(argv: Sequence[str]) -> int:
     """Prints or writes the page."""
     if not argv[1:] and not _GALLERY.value:
-        raise FlagError("report", "it wants files of results", "name some that --json has written")
+        raise FlagError("report", "it needs files of results", "name some that --json has written")
     if _GALLERY.value and not _OUT.value:
-        raise FlagError("--gallery", "its pictures lie beside a page", "name it, --out=gallery.md")
+        raise FlagError("--gallery", "its pictures need a page beside them", "add --out=gallery.md")
     saved = {path: results.load(path) for path in argv[1:]}
     if not _OUT.value:
         print("\n".join(page(Path(path).stem, of) for path, of in saved.items()))

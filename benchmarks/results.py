@@ -139,7 +139,7 @@ def load(path: str) -> Saved:
     """The results in a JSON file.
 
     Raises:
-      FlagError: there is none, or it is not one of ours.
+      FlagError: there is no file, or it is not one of ours.
     """
     with reading(path, "name a file that --json of this version has written"):
         content = json.loads(Path(path).read_text())

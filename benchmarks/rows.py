@@ -169,9 +169,9 @@ class Ran(Row):
     Attributes:
       op: the program, and how it is run.
       under: whose collectives: "lax" or "override".
-      time_us, time_us_min, time_us_max: of one step, by the clock: median, fastest, slowest.
-      compute_us, exposed_us, hidden_us: of one step, by the profiler: the median device's (see
-        `steps.exposed`).
+      time_us, time_us_min, time_us_max: times of one step, by the clock: median, fastest, slowest.
+      compute_us, exposed_us, hidden_us: times of one step, by the profiler, of the median device
+        (see `steps.exposed`).
     """
 
     under: str
@@ -249,7 +249,7 @@ class Wired(Row):
       wire: "none" without one.
       size: bytes of the full array.
       time_us: measured, or on a pod modelled, XLA's passes included.
-      passes_us: of these, XLA's passes; None where they are measured with the rest.
+      passes_us: XLA's passes' part of them; None where they are measured with the rest.
       of_plain: time in percent of that without a wire.
       of_bytes: bytes on the wire in percent of those without one.
       off: the largest error of any number, in percent of the result's largest number.
@@ -301,8 +301,8 @@ class Probed(Row):
     Attributes:
       op: its name, as `replay.Generation` has it where it does.
       machine: the slice.
-      unit: of both figures.
-      assumed: None where the model has no such figure.
+      unit: the unit of both figures.
+      assumed: the model's figure; None if it has no such figure.
       measured: None where it could not be.
       how: in a few words.
     """

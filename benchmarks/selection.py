@@ -130,7 +130,7 @@ def _backends(kind: str, replayed: bool) -> tuple[str, ...]:
     if not _COMPARE.value:
         return named
     if replayed:
-        rule = "only kernels can be replayed, and lax's collectives are none"
+        rule = "only kernels can be replayed, and lax's collectives are not kernels"
         raise FlagError("--compare=lax with --replay", rule, "leave one of them out")
     return ("xla", *(name for name in named if name != "xla"))
 

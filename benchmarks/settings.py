@@ -41,8 +41,8 @@ def parse_steps(first: str, last: str, factor: str) -> tuple[int, ...]:
 def parse_count(text: str, flag: str, most: int = 1 << 20) -> int:
     """A whole number from 1 to `most`."""
     if not re.fullmatch(r"[1-9]\d{0,18}", text) or int(text) > most:
-        rule = f"it is a whole number from 1 to {most}"
-        raise FlagError(f"{flag}={text[:40]}", rule, "write one")
+        rule = f"it must be a whole number from 1 to {most}"
+        raise FlagError(f"{flag}={text[:40]}", rule, f"write {flag}=1, for example")
     return int(text)
 
 
@@ -52,7 +52,7 @@ def parse_bytes(text: str, flag: str = "--sizes") -> int:
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < size <= _LARGEST:
         rule = (
-            "a size is a whole number of bytes, from 1 to 1024G, with K, M or G (powers of 1024) "
+            "it must be a whole number of bytes from 1 to 1024G, with K, M or G (powers of 1024) "
             "behind it"
         )
         joined = "=" if flag.startswith("--") else " "
@@ -68,7 +68,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """
     first, *rest = text.split(":")
     if len(rest) not in (0, 2):
-        rule = "it is SIZE or FIRST:LAST:STEP"
+        rule = "it must be SIZE or FIRST:LAST:STEP"
         raise FlagError(f"--sizes={text}", rule, "write it like 8K or 8K:256M:2x")
     size = parse_bytes(first)
     if not rest:
@@ -91,7 +91,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def parse_mesh(text: str) -> tuple[int, ...]:
     """The sizes of a mesh's axes: "8" or "4x2"."""
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", text):
-        rule = "a mesh is one to three axis sizes, each below 100000, with x between them"
+        rule = "a mesh must be one to three axis sizes, each below 100000, with x between them"
         raise FlagError(f"--mesh={text}", rule, "write it like 8, 4x2 or 4x4x4")
     return tuple(map(int, text.split("x")))
 
@@ -108,15 +108,15 @@ def parse_axis(text: str, mesh: Sequence[Any], flag: str = "--axis") -> tuple[st
 def parse_topology(text: str, flag: str) -> str:
     """The name of a TPU topology, as "v5e:2x4"."""
     if not re.fullmatch(r"[a-z0-9]+:\d+(x\d+){1,2}", text):
-        rule = "a topology is a TPU generation and the chips along each dimension"
+        rule = "a topology must be a TPU generation and the chips along each dimension"
         raise FlagError(f"{flag}={text}", rule, "write it like v5e:2x4 or v5p:2x2x2")
     return text
 
 
 def parse_slice(text: str, flag: str) -> str:
-    """The name of a TPU topology that there is, for the compiler."""
+    """The name of a TPU topology that exists, for the compiler."""
     if chips.slice_of(parse_topology(text, flag)) is None:
-        rule = f"there is no such slice of {', '.join(chips.BY_NAME)}"
+        rule = f"it must be a slice of a pod of {', '.join(chips.BY_NAME)}"
         raise FlagError(f"{flag}={text}", rule, "write it like v5e:4x4")
     return text
 
@@ -129,7 +129,7 @@ def parse_dtype(text: str) -> str:
         if dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.number):
             raise TypeError(text)
     except TypeError:
-        rule = "it is the name of a JAX dtype"
+        rule = "it must be the name of a JAX dtype"
         raise FlagError(f"--dtype={text}", rule, remedy) from None
     if _bits(dtype) < 8:
         rule = "its elements are smaller than a byte, and sizes here are in bytes"
@@ -150,16 +150,16 @@ def check_wires(names: Sequence[str], dtypes: Sequence[str]) -> tuple[str, ...]:
     """Dtypes of wires, each narrower than all element types."""
     for name in names:
         if name not in wires.DTYPES:
-            rule = f"it is one of {', '.join(wires.DTYPES)}"
+            rule = f"it must be one of {', '.join(wires.DTYPES)}"
             raise FlagError(f"--wire={name}", rule, "name one, or several with commas")
         for dtype in dtypes:
             if why := wires.obstacle(wires.Wire(name), dtype):
-                raise FlagError(f"--wire={name} with --dtype={dtype}", why, "name another")
+                raise FlagError(f"--wire={name} with --dtype={dtype}", why, "name another wire")
     return tuple(dict.fromkeys(names))
 
 
 def choose_cases(names: Sequence[str]) -> tuple[Case, ...]:
-    """The records of the collectives named; all that have kernels if none is."""
+    """The records of the collectives named; by default all that have kernels."""
     known = {case.name: case for case in CASES}
     _check_all(names, known, "--collective")
     return tuple(known[name] for name in names) or tuple(known.values())
@@ -189,7 +189,7 @@ def _check_all(names: Sequence[str], known: Sequence[str] | dict[str, Case], fla
     for name in names:
         if name not in known:
             remedy = "name one, several with commas, or leave the flag out for all"
-            raise FlagError(f"{flag}={name}", f"it is one of {', '.join(known)}", remedy)
+            raise FlagError(f"{flag}={name}", f"it must be one of {', '.join(known)}", remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +201,12 @@ class Settings:
       algorithms: names, with ":vmem" behind them or not.
       backends: names.
       dtypes: names.
-      sizes: of the full array, in bytes.
+      sizes: sizes of the full array, in bytes.
       mesh: sizes of its axes.
       axes: names of the axes to communicate over.
       warmup: untimed runs before the timed ones.
       iters: collectives in one timed chain.
-      seed: of the random operands.
+      seed: the seed of the random operands.
       check: whether results are verified.
       timed: whether real devices are timed.
       chain: whether device time is taken, and not dispatch with it.

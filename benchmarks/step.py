@@ -4,7 +4,7 @@ Each program is compiled for each topology four times: with lax's collectives, u
 `override_lax()`, under `override_lax(ahead="grouped")`, which most programs do not change, and
 under `override_lax(everything=True)` ("forced"); --under names some of these. XLA's scheduled
 program says what runs beside what, and how many cycles the core's own work takes; a replay of the
-whole step says what collectives take. So all these times are modelled, none is measured. No TPU is
+whole step says what collectives take. All these times are modelled, not measured. No TPU is
 needed.
 
 "Exposed" is what collectives cost the core: it "waits" for them, and its "packing" is what it
@@ -67,7 +67,7 @@ _LEARN = flags.DEFINE_bool(
 def main(argv: Sequence[str]) -> int:
     """Compiles what the flags ask for; 1 if something did not compile."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "there are only flags", "see --help")
+        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
     compiles = compiled.is_available()
     where = [settings.parse_slice(text, "--topology") for text in _TOPOLOGY.value]
     for name in _PROGRAM.value:
@@ -148,7 +148,9 @@ def _checked(flag: str) -> str:
 def _named(values: Sequence[str], flag: str, known: Sequence[str]) -> Sequence[str]:
     for value in values:
         if value not in known:
-            raise FlagError(f"--{flag}={value}", f"it is one of {', '.join(known)}", "name one")
+            raise FlagError(
+                f"--{flag}={value}", f"it must be one of {', '.join(known)}", "name one"
+            )
     return values
 
 

@@ -81,7 +81,9 @@ ONE_POD_EACH: dict[str, Any] = {
 def main(argv: Sequence[str]) -> int:
     """Runs what the flags ask for; the exit status says whether all was right."""
     if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "it is neither a command nor a flag", "see --help")
+        raise FlagError(
+            f"argument {argv[1]!r}", "there is no command or flag of that name", "see --help"
+        )
     try:
         wanted = _settings()
         screen = Screen(quiet=not devices.speaks())

@@ -80,7 +80,7 @@ class Screen:
 
     @contextlib.contextmanager
     def table(self, title: str) -> Iterator["Rows"]:
-        """A table of the rows that are added within this context; nothing if there are none.
+        """A table of the rows that are added within this context; without rows, nothing.
 
         Piped, each row is printed as it is added. A terminal gets the table at the end, since its
         columns are chosen to fit. Below stands what was refused or failed.
@@ -126,7 +126,7 @@ class Screen:
 
 
 def _width(shown: Sequence[Column], rows: Sequence[Row]) -> int:
-    """Of a table on a terminal, with its spaces and rules between columns."""
+    """Width of a table on a terminal, with its spaces and rules between columns."""
     widths = (max(len(c.header), *(len(c.cell(row)) for row in rows)) for c in shown)
     return 2 + sum(width + 3 for width in widths)
 

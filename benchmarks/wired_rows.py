@@ -121,7 +121,7 @@ def _replayed(
 def _drawn_error(
     task: Task, wire: Wire | None, n: int, rng: np.random.Generator, *, by_hops: bool
 ) -> float:
-    """Of a result of n terms of normal numbers, where it adds; else of one.
+    """The error of a result of n terms of normal numbers if it adds them, else of one term.
 
     With `by_hops` a sum is quantised at each hop, and not each term once.
     """

@@ -64,7 +64,7 @@ def reversal(answer: Any) -> str:
     for position, name in enumerate(("from", "to")):
         devices = sorted(int(pair[position]) for pair in pairs)
         if devices != list(range(n)):
-            return f"each of the devices 0 to {n - 1} is to be {name!r} once; they are {devices}"
+            return f"each of the devices 0 to {n - 1} must be {name!r} once; they are {devices}"
     x = np.broadcast_to(np.arange(n, dtype=np.float32)[:, None, None], (n, 8, 128))
     got = lesson.per_device(lambda x: pc.ppermute(x, "x", pairs), n)(x)[:, 0, 0].astype(int)
     return "" if list(got) == list(range(n))[::-1] else f"arrays end in the order {got.tolist()}"
@@ -128,7 +128,7 @@ def semaphore_of(answer: Any) -> str:
     for step in range(7):
         number = formulas.given(answer(step, window))
         if kind := formulas.other_kind(number, 0):
-            return f"semaphore_of({step}, {window}) is to be {kind}, not {number!r}"
+            return f"semaphore_of({step}, {window}) must be {kind}, not {number!r}"
         if not 0 <= number < window:
             return f"step {step} uses semaphore {number}, and there are 0 to {window - 1}"
     return _judged(miniatures.windowed(answer, window), "f32[8,128]", devices=(8,))
@@ -224,7 +224,7 @@ def _not_it(answer: Any, x: np.ndarray, want: np.ndarray, hint: str, ops: set[st
             return f"right shape, wrong values on device {device}: {hint}"
     used = {op for op, _, _ in pc.counts()}
     made_of = ", ".join(sorted(ops))
-    return "" if used == ops else f"it is to use {made_of}, and uses {', '.join(sorted(used))}"
+    return "" if used == ops else f"it must use {made_of}, and uses {', '.join(sorted(used))}"
 
 
 def whole_by_sum(answer: Any) -> str:
@@ -235,7 +235,7 @@ def whole_by_sum(answer: Any) -> str:
 
 def sum_in_two_steps(answer: Any) -> str:
     y = np.random.default_rng(1).integers(-9, 9, (4, 8, 3)).astype(np.float32)
-    hint = "every device is to have the sum of all devices' y, rows in their order"
+    hint = "every device must have the sum of all devices' y, rows in their order"
     return _not_it(answer, y, y.sum(0), hint, {"reduce_scatter", "all_gather"})
 
 
@@ -259,7 +259,7 @@ def collective_ids(answer: Any) -> str:
     for offsets in ([1], [1, 2], [1, 1], [2, 2], [1, 3, 1]):
         ids = formulas.given(answer(offsets))
         if kind := formulas.other_kind(ids, offsets):
-            return f"for {len(offsets)} calls it is to be {kind}, an id each, not {ids!r}"
+            return f"for {len(offsets)} calls it must be {kind}, an id each, not {ids!r}"
         ids = list(map(int, ids))
         if fault := _judged(miniatures.shifts(offsets, ids), "f32[8,128]", devices=(8,)):
             return f"with the ids {ids} for the offsets {offsets}, {fault}"

@@ -43,11 +43,11 @@ def _differs(answer: Callable[..., Any], right: Callable[..., Any], cases: list[
     for case, one in zip(cases, want, strict=True):
         got.append(given(answer(*case)))
         if kind := other_kind(got[-1], one):
-            return f"{answer.__name__}{case} is to be {kind}, not {got[-1]!r}"
+            return f"{answer.__name__}{case} must be {kind}, not {got[-1]!r}"
     for case, mine, one in zip(cases, got, want, strict=True):
         if not np.allclose(mine, one, rtol=1e-6, atol=0):
             mistake = mistakes.named(answer.__name__, cases, got, want)
-            said = f"{answer.__name__}{case} is to be {one}, and yours is {mine}"
+            said = f"{answer.__name__}{case} must be {one}, and yours is {mine}"
             return f"{said}: {mistake}" if mistake else said
     return ""
 
@@ -187,7 +187,7 @@ def round_trip(answer: Any) -> str:
             return f"on {rows} x {columns} chips: {kind} is wanted, of (row, column), not {got!r}"
         chips = [tuple(map(int, chip)) for chip in got]
         if sorted(chips) != [(r, c) for r in range(rows) for c in range(columns)]:
-            return f"on {rows} x {columns} chips: each is to be visited once"
+            return f"on {rows} x {columns} chips: each must be visited once"
         for (r, c), (s, d) in zip(chips, (*chips[1:], chips[0]), strict=True):
             if abs(r - s) + abs(c - d) != 1:
                 return f"on {rows} x {columns} chips: from {r, c} to {s, d} there is no link"

@@ -274,7 +274,7 @@ _NOBODY_HOME = re.compile(r"KeyError: \(?'(hbm|vmem|smem)")
 
 
 def _reason(failure: Exception) -> str:
-    """The innermost exception that an error message tells of, in words where it has none."""
+    """The innermost exception in an error message, or words for one without a message."""
     if _NOBODY_HOME.search(f"{type(failure).__name__}: {failure}"):
         return "it stops at a copy to a device that has not entered the kernel yet"
     lines = [

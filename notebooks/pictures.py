@@ -156,7 +156,7 @@ def tour(axes: Any, places: Sequence[tuple[int, int]], title: str) -> None:
 def overlap(panels: dict[str, tuple[Report, float]]) -> Any:
     """What device 0 does in each of some replays: its copies, and its core beside them.
 
-    With each comes the time of a product that follows the kernel, 0 if there is none.
+    With each comes the time of a product that follows the kernel, 0 without a product.
     """
     us, end = 1e6, max(report.time + after for report, after in panels.values())
     figure, all_axes = plt.subplots(

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def first_sentence(documented: Any) -> str:
-    """Of a docstring, on one line."""
+    """The first sentence of a docstring, on one line."""
     said = (inspect.getdoc(documented) or "").partition("\n\n")[0]
     return " ".join(said.split()).partition(". ")[0].rstrip(".")
 

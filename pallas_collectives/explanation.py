@@ -108,19 +108,17 @@ def explain(
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
-    Of `all_gather_matmul` and `matmul_reduce_scatter`: whether they would run in one kernel.
+    For the two products it says whether they would run in one kernel.
 
-    The call's own decision, made as the call makes it, but for the kernel, which is neither run nor
-    compiled. Times are the tables' (see `tuning.choice`), and say whether they are modelled or
-    measured.
+    This is the call's own decision, made as the call makes it; no kernel is run or compiled. Times
+    are the tables' (see `tuning.choice`), and say whether they are modelled or measured.
 
     Args:
-      op: the collective, by lax's name or this library's: "psum", "all_gather", ...; or its start,
-        "psum_start", ..., which is run by what lets the core go on, if anything does; or the
-        product, "all_gather_matmul" or "matmul_reduce_scatter".
+      op: a collective, by lax's name or this library's ("psum", "all_gather", ...); its start
+        ("psum_start", ...); or a product ("all_gather_matmul", "matmul_reduce_scatter").
       nbytes: bytes of one device's operand, what is given to the function; or
       shape: its shape.
-      dtype: its dtype. Of one that no kernel adds, lax's own serves.
+      dtype: its dtype. lax serves a dtype that no kernel adds.
       mesh: the mesh, with its devices or abstract, and
       axis_name: the axis of it, or tuple of axes; or
       devices, chip: how many devices, of what TPU generation ("v5e"); simulated ones by default.
@@ -128,15 +126,13 @@ def explain(
         many devices is on that chip.
       axis: the dimension of the operand that is gathered, scattered or split.
       order: "rank" for a sum in the order of the ranks, as `psum` takes it.
-      wire: the narrower numbers that it is to send, as `psum` takes them: told are their bytes,
-        modelled time and error.
-      columns: of a product alone, which needs it: how many columns the matrix has on each device
-        that x, of `shape` and `dtype`, is multiplied with; of all_gather_matmul with several
-        matrices a tuple, one for each. Their rows follow from `shape`.
+      wire: the wire, as for `psum`; the result then gives bytes, modelled time and error.
+      columns: products only, required: columns of the right-hand matrix on each device; a tuple for
+        several matrices (all_gather_matmul). Their rows follow from `shape`.
 
     Raises:
-      CollectiveError: a collective, chip or torus that is not known, too little to go on, or an
-        argument that the function lacks.
+      CollectiveError: an unknown collective, chip or torus, a missing argument, or one that the
+        function lacks.
       DtypeError, WireError, ...: what the call raises.
       TableError: a table that cannot be read.
 

@@ -28,7 +28,8 @@ def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
     """Refuses axes that the mesh lacks, and dimensions that its devices do not divide."""
     there = getattr(mesh, "shape", None)
     if there is None:
-        raise CollectiveError(f"mesh={mesh!r}", "it is a jax.sharding.Mesh", "make one")
+        rule, remedy = "it must be a jax.sharding.Mesh", "write jax.make_mesh((8,), ('x',))"
+        raise CollectiveError(f"mesh={mesh!r}", rule, remedy)
     for dimension, names in enumerate(spec):
         axes = names if isinstance(names, tuple) else () if names is None else (names,)
         for name in axes:
@@ -39,8 +40,8 @@ def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
         if x.shape[dimension] % devices:
             raise CollectiveError(
                 f"dimension {dimension} of size {x.shape[dimension]}",
-                f"it is laid over {devices} devices, and must be a multiple of that",
-                "pad it",
+                f"it must be a multiple of the {devices} devices that it is laid over",
+                f"pad it to {-(-x.shape[dimension] // devices) * devices}",
             )
 
 

@@ -48,12 +48,12 @@ def override_lax(
 
     A function under `jax.jit` is traced again inside, even if it has been traced outside.
 
-    No step becomes longer for it: lax keeps the collectives that XLA runs beside compute on the
-    chip (`tuning.overlaps`), where ours would stop the core: permutes, ragged exchanges, on v5e
-    gathers, and on 7x gathers and sums; and on v4 gathers that XLA brings to CMEM, where ours bring
-    to HBM. On v5p and v6e, where XLA would stop it, a SparseCore runs our kernels that move much
-    data; gathers only of what is asked for ahead, as weights are, and the sums that are these
-    gathers' derivatives: tokens are awaited at once, and would hold the others up.
+    It makes no step longer. lax keeps the collectives that XLA runs beside compute
+    (`tuning.overlaps`), where ours would stop the core: permutes and ragged exchanges on all chips;
+    gathers on v5e; gathers and sums on 7x; and on v4 gathers that XLA puts in CMEM. On v5p and v6e
+    XLA would stop the core for them, and a SparseCore runs our kernels that move much data. Of
+    gathers it runs those of weights, which are asked for ahead, and of sums these gathers'
+    derivatives. Tokens are awaited at once, and would hold up the rest.
     `override_report()` says what was replaced, and why the rest was not.
 
     Args:
@@ -61,19 +61,19 @@ def override_lax(
       only: the functions to replace, by lax's names ("all_gather", ...); all by default.
       keep: functions to leave to lax.
       wire: in what narrower numbers functions send floats, by lax's names: {"psum": "int8"} (see
-        `wires`). Where a wire would lose, or cannot be had, it is left out, and counted
+        `wires`). Where a wire would be slower, or cannot serve, it is left out, and counted
         (`wire_counts`). Derivatives of these calls travel as they are; the sums that
-        `check_vma=True` adds to gradients go by that of psum.
-      ahead: whether a turn of a scan may ask for the weights that the next turn needs first, where
-        a SparseCore runs that and nothing is beside it in its own turn. It takes memory for these
-        weights of a second layer; `override_report()` says of which, and how much. With "grouped" a
-        turn may also leave to the next one the scatter of the gradient that it makes last, which
-        takes memory likewise, and says which products are to be beside scatters. XLA hides more of
-        them then, and refuses to compile some programs ("annotation groups"): try it.
+        `check_vma=True` adds to gradients use psum's wire.
+      ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
+        needs first, where a SparseCore runs the gather and its own turn has nothing to run beside
+        it. This holds a second layer's weights in memory; `override_report()` says which, and how
+        much. With "grouped" a turn may also leave the scatter of its last gradient to the next
+        turn, which takes memory as well, and XLA is told which products may run beside scatters.
+        It then hides more of them, but refuses to compile some programs ("annotation groups").
 
     Raises:
       CollectiveError: a name that is not a collective's, or a flag that is not True or False.
-      WireError: a wire that there is not, or for a function that takes none.
+      WireError: an unknown wire, or a wire for a function that takes no wire.
 
     It does not reach:
 
@@ -111,7 +111,7 @@ def _names(*, everything: Any, only: Any, keep: Any, ahead: Any) -> frozenset[st
     """The functions to replace; all these arguments checked."""
     validation.check_flag("everything", everything)
     if not isinstance(ahead, bool) and ahead != choice.GROUPED:
-        rule = f"it is True, False or {choice.GROUPED!r}"
+        rule = f"it must be True, False or {choice.GROUPED!r}"
         raise CollectiveError(f"ahead={ahead!r}", rule, "pass one of them")
     kept = _checked("keep", keep)
     if only is None:
@@ -119,37 +119,39 @@ def _names(*, everything: Any, only: Any, keep: Any, ahead: Any) -> frozenset[st
     wanted = _checked("only", only)
     if not wanted - kept:
         rule = f"with keep={keep!r} no function is left to replace"
-        raise CollectiveError(f"only={only!r}", rule, "name some, or leave the context out")
+        raise CollectiveError(
+            f"only={only!r}", rule, "name functions that keep does not, or leave the context out"
+        )
     return wanted - kept
 
 
 def _checked(argument: str, names: Any) -> frozenset[str]:
     """The names of lax's functions that an argument has: one, or several."""
     if not isinstance(names, Iterable):
-        rule = "it is a name of lax's, or several"
+        rule = "it must name one or more of lax's collectives"
         raise CollectiveError(f"{argument}={names!r}", rule, f"write it like {argument}=['psum']")
     found = [names] if isinstance(names, str) else [*names]
     for name in found:
         if not isinstance(name, str) or name not in _CHOOSING:
-            rule = f"{name!r} is none of lax's collectives: {', '.join(sorted(_CHOOSING))}"
-            raise CollectiveError(f"{argument}={names!r}", rule, "name some of them")
+            rule = f"{name!r} is not one of lax's collectives ({', '.join(sorted(_CHOOSING))})"
+            raise CollectiveError(f"{argument}={names!r}", rule, "use names from that list")
     return frozenset(found)
 
 
 def _checked_wires(given: Mapping[str, Any] | None) -> frozenset[tuple[str, Wire]]:
     """The wires of functions by name; each may be left out."""
     if given is not None and not isinstance(given, Mapping):
-        rule = "it names the functions that it is for"
+        rule = "it must map names of functions to wires"
         raise WireError(f"wire={given!r}", rule, f"write it like {{'psum': {given!r}}}")
     checked = []
     for name, value in (given or {}).items():
         takes = [f for f in _CHOOSING if "wire" in inspect.signature(_ours(f)).parameters]
         if name not in takes:
             rule = f"the functions that take one are {', '.join(sorted(takes))}"
-            raise WireError(f"a wire for {name!r}", rule, "name some of them")
+            raise WireError(f"a wire for {name!r}", rule, "use names from that list")
         found = wires.named(value)
         if found is None or found.key is not None:
-            rule = "it is a wire that rounds to nearest: a context has no key for each call"
+            rule = "it must round to nearest, as a context has no key for each call"
             raise WireError(f"wire={{{name!r}: {value!r}}}", rule, "write it like {'psum': 'int8'}")
         checked.append((name, dataclasses.replace(found, optional=True)))
     return frozenset(checked)
@@ -167,7 +169,7 @@ def overridden(
     keep: Iterable[str] = (),
     ahead: bool | str = True,
 ) -> Callable[..., Any]:
-    """fn with our collectives in place of lax's, however it comes by them.
+    """Returns fn with lax's collectives replaced by ours, wherever fn gets them from.
 
     Where `override_lax` replaces functions of `jax.lax`, this replaces what they bind: also names
     bound before, as by `from jax.lax import psum`, also what JAX itself adds in derivatives, in
@@ -181,14 +183,16 @@ def overridden(
         pmean, goes by "psum".
 
     Raises:
-      CollectiveError: as `override_lax`; or fn is no function.
+      CollectiveError: as `override_lax`; or fn is not a function.
 
     Example, with `jax.vmap` in place of a mesh:
       >>> jax.vmap(pc.overridden(lambda x: jax.lax.psum(x, "x")), axis_name="x")(jnp.ones(2))
       Array([2., 2.], dtype=float32)
     """
     if not callable(fn):
-        raise CollectiveError(f"fn={fn!r}", "it is a function", "pass what calls the collectives")
+        raise CollectiveError(
+            f"fn={fn!r}", "it must be a function", "pass the one that calls collectives"
+        )
     names = _names(everything=everything, only=only, keep=keep, ahead=ahead)
 
     @functools.wraps(fn)

@@ -55,7 +55,7 @@ class Kernel:
     """A launcher by the name of its module in `kernels`, which is imported when it is called.
 
     Attributes:
-      module: of `kernels`.
+      module: a module of `kernels`.
       function: its launcher.
       fixed: arguments that make this algorithm of it.
     """
@@ -129,7 +129,9 @@ class Algorithm:
         """
         if self.reach not in _BARRIERS:
             names = "RING, LINE, TORUS, NEIGHBOURS, JUMPS, EVERYONE and PARTNERS"
-            raise TypeError(f"reach={self.reach!r} of {self.name}: it is one of {names} of records")
+            raise TypeError(
+                f"reach={self.reach!r} of {self.name}: it must be one of {names} of records"
+            )
         return "wide" if self.wide else _BARRIERS[self.reach]
 
     def rank(self, lies: str, block_bytes: int) -> int:

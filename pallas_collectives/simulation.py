@@ -20,7 +20,7 @@ def simulate(devices: int = 8) -> None:
     is, and warns.
 
     Raises:
-      BackendError: no such number, or JAX has been used already and has fewer devices.
+      BackendError: not a positive whole number, or JAX has already started with fewer devices.
 
     Example:
       >>> pc.simulate(2)
@@ -28,7 +28,7 @@ def simulate(devices: int = 8) -> None:
       'cpu'
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        rule = "it is the number of devices, a whole number of 1 or more"
+        rule = "it must be a whole number of 1 or more"
         raise BackendError(f"devices={devices!r}", rule, "pass 8, for example")
     _compat.prepare()
     asked = _DEVICES.findall(os.environ.get("XLA_FLAGS", ""))

@@ -99,12 +99,12 @@ def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
     try:
         pairs = [(operator.index(source), operator.index(target)) for source, target in perm]
     except (TypeError, ValueError):
-        rule = "it is a list of pairs of device numbers"
+        rule = "it must be a list of pairs of device numbers"
         raise CollectiveError(f"perm={perm!r}", rule, "give (source, target) pairs") from None
     roles = {"source": [source for source, _ in pairs], "target": [target for _, target in pairs]}
     for role, devices in roles.items():
         if not all(-size <= device < size for device in devices):
-            rule = f"a {role} is a device number in [0, {size}), or below 0 from the last"
+            rule = f"a {role} must be a device number in [0, {size}), or below 0 from the last"
         elif len({device % size for device in devices}) < len(devices):
             rule = f"no device may be a {role} twice"
         else:
@@ -117,7 +117,7 @@ def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
 def check_source(source: Any, size: int) -> None:
     """Checks that a source, if tracing knows it, exists."""
     if isinstance(source, int) and not 0 <= source < size:
-        rule = f"it is a device number in [0, {size})"
+        rule = f"it must be a device number in [0, {size})"
         raise CollectiveError(f"source={source}", rule, "name a device of the axis")
 
 
@@ -129,7 +129,7 @@ def check_order(axis_name: AxisName) -> None:
     if given != ordered:
         raise CollectiveError(
             f"axis_name={axis_name}",
-            f"a permutation takes its axes in the mesh's order, {tuple(ordered)}",
+            f"a permutation must have its axes in the mesh's order, {tuple(ordered)}",
             "give them in that order, and number the devices of perm by it",
         )
 
@@ -165,13 +165,13 @@ def check_added(name: str, x: Any) -> None:
 def check_flag(name: str, value: Any) -> None:
     """Checks that `value` is True or False, and not merely truthy or falsy."""
     if not isinstance(value, bool | np.bool_):
-        raise CollectiveError(f"{name}={value!r}", "it is True or False", "pass one of them")
+        raise CollectiveError(f"{name}={value!r}", "it must be True or False", "pass one of them")
 
 
 def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
     """Refuses an `order` other than None and "rank", and "rank" over an axis without devices."""
     if order not in (None, "rank"):
-        rule = "sums are added in the order of the ranks ('rank') or as is quickest (None)"
+        rule = "it must be 'rank', the order of the ranks, or None, the quickest order"
         raise CollectiveError(f"order={order!r}", rule, "pass one of them")
     beside = [axis for axis in axes if axis not in jax.sharding.get_abstract_mesh().axis_names]
     if order is not None and beside:
@@ -186,7 +186,7 @@ def check_precision(precision: Any) -> None:
         jax.eval_shape(functools.partial(lax.dot, precision=precision), one, one)
     except (TypeError, ValueError) as error:
         rule, remedy = (
-            "jax.lax.dot knows no such precision",
+            "jax.lax.dot does not know this precision",
             "pass one that it knows, such as 'highest', or None",
         )
         raise CollectiveError(f"precision={precision!r}", rule, remedy) from error
@@ -202,7 +202,8 @@ def check_blocks(
         check_axis(name, axis, np.ndim(leaf), where)
         size = np.shape(leaf)[axis]
         if tiled and size % devices:
-            rule, remedy = f"tiled, it must be a multiple of the {devices} devices", "pad it"
+            rule = f"tiled, it must be a multiple of the {devices} devices"
+            remedy = f"pad it to {-(-size // devices) * devices}"
         elif not tiled and size != devices:
             rule = f"untiled, it must be the number of devices, {devices}"
             remedy = "pass tiled=True, or reshape the operand"

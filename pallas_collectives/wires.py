@@ -65,7 +65,8 @@ class Wire:
         raising an error.
 
     Raises:
-      WireError: a value that is none of these, or a key where none is used or none where one is.
+      WireError: an unknown value, a key without stochastic rounding, or stochastic rounding without
+        a key.
 
     Example:
       >>> wire = pc.Wire("int8", group=256)
@@ -100,7 +101,7 @@ class Wire:
             remedy = "pass rounding='stochastic' and key=jax.random.key(step), or neither"
             raise WireError(f"rounding={self.rounding!r}, key={self.key}", rule, remedy)
         if self.key is not None and not _is_key(self.key):
-            rule = "it is one key of jax.random"
+            rule = "it must be one key of jax.random"
             raise WireError(f"key={self.key!r} of a wire", rule, "write jax.random.key(step)")
         if self.dtype == "bfloat16" and (self.group, self.scales) != (128, "float32"):
             raise WireError(
@@ -135,12 +136,12 @@ def named(wire: Any) -> Wire | None:
     """The wire that an argument means: a `Wire`, the name of a dtype, "auto", or None.
 
     Raises:
-      WireError: it is none of these.
+      WireError: it is something else.
     """
     if wire is None or isinstance(wire, Wire):
         return wire
     if not isinstance(wire, str):
-        rule = "it is a Wire, the name of a dtype, 'auto' or None"
+        rule = "it must be a Wire, the name of a dtype, 'auto' or None"
         raise WireError(f"wire={wire!r}", rule, "write it like 'int8'")
     return Wire("int8", optional=True) if wire == "auto" else Wire(wire)
 
@@ -158,7 +159,7 @@ def obstacle(wire: Wire, dtype: Any) -> str:
     """Why numbers of a dtype cannot go over a wire; "" if they can."""
     dtype = jnp.dtype(dtype)
     if dtype.name not in ("float32", "bfloat16", "float16"):
-        return "a wire is for float32, bfloat16 and float16"
+        return "a wire takes float32, bfloat16 and float16 only"
     if dtype.itemsize <= jnp.dtype(wire.dtype).itemsize:
         return f"{wire.dtype} is no narrower"
     return ""
@@ -181,7 +182,7 @@ def quantize(
     Args:
       x: (..., columns) floats.
       wire: with scales.
-      noise: of x's shape, uniform in [0, 1), to round stochastically by.
+      noise: uniform in [0, 1), in x's shape, for stochastic rounding.
     """
     drawn = None if noise is None else _grouped(noise, wire)
     values, scales = of_groups(_grouped(x.astype(jnp.float32), wire), wire, drawn)
@@ -215,7 +216,7 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.float32) -
     Args:
       values: (..., columns).
       scales: float32 (..., groups); groups are as long as makes so many of the columns.
-      dtype: of the result.
+      dtype: the dtype of the result.
     """
     columns, group = values.shape[-1], group_size(values.shape[-1], scales.shape[-1])
     wide = jnp.repeat(scales, group, axis=-1)[..., :columns]
@@ -252,7 +253,7 @@ def group_size(columns: int, groups: int) -> int:
     if not found:
         raise WireError(
             f"{groups} scales for {columns} columns",
-            "there is a scale for each 128 or 256 columns, or for each row",
+            "there must be a scale for each 128 or 256 columns, or for each row",
             "pass scales as they came with these values",
         )
     return int(found[0])
@@ -286,7 +287,7 @@ def spacing(scaled: Any, wire: Wire) -> Any:
 
 
 def _scales(bits: jax.Array, wire: Wire) -> jax.Array:
-    """Of groups of whose largest magnitudes these are the bits."""
+    """Scales of groups, from the bits of each group's largest magnitude."""
     amax = lax.bitcast_convert_type(bits, jnp.float32)
     scale = jnp.maximum(amax * np.float32(1 / wire.largest), LEAST_SCALE)
     if wire.scales == "power of two":

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Tracing makes garbage by the million and JAX's modules are none: they are not looked at."""
+    """Tracing makes millions of objects, and JAX's modules live on: do not scan those each time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 

@@ -268,12 +268,12 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "a residue of a wire that may be left out": (
         lambda x: pc.psum(x, "x", wire="auto", return_residue=True),
         WireError,
-        ("return_residue=True with wire='auto'", "may be left out", "name one like 'int8'"),
+        ("return_residue=True with wire='auto'", "this one is optional", "write wire='int8'"),
     ),
     "a residue without a wire": (
         lambda x: pc.psum_scatter(x, "x", tiled=True, return_residue=True),
         WireError,
-        ("return_residue=True with wire=None", "there is none", "name one like 'int8'"),
+        ("return_residue=True with wire=None", "a residue needs a wire", "write wire='int8'"),
     ),
     "layers of unequal numbers": (
         lambda x: pc.scan_gathered(lambda c, w: c, x, {"up": x, "down": x[:2]}, "x"),
@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "no layers": (
         lambda x: pc.scan_gathered(lambda c, w: c, x, {}, "x"),
         CollectiveError,
-        ("weights={}", "it has none", "give arrays"),
+        ("weights={}", "there are no arrays", "give arrays"),
     ),
     "layers in turns of none": (
         lambda x: pc.scan_gathered(lambda c, w: c, x, x[None], "x", unroll=0),

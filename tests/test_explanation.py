@@ -122,7 +122,7 @@ def test_explain_sends_nothing_where_calls_do(op: str, n: int, rows: int) -> Non
     found = pc.explain(op, shape=(rows, 128), mesh=on, axis_name="x")
     assert (found.algorithm == "nothing") == (not pc.counts()) == (op == "psum")
     assert (
-        "empty" if rows == 0 else "one device" if op == "psum" else "preferred of those"
+        "empty" if rows == 0 else "one device" if op == "psum" else "preferred by rank"
     ) in found.why
 
 
@@ -202,7 +202,7 @@ def test_what_explain_says_of_named_algorithms_holds_for_the_calls() -> None:
     x = harness.random((4, 8, 128), "float32")
     told = pc.explain("all_gather", 4096, devices=4, chip="v5p").candidates
     (torus,) = (c for c in told if c.algorithm == "torus")
-    assert torus.us is None and torus.source.endswith("; it serves if it is named")
+    assert torus.us is None and torus.source.endswith("; name it to use it")
     run = harness.per_device(
         lambda a: pc.all_gather(a, "x", tiled=True, algorithm="torus"), harness.mesh(4)
     )

@@ -31,7 +31,7 @@ CASES = {
     ),
     "a sender that does not exist": (
         "run(lambda a: pc.ppermute(a, 'x', [(4, 1)]))",
-        "a source is a device number in [0, 4)",
+        "a source must be a device number in [0, 4)",
     ),
     "an axis that is not there": (
         "run(lambda a: pc.all_to_all(a, 'y', 0, 0, tiled=True))",

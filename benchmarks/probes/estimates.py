@@ -14,10 +14,10 @@ class Figure(NamedTuple):
     """A figure of the model, assumed and measured.
 
     Attributes:
-      name: of `Generation`'s field, or of what has none there.
-      assumed: None where nothing is.
-      measured: None where it could not be.
-      unit: of both.
+      name: the name of `Generation`'s field, or of a figure without a field.
+      assumed: the model's figure; None if it has no such field.
+      measured: the measured figure; None if it could not be measured.
+      unit: the unit of both.
       how: in a few words.
       error: why it could not be.
     """
@@ -131,7 +131,7 @@ def _on_wires(rig: Rig) -> list[tuple[str, str, str, _Find]]:
         )
 
     def alone(known: dict[str, float], clock: Clock) -> float:
-        """Of one block of one tile, from its start to its arrival."""
+        """Time of one block of one tile, from its start to its arrival."""
         return clock(rig, wire.stream(rig, rig.axes[:1], in_flight=1, rows=TILE))
 
     def latency(known: dict[str, float], clock: Clock) -> float:

@@ -27,9 +27,9 @@ class Rig:
 
     Attributes:
       machine: the slice, with the figures that are assumed.
-      mesh: of all its devices on one axis "x", in the order of the machine's device numbers.
+      mesh: all its devices on one axis "x", in the order of the machine's device numbers.
       interpret: False to compile, or `pltpu.InterpretParams`.
-      block_bytes: of what is streamed.
+      block_bytes: bytes of a block that is streamed.
     """
 
     machine: Machine
@@ -74,7 +74,7 @@ class Probe:
       name: what it measures.
       program: (counts, peers, x) -> o; counts is (1,) int32, and x holds `rows` of each device.
       peers: int32 of rank 1: a table of devices.
-      rows: of 128 float32, of each device's x.
+      rows: how many rows of 128 float32 each device's x has.
       expected: (count, x as (devices, rows, 128)) -> o, likewise.
       guess: seconds of a repetition by the figures assumed.
     """
@@ -116,11 +116,11 @@ def probe(
       rig: where it runs.
       name: what it measures.
       kernel: as above; count and peers are in SMEM.
-      rows: of x.
+      rows: how many x has.
       expected: see `Probe`.
       guess: see `Probe`.
       scratch: see `pl.pallas_call`.
-      out_rows: of o, if not as many as of x.
+      out_rows: how many o has, if not as many as x.
       peers: a table of devices.
       barrier: the id of the kernel's barrier semaphore, if it has one.
       chain: the kernel is repeated and not something in it: o is the next one's x.

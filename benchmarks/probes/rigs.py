@@ -17,7 +17,7 @@ _SIMULATED = "v5e"
 
 
 def here(simulated: int) -> Rig:
-    """All TPUs there are; so many simulated ones, in a row, where there are none.
+    """All TPUs of this machine; without TPUs so many simulated ones, in a row.
 
     Raises:
       FlagError: the devices make up no slice that the model knows.
@@ -31,7 +31,7 @@ def here(simulated: int) -> Rig:
     whole = Mesh(np.array(found), ("x",))
     known = replay_rows.machine_of(whole)
     if known is None or known.n_devices != len(found):
-        rule = "they are no whole slice that the model of a pod knows"
+        rule = "they must be a whole slice that the model of a pod knows"
         raise FlagError(f"{len(found)} devices", rule, "run it on all devices of a slice")
     return of(known, found)
 

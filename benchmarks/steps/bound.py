@@ -2,7 +2,7 @@
 
 XLA keeps the turns of a loop apart: what a turn starts it ends. Within a turn, as within what lies
 outside of loops, a collective can have beside it only what neither brings its operand nor needs its
-result. So none is shorter than
+result. So no turn is shorter than
 
 * the core's own work;
 * chains of collectives that need one another, with the work between them, before and behind;
@@ -27,7 +27,7 @@ def exposed(
     """What the core must wait, in the unit of `takes`.
 
     Args:
-      events: of a computation, in any order that it can have.
+      events: the events of a computation, in any order that it can have.
       needs: instruction -> its operands.
       takes: how long a collective is under way.
       clock: cycles of the core in that unit of time.
@@ -129,7 +129,7 @@ class _Part:
         return max([self._core(-1), *alone, *self._in_turn()])
 
     def _in_turn(self) -> Iterator[float]:
-        """Of those on a SparseCore that have at least so much before and behind them."""
+        """Bounds from the calls on a SparseCore with at least so much before and behind them."""
         there = [f for f in self._flights.values() if f.engine == SPARSECORE]
         for head, tail in itertools.product({f.head for f in there}, {f.tail for f in there}):
             if among := [f.takes for f in there if f.head >= head and f.tail >= tail]:

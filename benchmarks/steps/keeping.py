@@ -41,7 +41,7 @@ def load() -> Kept:
     """Figures of rows by "topology, program, form, under".
 
     Raises:
-      FlagError: the file holds no such figures.
+      FlagError: the file does not hold such figures.
     """
     with results.reading(PATH, results.AS_COMMITTED):
         kept = json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}

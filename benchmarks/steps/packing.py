@@ -2,7 +2,7 @@
 
 A collective costs its core more than the wait: buffers are filled with zeros, blocks laid out as it
 wants them, results moved to where they are read, tables of ragged exchanges reckoned. Without the
-collective a step would have none of that. By one rule, for XLA's collectives and for ours, such is
+collective a step would not do that. By one rule, for XLA's collectives and for ours, such is
 an instruction
 
     named    that bears a collective's name: XLA gives it to what it makes of one, and
@@ -36,7 +36,7 @@ def marked(events: Sequence[Event], hlo: str) -> tuple[Event, ...]:
     """The events, with `packs` for the work that is packing.
 
     Args:
-      events: of the program.
+      events: the events of the program.
       hlo: its text, as `schedule.events` takes it.
     """
     collectives = frozenset(_instructions(events))

@@ -241,7 +241,7 @@ def named(name: str) -> Callable[[int, Form], Program]:
     """A built-in program, or a function "package.module:function" of (devices, form).
 
     Raises:
-      FlagError: there is none of the name.
+      FlagError: no program has the name.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -249,6 +249,6 @@ def named(name: str) -> Callable[[int, Form], Program]:
     try:
         found: Callable[[int, Form], Program] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        rule = f"it is one of {', '.join(BUILT_IN)}, or package.module:function ({error})"
+        rule = f"it must be one of {', '.join(BUILT_IN)}, or package.module:function ({error})"
         raise FlagError(f"--program={name}", rule, "name one that can be imported") from None
     return found

@@ -50,14 +50,14 @@ class Collective:
 
     Attributes:
       name: the instruction's.
-      op: the canonical collective; "" for a kernel that is none of ours.
+      op: the canonical collective; "" for a kernel that is not ours.
       kernel: the kernel's name where one serves; "" for XLA's own.
       engine: `CORE`, `DMA` or `SPARSECORE`.
-      nbytes: of one device's result.
+      nbytes: bytes of one device's result.
       devices: that take part together; 0 where the text does not say.
       axes: the mesh axes that they lie along, where the text names them.
       members: the numbers of such devices, where it lists them; of a permute, the first pair's.
-      shape: of a kernel's first result.
+      shape: the shape of a kernel's first result.
     """
 
     name: str

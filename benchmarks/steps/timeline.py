@@ -30,13 +30,13 @@ class Served:
     """All turns of one collective of a program; times in microseconds.
 
     Attributes:
-      op: the canonical collective, or the kernel's name where it is none.
+      op: the canonical collective, or the kernel's name if it is not a collective's.
       by: the kernel's name; "lax" for XLA's own.
       engine: where it runs.
-      nbytes: of one device's result.
+      nbytes: bytes of one device's result.
       devices: that take part together.
       times: how often it runs.
-      each_us: of one.
+      each_us: the time of one.
       waits_us: what the core waits in all turns together.
       beside: cycles of the core's work between start and end, in all turns, but for packing.
       beside_what: the names of the longest of that work.
@@ -105,7 +105,7 @@ def run(
     """Replays the events.
 
     Args:
-      events: of one device, in order.
+      events: the events of one device, in order.
       machine, placement: where the devices are, as `replay.replay` takes them.
       what_of: the stepped program of a collective, or its seconds.
     """

@@ -41,7 +41,7 @@ def choose(
       perm: a permutation's pairs.
 
     Raises:
-      AlgorithmError: there is no such algorithm, or it is not for this group or permutation.
+      AlgorithmError: an unknown algorithm, or one that cannot serve this group or permutation.
       ReachError: it, or every algorithm, writes to devices that the chip cannot reach.
     """
     chip, record, called = chips.current(), catalogue.COLLECTIVES[op], counters.lax_name(op)
@@ -69,7 +69,7 @@ def choose(
     if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
             f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",
-            "it serves shifts by one position only: each other one would take one more barrier",
+            "it serves only shifts by one; other permutations would need a barrier semaphore each",
             "name 'everyone', or leave algorithm=None",
         )
     if algorithm.most_devices is not None and group.size > algorithm.most_devices:
@@ -109,7 +109,7 @@ def choose(
 
 
 def _no_algorithm(name: Any, op: str, how: How, able: Iterable[str]) -> AlgorithmError:
-    """The error for what is none of those that are able."""
+    """The error for an algorithm that is not one of those that are able."""
     so = "" if how.order is None else f" in order={how.order!r}"
     return AlgorithmError(
         f"algorithm={name!r} for {counters.lax_name(op)}{so}",
@@ -333,14 +333,14 @@ def _why(name: str, candidates: Sequence[Candidate]) -> str:
     """Why an algorithm serves, of all that could."""
     if candidates[0].source.startswith(_NO_FIGURE):
         return (
-            "the first in the order of groups that the table has; there is no figure for this one"
+            "no time for a group of this size; the order of the nearest group in the table decides"
         )
     timed = [c for c in candidates if c.us is not None and c.latency_us is not None]
     if not timed or name != timed[0].algorithm:
         able = [c for c in candidates if c.us is not None or c.source == _UNTIMED]
         if len(able) == 1:
-            return "it is the only one that can serve"
-        return "it is preferred of those that can serve, and no table has a time for it"
+            return "no other algorithm can serve"
+        return "preferred by rank among those that can serve, as no table has a time for it"
     best, us, latency = timed[0], timed[0].us or 0.0, timed[0].latency_us or 0.0
     share = 100 * min(1.0, latency / us)
     rules = (
@@ -381,8 +381,8 @@ def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) ->
     elif group.torus:
         why = "a block has too few tiles to be cut for all axes"
     else:
-        why = "on one axis it goes round one ring, as others do"
-    return f"{why}; it serves if it is named"
+        why = "on one axis it is the same as a ring"
+    return f"{why}; name it to use it"
 
 
 _NO_FIGURE = "no figure"

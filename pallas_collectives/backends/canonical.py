@@ -65,7 +65,7 @@ def _as_it_is(
     axis_index_groups: Groups = None,
     **params: Any,
 ) -> jax.Array:
-    """Of a primitive that has the canonical function's parameters, and axes in place of a group."""
+    """Calls a function with the primitive's own parameters, and a group in place of its axes."""
     return function(*args, group_of(axis_name, axis_index_groups), **params, how=how)
 
 

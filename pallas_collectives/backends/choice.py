@@ -58,7 +58,7 @@ def use_backend(name: str | None) -> Iterator[None]:
     """Within this context calls use the named backend; None lets the mesh decide again.
 
     Raises:
-      BackendError: no such backend.
+      BackendError: an unknown backend.
 
     Example, with `jax.vmap` in place of a mesh:
       >>> with pc.use_backend("xla"):
@@ -96,12 +96,12 @@ def over_wires(how: How, wire: Any, backward: Any) -> How:
     """The same, sent as narrower numbers, and derivatives as theirs.
 
     Raises:
-      WireError: there is no such wire.
-      CollectiveError: numbers are to travel wider and narrower at once.
+      WireError: an unknown wire.
+      CollectiveError: precise=True, which widens what travels, and a wire, which narrows it.
     """
     there, back = wires.named(wire), wires.named(backward)
     if how.precise and (there or back):
-        rule = "precise=True has numbers travel wider, and a wire narrower"
+        rule = "precise=True widens what travels and wire= narrows it"
         raise CollectiveError(f"precise=True with wire={wire!r}", rule, "leave one of them out")
     if back is not None and back.key is not None:
         rule = "derivatives are rounded to nearest: they have no key of their own"
@@ -176,8 +176,8 @@ def _check_name(name: str) -> None:
     if name not in NAMES:
         environment = os.environ.get(ENVIRONMENT_VARIABLE) == name
         said = ENVIRONMENT_VARIABLE if environment else "backend"
-        rule = "it is 'pallas' (TPUs, also simulated), 'nccl' (GPUs) or 'xla' (lax's own)"
-        raise BackendError(f"{said}={name!r}", rule, "name one of them, or none")
+        rule = "it must be 'pallas' (TPUs, also simulated), 'nccl' (GPUs) or 'xla' (lax's own)"
+        raise BackendError(f"{said}={name!r}", rule, "name one of them, or leave it out")
 
 
 def _remedy(name: str | None, platform: str, asked: list[str]) -> str:

@@ -355,7 +355,7 @@ def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
 
 
 def _batch(primitive: core.Primitive, operands: Any, dims: Any, *, flight: Flight) -> Any:
-    """A mapped dimension lies behind that of the devices; an operand of a gather has no such."""
+    """A mapped dimension lies behind the devices' dimension, which a gather's operand lacks."""
     first, behind = {"gather": (0, 1), "exchange": (1, 1), "permute": (0, 0)}[flight.op]
     if primitive is _done_p:  # what it takes came of a start, all of it batched or none
         return _done_p.bind(*operands, flight=flight), dims[0]

@@ -99,7 +99,7 @@ def _rounded(total: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _plain(how: How) -> How:
-    """Of the exchanges, which add nothing and whose algorithms nobody named."""
+    """The options of the exchanges, which add nothing and whose algorithms nobody named."""
     return dataclasses.replace(how, algorithm=None, precise=False, order=None)
 
 

@@ -26,7 +26,7 @@ class Line:
         an exchange over a wire, those of all.
       why: in a sentence.
       times: how many calls were built; equal ones in one program are built once.
-      nbytes: of a device's operands, in all; 0 where that is not known.
+      nbytes: bytes of a device's operands, in all; 0 where that is not known.
       before_us: modelled microseconds for which lax's would stop the core, in all: as long as ours
         takes alone, or 0 where XLA runs it beside compute. None where there is no figure.
       after_us: the same of what serves: 0 on a SparseCore, as far as there is compute beside it.
@@ -50,8 +50,8 @@ class OnWire:
       wire: the one asked for, in words.
       why: why it is left out; "" where it is used.
       times: how often it was built.
-      nbytes: of a device's operands, in all.
-      sent: of these, as they travel; 0 where the wire is left out.
+      nbytes: bytes of a device's operands, in all.
+      sent: bytes as they travel; 0 where the wire is left out.
     """
 
     op: str
@@ -78,7 +78,7 @@ class OverrideReport:
       programs: how many programs were built.
       kept: the functions that `only=` and `keep=` left to lax; their calls are not noted.
       wires: what became of the wires that `wire=` names.
-      unused: the functions that `wire=` names of which no call was built.
+      unused: functions named in `wire=` that no program called.
 
     Example:
       >>> with pc.override_lax():
@@ -138,7 +138,7 @@ jax.monitoring.register_event_duration_secs_listener(_lowered)
 def override_report() -> OverrideReport:
     """What the last `override_lax` that ended did, to programs that were built within it.
 
-    What `overridden` does is counted, by `counts` and `fallback_counts`, and not told here.
+    `overridden` is not reported here; see `counts` and `fallback_counts`.
 
     Calls of functions that were compiled before are not in it: nothing is built for them.
 
@@ -230,7 +230,7 @@ def _named(plan: Plan) -> str:
 
 
 def _served(steps: list[Plan], packed: str) -> tuple[bool, str, str, str]:
-    """Of a call whether ours serve it, its name, what serves it, and why."""
+    """Whether ours serve a call, its name, what serves it, and why."""
     ours, name = any(plan.backend != "xla" for plan in steps), _named(steps[0])
     by = (_by(plan, plan.op if len(steps) > 1 else "") for plan in steps)
     why = f"it moves what wire {packed} packs" if packed else steps[0].why

@@ -51,19 +51,19 @@ class How:
       fallback: why lax serves a call whose backend was not named; "" where it does not.
       algorithm: the caller's choice, or None for the backend's own.
       precise: sums travel in float32 where the operand is a narrower float.
-      order: "rank" where every element is to be added in the order of the ranks; else None.
+      order: "rank" where every element must be added in the order of the ranks; else None.
       interpret: False, or the `pltpu.InterpretParams` to simulate the TPU with.
       across: the mesh axes that lead to other slices; None to ask the devices (see `slices`).
       wire: the numbers that floats travel as, if narrower than they are (see `wires`).
       wire_backward: those of derivatives.
-      once: over a wire, terms are to be quantised once each: draws or residues of them presume it.
+      once: over a wire, each term must be quantised once: draws and residues need that.
       mapped: how many leading dimensions are vmap's; over a wire no group is of two elements.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
-        serves one at a time, is left free. None of a call outside of a step, or that is started.
-      ahead: of a gather or scatter in a loop, `MAY_BE_AHEAD`, `MAY_BE_GROUPED`, `IS_AHEAD` or
+        serves one at a time, is left free. None for a call outside of a step, or that is started.
+      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `MAY_BE_GROUPED`, `IS_AHEAD` or
         `IS_BEHIND` (see `lowering.ahead`); else "".
       group: the number of the group that XLA is to schedule it with, in its loop's turn; None to
         leave it free.
@@ -93,7 +93,7 @@ class How:
 
     @property
     def differentiated(self) -> "How":
-        """Of the same call's derivatives: straight through, with a wire of their own."""
+        """Options of the call's derivatives: straight through, with a wire of their own."""
         return dataclasses.replace(self, wire=self.wire_backward)
 
 
@@ -104,7 +104,7 @@ class Candidate:
     Attributes:
       algorithm: its name.
       us: predicted microseconds; None where there is no prediction.
-      latency_us: of these, what remains for the smallest operands.
+      latency_us: the part of it that remains for the smallest operands.
       source: whose prediction it is, "modelled ..." or "measured ..."; or why it has no prediction.
     """
 
@@ -116,7 +116,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a collective, be it served in one step or in several with a plan each.
+    """One call of a collective, served in one step or in several with a plan each.
 
     Attributes:
       function: the first function of lax's that binds what was called: "psum" also of a pmean.
@@ -137,7 +137,7 @@ class Plan:
       candidates: all algorithms that were compared, the fastest first; empty where the caller named
         this one.
       beside: whether lax serves because XLA runs the collective beside compute.
-      call: which call it is for, written as the plan is noted; None of what is no collective.
+      call: which call it is for, written as the plan is noted; None if it is not a collective.
     """
 
     op: str
@@ -154,12 +154,12 @@ class KernelPlan(Plan):
     """A plan by which a kernel serves.
 
     Attributes:
-      record: of its algorithm.
+      record: the record of its algorithm.
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       engine_why: why the TensorCore runs it; "" if a SparseCore does.
       group: as `How.group`.
-      shape, nbytes: of one device's operand, as it is laid out for the kernel.
+      shape, nbytes: shape and bytes of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
       devices: devices in the group.
       axes: the mesh axes that the group lies along.
@@ -197,8 +197,8 @@ class WirePlan(Plan):
 
     Attributes:
       wire: the one asked for.
-      nbytes: of one device's operand.
-      sent: of these, as they travel, scales and padding included.
+      nbytes: bytes of one device's operand.
+      sent: bytes as they travel, scales and padding included.
       passes_us: what XLA's passes over HBM take before and behind, at the least, on a TPU.
       way: the algorithm that packs in its kernel, or adds (see `backends.wire_ways`); "" if none.
       requantizes: whether sums are rounded at every hop.

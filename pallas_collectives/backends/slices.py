@@ -50,7 +50,7 @@ _mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None
 def across_slices(*axes: str) -> Iterator[None]:
     """Within this context steps along these mesh axes lead to other slices.
 
-    It is for simulated devices, and for others that do not say so themselves. Collectives over the
+    Use it where devices do not report their slice, such as simulated ones. Collectives over the
     other axes alone do not change. Contexts do not add up: only the innermost counts. Within
     `across_slices()` there is one slice, whatever the devices say.
 
@@ -60,14 +60,14 @@ def across_slices(*axes: str) -> Iterator[None]:
           ...  # psum(x, ("dcn", "x")): scatter and gather over "x" by kernels, lax over "dcn"
 
     Raises:
-      SliceError: what is no name of an axis, or one twice.
+      SliceError: a value that is not an axis name, or a repeated name.
 
     Example:
       >>> with pc.across_slices("dcn"):
       ...     pass
     """
     if len(set(map(str, axes))) < len(axes) or not all(isinstance(axis, str) for axis in axes):
-        rule = "they are different names of mesh axes"
+        rule = "they must be different names of mesh axes"
         raise SliceError(f"across_slices{axes}", rule, "write it like across_slices('dcn')")
     with _marked(axes):
         yield
@@ -261,7 +261,7 @@ class InSlices:
 def _check_order(group: Group, how: How) -> None:
     """Sums inside slices first are in another order than that of the ranks."""
     if how.order is not None:
-        raise _not_in_steps(group, f"its sum is to be in order={how.order!r}")
+        raise _not_in_steps(group, f"its sum must be in order={how.order!r}")
 
 
 def _parts(group: Group, how: How) -> Split | None:

@@ -34,10 +34,10 @@ def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, way: str = "") ->
 
     Args:
       op: the canonical collective.
-      nbytes: of the operand.
+      nbytes: bytes of the operand.
       sent: its bytes on the wire.
       n: devices.
-      way: of a psum `GATHER`; else sums are by the exchange.
+      way: `GATHER` for a psum that gathers; else sums are by the exchange.
     """
     record = catalogue.COLLECTIVES[op]
     moved_bytes = nbytes + sent  # read and written
@@ -61,7 +61,7 @@ def seconds_to_pack(op: str, numbers: int, n: int, wire: Wire) -> float:
 
     Args:
       op: the canonical collective.
-      numbers: of the operand.
+      numbers: how many the operand has.
       n: devices.
       wire: with scales.
     """

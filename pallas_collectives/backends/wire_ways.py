@@ -109,7 +109,7 @@ def settled(
       blocks: how many blocks or rows are quantised, each by itself, and then the shape of one.
       group: the devices.
       how: the caller's wishes.
-      sent_by: of what is only moved, (algorithm, wire) -> bytes of the operand as they travel, if
+      sent_by: for what is only moved, (algorithm, wire) -> bytes of the operand as they travel, if
         its kernel packs; 0 if it cannot.
 
     Raises:
@@ -290,7 +290,7 @@ def _chosen(op: str, found: tuple[Way, ...], nbytes: int, how: How) -> Way:
             return found[0]  # it moves what is packed
         if not named:
             what = f"algorithm={how.algorithm!r} over a wire"
-            why = "what several axes have met takes more VMEM than the chip has"
+            why = "the partial sums over several axes need more VMEM than the chip has"
             raise AlgorithmError(what, why, "leave algorithm=None, or name 'exchange'")
         return named[0]
     # A gather of terms has other bits than the exchange, which lax and NCCL have too.
@@ -306,7 +306,7 @@ def _once(op: str) -> tuple[str, ...]:
 
 
 def _adds(op: str) -> bool:
-    collective = catalogue.COLLECTIVES.get(op)  # a broadcast is none: a gather is made of it
+    collective = catalogue.COLLECTIVES.get(op)  # a broadcast is not one: it becomes a gather
     return collective is not None and collective.adds
 
 
@@ -323,7 +323,7 @@ def _no_ring(op: str, group: Group, how: How) -> str:
     if how.backend != "pallas":
         return f"backend {how.backend!r} adds where it has all terms"
     if how.once:
-        return "a draw or a residue presumes that terms are quantised once"
+        return "stochastic rounding and residues need terms that are quantised once"
     if slices.split(group, slices.slices(group, how.across)) is not None:
         return "the devices are in several slices"
     if not _rings(op, group):
@@ -332,11 +332,11 @@ def _no_ring(op: str, group: Group, how: How) -> str:
 
 
 def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
-    """What of a call a wire cannot be had with; raises where the wire was named."""
+    """Why a wire cannot serve a call; "" if it can. Raises where the wire was named."""
     if not _adds(op) or not wire.scaled:
         return ""
     if wire.group == "row":
-        why = "a sum's groups are of the flattened operand, which has no rows"
+        why = "a sum's scale groups are cut from the flattened operand, which has no rows"
         if not wire.optional:
             raise WireError(f"wire {wire} for {op}", why, "take groups of 128 or 256")
         return why
@@ -374,7 +374,7 @@ def _plain_us(op: str, nbytes: int, group: Group, backend: str) -> float | None:
 
 
 def _in_all(steps: list[float | None], passes_us: float, backend: str) -> float | None:
-    """Of steps one after the other, with XLA's passes; None where no table tells."""
+    """Microseconds of successive steps and XLA's passes; None where no table tells."""
     if backend != "pallas" or None in steps:
         return None
     return sum(filter(None, steps)) + passes_us

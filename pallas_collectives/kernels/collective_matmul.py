@@ -52,7 +52,7 @@ def all_gather_matmul(
       x: (A, rows, K): rows whole tiles, K whole lanes.
       ws: each (K, N), or (N, K) if `transposed`; N whole lanes.
       group: the devices.
-      out_dtype: of the products.
+      out_dtype: the dtype of the products.
       transposed: see ws.
       precision: as `jax.lax.dot_general`'s.
       interpret: see `launch.call`.
@@ -120,7 +120,7 @@ def matmul_reduce_scatter(
       w: (K, N), or (N, K) if `transposed`; N whole lanes.
       group: the devices.
       wire_dtype: in which sums travel, and of the result.
-      scale: of the result, before it is rounded.
+      scale: a factor of the result, before it is rounded.
       transposed: see w.
       precision: as `jax.lax.dot_general`'s.
       interpret: see `launch.call`.

@@ -47,7 +47,7 @@ class Format(NamedTuple):
 
     Attributes:
       wire: with scales, of float32.
-      numbers: of a block.
+      numbers: how many a block has.
       interpret: whether kernels are simulated.
     """
 
@@ -85,9 +85,9 @@ def pack(format: Format, blocks: jax.Array, left_out: jax.Array) -> jax.Array:
     """Blocks as they travel: int8 (k, bytes).
 
     Args:
-      format: of them.
+      format: the blocks' format.
       blocks: (k, ...), which `serves` knows; rounded to nearest.
-      left_out: int32 (1,): the block that stays, of which nothing is written; -1 for none.
+      left_out: int32 (1,): the block that stays and is not written; -1 for no block.
     """
     k = len(blocks)
     packed = jax.ShapeDtypeStruct((k, format.nbytes), jnp.int8)
@@ -103,8 +103,8 @@ def unpack(
     """(n, groups, group) in a dtype: the blocks that have come, and one's own.
 
     Args:
-      format: of them.
-      dtype: of the result.
+      format: the blocks' format.
+      dtype: the dtype of the result.
       come: int8 (n, bytes).
       blocks: what was packed here: the own block, or one for each device.
       own: int32 (1,): whose place in the result this device's own block has; -1 for nobody's.
@@ -214,7 +214,7 @@ def _rounded(numbers: jax.Array, wire: Wire) -> jax.Array:
 
 
 def _read(come_ref: Ref, block: tuple[int, ...], places: Any, format: Format) -> jax.Array:
-    """The numbers of a block, of which these are the places of values and scales."""
+    """The numbers of a block, from the places of its values and scales."""
     values, octets = (come_ref[(*block, at)].reshape(format.together, -1) for at in places)
     numbers = lax.bitcast_convert_type(values, jnp.dtype(format.wire.dtype)).astype(jnp.float32)
     words = ((octets.astype(jnp.int32) & 255) << _shifts()).sum(axis=1)
@@ -257,7 +257,7 @@ def _untyped(x: jax.Array) -> jax.Array:
 
 
 def _numbers(format: Format, *, single: bool = False) -> pl.BlockSpec:
-    """Of each block, or of the only one there is."""
+    """The block spec of each block's numbers, or of a single block's."""
     shape = (None, format.together, format.group)
     return pl.BlockSpec(shape, lambda b, i: (0 if single else b, i, 0))
 

@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def flops(self) -> int:
-        """Of the products of one block, on all cores."""
+        """Operations of the products of one block, on all cores."""
         return self.cores * self.chunks * sum(problem.flops for problem in self.problems)
 
     def on(self, core: Number | None) -> "Plan":

@@ -296,12 +296,12 @@ def produce_and_scatter(
         return lax.div(turn, size) < moving.hops_of(stream, chunk_of(turn, stream))
 
     def part_of(turn: Number, stream: Number) -> tuple[Any, Any]:
-        """The block and chunk of which a term is produced."""
+        """The block and chunk for which a term is produced."""
         step, chunk = lax.div(turn, size), chunk_of(turn, stream)
         return moving.downstream(stream, chunk, moving.hops_of(stream, chunk) - step), chunk
 
     def fetch_first(turn: Number) -> None:
-        """Of the first stream that sends at a turn."""
+        """Fetches what the first stream that sends at a turn needs."""
         if fetch is not None:
             fetch(*part_of(turn, moving.first(functools.partial(sends, turn))))
 

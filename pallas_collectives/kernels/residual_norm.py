@@ -46,7 +46,7 @@ def psum_residual_rmsnorm(
       group: the devices.
       high: see x.
       eps: added to a row's mean square.
-      columns: of a row; what is padded to whole tiles is 0.
+      columns: how many a row has; what is padded to whole tiles is 0.
       interpret: see `launch.call`.
     """
 

@@ -71,7 +71,7 @@ class Streams:
         lax.fori_loop(1 - first, stop, lambda stream, _: body(stream), None)
 
     def first(self, active: Callable[[Number], Any]) -> Any:
-        """Of the streams that are active, the first."""
+        """The first of the streams that are active."""
         return 0 if self.count == 1 else 1 - as_int(active(0))
 
     def follows(self, stream: Number, active: Callable[[Number], Any]) -> Any:
@@ -97,7 +97,7 @@ class Streams:
 
 
 def ring_number(chunk: Number, chunks: int) -> Any:
-    """Of a core's two rings, the one that a chunk of so many goes round.
+    """Which of a core's two rings a chunk of so many goes round.
 
     In the order of `Streams.in_turn` 0, 1, 1, 0, ...: and half of those that come from either side.
     """

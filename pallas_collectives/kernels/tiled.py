@@ -38,8 +38,8 @@ class Cut:
     """How a block of rows goes in chunks, and a chunk in tiles.
 
     Attributes:
-      rows: of a block.
-      chunks: of a block.
+      rows: how many a block has.
+      chunks: how many a block has.
       tile: rows of a tile; divides those of a chunk.
     """
 
@@ -56,10 +56,10 @@ def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | 
     """The chunks and tiles of a block: large tiles, and as many chunks as leave one each.
 
     Args:
-      rows: of a block.
+      rows: how many a block has.
       whole: what a tile's rows are a multiple of.
-      row_bytes: of VMEM for one row of all tiles.
-      resident_bytes: of VMEM for what stays there.
+      row_bytes: bytes of VMEM for one row of all tiles.
+      resident_bytes: bytes of VMEM for what stays there.
       tile: the rows of a tile, if the caller says; divides `rows`.
 
     Raises:
@@ -100,7 +100,7 @@ def gather_and_consume(
 
     Args:
       x: (rows, columns), whole tiles.
-      operands: of two dimensions or more.
+      operands: arrays of two dimensions or more.
       group: the devices.
       consume: see the module.
       outs: (rows, columns) each, whole tiles: the results of one block.
@@ -150,12 +150,12 @@ def produce_and_scatter(
 
     Args:
       x: (n * rows, columns), whole tiles.
-      operands: of two dimensions or more.
+      operands: arrays of two dimensions or more.
       group: the devices.
       produce: see the module; terms are float32, or int32 for integers.
       out: (rows, columns), whole tiles: the result, in whose dtype sums travel.
       tile: rows of a tile, or None.
-      scale: of the result, before it is rounded.
+      scale: a factor of the result, before it is rounded.
       interpret: see `launch.call`.
 
     Raises:

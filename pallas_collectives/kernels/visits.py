@@ -100,7 +100,7 @@ def send(
       listed: int32[most]: the rows that leave, by receiver.
       starts: int32[n]: where each receiver's begin in the list.
       sizes: int32[n]: how many they are.
-      rows: of the result.
+      rows: how many the result has.
       group: the devices.
       landings: int32[n]: where on each device what is sent to it begins ("back"); None for the
         places of "there".

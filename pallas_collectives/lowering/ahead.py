@@ -238,7 +238,7 @@ class Loop:
         return None
 
     def _runs(self) -> list[list[Step]]:
-        """Products that follow one another, none of which needs another; all in order."""
+        """Products that follow one another and do not need one another; all in order."""
         found: list[list[Step]] = []
         made: set[int] = set()  # what comes of a run's products
         for step in self.steps:

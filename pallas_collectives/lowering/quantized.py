@@ -60,7 +60,7 @@ def sent(x: Any, wire: Any, axis_name: AxisName, index_groups: IndexGroups, grou
     """What a tree's arrays are where they set out: drawn, if the wire rounds stochastically.
 
     Raises:
-      WireError: terms are to be drawn that are added up before they are sent (see `_are_sent`).
+      WireError: the wire draws for terms that are added up before they are sent (see `_are_sent`).
     """
     wire = wires.named(wire)
     if wire is None or wire.key is None or not _are_sent(axis_name, index_groups, groups):
@@ -125,9 +125,8 @@ def residue(
     """
     named = wires.named(wire)
     if named is None or named.optional:
-        rule = "a residue is what a wire loses, and "
-        rule += "there is none" if named is None else "this one may be left out"
-        raise WireError(f"return_residue=True with wire={wire!r}", rule, "name one like 'int8'")
+        rule = "a residue needs a wire" + ("" if named is None else ", and this one is optional")
+        raise WireError(f"return_residue=True with wire={wire!r}", rule, "write wire='int8'")
     wire = named
     are_sent = _are_sent(axis_name, index_groups, groups)
 
@@ -217,8 +216,8 @@ def checked(wire: Any, wire_backward: Any, order: str | None = None) -> Wire:
     """The wire of a call with dequantize=False.
 
     Raises:
-      WireError: there is none that has scales and is always used; or something is asked of the
-        derivative, which values and scales do not have.
+      WireError: the wire has no scales or may be left out; or an argument is about the derivative,
+        which values and scales do not have.
     """
     if wire_backward is not None or order is not None:
         value = f"dequantize=False with wire_backward={wire_backward!r}, order={order!r}"
@@ -226,7 +225,7 @@ def checked(wire: Any, wire_backward: Any, order: str | None = None) -> Wire:
         raise WireError(value, rule, "leave both out, or leave dequantize=True")
     found = wires.named(wire)
     if found is None or found.optional or not found.scaled:
-        rule = "values and scales are those of a wire that is named and has scales"
+        rule = "values and scales need a wire that is named and has scales"
         raise WireError(f"dequantize=False with wire={wire!r}", rule, "name one like 'int8'")
     return found
 
@@ -236,10 +235,8 @@ def _each(fn: Callable[[jax.Array], tuple[jax.Array, ...]], x: Any, wire: Wire) 
         wires.check(wire, jnp.asarray(leaf).dtype, "values and scales")
         validation.check_axis("the last dimension", -1, jnp.ndim(leaf))
         if not jnp.size(leaf):
-            rule = "without numbers there are no scales"
-            raise CollectiveError(
-                f"dequantize=False for {jnp.shape(leaf)}", rule, "give it numbers"
-            )
+            value = f"dequantize=False for an array of shape {jnp.shape(leaf)}"
+            raise CollectiveError(value, "an empty array has no scales", "leave dequantize=True")
         return fn(jnp.asarray(leaf))
 
     return jax.tree.map(one, x)

@@ -36,7 +36,7 @@ class Value(NamedTuple):
 class Step:
     """An equation of a turn, whatever it stood within; values have numbers.
 
-    `eqn` is None for a barrier, which hands on what it reads, once all of it is there.
+    `eqn` is None for a barrier, which hands on what it reads once all of it has arrived.
     """
 
     eqn: JaxprEqn | None
@@ -45,7 +45,7 @@ class Step:
 
     @property
     def how(self) -> How | None:
-        """What a gather that may be asked for ahead asks for; None of all others."""
+        """What a gather that may be asked for ahead asks for; None for all others."""
         return _how(self.eqn) if self.eqn is not None else None
 
     @property
@@ -70,7 +70,7 @@ class Step:
 
     @property
     def types(self) -> dict[int, Any]:
-        """Of what an equation reads and writes."""
+        """Types of what an equation reads and writes."""
         assert self.eqn is not None
         pairs = zip((*self.reads, *self.writes), (*self.eqn.invars, *self.eqn.outvars), strict=True)
         return {x: _type(v) for x, v in pairs if not isinstance(x, Value)}
@@ -88,7 +88,7 @@ class Step:
         Args:
           values: by number.
           ahead: another `How.ahead` for a collective; None leaves it.
-          group: of what XLA is to schedule together, in this turn; None leaves it free.
+          group: what XLA schedules together with it in this turn; None leaves it free.
         """
         read = [x.val if isinstance(x, Value) else values[x] for x in self.reads]
         if self.eqn is None:
@@ -113,7 +113,7 @@ def _scatters(eqn: JaxprEqn) -> bool:
 
 
 def _wishes(eqn: JaxprEqn, collective: str) -> How | None:
-    """What a collective that may be moved to another turn asks for; None of all others."""
+    """What a collective that may be moved to another turn asks for; None for all others."""
     if eqn.primitive.name not in _twins_of(collective):
         return None
     how: How = eqn.params["how"]
@@ -127,7 +127,7 @@ def _twins_of(collective: str) -> frozenset[str]:
 
 
 def _inner(eqn: JaxprEqn) -> Any:
-    """The program that an equation runs in its place, closed; None of all others."""
+    """The program that an equation runs in its place, closed; None for all others."""
     inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
     return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
 
@@ -160,7 +160,7 @@ class Flat:
         self._new = itertools.count()
 
     def numbers(self, count: int) -> tuple[int, ...]:
-        """Of so many new values."""
+        """Numbers of so many new values."""
         return tuple(itertools.islice(self._new, count))
 
     def add(self, closed: Any, args: Sequence[Any]) -> list[Any]:
@@ -206,7 +206,7 @@ def numbers(values: Iterable[Any]) -> Iterator[int]:
 
 
 def under_way(step: Step, chip: chips.Chip) -> float:
-    """What a gather or scatter takes on a SparseCore (modelled); 0 where none is to run it."""
+    """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
     params, nbytes = step.eqn.params, _nbytes(_type(step.eqn.invars[0]))
     op = "reduce_scatter" if step.scatters else "all_gather"

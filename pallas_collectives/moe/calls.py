@@ -39,14 +39,14 @@ def dispatch(
 
     Args:
       x: (T, D): this device's tokens.
-      experts: int[T, k]: the experts that each chooses, k from 1 to 8; -1 for none. An expert that
-        a token chooses twice has it once; both weights count. A number of no expert, seen at run
-        time only, is taken for -1, and counted in `plan.invalid`.
+      experts: int[T, k]: the experts that each chooses, k from 1 to 8; -1 for no expert. An expert
+        that a token chooses twice gets it once; both weights count. An out-of-range number found at
+        run time counts as -1, and is counted in `plan.invalid`.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       num_experts: E, a multiple of n.
       rows: R, the most rows that a device has room for; by default for all that could come, that is
-        n * T * min(k, E/n). Where more want to come than fit, those of later devices, and of these
-        the later tokens, are turned away, and counted in `plan.overflow` at home.
+        n * T * min(k, E/n). If more rows come than fit, rows from later devices (and later tokens
+        of each) are refused, and counted in `plan.overflow` at home.
       exchange: "ragged" (tokens travel to the devices that want them, counts first), "slots" (the
         same, with all choices and no counts, each token to a place of its own), "dense" (to all:
         static, so that CUDA graphs take it). "auto" is dense with NCCL and lax. On TPUs it is slots
@@ -57,14 +57,14 @@ def dispatch(
       axis_index_groups: lists of device numbers that partition the axis; each is n devices, with
         E experts, by itself.
       backend: see `collectives`.
-      algorithm: of `ragged_all_to_all`, or if dense of `all_gather`, for what travels; slots have
-        none to name, so "auto" is then ragged.
+      algorithm: the algorithm of `ragged_all_to_all`, or of `all_gather` if dense. Slots have no
+        algorithms: if one is named, "auto" is not slots.
 
     Returns:
       rows: (R, D): the tokens that chose this device's experts: by expert, then by the device they
         come from, then in their order there; zeros behind the last.
-      plan: of what went where, for `combine`, which see; rows of each expert in
-        `plan.group_sizes`.
+      plan: who received what; pass it to `combine`. `plan.group_sizes` has the rows of each
+        expert.
 
     Each token travels to each device once, however many of its experts are there. Gradients go
     back the way that the plan says: no counts are exchanged again.
@@ -116,9 +116,9 @@ def combine(
 
     Args:
       y: (R, D): answers to the rows of `dispatch`; rows behind the last are not read.
-      weights: float[T, k]: of each token's choices.
+      weights: float[T, k]: the weight of each choice of each token.
       plan: as `dispatch` has made it.
-      axis_name: as given to `dispatch`; as the next three.
+      axis_name: the value given to `dispatch`, as for the last three.
       overflow: where choices did not fit: "share" gives their weight to the token's others, in
         proportion to theirs; "drop" leaves it out. A token gets zeros if nothing of it fitted.
       wire: the numbers that sums travel as, "bfloat16" (of float32) or others, as for `dispatch`.
@@ -199,7 +199,7 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
     if np.ndim(x) != 2 or np.ndim(experts) != 2 or len(x) != len(experts) or not np.size(x):
         raise CollectiveError(
             f"x of shape {np.shape(x)}, experts of shape {np.shape(experts)}",
-            "x is (T, D) and experts (T, k), for one token of one number or more",
+            "x must be (T, D) and experts (T, k), with T and D of 1 or more",
             "reshape them; jax.vmap takes further dimensions",
         )
     T, k = np.shape(experts)
@@ -209,7 +209,7 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
             f"experts of {dtype}", "it must hold the experts' numbers, integers", "give int32"
         )
     if not 1 <= k <= MOST_CHOICES:
-        rule = f"a token has 1 to {MOST_CHOICES} choices"
+        rule = f"a token must have 1 to {MOST_CHOICES} choices"
         raise CollectiveError(f"experts of shape {(T, k)}", rule, "dispatch in several calls")
     if not _is_whole(num_experts) or num_experts < 1:
         rule = "it must be a whole number of 1 or more"
@@ -237,7 +237,7 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
     if num_experts * T >= 1 << 31 or max(most, room) >= 1 << 30:
         rule = "tokens, choices and rows are numbered in 32 bits"
         value = f"{T} tokens, {num_experts} experts and {room} rows"
-        raise CollectiveError(value, rule, "use fewer")
+        raise CollectiveError(value, rule, "split the batch over several dispatches")
     chosen = exchanges.choose(
         exchange,
         wire.how,
@@ -256,7 +256,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _check_numbers(experts: Any, num_experts: int) -> None:
-    """Refuses numbers of no expert, if they are known while tracing."""
+    """Refuses numbers that are not an expert's, if they are known while tracing."""
     if _compat.is_traced(experts):
         return
     numbers = np.asarray(experts)
@@ -269,8 +269,8 @@ def _check_numbers(experts: Any, num_experts: int) -> None:
 
 def _check_answers(y: Any, weights: Any, plan: Any, overflow: str) -> None:
     if not isinstance(plan, Plan):
-        rule = "it is what dispatch returns beside the rows"
-        raise CollectiveError(f"plan of type {type(plan).__name__}", rule, "pass that")
+        rule = "it must be the plan that dispatch returned"
+        raise CollectiveError(f"plan of type {type(plan).__name__}", rule, "pass it unchanged")
     rows, choices = np.shape(plan.visitors), np.shape(plan.kept)
     if np.ndim(y) != 2 or (len(y),) != rows:
         raise CollectiveError(
@@ -279,11 +279,13 @@ def _check_answers(y: Any, weights: Any, plan: Any, overflow: str) -> None:
             "keep rows that are not used; they are not read",
         )
     if np.shape(weights) != choices:
-        rule = f"there is one for each choice: {choices}"
-        raise CollectiveError(f"weights of shape {np.shape(weights)}", rule, "reshape them")
+        value, rule = f"weights of shape {np.shape(weights)}", "there must be one per choice"
+        raise CollectiveError(value, rule, f"give shape {choices}")
     for name, array in (("y", y), ("weights", weights)):
         if not jnp.issubdtype(jnp.result_type(array), jnp.floating):
             rule = "answers are weighed with real numbers"
             raise DtypeError(f"{name} of {jnp.result_type(array)}", rule, "convert it to float32")
     if overflow not in ("share", "drop"):
-        raise CollectiveError(f"overflow={overflow!r}", "it is 'share' or 'drop'", "name one")
+        raise CollectiveError(
+            f"overflow={overflow!r}", "it must be 'share' or 'drop'", "pass 'share'"
+        )

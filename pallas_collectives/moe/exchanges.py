@@ -46,7 +46,7 @@ def gathers(n: int, axes: Sequence[tuple[int, bool]], visited: float) -> bool:
 
     Args:
       n: devices.
-      axes: of the torus that they lie on: the size of each, and whether it is a line.
+      axes: the axes of the torus that they lie on: the size of each, and whether it is a line.
       visited: to how many others a token goes.
     """
     straight = visited / (n - 1) * n * max(size / (4 if line else 8) for size, line in axes)
@@ -75,7 +75,7 @@ def choose(
     Args:
       wanted: as the caller says.
       how: the backend that serves, and its algorithm.
-      sizes: of the axes, or of a group.
+      sizes: devices along the axes, or in a group.
       tokens: T.
       experts: E.
       k: choices.
@@ -83,15 +83,15 @@ def choose(
       reaches_all: whether the chip can write to all devices.
 
     Raises:
-      AlgorithmError: no such exchange, or it has no algorithms.
+      AlgorithmError: an unknown exchange, or an algorithm for one that has no algorithms.
     """
     n = math.prod(sizes)
     if wanted not in ("auto", *EXCHANGES):
-        rule = f"it is 'auto' or one of {', '.join(EXCHANGES)}"
-        raise AlgorithmError(f"exchange={wanted!r}", rule, "name one")
+        rule = f"it must be 'auto' or one of {', '.join(EXCHANGES)}"
+        raise AlgorithmError(f"exchange={wanted!r}", rule, "name one of them")
     if wanted == "slots" and how.algorithm is not None:
-        rule = "tokens to slots have no algorithm to name"
-        raise AlgorithmError(f"algorithm={how.algorithm!r}", rule, "leave it out")
+        rule = "exchange='slots' has no algorithms to choose from"
+        raise AlgorithmError(f"algorithm={how.algorithm!r}", rule, "leave algorithm out")
     if n == 1:
         return "dense"  # nothing is exchanged
     if wanted != "auto":

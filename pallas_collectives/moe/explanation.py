@@ -17,8 +17,8 @@ class Explanation:
 
     Attributes:
       visits: to how many other devices a token goes, on average.
-      ragged_bytes: of tokens and of words on choices, where only what is wanted is sent.
-      slots_bytes: of tokens that are wanted, and of all choices.
+      ragged_bytes: bytes of tokens and words on choices, where only what is wanted is sent.
+      slots_bytes: bytes of tokens that are wanted, and of all choices.
       dense_bytes: where everyone gets all tokens.
       ragged_rows: what a device has to have room for, visitors on average.
       dense_rows: the same; also by slots.
@@ -77,11 +77,11 @@ def explain(
       k: choices of each.
       num_experts: E, a multiple of `devices`.
       devices: n.
-      dtype: of the tokens.
+      dtype: the dtype of the tokens.
       chip: a TPU generation: "v4", "v5e", "v5p", "v6e" or "7x".
 
     Raises:
-      CollectiveError: numbers that do not fit together, or no such chip.
+      CollectiveError: numbers that do not fit together, or an unknown chip.
 
     Example:
       >>> said = pc.moe.explain(tokens=4096, width=4096, k=2, num_experts=16, devices=2)

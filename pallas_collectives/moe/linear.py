@@ -83,7 +83,7 @@ def route(
       x: (rows here, ...): a row of it is in one block at the most.
       here: the blocks that leave.
       there: the blocks that come.
-      rows: of the result.
+      rows: how many the result has.
       axis_name: mesh axis, or axes.
       groups: `axis_index_groups`.
       how: the backend.
@@ -182,7 +182,7 @@ def effects_of(run: Any, shapes: Any, params: dict[str, Any], mesh: AnyMesh) -> 
 
 
 def typed(run: Any, rows: int, avals: Any, params: dict[str, Any], how: How) -> Any:
-    """Of a result with so many rows, and the effects of what makes it."""
+    """The type of a result with so many rows, and the effects of what makes it."""
     x = avals[0]
     aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
     if how.backend == "xla":

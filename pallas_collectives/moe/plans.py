@@ -254,12 +254,12 @@ def _numbers(experts: jax.Array, sizes: Sizes) -> jax.Array:
 
 
 def _room(choices: jax.Array, sizes: Sizes) -> jax.Array:
-    """Of each home's choices of each device, how many there are rows for: [home, device]."""
+    """How many of each home's choices of each device there are rows for: [home, device]."""
     return jnp.clip(sizes.rows - _exclusive(choices), 0, choices)
 
 
 def _blocks(sent: jax.Array, me: Any) -> Ends:
-    """Of blocks one behind the other: sent[home, device] rows each."""
+    """The ends of blocks of sent[home, device] rows that lie one behind the other."""
     at_home, away = _exclusive(sent.T).T, _exclusive(sent)
     home = Side(at_home[me], away[me], sent[me])
     return Ends(home, Side(away[:, me], at_home[:, me], sent[:, me]))
@@ -275,7 +275,7 @@ class _Away(NamedTuple):
 
     @classmethod
     def of(cls, expert: jax.Array, visitor: jax.Array, nth: jax.Array, sizes: Sizes) -> "_Away":
-        """Of each word its expert (L for none), its visitor, and which of its choices it is."""
+        """The tables from each word's expert (L: none), its visitor and its choice's number."""
         L, R, size = sizes.experts, sizes.rows, sizes.away_words
         row, group_sizes = _by_expert(expert, L)
         order = jnp.zeros(size, jnp.int32).at[row].set(jnp.arange(size, dtype=jnp.int32))

@@ -39,8 +39,8 @@ class Ragged(NamedTuple):
       choices: int32[words]: home, the choice (token * k + its number) of each word; T * k for none.
       tokens: int32[visitors]: home, whose row each visitor is; T for none.
       slots: int32[T, min(k, n)]: home, the visitors of each token; their number for none.
-      lists: of the words, in rows of 128.
-      visits: of the visitors.
+      lists: the exchange of words, in rows of 128.
+      visits: the exchange of visitors.
     """
 
     choices: Any
@@ -137,7 +137,7 @@ class Wire:
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:
-        """Of each of the axes; of a group its own."""
+        """Devices along each of the axes; of a group, its own number."""
         if self.groups is not None:
             return (self.size,)
         shape = jax.sharding.get_abstract_mesh().shape
@@ -216,5 +216,5 @@ class Wire:
         return self._route(lanes, lists, rows, plain, filled=True).reshape(-1)
 
     def _route(self, x: jax.Array, ends: Ends, rows: int, how: How, *, filled: bool) -> jax.Array:
-        """Only rows that arrived are read, but of words: a zero there is none."""
+        """Only rows that arrived are read, except of words, where a zero stands for no word."""
         return linear.route(x, *ends, rows, self.axis_name, self.groups, how, filled=filled)

@@ -79,7 +79,7 @@ def global_array_to_host_local_array(
 
     Raises:
       CollectiveError: None for a pspec; a leaf that is traced.
-      ProcessTimeoutError, ProcessMismatchError: of a resharding, naming the processes at fault.
+      ProcessTimeoutError, ProcessMismatchError: from a resharding, naming the processes at fault.
       ValueError: pspecs is no prefix.
 
     Example, on one process:

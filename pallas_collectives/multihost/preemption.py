@@ -1,4 +1,4 @@
-"""Agreement on the step at which to stop, once some process is to be preempted.
+"""Agreement on the step at which to stop, once some process gets notice of preemption.
 
 JAX's own `reached_preemption_sync_point` waits inside the runtime and holds Python's lock: where a
 process has died, the others freeze, whatever timeout a caller wants, until JAX kills them for the
@@ -30,7 +30,7 @@ def reached_preemption_sync_point(step_id: int, *, timeout: float = DEFAULT_TIME
     Without a notice nothing is waited for. Without `jax.distributed` the answer is False.
 
     Args:
-      step_id: of the step about to begin, counting up.
+      step_id: the number of the step about to begin, counting up.
       timeout: seconds that the processes may take to settle.
 
     Raises:

@@ -159,7 +159,7 @@ def client_or_raise() -> Any:
 
 
 def read(client: Any, key: str, deadline: float) -> str | None:
-    """The text under `key`, or None if there is none by the deadline."""
+    """The text under `key`, or None if nothing is there by the deadline."""
     milliseconds = int((deadline - time.monotonic()) * 1000)
     try:
         if milliseconds > 0:

@@ -46,7 +46,7 @@ def connect(communicator: Communicator, uses: Collection[str]) -> None:
     Every rank of the group calls this, from a thread of its own.
 
     Args:
-      uses: of `USES`: gathers, sums and broadcasts; messages, which all-to-alls are too.
+      uses: some of `USES`: gathers, sums and broadcasts; messages, which all-to-alls are too.
 
     Raises CallError.
     """

@@ -65,7 +65,7 @@ class Plan:
       writers: the other ranks that push to its result.
       pushes: what goes, at most once to each rank.
       targets: the first byte of what each of them writes there.
-      nbytes: of each push.
+      nbytes: bytes of each push.
       clear: bytes to set to zero in the result first.
     """
 
@@ -80,7 +80,7 @@ class Slot:
     """What one rank needs for one exchange at a time.
 
     Attributes:
-      words: of each rank, the address of its words.
+      words: the address of each rank's words.
       began, kept, arrived: events: the operand is there, and the result may be written; the own
         part of the result is there; all of it is, and the operand has been read.
       flights: where operand and result lie of the last exchanges, each in a row. A slot's

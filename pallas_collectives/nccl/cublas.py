@@ -39,9 +39,9 @@ class Product:
 
     Attributes:
       batch: how many X there are, for one W.
-      rows, depth, columns: of X (rows, depth) and W (depth, columns).
+      rows, depth, columns: X is (rows, depth) and W (depth, columns).
       transposed: W is (columns, depth).
-      dtype, result: of X and W, and of C and D.
+      dtype, result: the dtypes of X and W, and of C and D.
       pitches: elements from one X of the batch to the next, and so of C and of D.
     """
 
@@ -56,7 +56,7 @@ class Product:
 
     @property
     def most_bytes(self) -> int:
-        """Of the largest of its matrices."""
+        """Bytes of the largest of its matrices."""
         last = self.batch - 1
         x, _, d = (last * pitch for pitch in self.pitches)
         operands = max(x + self.rows * self.depth, self.depth * self.columns)

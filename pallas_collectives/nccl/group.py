@@ -33,7 +33,7 @@ class Group:
     """An ordered group of devices with a communicator for each one of this process's.
 
     Attributes:
-      name, devices: as given to `create`; a device's rank is its place.
+      name, devices: those given to `create`; a device's rank is its place.
       key, timeout: where its processes leave word for each other, unlike any other group's, and the
         seconds for which each waits for the others.
       communicators: rank -> communicator, for the ranks of this process.

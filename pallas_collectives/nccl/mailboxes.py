@@ -73,7 +73,7 @@ def get(
     Args:
       purpose: calls of one purpose write to the same mailboxes, each time.
       messages: that come to a GPU in a call.
-      nbytes: of data.
+      nbytes: bytes of data.
       free: whether `ready` is given at first, and so at the end of each call; else as one begins.
 
     Every process of the group calls this, in the same order, while it lowers a program.
@@ -142,7 +142,7 @@ _making = threading.Lock()
 def _make(
     agree: "_Agreement", group: Group, messages: int, size: int, free: bool
 ) -> dict[int, Mailbox] | MailboxError:
-    """New mailboxes, or why there are none: an error that every process makes of the same words."""
+    """New mailboxes, or why they cannot be made: an error with the same words on every process."""
     here, own, boxes, meeting = _host(), agree.own, agree.boxes, agree.meeting
     count = len(group.devices) + messages
     head = -(-count * _WORD // 512) * 512  # bytes before the data

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Meeting:
-    """Of a thread for each communicator; tape.c has the same functions.
+    """Where a thread for each communicator meets the others; tape.c has the same functions.
 
     Attributes:
       communicators: whose threads meet.

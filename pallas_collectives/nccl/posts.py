@@ -102,9 +102,9 @@ def get(group: Group, number: int, nbytes: int) -> dict[int, Post]:
     """What exchanges on each of this process's GPUs, by ordinal; made if it is not there yet.
 
     Args:
-      number: of the exchange in its program: those that are under way at a time have mailboxes of
-        their own, four or more.
-      nbytes: of the largest push.
+      number: the exchange's number in its program. Exchanges that are under way at a time have
+        mailboxes of their own, four or more.
+      nbytes: bytes of the largest push.
 
     Raises:
       MailboxError: some GPU cannot reach another's memory; in every process alike.

@@ -56,13 +56,13 @@ class Work:
     Attributes:
       kind: `GATHER` or `SCATTER`.
       size: GPUs.
-      batch, rows, depths: a block of x is (batch, rows, depth); whole, it is (batch, size * rows,
-        depth). Of the one x that is gathered, or of each pair's.
-      columns: of each w: of all that x is multiplied with, or to be scattered, of each pair.
+      batch, rows, depths: a block of x is (batch, rows, depth); the whole x is (batch, size * rows,
+        depth). `depths` has one for the x that is gathered, or one for each pair's x.
+      columns: those of each w that x is multiplied with, or of each pair's w if it is scattered.
       transposed: each w is (columns, depth).
-      dtype, result: of operands and products.
+      dtype, result: the dtypes of operands and products.
       keeps: whether the gathered x is a result, too.
-      cuts: into how many parts a block is cut that is to be scattered.
+      cuts: into how many parts a block that is scattered is cut.
     """
 
     kind: str
@@ -79,13 +79,13 @@ class Work:
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """Of what a message brings, or all parts of it."""
+        """Shape of what a message brings, all parts of it together."""
         gathers = self.kind == GATHER
         return self.batch, self.rows, self.depths[0] if gathers else self.columns[0]
 
     @property
     def block_bytes(self) -> int:
-        """Of what a message brings, or all parts of it."""
+        """Bytes of what a message brings, all parts of it together."""
         dtype = self.dtype if self.kind == GATHER else self.result
         return math.prod(self.block_shape) * _width(dtype)
 

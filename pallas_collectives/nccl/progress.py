@@ -103,7 +103,7 @@ class Board(Protocol):
         """The progress so far; does not wait."""
 
     def recorded(self, recorder: Recorder) -> "Board":
-        """A twin that has `recorder` note what is to be called."""
+        """A twin that makes `recorder` note the calls."""
 
 
 class DeviceBoard:

@@ -186,7 +186,7 @@ class Tape:
 
     Attributes:
       communicator: on which it does it.
-      names: of the C functions, in order.
+      names: the names of the C functions, in order.
       steps: the calls.
     """
 

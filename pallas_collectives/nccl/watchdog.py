@@ -7,7 +7,7 @@ reads theirs, and fails the group when
 
   * a local rank has been in one call for `timeout` seconds: the ranks that have not begun that call
     are missing; so is any whose process no longer reports;
-  * two ranks' hashes differ at the same call number: they made different calls, be it that NCCL
+  * two ranks' hashes differ at the same call number: they made different calls, whether NCCL
     hangs over it or ends with garbage;
   * NCCL reports an asynchronous error;
   * another process failed the group.

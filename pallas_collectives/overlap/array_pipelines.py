@@ -191,9 +191,9 @@ def pipelined_produce_and_all_to_all(
     ring = Ring(axis_name, backend, algorithm)
     produced = _alike_each_time("produce", produce, ring)
     if reduce not in (None, "sum"):
-        raise CollectiveError(f"reduce={reduce!r}", "it is None or 'sum'", "name one of them")
+        raise CollectiveError(f"reduce={reduce!r}", "it must be None or 'sum'", "pass one of these")
     if wire_dtype is not None and not (reduce and jnp.issubdtype(wire_dtype, jnp.floating)):
-        rule = "it is the dtype, of floats, in which sums travel"
+        rule = "it must be a dtype of floats, in which sums travel"
         raise DtypeError(f"wire_dtype={wire_dtype}", rule, "leave it out, or pass reduce='sum'")
     if reduce is None:
         return _exchanged(produced, ring, Places(ring, axis, tiled))
@@ -229,7 +229,7 @@ def _exchanged(produced: _Call, ring: Ring, places: Places) -> Any:
 
 
 def _after(started: list[Started], x: Any, surely: bool = False) -> Any:
-    """x, for what is to be computed once these are under way; see `Started.before`."""
+    """x, for what is computed once these are under way; see `Started.before`."""
     for under_way in started:
         x = under_way.before(x, surely)
     return x
@@ -281,10 +281,14 @@ def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
     return jax.tree.map(functools.partial(add, lambda own: own), own, *arriving)
 
 
+_ARGUMENTS = {"consume": ("block", "source"), "produce": ("destination",)}
+
+
 def _alike_each_time(name: str, function: Any, ring: Ring) -> _Call:
     """The caller's function, its results typed as varying, and checked to be alike at each call."""
     if not callable(function):
-        raise CollectiveError(f"{name}={function!r}", "it is a function", "pass one")
+        remedy = f"write {name}=lambda {', '.join(_ARGUMENTS[name])}: x"
+        raise CollectiveError(f"{name}={function!r}", "it must be a function", remedy)
     first: Any = None
 
     def call(*args: Any) -> Any:
@@ -297,7 +301,7 @@ def _alike_each_time(name: str, function: Any, ring: Ring) -> _Call:
         if types != first:
             raise CollectiveError(
                 f"results of {name}: {types[1]} in {tree}, and {first[1]} in {first[0]} before",
-                "they have the same structure, shapes and dtypes for every device",
+                "structure, shapes and dtypes must be the same for every device",
                 "choose shapes that do not depend on the device's number",
             )
         return results

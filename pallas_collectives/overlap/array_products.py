@@ -130,7 +130,9 @@ def pipelined_matmul_reduce_scatter(
     floats = jnp.issubdtype(to, jnp.floating)
     wide = jnp.promote_types(to, jnp.float32) if floats else to
     if reduce not in ("sum", "mean"):
-        raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
+        raise CollectiveError(
+            f"reduce={reduce!r}", "it must be 'sum' or 'mean'", "pass one of these"
+        )
     if reduce == "mean" and not jnp.issubdtype(to, jnp.inexact):
         raise DtypeError(
             f"reduce='mean' of {to}",
@@ -173,7 +175,7 @@ def _check_product(x: Any, w: Any, where: str = "") -> None:
     if np.ndim(x) < 2 or np.ndim(w) != 2 or np.shape(x)[-1] != np.shape(w)[0]:
         raise CollectiveError(
             f"operands of shapes {np.shape(x)} and {np.shape(w)}{where}",
-            "they are (..., K) of two dimensions or more, and (K, N)",
+            "they must be (..., K), of two dimensions or more, and (K, N)",
             "reshape or transpose one of them",
         )
 

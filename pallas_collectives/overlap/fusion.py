@@ -235,9 +235,9 @@ def cost(plan: matmul_plan.Plan, group: Group, block_bytes: int) -> Cost:
     """The seconds of a product and its collective, fused and apart.
 
     Args:
-      plan: of the products of one block.
+      plan: the plan of the products of one block.
       group: the devices.
-      block_bytes: of a block on the wire.
+      block_bytes: bytes of a block on the wire.
     """
     wire = matmul_plan.wire_seconds(group, block_bytes)
     product = sum(

@@ -154,8 +154,8 @@ def produce_and_scatter(
         raise DtypeError(f"out of {out.dtype}", rule, "convert the result")
     floats = jnp.issubdtype(out.dtype, jnp.floating)
     if reduce not in ("sum", "mean") or (reduce == "mean" and not floats):
-        rule = "it is 'sum', or 'mean' for floats"
-        raise CollectiveError(f"reduce={reduce!r} of {out.dtype}", rule, "name one of them")
+        rule = "it must be 'sum', or 'mean' for floats"
+        raise CollectiveError(f"reduce={reduce!r} of {out.dtype}", rule, "pass one of these")
     if n == 1:
         raise _alone(axis_name)
     result = tiled.produce_and_scatter(
@@ -248,7 +248,7 @@ def _check_tiles(
 ) -> None:
     """Arrays of rows are whole tiles, and the tile asked for cuts them."""
     if not outs or not all(hasattr(out, "shape") and hasattr(out, "dtype") for out in outs):
-        rule = "each result has a shape and a dtype"
+        rule = "each result must have a shape and a dtype"
         raise CollectiveError(f"out={outs}", rule, "give jax.ShapeDtypeStruct(shape, dtype)")
     for a in (x, *outs):
         rows = sublanes(a.dtype)
@@ -258,15 +258,15 @@ def _check_tiles(
     for a in (x, *operands, *outs):
         if jnp.dtype(a.dtype).itemsize > 4 or a.dtype in (jnp.float16, jnp.bool_):
             rule = "DMAs move float32, bfloat16, float8 and integers of up to 32 bits"
-            raise DtypeError(f"an array of {a.dtype}", rule, "convert it")
+            raise DtypeError(f"an array of {a.dtype}", rule, "convert it to float32")
     for operand in operands:
         if operand.ndim < 2:
-            rule = "operands in VMEM have two dimensions or more"
-            raise CollectiveError(f"an operand of shape {operand.shape}", rule, "add dimensions")
+            rule = "operands in VMEM must have two dimensions or more"
+            raise CollectiveError(f"an operand of shape {operand.shape}", rule, "write x[None]")
     whole = max(sublanes(a.dtype) for a in (x, *outs))
     fits = tile is None or (isinstance(tile, int) and tile > 0 and tile % whole == 0)
     if not fits or (tile and outs[0].shape[0] % tile):
-        rule = f"it is a multiple of {whole} that divides a block's {outs[0].shape[0]} rows"
+        rule = f"it must be a multiple of {whole} that divides a block's {outs[0].shape[0]} rows"
         raise CollectiveError(f"tile={tile}", rule, "pass such a number of rows, or None")
     if outs[0].shape[0] % whole:
         rule = f"with these dtypes they must be a multiple of {whole}"

@@ -71,7 +71,7 @@ def scan_gathered(
       ahead, and scatter each gradient while the next one is computed.
 
     Raises:
-      CollectiveError: no weights, or not as many layers in all of them.
+      CollectiveError: no weights, or weights with different numbers of layers.
       UnboundAxisError: no mesh in scope has the axis.
 
     Example, inside `jax.shard_map` over 8 devices:
@@ -90,8 +90,8 @@ def scan_gathered(
     if unroll is None:
         unroll = _UNROLLED if overlaps.gathers_on_sparsecore(chips.current()) else 1
     if not isinstance(unroll, int | np.integer) or isinstance(unroll, bool) or unroll < 1:
-        rule = "it is how many layers one turn of the loop has, a whole number of 1 or more"
-        raise CollectiveError(f"unroll={unroll!r}", rule, "pass one, or leave it out")
+        rule = "it must be a whole number of 1 or more: the layers in one turn of the loop"
+        raise CollectiveError(f"unroll={unroll!r}", rule, "pass 1, for example, or leave it out")
     return _scan(layer, axis_name, unroll, carry, weights)
 
 
@@ -99,7 +99,7 @@ def _check_layers(weights: Any) -> None:
     """Checks that there are weights, and as many layers in all of them."""
     shapes = {where: np.shape(leaf) for leaf, where in validation.leaves(weights)}
     if not shapes:
-        rule = "the first dimension of its arrays is the number of layers, and it has none"
+        rule = "weights must be arrays whose first dimension counts layers, and there are no arrays"
         raise CollectiveError(f"weights={weights!r}", rule, "give arrays, or write jax.lax.scan")
     depths = {shape[:1] for shape in shapes.values()}
     if len(depths) > 1 or depths <= {(), (0,)}:

@@ -169,9 +169,12 @@ def matmul_reduce_scatter(
     size = w.shape[1] if axis == x.ndim - 1 else x.shape[axis]
     if size % n:
         rule = f"it must be a multiple of the {n} devices"
-        raise CollectiveError(f"dimension scatter_axis={axis} of size {size}", rule, "pad it")
+        remedy = f"pad it to {-(-size // n) * n}"
+        raise CollectiveError(f"dimension scatter_axis={axis} of size {size}", rule, remedy)
     if reduce not in ("sum", "mean"):
-        raise CollectiveError(f"reduce={reduce!r}", "it is 'sum' or 'mean'", "name one of them")
+        raise CollectiveError(
+            f"reduce={reduce!r}", "it must be 'sum' or 'mean'", "pass one of these"
+        )
     validation.check_flag("precise", precise)
     over = {"wire": wire, "wire_backward": wire_backward}
     spec = _spec(
@@ -211,7 +214,7 @@ def _check_operands(
         shapes = ", ".join(str(operand.shape) for operand in (x, *ws))
         raise CollectiveError(
             f"operands of shapes {shapes}",
-            "x is (..., K) of two dimensions or more, and weights are (K, N)",
+            "x must be (..., K), of two dimensions or more, and weights (K, N)",
             "reshape or transpose them",
         )
     validation.check_axis(name, axis, x.ndim)
@@ -233,8 +236,8 @@ def _spec(
 ) -> Spec:
     algorithm = None if algorithm == "auto" else algorithm
     if algorithm not in (None, "fused", "unfused"):
-        rule = "it is 'fused', 'unfused', 'auto' or None"
-        raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
+        rule = "it must be 'fused', 'unfused', 'auto' or None"
+        raise AlgorithmError(f"algorithm={algorithm!r}", rule, "pass one of these")
     axes = validation.named(axis_name)
     validation.check_order_of_sum(order, axes)
     how = choice.choose(axes, backend, None, more.get("precise", False), order)
@@ -244,7 +247,7 @@ def _spec(
     except TypeError:
         what = f"preferred_element_type={dtype!r}"
         raise DtypeError(
-            what, "it is not a dtype", "pass one, such as jnp.float32, or None"
+            what, "it must be a dtype", "pass one such as jnp.float32, or None"
         ) from None
     wish = algorithm or ""
     validation.check_precision(precision)

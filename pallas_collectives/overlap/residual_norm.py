@@ -76,8 +76,8 @@ def psum_residual_rmsnorm(
 
     Raises:
       UnboundAxisError, CollectiveError: axes, shapes or an eps that do not fit.
-      DtypeError: an operand is not of floats.
-      AlgorithmError: "fused" was asked for and cannot be, for the reason that it gives.
+      DtypeError: an operand whose numbers are not floats.
+      AlgorithmError: "fused" cannot serve this call; the message says why.
       BackendError: see `errors`.
 
     Example, inside `jax.shard_map` over 8 devices:
@@ -100,8 +100,8 @@ def psum_residual_rmsnorm(
     validation.check_order_of_sum(order, axes)
     algorithm = None if algorithm == "auto" else algorithm
     if algorithm not in (None, FUSED, UNFUSED):
-        rule = "it is 'fused', 'unfused', 'auto' or None"
-        raise AlgorithmError(f"algorithm={algorithm!r}", rule, "name one of them")
+        rule = "it must be 'fused', 'unfused', 'auto' or None"
+        raise AlgorithmError(f"algorithm={algorithm!r}", rule, "pass one of these")
     groups = None if axis_index_groups is None else tuple(map(tuple, axis_index_groups))
     how = choice.choose(axes, backend, None, order=order)
     return _run(x, residual, weight, Spec(axes, groups, float(eps), how, algorithm or ""))
@@ -110,15 +110,17 @@ def psum_residual_rmsnorm(
 def _check(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: Any) -> None:
     for name, operand in (("x", x), ("residual", residual), ("weight", weight)):
         if not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise DtypeError(f"{name} of {operand.dtype}", "rows are of floats", "convert it")
+            raise DtypeError(
+                f"{name} of {operand.dtype}", "rows must be floats", "convert it to float32"
+            )
     if x.ndim < 1 or residual.shape != x.shape or weight.shape != x.shape[-1:]:
         raise CollectiveError(
             f"x of shape {x.shape}, residual {residual.shape}, weight {weight.shape}",
-            "x and residual are (..., D), and the weight is (D,)",
-            "reshape them",
+            "x and residual must be (..., D), and the weight (D,)",
+            "reshape them to share D and all other dimensions",
         )
     if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise CollectiveError(f"eps={eps!r}", "it is a number, 0 or more", "pass one, as 1e-6")
+        raise CollectiveError(f"eps={eps!r}", "it must be a number of 0 or more", "write 1e-6")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Spec:
     Attributes:
       axes: mesh axes.
       groups: `axis_index_groups`.
-      eps: of the norm.
+      eps: the eps of the norm.
       how: the backend.
       wish: "fused" (or an error), "" (where it pays) or "unfused".
     """
@@ -251,7 +253,7 @@ class _Tiles:
 
     Attributes:
       rows: how many there are.
-      columns: of a row.
+      columns: how many a row has.
       shape: several rows at a time, or one as several tiles: whichever takes less padding.
     """
 
@@ -270,7 +272,7 @@ class _Tiles:
         return cls(rows, columns, least)
 
     def nbytes(self, dtype: DTypeLike) -> int:
-        """Of an operand so laid out."""
+        """Bytes of an operand laid out so."""
         return math.prod(self.shape) * jnp.dtype(dtype).itemsize
 
     def weight(self, weight: jax.Array) -> jax.Array:

@@ -64,12 +64,12 @@ def all_gather_start(
     """Starts `all_gather(x, axis_name, ...)`; arguments, shapes and errors are that function's.
 
     Args:
-      after: arrays, in any pytree: on GPUs, what is to be computed before it starts.
-      **narrower: `wire` and the like; unless all are as if left out, the collective is one call,
-        where it is started.
+      after: arrays, in any pytree, that GPUs compute before the collective starts.
+      **narrower: `wire` and related options. If any is set, the collective runs whole where it is
+        started.
 
     Returns:
-      What gives the result when it is asked for: see `Started.done`.
+      A `Started`, whose `done()` gives the result.
 
     Example, inside `jax.shard_map` over 8 devices, the next layer's weights under way:
       ahead = all_gather_start(w_next, "x", tiled=True); y = x @ w; w = ahead.done(after=y)

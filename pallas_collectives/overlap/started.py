@@ -59,8 +59,8 @@ class Started:
         """The result.
 
         Args:
-          after: arrays, in any pytree: on GPUs, what is to be computed before the result is waited
-            for. Elsewhere XLA decides.
+          after: arrays, in any pytree, that GPUs compute before they wait for the result.
+            Elsewhere XLA decides.
 
         Asked for again, it is what came the first time.
         """
@@ -88,7 +88,7 @@ def _arrays(after: Any) -> list[Any]:
     leaves = jax.tree.leaves(after)
     for leaf in leaves:
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-            rule = "it takes arrays that are computed first, and this is not one"
+            rule = "it must be arrays, which are computed before the result is asked for"
             raise CollectiveError(f"after={leaf!r}", rule, "pass arrays of the program")
     return leaves
 

@@ -51,7 +51,7 @@ def replay(
         that deadlocks, in what happens up to there.
       symmetric: step devices that behave identically once. The result is the same; False is for
         tests and for pictures of every device.
-      quick: of more than some thousand copies on devices that all differ, leave out how they slow
+      quick: with more than some thousand copies on devices that all differ, leave out how they slow
         one another down. The time is then the least that it can be: `Report.least`.
       grain: seconds. What happens within so long is taken to happen at their end, so that copies
         that end one after another hold their links until the last has: rates are worked out less
@@ -64,7 +64,7 @@ def replay(
       and faults: what the hardware forbids (see `rules.py`).
 
     Raises:
-      MachineError: no such machine, or the mesh does not fit it.
+      MachineError: an unknown machine, or a mesh that does not fit it.
       NoShardMap: no mesh to be found in the function.
       DataDependent: control flow or addresses depend on an argument given by shape only.
 

@@ -65,7 +65,7 @@ class Devices:
         return self.n_devices * self.n_cores
 
     def sizes(self) -> dict[str, int]:
-        """Of the axes that are in scope."""
+        """Sizes of the axes that are in scope."""
         sizes = dict(self.axes)
         for mesh in self.cores:
             sizes |= mesh.axes

@@ -32,7 +32,8 @@ _FIGURES = tuple(f.name for f in dataclasses.fields(Chip) if f.name not in _RULE
 
 def _overridden(generation: Chip, overrides: dict[str, float]) -> Chip:
     if unknown := set(overrides) - set(_FIGURES):
-        raise MachineError(f"override {min(unknown)!r}: a Generation has {sorted(_FIGURES)}")
+        named = ", ".join(sorted(_FIGURES))
+        raise MachineError(f"override {min(unknown)!r}: it must be one of a Generation's {named}")
     return dataclasses.replace(generation, **overrides)  # type: ignore[arg-type]
 
 
@@ -41,11 +42,12 @@ def _generation_of(fields: dict[str, Any]) -> Chip:
     known = GENERATIONS[fields["name"]]
     wanted = {name: getattr(known, name) for name in _FIGURES}
     if set(fields) != set(wanted):
-        raise ValueError(f"a generation has the fields {', '.join(wanted)}")
+        raise ValueError(f"a generation must have exactly the fields {', '.join(wanted)}")
     for name, value in fields.items():
         kinds = {float: (float, int)}.get(type(wanted[name]), (type(wanted[name]),))
         if type(value) not in kinds or not (isinstance(value, str) or 0 <= value < math.inf):
-            raise ValueError(f"{name} is {value!r}")
+            wants = "text" if str in kinds else "a number of 0 or more"
+            raise ValueError(f"{name} is {value!r}, and must be {wants}")
     return dataclasses.replace(known, **fields)
 
 
@@ -105,7 +107,7 @@ class Machine:
     def load(path: str | Path) -> Machine:
         """The machine in a file that `save` has written.
 
-        Raises MachineError if there is no such file, or it holds no machine.
+        Raises MachineError if the file does not exist, or does not hold a machine.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -143,7 +143,7 @@ class Order:
     """The events of a program, each after all that it needs, and what is known at each.
 
     Attributes:
-      events: of all devices.
+      events: the events of all devices.
       finished: whether the program runs to its end, not into a deadlock.
       clocks: per event (its `row`) and device, how many of the device's events are known there.
       arrivals: what is added to each semaphore.

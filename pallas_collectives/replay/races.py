@@ -25,11 +25,11 @@ class Race:
     """Two accesses of one device's buffer that nothing orders.
 
     Attributes:
-      steps: of each access, the device that performs it and the number of its instruction there.
+      steps: for each access, the device that performs it and the number of its instruction there.
       why: what leaves the two unordered.
       remedy: what would order them.
-      flights: of each that is a copy, what it moves, and the semaphores that tell when it is over.
-      reads: of the first it is the reading that is not over.
+      flights: for each copy, what it moves, and the semaphores that tell when it is over.
+      reads: whether it is the first one's reading that is not over.
       part: what both touch, as an index of the buffer.
     """
 

@@ -99,7 +99,7 @@ class Report:
 
     @property
     def link_use(self) -> np.ndarray:
-        """Of each link, the share of the time that it was busy."""
+        """The share of the time that each link was busy."""
         seconds = self.link_bytes / self.machine.link_capacity
         return seconds / self.time if self.time else seconds
 

@@ -29,7 +29,7 @@ class Fault:
     """Something that a kernel does and the hardware forbids.
 
     Attributes:
-      name: of the rule: 'reach', 'memory', 'entry' or 'barrier'.
+      name: the name of the rule: 'reach', 'memory', 'entry' or 'barrier'.
       kernel: its name.
       line: `file:line (function)` of the instruction, or of the kernel's call.
       device: where it happens, a position in the mesh; the first, if there are several.
@@ -81,8 +81,8 @@ def find_faults(program: Program, generation: Chip, places: Places) -> list[Faul
 
     Args:
       program: already stepped; one stepped live, to its end.
-      generation: of the machine.
-      places: of the mesh's devices on it.
+      generation: the generation of the machine.
+      places: the places of the mesh's devices on it.
     """
     faults = [
         *_beyond_reach(program, generation, places),

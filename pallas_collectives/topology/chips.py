@@ -84,7 +84,7 @@ class Chip:
         return fits if self.wraps_alone else (all(fits),) * len(shape)
 
 
-# Of a v5p's 438, a kernel of 414 left too few for the rest of a step of experts [AOT].
+# A v5p has 438 semaphores; a kernel that took 414 left too few for an experts step [AOT].
 _OF_XLA = 56
 
 
@@ -116,7 +116,7 @@ _V5E = _chip(
     vmem_bytes=128 * MIB,
     semaphores=442,
     reaches_all=False,
-    no_sparsecore="it has none",
+    no_sparsecore="it has no SparseCore",
     clock=1.5e9,
     **_V5,
 )

@@ -86,7 +86,7 @@ class Ring:
       me: own position, 0 <= me < size.
       place: own place along the ring, 0 <= place < size.
       line: whether nothing goes from the last place to the first; of two devices it is one.
-      core: of the cores of each device, the one whose ring this is; None for the only one.
+      core: which of each device's cores has this ring; None for the only one.
       several: whether the only core goes round two rings; of two cores each goes round one.
     """
 
@@ -209,7 +209,7 @@ def streams(n: int, *, bidirectional: bool, chunks: int) -> tuple[Stream, ...]:
     Args:
       n: devices in the ring.
       bidirectional: use both directions of the links.
-      chunks: of a block.
+      chunks: how many a block has.
     """
     if not bidirectional:
         return (Stream(RIGHT, chunks, n - 1),)

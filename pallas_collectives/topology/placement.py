@@ -47,7 +47,7 @@ def torus(name: str) -> Iterator[None]:
       name: generation and chips along each axis of the torus: "v5e:2x4", "7x:2x2x1".
 
     Raises:
-      BackendError: there is no such slice.
+      BackendError: an unknown slice.
 
     Example:
       `with torus("v5e:2x4"): gathered = jax.jit(gather)(x)` goes round the 2 x 4 chips.
@@ -60,7 +60,7 @@ def torus(name: str) -> Iterator[None]:
         known = ", ".join(chips.BY_NAME)
         raise BackendError(
             f"torus {name!r}",
-            f"it is GENERATION:AxBxC with a generation of {known} and at most its number of axes",
+            f"it must be GENERATION:AxBxC, a slice of one of {known}",
             "name a slice, such as 'v5e:2x4'",
         )
     with _simulated(name):

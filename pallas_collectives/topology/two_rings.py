@@ -25,7 +25,7 @@ Place = tuple[int, int]
 
 
 def of(group: Group) -> Group:
-    """The group with two such rings; itself where its devices are no such torus."""
+    """The group with two such rings; the group itself if its devices are not such a torus."""
     axes = group.torus
     if len(axes) != 2 or any(axis.line or axis.chip or axis.size < 3 for axis in axes):
         return group

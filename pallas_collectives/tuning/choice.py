@@ -52,10 +52,10 @@ class Prediction(NamedTuple):
 
     Attributes:
       us: microseconds of one collective.
-      latency_us: of these, what remains at the fewest bytes that the table has a time for.
+      latency_us: the part of it that remains at the fewest bytes that the table has a time for.
       table: where it is from.
       devices: the group sizes in the table that it lies between, or the one that it is of.
-      close: whether it is a figure: of this group, or on one axis between two that lie as it does,
+      close: whether it is a figure, for this group, or on one axis between two that lie as it does,
         but for an exchange, which grows with the square; and of a sum over several axes of no more
         bytes than the table has. Else it tells no more than which algorithm is quicker: a group of
         other numbers or links can take times as long.
@@ -161,7 +161,7 @@ def use_table(table: Table | str | os.PathLike[str] | None) -> Iterator[Table | 
     the environment decide again.
 
     Raises:
-      TableError: there is no such file, or it holds no table.
+      TableError: the file does not exist, or does not hold a table.
     """
     chosen = table if table is None or isinstance(table, Table) else load(table)
     with _table_in_scope(chosen):

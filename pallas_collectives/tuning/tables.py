@@ -54,7 +54,7 @@ class Entry:
       chip: as `chips.Chip.name`; for GPUs the device_kind.
       torus: how the group lies on the links: one of `ONE_AXIS`, or as `torus_of_axes`.
       devices: devices in the group.
-      bytes: of one block, ascending.
+      bytes: bytes of one block, ascending.
       us: algorithm -> microseconds at each of `bytes`, None where it cannot run.
     """
 
@@ -133,12 +133,12 @@ def load(path: str | os.PathLike[str]) -> Table:
     """Reads a table.
 
     Raises:
-      TableError: no such file, or not a table; says which key breaks which rule.
+      TableError: there is no file, or it is not a table; says which key breaks which rule.
     """
     try:
         status = os.stat(os.fspath(path))
     except TypeError:
-        raise _error(repr(path), "the file", "it is named by a path") from None
+        raise _error(repr(path), "the file", "it must be named by a path") from None
     except OSError as error:
         raise _error(path, "the file", str(error.strerror).lower()) from None
     return _load(os.path.abspath(path), status.st_mtime_ns)
@@ -166,7 +166,7 @@ def parse(content: Any, path: str) -> Table:
         if not isinstance(content.get(key), expected):
             raise _error(path, key, f"it must be there, as a {expected.__name__}")
     if content["kind"] not in KINDS:
-        raise _error(path, f"kind {content['kind']!r}", f"it is one of {', '.join(KINDS)}")
+        raise _error(path, f"kind {content['kind']!r}", f"it must be one of {', '.join(KINDS)}")
     found: dict[tuple[str, str, str, int], Entry] = {}
     for number, raw in enumerate(content["entries"]):
         entry = _entry(raw, path, f"entries[{number}]")
@@ -181,16 +181,19 @@ def _entry(raw: Any, path: str, where: str) -> Entry:
         raise _error(path, where, "it must be an object of " + ", ".join(_KEYS))
     op, chip, torus, devices, sizes, us = (raw.get(key) for key in _KEYS)
     if not isinstance(op, str) or op not in ALGORITHMS:
-        raise _error(path, f"{where}.op {op!r}", f"it is one of {', '.join(ALGORITHMS)}")
+        raise _error(path, f"{where}.op {op!r}", f"it must be one of {', '.join(ALGORITHMS)}")
     if not isinstance(chip, str) or not chip:
-        raise _error(path, f"{where}.chip {chip!r}", "it is the name of a chip")
+        raise _error(path, f"{where}.chip {chip!r}", "it must be the name of a chip")
     if not isinstance(torus, str) or not _TORUS.fullmatch(torus):
-        rule = f"it is one of {', '.join(ONE_AXIS)}, or as '2x4 grid': {', '.join(OF_SEVERAL_AXES)}"
+        several = ", ".join(f"'2x4 {kind}'" for kind in OF_SEVERAL_AXES)
+        rule = f"it must be one of {', '.join(ONE_AXIS)}, or like one of {several}"
         raise _error(path, f"{where}.torus {torus!r}", rule)
     if type(devices) is not int or devices < 2:
-        raise _error(path, f"{where}.devices {devices!r}", "it is a whole number above 1")
+        raise _error(path, f"{where}.devices {devices!r}", "it must be a whole number above 1")
     if not isinstance(sizes, list) or not _are_sizes(sizes):
-        raise _error(path, f"{where}.bytes {sizes!r}", "whole numbers above 0, ascending")
+        raise _error(
+            path, f"{where}.bytes {sizes!r}", "they must be ascending whole numbers above 0"
+        )
     if not isinstance(us, dict) or not us:
         raise _error(path, f"{where}.us", "it must name the times of at least one algorithm")
     for name, times in us.items():

@@ -51,13 +51,13 @@ def named(target: str) -> Callable[..., Any]:
     the colon, and "path/to/file.py:function" names one in a file.
 
     Raises:
-      AskError: not of this form, no such module or function, or the module raises.
+      AskError: not of this form, the module or function does not exist, or the module raises.
     """
     module_name, colon, attribute = target.rpartition(":")
     if not colon or not module_name or not attribute:
         raise AskError(
             f"{target!r}",
-            "a function is named by its module and itself",
+            "a function must be named with its module",
             "write package.module:function, or path/to/file.py:function",
         )
     module = _module(module_name)
@@ -123,7 +123,7 @@ def shape_of(text: str, n: int) -> jax.ShapeDtypeStruct:
     except (ValueError, TypeError, SyntaxError, KeyError, RecursionError, MemoryError):
         raise AskError(
             f"argument {text[:80]!r}",
-            "an argument is a type with its dimensions in brackets, of at most 2**48 elements",
+            "it must be a type with its dimensions in brackets, of at most 2**48 elements",
             "write it like f32[1024,128], bf16[64*n,128] (n: the devices) or s32[]",
         ) from None
 
@@ -210,7 +210,7 @@ def parse_mesh(text: str) -> Axes:
     if not re.fullmatch(r"[A-Za-z_]\w*=[1-9]\d*(,[A-Za-z_]\w*=[1-9]\d*)*", text):
         raise AskError(
             f"--mesh={text}",
-            "a mesh is NAME=SIZE, one for each axis",
+            "a mesh must be NAME=SIZE, one for each axis",
             "write it like x=8 or x=4,y=2",
         )
     pairs = [part.split("=") for part in text.split(",")]
@@ -244,12 +244,12 @@ def meshes(
     """The axes of every mesh that is asked for.
 
     Raises:
-      AskError: both meshes of several axes and numbers of devices; or what is neither.
+      AskError: a mesh of several axes together with numbers of devices; or neither of the two.
     """
     if not names or len(set(names)) < len(names) or not all(map(str.isidentifier, names)):
         raise AskError(
             f"axis names {list(names)}",
-            "they are different identifiers",
+            "they must be different identifiers",
             'give ("x",) or ("x", "y")',
         )
     given = [mesh] if isinstance(mesh, Mapping) else list(mesh or [])
@@ -259,7 +259,7 @@ def meshes(
         return [dict(axes) for axes in given] or [_split(n, names) for n in (2, 4, 8)]
     sizes = list(devices) if isinstance(devices, Iterable) else [devices]
     if not sizes or not all(map(_is_size, sizes)):
-        rule = "it is a whole number above 0, or several"
+        rule = "it must be a whole number above 0, or several"
         raise AskError(f"devices={devices!r}", rule, "give 8, or (2, 4, 8)")
     if not given:
         return [_split(n, names) for n in sizes]
@@ -275,7 +275,7 @@ def meshes(
 
 def _require_axes(axes: Any) -> None:
     if not isinstance(axes, Mapping) or not axes or not all(map(_is_size, axes.values())):
-        raise AskError(f"mesh {axes}", "a mesh is axes with sizes above 0", 'give {"x": 8}')
+        raise AskError(f"mesh {axes}", "a mesh must be axes with sizes above 0", 'give {"x": 8}')
 
 
 def _is_size(value: Any) -> bool:
@@ -311,7 +311,7 @@ def machine_for(machine: Machine | str | None, n: int) -> Machine:
     """The machine asked for; of a generation alone the smallest slice that holds n devices.
 
     Raises:
-      AskError: no such machine, or it has fewer devices.
+      AskError: the machine does not exist, or has fewer devices.
     """
     if machine is None or (isinstance(machine, str) and machine in GENERATIONS):
         for name in slices(machine or DEFAULT_GENERATION):

@@ -40,7 +40,7 @@ def check(
         followed.
       mesh: the axes, name to size; or several such. By default one axis "x" of `devices`.
       devices: a number of them, or several; by default 2, 4 and 8.
-      axis_names: of the mesh that `devices` are laid out in.
+      axis_names: the names of the axes of the mesh that `devices` are laid out in.
       machine: a pod slice as in `replay`, or a generation; by default the smallest v5p that fits.
       inside: True: it is the function of one device; False: of whole arrays; None: find out.
       compile: generations whose compiler is asked as well, where libtpu is installed.

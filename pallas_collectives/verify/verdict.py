@@ -24,12 +24,12 @@ class Case:
     """The verdict on one mesh.
 
     Attributes:
-      axes: of the mesh, name to size.
+      axes: the axes of the mesh, name to size.
       machine: that it was replayed on.
       findings: what is wrong.
       unjudged: why there is no verdict, with the primitive and the line; "" if there is one.
       line: that one.
-      report: of the replay; None if nothing was replayed.
+      report: the report of the replay; None if nothing was replayed.
       compilations: what the TPU compiler said, by generation.
     """
 

@@ -36,7 +36,7 @@ def test_the_mesh_decides_then_environment_then_context_then_call(
         assert served_by(backend="xla") == {"xla"}
     assert pallas_collectives.fallback_counts() == {}
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "mpi")
-    with pytest.raises(BackendError, match=f"^{ENVIRONMENT_VARIABLE}='mpi': it is 'pallas' "):
+    with pytest.raises(BackendError, match=f"^{ENVIRONMENT_VARIABLE}='mpi': it must be 'pallas' "):
         served_by()
 
 
@@ -56,7 +56,7 @@ def test_a_jitted_function_is_retraced_under_another_backend() -> None:
 @pytest.mark.parametrize(
     "how, error, message",
     [
-        ({"backend": "mpi"}, BackendError, "backend='mpi': it is 'pallas' "),
+        ({"backend": "mpi"}, BackendError, "backend='mpi': it must be 'pallas' "),
         ({"backend": "nccl"}, BackendError, "NCCL needs NVIDIA GPUs.*cpu devices; leave backend="),
         ({"algorithm": "tree"}, AlgorithmError, "'tree' for all_gather.*bidirectional.*name one"),
         ({"algorithm": "ring:smem"}, AlgorithmError, "':hbm' or ':sc'"),

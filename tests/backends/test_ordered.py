@@ -150,7 +150,7 @@ def test_many_terms_are_added_in_several_passes() -> None:
 
 
 def test_gradients_keep_the_order() -> None:
-    """Of a sum under check_vma=False, whose transpose is a sum, and of a gather's transpose."""
+    """A sum under check_vma=False, whose transpose is a sum, and a gather's transpose."""
     x = in_order.numbers((N, 16, 128), "float32")
     ct = in_order.numbers((N, 16, 128), "float32", seed=1)
 

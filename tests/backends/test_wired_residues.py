@@ -32,7 +32,7 @@ def test_residues_are_what_terms_have_lost(rounding: str) -> None:
     np.testing.assert_allclose(
         blocks.reshape(a[0].shape), (a - also_lost).sum(axis=0), rtol=1e-5, atol=1e-5
     )
-    with pytest.raises(WireError, match="what a wire loses, and there is none"):
+    with pytest.raises(WireError, match="a residue needs a wire; write wire='int8'"):
         run(lambda x: pc.psum(x, "x", return_residue=True, **BY_XLA), data(2), n=2)
 
 

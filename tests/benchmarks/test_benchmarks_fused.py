@@ -21,7 +21,7 @@ N = 2
 
 
 def body_of(text: str) -> dict[str, tuple[str, str, list[str]]]:
-    """Of a compiled program's only loop, name -> (type, operation, operands); "ROOT" is its last.
+    """A compiled program's only loop, name -> (type, operation, operands); "ROOT" is its last.
 
     Types are without layouts.
     """

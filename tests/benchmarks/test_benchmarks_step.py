@@ -116,11 +116,11 @@ def test_built_in_programs_call_lax(
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--program=fsdpp"], "it is one of fsdp, tensor"),
-        (["--topology=v9:2x2"], "there is no such slice of v4, v5e"),
-        (["--topology=v5e:4x4x4"], "there is no such slice of v4, v5e"),
-        (["--pass=backward"], "it is one of forward, gradient"),
-        (["--under=ours"], "it is one of lax, override"),
+        (["--program=fsdpp"], "it must be one of fsdp, tensor"),
+        (["--topology=v9:2x2"], "it must be a slice of a pod of v4, v5e"),
+        (["--topology=v5e:4x4x4"], "it must be a slice of a pod of v4, v5e"),
+        (["--pass=backward"], "it must be one of forward, gradient"),
+        (["--under=ours"], "it must be one of lax, override"),
     ],
 )
 def test_flags_are_checked(bench: Bench, flags: list[str], message: str) -> None:

@@ -100,7 +100,7 @@ def test_a_wire_named_twice_is_one() -> None:
 
 
 def test_a_picture_without_points_is_told_of(bench: Bench, tmp_path: Path) -> None:
-    """Of so few bytes a wire is refused, so nothing has a time in percent of another."""
+    """A wire is refused for so few bytes, so nothing has a time in percent of another."""
     picture = tmp_path / "wires.png"
     asked = ("--wire=int8", "--replay=v5e:4x4", "--collective=psum", "--sizes=1K")
     _, out, _ = bench(*asked, f"--plot={picture}")

@@ -40,7 +40,7 @@ class Outcome:
     traceback: str = ""
 
     def unwrap(self) -> Any:
-        """The value; raises where there is none."""
+        """The value; raises if there is no value."""
         assert self.error is None, self.traceback
         return self.value
 

@@ -55,7 +55,7 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Of a mutant: `found`, the kinds of findings; `same`, whether it leaves the same bytes;
+    """A mutant's verdict: `found`, the kinds of findings; `same`, whether it leaves the same bytes;
     `searched`, what all schedules show, or None.
     """
 

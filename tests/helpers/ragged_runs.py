@@ -31,7 +31,7 @@ def of_all(tables: Any) -> tuple[Any, Any, Any]:
 def replayed(
     algorithm: str, machine: replay.Machine, axes: dict[str, int], races: bool
 ) -> replay.Report:
-    """Of what `ragged_arguments` says, along axis "x", rows of a tile."""
+    """Replays what `ragged_arguments` says, along axis "x", with rows of a tile."""
     n, rows = axes["x"], 2 + 3 * axes["x"]
     tables = conformance.ragged_arguments(n)
     given = tables if algorithm == "direct" else of_all(tables)

@@ -331,7 +331,7 @@ def _units(steps: list[Step]) -> _Units:
 
 
 def _rivals(steps: list[Step]) -> Rivals:
-    """Of each instruction, the others that touch the same bytes, one of the two writing; and
+    """For each instruction, the others that touch the same bytes, one of the two writing; and
     whether by its reads or its writes.
     """
     touching: dict[Any, list[tuple[Step, str, np.ndarray]]] = defaultdict(list)

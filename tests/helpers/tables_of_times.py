@@ -65,7 +65,7 @@ def stays_off_lines(op: str) -> bool:
 
 
 def reaches(op: str) -> set[Any]:
-    """Of its algorithms."""
+    """Reaches of a collective's algorithms."""
     return {algorithm.reach for algorithm in COLLECTIVES[op].algorithms}
 
 

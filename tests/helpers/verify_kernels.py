@@ -81,7 +81,7 @@ def past_the_end(x: Any) -> Any:
 
 
 class Semaphores(NamedTuple):
-    """Of a kernel that takes its scratch as a record."""
+    """Semaphores of a kernel that takes its scratch as a record."""
 
     sent: Any
     arrived: Any
@@ -159,5 +159,5 @@ def depends_on_data(rows: Any, x: Any) -> Any:
 
 
 def operands(n: int) -> Any:
-    """Of `depends_on_data`, on n devices."""
+    """Operands of `depends_on_data`, on n devices."""
     return np.array([8], np.int32), jax.ShapeDtypeStruct((8 * n, 128), "float32")

@@ -35,8 +35,8 @@ def of_any_formula(right: Callable[..., Any]) -> list[Answer]:
         (lambda *case: np.multiply(right(*case), -1.0), "the sign is wrong, always"),
         (lambda *case: np.multiply(right(*case), 0), "it is always 0"),
         (lambda *case: np.multiply(right(*case), np.nan), "yours is "),
-        (lambda *case: str(right(*case)), "is to be "),
-        (lambda *case: [[1], [2, 3]], "is to be "),
+        (lambda *case: str(right(*case)), "must be "),
+        (lambda *case: [[1], [2, 3]], "must be "),
         (raises, "it raises ValueError: not for "),
     ]
 
@@ -211,7 +211,7 @@ OTHERS: dict[str, list[Answer]] = {
         (lambda step, window: window - step, "uses semaphore 3"),
         (lambda step, window: window, "uses semaphore 3"),
         (lambda step, window: -step, "uses semaphore -1"),
-        (lambda step, window: "step", "is to be a number"),
+        (lambda step, window: "step", "must be a number"),
         (lambda step, window: step // window, "a race"),
         (lambda step, window: 1, "recv_sems[1]"),
     ],
@@ -292,7 +292,7 @@ OTHERS: dict[str, list[Answer]] = {
     "whole_by_sum": [
         (lambda w: w, "each device ends with shape (2, 3)"),
         (lambda w: lax.psum(w, "x"), "each device ends with shape (2, 3)"),
-        (lambda w: lax.all_gather(w, "x", tiled=True), "it is to use all_reduce"),
+        (lambda w: lax.all_gather(w, "x", tiled=True), "it must use all_reduce"),
         (lambda w: lax.psum(_placed(w, 0), "x"), "wrong values on device 0"),
         (lambda w: lax.psum(_placed(w, lax.axis_index("x")), "x"), "wrong values on device 0"),
         (lambda w: _placed(w, lax.axis_index("x") * 2), "wrong values on device 0"),
@@ -311,7 +311,7 @@ OTHERS: dict[str, list[Answer]] = {
         (lambda y: _two_steps(y)[::-1], "wrong values"),
         (lambda y: lax.all_gather(y[:2], "x", tiled=True), "wrong values"),
         (lambda y: jnp.sum(y, 0), "each device ends with shape (3,)"),
-        (lambda y: lax.all_gather(y, "x").sum(0), "it is to use all_gather, reduce_scatter"),
+        (lambda y: lax.all_gather(y, "x").sum(0), "it must use all_gather, reduce_scatter"),
     ],
     "all_are_here": [
         (_greets(1, -1), "on 4 devices a race: "),
@@ -339,14 +339,14 @@ OTHERS: dict[str, list[Answer]] = {
     ],
     "collective_ids": [
         (lambda offsets: [0] * len(offsets), "with the ids [0, 0]"),
-        (lambda offsets: [0], "for 2 calls it is to be a list of 2 numbers"),
+        (lambda offsets: [0], "for 2 calls it must be a list of 2 numbers"),
         (lambda offsets: offsets, "with the ids [1, 1]"),
-        (lambda offsets: 0, "for 1 calls it is to be a list of 1 numbers"),
-        (lambda offsets: "01", "it is to be a list"),
+        (lambda offsets: 0, "for 1 calls it must be a list of 1 numbers"),
+        (lambda offsets: "01", "it must be a list"),
         (lambda offsets: [min(k, 1) for k in range(len(offsets))], "with the ids [0, 1, 1]"),
         (lambda offsets: [k // 2 for k in range(len(offsets))], "with the ids [0, 0]"),
-        (lambda offsets: [*range(len(offsets) + 1)], "it is to be a list"),
-        (lambda offsets: [], "it is to be a list"),
+        (lambda offsets: [*range(len(offsets) + 1)], "it must be a list"),
+        (lambda offsets: [], "it must be a list"),
         (lambda offsets: [7] * len(offsets), "with the ids [7, 7]"),
     ],
 }

@@ -100,7 +100,7 @@ def test_elements_are_added_in_the_order_of_the_ranks(dtype: str, vmem: bool) ->
 @pytest.mark.full
 @pytest.mark.parametrize("torus", ["v5e:2x4", "v5p:2x2x2", "7x:2x2x1"])
 def test_one_mesh_axis_laid_over_a_torus_in_any_order(torus: str) -> None:
-    """Of 8 devices numbered anyhow: blocks of a torus go to their ranks' places one by one."""
+    """8 devices in arbitrary order: blocks of a torus go to their ranks' places one by one."""
     devices = np.array(jax.devices())[[5, 0, 3, 6, 1, 7, 2, 4]]
     x = in_order.numbers((8, 48, 128), "float32")
     params = harness.ADVERSARIES["on_wait"]

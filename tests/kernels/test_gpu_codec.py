@@ -22,7 +22,7 @@ SHAPES = [
 
 
 def blocks_of(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Of all sizes, among them groups of zeros, of subnormal numbers, with NaN and with inf."""
+    """Numbers of all sizes, with groups of zeros and subnormal numbers, and with NaN and inf."""
     rng = np.random.default_rng(0)
     x = (
         rng.normal(size=(shape[0], np.prod(shape[1:])))
@@ -79,7 +79,7 @@ def test_the_bits_are_those_of_passes_of_xla(
 @pytest.mark.parametrize("name", ["int8", "float8_e5m2"])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_what_stays_has_the_bits_of_what_comes(blocks: int, name: str) -> None:
-    """Of three devices, the second of which packs another block for each, or one for all."""
+    """Three devices; the second packs another block for each, or one for all."""
     wire, x = Wire(name), blocks_of((3, 64 * 128), jnp.bfloat16)
     own, sent = jnp.ones(1, jnp.int32), x if blocks == 3 else x[1:2]
     format = gpu_codec.Format(wire, x[0].size, True)

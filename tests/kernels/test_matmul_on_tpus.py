@@ -117,7 +117,7 @@ def test_weights_that_stay_in_vmem_compile(generation: str, depth: int, columns:
 def test_weights_of_which_most_stay_compile(
     generation: str, rows: int, depth: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few rows, so that what is fetched anew would bound them."""
+    """Few rows, so that what is fetched anew would bound the time."""
     kept: list[str] = []
     of = multiply.Scratch.of
 

@@ -56,7 +56,7 @@ def program(n: int, interpret: Any) -> tuple[Callable[[], Any], list[np.ndarray]
 def test_values(
     n: int, cores: int, chunks: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a block's chunks half go round either; of two cores each goes round one."""
+    """Half of a block's chunks go round each ring; each of two cores goes round one."""
     monkeypatch.setattr(matmul_plan, "CHUNKS", (chunks,))
     params = harness.ADVERSARIES[mode]
     if cores > 1:

@@ -52,7 +52,7 @@ def test_a_tree_is_reduced_as_lax_reduces_it(name: str, check_vma: bool) -> None
     ids=["small", "full", "large", "named", "vmem", "lax"],
 )
 def test_kernels(shapes: Any, how: Any, kernels: int) -> None:
-    """Of float32 and int32 by turns."""
+    """Leaves alternate between float32 and int32."""
 
     def fn(*xs: jax.Array) -> Any:
         return pc.psum([x.astype(("f4", "i4")[i % 2]) for i, x in enumerate(xs)], "x", **how)
@@ -97,7 +97,7 @@ def derived(m: Any, x: jax.Array) -> Any:
 
 
 def transposed(m: Any, x: jax.Array) -> Any:
-    """Of a sum that is linear in one leaf, times another."""
+    """Transposes a sum that is linear in one leaf, times another."""
 
     def fn(a: jax.Array) -> jax.Array:
         y = m.psum({"a": a, "b": jnp.sin(x)}, "x")
@@ -128,7 +128,7 @@ def checkpointed(m: Any, x: jax.Array) -> Any:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("fn", [vmapped, derived, transposed, checkpointed])
 def test_each_leaf_is_transformed_on_its_own(fn: Any, check_vma: bool) -> None:
-    """Of our primitive, whatever serves; here without effects, which simulated kernels have."""
+    """Our primitive, whatever serves; here without effects, which simulated kernels have."""
 
     def run(m: Any, x: jax.Array) -> Any:
         return fn(With(m, {"backend": "xla"}) if m is pc else m, x)

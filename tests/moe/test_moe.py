@@ -131,7 +131,7 @@ def test_nothing_reads_what_no_block_has_brought(how: str, monkeypatch: pytest.M
 
 
 def whole(parts: np.ndarray) -> np.ndarray:
-    """Of each device's experts, all of them."""
+    """All experts, from each device's."""
     return parts.reshape(E, *parts.shape[2:])
 
 
@@ -278,8 +278,8 @@ def call(x: Any, **wrong: Any) -> Any:
         ({"exchange": "sparse"}, AlgorithmError, "'auto' or one of ragged, slots, dense"),
         ({"algorithm": "fastest"}, AlgorithmError, "ragged_all_to_all"),
         ({"axis_index_groups": [[0, 1], [2]]}, CollectiveError, "equal size"),
-        ({"tokens": np.zeros((6, 4, 2), np.float32)}, CollectiveError, "x is .T, D."),
-        ({"tokens": np.zeros((6, 0), np.float32)}, CollectiveError, "one number or more"),
+        ({"tokens": np.zeros((6, 4, 2), np.float32)}, CollectiveError, "x must be .T, D."),
+        ({"tokens": np.zeros((6, 0), np.float32)}, CollectiveError, "T and D of 1 or more"),
     ],
     ids=range(22),
 )
@@ -294,7 +294,7 @@ def test_bad_input_is_refused_before_launch(
     [
         ({"y": np.zeros((4, 4), np.float32)}, CollectiveError, "y of shape"),
         ({"y": np.zeros((36, 4), np.int32)}, DtypeError, "y of int32"),
-        ({"weights": np.zeros((6, 3), np.float32)}, CollectiveError, "one for each choice"),
+        ({"weights": np.zeros((6, 3), np.float32)}, CollectiveError, "one per choice; give shape"),
         ({"weights": np.zeros((6, 2), np.int32)}, DtypeError, "weights of int32"),
         ({"plan": ()}, CollectiveError, "plan of type tuple"),
         ({"overflow": "keep"}, CollectiveError, "'share' or 'drop'"),

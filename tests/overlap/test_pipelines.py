@@ -255,9 +255,11 @@ def test_what_cannot_be_is_refused_while_tracing() -> None:
 
     harness.fails(UnboundAxisError, "axis name 'q'", lambda x: gather(x, of_source, "q"))
     harness.fails(
-        CollectiveError, r"consume=None: it is a function", lambda x: gather(x, None, "x")
+        CollectiveError,
+        r"consume=None: it must be a function; write consume=lambda block, source",
+        lambda x: gather(x, None, "x"),
     )
-    harness.fails(CollectiveError, r"produce=3: it is a function", lambda x: exchange(3, "x"))
+    harness.fails(CollectiveError, r"produce=3: it must be a function", lambda x: exchange(3, "x"))
     harness.fails(
         CollectiveError, r"axis=4.*\[-4, 4\)", lambda x: gather(x, lambda b, _: b, "x", axis=4)
     )

@@ -98,7 +98,7 @@ def test_scatters(axis: int, rows: int, options: dict[str, Any], n: int, most: i
 @pytest.mark.parametrize("name", [GATHER, SCATTER])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
 def test_derivatives(name: str, wrap: Any, most: int) -> None:
-    """Of the operand and the weights, twice; the transpose of each product is the other."""
+    """Derivatives of operand and weights, twice; the transpose of each product is the other."""
     needs(2, most)
     x, w, dx, dw = (operand(2, *s) for s in ((4, 16), (16, 8), (4, 16), (16, 8)))
 
@@ -118,7 +118,7 @@ def test_derivatives(name: str, wrap: Any, most: int) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_derivatives_of_products_with_weights_of_several_widths(axis: int, most: int) -> None:
-    """Of queries and keys, say: backwards each pair of operands has a depth of its own."""
+    """Queries and keys, say: backwards each pair of operands has a depth of its own."""
     needs(2, most)
     x, wide, narrow = operand(2, 4, 6, 16), operand(2, 16, 24), operand(2, 16, 8)
 

@@ -312,7 +312,7 @@ def test_bad_input_is_refused_as_by_the_whole_collective():
     ):
         with pytest.raises(CollectiveError):
             on_devices(lambda x, start=start: start(x).done(), x)
-    with pytest.raises(CollectiveError, match="after='y': it takes arrays"):
+    with pytest.raises(CollectiveError, match="after='y': it must be arrays"):
         on_devices(lambda x: pc.psum_start(x, "x").done(after="y"), x)
 
 

@@ -188,9 +188,12 @@ def test_a_machine_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     "change, told",
     [
         (lambda c: c.pop("generation"), "KeyError"),
-        (lambda c: c["generation"].pop("hop_latency"), "has the fields"),
+        (lambda c: c["generation"].pop("hop_latency"), "must have exactly the fields"),
         (lambda c: c["generation"].update(hop_latency="1 us"), "hop_latency is '1 us'"),
-        (lambda c: c["generation"].update(hop_latency=-1.0), "hop_latency is -1.0"),
+        (
+            lambda c: c["generation"].update(hop_latency=-1.0),
+            "hop_latency is -1.0, and must be a number of 0 or more",
+        ),
         (lambda c: c["generation"].update(hop_latency=float("nan")), "hop_latency is nan"),
         (lambda c: c["generation"].update(reaches_all=1), "reaches_all is 1"),
         (lambda c: c["generation"].update(name="v99"), "KeyError: 'v99'"),

@@ -89,7 +89,7 @@ def test_256_devices_take_seconds_even_one_by_one() -> None:
     [(16, 8192), pytest.param(4096, 8, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
 )
 def test_4096_devices(n: int, rows: int) -> None:
-    """Of one axis, 256 rings; or as a ring of 4096 in lax's order, of one tile each."""
+    """256 rings of one axis; or one ring of 4096 in lax's order, of one tile each."""
     report = _replayed("v5p:16x16x16", n, rows=rows)
     assert report["ok"]
     assert report["seconds"] < 300

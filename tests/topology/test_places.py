@@ -176,7 +176,7 @@ def test_real_coordinates_make_a_ring_of_single_links(topology: str) -> None:
 
 
 def test_each_slice_has_its_own_torus() -> None:
-    """Inside two slices of 2 x 4 chips rings follow the wires; over both there is none."""
+    """Inside two slices of 2 x 4 chips rings follow the wires; over both there is no ring."""
     pytest.importorskip("libtpu")
     mesh = Mesh(np.array(harness._topology("v5e:2x4", 2).devices).reshape(2, 8), ("dcn", "x"))
     both, inside = Group(("dcn", "x"), (2, 8)), Group(("x",), (8,))

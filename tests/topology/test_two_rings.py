@@ -45,7 +45,7 @@ def links_of(a: int, b: int) -> set[frozenset[int]]:
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_no_link_is_in_both_rings(odd: int) -> None:
-    """Of all tori whose sides are both even, or both odd, up to 16."""
+    """All tori whose sides are both even, or both odd, up to 16."""
     sides = range(4 - odd, 17, 2)
     for a, b in itertools.product(sides, sides):
         along = Group(("x",), (a,)), Group(("y",), (b,))

@@ -92,7 +92,7 @@ def test_a_group_between_those_of_the_table_lies_between_their_times() -> None:
 
 
 def test_a_torus_between_those_of_the_table_lies_between_their_times() -> None:
-    """3x4 devices between 2x4 and 4x4; a small cylinder, of which there is none, as a grid."""
+    """3x4 devices between 2x4 and 4x4; a small cylinder, which does not exist, as a grid."""
     on = {"2x4 grid": 8, "3x4 grid": 12, "4x4 grid": 16, "3x4 cylinder": 12}
     found = {t: choice.predict("all_gather", MIB, n, V6E, ("torus",), t) for t, n in on.items()}
     less, between, more, cylinder = (times["torus"] for times in found.values())

@@ -82,7 +82,7 @@ def test_each_fault_is_named_at_the_readers_line(
 
 
 def test_refs_bear_the_names_that_the_author_gave_them() -> None:
-    """Of a kernel that takes `*refs`, with a record among its scratch."""
+    """A kernel that takes `*refs`, with a record among its scratch."""
     (finding,) = verify.check(kernels.gather, X, devices=(4,)).findings
     text = str(finding)
     assert "o_ref[" in text and "sems.arrived[0]" in text and "sems.sent" in text
@@ -224,7 +224,7 @@ def test_what_the_replay_does_not_know_is_named_with_its_line(
     [
         ({"devices": (0,)}, "above 0"),
         ({"devices": (2,), "mesh": {"x": 2, "y": 2}}, "one axis"),
-        ({"devices": 0}, "devices=0: it is a whole number above 0, or several"),
+        ({"devices": 0}, "devices=0: it must be a whole number above 0, or several"),
         ({"devices": 2.5}, "devices=2.5"),
         ({"devices": ("8",)}, "above 0"),
         ({"mesh": {"x": 0}}, "sizes above 0"),
@@ -242,7 +242,7 @@ def test_bad_input_is_a_sentence(how: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("text", ["f32", "f32[6q]", "q7[8]", "f32[8,-8]", "f32[1/2]"])
 def test_types_of_operands_are_checked(text: str) -> None:
-    with pytest.raises(verify.AskError, match="an argument is a type"):
+    with pytest.raises(verify.AskError, match="it must be a type"):
         asked.shape_of(text, 4)
 
 

@@ -87,7 +87,7 @@ def _exchanged(
 
 
 def gather_bytes(name: str, wire: Wire, *, x: jax.Array, axis: int, group: Group) -> int:
-    """Of a gather along an axis."""
+    """Bytes that a gather along an axis sends; 0 if no kernel packs it."""
     seen = _along(x.shape, axis, x.dtype, wire)
     if seen is None:
         return 0
@@ -100,7 +100,7 @@ def gather_bytes(name: str, wire: Wire, *, x: jax.Array, axis: int, group: Group
 def exchange_bytes(
     name: str, wire: Wire, *, x: jax.Array, split_axis: int, concat_axis: int, group: Group
 ) -> int:
-    """Of an all-to-all."""
+    """Bytes that an all-to-all sends; 0 if no kernel packs it."""
     seen = _exchanged(x.shape, split_axis, concat_axis, group.size, x.dtype, wire)
     algorithm = catalogue.COLLECTIVES["all_to_all"].algorithm(name)
     assert algorithm is not None and isinstance(algorithm.packed, Kernel)
@@ -111,7 +111,7 @@ def exchange_bytes(
 def permute_bytes(
     name: str, wire: Wire, *, x: jax.Array, perm: Sequence[tuple[int, int]], group: Group
 ) -> int:
-    """Of a permute."""
+    """Bytes that a permute sends; 0 if no kernel packs it."""
     seen, group = _in_rows(x.shape, x.dtype, wire), placement.arranged(group)
     able = algorithms.permuting(group, perm)
     sent_bytes = Kernel("ppermute_packed", "sent_bytes")

@@ -37,14 +37,14 @@ class Spec:
     Attributes:
       axis_name: mesh axis or axes.
       axis: the dimension of x that is gathered or scattered, counted from 0.
-      out_dtype: of products.
+      out_dtype: the dtype of products.
       transposed: weights are (N, K).
       precision: as `jax.lax.dot_general`'s.
       how: what the call asks for.
       wish: "fused" (or an error), "preferred" (wherever a kernel can serve), "" (where it pays), or
         "unfused".
       precise: sums travel in float32.
-      scale: of the scattered sum.
+      scale: a factor of the scattered sum.
       keeps: whether the gathered operand is wanted; what stands in its place is not read otherwise.
     """
 
@@ -80,8 +80,8 @@ class Layout:
     """An operand of `n` blocks along `axis` as (A, n * rows, K), and back.
 
     Attributes:
-      shape: of the operand.
-      axis: of the collective, not the last.
+      shape: the shape of the operand.
+      axis: the collective's axis, not the last.
       n: blocks along it.
       whole: rows of a block are padded to a multiple of this.
     """

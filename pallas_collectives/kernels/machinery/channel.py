@@ -67,7 +67,7 @@ class Channel:
     """One stream of messages, at one device.
 
     Attributes:
-      ring: of the devices that it leads through.
+      ring: the ring of the devices that it leads through.
       direction: which way round.
       semaphores: those of all streams.
       index: this stream's in them.

@@ -186,7 +186,7 @@ class Chunks:
 
     Attributes:
       block: its shape.
-      shape: of a chunk.
+      shape: the shape of a chunk.
     """
 
     block: tuple[int, ...]

@@ -29,11 +29,11 @@ def kernel(
     """A `pl.pallas_call` of such a body as `launch` makes, for so many TensorCores.
 
     Args:
-      count: of cores.
+      count: the number of cores.
       body: takes refs to (tables, scalars, operands, results, buffers, *scratch).
       results: types of results and of buffers.
       scratch: what to allocate.
-      **options: of `pl.kernel`.
+      **options: options of `pl.kernel`.
 
     Returns:
       Takes lists of tables, scalars and operands; gives lists of results and of buffers.

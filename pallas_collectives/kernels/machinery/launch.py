@@ -99,7 +99,7 @@ def call_many(
 
     Raises:
       CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
-      VmemError: what is to be in VMEM does not fit the chip's.
+      VmemError: the kernel needs more VMEM than the chip has.
       EngineError: no SparseCore can run it (`sparsecore`), though one is wanted.
     """
     _compat.prepare()

@@ -151,7 +151,7 @@ class _Operand:
 
 @dataclasses.dataclass(frozen=True)
 class _Panels(_Operand):
-    """Panels of w of which all stay but each `every`-th; 0: all.
+    """Panels of w, which stay except each `every`-th; 0: all stay.
 
     Those that stay come with the first product. Of the others the next is sent for when one begins
     to serve: the one before that, whose place it takes, has served by then.
@@ -165,7 +165,7 @@ class _Panels(_Operand):
         return self.count // self.every if self.every else 0
 
     def _number(self, step: Number) -> tuple[Any, Any, Any]:
-        """Of a step's panel: its number, how many before it do not stay, and if it does not."""
+        """A step's panel: its number, how many before it do not stay, and whether it does not."""
         panel = lax.div(step, np.int32(self.serves))
         if not self.every:
             return panel, 0, False
@@ -380,7 +380,7 @@ class Products:
         return _Operand(name, places, serves, self._steps // serves, at, **options)
 
     def _indices(self, step: Number) -> list[Any]:
-        """Of a step: the tile of columns, which of A, the tile of rows, the tile of K."""
+        """A step's tile of columns, number of A, tile of rows and tile of K."""
         found: list[Any] = []
         for size in self._grid[:0:-1]:
             found.append(lax.rem(step, np.int32(size)) if size > 1 else 0)

@@ -28,8 +28,8 @@ from pallas_collectives.topology.chips import Chip
 # tiles are multiplied in a loop.
 _MOST_VOLUME = 1 << 30
 _STEP_SECONDS = 0.2e-6  # of the grid: DMAs started and waited for
-# For so much of their time the copies of a product make others late: of two tilings that take the
-# same time, the one is chosen that moves less.
+# Share of a product's copy time that delays other traffic: of two tilings that take the same time,
+# the one that moves less is chosen.
 _SHARED = 0.05
 _MOST_ROWS = 2048  # of a tile that has all rows: x then stays in VMEM for all columns
 
@@ -41,10 +41,10 @@ class Tiles:
     Attributes:
       rows, depth, columns: one tile's share of rows, K and N. `depth` divides K; the last tile of
         rows and of columns may stick out.
-      inner: of the depth, what is multiplied at once; divides it.
+      inner: the share of the depth that is multiplied at once; divides it.
       keep: what of w stays in VMEM: "all"; "some" panels (K by columns); of one product a "panel",
         or of one step a "tile" (depth by columns).
-      every: of "some", each so-many-th panel is fetched anew.
+      every: with "some", each so-many-th panel is fetched anew.
     """
 
     rows: int

@@ -78,7 +78,7 @@ def scheduled(group: int | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_wanted() -> bool:
-    """Whether kernels are to be launched on a SparseCore."""
+    """Whether kernels are launched on a SparseCore."""
     return _wanted.get()
 
 
@@ -138,9 +138,7 @@ def check(what: str, chip: Chip, *, adds: bool) -> None:
     if chip.no_sparsecore:
         raise EngineError(f"{what} on a SparseCore", f"{chip.name}: {chip.no_sparsecore}", remedy)
     if adds:
-        rule = (
-            "it adds, which a SparseCore's vector subcores do for rings and lines of shares alone"
-        )
+        rule = "it adds, and on a SparseCore only ring and line sums can"
         raise EngineError(f"{what} on a SparseCore", rule, remedy)
 
 
@@ -196,7 +194,7 @@ def kernel(
       aliases: operand number -> result number: the result begins as a copy of the operand.
       sharing: so many vector subcores run it, each with its part of operands and results, number
         [:, i], and of buffers, [i]; 0 for the scalar subcore.
-      **options: of `pl.kernel`.
+      **options: options of `pl.kernel`.
 
     Returns:
       Takes lists of tables, scalars and operands; gives lists of results and of buffers.

@@ -230,17 +230,17 @@ class _Part:
     # Channels; messages of a column are numbered by rounds
 
     def _on(self, side: Number) -> Channel:
-        """Of sums that go on along the row."""
+        """The channel of sums that go on along the row."""
         comes = jnp.where(self._row.behind(side) > 0, self._row.past(side), 0)
         return self._summing(0, side, self._s.on, self._s.on_ref, comes)
 
     def _here(self, side: Number) -> Channel:
-        """Of sums that end here, and are added to those of the column."""
+        """The channel of sums that end here, and are added to those of the column."""
         comes = jnp.where(self._row.behind(side) > 0, self._row.own, 0)
         return self._summing(0, side, self._s.here, self._s.here_ref, comes)
 
     def _along(self, side: Number) -> Channel:
-        """Of sums that come along the column."""
+        """The channel of sums that come along the column."""
         comes = jnp.where(jnp.where(side == 0, *self._sums_from), self._row.own, 0)
         return self._summing(1, side, self._s.column, self._s.column_ref, comes)
 
@@ -251,7 +251,7 @@ class _Part:
         return Channel(self._rings[ring], to, semaphores, (side,), comes, most, place)
 
     def _outwards(self, ring: Ring, to: int) -> Channel:
-        """Of finished chunks; messages are numbered as chunks are."""
+        """The channel of finished chunks; messages are numbered as chunks are."""
         return Channel(ring, to, self._s.outwards, (0,), self._cut.count, longest=0)
 
     # Our terms, copied to VMEM one chunk ahead; of kinds 0 and 1 for sums of a side, 2 for columns'

@@ -96,8 +96,8 @@ class View:
     they are in memory.
 
     Attributes:
-      shape: of a block.
-      block: of a block as it is seen.
+      shape: the shape of a block.
+      block: its shape as it is seen.
       split: along which axis the operand's blocks lie: before it stand the torus' dimensions.
       concat: likewise the result's.
     """
@@ -199,7 +199,7 @@ class Part:
     Attributes:
       ref: the array: HBM or VMEM.
       at: before which dimension of a block those of the torus stand.
-      number: of the bundle along its axis.
+      number: the bundle's number along its axis.
       chunk: which one of whole blocks; None where the array has but one of each.
       numbers_ref: the blocks' numbers, where they lie in that order (see `devices.Field`).
     """

@@ -54,11 +54,11 @@ class Course:
     """Which way each chunk goes.
 
     Attributes:
-      axes: of the torus.
+      axes: the axes of the torus.
       table: for each axis its number of peers and their distances; then jumps: of the route its
         distance, what of it lies behind, the parity of the places where it begins (-1: all); the
         jump; the slots from which and to which it leads (-1: none).
-      orders: of the axes; chunk c goes through that of number c, modulo their number.
+      orders: orders of the axes; chunk c goes through that of number c, modulo their number.
       window: chunks of an order under way in a phase.
     """
 

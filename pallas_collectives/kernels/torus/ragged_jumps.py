@@ -203,7 +203,7 @@ class Rows:
         sync.for_each(0, math.prod(sizes[axis] for axis in others), one)
 
     def _which(self, move: Move) -> tuple[Number, Number]:
-        """Of a pair's slices the one that a chunk is of, and the chunk's number there."""
+        """Which of a pair's slices a chunk belongs to, and the chunk's number there."""
         slices = np.int32(self.tables.slices)
         return lax.rem(move.chunk, slices), lax.div(move.chunk, slices)
 

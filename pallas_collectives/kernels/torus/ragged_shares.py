@@ -79,7 +79,7 @@ def ends(rows: jax.Array, axes: Sequence[Group], wanted: jax.Array, first: jax.A
 
     Args:
       rows: [sender, receiver].
-      axes: of the torus, the devices of a chip as well; these have no part.
+      axes: the axes of the torus, the devices of a chip as well; these have no part.
       wanted: bool: whether to weigh links at all; else all goes straight.
       first: bool: whether a part's axis is its first one, or its last.
     """
@@ -108,9 +108,9 @@ class _Legs(NamedTuple):
     """Who crosses which link: those rows of a part do whose sender and receiver are both named.
 
     Attributes:
-      senders: of each part, int8[hop, link, place]: the senders whose rows are so many hops along
+      senders: for each part, int8[hop, link, place]: the senders whose rows are so many hops along
         the axis of a link when they come to it.
-      receivers: of each part, int8[hop, link, place]: the receivers for whom these then cross it.
+      receivers: for each part, int8[hop, link, place]: the receivers for whom these then cross it.
     """
 
     senders: list[Any]
@@ -124,12 +124,12 @@ def fits(axes: Sequence[Group]) -> bool:
 
 
 def _hops(axes: Sequence[Group]) -> int:
-    """Of the longest way along one axis."""
+    """Hops of the longest way along one axis."""
     return max(axis.size - 1 if axis.line else axis.size // 2 for axis in axes if not axis.chip)
 
 
 def _legs(axes: Sequence[Group], first: bool) -> _Legs:
-    """Of parts whose axis is their first one, or their last. What goes straight is behind."""
+    """The senders and receivers of each part whose rows cross a link; see `_Legs`."""
     at = np.indices([axis.size for axis in axes]).reshape(len(axes), -1)
     same = at[:, :, None] == at[:, None, :]  # [axis, place, place]
     shape = len(axes), _hops(axes), len(axes), 2, at.shape[1], at.shape[1]

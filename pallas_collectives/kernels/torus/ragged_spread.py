@@ -249,7 +249,7 @@ def _tables(
     nothing = jnp.zeros((1, n * slices), jnp.int32)
 
     def passed_on(table: Any, way: _Way) -> jax.Array:
-        """Of the pairs that this device passes on along a way."""
+        """A table's values for the pairs that this device passes on along a way."""
         return table.reshape(n * n, slices)[way.pairs[me]].reshape(-1)
 
     def of_each(values: Any) -> jax.Array:

@@ -95,7 +95,7 @@ class Plan:
       bundles: what a block is cut into.
       lines: which axes are lines: there every stream goes both ways, and no hop closes a ring.
       within: the axis that is the devices of a chip, if there is one.
-      cores: of a device, each of which has as much of a block along the cut, and these bundles.
+      cores: how many a device has; each has as much of a block along the cut, and these bundles.
       core: which of them this is.
     """
 
@@ -126,7 +126,7 @@ class Plan:
     ) -> "Plan":
         """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
 
-        `tile` is the rows and columns of which every piece is a multiple; by default the dtype's.
+        Every piece is a multiple of `tile`, rows and columns; by default the dtype's tile.
         Blocks that cannot be divided between `cores` alike, or are small, are all the first one's.
 
         With `both`, half of several chunks go on from there in the other order (see

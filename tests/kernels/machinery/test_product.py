@@ -84,7 +84,7 @@ def test_products_of_tiles_that_stick_out(keep: str, transposed: bool) -> None:
     [(768, 2, 3), *(pytest.param(*r, marks=pytest.mark.full) for r in ((640, 2, 2), (640, 5, 3)))],
 )
 def test_products_with_some_panels_that_stay(columns: int, every: int, times: int) -> None:
-    """Of five or six panels three, two or one are fetched anew, to the same two places in turn."""
+    """Three, two or one of five or six panels are fetched anew, to the same two places in turn."""
     problem = Problem(1, 16, 256, columns, F32, F32, F32)
     tiles = Tiles(rows=16, depth=128, columns=128, inner=128, keep="some", every=every)
     x, w = harness.random((1, 16, 256), F32), harness.random((256, columns), F32, 1)

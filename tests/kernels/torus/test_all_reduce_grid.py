@@ -27,7 +27,7 @@ OPS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum}
 
 
 def group_on(*sizes: int) -> Group:
-    """Of a grid: axes of two devices close, and are lines all the same."""
+    """The group of a grid: axes of two devices close, and are lines all the same."""
     return on_lines(sizes, [k for k, n in enumerate(sizes) if n > 2])
 
 
@@ -187,7 +187,7 @@ SMALL = Cut((8, 8), 128, 1, 24)
     ],
 )
 def test_no_fault_on_any_schedule_and_each_link_carries_the_same(sizes: tuple[int, int]) -> None:
-    """Of a whole number of rounds; halves carry the same if the sides are the same."""
+    """A whole number of rounds; halves carry the same if the sides are the same."""
     cut = Cut((8, 8), 128, 1, math.lcm(*sizes) * (60 // math.lcm(*sizes) + 1))
     report = run_on(sizes, cut)
     assert report.ok
@@ -202,7 +202,7 @@ def no_barrier(patch: pytest.MonkeyPatch) -> None:
 
 def freed_before_it_has_left(patch: pytest.MonkeyPatch) -> None:
     def end_send(self: Any, side: Any, number: Any) -> None:
-        """Of the sum that is only just about to leave."""
+        """Releases the sum that is only just about to leave."""
         self._on(side).release(number + all_reduce_grid.IN_FLIGHT)
 
     patch.setattr(all_reduce_grid._Part, "_end_send", end_send)

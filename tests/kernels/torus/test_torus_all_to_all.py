@@ -106,7 +106,7 @@ def test_one_mesh_axis_laid_over_a_torus_in_any_order(name: str) -> None:
 
 
 def is_caught(mode: str, sizes: tuple[int, ...] = (2, 4), hold: int | None = None) -> bool:
-    """Of blocks in so many chunks that slots serve again."""
+    """Whether a fault is caught, with blocks in so many chunks that slots serve again."""
     n, on = math.prod(sizes), harness.mesh(*sizes)
     x = harness.random((n, n * 128, 128), "float32")
 

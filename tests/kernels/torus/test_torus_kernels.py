@@ -144,7 +144,7 @@ def test_gathers_along_any_axis_as_lax(axis: int, dtype: str) -> None:
     ],
 )
 def test_one_mesh_axis_laid_over_a_torus_in_any_order(op: str, space: str, name: str) -> None:
-    """Of 8 devices that lie as 2 x 2 x 2, numbered anyhow: blocks go one by one."""
+    """8 devices that lie as 2 x 2 x 2, in arbitrary order: blocks go one by one."""
     devices = np.array(jax.devices())[[5, 0, 3, 6, 1, 7, 2, 4]]
     call, reference = CASES[op]
     x = harness.random((8, 48 * (1 if op == "all_gather" else 8), 128), "float32")
