@@ -25,7 +25,7 @@ def dtype_of(dtype: DTypeLike) -> Any:
     try:
         return jnp.dtype(dtype)
     except TypeError:
-        raise CollectiveError(f"dtype={dtype!r}", "it is no dtype", "write 'bfloat16'") from None
+        raise CollectiveError(f"dtype={dtype!r}", "must be a dtype", "write 'bfloat16'") from None
 
 
 def check_call(name: str, x: jax.ShapeDtypeStruct, group: Group, axis: Any, **asked: Any) -> None:
@@ -82,14 +82,14 @@ def _plain(name: str, x: jax.Array, group: Group, axis: Any) -> dict[str, Any]:
 
 
 def check_figures(op: str, wire: Any) -> None:
-    """Of a product and of a broadcast over a wire there is nothing to tell."""
+    """Products and broadcasts over a wire have no figures."""
     if wire is not None and op.removesuffix("_start") in (*PRODUCTS, "pbroadcast"):
-        rule = "explain has no figures of it over a wire"
-        raise WireError(f"wire={wire!r} for {op}", rule, "leave it out")
+        rule = "explain has no figures for this collective over a wire"
+        raise WireError(f"wire={wire!r} for {op}", rule, "leave wire out")
 
 
 def check_columns(op: str, shape: Any, columns: Any) -> None:
-    """Products have right-hand sides, and collectives none."""
+    """Products have right-hand sides; collectives do not."""
     if op not in PRODUCTS:
         if columns is not None:
             rule = "a collective has no right-hand side"
@@ -105,7 +105,7 @@ def check_columns(op: str, shape: Any, columns: Any) -> None:
         or not all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
         or (op == SCATTER and len(numbers) > 1)
     ):
-        rule = "it is how many columns the matrix has that x is multiplied with"
+        rule = "must be the number of columns of the matrix that x is multiplied with"
         several = "" if op == SCATTER else ", or (4096, 1024) for two matrices"
         remedy = f"write columns=4096{several}"
         raise CollectiveError(f"columns={columns!r} for {op}", rule, remedy)

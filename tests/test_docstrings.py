@@ -101,7 +101,7 @@ def _algorithms_in(docstring: str) -> set[str]:
 
 @pytest.mark.parametrize("op", catalogue.COLLECTIVES)
 def test_docstrings_name_the_algorithms_that_there_are(op: str) -> None:
-    """Of each collective at least one function does; others refer to it."""
+    """At least one function of each collective does; others refer to it."""
     record = catalogue.COLLECTIVES[op]
     told = {name: _algorithms_in(getattr(pc, name).__doc__) for name in record.functions}
     known = {*catalogue.ALGORITHMS[op], *([ordered.EXCHANGE.name] if op == "all_reduce" else [])}

@@ -107,7 +107,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Of the entry."""
+        """The entry's."""
         return f"{self.kind}_{self.dtype}_{self.result}_{self.wire}_{self.group}"
 
     def tiles(self, groups: int) -> int:

@@ -73,12 +73,12 @@ class Work:
 
     @property
     def groups(self) -> int:
-        """Of a block."""
+        """A block's groups."""
         return self.numbers // self.group
 
     @property
     def nbytes(self) -> int:
-        """Of a block on the wire."""
+        """Bytes of a block on the wire."""
         return self.numbers + codec.SCALE * self.groups
 
     @property
@@ -88,17 +88,17 @@ class Work:
 
     @property
     def mail_bytes(self) -> int:
-        """Of a mailbox."""
+        """Bytes of a mailbox."""
         return self.messages * self.pitch
 
     @property
     def messages(self) -> int:
-        """That come to a GPU, at most: from each, and, behind all of these, its sums."""
+        """The most that come to a GPU: one from each and, behind all of these, each one's sums."""
         return self.size * (2 if self.op == REDUCE else 1)
 
     @property
     def purpose(self) -> str:
-        """Of the mailboxes. REDUCE has some to itself, for a place of sums has no `ready`.
+        """What its mailboxes are for. REDUCE has its own, for a place of sums has no `ready`.
 
         Who has had a term from a peer knows that it has read the sums of the call before. And who
         has had a sum knows that the terms have been read, and gives itself the `ready` for them.
@@ -107,7 +107,7 @@ class Work:
 
     @property
     def blocks(self) -> int:
-        """Of the result, if they are not added."""
+        """Blocks of the result, if they are not added."""
         return 1 if self.op == PERMUTE else self.size
 
     def to(self, rank: int) -> list[int]:
@@ -136,7 +136,7 @@ class Work:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of its kernels."""
+        """Its kernels'."""
         if self.op == PERMUTE:
             return SEND, TAKE, READ
         if self.op == REDUCE:

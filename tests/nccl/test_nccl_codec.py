@@ -21,7 +21,7 @@ GROUPS = 152  # of a block: three or five tiles, the last of which leaves thread
 
 
 def numbers(dtype: str, group: int, seed: int) -> np.ndarray:
-    """Of all sizes: groups of zeros, of subnormal and of the largest numbers, with NaN and inf."""
+    """Numbers of all sizes: groups of zeros, of subnormal and largest ones, with NaN and inf."""
     rng, kind = np.random.default_rng(seed), jnp.dtype(dtype)
     x = rng.normal(size=(GROUPS, group)) * np.exp(4 * rng.normal(size=(GROUPS, 1)))
     x[0], x[1] = 0, -0.0
@@ -75,7 +75,7 @@ def reference(kernel: Kernel, rows: list[Row], source: np.ndarray, target: np.nd
 def test_kernels_have_the_bits_of_the_reference(
     kind: str, dtype: str, wire: str, group: int
 ) -> None:
-    """Of three blocks, which trade places; of sums: of three ranks, of which this is the second."""
+    """Three blocks trade places; terms of sums are of three ranks, and this is the second."""
     result = {"bfloat16": "float32", "float32": "bfloat16"}.get(dtype, dtype)
     kernel = Kernel(kind, dtype, result, wire, group)
     x = np.stack([numbers(dtype, group, rank) for rank in range(3)])

@@ -72,7 +72,7 @@ class Noting(nccl_host.Driver):
         pass
 
     def launch(self, kernel: Any, stream: int, *given: Any, **sizes: int) -> None:
-        """Of `sums`, which adds what has come to what is there; or of `codec`."""
+        """A kernel of `sums`, which adds what has come to what is there; or one of `codec`."""
         source, target, *more = (number.value or 0 for number in given)
         if kernel is None:
             self.lasts("read", source, stream)
