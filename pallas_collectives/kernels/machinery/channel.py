@@ -1,8 +1,8 @@
-"""Messages from each device to another one, in turn: the protocol of all that send more than once.
+"""Messages from one device to another: the protocol of all semaphores and slots that serve again.
 
 A channel brings us messages 0, 1, 2, ... from one device, `upstream`, and by our own end of it we
 send messages to one device, `downstream`: those before and behind us on a ring or a line, or any
-two others. Who sends to several devices has a channel for each. Kernels say what moves:
+two others. Who sends to several devices has a channel to each. Kernels say what moves:
 
     send(source, target, k)    message k goes downstream, as soon as it may
     receive(k, place)          message k has come, and is in its place
