@@ -69,7 +69,7 @@ class Scratch(NamedTuple):
             plain,
             dma_semaphores(UNDER_WAY),
             dma_semaphores(UNDER_WAY),
-            Semaphores.of(n, window=window, sent=(SENDING,)),
+            Semaphores.of(n, window=window, sent=(SENDING,), credits=window < chunks.count),
         )
 
 
