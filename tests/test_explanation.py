@@ -328,9 +328,7 @@ def test_bools_in_bytes_are_not_added_either() -> None:
 
 def test_explain_takes_axes_in_the_order_in_which_the_call_does() -> None:
     mesh = AbstractMesh((2, 4), ("x", "y"))
-    with pytest.raises(
-        CollectiveError, match="must have its axes in the mesh's order"
-    ):
+    with pytest.raises(CollectiveError, match="must have its axes in the mesh's order"):
         pc.explain("ppermute", 4096, mesh=mesh, axis_name=("y", "x"))
     assert pc.explain("psum", 4096, mesh=mesh, axis_name=("y", "x")).devices == 8
 

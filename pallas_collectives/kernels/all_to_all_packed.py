@@ -8,7 +8,7 @@ three, with chunks a, b, ... of each block, and two chunks on their way:
     unpacked       .     .     2>a   1>a   0>a   2>b      sender>chunk, on its way to the result
 
              hops  bytes per link and direction   scratch
-    direct   1     as the wires lie, packed       3n + 16 packed chunks or so, at most 48 MiB VMEM
+    direct   1     as the wires lie, packed       2n + 32 packed chunks or so, at most 48 MiB VMEM
 
 Of HBM that takes a read for each byte of the operand and a write for each byte of the result. The
 own block is packed and unpacked as well, so that all numbers are rounded alike.
@@ -24,20 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import (
-    DType,
-    Interpret,
-    Number,
-    Ref,
-    Semaphore,
-    dma_semaphores,
-    regular_semaphores,
-)
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.codec import MOST_TILES, Chunks, Codec
+from pallas_collectives.kernels.machinery.sync import Partners
 from pallas_collectives.kernels.torus.sections import vmem_bytes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if, wrap, wrap_step
@@ -55,34 +48,28 @@ class Scratch(NamedTuple):
 
     plain: Any  # (UNDER_WAY, chunk): VMEM: ours, on their way from HBM
     packed: Any  # (SENDING, packed chunk): VMEM: ours, on their way to their receivers
-    come: Any  # (window, n, packed chunk): VMEM: written by everyone: round, distance of the sender
+    come: Any  # (n, window, packed chunk): VMEM: by the sender's distance, who writes to its slots
     result: Any  # (UNDER_WAY, chunk): VMEM: unpacked, on their way to HBM
     plain_sems: Semaphore  # (UNDER_WAY): own
-    sent_sems: Semaphore  # (SENDING): own; a chunk has left
-    come_sems: Semaphore  # (window, n): signalled by the sender, once for each chunk that comes
     result_sems: Semaphore  # (UNDER_WAY): own
-    # (window): that of round r is signalled by all others, once each when they have unpacked what
-    # we sent in round r - window
-    credits: Semaphore
+    semaphores: Semaphores  # of n channels: to the device at each distance; messages are rounds
 
     @classmethod
     def of(cls, chunks: Chunks, n: int, dtype: DType, codec: Codec) -> "Scratch":
         """What to allocate."""
-        # A round takes the places of round - window. When the next one but one begins, all have
-        # unpacked a round and `AHEAD` chunks more; so their words have a round to come back.
-        window = min(2 + -(-AHEAD // n), chunks.count)
+        # A chunk takes the slot of the one `window` rounds before it, which its receiver unpacks
+        # `AHEAD` turns after it was sent: so the credit has a round or more to come back.
+        window = min(1 + -(-AHEAD // n), chunks.count)
         plain = pltpu.VMEM((UNDER_WAY, *chunks.shape), dtype)
         packed = codec.packed_shape(chunks.shape)
         return cls(
             plain,
             pltpu.VMEM((SENDING, *packed), jnp.int32),
-            pltpu.VMEM((window, n, *packed), jnp.int32),
+            pltpu.VMEM((n, window, *packed), jnp.int32),
             plain,
             dma_semaphores(UNDER_WAY),
-            dma_semaphores(SENDING),
-            dma_semaphores(window, n),
             dma_semaphores(UNDER_WAY),
-            regular_semaphores(window),
+            Semaphores.of(n, window=window, sent=(SENDING,), credits=window < chunks.count),
         )
 
 
@@ -93,7 +80,7 @@ def _chunks(block: tuple[int, ...], n: int, dtype: DType, codec: Codec) -> Chunk
     for most in range(MOST_TILES, 0, -1):
         chunks = Chunks.of(block, codec, most)
         scratch = Scratch.of(chunks, n, dtype, codec)
-        semaphores = sum(math.prod(part.shape) for part in scratch[4:])
+        semaphores = sum(math.prod(part.shape) for part in jax.tree.leaves(scratch[4:]))
         if vmem_bytes(scratch) <= room and semaphores <= chip.kernel_semaphores:
             return chunks
     return None
@@ -191,39 +178,23 @@ class _End:
     def send(self, number: Number) -> None:
         """Packs a chunk and sends it; the next but two sets out from HBM."""
         turn, distance = self._of(number)
-        here, slot = wrap_step(number, SENDING), self._slot(turn)
-        packed, come = self.s.packed.at[here], self.s.come.at[slot, distance]
+        packed, channel = self.s.packed.at[wrap_step(number, SENDING)], self._channel(number)
         self.bring(number).wait()
         only_if(number >= SENDING, lambda: self.wait_until_left(number - SENDING))
         self.codec.combine((packed, self.s.plain.at[wrap_step(number, UNDER_WAY)]))
         follows = number + UNDER_WAY < self.count
         only_if(follows, lambda: self.bring(number + UNDER_WAY).start())
-        # Without that wait we could write over what a receiver has not unpacked. Each signals this
-        # semaphore once for a round, and again only when it has that round from us: so n-1 signals
-        # are one of each.
-        again = (turn >= self._window) & (number == turn * self.ring.size)
-        credits, others = self.s.credits.at[slot], self.ring.size - 1
-        only_if(again, lambda: pl.semaphore_wait(credits, others))
-        arrived = self.s.come_sems.at[slot, distance]
-
-        def away() -> None:
-            receiver = self.ring.device_id(self._position(distance))
-            sync.remote_copy(packed, come, self.s.sent_sems.at[here], arrived, receiver)
-
-        only_if(distance > 0, away)
-        only_if(distance == 0, pltpu.make_async_copy(packed, come, arrived).start)
+        only_if(distance > 0, lambda: channel.send(packed, channel.slot(turn), turn))
+        only_if(distance == 0, lambda: channel.deliver(packed, turn))
 
     def receive(self, number: Number) -> None:
         """Waits for a chunk, unpacks it, and starts to copy it to the result."""
-        turn, distance = self._of(number)
-        slot, place = self._slot(turn), wrap_step(number, UNDER_WAY)
-        come = self.s.come.at[slot, distance]
-        sync.wait(self.s.come_sems.at[slot, distance], come)
+        (turn, distance), channel = self._of(number), self._channel(number)
+        come = channel.slot(turn)
+        channel.receive(turn, come)
         only_if(number >= UNDER_WAY, lambda: self.keep(number - UNDER_WAY).wait())
-        self.codec.unpack(self.s.result.at[place], come)
-        follows = (distance > 0) & (turn + self._window < self.chunks.count)
-        sender = self.ring.device_id(self._position(-distance))
-        only_if(follows, lambda: sync.signal(self.ring, self.s.credits.at[slot], sender))
+        self.codec.unpack(self.s.result.at[wrap_step(number, UNDER_WAY)], come)
+        only_if(distance > 0, lambda: channel.release(turn))
         self.keep(number).start()
 
     def bring(self, number: Number) -> Any:
@@ -242,9 +213,23 @@ class _End:
 
     def wait_until_left(self, number: Number) -> None:
         """Waits until a chunk has left its place. We have received our own one ourselves."""
-        place = wrap_step(number, SENDING)
-        away = self._of(number)[1] > 0
-        only_if(away, lambda: sync.wait(self.s.sent_sems.at[place], self.s.packed.at[place]))
+        packed, away = self.s.packed.at[wrap_step(number, SENDING)], self._of(number)[1] > 0
+        only_if(away, lambda: self._channel(number).wait_sent(packed))
+
+    def _channel(self, number: Number) -> Channel:
+        """To a chunk's receiver, and from the sender as far behind us."""
+        _, distance = self._of(number)
+        return Channel(
+            self.ring,
+            distance,
+            self.s.semaphores,
+            (distance,),
+            arrivals=self.chunks.count,
+            longest=self.chunks.count,
+            slots=(self.s.come, (distance,)),
+            sent=self.s.semaphores.sent.at[wrap_step(number, SENDING)],
+            partners=Partners(self._position(distance), self._position(-distance)),
+        )
 
     def _of(self, number: Number) -> tuple[Any, Any]:
         """The round of a chunk, and how many positions further it goes: all n in each round."""
@@ -254,13 +239,6 @@ class _End:
 
     def _position(self, offset: Number) -> Any:
         return wrap(self.ring.me + offset, self.ring.size)
-
-    @property
-    def _window(self) -> int:
-        return int(self.s.come_sems.shape[0])
-
-    def _slot(self, turn: Number) -> Any:
-        return wrap_step(turn, self._window)
 
 
 def _stride(n: int) -> int:

@@ -20,23 +20,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+import numpy as np
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import (
-    DType,
-    Interpret,
-    Number,
-    Ref,
-    Semaphore,
-    dma_semaphores,
-    regular_semaphores,
-)
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels import ppermute
 from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.codec import Chunks, Codec
 from pallas_collectives.kernels.ppermute import Pairs
-from pallas_collectives.topology.groups import Group, Ring, only_if, wrap_step
+from pallas_collectives.topology.groups import RIGHT, Group, Ring, only_if, wrap_step
 
 # Chunks that are sent before the first that comes is waited for: enough to be on their way along a
 # line of 8, by the replay of v6e.
@@ -55,11 +49,8 @@ class Scratch(NamedTuple):
     come: Any  # (WINDOW, packed chunk): VMEM: written by our source
     result: Any  # (2, chunk): VMEM: unpacked, on their way to HBM
     plain_sems: Semaphore  # (2): own
-    sent_sems: Semaphore  # (SENDING): own; a chunk has left
-    come_sems: Semaphore  # (WINDOW): signalled by our source, once for each chunk that comes
     result_sems: Semaphore  # (2): own
-    # Signalled by our target, once for each chunk that may follow: those from number WINDOW on
-    credit: Semaphore
+    semaphores: Semaphores  # of the channel from our source and to our target
 
     @classmethod
     def of(cls, chunks: Chunks, dtype: DType, codec: Codec) -> "Scratch":
@@ -72,10 +63,8 @@ class Scratch(NamedTuple):
             pltpu.VMEM((WINDOW, *packed), jnp.int32),
             plain,
             dma_semaphores(2),
-            dma_semaphores(SENDING),
-            dma_semaphores(WINDOW),
             dma_semaphores(2),
-            regular_semaphores(),
+            Semaphores.of(window=WINDOW, sent=(SENDING,)),
         )
 
 
@@ -121,10 +110,24 @@ def _kernel(
     chunks: Chunks,
     codec: Codec,
 ) -> None:
-    target, source = sync.partners(ring, partners_ref)
+    target, source = partners = sync.partners(ring, partners_ref)
     stays = partners_ref[ring.me] == ring.me
     sends, receives = (target >= 0) | stays, (source >= 0) | stays
     count = chunks.count
+    chunks_to_come = lax.select(source >= 0, np.int32(count), np.int32(0))
+
+    def channel(number: Number) -> Channel:
+        return Channel(
+            ring,
+            RIGHT,
+            s.semaphores,
+            (),
+            arrivals=chunks_to_come,
+            longest=count,
+            slots=(s.come, ()),
+            sent=s.semaphores.sent.at[wrap_step(number, SENDING)],
+            partners=partners,
+        )
 
     def bring(number: Number) -> Any:
         part, place = chunks.at(x_ref, number), wrap_step(number, 2)
@@ -135,35 +138,27 @@ def _kernel(
         return pltpu.make_async_copy(s.result.at[place], part, s.result_sems.at[place])
 
     def end_send(number: Number) -> None:
-        place = wrap_step(number, SENDING)
-        only_if(target >= 0, lambda: sync.wait(s.sent_sems.at[place], s.packed.at[place]))
+        packed = s.packed.at[wrap_step(number, SENDING)]
+        only_if(target >= 0, lambda: channel(number).wait_sent(packed))
 
     def send(number: Number) -> None:
         """Packs a chunk and sends it; the next but one sets out from HBM."""
-        here, there = wrap_step(number, SENDING), wrap_step(number, WINDOW)
-        packed, come, semaphore = s.packed.at[here], s.come.at[there], s.come_sems.at[there]
+        packed, goes = s.packed.at[wrap_step(number, SENDING)], channel(number)
         bring(number).wait()
         only_if(number >= SENDING, lambda: end_send(number - SENDING))
         codec.combine((packed, s.plain.at[wrap_step(number, 2)]))
         only_if(number + 2 < count, lambda: bring(number + 2).start())
-
-        def away() -> None:
-            # Without that wait we could write over what our target has not unpacked.
-            only_if(number >= WINDOW, lambda: pl.semaphore_wait(s.credit, 1))
-            device = ring.device_id(target)
-            sync.remote_copy(packed, come, s.sent_sems.at[here], semaphore, device)
-
-        only_if(target >= 0, away)
-        only_if(stays, lambda: pltpu.make_async_copy(packed, come, semaphore).start())
+        only_if(target >= 0, lambda: goes.send(packed, goes.slot(number), number))
+        only_if(stays, lambda: goes.deliver(packed, number))
 
     def receive(number: Number) -> None:
         """Waits for a chunk, unpacks it, and starts to copy it to the result."""
-        place = wrap_step(number, WINDOW)
-        sync.wait(s.come_sems.at[place], s.come.at[place])
+        comes = channel(number)
+        come = comes.slot(number)
+        comes.receive(number, come)
         only_if(number >= 2, lambda: keep(number - 2).wait())
-        codec.unpack(s.result.at[wrap_step(number, 2)], s.come.at[place])
-        follows = (source >= 0) & (number + WINDOW < count)
-        only_if(follows, lambda: sync.signal(ring, s.credit, ring.device_id(source)))
+        codec.unpack(s.result.at[wrap_step(number, 2)], come)
+        comes.release(number)
         keep(number).start()
 
     def turn(number: Number) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import channel_faults
 import harness
 import pallas_collectives as pc
 import wired_calls
@@ -180,12 +181,6 @@ def _of_another_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_to_all_packed._End, "_position", lambda end, d: position(end, abs(d)))
 
 
-def _no_credits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk is sent to where another one may still be unpacked from."""
-    monkeypatch.setattr(all_to_all_packed.sync, "signal", lambda *_: None)
-    monkeypatch.setattr(all_to_all_packed.pl, "semaphore_wait", lambda *_: None)
-
-
 @pytest.mark.parametrize(
     "fault", [wired_calls.another_tiles_scale, _unpacked_before_it_has_come, _of_another_sender]
 )
@@ -243,7 +238,7 @@ def test_no_schedule_has_a_race(pod: str, axes: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("many_rounds")
 def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    _no_credits(monkeypatch)
+    channel_faults.no_credits(monkeypatch)  # where another chunk may still be unpacked from
     assert replayed("v5p:4x4x4", ("x",), 1, races=True, wire="int8", algorithm="direct").races
 
 

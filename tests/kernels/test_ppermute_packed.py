@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import channel_faults
 import harness
 import pallas_collectives as pc
 import wired_calls
@@ -169,12 +170,6 @@ def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Codec, "unpack", hurried)
 
 
-def _no_credits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk is sent to where another one may still be unpacked from."""
-    monkeypatch.setattr(ppermute_packed.sync, "signal", lambda *_: None)
-    monkeypatch.setattr(ppermute_packed.pl, "semaphore_wait", lambda *_: None)
-
-
 @pytest.mark.parametrize("fault", [wired_calls.another_tiles_scale, _unpacked_before_it_has_come])
 def test_faults_are_caught(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     x = terms(26 * 128, kind="heavy tails")  # chunks of two tiles
@@ -210,7 +205,7 @@ def test_no_schedule_has_a_race(pod: str, mib: float) -> None:
 
 
 def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    _no_credits(monkeypatch)
+    channel_faults.no_credits(monkeypatch)  # where another chunk may still be unpacked from
     assert replayed("v5p:4x4x4", 4, races=True, wire="int8").races
 
 

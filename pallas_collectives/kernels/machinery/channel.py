@@ -1,7 +1,8 @@
-"""Messages from each device of a ring or line to the next: the protocol of all kernels with hops.
+"""Messages from one device to another: the protocol of all semaphores and slots that serve again.
 
-A channel brings us messages 0, 1, 2, ... from the device before us, `upstream`. By its own end of
-the channel we send messages to the device behind us, `downstream`. Kernels say what moves:
+A channel brings us messages 0, 1, 2, ... from one device, `upstream`, and by our own end of it we
+send messages to one device, `downstream`: those before and behind us on a ring or a line, or any
+two others. Who sends to several devices has a channel to each. Kernels say what moves:
 
     send(source, target, k)    message k goes downstream, as soon as it may
     receive(k, place)          message k has come, and is in its place
@@ -19,7 +20,8 @@ Who could be ahead of whom, and why no signal can pass for another:
   credits capacity.)
 * Upstream alone signals our arrivals, downstream alone our credits, and we alone what we have sent:
   no device's signal can stand in for another's. A stream that changes neighbours, at the next axis
-  of a torus, has another channel there.
+  of a torus, has another channel there. (In `torus.exchange` all that comes in a step is waited for
+  together, on semaphores of its own: there channels give the credits alone.)
 * Every semaphore ends at 0. We wait for as many bytes as come. We give credits only for messages
   whose semaphore will serve again, of `arrivals` in all: each credit is taken.
 
@@ -34,8 +36,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Number, Ref, Semaphore
+from pallas_collectives.annotations import DeviceId, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.sync import Partners
 from pallas_collectives.topology.groups import Ring, wrap_step
 
 
@@ -68,7 +71,7 @@ class Channel:
 
     Attributes:
       ring: the ring of the devices that it leads through.
-      direction: which way round.
+      direction: how many places to the right of us downstream is, and upstream to the left.
       semaphores: those of all streams.
       index: this stream's in them.
       arrivals: how many messages come to us; None if no device knows (see `relay`).
@@ -76,6 +79,7 @@ class Channel:
       slots: a ref and this stream's index in it, where `window` slots lie in which messages arrive
         in turn: HBM or VMEM; None if messages have places of their own.
       sent: the semaphore that counts what has left; None for the stream's own.
+      partners: downstream and upstream, where no direction tells them; else None.
     """
 
     ring: Ring
@@ -86,6 +90,7 @@ class Channel:
     longest: int | None = None
     slots: tuple[Ref, tuple[Number, ...]] | None = None
     sent: Semaphore | None = None
+    partners: Partners | None = None
 
     @property
     def window(self) -> int:
@@ -113,8 +118,11 @@ class Channel:
 
     def push(self, source: Ref, target: Ref, number: Number) -> None:
         """Sends a message, or one of its pieces, that may be sent."""
-        downstream = self.ring.peer(self.direction)
-        sync.remote_copy(source, target, self._sent, self._arrived(number), downstream)
+        sync.remote_copy(source, target, self._sent, self._arrived(number), self._downstream)
+
+    def deliver(self, source: Ref, number: Number) -> None:
+        """Has a message of our own arrive here, as if upstream had sent it."""
+        pltpu.make_async_copy(source, self.slot(number), self._arrived(number)).start()
 
     def receive(self, number: Number, place: Ref) -> None:
         """Waits for a message, or for as many bytes of it as `place` has."""
@@ -129,8 +137,7 @@ class Channel:
 
             @pl.when(followed)
             def _() -> None:
-                upstream = self.ring.peer(-self.direction)
-                sync.signal(self.ring, self.semaphores.credit.at[self.index], upstream)
+                sync.signal(self.ring, self.semaphores.credit.at[self.index], self._upstream)
 
     def take_credits(self, times: Number) -> None:
         """Takes so many credits that no message has used."""
@@ -140,6 +147,18 @@ class Channel:
     def wait_sent(self, source: Ref, times: Number = 1) -> None:
         """Waits until so many messages of the size of `source` have left."""
         sync.wait(self._sent, source, times)
+
+    @property
+    def _downstream(self) -> DeviceId:
+        if self.partners is None:
+            return self.ring.peer(self.direction)
+        return self.ring.device_id(self.partners.target)
+
+    @property
+    def _upstream(self) -> DeviceId:
+        if self.partners is None:
+            return self.ring.peer(-self.direction)
+        return self.ring.device_id(self.partners.source)
 
     @property
     def _sent(self) -> Semaphore:

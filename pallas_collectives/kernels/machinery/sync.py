@@ -175,14 +175,23 @@ def signal_all(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
     for_each(0, peers_ref[0], signal)
 
 
-def partners(ring: Ring, partners_ref: Ref) -> tuple[jax.Array, jax.Array]:
-    """The positions of our target and our source; negative if that is ourselves alone.
+class Partners(NamedTuple):
+    """The positions of the device that we send to and of the one that sends to us.
+
+    Negative where there is none.
+    """
+
+    target: Any
+    source: Any
+
+
+def partners(ring: Ring, partners_ref: Ref) -> Partners:
+    """Our target and our source; we ourselves are neither.
 
     `partners_ref`: (2n,) in SMEM, everyone's target, then everyone's source; negative for none.
     """
     found = partners_ref[ring.me], partners_ref[ring.size + ring.me]
-    target, source = (lax.select(p == ring.me, np.int32(-1), p) for p in found)
-    return target, source
+    return Partners(*(lax.select(p == ring.me, np.int32(-1), p) for p in found))
 
 
 def signal(ring: Ring, semaphore: Semaphore, device_id: DeviceId) -> None:

@@ -46,7 +46,8 @@ class Semaphores(NamedTuple):
     arrived: Semaphore
     final: Semaphore  # from peers: what ends the last phase, waited for at the end
     left: Semaphore  # (orders, steps): own; what a step has sent, and what stays here in a phase
-    credits: Semaphore  # (orders, phases, peers): from each peer one for a chunk that it has let go
+    # (orders, phases, jumps): the credits of channels (`machinery.channel`) to and from peers
+    credits: Semaphore
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,9 @@ Who could be ahead of whom:
 * A device begins a phase of chunk c + window when all of its peers, the devices that it can jump
   to, have told it that their slots of chunk c are free. By then all that they had of chunk c is
   through that phase, and has left.
-* Each peer tells it on a credit semaphore of its own, once for each chunk, in their order: none can
-  stand in for another.
-* Every semaphore ends at 0: all that arrives and leaves is waited for, and credits are given only
-  where a chunk follows that takes them.
+* That is a credit of a channel (`machinery.channel`), whose messages are chunks. Each jump has a
+  channel of its own in each phase of an order.
+* Every semaphore ends at 0: all that arrives and leaves is waited for.
 * All devices do the same in the same order, and each waits only for what another did in an earlier
   round: none waits for ever.
 """
@@ -40,11 +39,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Number, Ref, Semaphore
+from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.torus.course import FIELDS, Axis, Course, Semaphores
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Ring, wrap, wrap_step
@@ -107,14 +107,14 @@ class Exchange:
     def run(self, chunks: Number) -> None:
         """Takes so many chunks through all their steps, and waits for all that comes to stay."""
         course, n = self.course, len(self.course.orders)
-        total = np.int32(chunks) if isinstance(chunks, int) else chunks
-        counts = [lax.div(total + (n - 1 - o), np.int32(n)) for o in range(n)]
+        totals = [chunks + (n - 1 - o) for o in range(n)]
+        counts = [t // n if isinstance(t, int) else lax.div(t, np.int32(n)) for t in totals]
 
         def go_on(o: int, step: int, c: Number) -> None:
             if step:
                 self._settle(o, step - 1, c, counts[o])
             if step < course.steps:
-                self._advance(o, step, c)
+                self._advance(o, step, c, counts[o])
 
         def round_of_all(t: Number) -> None:
             for step in reversed(range(course.steps + 1)):
@@ -133,7 +133,7 @@ class Exchange:
             for o in range(n):
                 sync.for_each(0, counts[o], functools.partial(drain, o))
 
-    def _advance(self, o: int, step: int, c: Number) -> None:
+    def _advance(self, o: int, step: int, c: Number, count: Number) -> None:
         """Waits for what a step of a chunk needs, and sends it on."""
         phase, hop = self._phase(o, step)
         axis, ring = self._axis(o, phase), self._ring(o, phase)
@@ -143,7 +143,7 @@ class Exchange:
         elif phase:
             self._for_each_other(o, phase - 1, c, functools.partial(self.cargo.wait, arrived))
         if hop == 0:
-            self._take_credits(o, phase, c)
+            self._for_each_channel(o, phase, +1, count, lambda to: to.wait_until_free(c))
 
         def send(move: Move, jump: Number) -> None:
             there = self._arrived(o, step + 1, c) if move.to is not None else end
@@ -182,34 +182,14 @@ class Exchange:
         axis, chunk = self.course.orders[o][phase], c * len(self.course.orders) + o
         return Move(o, phase, axis, chunk, self._slot(c), origin, goal, *slots)
 
-    def _take_credits(self, o: int, phase: int, c: Number) -> None:
-        if not self._serve_again(o, phase):
-            return
-
-        def take(peer: Number, _: Any) -> None:
-            pl.semaphore_wait(self.semaphores.credits.at[o, phase, peer], 1)
-
-        again = c >= self.course.window
-        pl.when(again)(functools.partial(self._for_each_peer, o, phase, take))
-
     def _release(self, o: int, phase: int, c: Number, count: Number) -> None:
         """Tells peers that a chunk's slots of a phase are free, if another chunk needs them."""
-        if not self._serve_again(o, phase):
-            return
+        self._for_each_channel(o, phase, -1, count, lambda by: by.release(c))
 
-        ring, peers = self._ring(o, phase), self._axis(o, phase).peers[1]
-
-        def give(peer: Number, jump: Number) -> None:
-            # We are as far from it the other way: lengths are in ascending order.
-            credit = self.semaphores.credits.at[o, phase, peers - 1 - peer]
-            pl.semaphore_signal(credit, 1, device_id=ring.peer(jump))
-
-        again = c + self.course.window < count
-        pl.when(again)(functools.partial(self._for_each_peer, o, phase, give))
-
-    def _serve_again(self, o: int, phase: int) -> bool:
-        """Whether a phase has slots."""
-        return phase + 1 < len(self.rings) or self._axis(o, phase).slots > 0
+    def _serve_again(self, o: int, phase: int, count: Number) -> bool:
+        """Whether a phase has slots, and so many chunks may take one twice."""
+        has_slots = phase + 1 < len(self.rings) or self._axis(o, phase).slots > 0
+        return has_slots and not (isinstance(count, int) and count <= self.course.window)
 
     def _phase(self, o: int, step: int) -> tuple[int, int]:
         """The phase of a step, and its number therein."""
@@ -231,17 +211,24 @@ class Exchange:
     def _arrived(self, o: int, step: int, c: Number) -> Any:
         return self.semaphores.arrived.at[o, step, self._slot(c)]
 
-    def _for_each_peer(self, o: int, phase: int, body: Callable[[Number, Number], None]) -> None:
-        """body(number, jump) for each device that is a jump away."""
+    def _for_each_channel(
+        self, o: int, phase: int, end: int, count: Number, body: Callable[[Channel], None]
+    ) -> None:
+        """body(channel) for all jumps to devices (end 1) or from them (-1), for their credits."""
+        if not self._serve_again(o, phase, count):
+            return
         axis, ring = self._axis(o, phase), self._ring(o, phase)
-        start, count = axis.peers
+        start, jumps = axis.peers
+        own = self.semaphores
+        semaphores = channels.Semaphores(own.left, own.arrived, own.credits)
 
         def one(i: Number) -> None:
             jump = self.table_ref[start + i]
-            inside = _within(axis, ring.place + jump) if axis.line else True
-            groups.only_if(inside, functools.partial(body, i, jump))
+            inside = _within(axis, ring.place + end * jump) if axis.line else True
+            channel = Channel(ring, jump, semaphores, (o, phase, i), arrivals=count)
+            groups.only_if(inside, functools.partial(body, channel))
 
-        sync.for_each(0, count, one)
+        sync.for_each(0, jumps, one)
 
     def _for_each_other(self, o: int, phase: int, c: Number, body: Callable[[Move], None]) -> None:
         """body(move) for what each other device along a phase's axis has for us."""

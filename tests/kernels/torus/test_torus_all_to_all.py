@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+import channel_faults
 import harness
 import pallas_collectives
 from pallas_collectives.kernels.torus import all_to_all, exchange
@@ -164,8 +165,7 @@ def test_fault_in_the_credits_races_on_some_schedule(
         settle(self, o, step, c, count)
 
     if fault == "credits":
-        monkeypatch.setattr(exchange.Exchange, "_take_credits", lambda *_: None)
-        monkeypatch.setattr(exchange.Exchange, "_release", lambda *_: None)
+        channel_faults.no_credits(monkeypatch)
     elif fault == "released early":
         at_other_times = functools.partialmethod(
             lambda self, o, phase, *rest: phase and released(self, o, phase, *rest)
