@@ -389,7 +389,8 @@ def test_a_records_barrier_is_the_kernels(
     name = barrier if isinstance(barrier, str) else barrier[0]
     if record.reach is NEIGHBOURS:  # wherever they are
         name = name.partition(" on a torus")[0]
-    belongs = f"{kernel} has barrier={barrier!r}; to its reach {record.reach} belongs another"
+    reach = getattr(record.reach, "__name__", record.reach)
+    belongs = f"{kernel} has barrier={barrier!r}; its record says {record.barrier!r} (reach {reach})"
     assert {"shift right": "partners"}.get(name, name) == record.barrier, belongs
 
 

@@ -34,6 +34,11 @@ def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> No
             barrier_along_line(rings[0])
         case "everyone":
             barrier_with_everyone(rings[0])
+        case "jumps on a torus" | "shift right" | "shift left" if not scalar_refs:
+            raise AssertionError(
+                f"barrier {barrier!r} without scalars: the first one must say who writes to whom; "
+                "give launch.call scalars=, as kernels/ppermute.py or kernels/torus/all_to_all.py"
+            )
         case "jumps on a torus":
             barrier_with_jumps(rings, scalar_refs[0])
         case "shift right" | "shift left":

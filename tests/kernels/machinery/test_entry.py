@@ -159,7 +159,7 @@ def followed(body: Any, *shapes: tuple[int, ...], n: int = 8) -> Any:
 def test_a_call_may_be_followed_by_one_among_all(name: str) -> None:
     kernel = stepped.kernels()[name]
     verdict = followed(kernel.body, *kernel.operands(8))
-    assert verdict.ok, verdict
+    assert verdict.ok, str(verdict)
 
 
 @pytest.mark.parametrize("barrier, sound", [("neighbours", False), (entry.WIDE, True)])
