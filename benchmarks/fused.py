@@ -154,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
         names = header("least us")
     else:
         shapes = named or [*map(shape_of, TIMED_SHAPES)]
-        found = measured(_FUSED.value, shapes, timing.ITERS.value)
+        found = measured(_FUSED.value, shapes, timing.ITERS.value, fused_timed.VALUES.value)
         where = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         title = f"Measured: {where}, bfloat16, --values={fused_timed.VALUES.value}."
         names = header("apart us")
@@ -307,9 +307,10 @@ def _modelled(machine: Machine, op: str, shape: tuple[int, int, int], over: tupl
 
 
 def measured(
-    ops: Sequence[str], shapes: Sequence[tuple[int, int, int]], iters: int
+    ops: Sequence[str], shapes: Sequence[tuple[int, int, int]], iters: int, values: str
 ) -> Iterator[Row]:
     """Rows of chains of products in one program, on all devices."""
     mesh = Mesh(np.array(jax.devices()), (fused_timed.AXIS,))
     for op, shape in itertools.product(ops, shapes):
-        yield Row(f"{mesh.size} devices", op, shape, **fused_timed.seconds(mesh, op, shape, iters))
+        times = fused_timed.seconds(mesh, op, shape, iters, values)
+        yield Row(f"{mesh.size} devices", op, shape, **times)

@@ -39,11 +39,15 @@ Call = Callable[[jax.Array, jax.Array], jax.Array]
 Shape = tuple[int, int, int]  # rows of one device's block, K, N
 
 
-def seconds(mesh: Mesh, op: str, shape: Shape, iters: int) -> dict[str, float]:
-    """The median time of one call of each form, in a chain of `iters` more than another's."""
+def seconds(mesh: Mesh, op: str, shape: Shape, iters: int, values: str) -> dict[str, float]:
+    """The median time of one call of each form, in a chain of `iters` more than another's.
+
+    `values`: one of those of --values.
+    """
+    operand = functools.partial(_operand, mesh, values)
     clocks = {}
     for form, (call, left) in forms(op, shape, mesh.size).items():
-        x, w = _operand(mesh, left, 1.0), _operand(mesh, shape[1:], shape[1] ** -0.5)
+        x, w = operand(left, 1.0), operand(shape[1:], shape[1] ** -0.5)
         programs = [chain(call, mesh, 1 + more) for more in (1, 1 + iters)]
         clocks[form] = [functools.partial(timing.clocked, p, x, w) for p in programs]
 
@@ -98,12 +102,12 @@ def chain(call: Call, mesh: Mesh, length: int) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
-def _operand(mesh: Mesh, shape: tuple[int, ...], scale: float) -> jax.Array:
+def _operand(mesh: Mesh, values: str, shape: tuple[int, ...], scale: float) -> jax.Array:
     """Random numbers on every device, or ones."""
     whole = (mesh.size, *shape)
 
     def draw() -> jax.Array:
-        if VALUES.value == "ones":
+        if values == "ones":
             return jnp.ones(whole, jnp.bfloat16)
         return jax.random.normal(jax.random.key(0), whole, jnp.bfloat16) * scale
 

@@ -95,7 +95,7 @@ def test_each_form_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     slow = {"collective": lasting(0.03), "product": lasting(0.01)}
     monkeypatch.setattr(fused_timed, "forms", lambda *_: slow)
-    found = fused_timed.seconds(harness.mesh(N), GATHER, SHAPE, 2)
+    found = fused_timed.seconds(harness.mesh(N), GATHER, SHAPE, 2, "normal")
     assert found == pytest.approx({"collective": 0.03, "product": 0.01})
 
 
@@ -124,20 +124,22 @@ def test_devices_have_rows_of_times(bench: Bench, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PALLAS_COLLECTIVES_BACKEND", "xla")
     asked: list[Any] = []
 
-    def seconds(mesh: Any, op: str, shape: fused_timed.Shape, iters: int) -> dict[str, float]:
-        asked.append((op, shape, iters))
+    def seconds(
+        mesh: Any, op: str, shape: fused_timed.Shape, iters: int, values: str
+    ) -> dict[str, float]:
+        asked.append((op, shape, iters, values))
         return {"fused": 4e-6, "apart": 6e-6, "product": 3e-6, "collective": 2e-6}
 
     monkeypatch.setattr(fused_timed, "seconds", seconds)
-    status, out, err = bench("fused", "-n=2")
+    status, out, err = bench("fused", "-n=2", "--values=ones")
     assert status == 0, err
     title, header, *rows = out.splitlines()
-    assert "Measured" in title and header.endswith("apart us")
+    assert "Measured" in title and "--values=ones" in title and header.endswith("apart us")
     assert {row.split(maxsplit=2)[2].split(maxsplit=2)[2] for row in rows} == {
         "4.0         3.0         2.0      50.0      1.33         6.0  below what is wanted"
     }
-    assert [*map(fused.shape_of, fused.TIMED_SHAPES)] == [s for op, s, _ in asked if op == GATHER]
-    assert (SCATTER, (2048, 4096, 8192), 2) in asked
+    assert [*map(fused.shape_of, fused.TIMED_SHAPES)] == [s for op, s, *_ in asked if op == GATHER]
+    assert (SCATTER, (2048, 4096, 8192), 2, "ones") in asked
 
 
 @pytest.mark.parametrize("text", ['[{"where": "v5e:16", ', "[3]", '[{"shape": []}]'])
