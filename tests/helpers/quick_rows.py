@@ -18,6 +18,12 @@ def _algorithms(p: Parameters) -> Iterable[Hashable]:
     yield p["n"]
 
 
+def _on_tori(p: Parameters) -> Iterable[Hashable]:
+    """Each collective, each algorithm, whichever it is of, and each torus; not the dearest."""
+    if (p["op"], p["algorithm"]) != ("ragged_all_to_all", "torus"):
+        yield from ((name, p[name]) for name in ("op", "algorithm", "torus"))
+
+
 def _rows(p: Parameters) -> Iterable[Hashable]:
     """Each row of `conformance.py`; `_algorithms` has each algorithm."""
     yield str(p["row"])
@@ -131,6 +137,7 @@ QUICK: dict[str, Covers] = {
     ),
     "test_compiled::test_odd_shapes_compile": each("shape", "dtype"),
     "test_conformance::test_algorithm_on_n_devices_without_races": _algorithms,
+    "test_conformance::test_algorithm_where_neighbours_on_the_ring_are_none_by_rank": _on_tori,
     "test_conformance::test_row_with_every_algorithm": _rows,
     "test_conformance::test_row_with_the_algorithm_chosen": _dtypes,
     "test_explanation::test_explain_is_what_a_call_gets_of_any_shape_on_several_axes": each("op"),
