@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import test_examples
 import test_layers
 
 import against_lax
@@ -109,6 +110,8 @@ def test_both_serve_without_races() -> None:
     (rotate,) = (row for row in conformance.rows() if row.op == "rotate")
     for row, algorithm in ((gather, "in_turn"), (rotate, "neighbour")):
         conformance.check(row, 4, "float32", {"algorithm": algorithm}, adversaries=True)
+        with pc.torus("v5e:2x4"):
+            conformance.check(row, 8, "float32", {"algorithm": algorithm})
         assert (row.op, "pallas", algorithm) in pc.counts()
     conformance.check(rotate, 3, "float32", {"backend": "xla"})
     for shape in ((3, 0, 128), (3, 8, 0)):
@@ -349,7 +352,10 @@ def test_what_a_record_names_is_there(record: catalogue.Collective) -> None:
 @pytest.mark.usefixtures("with_both")
 def test_the_recipes_records_pass_the_tests_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a reader who follows the recipe for good finds nothing amiss in these."""
-    test_what_a_record_names_is_there(COLLECTIVES["rotate"])
+    rotate = COLLECTIVES["rotate"]
+    test_what_a_record_names_is_there(rotate)
+    test_examples.test_what_is_sent_is_what_the_results_hold_of_others(rotate)
+    test_examples.test_links_carry_what_is_sent(rotate)
     for op, name in sorted(NEW):
         test_a_records_barrier_is_the_kernels(op, name, monkeypatch)
 
