@@ -124,7 +124,8 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
                 for torus, n in groups
                 if torus == "ring" or n <= 3 or (torus != "line" and on_grids)
             }
-        assert {(e.torus, e.devices) for e in entries} == groups
+        hint = f"{op} on {chip.name}: a RING is arranged, and neighbours in rank are PARTNERS"
+        assert {(e.torus, e.devices) for e in entries} == groups, hint
         for e in entries:
             reached = set(reachable(op, e.devices, chip, e.torus))
             if op == "all_to_all" and not by_jumps:
