@@ -390,7 +390,7 @@ def test_a_records_barrier_is_the_kernels(
     if record.reach is NEIGHBOURS:  # wherever they are
         name = name.partition(" on a torus")[0]
     reach = getattr(record.reach, "__name__", record.reach)
-    belongs = f"{kernel} has barrier={barrier!r}; its record says {record.barrier!r} (reach {reach})"
+    belongs = f"{kernel} has barrier={barrier!r}; its record {record.barrier!r} (reach {reach})"
     assert {"shift right": "partners"}.get(name, name) == record.barrier, belongs
 
 
