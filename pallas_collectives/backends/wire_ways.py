@@ -192,9 +192,10 @@ def _small(x: jax.Array, wire: Wire) -> str:
 def _linked(op: str, x: jax.Array, wire: Wire, how: How) -> str:
     """Why a wire that may be left out is between GPUs of one host; "" if it is taken.
 
-    On two H100 with NVLink, 64 MiB of bfloat16, us with int8 and without: all_gather 120 and 137,
-    psum 205 and 248, psum_scatter 125 and 184, ppermute 171 and 214, all_to_all 118 and 125; at
-    16 MiB: 50 and 56, 76 and 84, 55 and 64, 71 and 73, 53 and 49. Ragged rows take XLA's passes.
+    On two H200 with NVLink, 64 MiB of bfloat16, us with int8 and without: all_gather 101 and 143,
+    psum 188 and 249, psum_scatter 110 and 192, ppermute 154 and 218, all_to_all 103 and 126. On two
+    H100 at 16 MiB, by slower kernels: 50 and 56, 76 and 84, 55 and 64, 71 and 73, 53 and 49. Ragged
+    rows take XLA's passes.
     """
     if not wire.optional or how.backend != "nccl" or not placement.are_of_one_host(jax.devices()):
         return ""

@@ -87,7 +87,7 @@ def _chunks(block: tuple[int, ...], n: int, dtype: DType, codec: Codec) -> Chunk
 
 
 def sent_bytes(block: tuple[int, ...], n: int, dtype: DType, codec: Codec) -> int:
-    """Bytes of an operand of n blocks as they travel, scales and padding included; 0 if it cannot.
+    """Bytes of an operand of n blocks as they travel, scales included; 0 if it cannot.
 
     It cannot where the chip has too little VMEM or too few semaphores for so many devices.
     """

@@ -69,7 +69,7 @@ class Scratch(NamedTuple):
 
 
 def sent_bytes(shape: tuple[int, int], codec: Codec) -> int:
-    """Bytes of an array on the wire, scales and padding included."""
+    """Bytes of an array on the wire, scales included."""
     chunks = Chunks.of(shape, codec)
     return 4 * chunks.count * math.prod(codec.packed_shape(chunks.shape))
 

@@ -6,16 +6,17 @@ one mailbox a GPU for each purpose and size, which its programs share, and which
 
 Each mailbox has words beside its data, 0 or 1 each:
 
-    ready(at, of)    on GPU `at`: it may write to the mailbox of `of`. `at` takes it (waits until
-                     it is 1, and sets it to 0) before it writes, and `of` gives it (sets it to 1)
-                     once it has read all that has come to it; at first it is given, or not
+    ready(at, of)    on GPU `at`: it may write to the mailbox of `of`. `at` takes it: it waits
+                     until it is 1 before it writes, and sets it to 0 before it gives `come`. `of`
+                     gives it (sets it to 1) once it has read all that has come to it; or `at`
+                     itself, once it knows that (`nccl.packed`); at first it is given, or not
     come(at, i)      on GPU `at`: message i has come to it. Its writer gives it, behind the
                      message; `at` takes it before it reads
 
-One GPU alone gives a word and one alone takes it, in turn: who gives `ready` does so again only
-after it has taken the `come` that the other gives after it has taken `ready`; and the same the
-other way. So no signal is lost, or passes for the next, whoever is late, if each call of a purpose
-writes to the same mailboxes, and gives `ready` to all that have written to its own.
+In each call one GPU alone gives a word and one alone takes it, in turn: who gives `ready` does so
+again only after it has taken the `come` that the other gives after it has taken `ready`; and the
+same the other way. So no signal is lost, or passes for the next, whoever is late, if each call of a
+purpose writes to the same mailboxes, and gives `ready` to all that have written to its own.
 """
 
 import dataclasses

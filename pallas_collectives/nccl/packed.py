@@ -70,6 +70,7 @@ class Work:
 
     def __post_init__(self) -> None:
         assert self.groups % 8 == 0 and self.numbers == self.groups * self.group, self
+        assert self.size <= codec.THREADS, f"{self}: a kernel has a thread for each rank's word"
 
     @property
     def groups(self) -> int:
@@ -132,7 +133,8 @@ class Work:
 
     def kernel(self, kind: str) -> Kernel:
         """A kernel for it."""
-        return Kernel(kind, self.dtype, self.result, self.wire, self.group)
+        result = self.dtype if self.adds and kind == SEND else self.result  # of which a term is
+        return Kernel(kind, self.dtype, result, self.wire, self.group)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -192,7 +194,7 @@ class Packer(Mailer):
 
 
 @functools.cache
-def _table(box: Mailbox, work: Work, kind: str, first: int = 0) -> tuple[int, int]:
+def _table(box: Mailbox, work: Work, kind: str, first: int) -> tuple[int, int]:
     """The address of one rank's table for a kernel, on its GPU, and its rows.
 
     first: of the messages that TAKE waits for.
@@ -249,7 +251,7 @@ def ready(group: Group, work: Work) -> dict[int, Packer]:
 
     def direct(rank: int) -> None:
         for kind in work.kinds:
-            _table(boxes[rank], work, kind)
+            _table(boxes[rank], work, kind, 0)
         if work.op == REDUCE:
             _table(boxes[rank], work, TAKE, work.size)
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pallas_collectives.nccl import cublas, tape
 from pallas_collectives.nccl.communicator import Communicator
-from pallas_collectives.nccl.errors import CommunicatorError
+from pallas_collectives.nccl.errors import CommunicatorError, NcclError
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.meeting import Meeting
 
@@ -130,9 +130,13 @@ class Mailer(Rank):
         self.communicator.begin(what, stream)
         with self.driver.device(self.ordinal):
             self.meet(box.meeting, box.place, stream)
-            yield
-            self.driver.give_words([box.ready(peer, self.rank) for peer in writers], stream)
-            self.wait(stream, self._side, self._left)
+            try:
+                yield
+                self.driver.give_words([box.ready(peer, self.rank) for peer in writers], stream)
+                self.wait(stream, self._side, self._left)
+            except NcclError as error:  # the others wait for what this one has not put on streams
+                self.give_up(error)
+                raise
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)
 

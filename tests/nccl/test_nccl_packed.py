@@ -16,7 +16,7 @@ import pallas_collectives as pc
 from nccl_wire import SECONDS, WireError
 from pallas_collectives import wires
 from pallas_collectives.backends import nccl_packed
-from pallas_collectives.nccl import codec, mailboxes, packed
+from pallas_collectives.nccl import codec, mailboxes, packed, tape
 from pallas_collectives.wires import Wire
 
 N, WIRE = 3, Wire("int8")
@@ -53,7 +53,7 @@ def test_a_permute_brings_the_source_s_block_or_zeros(perm: list[tuple[int, int]
 
 
 def test_a_gather_and_a_permute_of_one_program_do_not_meet() -> None:
-    """They have mailboxes of their own: their writers differ."""
+    """They share mailboxes, where each source has a place and words of its own."""
     x, ring = blocks(), [(0, 1), (1, 2), (2, 0)]
     how: Any = {"axis_name": "x", "wire": WIRE, "backend": "nccl"}
 
@@ -128,12 +128,15 @@ def test_the_largest_of_the_result_is_the_most_that_arrives() -> None:
     np.testing.assert_array_equal(ours, by_xla)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 def test_a_launch_that_fails_ends_the_call_on_every_gpu(
-    by_nccl: str, monkeypatch: pytest.MonkeyPatch
+    by_nccl: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None waits for words that nobody gives; another program has mailboxes of its own."""
+    """Nobody waits for words that are not given, nor without a C compiler to make calls by."""
     if by_nccl == "gpu":
         pytest.skip("no launch fails on GPUs")
+    if not compiled:
+        monkeypatch.setattr(tape, "_library", lambda: None)
     whole, failed = nccl_kernels.run, []
     reads = {nccl_kernels.load(k.name) for k in nccl_kernels.codecs() if k.kind == codec.READ}
 

@@ -209,6 +209,21 @@ def exchanged(steps: str, n: int) -> Calls:
     return calls
 
 
+def test_tables_are_there_before_a_call_is_recorded(noted: Any) -> None:
+    """All processes have agreed that there is room; one that failed later would be alone."""
+
+    def calls(g: group.Group, driver: Noting) -> None:
+        ((me, _),) = g.communicators.items()
+        for op, adds in [(packed.REDUCE, False), (packed.EXCHANGE, True), (packed.GATHER, False)]:
+            work = packed.Work(op, 2, 1024, "float16", "float16", "int8", 128, adds)
+            (packer,) = packed.ready(g, work).values()
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(driver, "put", None)
+                packer.run(work, "over a wire", [X + me * _RANK], [Y], MAIN)
+
+    noted(2, calls)
+
+
 class Torn(AssertionError):
     """Something was read that had not come, or written while it was read."""
 
@@ -250,7 +265,11 @@ class Machine:
     def _take(self, i: int) -> None:
         what, which = self.streams[i][self.at[i]]
         self.at[i] += 1
-        if what in ("give", "record"):
+        if what == "give":
+            if which in self.true:
+                raise Torn(f"word {which} is given that nobody has taken")
+            self.true.add(which)
+        elif what == "record":
             self.true.add(which)
         elif what == "take":
             self.true.remove(which)

@@ -82,8 +82,7 @@ def _exchanged(
     return Blocks(block, split, concat) if able and block[-2] % ROWS == 0 else None
 
 
-# Bytes of an operand on the way by an algorithm that packs, scales and padding included; 0 if it
-# cannot.
+# Bytes of an operand on the way by an algorithm that packs, scales included; 0 if it cannot.
 
 
 def gather_bytes(name: str, wire: Wire, *, x: jax.Array, axis: int, group: Group) -> int:

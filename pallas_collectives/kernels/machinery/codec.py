@@ -40,7 +40,7 @@ from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
 
 ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
-MOST_TILES = 8  # of a chunk
+MOST_TILES = 8  # of a chunk: by the replay half as many are no quicker, and cost the core more
 # Tiles that the compiler does side by side: their conversions wait for one another's sums along
 # lanes, and with four the units have a fifth less idle time than with two.
 SIDE_BY_SIDE = (4, 2, 1)

@@ -183,7 +183,7 @@ def signal_all(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
 class Partners(NamedTuple):
     """The positions of the device that we send to and of the one that sends to us.
 
-    Negative where there is none.
+    Negative where no such device exists.
     """
 
     target: Any

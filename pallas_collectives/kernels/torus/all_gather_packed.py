@@ -104,7 +104,7 @@ def gather(
 def sent_bytes(
     group: Group, shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec, *, lies: str
 ) -> int:
-    """Bytes of a block of a shape as they travel, scales and padding included; 0 if it cannot be.
+    """Bytes of a block of a shape as they travel, scales included; 0 if it cannot be.
 
     It cannot where VMEM has no room for what that takes, nor where there are too few tiles to load
     the links of all axes alike.

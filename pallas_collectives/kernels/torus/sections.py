@@ -35,8 +35,9 @@ PACKED_TORUS_BYTES = 48 << 20
 STREAMS = ((6, 4), (2,))
 STREAMS_ON_LINES = ((4,), (2,))
 
-# Tiles of a piece at least, where sums travel packed in sections: by the replay of v6e 4 x 4, whose
-# axes are lines, 16 MiB take up to 13% longer in smaller ones.
+# Where sums travel packed in sections, pieces may have as many tiles as this, if they fit, however
+# many sections that leaves: by the replay of v6e 4 x 4, whose axes are lines, 16 MiB take up to 13%
+# longer in smaller ones.
 LEAST_TILES = 8
 
 # As many sections at least where their phases load links unevenly.
