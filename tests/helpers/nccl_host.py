@@ -145,7 +145,10 @@ class Driver:
         return (nccl_kernels.load(name),)
 
     def launch(self, kernel: int, stream: int, *args: Any, **sizes: int) -> None:
-        nccl_kernels.run(kernel, *(a.value for a in args))
+        try:
+            nccl_kernels.run(kernel, *(a.value for a in args))
+        except WireError as error:
+            raise self.failed("cuLaunchKernel", error.status, "") from None
 
     def copy_to_host(self, source: int, size: int, stream: int) -> bytes:
         return ctypes.string_at(source, size)
