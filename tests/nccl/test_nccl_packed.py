@@ -150,7 +150,7 @@ def test_a_launch_that_fails_ends_the_call_on_every_gpu(
     gather = functools.partial(pc.all_gather, axis_name="x", wire=WIRE, backend="nccl")
     begin = time.monotonic()
     x = np.tile(blocks(), (1, 1 if compiled else 2, 1))  # another call than the one with a tape
-    with pytest.raises(jax.errors.JaxRuntimeError, match="(pc_launch|cuLaunchKernel) returned 1"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(pc_launch|cuLaunchKernel) returned 1"):
         run(gather, x)
     assert time.monotonic() - begin < SECONDS
     np.testing.assert_array_equal(run(gather, x), np.stack([sent(x)] * N))

@@ -86,6 +86,13 @@ def test_sections_are_within_half_a_step(
     assert not harness.race_reported()
 
 
+@pytest.mark.parametrize("mode", ["on_wait", pytest.param("eager", marks=SLOW)])
+def test_blocks_go_in_quarters_where_their_tiles_allow_it(mode: str) -> None:
+    x = terms(3, 8 * 128)
+    assert holds(x, gathered(x, mode=mode))
+    assert not harness.race_reported()
+
+
 @pytest.mark.parametrize(
     "sizes, lines, mode, tiles",
     [

@@ -87,6 +87,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(
+    "op, mode",
+    [("all_reduce", "on_wait"), pytest.param("reduce_scatter", "eager", marks=SLOW)],
+)
+def test_blocks_go_in_quarters_where_their_tiles_allow_it(op: str, mode: str) -> None:
+    check(op, (3,), (), harness.ADVERSARIES[mode], 8 * 128)
+
+
+@pytest.mark.parametrize(
     "op, sizes, lines, mode",
     [pytest.param(*case, marks=() if k < 1 else SLOW) for k, case in enumerate(CASES)],
 )
