@@ -86,9 +86,9 @@ def test_a_wire_for_numbers_that_it_cannot_carry_is_refused_and_nothing_else_is_
 @pytest.mark.parametrize(
     "op, columns, told",
     [
-        ("all_gather_matmul", None, r"how many columns .* write columns=4096, or \(4096, 1024\)"),
-        ("matmul_reduce_scatter", "4", "how many columns .* write columns=4096[.]"),
-        ("matmul_reduce_scatter", (4, 4), "how many columns "),
+        ("all_gather_matmul", None, r"number of columns .* write columns=4096, or \(4096, 1024\)"),
+        ("matmul_reduce_scatter", "4", "number of columns .* write columns=4096[.]"),
+        ("matmul_reduce_scatter", (4, 4), "number of columns "),
     ],
 )
 def test_explain_asks_for_the_columns_of_a_product(op: str, columns: Any, told: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pallas_collectives.nccl import cublas, tape
 from pallas_collectives.nccl.communicator import Communicator
-from pallas_collectives.nccl.errors import CommunicatorError, NcclError
+from pallas_collectives.nccl.errors import CallError, CommunicatorError
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.meeting import Meeting
 
@@ -104,7 +104,13 @@ class Rank:
     def _made_at_once(self, name: str, *args: Any) -> None:
         if not name.startswith("pc_"):
             cublas.library().call(name, *args)
-        elif not _PYTHON[name](self.driver, *args):
+            return
+        try:
+            well = _PYTHON[name](self.driver, *args)
+        except CallError as error:  # the others wait for what this one has not put on streams
+            self.give_up(error)
+            raise
+        if not well:
             raise self.failed(name, 1)
 
 
@@ -130,13 +136,9 @@ class Mailer(Rank):
         self.communicator.begin(what, stream)
         with self.driver.device(self.ordinal):
             self.meet(box.meeting, box.place, stream)
-            try:
-                yield
-                self.driver.give_words([box.ready(peer, self.rank) for peer in writers], stream)
-                self.wait(stream, self._side, self._left)
-            except NcclError as error:  # the others wait for what this one has not put on streams
-                self.give_up(error)
-                raise
+            yield
+            self.driver.give_words([box.ready(peer, self.rank) for peer in writers], stream)
+            self.wait(stream, self._side, self._left)
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)
 

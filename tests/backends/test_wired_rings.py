@@ -135,7 +135,7 @@ def test_groups_with_inf_and_nan_arrive_as_nan_and_leave_others_alone() -> None:
 
 def is_caught(run: Callable[[np.ndarray], np.ndarray], allowed: Any) -> bool:
     """Whether a faulty kernel is found out: by what it gives, or by the race detector."""
-    x = data(3, "heavy tails", rows=1024)  # pieces of two tiles
+    x = data(3, "heavy tails", rows=2048)  # pieces of two tiles
     return wired_calls.shows(
         lambda: bool((np.abs(run(x) - exact(x)) <= allowed(x, WIRES[0])).all())
     )
