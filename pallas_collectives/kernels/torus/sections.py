@@ -127,7 +127,9 @@ def plan_of(
             return whole
     units, orders = whole.extent // whole.grain, len(axes) - (whole.within is not None)
     share = units // (orders * (SECTIONS if uneven else 1))
-    least = min(LEAST_TILES, units // 2) if codec else 0
+    # On lines both ways need several sections (see above).
+    least = LEAST_TILES // 2 if there_and_back and any(whole.lines) else LEAST_TILES
+    least = min(least, units // 2) if codec else 0
     for counts in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
         fitting = [
             plan for streams in counts for plan in coarsest(streams, max(least, share // streams))
