@@ -35,6 +35,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_collectives import wires
+from pallas_collectives.nccl import rows
 from pallas_collectives.wires import Wire
 
 SEND, READ, KEEP, ADD, RELAY, TAKE = "send", "read", "keep", "add", "relay", "take"
@@ -59,32 +60,6 @@ _FLOAT8 = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}
 _TARGET = {"int8": "sm_80", **dict.fromkeys(_FLOAT8, "sm_89")}
 # Addresses, and numbers: integers of 64 bits.
 PARAMETERS = "source", "target", "rows", "count", "groups"
-_ROW, _COUNTER = struct.Struct("<4Q"), 8  # bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What a kernel does with one block.
-
-    Attributes:
-      source, target: where the block is, behind the kernel's own `source`; and where what becomes
-        of it, behind `target`. ADD has one target, and its rows are terms: each has its address, or
-        0 for the own one. RELAY's are terms, too; each has the address that the sum is sent to, but
-        the own one, where it is kept.
-      take: the address of a word that the kernel waits for before it begins, and sets to 0 as it
-        ends; or 0.
-      give: the address of a word that it sets to 1 as it ends; or 0.
-    """
-
-    source: int
-    target: int
-    take: int = 0
-    give: int = 0
-
-
-def table(rows: Iterable[Row]) -> bytes:
-    """Rows as a kernel reads them, and behind them the counter by which its blocks meet."""
-    return b"".join(_ROW.pack(*dataclasses.astuple(row)) for row in rows) + bytes(_COUNTER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +112,12 @@ class Kernel:
         given = ", ".join(f".param .u64 {name}" for name in PARAMETERS)
         loads = "\n  ".join(f"ld.param.u64 %{name}, [{name}];" for name in PARAMETERS)
         wide = ", ".join(f"%{name}" for name in PARAMETERS)
-        row = [] if self.adds else self._row()
+        row = [] if self.adds else rows.at()
         steps = "\n  ".join(itertools.chain(row, self._places(), body()))
-        waits = "\n  ".join(self._waits())
-        tells = "\n  ".join(self._tells())
+        takes, gives = self.kind in (SEND, TAKE), self.kind not in (KEEP, TAKE)
+        # Who gives the word that SEND takes waits first for the one that it gives.
+        waits = "\n  ".join(rows.taken(at_once=self.kind == TAKE) if takes else ())
+        tells = "\n  ".join(rows.given(clears=self.kind == SEND) if gives else ["ret;"])
         return f"""
 .version 8.1
 .target {_TARGET[self.wire]}
@@ -176,58 +153,6 @@ turn:
 behind:
   {tells}
 }}"""
-
-    def _row(self) -> Iterable[str]:
-        """%from and %to, where the block and what becomes of it are."""
-        yield f"rem.u32 %row, %turn, %turns; mad.wide.u32 %at, %row, {_ROW.size}, %rows;"
-        yield "ld.global.v2.u64 {%from, %to}, [%at];"
-        yield "add.u64 %from, %from, %source; add.u64 %to, %to, %target;"
-
-    def _waits(self) -> Iterable[str]:
-        """A thread for each row."""
-        if self.kind not in (SEND, TAKE):
-            return
-        yield "cvt.u32.u64 %row, %count; setp.ge.u32 %idle, %me, %row;"
-        yield "@%idle bra taken;"
-        yield f"mad.wide.u32 %at, %me, {_ROW.size}, %rows; ld.global.u64 %word, [%at + 16];"
-        yield "taking:"
-        yield "ld.acquire.sys.global.u32 %row, [%word]; setp.ne.u32 %idle, %row, 1;"
-        yield "@%idle bra taking;"
-        if self.kind == TAKE:
-            yield "st.relaxed.sys.global.u32 [%word], 0;"
-        yield "taken:"
-        yield "bar.sync 0;"
-
-    def _tells(self) -> Iterable[str]:
-        """Who comes last has a thread for each row give its word."""
-        if self.kind in (KEEP, TAKE):
-            yield "ret;"
-            return
-        yield "bar.sync 0;"
-        yield "setp.ne.u32 %idle, %me, 0; setp.eq.u32 %done, %tiles, 0;"
-        yield "@%done ret;"
-        yield f"mad.lo.u64 %at, %count, {_ROW.size}, %rows;"
-        yield "@%idle bra told;"
-        yield "fence.acq_rel.sys;"
-        yield "atom.relaxed.gpu.global.add.u32 %row, [%at], 1;"
-        yield "fence.acq_rel.sys;"
-        yield "st.shared.u32 [arrived], %row;"
-        yield "told:"
-        yield "bar.sync 0;"
-        yield "ld.shared.u32 %row, [arrived]; add.u32 %row, %row, 1;"
-        yield "setp.ne.u32 %left, %row, %blocks;"
-        yield "@%left ret;"
-        yield "@!%idle st.global.u32 [%at], 0;"
-        yield "cvt.u32.u64 %row, %count; setp.ge.u32 %idle, %me, %row;"
-        yield "@%idle ret;"
-        yield f"mad.wide.u32 %at, %me, {_ROW.size}, %rows;"
-        yield "ld.global.v2.u64 {%word, %next}, [%at + 16];"
-        yield "fence.acq_rel.sys;"
-        if self.kind == SEND:  # who gives this word anew waits for the other first
-            yield "st.relaxed.sys.global.u32 [%word], 0;"
-        yield "setp.ne.u64 %mine, %next, 0;"
-        yield "@%mine st.release.sys.global.u32 [%next], 1;"
-        yield "ret;"
 
     def _places(self) -> Iterable[str]:
         """%p of a part is its number, and %in whether there is such a part."""
@@ -266,15 +191,11 @@ behind:
 
     def _reads(self) -> Iterable[str]:
         yield from self._come("%from")
-        for part in range(_PARTS):
-            yield from self._dequantise(part, self.result)
-            yield from self._store(part)
+        yield from self._put()
 
     def _keeps(self) -> Iterable[str]:
         yield from self._own()
-        for part in range(_PARTS):
-            yield from self._dequantise(part, self.result)
-            yield from self._store(part)
+        yield from self._put()
 
     def _adds(self) -> Iterable[str]:
         yield from self._sum()
@@ -296,11 +217,9 @@ behind:
         yield "bra.uni relayed;"
         yield "keep:"
         yield "add.u64 %to, %to, %target;"
-        for part in range(_PARTS):
-            yield from self._dequantise(part, self.result)
-            yield from self._store(part)
+        yield from self._put()
         yield "relayed:"
-        yield f"add.u64 %next, %next, {_ROW.size}; mad.lo.u64 %word, %count, {_ROW.size}, %rows;"
+        yield f"add.u64 %next, %next, {rows.SIZE}; mad.lo.u64 %word, %count, {rows.SIZE}, %rows;"
         yield "setp.lt.u64 %left, %next, %word;"
         yield "@%left bra relay;"
 
@@ -327,7 +246,7 @@ behind:
                 total = f"%t{_EACH * part + i}"
                 yield f"add.rn.f32 {total}, {total}, %n{i};"
                 yield f"@%begins mov.f32 {total}, %n{i};"
-        yield f"add.u64 %k, %k, 1; add.u64 %next, %next, {_ROW.size};"
+        yield f"add.u64 %k, %k, 1; add.u64 %next, %next, {rows.SIZE};"
         yield "setp.lt.u64 %left, %k, %count;"
         yield "@%left bra term;"
 
@@ -346,6 +265,12 @@ behind:
                 wide = _WIDENED.get(self.dtype, "mov.b32 %n{2}, {word};")
                 yield wide.format(2 * word, 2 * word + 1, word, word=x)
             yield from self._quantise(part, inf if self.adds else wires.overflows_from(self.result))
+
+    def _put(self) -> Iterable[str]:
+        """What values and scales stand for, where it belongs."""
+        for part in range(_PARTS):
+            yield from self._dequantise(part, self.result)
+            yield from self._store(part)
 
     def _store(self, part: int) -> Iterable[str]:
         width = _EACH * jnp.dtype(self.result).itemsize

@@ -29,10 +29,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_collectives.nccl import codec, mailboxes, tape
-from pallas_collectives.nccl.codec import ADD, KEEP, READ, RELAY, SEND, TAKE, Kernel, Row
+from pallas_collectives.nccl.codec import ADD, KEEP, READ, RELAY, SEND, TAKE, Kernel
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.rank import Mailer
+from pallas_collectives.nccl.rows import Row, table_of
 
 GATHER, EXCHANGE, PERMUTE, REDUCE = "gather", "exchange", "permute", "reduce"
 
@@ -166,7 +167,7 @@ class Packer(Mailer):
         """
         (x,), (y,) = inputs, outputs
         of = work.of(self.rank)
-        with self.mailing((work.op, text), (), stream):
+        with self.mailing((work.op, text), stream):
             self.wait(self._side, stream, self._there)
             self._run(work, SEND, x, 0, self._side)
             if KEEP in work.kinds:
@@ -226,7 +227,7 @@ def _table(box: Mailbox, work: Work, kind: str, first: int) -> tuple[int, int]:
         ],
     }[kind]()
     driver, ordinal = box.communicator.driver, box.communicator.ordinal
-    table = codec.table(rows)
+    table = table_of(rows)
     address = driver.allocate(ordinal, len(table))
     driver.put(ordinal, address, table)
     return address, len(rows)

@@ -160,11 +160,13 @@ class Multiplier(Mailer):
             all blocks but one.
           stream: XLA's.
         """
-        with self.mailing((work.kind, text), self._writers(work), stream):
+        with self.mailing((work.kind, text), stream):
             if work.kind == GATHER:
                 self._gather(work, inputs, outputs, stream)
             else:
                 self._scatter(work, inputs, outputs, stream)
+            read = [self._box.ready(peer, self.rank) for peer in self._writers(work)]
+            self.driver.give_words(read, stream)
 
     def _writers(self, work: Work) -> list[int]:
         others = [(self.rank + distance) % work.size for distance in range(1, work.size)]

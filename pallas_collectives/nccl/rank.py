@@ -7,7 +7,7 @@ and `Rank.driver`, which a recorded twin hands to the recorder.
 import contextlib
 import copy
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from pallas_collectives.nccl import cublas, tape
@@ -124,12 +124,11 @@ class Mailer(Rank):
         self._there, self._left = (self.driver.new_event(self.ordinal) for _ in range(2))
 
     @contextlib.contextmanager
-    def mailing(self, what: tuple[Any, ...], writers: Iterable[int], stream: Any) -> Iterator[None]:
+    def mailing(self, what: tuple[Any, ...], stream: Any) -> Iterator[None]:
         """What is put on streams within it is one call, that has taken all that has come.
 
         Args:
           what: names the call to a watchdog.
-          writers: the peers that have written to this rank, and may do so again.
           stream: XLA's.
         """
         box = self._box
@@ -137,7 +136,6 @@ class Mailer(Rank):
         with self.driver.device(self.ordinal):
             self.meet(box.meeting, box.place, stream)
             yield
-            self.driver.give_words([box.ready(peer, self.rank) for peer in writers], stream)
             self.wait(stream, self._side, self._left)
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)

@@ -14,6 +14,7 @@ import numpy as np
 from nccl_wire import give, memory, take
 from pallas_collectives import wires
 from pallas_collectives.nccl import codec, sums
+from pallas_collectives.nccl.rows import Row
 from pallas_collectives.wires import LEAST_SCALE, Wire
 
 _numbers: dict[str, int] = {}  # kernels, by name
@@ -46,10 +47,10 @@ def launch(handle: int, *args: int) -> None:
     run(handle, *(parameters[i][0] for i in range(_loaded[handle][0])))
 
 
-def table(rows: int, count: int) -> list[codec.Row]:
+def table(rows: int, count: int) -> list[Row]:
     """The rows at an address."""
     words = memory(rows, 4 * count, np.dtype(np.uint64)).reshape(-1, 4).tolist()
-    return list(itertools.starmap(codec.Row, words))
+    return list(itertools.starmap(Row, words))
 
 
 def _sums(name: str) -> Callable[..., None]:
@@ -90,7 +91,7 @@ class _Codec:
             if row.give:
                 give(row.give)
 
-    def _send(self, own: int, to: int, rows: list[codec.Row], groups: int) -> None:
+    def _send(self, own: int, to: int, rows: list[Row], groups: int) -> None:
         for row in rows:
             self._put(to + row.target, *self._quantised(own + row.source, groups))
 
@@ -101,20 +102,20 @@ class _Codec:
         for mine, come in zip((values, scales), self._come(to, len(scales)), strict=True):
             come[:] = mine
 
-    def _read(self, come: int, to: int, rows: list[codec.Row], groups: int) -> None:
+    def _read(self, come: int, to: int, rows: list[Row], groups: int) -> None:
         for row in rows:
             numbers = self._numbers(*self._come(come + row.source, groups), self._result)
             self._store(to + row.target, numbers)
 
-    def _keep(self, own: int, to: int, rows: list[codec.Row], groups: int) -> None:
+    def _keep(self, own: int, to: int, rows: list[Row], groups: int) -> None:
         for row in rows:
             numbers = self._numbers(*self._quantised(own + row.source, groups), self._result)
             self._store(to + row.target, numbers)
 
-    def _add(self, own: int, to: int, rows: list[codec.Row], groups: int) -> None:
+    def _add(self, own: int, to: int, rows: list[Row], groups: int) -> None:
         self._store(to, self._sum(own, rows, groups))
 
-    def _relay(self, own: int, to: int, rows: list[codec.Row], groups: int) -> None:
+    def _relay(self, own: int, to: int, rows: list[Row], groups: int) -> None:
         sums = self._sum(own, rows, groups)
         values, scales = self._of_groups(sums, wires.overflows_from(self._result))
         for row in rows:
@@ -123,7 +124,7 @@ class _Codec:
             else:
                 self._store(to + row.target, self._numbers(values, scales, self._result))
 
-    def _sum(self, own: int, rows: list[codec.Row], groups: int) -> Any:
+    def _sum(self, own: int, rows: list[Row], groups: int) -> Any:
         terms = [
             self._numbers(
                 *(self._come(row.source, groups) if row.source else self._quantised(own, groups)),

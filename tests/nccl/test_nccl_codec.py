@@ -12,7 +12,8 @@ import pytest
 import nccl_kernels
 from pallas_collectives import wires
 from pallas_collectives.nccl import codec, cuda
-from pallas_collectives.nccl.codec import Kernel, Row
+from pallas_collectives.nccl.codec import Kernel
+from pallas_collectives.nccl.rows import Row, table_of
 from pallas_collectives.wires import Wire
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -60,7 +61,7 @@ def test_the_reference_has_the_bits_of_wires(dtype: str, wire: str, group: int) 
 
 def reference(kernel: Kernel, rows: list[Row], source: np.ndarray, target: np.ndarray) -> None:
     """The reference, on all groups."""
-    table = np.frombuffer(codec.table(rows), np.uint8)
+    table = np.frombuffer(table_of(rows), np.uint8)
     addresses = (a.ctypes.data for a in (source, target, table))
     nccl_kernels.run(nccl_kernels.load(kernel.name), *addresses, len(rows), GROUPS)
 
@@ -122,7 +123,7 @@ def launched(
     given = [on_gpu(a) for a in arrays]
     source, come, target, words = (a.unsafe_buffer_pointer() for a in given)
     table = rows(come, words)
-    at = on_gpu(np.frombuffer(codec.table(table), np.int8))
+    at = on_gpu(np.frombuffer(table_of(table), np.int8))
     numbers = source, target, at.unsafe_buffer_pointer(), len(table), GROUPS
     loaded, stream = codec.prepared(driver, 0, kernel), driver.new_stream(0)
     with driver.device(0):
