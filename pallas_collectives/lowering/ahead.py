@@ -18,8 +18,13 @@ as it was written, a backward pass is a scan of its own, and nothing more is sav
 are the same to the last bit. What is carried on from turn to turn is memory: for the first weights
 of a second layer, and for its last gradients before they are summed (`explain` says how much).
 
-XLA takes sums on a SparseCore for done at once (libtpu 0.0.50), and would have the core wait for
-each. A turn's program can say which products are to run beside each scatter: groups, which XLA
+XLA's scheduler allows for the time of a sum on a SparseCore (libtpu 0.0.50, by its log). But it
+orders a turn from its end, and where nothing else decides, as it found the instructions. What reads
+a gather is a product, so that the gather's end comes late. What reads a scatter only writes a row
+of the scan's results: where that was found just behind the scatter, the scatter's end comes at
+once, and the core waits. A barrier that joins the result with something made later moves its end.
+
+A turn's program can also say which products are to run beside each scatter: groups, which XLA
 schedules together (`sparsecore.scheduled`). It refuses to compile some (`x = tanh(x @ w)` alone in
 a turn, for one), so that scatters are left for the next turn, and have groups, only if a caller
 says so (`override_lax(ahead="grouped")`). Otherwise the first scatter is held until the weights of

@@ -66,9 +66,9 @@ _FIRST_GROUP = 7000  # far from numbers that a program may give groups of its ow
 def scheduled(group: int | None) -> contextlib.AbstractContextManager[Any]:
     """Within this context what is traced is of a group, which XLA schedules together.
 
-    What a group has of products runs beside its collective. XLA takes sums by the vector subcores
-    for done at once (libtpu 0.0.50: they are called by a call, whose cost it does not look up), and
-    would have the core wait for each. A group of None leaves all free.
+    What a group has of products runs beside its collective. Without one XLA may end a sum as soon
+    as it has begun, where what reads it was found just behind it, and the core waits
+    (`lowering.ahead`). A group of None leaves all free.
     """
     if group is None:
         return contextlib.nullcontext()
