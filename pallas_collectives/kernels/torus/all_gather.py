@@ -117,8 +117,8 @@ def _kernel(
     timetable.run(plan, (gather, range(len(rings))))
 
 
-class Gather:
-    """A `timetable.Stage`: sends the own block and what arrives on, until all is there.
+class Gather(timetable.Stage):
+    """Sends the own block and what arrives on, until all is there.
 
     A stream has channels for each phase: upstream in the next phase is another device, which may
     be there while we are in this one. What is sent at hop t is message t of the section, in one

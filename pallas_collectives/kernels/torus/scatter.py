@@ -18,7 +18,7 @@ from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.machinery.combine import combine
-from pallas_collectives.kernels.torus import shares
+from pallas_collectives.kernels.torus import shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Plan
 from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
@@ -141,8 +141,8 @@ class _Leg(NamedTuple):
         return self.section * self.ahead + number
 
 
-class Scatter:
-    """A `timetable.Stage`: sends sums towards their owners, adding own terms; then the own.
+class Scatter(timetable.Stage):
+    """Sends sums towards their owners, adding own terms; then the own.
 
     A stream has channels for each phase, with slots of their own: upstream in the next phase is
     another device, which may be there while we are in this one. A channel has one send under way at

@@ -74,13 +74,19 @@ class Stage(Protocol):
 
     Phases are numbered as a gather goes through them. In each, `begin` starts hop 0, having waited
     for the last of the phase before; `take` waits for hop t-1, and `go_on` then starts hop t; `end`
-    waits for the last of all.
+    waits for the last of all. A stage that `keeps` what comes starts to do so in `take_last`, for
+    both streams of a pair before `begin` or `end` waits for either.
     """
+
+    keeps: bool = False
 
     def begin(self, bundle: int, phase: int, section: Any, stream: Number) -> None: ...
     def take(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
     def go_on(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
     def end(self, bundle: int, section: Any, stream: Number) -> None: ...
+
+    def take_last(self, bundle: int, phase: int, section: Any, stream: Number) -> None:
+        return  # unless it keeps what comes
 
 
 Course = list[tuple[Stage, int]]
@@ -100,6 +106,8 @@ def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
         return
 
     def begin(b: int, k: int, stream: Number) -> None:
+        if _keeps(course, k):
+            _take_last(course, b, k, 0, stream)
         _begin(course, b, k, 0, stream)
 
     def go_on(b: int, k: int, hop: Number, stream: Number) -> None:
@@ -113,6 +121,16 @@ def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
         _for_each_round(plan, spans, go_on)
     everything = [(b, Span(len(course), 0, 0)) for b in range(len(plan.bundles))]
     _for_each_stream(plan, everything, begin)
+
+
+def _keeps(course: Course, k: int) -> bool:
+    """Whether what the last hop before phase number k brings is kept."""
+    return k > 0 and course[k - 1][0].keeps
+
+
+def _take_last(course: Course, b: int, k: int, section: Any, stream: Number) -> None:
+    stage, phase = course[k - 1]
+    stage.take_last(b, phase, section, stream)
 
 
 def _begin(course: Course, b: int, k: int, section: Any, stream: Number) -> None:
@@ -151,8 +169,9 @@ def _run_sections(plan: Plan, course: Course) -> None:
 
     def see_to(tick: Any, step: Any, pair: Any, k: int, b: int) -> None:
         turn, section = turns[k], tick - turns[k].tick
-        begin = functools.partial(_begin, course, b, k, section)
-        in_pair(pair, b, section, begin, step == turn.begin)
+        for body in (_take_last, _begin) if _keeps(course, k) else (_begin,):
+            of_stream = functools.partial(body, course, b, k, section)
+            in_pair(pair, b, section, of_stream, step == turn.begin)
         if k == len(course):
             return
         stage, phase = course[k]

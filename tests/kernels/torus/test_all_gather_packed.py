@@ -256,10 +256,10 @@ def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     keep, receive, take = PackedGather._keep, Channel.receive, PackedGather._take
     late: list[Any] = []
 
-    def put_off(self: PackedGather, leg: Any, hop: Any, way: int) -> None:
+    def put_off(self: PackedGather, leg: Any, hop: Any) -> None:
         with monkeypatch.context() as within:
             within.setattr(Channel, "receive", lambda *args: late.append(args))
-            take(self, leg, hop, way)
+            take(self, leg, hop)
 
     def then(self: PackedGather, leg: Any, hop: Any) -> None:
         keep(self, leg, hop)
