@@ -62,6 +62,12 @@ class _Cases(Sequence[Case]):
 CASES: Sequence[Case] = _Cases()
 
 
+def named(*names: str) -> tuple[Case, ...]:
+    """The cases of these names; KeyError if there is no such case."""
+    by_name = {case.name: case for case in CASES}
+    return tuple(by_name[name] for name in names)
+
+
 def chosen(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
     """Those of the named algorithms that a case has; without names, the library's choice."""
     offered = catalogue.ALGORITHMS[case.op]
@@ -70,17 +76,17 @@ def chosen(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
 
 def layouts() -> tuple[Case, ...]:
     """The same, and some along the last dimension: where results are laid out, compilers differ."""
-    by_name = {case.name: case for case in CASES}
+    gather, exchange = named("all_gather", "all_to_all")
     return (
         *CASES,
         dataclasses.replace(
-            by_name["all_gather"],
+            gather,
             name="all_gather, axis=-1",
             call=lambda m, x, axis, **how: m.all_gather(x, axis, axis=-1, tiled=True, **how),
             reference=lambda xs: everywhere(np.concatenate(xs, axis=-1), len(xs)),
         ),
         dataclasses.replace(
-            by_name["all_to_all"],
+            exchange,
             name="all_to_all, 0 to -1",
             call=lambda m, x, axis, **how: m.all_to_all(x, axis, 0, 2, tiled=True, **how),
             reference=lambda xs: np.concatenate(xs[:, :, None], axis=-1),
