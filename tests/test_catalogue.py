@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import test_examples
 import test_layers
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
 
 import against_lax
 import benchmarking
@@ -26,10 +28,14 @@ import harness
 import in_order
 import pallas_collectives as pc
 from benchmarks import measure, readme, replay_rows, tune
-from benchmarks.cases import CASES, layouts
+from benchmarks.cases import CASES, layouts, named
+from benchmarks.probes import spaces
+from benchmarks.probes.rig import Rig
 from benchmarks.results import Saved
+from benchmarks.rows import Asked
 from benchmarks.settings import Settings
-from benchmarks.steps import schedule
+from benchmarks.steps import compiling, learning, schedule
+from benchmarks.steps import wires as step_wires
 from pallas_collectives import catalogue, collectives, wires
 from pallas_collectives.backends import algorithms, canonical, choice, counters, nccl, pallas
 from pallas_collectives.backends.wire_costs import error_in_words
@@ -41,6 +47,7 @@ from pallas_collectives.lowering.of_lax import LAX
 from pallas_collectives.overlap import split
 from pallas_collectives.records import NEIGHBOURS, ON_LINE, ON_RING, Kernel, Primitive
 from pallas_collectives.replay import Machine, bound
+from pallas_collectives.replay.program import Program
 from pallas_collectives.tuning import tables
 
 README = Path(__file__).parent.parent / "README.md"
@@ -214,6 +221,20 @@ def test_benchmarks_and_replays_find_both() -> None:
         assert not row.error and not row.faults and row.of_bound
         (row,) = replay_rows.rows([dataclasses.replace(task, algorithm=None)])
         assert row.served in ALGORITHMS[op]  # not by the kernel's name, which another may share
+
+
+@pytest.mark.usefixtures("with_both")
+def test_probes_and_what_is_learned_of_steps_find_a_collective() -> None:
+    devices, machine = np.array(jax.devices()[:2]), Machine.named("v5e:2")
+    rig = Rig(machine, Mesh(devices, ("x",)), pltpu.InterpretParams())
+    asked = Asked(op="rotate", type="float32", size=8192)
+    row = spaces.row_of(rig, spaces.programs(rig)["rotate"], asked)
+    assert (row.wrong, row.error) == (0, "")
+    (rotate,) = named("rotate")
+    text = compiling.lower(learning.program(2, rotate), devices, "lax").as_text()
+    assert text.count("stablehlo.collective_permute") == learning.LAYERS
+    call = schedule.Collective("c", "rotate", "", schedule.CORE, 1 << 16, 2, ("x",))
+    assert isinstance(step_wires.programs(machine, np.arange(2), {"x": 2}, [])(call), Program)
 
 
 def test_what_is_started_is_a_function_of_a_record() -> None:

@@ -151,6 +151,7 @@ def ragged(x: jax.Array, output: jax.Array, n: int, **how: Any) -> jax.Array:
     )  # fmt: skip
 
 
+# A choice: calls of x alone, one of them along the last dimension, as a wire's groups lie.
 CALLS: dict[str, Callable[..., Any]] = {
     "all_gather": lambda x, **how: pc.all_gather(x, "x", **how),
     "psum_scatter": lambda x, **how: pc.psum_scatter(x, "x", tiled=True, **how),
