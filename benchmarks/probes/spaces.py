@@ -138,7 +138,7 @@ def _sharding(rig: Rig, split: int) -> NamedSharding:
 def where(text: str) -> str:
     """The memories of the arrays that kernels take and give, in a compiled program."""
     types = dict(re.findall(r"^ *(?:ROOT )?%(\S+) = (\S+) ", text, re.MULTILINE))
-    kernel = r"= (\S+) custom-call\((.*?)\), custom_call_target=\"tpu_custom_call\""
+    kernel = r"= \(?(\S+).*? custom-call\((.*?)\), custom_call_target=\"tpu_custom_call\""
     found = []
     for result, operands in re.findall(kernel, text):
         taken = [types[name] for name in re.findall(r"%([^\s,)]+)", operands) if name in types]

@@ -165,9 +165,10 @@ def test_where_reads_memories_off_a_compiled_program() -> None:
   %made = f32[8,128]{1,0:T(8,128)S(1)} fusion(%x), kind=kOutput
   %table = s32[9]{0:T(128)S(6)} fusion(%y), kind=kLoop
   %k.1 = f32[8,128]{1,0:T(8,128)} custom-call(%table, %made), custom_call_target="tpu_custom_call"
-  ROOT %k.2 = f32[8,128]{1,0:T(8,128)S(3)} custom-call(%k.1), custom_call_target="tpu_custom_call"
-"""
-    assert spaces.where(program) == "from VMEM to HBM, from HBM to CMEM"
+  %k.2 = f32[8,128]{1,0:T(8,128)S(3)} custom-call(%k.1), custom_call_target="tpu_custom_call"
+  ROOT %k.3 = (f32[8,128]{1,0:T(8,128)S(1)}, f32[8]{0}) custom-call(%k.1), custom_call_target="tpu_custom_call"
+"""  # noqa: E501
+    assert spaces.where(program) == "from VMEM to HBM, from HBM to CMEM, from HBM to VMEM"
     assert spaces.where("") == "no compiled kernel"
 
 
