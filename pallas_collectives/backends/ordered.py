@@ -119,7 +119,6 @@ EXCHANGE = Algorithm(
     name="exchange",
     launcher=_exchanged,
     reach=PARTNERS,  # what reaches what is asked of its exchanges
-    wide=True,
     sent="as all_to_all, and all_gather",
     steps="theirs",
     in_order=True,
