@@ -38,12 +38,12 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import DType, Number, Ref, Semaphore, Step, buffer
-from pallas_collectives.kernels import adding
-from pallas_collectives.kernels.adding import SLOTS
+from pallas_collectives.kernels import reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.reduce_scatter import SLOTS
 from pallas_collectives.kernels.streams import Streams
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Ring, Stream, wrap_step
@@ -237,7 +237,7 @@ def gather_and_consume(
 
 def scatter_scratch(
     streams: tuple[Stream, ...], blocks: Blocks, dtype: DType, cores: int = 1
-) -> adding.Scratch:
+) -> reduce_scatter.Scratch:
     """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out.
 
     Semaphores are each core's own; slots of all cores lie in HBM, which they share.
@@ -245,13 +245,13 @@ def scatter_scratch(
     index = len(streams), blocks.chunks
     slots = cores, *index, SLOTS + 1, *blocks.chunk_shape
     semaphores = channels.Semaphores.of(*index, window=SLOTS)
-    return adding.Scratch(buffer(slots, dtype), semaphores)
+    return reduce_scatter.Scratch(buffer(slots, dtype), semaphores)
 
 
 def produce_and_scatter(
     ring: Ring,
     o_ref: Ref,  # own block of the result: HBM
-    scratch: adding.Scratch,  # see scatter_scratch: HBM
+    scratch: reduce_scatter.Scratch,  # see scatter_scratch: HBM
     *,
     produce: Callable[..., None],
     finish: Callable[..., None],
@@ -274,7 +274,7 @@ def produce_and_scatter(
     where the wire takes less than producing. Where it takes longer, they would fill it with sums
     that all come late.
 
-    Messages are those of `adding.add_on_the_way` round a ring. Terms of step 0 set out from
+    Messages are those of `reduce_scatter.add_on_the_way` round a ring. Terms of step 0 set out from
     a slot that nobody else writes to. A chunk has one send under way at a time.
     """
     moving = Streams(ring, streams)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 import harness
 import pallas_collectives
 import step_tables
-from pallas_collectives.kernels import adding, all_reduce, all_reduce_line, reduce_scatter
+from pallas_collectives.kernels import all_reduce, all_reduce_line, one_hop, reduce_scatter
 from pallas_collectives.kernels.machinery import channel, sync
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group
@@ -47,7 +47,7 @@ def scatter_line(x: jax.Array, n: int, params: Any) -> jax.Array:
 
 def scatter_direct(x: jax.Array, n: int, params: Any) -> jax.Array:
     group = Group(("x",), (n,))
-    return reduce_scatter.direct(x, group, axis=0, op="sum", vmem=True, interpret=params)
+    return one_hop.reduce_scatter(x, group, axis=0, op="sum", vmem=True, interpret=params)
 
 
 def reduce_line(x: jax.Array, n: int, params: Any) -> jax.Array:
@@ -121,7 +121,7 @@ def test_missing_receive_wait_is_caught(
 
 def test_sends_of_a_slot_that_have_not_ended_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for earlier sends: a credit is given for a slot that is still being sent."""
-    monkeypatch.setattr(adding._Turns, "end_earlier", lambda *_: None)
+    monkeypatch.setattr(reduce_scatter._Turns, "end_earlier", lambda *_: None)
     assert is_caught(scatter, 8, "on_wait")
 
 
