@@ -206,7 +206,7 @@ class _Schedule(relay.Schedule):
         """Blocks whose chunks are messages."""
         return dataclasses.replace(blocks, chunks=self.cuts)
 
-    def message(self, blocks: Blocks, ref: Ref, block: Number, number: Number, way: int) -> Any:
+    def message(self, blocks: Blocks, ref: Ref, block: Number, number: Number, way: int) -> Ref:
         """What travels of a block as one message."""
         return self.cut(blocks).at(ref, block, 2 * number + way if self.halved else number)
 
@@ -270,7 +270,7 @@ def _ring_kernel(
     ) -> Any:
         """One hop of the message for a distance; `counts`: for each way, relayed and forwarded."""
 
-        def pass_on(way: int, direction: int, relayed: Any, forwarded: Any) -> None:
+        def pass_on(way: int, direction: int, relayed: Number, forwarded: Number) -> None:
             if first:
                 receiver = ring.block(direction * distance)
                 source = schedule.message(layout.source, x_ref, receiver, number, way)

@@ -27,7 +27,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.lax import PrecisionLike
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref
+from pallas_collectives.annotations import DType, Flag, Interpret, Number, Ref
 from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, multiply
 from pallas_collectives.kernels.machinery.multiply import Products, Where
@@ -269,7 +269,7 @@ def _scatter_kernel(
     def rows_of(block: Number, chunk: Number) -> Where:
         return lambda act: act(tiling.blocks.at(x_ref, block, chunk))
 
-    def sums_in(adds: Any, *sum_refs: Ref) -> list[Where]:
+    def sums_in(adds: Flag, *sum_refs: Ref) -> list[Where]:
         def where(ref: Ref, act: Callable[[Ref], None]) -> None:
             groups.only_if(adds, lambda: act(ref))
 
@@ -279,7 +279,7 @@ def _scatter_kernel(
         products.fetch(rows_of(block, chunk))
 
     def produce(
-        block: Number, chunk: Number, sum_ref: Ref, adds: Any, follow: Callable[[], None]
+        block: Number, chunk: Number, sum_ref: Ref, adds: Flag, follow: Callable[[], None]
     ) -> None:
         sums = sums_in(adds, sum_ref)
         products.multiply(rows_of(block, chunk), sum_ref, *sums, adds=adds, follow=follow)

@@ -16,7 +16,6 @@ that until they are rounded to the result's dtype, once.
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -90,7 +89,7 @@ class Problem:
         return 2 * self.batch * self.rows * self.depth * self.columns
 
 
-def accumulator_dtype(dtype: DType) -> Any:
+def accumulator_dtype(dtype: DType) -> DType:
     """In what products of a dtype are added up."""
     return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
 

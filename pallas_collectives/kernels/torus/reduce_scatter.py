@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Interpret, Number, Semaphore
+from pallas_collectives.annotations import Copy, DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.codec import Codec
@@ -210,14 +210,14 @@ def _scatter_kernel(
     # scratch: a ScatterScratch
     operand, own = Field(plan, x_ref, *numbers), [0] * len(rings)
 
-    def in_result(b: int, section: Any, stream: Number) -> Any:
+    def in_result(b: int, section: Number, stream: Number) -> Ref:
         return plan.piece(o_ref, own, plan.bundles[b], section, stream)
 
-    def copy(b: int, section: Any, stream: Number) -> Any:
+    def copy(b: int, section: Number, stream: Number) -> Copy:
         here, there = stage.own(b, section, stream), in_result(b, section, stream)
         return pltpu.make_async_copy(here, there, scratch.copy_sems.at[plan.stream(b, stream)])
 
-    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
+    def finish(b: int, section: Number, stream: Number, add: Callable[[Any], None]) -> None:
         if vmem:
             add(in_result(b, section, stream))
             return
@@ -251,7 +251,7 @@ def _reduce_kernel(
     # than our own, nobody reads or writes in the reduction.
     operand, result = Field(plan, x_ref, *numbers), Field(plan, o_ref, *numbers)
 
-    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
+    def finish(b: int, section: Number, stream: Number, add: Callable[[Any], None]) -> None:
         if vmem:
             place, bundle = [ring.me for ring in rings], plan.bundles[b]
             result.for_each_piece(place, bundle, section, stream, lambda piece, _: add(piece))
@@ -279,7 +279,7 @@ def _packed_kernel(
     operand, result = Field(plan, x_ref, *numbers), Field(plan, o_ref, *numbers)
     gather = packed_gather.PackedGather(plan, rings, result, scratch.gather, codec)
 
-    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
+    def finish(b: int, section: Number, stream: Number, add: Callable[[Any], None]) -> None:
         add(gather.own(b, section, stream))
 
     how: Any = {"op": "sum", "target": finish, "codec": codec.within_hops, "last": codec}
