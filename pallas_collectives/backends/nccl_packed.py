@@ -19,6 +19,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_collectives import _compat, simulation, wires
+from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -40,7 +41,7 @@ _OPS = {
 _MOST_MAIL = 4 << 30
 
 
-def moved(blocks: jax.Array, wire: Wire, *moves: Move, dtype: Any, adds: bool) -> jax.Array:
+def moved(blocks: jax.Array, wire: Wire, *moves: Move, dtype: DTypeLike, adds: bool) -> jax.Array:
     """The blocks that come, (n, numbers), or their sum, (numbers,).
 
     Args:

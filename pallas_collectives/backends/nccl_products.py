@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -82,7 +83,7 @@ def _multiplied(rows: int, columns: int, depth: float) -> float:
     return _KERNEL + min(by(tile, share) for tile, share in _TILES.items())
 
 
-def unreachable(op: str, operands: Sequence[Any], spec: Spec, mesh: Any) -> str:
+def unreachable(op: str, operands: Sequence[Any], spec: Spec, mesh: AnyMesh) -> str:
     """Why the devices of a mesh cannot multiply beside copies to each other; "" if they can."""
     xs, ws = (operands[:1], operands[1:]) if op == GATHER else halves(operands)
     try:

@@ -29,14 +29,16 @@ are enqueued. After the meeting a stream waits only for what has been enqueued.
 import ctypes
 import dataclasses
 import threading
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from pallas_collectives.nccl import tape
+from pallas_collectives.nccl import cuda, tape
 from pallas_collectives.nccl.communicator import Communicator
 from pallas_collectives.nccl.errors import ProcessError
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.meeting import Meeting
 from pallas_collectives.nccl.rank import FLIGHTS, Rank
+from pallas_collectives.nccl.tape import Address
 
 _WORD = 4  # bytes
 _IN_A_ROW = 2  # the addresses of an operand and its result
@@ -88,7 +90,7 @@ class Slot:
         tangents beside that of values, say, or a function that is called twice.
     """
 
-    def __init__(self, driver: Any, ordinal: int, size: int) -> None:
+    def __init__(self, driver: cuda.Driver, ordinal: int, size: int) -> None:
         self.size = size
         self.own_words = driver.allocate(ordinal, 2 * size * _WORD)
         driver.fill_words(ordinal, self.own_words, 0, 2 * size)
@@ -123,10 +125,10 @@ class Copier(Rank):
         slot: Slot,
         plan: Plan,
         text: str,
-        operand: Any,
-        result: Any,
-        token: Any,
-        stream: Any,
+        operand: Address,
+        result: Address,
+        token: Address,
+        stream: Address,
     ) -> None:
         """Puts an exchange beside `stream`, once what is on that so far is done.
 
@@ -164,7 +166,9 @@ class Copier(Rank):
             driver.record_again(slot.arrived, beside)
         self.communicator.end(beside)
 
-    def finish(self, slot: Slot, plan: Plan, operand: Any, result: Any, stream: Any) -> None:
+    def finish(
+        self, slot: Slot, plan: Plan, operand: Address, result: Address, stream: Address
+    ) -> None:
         """Has `stream` wait for the result of the exchange in `slot`."""
         del plan
         self.communicator.check()
@@ -182,7 +186,7 @@ _copiers: dict[Group, dict[int, Copier]] = {}
 _making = threading.Lock()
 
 
-def slots(group: Group, key: Any) -> dict[int, tuple[Copier, Slot]]:
+def slots(group: Group, key: Hashable) -> dict[int, tuple[Copier, Slot]]:
     """The slot that `key` names of each rank of the group; made if it is not there yet.
 
     Raises:

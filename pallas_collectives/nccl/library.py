@@ -25,6 +25,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from pallas_collectives.nccl.errors import HARMLESS, CallError, LibraryError, raise_for
@@ -69,7 +70,7 @@ class Library:
         unique_id = self.call("ncclGetUniqueId", "", self.bindings.get_unique_id)
         return ctypes.string_at(unique_id.ptr, 128)
 
-    def call(self, name: str, where: str, function: Any, *args: Any) -> Any:
+    def call(self, name: str, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, its failure as `failed` gives it."""
         try:
             return function(*args)

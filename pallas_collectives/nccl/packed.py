@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -34,6 +33,7 @@ from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.rank import Mailer
 from pallas_collectives.nccl.rows import Row, table_of
+from pallas_collectives.nccl.tape import Address
 
 GATHER, EXCHANGE, PERMUTE, REDUCE = "gather", "exchange", "permute", "reduce"
 
@@ -155,7 +155,12 @@ class Packer(Mailer):
         self._prepared = functools.partial(codec.prepared, self.driver, self.ordinal)
 
     def run(
-        self, work: Work, text: str, inputs: Sequence[Any], outputs: Sequence[Any], stream: Any
+        self,
+        work: Work,
+        text: str,
+        inputs: Sequence[Address],
+        outputs: Sequence[Address],
+        stream: Address,
     ) -> None:
         """Puts a call on XLA's stream.
 
@@ -184,7 +189,13 @@ class Packer(Mailer):
                 self.driver.clear(self.ordinal, y, work.numbers * _width(work.result), stream)
 
     def _run(
-        self, work: Work, kind: str, source: Any, target: Any, stream: Any, first: int = 0
+        self,
+        work: Work,
+        kind: str,
+        source: Address,
+        target: Address,
+        stream: Address,
+        first: int = 0,
     ) -> None:
         kernel, (table, rows) = work.kernel(kind), _table(self._box, work, kind, first)
         if rows:

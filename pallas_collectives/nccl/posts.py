@@ -9,7 +9,6 @@ told. One that is never finished harms nothing.
 
 import ctypes
 import functools
-from typing import Any
 
 from pallas_collectives.nccl import mailboxes, tape
 from pallas_collectives.nccl.copies import Plan
@@ -17,6 +16,7 @@ from pallas_collectives.nccl.errors import CommunicatorError
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.rank import Rank
+from pallas_collectives.nccl.tape import Address
 
 _WORD = 4  # bytes
 _ROOM, _MOST = 256 << 20, 256  # bytes that mailboxes of a size may have, and how many they may be
@@ -34,7 +34,13 @@ class Post(Rank):
         self._under_way = (ctypes.c_uint64 * 1)()  # where the operand lies
 
     def start(
-        self, plan: Plan, text: str, operand: Any, result: Any, token: Any, stream: Any
+        self,
+        plan: Plan,
+        text: str,
+        operand: Address,
+        result: Address,
+        token: Address,
+        stream: Address,
     ) -> None:
         """As `Copier.start`; nothing is written to the result yet."""
         del result
@@ -60,7 +66,7 @@ class Post(Rank):
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)
 
-    def finish(self, plan: Plan, operand: Any, result: Any, stream: Any) -> None:
+    def finish(self, plan: Plan, operand: Address, result: Address, stream: Address) -> None:
         """Puts the result on `stream`, once it has come."""
         driver, me = self.driver, self.rank
         self.communicator.check()
