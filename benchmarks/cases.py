@@ -41,7 +41,7 @@ class Case(Example):
     def of(cls, collective: Collective) -> "Case":
         """The case of a record."""
         name = next(iter(collective.functions))
-        names: Any = {"name": name, "op": collective.name, "adds": collective.adds}
+        names: dict[str, Any] = {"name": name, "op": collective.name, "adds": collective.adds}
         return cls(**names, **vars(collective.example))
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike as DTypeLike
 
@@ -29,6 +30,13 @@ Interpret: TypeAlias = bool | pltpu.InterpretParams
 
 
 Part = TypeVar("Part", covariant=True)
+
+
+# In the rules of primitives: an array's type; a derivative, which is known to be 0 or is an array;
+# the dimension that vmap maps, if any.
+Aval: TypeAlias = jax.core.ShapedArray
+Tangent: TypeAlias = jax.Array | ad.Zero
+Dim: TypeAlias = int | None
 
 
 class Slices(Protocol[Part]):

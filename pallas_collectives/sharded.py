@@ -7,7 +7,7 @@ The examples have two devices: `mesh = jax.make_mesh((2,), ("x",))`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -270,7 +270,7 @@ def ppermute(
     *,
     mesh: Mesh,
     axis_name: AxisName,
-    perm: Any,
+    perm: Sequence[tuple[int, int]],
     axis: int = 0,
     spec: PartitionSpec | None = None,
     **how: Any,
@@ -304,7 +304,7 @@ def pshuffle(
     *,
     mesh: Mesh,
     axis_name: AxisName,
-    perm: Any,
+    perm: Sequence[int],
     axis: int = 0,
     spec: PartitionSpec | None = None,
     **how: Any,

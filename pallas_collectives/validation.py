@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import PrecisionLike
 
 from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
@@ -91,7 +92,7 @@ def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int
         )
 
 
-def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
+def checked_perm(perm: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     """The pairs, counted from 0; each source and each target is a device, and occurs once.
 
     As with lax, numbers below 0 count from the last device.
@@ -179,7 +180,7 @@ def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
         raise CollectiveError(f"order={order!r}", rule, "sum over it by jnp.sum, apart")
 
 
-def check_precision(precision: Any) -> None:
+def check_precision(precision: PrecisionLike) -> None:
     """Checks that lax's products know a precision."""
     one = jax.ShapeDtypeStruct((1,), np.float32)
     try:

@@ -18,6 +18,7 @@ it, and `explain` prints it.
 import dataclasses
 from typing import Any
 
+from pallas_collectives.annotations import Interpret
 from pallas_collectives.errors import (
     DtypeError,
     ReachError,
@@ -75,7 +76,7 @@ class How:
     algorithm: str | None = None
     precise: bool = False
     order: str | None = None
-    interpret: Any = False
+    interpret: Interpret = False
     across: tuple[str, ...] | None = None
     wire: Wire | None = None
     wire_backward: Wire | None = None

@@ -99,7 +99,7 @@ def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Interp
     """Gathers x along `axis` over a line, as `ring`."""
     blocks = Blocks.of(x.shape, axis, x.dtype, MOST_CHUNKS)
     way = _by_hops(blocks, groups.line_streams(group.size, blocks.chunks))
-    options: Any = {"vmem": vmem, "interpret": interpret}
+    options: dict[str, Any] = {"vmem": vmem, "interpret": interpret}
     return _launch(*way, x, group, axis, name="all_gather_line", **options)
 
 
@@ -115,7 +115,7 @@ def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Inte
     """Gathers x along `axis`, each device writing to all others."""
     kernel = functools.partial(_direct_kernel, blocks=Blocks.of(x.shape, axis, x.dtype))
     pushed = Way(kernel, PushSemaphores(), "everyone")
-    options: Any = {"vmem": vmem, "interpret": interpret}
+    options: dict[str, Any] = {"vmem": vmem, "interpret": interpret}
     return _launch(*pushed, x, group, axis, name="all_gather_direct", **options)
 
 

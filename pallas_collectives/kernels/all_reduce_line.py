@@ -107,7 +107,7 @@ def line(
     over a torus of one axis, which loads links no more.
     """
     if packed:
-        options: Any = {"op": op, "vmem": vmem, "interpret": interpret, **packed}
+        options: dict[str, Any] = {"op": op, "vmem": vmem, "interpret": interpret, **packed}
         alone = one_axis(group, line=True)
         return torus.all_reduce(x, alone, name="all_reduce_line", **options)
     chunks = chunks_of(x.shape, x.dtype, group.size)

@@ -46,6 +46,7 @@ from jax import lax
 from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import Number
 from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND
 from pallas_collectives.lowering import turns
@@ -270,7 +271,7 @@ class Loop:
         shifted = [n for n in dict.fromkeys(numbers(self._ys)) if n in summed_up]
         groups = self.groups(late)
 
-        def ask(turn: Any) -> list[jax.Array]:
+        def ask(turn: Number) -> list[jax.Array]:
             values = consts | {
                 number: lax.dynamic_index_in_dim(x, turn, keepdims=False)
                 for number, x in xs.items()
@@ -287,7 +288,7 @@ class Loop:
                 step.run(values, IS_BEHIND if step in late else None, groups.get(step))
             return [values[number] for number in shifted]
 
-        def written(stacks: Sequence[jax.Array], rows: Sequence[jax.Array], turn: Any) -> Any:
+        def written(stacks: Sequence[jax.Array], rows: Sequence[jax.Array], turn: Number) -> Any:
             pairs = zip(stacks, rows, strict=True)
             return [lax.dynamic_update_index_in_dim(s, row, turn, 0) for s, row in pairs]
 

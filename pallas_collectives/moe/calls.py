@@ -15,6 +15,7 @@ from pallas_collectives.moe.plans import Plan
 from pallas_collectives.moe.wire import Sizes, Wire
 from pallas_collectives.topology import chips, reach
 from pallas_collectives.validation import AxisName, Groups
+from pallas_collectives.wires import WireLike
 
 MOST_CHOICES = 8
 
@@ -27,8 +28,8 @@ def dispatch(
     num_experts: int,
     rows: int | None = None,
     exchange: str = "auto",
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     axis_index_groups: Groups = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -103,8 +104,8 @@ def combine(
     axis_name: AxisName,
     *,
     overflow: str = "share",
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     axis_index_groups: Groups = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -179,15 +180,15 @@ def _wire(
     groups: Groups,
     backend: str | None,
     algorithm: str | None,
-    wire: Any,
-    wire_backward: Any,
+    wire: WireLike,
+    wire_backward: WireLike,
 ) -> Wire:
     validation.size_of(axis_name)
     mesh = jax.sharding.get_abstract_mesh().axis_names
     if mapped := [axis for axis in validation.named(axis_name) if axis not in mesh]:
         rule = "experts lie on axes of a mesh, and it is one of vmap"
         raise CollectiveError(f"axis {mapped[0]!r}", rule, "call inside jax.shard_map")
-    over = {"wire": wire, "wire_backward": wire_backward}
+    over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, groups, backend, algorithm, **over)
     groups = None if groups is None else tuple(map(tuple, groups))
     return Wire(axis_name, groups, how, backend)

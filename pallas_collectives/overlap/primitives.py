@@ -22,6 +22,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from pallas_collectives import _compat, collectives
+from pallas_collectives.annotations import Aval
 from pallas_collectives.backends import (
     canonical,
     counters,
@@ -181,7 +182,7 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     primitive = core.Primitive(f"pallas_{op}")
     primitive.multiple_results = True
 
-    def abstract_eval(*avals: Any, spec: Spec, plan: ProductPlan) -> Any:
+    def abstract_eval(*avals: Aval, spec: Spec, plan: ProductPlan) -> Any:
         operands = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         outs = [
             avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
@@ -203,13 +204,13 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     return primitive
 
 
-def _gather_shapes(x: Any, *ws: Any, spec: Spec) -> list[Any]:
+def _gather_shapes(x: Aval, *ws: Aval, spec: Spec) -> list[Any]:
     gathered = canonical.resized(x.shape, spec.axis, spec.size * x.shape[spec.axis])
     columns = [w.shape[0 if spec.transposed else 1] for w in ws]
     return [(gathered, x.dtype), *(((*gathered[:-1], size), spec.out_dtype) for size in columns)]
 
 
-def _scatter_shapes(*operands: Any, spec: Spec) -> list[Any]:
+def _scatter_shapes(*operands: Aval, spec: Spec) -> list[Any]:
     xs, ws = pallas_fused.halves(operands)
     block = canonical.resized(xs[0].shape, spec.axis, xs[0].shape[spec.axis] // spec.size)
     return [((*block[:-1], ws[0].shape[0 if spec.transposed else 1]), spec.out_dtype)]
@@ -222,7 +223,7 @@ _scatter_p = _primitive(SCATTER, _scatter_shapes)
 # Differentiation ----------------------------------------------------------------------------------
 
 
-def _zero(primal: Any) -> ad.Zero:
+def _zero(primal: ad.UndefinedPrimal) -> ad.Zero:
     """The zero tangent of a primal."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
@@ -246,7 +247,7 @@ def _gather_jvp(
 
 
 def _gather_transpose(
-    cts: Sequence[Any], x: Any, *ws: Any, spec: Spec, plan: ProductPlan
+    cts: Sequence[Any], x: ad.UndefinedPrimal, *ws: Any, spec: Spec, plan: ProductPlan
 ) -> list[Any]:
     """The scattered sum of the products' cotangents, each times its own w, and x's own."""
     dx = None
@@ -340,7 +341,7 @@ def _batch(
     """A mapped x is an x with one more dimension; mapped weights make separate products."""
     count = 1 if op == GATHER else len(args) // 2
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    run: Any = all_gather_matmul if op == GATHER else matmul_reduce_scatter
+    run: Callable[..., Any] = all_gather_matmul if op == GATHER else matmul_reduce_scatter
 
     def call(operands: Sequence[Any], how: Spec) -> list[Any]:
         first = operands[0] if op == GATHER else operands[:count]

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
-from pallas_collectives.annotations import AnyMesh
+from pallas_collectives.annotations import AnyMesh, Aval
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, slices
 from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
 from pallas_collectives.collectives import LAX
@@ -107,7 +107,7 @@ def psum_residual_rmsnorm(
     return _run(x, residual, weight, Spec(axes, groups, float(eps), how, algorithm or ""))
 
 
-def _check(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: Any) -> None:
+def _check(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float) -> None:
     for name, operand in (("x", x), ("residual", residual), ("weight", weight)):
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise DtypeError(
@@ -147,7 +147,9 @@ class Spec:
         return canonical.group_of(self.axes, self.groups)
 
 
-def _run(x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec) -> Any:
+def _run(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
     """(normed, new), bound as one primitive wherever a kernel might serve."""
     plan = _as_they_are(x, residual, spec)
     if plan is None:
@@ -157,7 +159,10 @@ def _run(x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec) -> An
 
 
 def _psum(x: jax.Array, spec: Spec) -> jax.Array:
-    how: Any = {"order": spec.how.order, "backend": spec.how.backend if spec.how.named else None}
+    how: dict[str, Any] = {
+        "order": spec.how.order,
+        "backend": spec.how.backend if spec.how.named else None,
+    }
     return collectives.psum(x, spec.axes, axis_index_groups=spec.groups, **how)
 
 
@@ -175,7 +180,9 @@ def _normed(new: jax.Array, weight: jax.Array, spec: Spec) -> jax.Array:
 # Fused or apart -----------------------------------------------------------------------------------
 
 
-def _as_they_are(x: Any, residual: Any, spec: Spec) -> ProductPlan | None:
+def _as_they_are(
+    x: jax.Array | jax.ShapeDtypeStruct, residual: jax.Array | jax.ShapeDtypeStruct, spec: Spec
+) -> ProductPlan | None:
     """What runs apart on any devices; None where a kernel might serve, by `_as_devices_lie`.
 
     Raises:
@@ -205,7 +212,9 @@ def _plan(spec: Spec, way: str, why: str) -> ProductPlan:
     return ProductPlan(op=NAME, backend=spec.how.backend, algorithm=way, why=why)
 
 
-def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> ProductPlan:
+def _as_devices_lie(
+    x: jax.Array | jax.ShapeDtypeStruct, residual: jax.Array | jax.ShapeDtypeStruct, spec: Spec
+) -> ProductPlan:
     """How operands that a kernel takes run on these devices.
 
     Raises:
@@ -228,7 +237,9 @@ def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> ProductPlan:
     return _refused(spec, "by the table of times, and what XLA's passes take, it is slower fused")
 
 
-def _pays(x: Any, residual: Any, group: Group) -> bool:
+def _pays(
+    x: jax.Array | jax.ShapeDtypeStruct, residual: jax.Array | jax.ShapeDtypeStruct, group: Group
+) -> bool:
     """Whether the gather takes no longer than the quickest sum and the passes that it saves."""
     nbytes = _Tiles.of(x, residual).nbytes(x.dtype)
     sums = algorithms.predicted("all_reduce", nbytes, group, cuts=nbytes // (group.size << 12))
@@ -262,7 +273,9 @@ class _Tiles:
     shape: tuple[int, int, int]
 
     @classmethod
-    def of(cls, x: Any, residual: Any) -> "_Tiles":
+    def of(
+        cls, x: jax.Array | jax.ShapeDtypeStruct, residual: jax.Array | jax.ShapeDtypeStruct
+    ) -> "_Tiles":
         """Those of two operands of one shape."""
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
         high, lines = max(sublanes(x.dtype), sublanes(residual.dtype)), -(-columns // LANES)
@@ -315,14 +328,16 @@ def _kernel(x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec) ->
 # The primitive ------------------------------------------------------------------------------------
 
 
-def _by_lax(x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec) -> Any:
+def _by_lax(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
     """What the primitive means: types follow from this."""
     groups = spec.groups and [list(row) for row in spec.groups]
     total = LAX.psum(x, spec.axes, axis_index_groups=groups)
     return _apart(x, residual, weight, spec, total)
 
 
-def _abstract_eval(*avals: Any, spec: Spec) -> Any:
+def _abstract_eval(*avals: Aval, spec: Spec) -> Any:
     outs = jax.make_jaxpr(functools.partial(_by_lax, spec=spec))(*avals).out_avals
     shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
     return outs, _effects(shapes, spec, jax.sharding.get_abstract_mesh())
@@ -349,7 +364,9 @@ def _sum(x: jax.Array, spec: Spec) -> jax.Array:
     return serving.served("psum", spec.how, by_lax, x, **params)
 
 
-def lowered(x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec) -> Any:
+def lowered(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec
+) -> Sequence[jax.Array]:
     """What a program computes in its place, once it is known where the devices are."""
     plan = _as_devices_lie(x, residual, spec)
     counters.note(plan)

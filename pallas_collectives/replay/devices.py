@@ -106,7 +106,7 @@ class Devices:
         elsewhere = home is not None and not home.holds(lanes // self.n_devices).all()
         if device_id is None and core is None and not elsewhere:
             return None
-        by_axis: Any = {}
+        by_axis: dict[str, Any] = {}
         if device_id is None:
             pass
         elif isinstance(device_id, dict):

@@ -114,7 +114,7 @@ def reduce_scatter(
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     of = functools.partial(ScatterScratch.of, dtype=x.dtype, vmem=vmem, codec=codec, left=left)
-    how: Any = {"there_and_back": False, "vmem": vmem, "codec": codec}
+    how: dict[str, Any] = {"there_and_back": False, "vmem": vmem, "codec": codec}
     how["cores"] = launch.cores(interpret) if codec else 1
     view, plan = sections.seen_and_cut(axes, shape, axis, x.dtype, of, **how)
     ones = (1,) * len(axes)
@@ -156,7 +156,7 @@ def all_reduce(
     if codec:
         of = functools.partial(PackedScratch.of, dtype=x.dtype, codec=codec)
         kernel = functools.partial(_packed_kernel, codec=codec)
-    how: Any = {"there_and_back": True, "vmem": vmem, "codec": codec}
+    how: dict[str, Any] = {"there_and_back": True, "vmem": vmem, "codec": codec}
     how["cores"] = launch.cores(interpret) if codec else 1
     view, plan = sections.seen_and_cut(axes, x.shape[1:], 0, x.dtype, of, **how)
     sizes = devices.field_sizes(axes)
@@ -190,7 +190,12 @@ def fits_packed(
         return False
     of: Any = functools.partial(ScatterScratch.of, vmem=False, left=dtype)
     of = functools.partial(PackedScratch.of if back else of, dtype=dtype, codec=codec)
-    how: Any = {"there_and_back": back, "vmem": False, "codec": codec, "cores": chips.cores()}
+    how: dict[str, Any] = {
+        "there_and_back": back,
+        "vmem": False,
+        "codec": codec,
+        "cores": chips.cores(),
+    }
     _, plan = sections.seen_and_cut(devices.axes_of(group), block, axis, dtype, of, **how)
     return 4 * sections.vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
 
@@ -282,7 +287,7 @@ def _packed_kernel(
     def finish(b: int, section: Number, stream: Number, add: Callable[[Any], None]) -> None:
         add(gather.own(b, section, stream))
 
-    how: Any = {"op": "sum", "target": finish, "codec": codec.within_hops, "last": codec}
+    how: dict[str, Any] = {"op": "sum", "target": finish, "codec": codec.within_hops, "last": codec}
     stage = Scatter(plan, rings, operand, scratch.scatter, **how)
     phases = range(len(rings))
     timetable.run(plan, (stage, phases[::-1]), (gather, phases))
