@@ -186,15 +186,15 @@ def _meet(
 
 
 def _meet_if_it_runs(
-    driver: cuda.Driver, capturing: int, stream: int, turns: Words, results: Words, me: int, size: int,
-    unusable: Any,
+    driver: cuda.Driver, capturing: int, stream: int, turns: Words, results: Words, me: int,
+    size: int, unusable: Any,
 ) -> bool:  # fmt: skip
     return driver.captures(stream) or _meet(driver, turns, results, me, size, 0, unusable)
 
 
 def _push(
-    driver: cuda.Driver, copy: int, turns: Words, results: Words, me: int, size: int, rank: int, offset: int,
-    source: int, nbytes: int, stream: int,
+    driver: cuda.Driver, copy: int, turns: Words, results: Words, me: int, size: int, rank: int,
+    offset: int, source: int, nbytes: int, stream: int,
 ) -> bool:  # fmt: skip
     target = results[turns[me] % 2 * size + rank] + offset
     driver.copy(target, source, nbytes, stream)
