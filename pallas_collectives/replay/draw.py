@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pallas_collectives.replay import style, timeline
+from pallas_collectives.replay.engine import Message
 from pallas_collectives.replay.report import Report
 
 _COLOURS = {
@@ -197,7 +198,7 @@ def ring_animation(report: Report, *, frames: int = 60) -> Any:
     return FuncAnimation(figure, show, frames=frames, interval=80)
 
 
-def _target(message: Any, device: int) -> int | None:
+def _target(message: Message, device: int) -> int | None:
     target = getattr(message.column, "target", None)
     if isinstance(target, np.ndarray):
         target = target[np.searchsorted(message.column.lanes, device)]

@@ -12,14 +12,16 @@ import dataclasses
 import heapq
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pallas_collectives.replay.machine import Machine
 from pallas_collectives.replay.network import Flow, Network
-from pallas_collectives.replay.program import Read, Signal, Start, Wait, at
+from pallas_collectives.replay.program import Program, Read, Signal, Start, Wait, at
 from pallas_collectives.replay.symmetry import Classes
+from pallas_collectives.replay.values import Lanes
 
 _PICOSECOND = 1e-12  # events closer than this are simultaneous
 _FINE = 0.01  # a grain is no more than so much of what has passed: small kernels come first
@@ -83,7 +85,7 @@ class Engine:
 
     def __init__(
         self,
-        program: Any,
+        program: Program,
         machine: Machine,
         placement: np.ndarray,
         classes: Classes,
@@ -129,7 +131,7 @@ class Engine:
                 for flow in self.network.resolve(now):
                     self._at(flow.next_end, 0, self._copies_end, flow, flow.version)
 
-    def _at(self, time: float, priority: int, action: Any, *args: Any) -> None:
+    def _at(self, time: float, priority: int, action: Callable[..., None], *args: Any) -> None:
         self._sequence += 1
         heapq.heappush(self._events, (time, priority, self._sequence, action, args))
 
@@ -243,7 +245,7 @@ class Engine:
         return self._routes[key]
 
     def _crossed(
-        self, device: int, target: int, spaces: tuple[str, str], column: Any
+        self, device: int, target: int, spaces: tuple[str, str], column: Start
     ) -> tuple[list[tuple[int, float]], float]:
         """(resource, how many of this class' copies one of its like carries) of a copy, and its
         hops.
@@ -295,7 +297,7 @@ class Engine:
             self._deliver(core, sem, amount, message)
 
     def _receivers(
-        self, core: Core, position: int, column: Any, sems: Any
+        self, core: Core, position: int, column: Signal | Start, sems: Lanes | None
     ) -> list[tuple[Core, int]]:
         """Which modelled cores an instruction of the core's class reaches, on which of their
         semaphores.
