@@ -76,8 +76,8 @@ def microseconds(
     spec = PartitionSpec("x")
     sharding = NamedSharding(mesh, spec)
 
-    def chain(turns: int) -> Any:
-        def link(_: Any, x: jax.Array, experts: jax.Array) -> jax.Array:
+    def chain(turns: int) -> Callable[..., jax.Array]:
+        def link(_: object, x: jax.Array, experts: jax.Array) -> jax.Array:
             for i in range(IN_A_ROW):  # each has a routing of its own, and so a plan
                 x, other = lax.optimization_barrier((x, (experts + i) % problem.experts))
                 x = lax.optimization_barrier(call(x, other))

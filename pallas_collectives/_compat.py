@@ -9,7 +9,7 @@ Importing the package changes nothing of JAX's. `prepare` does, when the package
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters.mlir import ir
 
 from pallas_collectives.annotations import Aval, DTypeLike
 from pallas_collectives.errors import BackendError
@@ -154,7 +155,9 @@ def transposed(name: str) -> core.Primitive:
     return next(p for p in ad.primitive_transposes if p.name == name)
 
 
-def _lower_shard_map(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+def _lower_shard_map(
+    ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+) -> Sequence[ir.Value]:
     """JAX's own lowering; an error in place of XLA's abort of the process.
 
     The order of host callbacks is an operand of each shard_map around them. XLA up to JAX 0.10
@@ -270,7 +273,7 @@ def default_matmul_precision() -> Any:
     return jax.config.values["jax_default_matmul_precision"]
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Whether x stands for an array that a program is being traced with."""
     return isinstance(x, jax.core.Tracer)
 
@@ -284,7 +287,7 @@ PARTS = frozenset(
 )
 
 
-def is_computed(x: Any) -> bool:
+def is_computed(x: object) -> bool:
     """Whether a traced x is more than an argument of what is being traced, or a part of one.
 
     False also where that is not known: of other tracers than those of a jaxpr.

@@ -32,8 +32,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_collectives import validation
+from pallas_collectives.annotations import Number
 from pallas_collectives.backends import choice
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import primitives, quantized
@@ -194,12 +196,12 @@ def all_to_all(
 
 
 def ragged_all_to_all(
-    operand: Any,
-    output: Any,
-    input_offsets: Any,
-    send_sizes: Any,
-    output_offsets: Any,
-    recv_sizes: Any,
+    operand: ArrayLike,
+    output: ArrayLike,
+    input_offsets: ArrayLike,
+    send_sizes: ArrayLike,
+    output_offsets: ArrayLike,
+    recv_sizes: ArrayLike,
     *,
     axis_name: AxisName,
     axis_index_groups: Groups = None,
@@ -207,7 +209,7 @@ def ragged_all_to_all(
     wire_backward: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
-) -> Any:
+) -> jax.Array:
     """Sends rows of runtime-chosen counts to each device, as `jax.lax.ragged_all_to_all` does.
 
     Args:
@@ -374,7 +376,7 @@ def pswapaxes(
 def pbroadcast(
     x: Any,
     axis_name: AxisName,
-    source: Any,
+    source: Number,
     *,
     wire: WireLike = None,
     wire_backward: WireLike = None,

@@ -25,6 +25,7 @@ A wire of bfloat16 has no scales: numbers are rounded to it, and those beyond 3.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -151,7 +152,7 @@ def named(wire: WireLike) -> Wire | None:
     return Wire("int8", optional=True) if wire == "auto" else Wire(wire)
 
 
-def _is_key(key: Any) -> bool:
+def _is_key(key: object) -> bool:
     """Whether it is one key of `jax.random`, new or old."""
     if not isinstance(key, jax.Array | np.ndarray):
         return False
@@ -404,5 +405,7 @@ def drawn(x: jax.Array, wire: Wire, noise: jax.Array) -> jax.Array:
 
 
 @drawn.defjvp
-def _drawn_jvp(wire: Wire, primals: Any, tangents: Any) -> Any:
+def _drawn_jvp(
+    wire: Wire, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     return drawn(primals[0], wire, primals[1]), tangents[0]

@@ -323,7 +323,9 @@ def _workers(
 # Rules: both halves are linear in what they move, and `after` moves nothing.
 
 
-def _start_jvp(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, flight: Flight) -> Any:
+def _start_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, flight: Flight
+) -> tuple[Any, Any]:
     outs = _start_p.bind(*primals, flight=flight)
     if isinstance(tangents[0], ad.Zero):
         return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
@@ -332,8 +334,8 @@ def _start_jvp(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, fli
 
 
 def _start_transpose(
-    cotangents: Sequence[Any], x: ad.UndefinedPrimal, *after: Any, flight: Flight
-) -> Any:
+    cotangents: Sequence[Any], x: ad.UndefinedPrimal, *after: jax.Array, flight: Flight
+) -> list[Any]:
     under_way, operand = cotangents[0], cotangents[_parts(flight) - 1]
     nothing = [None] * len(after)
     if isinstance(under_way, ad.Zero):
@@ -347,7 +349,9 @@ def _start_transpose(
     return [ordered.added(blocks, flight.group.size, 0)[0], *nothing]
 
 
-def _done_jvp(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, flight: Flight) -> Any:
+def _done_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, flight: Flight
+) -> tuple[Any, Any]:
     out = _done_p.bind(*primals, flight=flight)
     moved = tangents[: _parts(flight)]
     if isinstance(moved[0], ad.Zero):
@@ -356,7 +360,7 @@ def _done_jvp(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, flig
     return out, _done_p.bind(*there, flight=flight.differentiated)
 
 
-def _done_transpose(cotangent: Tangent, *operands: Any, flight: Flight) -> Any:
+def _done_transpose(cotangent: Tangent, *operands: Any, flight: Flight) -> list[Any]:
     parts = _parts(flight)
     nothing = [None] * (len(operands) - parts)
     if isinstance(cotangent, ad.Zero):
@@ -371,7 +375,7 @@ def _done_transpose(cotangent: Tangent, *operands: Any, flight: Flight) -> Any:
 
 def _batch(
     primitive: core.Primitive, operands: Sequence[jax.Array], dims: Sequence[Dim], *, flight: Flight
-) -> Any:
+) -> tuple[Any, Any]:
     """A mapped dimension lies behind the devices' dimension, which a gather's operand lacks."""
     first, behind = {"gather": (0, 1), "exchange": (1, 1), "permute": (0, 0)}[flight.op]
     if primitive is _done_p:  # what it takes came of a start, all of it batched or none

@@ -31,10 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 from jax.sharding import Mesh
 
 from pallas_collectives import _compat, nccl
-from pallas_collectives.annotations import AnyMesh, DType
+from pallas_collectives.annotations import AnyMesh, Aval, DType
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.layout import blocks as blocks
 from pallas_collectives.backends.layout import side_by_side as side_by_side
@@ -270,14 +271,14 @@ def _call(
 
 @_call_p.def_abstract_eval
 def _abstract_eval(
-    *operands: Any, work: _Work, group: Group, shape: tuple[int, ...], dtype: DType
-) -> Any:
+    *operands: Aval, work: _Work, group: Group, shape: tuple[int, ...], dtype: DType
+) -> Aval:
     return _compat.array_type(shape, dtype)
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext, *operands: Any, work: _Work, group: Group, **params: Any
-) -> Any:
+    ctx: mlir.LoweringRuleContext, *operands: ir.Value, work: _Work, group: Group, **params: Any
+) -> Sequence[ir.Value]:
     """Makes the communicators and names the work for the program."""
     del params
     members = device_groups(_compat.mesh_of(ctx), group)

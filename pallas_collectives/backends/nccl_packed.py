@@ -9,7 +9,7 @@ others unpack or add what comes. The bits are the same.
 import dataclasses
 import functools
 import logging
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, simulation, wires
-from pallas_collectives.annotations import DTypeLike
+from pallas_collectives.annotations import Aval, DTypeLike
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -71,15 +72,20 @@ _packed_p = core.Primitive("nccl_packed")
 
 
 @_packed_p.def_abstract_eval
-def _type(blocks: Any, *, work: Work, moves: tuple[Move, ...], wire: Wire) -> Any:
+def _type(blocks: Aval, *, work: Work, moves: tuple[Move, ...], wire: Wire) -> Aval:
     del blocks, moves, wire
     shape = (work.numbers,) if work.adds else (work.blocks, work.numbers)
     return _compat.array_type(shape, jnp.dtype(work.result))
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext, blocks: Any, *, work: Work, moves: tuple[Move, ...], wire: Wire
-) -> Any:
+    ctx: mlir.LoweringRuleContext,
+    blocks: ir.Value,
+    *,
+    work: Work,
+    moves: tuple[Move, ...],
+    wire: Wire,
+) -> Sequence[ir.Value]:
     members = device_groups(_compat.mesh_of(ctx), moves[0].group)
     try:
         at = _packers(work, members)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
-from pallas_collectives.annotations import AnyMesh
+from pallas_collectives.annotations import AnyMesh, Aval
 from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -143,7 +144,7 @@ _products_p.multiple_results = True
 
 
 @_products_p.def_abstract_eval
-def _types(*operands: Any, work: Work, group: Group) -> list[Any]:
+def _types(*operands: Aval, work: Work, group: Group) -> list[Any]:
     del operands, group
     dtype, result = jnp.dtype(work.dtype), jnp.dtype(work.result)
     if work.kind == products.SCATTER:
@@ -156,7 +157,9 @@ def _types(*operands: Any, work: Work, group: Group) -> list[Any]:
     return types
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, work: Work, group: Group) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: ir.Value, work: Work, group: Group
+) -> Sequence[ir.Value]:
     members = device_groups(_compat.mesh_of(ctx), group)
     at = _multipliers(work, members)
     ids = [[d.id for d in devices] for devices in members]

@@ -208,17 +208,17 @@ def _gather_kernel(
     w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
     all_products = _products(tiling, w_refs, scratch, precision)
 
-    def rows_of(block: Number, chunk: Number, own: Any) -> Where:
+    def rows_of(block: Number, chunk: Number, own: Flag) -> Where:
         def where(act: Callable[[Ref], None]) -> None:
             groups.only_if(own, lambda: act(tiling.blocks.at(x_ref, chunk=chunk)))
             groups.only_if(~own, lambda: act(tiling.blocks.at(gathered_ref, block, chunk)))
 
         return where
 
-    def fetch(block: Number, chunk: Number, own: Any) -> None:
+    def fetch(block: Number, chunk: Number, own: Flag) -> None:
         all_products[0].fetch(rows_of(block, chunk, own))
 
-    def consume(block: Number, chunk: Number, own: Any, follow: Callable[[], None]) -> None:
+    def consume(block: Number, chunk: Number, own: Flag, follow: Callable[[], None]) -> None:
         rows = rows_of(block, chunk, own)
         then: list[Callable[[], None]] = [
             *(functools.partial(products.fetch, rows) for products in all_products[1:]),

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives import _compat, wires
-from pallas_collectives.annotations import DType, Number, Ref, span
+from pallas_collectives.annotations import DType, Index, Number, Ref, span
 from pallas_collectives.wires import Wire
 
 _GROUPS = (32, 16, 8)  # that a block of the grid has
@@ -213,7 +213,9 @@ def _rounded(numbers: jax.Array, wire: Wire) -> jax.Array:
     return values.astype(jnp.float32) * scales[:, None]
 
 
-def _read(come_ref: Ref, block: tuple[int, ...], places: Any, format: Format) -> jax.Array:
+def _read(
+    come_ref: Ref, block: tuple[int, ...], places: tuple[Index, Index], format: Format
+) -> jax.Array:
     """The numbers of a block, from the places of its values and scales."""
     values, octets = (come_ref[(*block, at)].reshape(format.together, -1) for at in places)
     numbers = lax.bitcast_convert_type(values, jnp.dtype(format.wire.dtype)).astype(jnp.float32)

@@ -44,6 +44,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Number
@@ -61,7 +62,9 @@ def register() -> None:
     scan = _compat.ruled(["scan"])["scan"]
     by_jax = _compat.lowering(scan)
 
-    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lowering(
+        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+    ) -> Sequence[ir.Value]:
         length = params["length"]  # a symbol in `jax.export`, where it may be any
         if not isinstance(length, int) or length < 2 or not turns.holds_any(params["jaxpr"]):
             return by_jax(ctx, *args, **params)

@@ -107,7 +107,7 @@ def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     return used, _part(rest[-1], used)
 
 
-def _part(eqn: JaxprEqn, wanted: list[bool]) -> Any:
+def _part(eqn: JaxprEqn, wanted: list[bool]) -> JaxprEqn | None:
     """The equation of the wanted operands alone; None if no operand is wanted."""
     invars = list(itertools.compress(eqn.invars, wanted))
     outvars = list(itertools.compress(eqn.outvars, wanted))

@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives.annotations import AnyMesh, Aval, Dim, Tangent
@@ -83,7 +84,7 @@ def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> lis
     env.update(zip(jaxpr.invars, args, strict=True))
     waiting: dict[Any, dict[Any, Any]] = {}  # results to operands, of each reduction
 
-    def read(atom: Any) -> Any:
+    def read(atom: core.Var | core.Literal) -> Any:
         if isinstance(atom, core.Literal):
             return atom.val
         if atom not in env:
@@ -135,7 +136,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         lower = functools.partial(serving.lower, lax_p, how, **params)
         return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
 
-    def abstract_eval(*avals: Aval, how: How, **params: Any) -> Any:
+    def abstract_eval(*avals: Aval, how: How, **params: Any) -> tuple[Aval, frozenset[Any]]:
         out, effects = lax_p.abstract_eval(*avals, **params)
         return out, effects | _effects(lax_p.name, how, avals, params)
 
@@ -143,7 +144,9 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     primitive.def_effectful_abstract_eval(each if many else abstract_eval)
     lowered = mlir.lower_fun(implementation, multiple_results=many)
 
-    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lowering(
+        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+    ) -> Sequence[ir.Value]:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lowered(ctx, *args, **params)
@@ -173,11 +176,13 @@ def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
     """
     primitive = core.Primitive(name)
 
-    def abstract_eval(*avals: Aval, **params: Any) -> Any:
+    def abstract_eval(*avals: Aval, **params: Any) -> tuple[Aval, frozenset[Any]]:
         closed = jax.make_jaxpr(functools.partial(by_lax, **params))(*avals)
         return closed.out_avals[0], frozenset(closed.effects)
 
-    def jvp(primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Any) -> Any:
+    def jvp(
+        primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Any
+    ) -> tuple[jax.Array, jax.Array]:
         moving = tuple(map(ad.instantiate_zeros, tangents))
         _, moved = jax.jvp(functools.partial(by_lax, **params), tuple(primals), moving)
         return primitive.bind(*primals, **params), moved
@@ -194,7 +199,11 @@ def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
 
 
 def _pbroadcast_transpose(
-    cotangent: Tangent, x: Any, *dynamic: Any, axis_name: AxisName, source: Any = None
+    cotangent: Tangent,
+    x: ad.UndefinedPrimal,
+    *dynamic: jax.Array,
+    axis_name: AxisName,
+    source: int | None = None,
 ) -> list[Any]:
     """The source's cotangent is everyone's sum. lax's own rule works for scalars only."""
     if isinstance(cotangent, ad.Zero):
@@ -206,8 +215,8 @@ def _pbroadcast_transpose(
 
 def _ragged_transpose(
     cotangent: Tangent,
-    operand: Any,
-    output: Any,
+    operand: jax.Array | ad.UndefinedPrimal,
+    output: jax.Array | ad.UndefinedPrimal,
     input_offsets: jax.Array,
     send_sizes: jax.Array,
     output_offsets: jax.Array,

@@ -194,7 +194,9 @@ def _wire(
     return Wire(axis_name, groups, how, backend)
 
 
-def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wire: Wire) -> Sizes:
+def _sizes(
+    x: jax.Array, experts: jax.Array, num_experts: Any, rows: Any, exchange: str, wire: Wire
+) -> Sizes:
     """The sizes of a call, if they fit together."""
     devices = wire.size
     if np.ndim(x) != 2 or np.ndim(experts) != 2 or len(x) != len(experts) or not np.size(x):
@@ -252,11 +254,11 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
     return Sizes(T, k, devices, each, room, chosen)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _check_numbers(experts: Any, num_experts: int) -> None:
+def _check_numbers(experts: jax.Array, num_experts: int) -> None:
     """Refuses numbers that are not an expert's, if they are known while tracing."""
     if _compat.is_traced(experts):
         return
@@ -268,7 +270,7 @@ def _check_numbers(experts: Any, num_experts: int) -> None:
         raise CollectiveError(f"expert {wrong[0]} among experts", rule, remedy)
 
 
-def _check_answers(y: Any, weights: Any, plan: Any, overflow: str) -> None:
+def _check_answers(y: jax.Array, weights: jax.Array, plan: Plan, overflow: str) -> None:
     if not isinstance(plan, Plan):
         rule = "it must be the plan that dispatch returned"
         raise CollectiveError(f"plan of type {type(plan).__name__}", rule, "pass it unchanged")

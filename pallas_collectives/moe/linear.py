@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.mlir import ir
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, collectives, validation
@@ -254,7 +255,7 @@ def _everyone_type(x: Aval, **params: Any) -> tuple[Aval, frozenset[Any]]:
 
 
 def lowering_of(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lower(ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any) -> Sequence[ir.Value]:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return rule(ctx, *args, **params)

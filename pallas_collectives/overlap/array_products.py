@@ -172,7 +172,7 @@ def _used_often(w: jax.Array) -> Callable[[], jax.Array]:
     return lambda: wide.astype(w.dtype)
 
 
-def _check_product(x: Any, w: Any, where: str = "") -> None:
+def _check_product(x: jax.Array, w: jax.Array, where: str = "") -> None:
     if np.ndim(x) < 2 or np.ndim(w) != 2 or np.shape(x)[-1] != np.shape(w)[0]:
         raise CollectiveError(
             f"operands of shapes {np.shape(x)} and {np.shape(w)}{where}",

@@ -210,7 +210,7 @@ _MIXED = ("float32", "bfloat16")
 def obstacle(
     x_dtype: DTypeLike,
     w_dtypes: Sequence[Any],
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     precision: PrecisionLike,
     sizes: Sequence[int],
 ) -> str:

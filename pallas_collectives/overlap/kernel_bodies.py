@@ -27,7 +27,7 @@ from pallas_collectives.validation import AxisName
 
 
 def gather_and_consume(
-    x_shard: Any,
+    x_shard: jax.Array,
     consume: Callable[..., None],
     axis_name: AxisName,
     *,
@@ -100,7 +100,7 @@ def gather_and_consume(
 
 
 def produce_and_scatter(
-    x: Any,
+    x: jax.Array,
     produce: Callable[..., None],
     axis_name: AxisName,
     *,

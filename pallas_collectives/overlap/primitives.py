@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, collectives
 from pallas_collectives.annotations import Aval
@@ -182,7 +183,9 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     primitive = core.Primitive(f"pallas_{op}")
     primitive.multiple_results = True
 
-    def abstract_eval(*avals: Aval, spec: Spec, plan: ProductPlan) -> Any:
+    def abstract_eval(
+        *avals: Aval, spec: Spec, plan: ProductPlan
+    ) -> tuple[list[Aval], frozenset[Any]]:
         operands = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         outs = [
             avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
@@ -193,7 +196,9 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
 
     primitive.def_effectful_abstract_eval(abstract_eval)
 
-    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lowering(
+        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+    ) -> Sequence[ir.Value]:
         mesh = _compat.mesh_of(ctx)
         lower = mlir.lower_fun(functools.partial(lowered, op, mesh=mesh), multiple_results=True)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
@@ -230,7 +235,7 @@ def _zero(primal: ad.UndefinedPrimal) -> ad.Zero:
 
 def _gather_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, plan: ProductPlan
-) -> Any:
+) -> tuple[Any, Any]:
     """d(gather(x) @ w) = gather(dx) @ w + gather(x) @ dw."""
     (x, *ws), (dx, *dws) = primals, tangents
     if not all(isinstance(dw, ad.Zero) for dw in dws):
@@ -270,7 +275,7 @@ def _gather_transpose(
 
 def _scatter_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, plan: ProductPlan
-) -> Any:
+) -> tuple[Any, Any]:
     """d(x @ w) = dx @ w + x @ dw, in one kernel, so that the transpose gathers once for both."""
     (xs, ws), (dxs, dws) = pallas_fused.halves(primals), pallas_fused.halves(tangents)
     (out,) = _scatter_p.bind(*primals, spec=spec, plan=plan)
@@ -314,7 +319,7 @@ def _as_wide(x: jax.Array, ct: jax.Array) -> jax.Array:
     return x.astype(ct.dtype) if narrow else x
 
 
-def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Any, spec: Spec) -> jax.Array:
+def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Aval, spec: Spec) -> jax.Array:
     """x transposed @ ct, summed over all dimensions but the last."""
     lead = tuple(range(x.ndim - 1))
     x = _as_wide(x, ct)

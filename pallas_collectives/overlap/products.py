@@ -31,7 +31,7 @@ from pallas_collectives.wires import WireLike
 
 
 def all_gather_matmul(
-    x_shard: Any,
+    x_shard: jax.Array,
     ws: Any,
     axis_name: AxisName,
     *,
@@ -107,8 +107,8 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Any,
-    w: Any,
+    x: jax.Array,
+    w: jax.Array,
     axis_name: AxisName,
     *,
     scatter_axis: int = 0,

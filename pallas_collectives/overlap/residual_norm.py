@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.mlir import ir
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
@@ -37,9 +38,9 @@ _FUSED_DTYPES = ("float32", "bfloat16")
 
 
 def psum_residual_rmsnorm(
-    x: Any,
-    residual: Any,
-    weight: Any,
+    x: jax.Array,
+    residual: jax.Array,
+    weight: jax.Array,
     axis_name: AxisName,
     *,
     eps: float = 1e-6,
@@ -337,14 +338,14 @@ def _by_lax(
     return _apart(x, residual, weight, spec, total)
 
 
-def _abstract_eval(*avals: Aval, spec: Spec) -> Any:
+def _abstract_eval(*avals: Aval, spec: Spec) -> tuple[list[Aval], frozenset[Any]]:
     outs = jax.make_jaxpr(functools.partial(_by_lax, spec=spec))(*avals).out_avals
     shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
     return outs, _effects(shapes, spec, jax.sharding.get_abstract_mesh())
 
 
 @functools.lru_cache(maxsize=1024)
-def _effects(shapes: Any, spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
+def _effects(shapes: tuple[jax.ShapeDtypeStruct, ...], spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
     """TPU interpret mode's, or none."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
@@ -375,7 +376,7 @@ def lowered(
     return list(_apart(x, residual, weight, spec, _sum(x, spec)))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> tuple[Any, Any]:
     """d new = d residual + psum(dx); the norm's, of that."""
     x, _, weight = primals
     outs = _norm_p.bind(*primals, spec=spec)
@@ -387,7 +388,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
     return outs, [d_normed.astype(x.dtype), d_new]
 
 
-def _batch(args: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> Any:
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> tuple[Any, Any]:
     """Mapped rows are more rows; with mapped weights sum and norm run apart."""
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if dims[2] is None:
@@ -406,7 +407,9 @@ def _primitive() -> core.Primitive:
     primitive.def_effectful_abstract_eval(_abstract_eval)
     lower = mlir.lower_fun(lowered, multiple_results=True)
 
-    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lowering(
+        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+    ) -> Sequence[ir.Value]:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)

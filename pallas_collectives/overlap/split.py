@@ -31,8 +31,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_collectives import collectives, validation
+from pallas_collectives.annotations import Number
 from pallas_collectives.backends import choice, flights
 from pallas_collectives.backends.nccl import blocks, side_by_side
 from pallas_collectives.overlap.split_sums import all_reduce_start as all_reduce_start
@@ -228,7 +230,7 @@ def pshuffle_start(
 
 
 def pbroadcast_start(
-    x: Any, axis_name: AxisName, source: Any, *, after: Any = (), **options: Any
+    x: Any, axis_name: AxisName, source: Number, *, after: Any = (), **options: Any
 ) -> Started:
     """Starts `pbroadcast(x, axis_name, source, **options)`; see `all_gather_start`.
 
@@ -244,7 +246,7 @@ def pbroadcast_start(
     return at_once(functools.partial(collectives.pbroadcast, x, axis_name, source, **options))
 
 
-def ragged_all_to_all_start(*operands: Any, after: Any = (), **options: Any) -> Started:
+def ragged_all_to_all_start(*operands: ArrayLike, after: Any = (), **options: Any) -> Started:
     """Starts `ragged_all_to_all(*operands, **options)`; see `all_gather_start`.
 
     Example, inside `jax.shard_map`, with the tables that `ragged_all_to_all` shows:

@@ -1,6 +1,7 @@
 """Sums in two halves: what `split` starts and adds when the result is asked for."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -129,7 +130,7 @@ def pmean_start(
 
 
 def _sum(
-    whole: Any,
+    whole: Callable[..., Any],
     x: Any,
     axis_name: AxisName,
     groups: Groups,

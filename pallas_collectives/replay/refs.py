@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -38,9 +37,7 @@ def run_scoped(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int])
     return step
 
 
-def _array(
-    stepper: Stepper, key: Any, aval: Any, name: str, value: Any, lanes: np.ndarray
-) -> View:
+def _array(stepper: Stepper, key: Any, aval: Any, name: str, value: Any, lanes: np.ndarray) -> View:
     """A ref to an array in HBM that no kernel has made."""
     view = stepper.allocate(key, aval, name, "hbm")
     stepper.follow(view, aval, value, lanes)

@@ -238,7 +238,7 @@ class _Leg(NamedTuple):
 
     b: int
     phase: int
-    section: Any
+    section: Number
     stream: Number
     channel: Channel
     comes_in_all: Number  # messages, in a section: one at each hop from 0 on

@@ -34,7 +34,7 @@ Who could be ahead of whom:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -177,7 +177,7 @@ class Exchange:
         return self._move(o, phase, c, me, me)
 
     def _move(
-        self, o: int, phase: int, c: Number, origin: Number, goal: Number, *slots: Any
+        self, o: int, phase: int, c: Number, origin: Number, goal: Number, *slots: Number | None
     ) -> Move:
         axis, chunk = self.course.orders[o][phase], c * len(self.course.orders) + o
         return Move(o, phase, axis, chunk, self._slot(c), origin, goal, *slots)

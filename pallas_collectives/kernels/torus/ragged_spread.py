@@ -248,7 +248,7 @@ def _tables(
     begin = jnp.cumsum(own, axis=0, dtype=jnp.int32) - own  # of each part in its slice
     nothing = jnp.zeros((1, n * slices), jnp.int32)
 
-    def passed_on(table: Any, way: _Way) -> jax.Array:
+    def passed_on(table: jax.Array, way: _Way) -> jax.Array:
         """A table's values for the pairs that this device passes on along a way."""
         return table.reshape(n * n, slices)[way.pairs[me]].reshape(-1)
 
