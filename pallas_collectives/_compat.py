@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax._src import callback as _callback
@@ -27,7 +27,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.interpreters.mlir import ir
 
-from pallas_collectives.annotations import Aval, DTypeLike
+from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.errors import BackendError
 
 try:  # from JAX 0.11 on
@@ -36,6 +36,7 @@ except ImportError:  # up to JAX 0.10
     _tpu_info = importlib.import_module("jax._src.pallas.mosaic.tpu_info")
 
 Rule = Callable[..., Any]
+Aval: TypeAlias = jax.core.ShapedArray  # an array's type, in a rule of a primitive
 
 # JAX's tables of rules by primitive. It has functions to fill some of them and none to read them.
 _TABLES: dict[str, Any] = {

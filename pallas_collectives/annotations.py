@@ -32,9 +32,8 @@ Interpret: TypeAlias = bool | pltpu.InterpretParams
 Part = TypeVar("Part", covariant=True)
 
 
-# In the rules of primitives: an array's type; a derivative, which is known to be 0 or is an array;
-# the dimension that vmap maps, if any.
-Aval: TypeAlias = jax.core.ShapedArray
+# In the rules of primitives: a derivative, which is known to be 0 or is an array; the dimension
+# that vmap maps, if any.
 Tangent: TypeAlias = jax.Array | ad.Zero
 Dim: TypeAlias = int | None
 

@@ -22,7 +22,8 @@ from jax.interpreters import ad, mlir
 from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, nccl
-from pallas_collectives.annotations import Aval, Dim, Tangent
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import Dim, Tangent
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups

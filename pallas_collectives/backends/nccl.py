@@ -35,7 +35,8 @@ from jax.interpreters.mlir import ir
 from jax.sharding import Mesh
 
 from pallas_collectives import _compat, nccl
-from pallas_collectives.annotations import AnyMesh, Aval, DType
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import AnyMesh, DType
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.layout import blocks as blocks
 from pallas_collectives.backends.layout import side_by_side as side_by_side

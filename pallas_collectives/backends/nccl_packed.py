@@ -20,7 +20,8 @@ from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, simulation, wires
-from pallas_collectives.annotations import Aval, DTypeLike
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -38,8 +39,6 @@ _OPS = {
     PERMUTE: "ppermute",
     REDUCE: "all_reduce",
 }
-# What comes to a GPU in a call may take this much of its memory, beside XLA's own.
-_MOST_MAIL = 4 << 30
 
 
 def moved(blocks: jax.Array, wire: Wire, *moves: Move, dtype: DTypeLike, adds: bool) -> jax.Array:
@@ -110,9 +109,9 @@ def _lower(
 
 def _packers(work: Work, members: list[list[jax.Device]]) -> dict[int, Packer]:
     """What does the work on each of this process's devices, by ordinal."""
-    if work.mail_bytes > _MOST_MAIL:
+    if work.mail_bytes > (most := mailboxes.MOST_MAIL):
         raise mailboxes.MailboxError(
-            f"{work.mail_bytes >> 20} MiB come to a GPU, more than {_MOST_MAIL >> 20} are kept for"
+            f"{work.mail_bytes >> 20} MiB come to a GPU, more than {most >> 20} are kept for"
         )
     return on_gpus.by_mailboxes(members, lambda group: packed.ready(group, work))
 

@@ -16,7 +16,8 @@ from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
-from pallas_collectives.annotations import AnyMesh, Aval
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
@@ -24,9 +25,6 @@ from pallas_collectives.backends.pallas.products import GATHER, Layout, Spec, ha
 from pallas_collectives.nccl import cublas, ffi, mailboxes, products, tape
 from pallas_collectives.nccl.products import Multiplier, Work
 from pallas_collectives.topology.groups import Group
-
-# What comes to a GPU in a call may take this much of its memory, beside XLA's own.
-_MOST_MAIL = 4 << 30
 
 # Of the model, all measured on H200: products (FLOP/s) by tiles, so many at a time, and what share
 # of the rate tiles reach; copies to a peer (bytes/s); and seconds that a kernel takes besides, a
@@ -53,8 +51,8 @@ def obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
     whole = cublas.ALIGNED // 2
     if uneven := [size for w in ws for size in w.shape if size % whole]:
         return f"K and N must be multiples of {whole}, and one is {uneven[0]}"
-    if (mail := work(op, xs, ws, spec).mail_bytes) > _MOST_MAIL:
-        return f"{mail >> 20} MiB come from the others, more than {_MOST_MAIL >> 20} are kept for"
+    if (mail := work(op, xs, ws, spec).mail_bytes) > (most := mailboxes.MOST_MAIL):
+        return f"{mail >> 20} MiB come from the others, more than {most >> 20} are kept for"
     return ""
 
 

@@ -15,10 +15,9 @@ from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
 
 from pallas_collectives import _compat
-from pallas_collectives.annotations import Aval, Dim, Tangent
+from pallas_collectives._compat import Aval, Rule
+from pallas_collectives.annotations import Dim, Tangent
 from pallas_collectives.lowering import remat
-
-Rule = Callable[..., Any]
 
 
 def register(

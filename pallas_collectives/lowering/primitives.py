@@ -20,7 +20,8 @@ from jax.interpreters import ad, mlir
 from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, catalogue, validation
-from pallas_collectives.annotations import AnyMesh, Aval, Dim, Tangent
+from pallas_collectives._compat import Aval, Rule
+from pallas_collectives.annotations import AnyMesh, Dim, Tangent
 from pallas_collectives.backends import choice, counters, nested, serving, slices
 from pallas_collectives.backends.plans import UNSERVABLE, How
 from pallas_collectives.kernels.machinery import launch
@@ -263,9 +264,6 @@ _TRANSPOSES: dict[str, Callable[..., Any]] = {
     "pbroadcast_dynamic": _pbroadcast_transpose,
     "ragged_all_to_all": _ragged_transpose,
 }
-
-
-Rule = Callable[..., Any]
 
 
 def _rule(lax_rule: Rule, _: core.Primitive, op: str, *args: Any, how: How, **params: Any) -> Any:

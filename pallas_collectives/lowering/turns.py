@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat, catalogue
-from pallas_collectives.annotations import Aval
+from pallas_collectives._compat import Aval
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, UNSERVABLE, How
 from pallas_collectives.kernels.machinery import sparsecore

@@ -25,7 +25,8 @@ from jax.interpreters.mlir import ir
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, collectives, validation
-from pallas_collectives.annotations import AnyMesh, Aval, Dim, DType, Tangent
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import AnyMesh, Dim, DType, Tangent
 from pallas_collectives.backends import counters, serving, slices
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery import launch

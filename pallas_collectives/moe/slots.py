@@ -25,7 +25,8 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat
-from pallas_collectives.annotations import Aval, Dim, Tangent
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import Dim, Tangent
 from pallas_collectives.backends import canonical, counters, slices, wired
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How, Plan

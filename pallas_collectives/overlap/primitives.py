@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, collectives
-from pallas_collectives.annotations import Aval
+from pallas_collectives._compat import Aval
 from pallas_collectives.backends import (
     canonical,
     counters,

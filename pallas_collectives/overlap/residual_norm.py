@@ -19,7 +19,8 @@ from jax.interpreters.mlir import ir
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
-from pallas_collectives.annotations import AnyMesh, Aval
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, slices
 from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
 from pallas_collectives.collectives import LAX
@@ -232,7 +233,7 @@ def _as_devices_lie(
     tiles = _Tiles.of(x, residual)
     kept = (group.size + 2) * tiles.nbytes(x.dtype) + 2 * tiles.nbytes(residual.dtype)
     if kept > chip.vmem_bytes * 3 // 4:
-        return _refused(spec, f"it needs {kept / (1 << 20):.1f} MiB of {chip.name}'s VMEM")
+        return _refused(spec, f"it needs {kept / chips.MIB:.1f} MiB of {chip.name}'s VMEM")
     if spec.wish == FUSED or _pays(x, residual, group):
         return _plan(spec, FUSED, "")
     return _refused(spec, "by the table of times, and what XLA's passes take, it is slower fused")
