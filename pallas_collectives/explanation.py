@@ -19,6 +19,7 @@ from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
 from pallas_collectives.kernels.machinery import launch
+from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.overlap import fusion, products, split
 from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips, placement
@@ -30,7 +31,6 @@ from pallas_collectives.wires import WireLike
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
 LAX, NOTHING = "lax's own", "nothing"
-_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _enough_bits(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
 def _operand(collective: Collective, nbytes: int, dtype: DType, n: int) -> jax.ShapeDtypeStruct:
     """An operand of so many bytes, in whole rows of lanes if that is possible."""
     elements = -(-nbytes // (dtype.itemsize * (n if collective.of_blocks else 1)))
-    block = (elements // _LANES, _LANES) if elements % _LANES == 0 else (elements,)
+    block = (elements // LANES, LANES) if elements % LANES == 0 else (elements,)
     shape = (n, *block) if collective.of_blocks else block
     return jax.ShapeDtypeStruct(shape, dtype)
 

@@ -14,9 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_collectives.annotations import Interpret
+from pallas_collectives.kernels.machinery.blocks import LANES as LANES
 from pallas_collectives.replay import Machine
 
-LANES = 128
 TILE = 8  # rows of float32
 TILE_BYTES = TILE * LANES * 4
 DIE = -1  # the axis between the devices of a chip

@@ -45,12 +45,9 @@ from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.reduce_scatter import one_axis
 from pallas_collectives.kernels.torus import reduce_scatter as torus
+from pallas_collectives.kernels.torus.grid_chunks import SKEW
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if, wrap_step
-
-# Ticks between a device's turn with a chunk and the next device's: as long as a chunk's time on the
-# wire and the latency of a hop together, so that nobody waits for what is only just arriving.
-SKEW = 4
 
 # Sends of sums that may be under way when the next one starts.
 IN_FLIGHT = 4

@@ -47,13 +47,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import launch, relay, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.relay import MAX_WIDTH, SLOT_BYTES
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring
 
 CHUNK_BYTES = 1 << 20
-SLOT_BYTES = 16 << 20
-MAX_WIDTH = 16  # a message on its way takes four semaphores per direction; a core has hundreds
 MAX_CHUNKS = 8  # of a block sent directly: enough for the links to interleave
 
 

@@ -47,12 +47,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores, span
 from pallas_collectives.kernels.machinery import launch, relay, sync
 from pallas_collectives.kernels.machinery.entry import WIDE
+from pallas_collectives.kernels.machinery.relay import MAX_WIDTH, SLOT_BYTES
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES, LEAST_PIECE_BYTES = 512 << 10, 64 << 10, 16 << 10
-SLOT_BYTES = 16 << 20
-MAX_WIDTH = 16  # see all_to_all
 LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
 # Bytes of an operand from which links are weighed: that is some ten small sums, on the wire a ms.
 WEIGHED_BYTES = 32 << 20

@@ -34,13 +34,13 @@ from typing import Any, NamedTuple
 
 from pallas_collectives.nccl import cuda, tape
 from pallas_collectives.nccl.communicator import Communicator
+from pallas_collectives.nccl.cuda import WORD
 from pallas_collectives.nccl.errors import ProcessError
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.meeting import Meeting
 from pallas_collectives.nccl.rank import FLIGHTS, Rank
 from pallas_collectives.nccl.tape import Address
 
-_WORD = 4  # bytes
 _IN_A_ROW = 2  # the addresses of an operand and its result
 
 
@@ -92,7 +92,7 @@ class Slot:
 
     def __init__(self, driver: cuda.Driver, ordinal: int, size: int) -> None:
         self.size = size
-        self.own_words = driver.allocate(ordinal, 2 * size * _WORD)
+        self.own_words = driver.allocate(ordinal, 2 * size * WORD)
         driver.fill_words(ordinal, self.own_words, 0, 2 * size)
         self.words: dict[int, int] = {}
         self.began = driver.new_event(ordinal)
@@ -102,11 +102,11 @@ class Slot:
 
     def ready(self, at: int, of: int) -> int:
         """The address of rank `at`'s word that says that `of`'s result may be written."""
-        return self.words[at] + of * _WORD
+        return self.words[at] + of * WORD
 
     def come(self, at: int, by: int) -> int:
         """The address of rank `at`'s word that says that `by` has written to its result."""
-        return self.words[at] + (self.size + by) * _WORD
+        return self.words[at] + (self.size + by) * WORD
 
 
 class Copier(Rank):
@@ -142,7 +142,7 @@ class Copier(Rank):
             driver.record_again(slot.began, stream)
             for waiting in (beside, self._keeping):
                 driver.wait_event(waiting, slot.began)
-            driver.clear(self.ordinal, token, _WORD, stream)
+            driver.clear(self.ordinal, token, WORD, stream)
         self.communicator.begin(("exchange", text), beside)
         with driver.device(self.ordinal):
             driver.give_words([slot.ready(peer, me) for peer in plan.writers], beside)

@@ -23,6 +23,7 @@ _ALREADY_ENABLED = 704
 _EQUAL = 1
 _WAIT_32, _WRITE_32 = 1, 2
 _LAZY_PEER_ACCESS = 1
+WORD = 4  # bytes of what streams write and await
 _HANDLE = 64  # bytes
 
 

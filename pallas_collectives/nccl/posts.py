@@ -12,13 +12,13 @@ import functools
 
 from pallas_collectives.nccl import mailboxes, tape
 from pallas_collectives.nccl.copies import Plan
+from pallas_collectives.nccl.cuda import WORD
 from pallas_collectives.nccl.errors import CommunicatorError
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.rank import Rank
 from pallas_collectives.nccl.tape import Address
 
-_WORD = 4  # bytes
 _ROOM, _MOST = 256 << 20, 256  # bytes that mailboxes of a size may have, and how many they may be
 _LEAST = 4
 
@@ -49,7 +49,7 @@ class Post(Rank):
         self.call("pc_note", self._under_way, 0, operand)
         self.communicator.begin(("exchange", text), stream)
         with driver.device(self.ordinal):
-            driver.clear(self.ordinal, token, _WORD, stream)
+            driver.clear(self.ordinal, token, WORD, stream)
             self.wait(side, stream, self._there)
             # What came last is in a result, or nobody wants it.
             driver.give_words([box.ready(peer, me) for peer in plan.writers], side)

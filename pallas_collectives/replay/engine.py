@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from pallas_collectives.replay.machine import Machine
-from pallas_collectives.replay.network import Flow, Network
+from pallas_collectives.replay.network import PICOSECOND, Flow, Network
 from pallas_collectives.replay.program import Program, Read, Signal, Start, Wait, at
 from pallas_collectives.replay.symmetry import Classes
 from pallas_collectives.replay.values import Lanes
 
-_PICOSECOND = 1e-12  # events closer than this are simultaneous
 _FINE = 0.01  # a grain is no more than so much of what has passed: small kernels come first
 
 
@@ -124,7 +123,7 @@ class Engine:
         while self._events:
             begins = self._events[0][0]
             self.now = now = begins + min(self.grain, begins * _FINE)
-            while self._events and self._events[0][0] <= now + _PICOSECOND:
+            while self._events and self._events[0][0] <= now + PICOSECOND:
                 _, _, _, action, args = heapq.heappop(self._events)
                 action(*args)
             if self.network.dirty:
@@ -155,7 +154,7 @@ class Engine:
                 core.time += issue
                 self._signal(core, position, column)
             elif isinstance(column, (Wait, Read)):
-                if core.time > self.now + _PICOSECOND:  # semaphores are known up to now only
+                if core.time > self.now + PICOSECOND:  # semaphores are known up to now only
                     core.pending = entry
                     self._at(core.time, 1, self._advance, core)
                     return

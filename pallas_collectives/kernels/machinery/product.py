@@ -78,12 +78,6 @@ class Problem:
     in_full: bool = False
 
     @property
-    def weight_shape(self) -> tuple[int, int]:
-        """The shape of w."""
-        shape = self.depth, self.columns
-        return shape[::-1] if self.transposed else shape
-
-    @property
     def flops(self) -> int:
         """Multiplications and additions."""
         return 2 * self.batch * self.rows * self.depth * self.columns

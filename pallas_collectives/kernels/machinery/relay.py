@@ -70,6 +70,8 @@ class Schedule:
         return -(-(self.farthest - self.nearest + 1) // self.width)
 
 
+SLOT_BYTES = 16 << 20  # that all slots may take
+MAX_WIDTH = 16  # a message on its way takes four semaphores per direction; a core has hundreds
 _LEAVING = 8  # messages of an overlapping schedule on a link at a time: that keeps it busy
 
 
@@ -176,12 +178,9 @@ class Slots:
         )
 
 
-_LINE_SLOT_BYTES = 16 << 20
-
-
 def line_message_bytes(n: int) -> int:
-    """How large messages on a line of n devices may be, so that all slots take 16 MiB at most."""
-    return _LINE_SLOT_BYTES // (4 * (n - 1))
+    """How large messages on a line of n devices may be: all slots take `SLOT_BYTES` at most."""
+    return SLOT_BYTES // (4 * (n - 1))
 
 
 def on_line(ring: Ring, direction: int, hop: Number, distance: Number) -> Any:

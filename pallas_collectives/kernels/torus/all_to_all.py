@@ -33,11 +33,10 @@ from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaph
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.torus import devices
-from pallas_collectives.kernels.torus.course import Course, Semaphores
+from pallas_collectives.kernels.torus.course import SCRATCH_BYTES, Course, Semaphores
 from pallas_collectives.kernels.torus.exchange import Exchange, Move
 from pallas_collectives.topology.groups import Group, Ring
 
-SCRATCH_BYTES = 16 << 20
 # Chunks, where scratch allows for fewer: enough for their steps to overlap, in bundles that links
 # take longer for than for the way. By the replay of v5e.
 CHUNKS_PER_ORDER = 8

@@ -17,7 +17,9 @@ from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap_step
 
-# Ticks between a device's turn with a chunk and the next device's, as `all_reduce_line.SKEW`.
+# Ticks between a device's turn with a chunk and the next device's, on a line alone too: as long as
+# a chunk's time on the wire and the latency of a hop together, so that nobody waits for what is
+# only just arriving.
 SKEW = 4
 
 # What a link carries in about 1.5 us: both parts of a chunk. By the replay of v5e smaller ones cost

@@ -28,12 +28,10 @@ from pallas_collectives.kernels import ragged_all_to_all as ragged
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.entry import WIDE
 from pallas_collectives.kernels.torus import devices
-from pallas_collectives.kernels.torus.course import Course, Semaphores
+from pallas_collectives.kernels.torus.course import SCRATCH_BYTES, Course, Semaphores
 from pallas_collectives.kernels.torus.exchange import Exchange, Move
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring
-
-SCRATCH_BYTES = 16 << 20
 
 
 class Scratch(NamedTuple):
