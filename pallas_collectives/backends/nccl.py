@@ -23,8 +23,8 @@ import dataclasses
 import math
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -236,6 +236,7 @@ def _exchanged(blocks: jax.Array, group: Group, own: bool = True) -> jax.Array:
 # --- from a trace to the call -------------------------------------------------------------------
 
 Worker = TypeVar("Worker")
+_Work_contra = TypeVar("_Work_contra", contravariant=True)
 Addresses = Sequence[Address]
 # (communicator, stream, operands, results): numbers, or gaps where it is recorded.
 Enqueue = Callable[[nccl.Communicator, Any, Sequence[Any], Sequence[Any]], None]
@@ -340,6 +341,39 @@ def by_mailboxes(
         if any(d.process_index == jax.process_index() for d in devices):
             at.update(make(nccl.get(devices, name="copies", uses=())))
     return at
+
+
+class Runner(tape.Recordable, Protocol[_Work_contra]):
+    """What puts a work of its kind on one GPU's stream."""
+
+    def run(
+        self,
+        work: _Work_contra,
+        text: str,
+        inputs: Sequence[Address],
+        outputs: Sequence[Address],
+        stream: Address,
+    ) -> None: ...
+
+
+def run_by(
+    ctx: mlir.LoweringRuleContext,
+    text: str,
+    work: _Work_contra,
+    at: Mapping[int, Runner[_Work_contra]],
+    *operands: ir.Value,
+) -> Sequence[ir.Value]:
+    """A call in a program of what runners, by ordinal, do of a work."""
+
+    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
+        at[ordinal].run(work, text, inputs, outputs, stream)
+
+    def recorded(runner: Runner[_Work_contra]) -> None:
+        gaps = tape.inputs(len(operands)), tape.outputs(len(ctx.avals_out))
+        runner.run(work, text, *gaps, tape.STREAM)
+
+    tapes = {ordinal: tape.record(runner, recorded) for ordinal, runner in at.items()}
+    return ffi.lower(ctx, text, function, *operands, has_effect=False, tapes=tapes)
 
 
 ordered.exchanges["nccl"] = sys.modules[__name__]

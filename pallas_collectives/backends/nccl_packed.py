@@ -24,12 +24,12 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
-from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.nccl import device_groups, run_by
 from pallas_collectives.backends.plans import Plan
 from pallas_collectives.backends.wire_ways import Move
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.nccl import ffi, mailboxes, packed, tape
+from pallas_collectives.nccl import mailboxes, packed
 from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, REDUCE, Packer, Work
 from pallas_collectives.wires import Wire
 
@@ -95,16 +95,7 @@ def _lower(
     told = "a kernel quantises into the peer's memory"
     counters.note(Plan(op=_OPS[work.op], backend="nccl", algorithm="packed", why=told))
     ids = [[d.id for d in devices] for devices in members]
-    text = f"packed {work} over {ids}"
-
-    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
-        at[ordinal].run(work, text, inputs, outputs, stream)
-
-    def recorded(packer: Packer) -> None:
-        packer.run(work, text, tape.inputs(1), tape.outputs(1), tape.STREAM)
-
-    tapes = {ordinal: tape.record(packer, recorded) for ordinal, packer in at.items()}
-    return ffi.lower(ctx, text, function, blocks, has_effect=False, tapes=tapes)
+    return run_by(ctx, f"packed {work} over {ids}", work, at, blocks)
 
 
 def _packers(work: Work, members: list[list[jax.Device]]) -> dict[int, Packer]:

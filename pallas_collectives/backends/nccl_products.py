@@ -20,9 +20,9 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
-from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.nccl import device_groups, run_by
 from pallas_collectives.backends.pallas.products import GATHER, Layout, Spec, halves
-from pallas_collectives.nccl import cublas, ffi, mailboxes, products, tape
+from pallas_collectives.nccl import cublas, mailboxes, products
 from pallas_collectives.nccl.products import Multiplier, Work
 from pallas_collectives.topology.groups import Group
 
@@ -161,17 +161,7 @@ def _lower(
     members = device_groups(_compat.mesh_of(ctx), group)
     at = _multipliers(work, members)
     ids = [[d.id for d in devices] for devices in members]
-    text = f"{work} of {len(operands)} over {ids}"
-
-    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
-        at[ordinal].run(work, text, inputs, outputs, stream)
-
-    def recorded(multiplier: Multiplier) -> None:
-        gaps = tape.inputs(len(operands)), tape.outputs(len(ctx.avals_out))
-        multiplier.run(work, text, *gaps, tape.STREAM)
-
-    tapes = {ordinal: tape.record(multiplier, recorded) for ordinal, multiplier in at.items()}
-    return ffi.lower(ctx, text, function, *operands, has_effect=False, tapes=tapes)
+    return run_by(ctx, f"{work} of {len(operands)} over {ids}", work, at, *operands)
 
 
 def _multipliers(work: Work, members: Sequence[Sequence[jax.Device]]) -> dict[int, Multiplier]:

@@ -16,7 +16,7 @@ from typing import Any
 from pallas_collectives.nccl import cuda
 from pallas_collectives.nccl.errors import CallError, LibraryError
 from pallas_collectives.nccl.library import loaded
-from pallas_collectives.nccl.tape import Address
+from pallas_collectives.nccl.tape import Address, address_in
 
 # cuBLASLt's numbers for what is named here.
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
@@ -121,7 +121,7 @@ class Library:
 
     def address(self, function: str) -> int:
         """The address of a C function."""
-        return ctypes.cast(getattr(self._lib, function), ctypes.c_void_p).value or 0
+        return address_in(self._lib, function)
 
     def failed(self, function: str, result: int, where: str = "") -> CallError:
         """A result that is not success."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pallas_collectives.nccl.errors import CallError, NcclError
-from pallas_collectives.nccl.tape import Address, Recorder
+from pallas_collectives.nccl.tape import Address, Recorder, address_in
 
 _NOT_READY = 600
 _DISABLE_TIMING = 2
@@ -83,7 +83,7 @@ class Driver:
 
     def address(self, function: str) -> int:
         """The address of the driver's C function of this name."""
-        return ctypes.cast(getattr(self._lib, function), ctypes.c_void_p).value or 0
+        return address_in(self._lib, function)
 
     def recorded(self, recorder: Recorder) -> "Driver":
         """A twin whose calls `recorder` notes, for GPUs that `device` has had before."""

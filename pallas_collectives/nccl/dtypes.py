@@ -31,6 +31,11 @@ _REALS_OF = {"complex64": "float32", "complex128": "float64"}
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
+def width(dtype: str) -> int:
+    """Bytes of an element."""
+    return np.dtype(dtype).itemsize
+
+
 @functools.cache
 def moved(dtype: DType | str) -> tuple[int, int]:
     """(ncclDataType_t, NCCL elements per element) for a collective that only moves `dtype`.

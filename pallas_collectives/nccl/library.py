@@ -29,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_collectives.nccl.errors import HARMLESS, CallError, LibraryError, raise_for
+from pallas_collectives.nccl.tape import address_in
 
 ENVIRONMENT = "PALLAS_COLLECTIVES_NCCL_SO"
 OLDEST = 22800  # the first with ncclAlltoAll
@@ -97,7 +98,7 @@ class Library:
     def address(self, function: str) -> int:
         """The address of NCCL's C function of this name."""
         loaded = ctypes.CDLL(self.path, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)  # no second NCCL
-        return ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value or 0
+        return address_in(loaded, function)
 
 
 def _remedy(result: int, warning: str) -> str:

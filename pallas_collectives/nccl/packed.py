@@ -25,9 +25,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
-from pallas_collectives.nccl import codec, mailboxes, tape
+from pallas_collectives.nccl import codec, dtypes, mailboxes, tape
 from pallas_collectives.nccl.codec import ADD, KEEP, READ, RELAY, SEND, TAKE, Kernel
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
@@ -126,11 +124,13 @@ class Work:
 
     def sent(self, peer: int) -> int:
         """Where in the operand, in bytes, the block for a peer is."""
-        return self.numbers * _width(self.dtype) * (peer if self.op in (EXCHANGE, REDUCE) else 0)
+        return (
+            self.numbers * dtypes.width(self.dtype) * (peer if self.op in (EXCHANGE, REDUCE) else 0)
+        )
 
     def there(self, peer: int) -> int:
         """Where in the result, in bytes, the block of a peer is."""
-        return self.numbers * _width(self.result) * (0 if self.op == PERMUTE else peer)
+        return self.numbers * dtypes.width(self.result) * (0 if self.op == PERMUTE else peer)
 
     def kernel(self, kind: str) -> Kernel:
         """A kernel for it."""
@@ -186,7 +186,7 @@ class Packer(Mailer):
             elif of:
                 self._run(work, READ, 0, y, stream)
             else:
-                self.driver.clear(self.ordinal, y, work.numbers * _width(work.result), stream)
+                self.driver.clear(self.ordinal, y, work.numbers * dtypes.width(work.result), stream)
 
     def _run(
         self,
@@ -272,7 +272,3 @@ def ready(group: Group, work: Work) -> dict[int, Packer]:
 
 
 _packer = functools.cache(Packer)
-
-
-def _width(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize

@@ -37,9 +37,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
-from pallas_collectives.nccl import cublas, mailboxes, sums, tape
+from pallas_collectives.nccl import cublas, dtypes, mailboxes, sums, tape
 from pallas_collectives.nccl.cublas import Product
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
@@ -87,7 +85,7 @@ class Work:
     def block_bytes(self) -> int:
         """Bytes of what a message brings, all parts of it together."""
         dtype = self.dtype if self.kind == GATHER else self.result
-        return math.prod(self.block_shape) * _width(dtype)
+        return math.prod(self.block_shape) * dtypes.width(dtype)
 
     @property
     def mail_bytes(self) -> int:
@@ -197,7 +195,7 @@ class Multiplier(Mailer):
                 block = box.data[me] + (distance - 1) * nbytes
                 driver.take_words([box.come(me, distance - 1)], stream)
             for w, columns, y in zip(ws, work.columns, outputs, strict=False):
-                product = tape.behind(y, source * work.rows * columns * _width(work.result))
+                product = tape.behind(y, source * work.rows * columns * dtypes.width(work.result))
                 self._multiply(work.gathered(columns), block, w, None, product, stream)
             if work.keeps:
                 driver.copy(tape.behind(outputs[-1], source * nbytes), block, nbytes, stream)
@@ -208,7 +206,7 @@ class Multiplier(Mailer):
         driver, box, me, size = self.driver, self._box, self.rank, work.size
         right = (me + 1) % size
         result, room = outputs
-        row, parts = work.columns[0] * _width(work.result), work.parts()
+        row, parts = work.columns[0] * dtypes.width(work.result), work.parts()
         for hop in range(size):
             last = hop == size - 1
             for part, (first, rows) in enumerate(parts):
@@ -243,7 +241,7 @@ class Multiplier(Mailer):
         """The products of rows of each x from `start` on, added up, and to c if that is given."""
         pairs = zip(inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :], strict=True)
         for i, ((x, w), depth) in enumerate(zip(pairs, work.depths, strict=True)):
-            x = tape.behind(x, start * depth * _width(work.dtype))
+            x = tape.behind(x, start * depth * dtypes.width(work.dtype))
             product = work.scattered(rows, depth, last, adds=i > 0)
             self._multiply(product, x, w, to if i else c, to, stream)
 
@@ -294,7 +292,3 @@ def ready(group: Group, work: Work) -> dict[int, Multiplier]:
 
 
 _multiplier = functools.cache(Multiplier)
-
-
-def _width(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize

@@ -117,14 +117,21 @@ class Rank:
             raise self.failed(name, 1)
 
 
-class Mailer(Rank):
-    """A rank whose calls write to peers' mailboxes, from a stream beside XLA's."""
+class Sender(Rank):
+    """A rank that writes to peers' mailboxes, from a stream beside XLA's.
+
+    Events: what it sends is there; its stream has done it all.
+    """
 
     def __init__(self, box: Mailbox) -> None:
         super().__init__(box.communicator, box.meeting)
         self._box = box
         self._side = self.driver.new_stream(self.ordinal, urgent=True)
-        self._there, self._left = (self.driver.new_event(self.ordinal) for _ in range(2))
+        self._there, self._done = (self.driver.new_event(self.ordinal) for _ in range(2))
+
+
+class Mailer(Sender):
+    """One whose calls end with what it has sent."""
 
     @contextlib.contextmanager
     def mailing(self, what: tuple[Any, ...], stream: Address) -> Iterator[None]:
@@ -139,7 +146,7 @@ class Mailer(Rank):
         with self.driver.device(self.ordinal):
             self.meet(box.meeting, box.place, stream)
             yield
-            self.wait(stream, self._side, self._left)
+            self.wait(stream, self._side, self._done)
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)
 

@@ -167,6 +167,11 @@ class Recorder:
         return steps
 
 
+def address_in(library: ctypes.CDLL, function: str) -> int:
+    """The address of a C function of a loaded library."""
+    return ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0
+
+
 class Recordable(Protocol):
     """What `record` needs of a communicator."""
 
