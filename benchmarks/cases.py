@@ -15,6 +15,7 @@ from pallas_collectives import catalogue
 from pallas_collectives.examples import LANES as LANES
 from pallas_collectives.examples import Example, everywhere
 from pallas_collectives.records import Collective
+from pallas_collectives.validation import AxisName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Case(Example):
     op: str
     adds: bool
 
-    def by_lax(self, x: jax.Array, axis: Any) -> jax.Array:
+    def by_lax(self, x: jax.Array, axis: AxisName) -> jax.Array:
         """The same by lax; a collective that lax lacks is ours, served by XLA."""
         if hasattr(jax.lax, self.name.partition(",")[0]):
             return self.call(jax.lax, x, axis)
@@ -41,7 +42,7 @@ class Case(Example):
     def of(cls, collective: Collective) -> "Case":
         """The case of a record."""
         name = next(iter(collective.functions))
-        names: Any = {"name": name, "op": collective.name, "adds": collective.adds}
+        names: dict[str, Any] = {"name": name, "op": collective.name, "adds": collective.adds}
         return cls(**names, **vars(collective.example))
 
 

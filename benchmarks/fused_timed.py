@@ -93,7 +93,7 @@ def chain(call: Call, mesh: Mesh, length: int) -> Callable[..., Any]:
     returns it: neither takes a pass.
     """
 
-    def link(_: Any, state: tuple[jax.Array, jax.Array], w: jax.Array) -> Any:
+    def link(_: object, state: tuple[jax.Array, jax.Array], w: jax.Array) -> Any:
         x, y = state
         x = lax.dynamic_update_slice(x, y[:1, :1].astype(x.dtype), (0, 0))
         return lax.optimization_barrier((x, call(x, w)))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -108,7 +108,7 @@ def choose(
     return plan
 
 
-def _no_algorithm(name: Any, op: str, how: How, able: Iterable[str]) -> AlgorithmError:
+def _no_algorithm(name: object, op: str, how: How, able: Iterable[str]) -> AlgorithmError:
     """The error for an algorithm that is not one of those that are able."""
     so = "" if how.order is None else f" in order={how.order!r}"
     return AlgorithmError(

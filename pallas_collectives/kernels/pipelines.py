@@ -37,7 +37,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Number, Ref, Semaphore, Step, buffer
+from pallas_collectives.annotations import Copy, DType, Flag, Number, Ref, Semaphore, Step, buffer
 from pallas_collectives.kernels import reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
@@ -75,7 +75,7 @@ class Pace(NamedTuple):
         ratio = max(1, min(16 * 64, round(16 * consume / wire)))
         return cls(rings if wire_lags else rings - 1, ratio, ON_WIRE * rings)
 
-    def out(self, turn: Number, chunks: int, one_way: int) -> Any:
+    def out(self, turn: Number, chunks: int, one_way: int) -> Number:
         """How many are out when the chunk of a turn is consumed; at turns below `chunks`, an own.
 
         From then on each turn is that of a message that came, one from either side. Messages from
@@ -136,11 +136,11 @@ def gather_and_consume(
     def channel(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk)
 
-    def place(number: Number, stream: Number, chunk: Number) -> Any:
+    def place(number: Number, stream: Number, chunk: Number) -> Ref:
         """Where we keep message `number` of those that we send."""
         return blocks.at(gathered_ref, moving.downstream(stream, chunk, -number), chunk)
 
-    def own_copy(chunk: Number) -> Any:
+    def own_copy(chunk: Number) -> Copy:
         source, target = blocks.at(x_ref, chunk=chunk), blocks.at(gathered_ref, ring.me, chunk)
         return pltpu.make_async_copy(source, target, scratch.copy_sems.at[chunk])
 
@@ -288,11 +288,11 @@ def produce_and_scatter(
     def channel_of(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk, slots_of(stream, chunk))
 
-    def chunk_of(turn: Number, stream: Number) -> Any:
+    def chunk_of(turn: Number, stream: Number) -> Number:
         index = lax.rem(turn, size)
         return moving.furthest(stream, index) if furthest_first else moving.in_turn(index)
 
-    def sends(turn: Number, stream: Number) -> Any:
+    def sends(turn: Number, stream: Number) -> Flag:
         return lax.div(turn, size) < moving.hops_of(stream, chunk_of(turn, stream))
 
     def part_of(turn: Number, stream: Number) -> tuple[Any, Any]:
@@ -338,7 +338,7 @@ def produce_and_scatter(
         chunk = moving.in_turn(index)
         target = blocks.at(o_ref, chunk=chunk)
 
-        def last(stream: Number) -> Any:
+        def last(stream: Number) -> Ref:
             channel = channel_of(stream, chunk)
             arrived = channel.slot(channel.arrivals - 1)
             channel.receive(channel.arrivals - 1, arrived)

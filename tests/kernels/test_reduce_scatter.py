@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
+import channel_faults
 import harness
 import pallas_collectives
 import step_tables
 from pallas_collectives.kernels import all_reduce, all_reduce_line, one_hop, reduce_scatter
-from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.kernels.machinery import channel
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group
 
@@ -88,13 +88,7 @@ def test_dropped_credit_is_caught(
     kernel: Callable[..., jax.Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for credits: a fast neighbour writes over sums that are still being sent."""
-    wait = pl.semaphore_wait
-
-    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
-            wait(semaphore, *args, **kwargs)
-
-    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    channel_faults.drop_credits(monkeypatch)
     assert is_caught(kernel, 8, "on_wait")
 
 
@@ -109,13 +103,7 @@ def test_too_few_slots_for_the_credits_are_caught(monkeypatch: pytest.MonkeyPatc
 def test_missing_receive_wait_is_caught(
     kernel: Callable[..., jax.Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = sync.wait
-
-    def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if len(semaphore.ref.shape) != 3:  # `arrived` is the 3-D one
-            wait(semaphore, ref, times)
-
-    monkeypatch.setattr(sync, "wait", for_sends_only)
+    channel_faults.drop_receives(monkeypatch, dimensions=3)
     assert is_caught(kernel, 4, "on_wait")
 
 
