@@ -191,25 +191,6 @@ def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_caught(scattering(3, WIRES[0]), bound)
 
 
-def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come of a finished block is unpacked before it is waited for."""
-    keep, receive = PackedGather._keep, Channel.receive
-    late: list[Any] = []
-
-    def put_off(self: PackedGather, leg: Any, hop: Any) -> None:
-        with monkeypatch.context() as within:
-            within.setattr(Channel, "receive", lambda *args: late.append(args))
-            take(self, leg, hop)
-
-    def then(self: PackedGather, leg: Any, hop: Any) -> None:
-        keep(self, leg, hop)
-        receive(*late.pop())
-
-    take = PackedGather._take
-    monkeypatch.setattr(PackedGather, "_take", put_off)
-    monkeypatch.setattr(PackedGather, "_keep", then)
-
-
 def _unpacked_over_what_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is unpacked over one that is still on its way to the result."""
     end, end_copy = PackedGather.end, PackedGather._end_copy
@@ -234,7 +215,12 @@ def _another_blocks_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [_unpacked_before_it_has_come, _unpacked_over_what_is_leaving, _another_blocks_place]
+    "fault",
+    [
+        wired_calls.gathered_before_it_has_come,
+        _unpacked_over_what_is_leaving,
+        _another_blocks_place,
+    ],
 )
 def test_faults_of_a_psum_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)

@@ -29,15 +29,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore, span
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.torus import devices
-from pallas_collectives.kernels.torus.course import Course, Semaphores
+from pallas_collectives.kernels.torus.course import SCRATCH_BYTES, Course, Semaphores
 from pallas_collectives.kernels.torus.exchange import Exchange, Move
 from pallas_collectives.topology.groups import Group, Ring
 
-SCRATCH_BYTES = 16 << 20
 # Chunks, where scratch allows for fewer: enough for their steps to overlap, in bundles that links
 # take longer for than for the way. By the replay of v5e.
 CHUNKS_PER_ORDER = 8
@@ -275,15 +274,15 @@ class Bundles:
     def _bundle(self, part: Part, axis: int) -> Ref:
         """All blocks of a bundle, as one piece."""
         index: list[Any] = [pl.ds(0, n) for n in self.plan.course.sizes]
-        number: Any = part.number
-        index[axis] = pl.ds(number, 1)
+        number: Number = part.number
+        index[axis] = span(number, 1)
         return self._at(part, index)
 
     def _block(self, part: Part, axis: int, place: Sequence[Any]) -> Ref:
         """One block of a bundle, without dimensions for the torus."""
         index = [*place[:axis], part.number, *place[axis + 1 :]]
         if part.numbers_ref is not None:
-            flat: Any = 0
+            flat: Number = 0
             for size, number in zip(self.plan.course.sizes, index, strict=True):
                 flat = flat * size + number
             index = [part.numbers_ref[flat], *(0 for _ in index[1:])]

@@ -9,6 +9,7 @@ from pallas_collectives.topology import jumps
 from pallas_collectives.topology.groups import Group
 
 FIELDS = 6  # of the table, for a jump
+SCRATCH_BYTES = 16 << 20  # that the chunks under way may take
 
 
 @dataclasses.dataclass(frozen=True)

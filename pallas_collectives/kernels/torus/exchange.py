@@ -34,14 +34,14 @@ Who could be ahead of whom:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Number, Ref, Semaphore
+from pallas_collectives.annotations import Flag, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
@@ -177,7 +177,7 @@ class Exchange:
         return self._move(o, phase, c, me, me)
 
     def _move(
-        self, o: int, phase: int, c: Number, origin: Number, goal: Number, *slots: Any
+        self, o: int, phase: int, c: Number, origin: Number, goal: Number, *slots: Number | None
     ) -> Move:
         axis, chunk = self.course.orders[o][phase], c * len(self.course.orders) + o
         return Move(o, phase, axis, chunk, self._slot(c), origin, goal, *slots)
@@ -205,10 +205,10 @@ class Exchange:
     def _ring(self, o: int, phase: int) -> Ring:
         return self.rings[self.course.orders[o][phase]]
 
-    def _slot(self, c: Number) -> Any:
+    def _slot(self, c: Number) -> Number:
         return wrap_step(c, self.course.window)
 
-    def _arrived(self, o: int, step: int, c: Number) -> Any:
+    def _arrived(self, o: int, step: int, c: Number) -> Semaphore:
         return self.semaphores.arrived.at[o, step, self._slot(c)]
 
     def _for_each_channel(
@@ -249,7 +249,7 @@ class Exchange:
             at = [self.table_ref[start + FIELDS * i + k] for k in range(FIELDS)]
             distance, behind, parity, jump, slot, next_slot = at
             origin = ring.place - behind
-            goes: Any = True
+            goes: Flag = True
             if axis.line:
                 goes = _within(axis, origin) & _within(axis, origin + distance)
             elif axis.picky:
@@ -267,5 +267,5 @@ class Exchange:
                 sync.for_each(0, count, functools.partial(one, start, relays))
 
 
-def _within(axis: Axis, place: Number) -> Any:
+def _within(axis: Axis, place: Number) -> Flag:
     return (place >= 0) & (place < axis.n)

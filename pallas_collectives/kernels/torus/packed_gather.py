@@ -125,7 +125,7 @@ class _Leg(NamedTuple):
         """The number in its channel of the message that we send."""
         return self.section * self.sends_in_all + hop
 
-    def unpacked(self, hop: Number, section: Any = None) -> Any:
+    def unpacked(self, hop: Number, section: Number | None = None) -> Any:
         """How many messages it unpacks before the one that comes: the own blocks as hop -1's."""
         section = self.section if section is None else section
         return section * (self.comes_in_all + self.with_own) + hop + self.with_own
@@ -255,13 +255,13 @@ class PackedGather(timetable.Stage):
         """The leg's stream and way, among those of all bundles."""
         return self._plan.stream(leg.b, 0) * self._plan.ways + leg.lane
 
-    def _plain(self, leg: _Leg, count: Any) -> tuple[Any, Any]:
+    def _plain(self, leg: _Leg, count: Number) -> tuple[Ref, Semaphore]:
         """Where what a leg unpacks as number `count` is, and the semaphore of its copy."""
         place = wrap_step(count, PLAIN)
         sems = self._s.plain_sems.at[self._way(leg), place]
         return self._s.plain[leg.b].at[leg.lane, place], sems
 
-    def _end_copy(self, leg: _Leg, count: Any) -> None:
+    def _end_copy(self, leg: _Leg, count: Number) -> None:
         """Waits until that is in the result."""
         plain, semaphore = self._plain(leg, count)
         sync.wait(semaphore, plain)

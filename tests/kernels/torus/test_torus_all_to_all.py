@@ -17,16 +17,10 @@ import harness
 import pallas_collectives
 from pallas_collectives.kernels.torus import all_to_all, exchange
 from pallas_collectives.replay import Machine, Report, bound, replay
-from pallas_collectives.topology import chips, placement, torus_axes
-from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology import placement
+from tori import NAMES, group_of
 
 MIB = 1 << 20
-NAMES = ("x", "y", "z")
-
-
-def group_of(*sizes: int) -> Group:
-    plain = Group(NAMES[: len(sizes)], sizes)
-    return Group(plain.axes, sizes, torus=torus_axes.of_mesh(plain, chips.SIMULATED))
 
 
 def test_the_table_in_the_docstring_is_what_phases_bring() -> None:
