@@ -125,10 +125,14 @@ class _Leg(NamedTuple):
         """The number in its channel of the message that we send."""
         return self.section * self.sends_in_all + hop
 
-    def unpacked(self, hop: Number, section: Number | None = None) -> Any:
-        """How many messages it unpacks before the one that comes: the own blocks as hop -1's."""
-        section = self.section if section is None else section
-        return section * (self.comes_in_all + self.with_own) + hop + self.with_own
+    @property
+    def unpacks_in_all(self) -> Any:
+        """What it unpacks in a section of the last phase."""
+        return self.comes_in_all + self.with_own
+
+    def unpacked(self, hop: Number) -> Any:
+        """How many it has unpacked before the message that comes; of the own blocks, hop is -1."""
+        return self.section * self.unpacks_in_all + hop + self.with_own
 
 
 class PackedGather(timetable.Stage):
@@ -191,7 +195,7 @@ class PackedGather(timetable.Stage):
         self._finish(b, self._last, section, stream)
         sections = self._plan.bundles[b].sections_of(stream)
         for leg in self._legs(b, self._last, section, stream):
-            in_all = leg.unpacked(-leg.with_own, sections)
+            in_all = sections * leg.unpacks_in_all
             for back in range(1, PLAIN + 1):
                 there = functools.partial(self._end_copy, leg, in_all - back)
                 only_if((section == sections - 1) & (in_all >= back), there)
