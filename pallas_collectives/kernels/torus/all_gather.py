@@ -81,14 +81,14 @@ def way(plan: Plan) -> Way:
 def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:
     """The channels that `Gather` takes, with about so many semaphores for arrivals."""
     each = [(bundle, phase) for bundle in plan.bundles for phase in range(len(plan.sizes))]
-    lanes = sum(bundle.streams * plan.ways for bundle, _ in each)
+    ways = sum(bundle.streams * plan.ways for bundle, _ in each)
 
     def of(bundle: Bundle, phase: int) -> channels.Semaphores:
         count, hops = bundle.streams * plan.ways, plan.hops(bundle, phase) * bundle.sections
         if plan.is_paired(bundle, phase):
             window = min(WINDOW_WITHOUT_CREDITS, hops)
             return channels.Semaphores.of(count, window=window, credits=False)
-        return channels.Semaphores.of(count, window=max(2, min(WINDOW, most // lanes, hops)))
+        return channels.Semaphores.of(count, window=max(2, min(WINDOW, most // ways, hops)))
 
     return [of(bundle, phase) for bundle, phase in each]
 

@@ -22,7 +22,7 @@ class Axis:
       peers: where in the table the lengths of all jumps are, and how many.
       relays, lasts: likewise, for each step of a phase, those jumps that lead to a slot, and those
         that end a route.
-      slots: bundles that wait here.
+      slots: parcels that wait here.
       picky: whether some routes begin at some places only.
     """
 

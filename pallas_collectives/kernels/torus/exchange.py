@@ -1,24 +1,24 @@
 """How everyone's data for everyone goes over all axes of a torus, in jumps that all chips can make.
 
 Data for another device goes along one axis after the other. A phase is an exchange along one axis:
-what a device has for all those with some place on it travels there as one bundle. Data is cut into
+what a device has for all those with some place on it travels there as one parcel. Data is cut into
 chunks, which take turns in the order of the axes that they go through, so that all axes are at
 work. On 2 x 2 devices, what device 0 holds of a chunk that goes along the second axis last:
 
     sender>receiver    before                   behind phase 0           behind phase 1
     device 0           0>0 0>1 0>2 0>3          0>0 0>1 2>0 2>1          0>0 1>0 2>0 3>0
 
-Within a phase bundles go in jumps of 1, 2, 4, ... places (see `topology.jumps`): first all of them
+Within a phase parcels go in jumps of 1, 2, 4, ... places (see `topology.jumps`): first all of them
 in their first jumps; then, in a step for each further jump, those that wait on their way. So a
 chunk takes as many steps as the longest routes along all axes have jumps.
 
 Steps of different chunks overlap. A device goes round by round; in each, a chunk is a step further
 than the next chunk of its order, and waits for what was sent in the round before: on the wire are
-then the other chunks' bundles of all axes.
+then the other chunks' parcels of all axes.
 
 Who could be ahead of whom:
 
-* A chunk's bundles arrive in slots, and on semaphores, of its number modulo `window`: those that
+* A chunk's parcels arrive in slots, and on semaphores, of its number modulo `window`: those that
   are on their way on one semaphore for each step, those that have come to a phase's end on another.
   They are waited for together, as nothing of them is read before all are there.
 * A device begins a phase of chunk c + window when all of its peers, the devices that it can jump
@@ -52,7 +52,7 @@ from pallas_collectives.topology.groups import Ring, wrap, wrap_step
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A bundle of a chunk, and its next jump.
+    """A parcel of a chunk, and its next jump.
 
     Attributes:
       order: the number of the chunk's order.
@@ -60,7 +60,7 @@ class Move:
       axis: of the phase.
       chunk: its number among all.
       slot: the chunk's.
-      origin, goal: the numbers along the axis of the devices where the bundle is from and for.
+      origin, goal: the numbers along the axis of the devices where the parcel is from and for.
       at, to: the slots where it waits here, and where it is to wait; None where it sets out, and
         where it has come.
     """
@@ -77,13 +77,13 @@ class Move:
 
 
 class Cargo(Protocol):
-    """What bundles hold."""
+    """What parcels hold."""
 
     def pairs(self, move: Move, body: Callable[[Ref, Ref], None]) -> None:
-        """body(source here, target there) for all parts of a bundle, which it copies."""
+        """body(source here, target there) for all parts of a parcel, which it copies."""
 
     def wait(self, semaphore: Semaphore, move: Move) -> None:
-        """Waits for all parts of a bundle."""
+        """Waits for all parts of a parcel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Exchange:
     def _for_each_jump(
         self, o: int, phase: int, hop: int, c: Number, body: Callable[[Move, Number], None]
     ) -> None:
-        """body(move, jump) for the bundles that we send in a step, those to slots first."""
+        """body(move, jump) for the parcels that we send in a step, those to slots first."""
         axis, ring = self._axis(o, phase), self._ring(o, phase)
 
         def one(start: int, relays: bool, i: Number) -> None:

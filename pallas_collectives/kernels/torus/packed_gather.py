@@ -103,7 +103,7 @@ class _Leg(NamedTuple):
     phase: int
     section: Any
     stream: Number
-    lane: Any  # the stream's way, among those of its bundle's streams
+    row: Any  # of its slots and semaphores: the stream's way, among those of its bundle
     with_own: bool  # in the last phase it unpacks the own blocks, too
     channel: Channel
     comes_in_all: Any  # messages in a section
@@ -257,13 +257,13 @@ class PackedGather(timetable.Stage):
 
     def _way(self, leg: _Leg) -> Any:
         """The leg's stream and way, among those of all bundles."""
-        return self._plan.stream(leg.b, 0) * self._plan.ways + leg.lane
+        return self._plan.stream(leg.b, 0) * self._plan.ways + leg.row
 
     def _plain(self, leg: _Leg, count: Number) -> tuple[Ref, Semaphore]:
         """Where what a leg unpacks as number `count` is, and the semaphore of its copy."""
         place = wrap_step(count, PLAIN)
         sems = self._s.plain_sems.at[self._way(leg), place]
-        return self._s.plain[leg.b].at[leg.lane, place], sems
+        return self._s.plain[leg.b].at[leg.row, place], sems
 
     def _end_copy(self, leg: _Leg, count: Number) -> None:
         """Waits until that is in the result."""
@@ -318,16 +318,16 @@ class PackedGather(timetable.Stage):
         ring, paired = self._rings[axis], scatter.is_paired(self._plan, bundle, phase)
 
         def leg(way: int, direction: Number, comes: Any, goes: Any) -> _Leg:
-            lane = stream * self._plan.ways + way
+            row = stream * self._plan.ways + way
             channel = Channel(
                 ring,
                 direction,
                 self._s.semaphores[number],
-                (lane,),
+                (row,),
                 arrivals=comes * bundle.sections_of(stream),
                 longest=0 if paired else ring.size * bundle.sections,
-                slots=(self._s.slots[number], (lane,)),
+                slots=(self._s.slots[number], (row,)),
             )
-            return _Leg(b, phase, section, stream, lane, way == 0, channel, comes, goes)
+            return _Leg(b, phase, section, stream, row, way == 0, channel, comes, goes)
 
         return [leg(*way) for way in shares.legs(ring, self._plan.lines[axis], stream, hops)]

@@ -1,7 +1,7 @@
 """Ragged all-to-all over all axes of a torus at once; see `exchange` for who sends what when.
 
 Slices go in chunks of rows. A chunk has the rows of that number of every device's slices for every
-other; of a bundle, each slice's rows that there are go by themselves, so that empty slices cost
+other; of a parcel, each slice's rows that there are go by themselves, so that empty slices cost
 nothing on the wire. Each device has the tables of all, so it knows what comes and where it goes.
 
              steps                                bytes sent per device       tables in SMEM
@@ -179,7 +179,7 @@ class Rows:
         self._for_each(move, one)
 
     def _for_each(self, move: Move, body: Callable[..., None]) -> None:
-        """body(sender, receiver, place in what is held, number) for a bundle's slices with rows."""
+        """body(sender, receiver, place in what is held, number) for a parcel's slices with rows."""
         sizes, order = self.course.sizes, self.course.orders[move.order]
         others = [axis for axis in range(len(sizes)) if axis != move.axis]
 
