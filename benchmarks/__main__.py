@@ -19,6 +19,7 @@ COMMAND --help shows the flags of a command.
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from absl import app, flags, logging
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def _refuse_others(module: Any) -> None:
+def _refuse_others(module: ModuleType) -> None:
     """Refuses flags of other commands: absl knows those of all modules that are imported."""
     its = {flag.name for flag in flags.FLAGS.get_key_flags_for_module(module)}
     for command in COMMANDS:
@@ -57,7 +58,7 @@ def _refuse_others(module: Any) -> None:
                 raise FlagError(f"--{flag.name}", rule, "leave it out; --help shows those it has")
 
 
-def _refuse_empty(module: Any) -> None:
+def _refuse_empty(module: ModuleType) -> None:
     """Refuses flags with nothing behind their "="; a list whose default is None may be empty."""
     for flag in flags.FLAGS.get_key_flags_for_module(module):
         if flag.present and (flag.value == "" or (flag.value == [] and flag.default is not None)):

@@ -15,6 +15,7 @@ from pallas_collectives import catalogue
 from pallas_collectives.examples import LANES as LANES
 from pallas_collectives.examples import Example, everywhere
 from pallas_collectives.records import Collective
+from pallas_collectives.validation import AxisName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Case(Example):
     op: str
     adds: bool
 
-    def by_lax(self, x: jax.Array, axis: Any) -> jax.Array:
+    def by_lax(self, x: jax.Array, axis: AxisName) -> jax.Array:
         """The same by lax; a collective that lax lacks is ours, served by XLA."""
         if hasattr(jax.lax, self.name.partition(",")[0]):
             return self.call(jax.lax, x, axis)
@@ -41,7 +42,7 @@ class Case(Example):
     def of(cls, collective: Collective) -> "Case":
         """The case of a record."""
         name = next(iter(collective.functions))
-        names: Any = {"name": name, "op": collective.name, "adds": collective.adds}
+        names: dict[str, Any] = {"name": name, "op": collective.name, "adds": collective.adds}
         return cls(**names, **vars(collective.example))
 
 
@@ -62,6 +63,12 @@ class _Cases(Sequence[Case]):
 CASES: Sequence[Case] = _Cases()
 
 
+def named(*names: str) -> tuple[Case, ...]:
+    """The cases of these names; KeyError if there is no such case."""
+    by_name = {case.name: case for case in CASES}
+    return tuple(by_name[name] for name in names)
+
+
 def chosen(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
     """Those of the named algorithms that a case has; without names, the library's choice."""
     offered = catalogue.ALGORITHMS[case.op]
@@ -70,17 +77,17 @@ def chosen(case: Case, named: Sequence[str]) -> tuple[str | None, ...]:
 
 def layouts() -> tuple[Case, ...]:
     """The same, and some along the last dimension: where results are laid out, compilers differ."""
-    by_name = {case.name: case for case in CASES}
+    gather, exchange = named("all_gather", "all_to_all")
     return (
         *CASES,
         dataclasses.replace(
-            by_name["all_gather"],
+            gather,
             name="all_gather, axis=-1",
             call=lambda m, x, axis, **how: m.all_gather(x, axis, axis=-1, tiled=True, **how),
             reference=lambda xs: everywhere(np.concatenate(xs, axis=-1), len(xs)),
         ),
         dataclasses.replace(
-            by_name["all_to_all"],
+            exchange,
             name="all_to_all, 0 to -1",
             call=lambda m, x, axis, **how: m.all_to_all(x, axis, 0, 2, tiled=True, **how),
             reference=lambda xs: np.concatenate(xs[:, :, None], axis=-1),

@@ -16,8 +16,8 @@ from benchmarks.rows import (
     Wired,
 )
 from pallas_collectives import catalogue
+from pallas_collectives.topology.chips import MIB
 
-MIB = 1 << 20
 _NUMBER = 9  # characters of most numbers
 _NAMES = {
     "op": max(map(len, catalogue.functions())),

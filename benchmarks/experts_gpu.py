@@ -24,7 +24,6 @@ import pallas_collectives
 from benchmarks import devices, timing
 from pallas_collectives import moe
 
-IN_A_ROW = 10  # calls in one turn of a chain's loop, as XLA makes CUDA graphs of several
 Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -76,9 +75,9 @@ def microseconds(
     spec = PartitionSpec("x")
     sharding = NamedSharding(mesh, spec)
 
-    def chain(turns: int) -> Any:
-        def link(_: Any, x: jax.Array, experts: jax.Array) -> jax.Array:
-            for i in range(IN_A_ROW):  # each has a routing of its own, and so a plan
+    def chain(turns: int) -> Callable[..., jax.Array]:
+        def link(_: object, x: jax.Array, experts: jax.Array) -> jax.Array:
+            for i in range(timing.IN_A_ROW):  # each has a routing of its own, and so a plan
                 x, other = lax.optimization_barrier((x, (experts + i) % problem.experts))
                 x = lax.optimization_barrier(call(x, other))
             return x
@@ -93,13 +92,13 @@ def microseconds(
     shape = (mesh.size, problem.tokens, problem.width)
     x = jax.jit(lambda: jnp.ones(shape, jnp.bfloat16), out_shardings=sharding)()
     experts = jax.device_put(routing.astype(np.int32), sharding)
-    turns = max(1, iters // IN_A_ROW)
+    turns = max(1, iters // timing.IN_A_ROW)
     one, many = chain(1), chain(1 + turns)
     for program in (one, many) * 3:
         timing.clocked(program, x, experts)
     dispatch = statistics.median(timing.clocked(one, x, experts) for _ in range(timing.SAMPLES))
     times = (timing.clocked(many, x, experts) - dispatch for _ in range(timing.SAMPLES))
-    return [1e6 * t / (turns * IN_A_ROW) for t in times]
+    return [1e6 * t / (turns * timing.IN_A_ROW) for t in times]
 
 
 def run(problem: Problem, routing: np.ndarray) -> None:

@@ -36,6 +36,7 @@ import pallas_collectives
 from benchmarks import compiled, devices, fused_timed, results, settings, timing, xla_products
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
+from pallas_collectives import catalogue
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
 from pallas_collectives.replay import Machine, MachineError, bound, replay
 
@@ -288,19 +289,14 @@ def _modelled(machine: Machine, op: str, shape: tuple[int, int, int], over: tupl
         return replay(function, *given, machine=machine).time
 
     fused = functools.partial(getattr(pallas_collectives, op), algorithm="fused")
-    if op == GATHER:
-        gather = functools.partial(pallas_collectives.all_gather, tiled=True)
-        name, block, collective = "all_gather", rows * depth, seconds(gather, (rows, depth))
-        both = seconds(fused, (rows, depth), (depth, columns))
-    else:
-        scatter = functools.partial(pallas_collectives.psum_scatter, tiled=True)
-        name, block = "reduce_scatter", rows * columns
-        collective = seconds(scatter, (n * rows, columns))
-        both = seconds(fused, (n * rows, depth), (depth, columns))
+    case, operand = fused_timed.collective_of(op, shape, n)
+    both = seconds(fused, (operand[0], depth), (depth, columns))
+    collective = seconds(lambda x, axis_name: case.call(pallas_collectives, x, axis_name), operand)
+    block = catalogue.COLLECTIVES[case.op].block_bytes(math.prod(operand), n)  # its elements
     devices = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
     last = [list(axes).index(axis) for axis in over]
     groups = np.moveaxis(devices, last, range(-len(last), 0)).reshape(-1, n)
-    wire = bound(name, machine, groups, 2 * block).wire
+    wire = bound(case.op, machine, groups, 2 * block).wire
     least = max(wire, 2 * n * rows * depth * columns / machine.generation.matrix_rate)
     where = f"{machine} {','.join(over)}"
     return Row(where, op, shape, both, product, collective, least)

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
 from benchmarks import devices, timing
+from benchmarks.cases import Case, named
 from pallas_collectives.backends.pallas.products import GATHER
 
 VALUES = flags.DEFINE_enum(
@@ -61,21 +62,27 @@ def seconds(mesh: Mesh, op: str, shape: Shape, iters: int, values: str) -> dict[
 
 def forms(op: str, shape: Shape, n: int) -> dict[str, tuple[Call, tuple[int, int]]]:
     """What is timed for a product of n devices, by name: (x, w) -> result, and the shape of x."""
-    rows, depth, columns = shape
+    rows, depth, _ = shape
     whole = getattr(pallas_collectives, op)
-    gathers = op == GATHER
-    x = (rows if gathers else n * rows, depth)
+    case, operand = collective_of(op, shape, n)
+    x = (operand[0], depth)
 
     def collective(x: jax.Array, _: jax.Array) -> jax.Array:
-        run = pallas_collectives.all_gather if gathers else pallas_collectives.psum_scatter
-        return run(x, AXIS, tiled=True)
+        return case.call(pallas_collectives, x, AXIS)
 
     return {
         "fused": (functools.partial(whole, axis_name=AXIS, algorithm="fused"), x),
         "apart": (functools.partial(whole, axis_name=AXIS, algorithm="unfused"), x),
         "product": (jnp.matmul, (n * rows, depth)),
-        "collective": (collective, x if gathers else (n * rows, columns)),
+        "collective": (collective, operand),
     }
+
+
+def collective_of(op: str, shape: Shape, n: int) -> tuple[Case, tuple[int, int]]:
+    """The collective of a product of n devices, and the shape of its operand."""
+    rows, depth, columns = shape
+    gather, scatter = named("all_gather", "psum_scatter")
+    return (gather, (rows, depth)) if op == GATHER else (scatter, (n * rows, columns))
 
 
 def chain(call: Call, mesh: Mesh, length: int) -> Callable[..., Any]:
@@ -86,7 +93,7 @@ def chain(call: Call, mesh: Mesh, length: int) -> Callable[..., Any]:
     returns it: neither takes a pass.
     """
 
-    def link(_: Any, state: tuple[jax.Array, jax.Array], w: jax.Array) -> Any:
+    def link(_: object, state: tuple[jax.Array, jax.Array], w: jax.Array) -> Any:
         x, y = state
         x = lax.dynamic_update_slice(x, y[:1, :1].astype(x.dtype), (0, 0))
         return lax.optimization_barrier((x, call(x, w)))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import pallas_collectives as pc
 from benchmarks import plots, replay_rows, wired_rows
-from benchmarks.cases import CASES
+from benchmarks.cases import named
 from benchmarks.rows import Stepped
 from benchmarks.settings import FlagError, Settings
 from benchmarks.steps import lanes
@@ -251,13 +251,13 @@ def _rows(count: int) -> jax.ShapeDtypeStruct:
 
 
 def _against_size(path: Path) -> None:
-    cases = [case for case in CASES if case.name == "all_gather"]
+    cases = named("all_gather")
     tasks = replay_rows.plan(["v5e:4x4", "v5p:4x4x4"], cases, [16 << 10, 256 << 10, 4 << 20])
     plots.save(str(path), {"replayed": list(replay_rows.rows(tasks))}, {})
 
 
 def _error_against_time(path: Path) -> None:
-    cases = tuple(case for case in CASES if case.name == "psum_scatter")
+    cases = named("psum_scatter")
     pods, sizes = ("v5e:16", "v6e:4x4"), (4 << 20,)
     wires = ("int8", "float8_e4m3fn")
     asked = Settings(cases, dtypes=("bfloat16",), wires=wires, pods=pods, sizes=sizes)

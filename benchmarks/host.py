@@ -20,14 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
 from benchmarks import devices, timing
+from benchmarks.cases import CASES, Case
 from benchmarks.settings import FlagError
-from pallas_collectives import nccl
+from pallas_collectives import catalogue, nccl
 
 WARMUPS = 5
 SAMPLES = 101
@@ -56,42 +56,43 @@ def main(argv: Sequence[str]) -> int:
             print(
                 f"{'collective':14}{'programs':14}{'ours':>8}{'lax':>8}{'callback':>10}  us a call"
             )
-        for name in ("all_gather", "psum", "psum_scatter", "all_to_all"):
-            forms = calls(name, group)
+        for case in (case for case in CASES if hasattr(nccl.Communicator, case.op)):
+            forms = calls(case, group)
             for programs, options in (("no graphs", NO_GRAPHS), ("as XLA's", {})):
                 ours, theirs, plain = (microseconds(mesh, form, options) for form in forms)
                 if devices.speaks():
                     print(
-                        f"{name:14}{programs:14}{ours:8.1f}{theirs:8.1f}{plain:10.1f}", flush=True
+                        f"{case.name:14}{programs:14}{ours:8.1f}{theirs:8.1f}{plain:10.1f}",
+                        flush=True,
                     )
     return 0
 
 
-def calls(name: str, group: nccl.Group) -> tuple[Call, Call, Call]:
+def calls(case: Case, group: nccl.Group) -> tuple[Call, Call, Call]:
     """Our form of a collective, lax's, and a plain callback's; block to block."""
     n = len(group.devices)
+    blocks, *_ = case.operand(n, 1)
+    count = COUNT if case.whole else COUNT // blocks
+    elements = catalogue.COLLECTIVES[case.op].result_bytes(COUNT, n)
     at = {c.ordinal: c for c in group.communicators.values()}
 
     def enqueue(context: Any, out: Any, x: Any) -> None:
         communicator = at[x.__dlpack_device__()[1]]
         where = (b.__cuda_array_interface__["data"][0] for b in (x, out))
-        reduction = ("sum",) if name.startswith("psum") else ()
-        method = {"psum": "all_reduce", "psum_scatter": "reduce_scatter"}.get(name, name)
-        count = COUNT if name in ("all_gather", "psum") else COUNT // n
-        getattr(communicator, method)(*where, count, jnp.float32, *reduction, context.stream)
+        reduction = ("sum",) if case.adds else ()
+        getattr(communicator, case.op)(*where, count, jnp.float32, *reduction, context.stream)
 
     def plain(x: jax.Array) -> jax.Array:
-        shape = {"all_gather": (n * COUNT,), "psum_scatter": (COUNT // n,)}.get(name, (COUNT,))
-        result = jax.ShapeDtypeStruct(shape, x.dtype)
+        result = jax.ShapeDtypeStruct((elements,), x.dtype)
         return buffer_callback(enqueue, result, has_side_effect=True)(x)
 
-    details = {"all_to_all": {"split_axis": 0, "concat_axis": 0}}.get(name, {})
-    if name != "psum":
-        details = details | {"tiled": True}
-    theirs = functools.partial(getattr(lax, name), axis_name="x", **details)
-    ours = functools.partial(
-        getattr(pallas_collectives, name), axis_name="x", backend="nccl", **details
-    )
+    def theirs(x: jax.Array) -> jax.Array:
+        return case.by_lax(x.reshape(blocks, 1, -1), "x").reshape(-1)
+
+    def ours(x: jax.Array) -> jax.Array:
+        x = x.reshape(blocks, 1, -1)
+        return case.call(pallas_collectives, x, "x", backend="nccl").reshape(-1)
+
     return ours, theirs, plain
 
 

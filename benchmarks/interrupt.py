@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 STATUS = 130  # as a shell reports SIGINT
 
@@ -20,7 +19,7 @@ def between_rows() -> Iterator[Callable[[], None]]:
     """
     asked = threading.Event()
 
-    def handle(_signal: int, _frame: Any) -> None:
+    def handle(_signal: int, _frame: object) -> None:
         if asked.is_set():
             os._exit(STATUS)
         asked.set()

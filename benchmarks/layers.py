@@ -101,7 +101,7 @@ def forms() -> dict[str, Form]:
     }
 
 
-def compiled(form: Form, mesh: Mesh, layers: int) -> Any:
+def compiled(form: Form, mesh: Mesh, layers: int) -> Callable[..., Any]:
     """The program of a form; "compute" gets whole weights, the others their parts."""
     rows = PartitionSpec("x")
 
@@ -130,7 +130,7 @@ def arrays(mesh: Mesh, layers: int, width: int, tokens: int, form: str) -> tuple
     return (put(keys[0], (mesh.size * tokens, width), 1.0, rows), *ws)
 
 
-def milliseconds(program: Any, operands: tuple[jax.Array, ...]) -> float:
+def milliseconds(program: Callable[..., Any], operands: tuple[jax.Array, ...]) -> float:
     """Milliseconds of one run among several in a row: the least of some samples."""
 
     def sample() -> float:

@@ -83,7 +83,7 @@ def _row(machine: Machine, count: int) -> Row:
     shape = jax.ShapeDtypeStruct((count, COLUMNS), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((COLUMNS,), jnp.bfloat16)
 
-    def run(call: Callable[..., Any], *operands: Any) -> Report:
+    def run(call: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> Report:
         everywhere, mesh = PartitionSpec(), machine.mesh(mesh_axes(machine))
         program = jax.shard_map(
             functools.partial(call, axis_name="x"),

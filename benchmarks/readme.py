@@ -26,7 +26,7 @@ from absl import flags
 
 import pallas_collectives
 from benchmarks import compiled, devices, fused, replay_rows, results
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, Case, named
 from benchmarks.results import Results, Saved
 from benchmarks.rows import Compiled, Measured, Replayed
 from benchmarks.settings import FlagError, Settings
@@ -57,6 +57,7 @@ SEVERAL = (
 )
 SEVERAL_BLOCKS = (8 << 10, 1 << 20)
 PARTS = (("small", SMALL, SMALL_BLOCKS), ("several", SEVERAL, SEVERAL_BLOCKS))
+# A choice, for lack of room: what most models call.
 SHOWN = ("all_gather", "psum_scatter", "psum", "all_to_all")
 MOST_EXCHANGING = 16  # devices; a replay of more that all send to all takes minutes
 GPU_BLOCKS = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -126,11 +127,11 @@ def algorithms(_: Saved) -> str:
     return grid(headers, cells, (True,) * 5)
 
 
-def tasks(pod: str) -> Iterator[replay_rows.Task]:
+def tasks(pod: str, cases: Sequence[Case] = CASES) -> Iterator[replay_rows.Task]:
     """What is replayed on one pod, over its first axis."""
-    (task, *_) = replay_rows.plan([pod], CASES, [1])
+    (task, *_) = replay_rows.plan([pod], cases, [1])
     n = task.machine.shape[0]
-    for case, block in itertools.product(CASES, BLOCKS):
+    for case, block in itertools.product(cases, BLOCKS):
         yield from replay_rows.plan([pod], [case], [block * n], (_DTYPE,))
 
 
@@ -138,13 +139,12 @@ def tasks_over(
     pods: Sequence[tuple[str, str]], blocks: Sequence[int]
 ) -> Iterator[replay_rows.Task]:
     """What is replayed on pods over axes; of a psum an operand is as large as others' blocks."""
-    cases = [case for case in CASES if case.name in SHOWN]
-    for (pod, over), case, block in itertools.product(pods, cases, blocks):
+    for (pod, over), case, block in itertools.product(pods, named(*SHOWN), blocks):
         axes = tuple(over.split(","))
         (task, *_) = replay_rows.plan([pod], [case], [1], axes=axes)
         sizes = replay_rows.mesh_axes(task.machine)
         n = math.prod(sizes[axis] for axis in axes)
-        if n <= MOST_EXCHANGING or case.name != "all_to_all":
+        if n <= MOST_EXCHANGING or catalogue.COLLECTIVES[case.op].phases:
             full = block * (1 if case.whole and pods is SMALL else n)
             yield from replay_rows.plan([pod], [case], [full], (_DTYPE,), axes=axes)
 
@@ -153,18 +153,21 @@ def small(saved: Saved) -> str:
     """Microseconds of small blocks, and the least of any schedule."""
     rows: list[Replayed] = saved.parts["small"]
     cells = []
-    for pod, name in itertools.product([pod for pod, _ in SMALL], SHOWN):
-        found = [row for row in rows if (row.machine, row.op) == (pod, name)]
-        first = f"{pod}, {found[0].devices}" if name == SHOWN[0] else ""
-        what = f"{name}, {'operand' if name == 'psum' else 'block'} of"
+    for pod, case in itertools.product([pod for pod, _ in SMALL], named(*SHOWN)):
+        found = [row for row in rows if (row.machine, row.op) == (pod, case.name)]
+        first = f"{pod}, {found[0].devices}" if case.name == SHOWN[0] else ""
         texts = [f"{row.time_us:.1f} ({row.bound_us:.1f})" for row in found]
-        if name == "psum":  # of less than a row for each device there is no replay
+        if case.whole:  # of less than a row for each device there is no replay
             pairs = zip(found, SMALL_BLOCKS, texts, strict=True)
             texts = [text if row.size == block else "–" for row, block, text in pairs]
-        cells.append((first, what, *texts))
+        cells.append((first, _in_words(case), *texts))
     sizes = (f"{block >> 10} KiB" for block in SMALL_BLOCKS)
     headers = ("pod, devices on x", "", *sizes)
     return grid(headers, cells, (True,) * len(headers))
+
+
+def _in_words(case: Case) -> str:
+    return f"{case.name}, {'operand' if case.whole else 'block'} of"
 
 
 def several(saved: Saved) -> str:
@@ -235,14 +238,16 @@ def measured(_: Saved) -> str:
     """Microseconds of NCCL called by us and of lax's, on GPUs."""
     saved = results.load(str(GPUS))
     rows: list[Measured] = saved.parts["measured"]
-    by_name = {case.name: case for case in CASES}
     us = {(row.op, row.count * 4, row.backend): row.time_us for row in rows}
     cells = [
         (
-            f"{op}, {'operand' if by_name[op].whole else 'block'} of",
-            *(f"{us[op, block, 'nccl']:.0f} / {us[op, block, 'xla']:.0f}" for block in GPU_BLOCKS),
+            _in_words(case),
+            *(
+                f"{us[case.name, block, 'nccl']:.0f} / {us[case.name, block, 'xla']:.0f}"
+                for block in GPU_BLOCKS
+            ),
         )
-        for op in dict.fromkeys(row.op for row in rows)
+        for case in named(*dict.fromkeys(row.op for row in rows))
     ]
     about, versions = saved.environment, saved.environment["versions"]
     where = f"{about['devices']} × {about['chip']}, JAX {versions['jax']}, NCCL {versions['nccl']}"
@@ -287,7 +292,7 @@ def published(_: Saved) -> str:
 def _with_latencies(scale: float) -> float:
     """What a small all-gather takes with all latencies so many times as long, of what it does."""
     pod = "v5e:16x16"
-    task = next(task for task in tasks(pod) if task.case.name == "all_gather")
+    task = next(tasks(pod, named("all_gather")))
     names = ("hop_latency", "dma_latency", "launch_cost")
     assumed = {name: scale * getattr(task.machine.generation, name) for name in names}
     other = dataclasses.replace(task, machine=Machine.named(pod, **assumed))

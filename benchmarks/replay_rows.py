@@ -17,15 +17,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 import pallas_collectives
 from benchmarks.cases import LANES, Case, chosen
 from benchmarks.rows import Replayed
-from benchmarks.settings import Settings
+from benchmarks.settings import AXES, Settings
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import KernelPlan, Plan
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
 from pallas_collectives.wires import Wire
-
-AXES = ("x", "y", "z")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks import interrupt
 from benchmarks.rows import PARTS, Row
@@ -166,7 +166,7 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
 AS_COMMITTED = "restore it by `git checkout`, or remove it to begin anew"
 
 
-def _write_csv(file: Any, rows: list[Row]) -> None:
+def _write_csv(file: TextIO, rows: list[Row]) -> None:
     writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
     writer.writeheader()
     writer.writerows(map(dataclasses.asdict, rows))

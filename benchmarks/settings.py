@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks.cases import CASES, Case
 from pallas_collectives import wires
+from pallas_collectives.annotations import DType
 from pallas_collectives.backends.plans import NAMES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
@@ -140,7 +141,7 @@ def parse_dtype(text: str) -> str:
     return dtype.name
 
 
-def _bits(dtype: Any) -> int:
+def _bits(dtype: DType) -> int:
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize * 8

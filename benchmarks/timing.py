@@ -31,7 +31,7 @@ IN_A_ROW = 10
 SAMPLES = 9  # their median is the time, the fastest and the slowest its spread
 
 
-def clocked(program: Callable[..., Any], *operands: Any) -> float:
+def clocked(program: Callable[..., Any], *operands: object) -> float:
     """Seconds until one run's results are there."""
     start = time.perf_counter()
     jax.block_until_ready(program(*operands))
@@ -44,7 +44,7 @@ def device_seconds(
     """Seconds of one collective on the device, several times over."""
 
     def chain(length: int) -> Step:
-        def link(_: Any, x: jax.Array) -> jax.Array:
+        def link(_: object, x: jax.Array) -> jax.Array:
             y = call(x)
             row = y[(slice(0, 1),) * (y.ndim - 1)].reshape(1, 1, -1)
             return lax.dynamic_update_slice(x, row.astype(x.dtype), (0, 0, 0))

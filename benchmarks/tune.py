@@ -295,7 +295,8 @@ def _replayed_packed(task: replay_rows.Task) -> float | None:
             report = replay_rows.run(task, wire=Wire(WIRE))
     except (AlgorithmError, VmemError, WireError):
         return None
-    (way,) = {plan.way for plan in plans if isinstance(plan, WirePlan)}
+    # The last says what was replayed: the first is made before it is known which axes are lines.
+    *_, way = (plan.way for plan in plans if isinstance(plan, WirePlan))
     return _rounded(report.time * 1e6) if way == task.algorithm else None
 
 

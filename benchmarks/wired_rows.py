@@ -21,7 +21,7 @@ from benchmarks.cases import Case
 from benchmarks.problem import Problem
 from benchmarks.rows import Wired
 from benchmarks.settings import Settings
-from pallas_collectives import wires
+from pallas_collectives import catalogue, wires
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import WirePlan
 from pallas_collectives.errors import CollectiveError
@@ -133,7 +133,7 @@ def _drawn_error(
         total = functools.reduce(
             lambda so_far, term: wires.as_sent(so_far, wire) + term, x.astype(jnp.float32)
         )
-    if wire is not None and task.case.op == "all_reduce":
+    if wire is not None and catalogue.COLLECTIVES[task.case.op].sums_everywhere:
         total = wires.as_sent(total, wire)
     exact = terms.astype(np.float64).sum(axis=0)
     return float(100 * np.abs(np.asarray(total) - exact).max() / np.abs(exact).max())

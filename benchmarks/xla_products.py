@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +74,10 @@ def _cycles(chip: str, rows: int, depth: int, columns: int) -> int:
 
 
 @functools.cache
-def _device(chip: str) -> Any:
+def _device(chip: str) -> jax.Device:
     name, options = _TOPOLOGIES[chip]
     found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    device: Any = found.devices[0]
+    device: jax.Device = found.devices[0]
     assert device.num_cores == chips.BY_NAME[chip].cores
     return device
 

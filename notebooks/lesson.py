@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import pallas_collectives as pc
+from pallas_collectives import _compat
 from pallas_collectives.replay import Machine, Report, replay
 from pallas_collectives.replay.program import Start, at
 from pallas_collectives.replay.regions import box_of
@@ -246,7 +247,7 @@ def watch(run: Callable[[], np.ndarray]) -> Outcome:
             result = run()
         except Exception as failure:
             error = _reason(failure)
-    _forget_failures()
+    _compat.forget_simulated_failures()
     races = printed.getvalue().count("RACE DETECTED") + logged.races
     return Outcome(result, races, error)
 
@@ -281,11 +282,3 @@ def _reason(failure: Exception) -> str:
         line for line in str(failure).splitlines() if re.match(r"\w+(Error|Exception): ", line)
     ]
     return lines[-1] if lines else f"{type(failure).__name__}: {failure}"
-
-
-def _forget_failures() -> None:
-    """Clears what a failed kernel leaves behind: the simulator's state, and JAX's failed tokens."""
-    from jax._src import dispatch
-
-    pltpu.reset_tpu_interpret_mode_state()
-    dispatch.runtime_tokens.clear()

@@ -9,8 +9,8 @@ Importing the package changes nothing of JAX's. `prepare` does, when the package
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax._src import callback as _callback
@@ -25,7 +25,9 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters.mlir import ir
 
+from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.errors import BackendError
 
 try:  # from JAX 0.11 on
@@ -34,6 +36,7 @@ except ImportError:  # up to JAX 0.10
     _tpu_info = importlib.import_module("jax._src.pallas.mosaic.tpu_info")
 
 Rule = Callable[..., Any]
+Aval: TypeAlias = jax.core.ShapedArray  # an array's type, in a rule of a primitive
 
 # JAX's tables of rules by primitive. It has functions to fill some of them and none to read them.
 _TABLES: dict[str, Any] = {
@@ -153,7 +156,9 @@ def transposed(name: str) -> core.Primitive:
     return next(p for p in ad.primitive_transposes if p.name == name)
 
 
-def _lower_shard_map(ctx: Any, *args: Any, **params: Any) -> Any:
+def _lower_shard_map(
+    ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+) -> Sequence[ir.Value]:
     """JAX's own lowering; an error in place of XLA's abort of the process.
 
     The order of host callbacks is an operand of each shard_map around them. XLA up to JAX 0.10
@@ -197,17 +202,17 @@ def preemption_noticed(client: Any) -> bool:
     return True
 
 
-def mesh_of(ctx: Any) -> Any:
+def mesh_of(ctx: mlir.LoweringRuleContext) -> Any:
     """The mesh of the shard_map that is being lowered, with its devices where they are known."""
     return getattr(ctx.module_context.axis_context, "mesh", None)
 
 
-def kept_in_module(ctx: Any, key: str, make: Callable[[], Any]) -> Any:
+def kept_in_module(ctx: mlir.LoweringRuleContext, key: str, make: Callable[[], Any]) -> Any:
     """What a key stands for while one program is lowered; made when it is first asked for."""
     return ctx.module_context.cached_primitive_lowerings.setdefault(key, make())
 
 
-def saved(policy: Any, eqn: Any) -> bool:
+def saved(policy: Callable[..., Any], eqn: core.JaxprEqn) -> bool:
     """Whether jax.checkpoint keeps an equation's results; what it would offload, it keeps."""
     types = (var.aval for var in eqn.invars)
     case = _partial_eval.ensure_enum(policy(eqn.primitive, *types, **eqn.params))
@@ -269,7 +274,7 @@ def default_matmul_precision() -> Any:
     return jax.config.values["jax_default_matmul_precision"]
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Whether x stands for an array that a program is being traced with."""
     return isinstance(x, jax.core.Tracer)
 
@@ -283,7 +288,7 @@ PARTS = frozenset(
 )
 
 
-def is_computed(x: Any) -> bool:
+def is_computed(x: object) -> bool:
     """Whether a traced x is more than an argument of what is being traced, or a part of one.
 
     False also where that is not known: of other tracers than those of a jaxpr.
@@ -307,7 +312,7 @@ def _traced_for_jaxpr(x: Any) -> Any:
             return x
 
 
-def array_type(shape: Iterable[int], dtype: Any) -> Any:
+def array_type(shape: Iterable[int], dtype: DTypeLike) -> Aval:
     """The type that a primitive's abstract evaluation gives a result."""
     return jax.core.ShapedArray(tuple(shape), dtype)
 
@@ -317,7 +322,7 @@ def manual_type(x: Any) -> Any:
     return jax.typeof(x).mat
 
 
-def only_varying(aval: Any) -> Any:
+def only_varying(aval: Aval) -> Aval:
     """An array's type without what is reduced and unreduced of it."""
     return aval.update(manual_axis_type=type(aval.mat)(varying=aval.mat.varying))
 
@@ -333,7 +338,7 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """An array of whatever values.
 
     Before 0.11 `lax.empty` is mapped wherever there is a vmap, and so is what is made of it.

@@ -1,10 +1,12 @@
 """Types of what kernels are made of."""
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike as DTypeLike
 
@@ -13,6 +15,9 @@ DType: TypeAlias = np.dtype
 # A step, position, direction, distance or count; an array is known in the running kernel only.
 Number: TypeAlias = int | np.int32 | jax.Array
 Step: TypeAlias = Number
+
+# Whether something holds; an array is known in the running kernel only.
+Flag: TypeAlias = bool | np.bool_ | jax.Array
 
 # A device by its coordinates: mesh axis -> position.
 DeviceId: TypeAlias = dict[str | tuple[str, ...], int | jax.Array]
@@ -24,10 +29,19 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 Interpret: TypeAlias = bool | pltpu.InterpretParams
 
 
-class Slices(Protocol):
+Part = TypeVar("Part", covariant=True)
+
+
+# In the rules of primitives: a derivative, which is known to be 0 or is an array; the dimension
+# that vmap maps, if any.
+Tangent: TypeAlias = jax.Array | ad.Zero
+Dim: TypeAlias = int | None
+
+
+class Slices(Protocol[Part]):
     """`ref.at`, `semaphore.at`: of an index, the part of it."""
 
-    def __getitem__(self, index: Any) -> Any: ...
+    def __getitem__(self, index: Any) -> Part: ...
 
 
 class Ref(Protocol):
@@ -38,7 +52,7 @@ class Ref(Protocol):
     @property
     def dtype(self) -> DType: ...
     @property
-    def at(self) -> Slices: ...
+    def at(self) -> "Slices[Ref]": ...
     def __getitem__(self, index: Any) -> jax.Array: ...
     def __setitem__(self, index: Any, value: Any) -> None: ...
 
@@ -49,7 +63,24 @@ class Semaphore(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def at(self) -> Slices: ...
+    def at(self) -> "Slices[Semaphore]": ...
+
+
+class Copy(Protocol):
+    """A copy by a DMA engine."""
+
+    def start(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+# What a ref is indexed with, for one dimension.
+Index: TypeAlias = Number | slice | pl.Slice
+
+
+def span(start: Number, size: Number) -> Index:
+    """`pl.ds`, which takes numpy's numbers too, though its type says otherwise."""
+    ds: Any = pl.ds
+    return ds(start, size)
 
 
 def buffer(shape: tuple[int, ...], dtype: DTypeLike) -> Ref:

@@ -35,7 +35,9 @@ from pallas_collectives.records import (
 LONGEST_LINE = 32
 
 
-def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> Iterator[Algorithm]:
+def _gather_or_scatter(
+    module: str, torus: str, direct: Kernel, whole: Callable[[int, int], int] | None
+) -> Iterator[Algorithm]:
     """Algorithms that gathers and scatters share."""
 
     def packed(lies: str) -> Kernel | bool:
@@ -85,7 +87,7 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
     )
     yield Algorithm(
         name="direct",
-        launcher=Kernel(module, "direct"),
+        launcher=direct,
         reach=EVERYONE,
         sent="as the wires lie",
         steps="1",
@@ -95,6 +97,17 @@ def _rings(module: str, torus: str, whole: Callable[[int, int], int] | None) -> 
     )
 
 
+_ALL_GATHER = tuple(
+    _gather_or_scatter("all_gather", "all_axes", Kernel("all_gather", "direct"), None)
+)
+_REDUCE_SCATTER = tuple(
+    _gather_or_scatter(
+        "reduce_scatter",
+        "reduce_scatter",
+        Kernel("one_hop", "reduce_scatter"),
+        lambda block, n: block * n,
+    )
+)
 _ALL_REDUCE = (
     Algorithm(
         name="ring",
@@ -141,7 +154,7 @@ _ALL_REDUCE = (
     ),
     Algorithm(
         name="one_shot",
-        launcher=Kernel("all_reduce", "one_shot"),
+        launcher=Kernel("one_hop", "all_reduce"),
         reach=EVERYONE,
         sent="as the wires lie",
         steps="1",
@@ -196,7 +209,6 @@ _RAGGED_ALL_TO_ALL = (
         name="torus",
         launcher=Kernel("torus.ragged_jumps", "all_axes"),
         reach=JUMPS,
-        wide=True,
         sent="those, and what is passed on, on all axes at once",
         steps="log₂ of each axis, added up",
         lies=(ON_LINE, ON_SEVERAL),  # on a ring it is 2% slower than the ring's
@@ -206,7 +218,6 @@ _RAGGED_ALL_TO_ALL = (
         name="ring",
         launcher=Kernel("ragged_all_to_all", "ring"),
         reach=RING,
-        wide=True,
         sent="those, and what is passed on",
         steps="⌊n/2⌋",
         takes_everyones=True,
@@ -215,7 +226,6 @@ _RAGGED_ALL_TO_ALL = (
         name="line",
         launcher=Kernel("ragged_all_to_all", "line"),
         reach=LINE,
-        wide=True,
         sent="those, and what is passed on",
         steps="n−1",
         takes_everyones=True,
@@ -238,7 +248,7 @@ _PPERMUTE = tuple(
         launcher=Kernel("ppermute", "direct", {"everyone": everyone}),
         packed=Kernel("ppermute_packed", "direct", {"everyone": everyone}),
         reach=PARTNERS,
-        wide=everyone,
+        shifts_alone=not everyone,
         sent="the operand",
         steps="1",
     )
@@ -256,7 +266,7 @@ _records = {
                 Primitive(name, "all_gather")
                 for name in ("all_gather", "all_gather_invariant", "all_gather_reduced")
             ),
-            algorithms=tuple(_rings("all_gather", "all_axes", None)),
+            algorithms=_ALL_GATHER,
             example=examples.ALL_GATHER,
             phases=("gather",),
         ),
@@ -270,9 +280,7 @@ _records = {
                 Primitive("reduce_scatter", "reduce_scatter"),
                 Primitive("unreduced_reduce_scatter", "reduce_scatter"),
             ),
-            algorithms=tuple(
-                _rings("reduce_scatter", "reduce_scatter", lambda block, n: block * n)
-            ),
+            algorithms=_REDUCE_SCATTER,
             example=examples.REDUCE_SCATTER,
             of_blocks=True,
             phases=("scatter",),

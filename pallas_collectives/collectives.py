@@ -26,13 +26,16 @@ Semantics are lax's own: its function runs, with our primitives in place of its 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_collectives import validation
+from pallas_collectives.annotations import Number
 from pallas_collectives.backends import choice
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import primitives, quantized
@@ -45,6 +48,7 @@ from pallas_collectives.reductions import psum as psum
 from pallas_collectives.reductions import psum_scatter as psum_scatter
 from pallas_collectives.reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.validation import AxisName, Groups
+from pallas_collectives.wires import WireLike
 
 
 def all_gather(
@@ -56,8 +60,8 @@ def all_gather(
     tiled: bool = False,
     to: str = "varying",
     order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -100,7 +104,7 @@ def all_gather(
       Array([[0., 1.],
              [0., 1.]], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
+    over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order, **over)
     validation.check_gathered(axis, x, tiled)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
@@ -109,7 +113,7 @@ def all_gather(
     validation.check_flag("dequantize", dequantize)
     if not dequantize:
         narrow = quantized.checked(wire, wire_backward, order)
-        rows: Any = {**options, "axis": 0, "tiled": True, "backend": backend}
+        rows: dict[str, Any] = {**options, "axis": 0, "tiled": True, "backend": backend}
         gather = functools.partial(all_gather, axis_name=axis_name, algorithm=algorithm, **rows)
         return quantized.gathered(given, narrow, gather, axis, tiled)
     return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), given)
@@ -123,8 +127,8 @@ def all_to_all(
     *,
     axis_index_groups: Groups = None,
     tiled: bool = False,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -156,7 +160,7 @@ def all_to_all(
       Array([[1., 0.],
              [0., 1.]], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
+    over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
@@ -173,7 +177,11 @@ def all_to_all(
     validation.check_flag("dequantize", dequantize)
     if not dequantize:
         narrow = quantized.checked(wire, wire_backward)
-        rows: Any = {"axis_index_groups": axis_index_groups, "tiled": True, "backend": backend}
+        rows: dict[str, Any] = {
+            "axis_index_groups": axis_index_groups,
+            "tiled": True,
+            "backend": backend,
+        }
         move = functools.partial(
             all_to_all,
             axis_name=axis_name,
@@ -188,20 +196,20 @@ def all_to_all(
 
 
 def ragged_all_to_all(
-    operand: Any,
-    output: Any,
-    input_offsets: Any,
-    send_sizes: Any,
-    output_offsets: Any,
-    recv_sizes: Any,
+    operand: ArrayLike,
+    output: ArrayLike,
+    input_offsets: ArrayLike,
+    send_sizes: ArrayLike,
+    output_offsets: ArrayLike,
+    recv_sizes: ArrayLike,
     *,
     axis_name: AxisName,
     axis_index_groups: Groups = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
-) -> Any:
+) -> jax.Array:
     """Sends rows of runtime-chosen counts to each device, as `jax.lax.ragged_all_to_all` does.
 
     Args:
@@ -244,7 +252,7 @@ def ragged_all_to_all(
       >>> jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P, out_specs=P))(rows)[:, 0]
       Array([0., 2., 1., 3.], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
+    over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     slices = {
         "input_offsets": input_offsets,
@@ -265,10 +273,10 @@ def ragged_all_to_all(
 def ppermute(
     x: Any,
     axis_name: AxisName,
-    perm: Any,
+    perm: Sequence[tuple[int, int]],
     *,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -297,7 +305,7 @@ def ppermute(
       >>> jax.vmap(lambda x: pc.ppermute(x, "x", [(0, 1), (1, 0)]), axis_name="x")(jnp.arange(2.0))
       Array([1., 0.], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
+    over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
@@ -305,7 +313,7 @@ def ppermute(
     validation.check_flag("dequantize", dequantize)
     if not dequantize:
         narrow = quantized.checked(wire, wire_backward)
-        options: Any = {"perm": pairs, "backend": backend, "algorithm": algorithm}
+        options: dict[str, Any] = {"perm": pairs, "backend": backend, "algorithm": algorithm}
         move = functools.partial(ppermute, axis_name=axis_name, **options)
         return quantized.permuted(given, narrow, move)
     return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), given)
@@ -314,10 +322,10 @@ def ppermute(
 def pshuffle(
     x: Any,
     axis_name: AxisName,
-    perm: Any,
+    perm: Sequence[int],
     *,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -327,7 +335,7 @@ def pshuffle(
       >>> jax.vmap(lambda x: pc.pshuffle(x, "x", [1, 2, 3, 0]), axis_name="x")(jnp.arange(4.0))
       Array([1., 2., 3., 0.], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
+    over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
     validation.checked_perm(
@@ -343,8 +351,8 @@ def pswapaxes(
     axis: int,
     *,
     axis_index_groups: Groups = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -355,7 +363,7 @@ def pswapaxes(
       Array([[0., 2.],
              [1., 3.]], dtype=float32)
     """
-    over = {"wire": wire, "wire_backward": wire_backward}
+    over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
@@ -368,10 +376,10 @@ def pswapaxes(
 def pbroadcast(
     x: Any,
     axis_name: AxisName,
-    source: Any,
+    source: Number,
     *,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -397,6 +405,6 @@ def pbroadcast(
         return move(how, x)
     given = jax.tree.map(jnp.asarray, quantized.sent(x, wire, axis_name, None, quantized.WHOLE))
     tangents = functools.partial(move, dataclasses.replace(over, wire=None))
-    ways: Any = {"move": functools.partial(move, how), "derivative": tangents}
+    ways: dict[str, Any] = {"move": functools.partial(move, how), "derivative": tangents}
     each = functools.partial(quantized.broadcast, wire=over.wire, **ways)
     return jax.tree.map(each, given)

@@ -97,9 +97,9 @@ def _rows_sent(source: Any, target: Any, n: int, rows: int) -> Any:
 
 
 def _ragged_all_to_all(module: Any, x: jax.Array, axis: Any, **how: Any) -> jax.Array:
-    n, rows, _ = x.shape
+    n, rows, columns = x.shape
     me, device = jax.lax.axis_index(axis), jnp.arange(n, dtype=np.int32)
-    flat = x.reshape(n * rows, LANES)
+    flat = x.reshape(n * rows, columns)
     exchanged = module.ragged_all_to_all(
         flat,
         jnp.zeros_like(flat),

@@ -1,6 +1,7 @@
 """What `explain` refuses before it asks who serves."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,25 +11,26 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_collectives import catalogue, collectives, examples
-from pallas_collectives.annotations import AnyMesh
+from pallas_collectives.annotations import AnyMesh, DType
 from pallas_collectives.errors import CollectiveError, UnboundAxisError, WireError
 from pallas_collectives.overlap import split
 from pallas_collectives.overlap.fusion import GATHER, SCATTER
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName
+from pallas_collectives.wires import WireLike
 
 PRODUCTS = (GATHER, SCATTER)
 
 
-def dtype_of(dtype: DTypeLike) -> Any:
+def dtype_of(dtype: DTypeLike) -> DType:
     try:
         return jnp.dtype(dtype)
     except TypeError:
         raise CollectiveError(f"dtype={dtype!r}", "must be a dtype", "write 'bfloat16'") from None
 
 
-def check_call(name: str, x: jax.ShapeDtypeStruct, group: Group, axis: Any, **asked: Any) -> None:
+def check_call(name: str, x: jax.ShapeDtypeStruct, group: Group, axis: int, **asked: Any) -> None:
     """What a plain call of a collective by its public name refuses: its own checks run.
 
     Args:
@@ -66,7 +68,7 @@ _DIMENSIONS = {"axis", "scatter_dimension", "split_axis", "concat_axis"}
 _TABLES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
 
-def _plain(name: str, x: jax.Array, group: Group, axis: Any) -> dict[str, Any]:
+def _plain(name: str, x: jax.Array, group: Group, axis: int) -> dict[str, Any]:
     """What a plain call gives parameters of public functions, by the parameters' names."""
     sources = [(target - 1) % group.size for target in range(group.size)]
     pairs = [(source, target) for target, source in enumerate(sources)]
@@ -81,14 +83,16 @@ def _plain(name: str, x: jax.Array, group: Group, axis: Any) -> dict[str, Any]:
     }
 
 
-def check_figures(op: str, wire: Any) -> None:
+def check_figures(op: str, wire: WireLike) -> None:
     """Products and broadcasts over a wire have no figures."""
     if wire is not None and op.removesuffix("_start") in (*PRODUCTS, "pbroadcast"):
         rule = "explain has no figures for this collective over a wire"
         raise WireError(f"wire={wire!r} for {op}", rule, "leave wire out")
 
 
-def check_columns(op: str, shape: Any, columns: Any) -> None:
+def check_columns(
+    op: str, shape: tuple[int, ...] | None, columns: int | Sequence[int] | None
+) -> None:
     """Products have right-hand sides; collectives do not."""
     if op not in PRODUCTS:
         if columns is not None:
@@ -114,7 +118,7 @@ def check_columns(op: str, shape: Any, columns: Any) -> None:
 def check(
     op: str,
     nbytes: int | None,
-    shape: Any,
+    shape: tuple[int, ...] | None,
     mesh: AnyMesh | None,
     axis_name: AxisName,
     devices: int | None,

@@ -13,12 +13,13 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_collectives import catalogue, explain_checks
-from pallas_collectives.annotations import AnyMesh
+from pallas_collectives.annotations import AnyMesh, DType
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wire_costs
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
 from pallas_collectives.kernels.machinery import launch
+from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.overlap import fusion, products, split
 from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips, placement
@@ -26,10 +27,10 @@ from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.ring_orders import Torus
 from pallas_collectives.validation import AxisName
+from pallas_collectives.wires import WireLike
 
 # In place of an algorithm: where lax serves, and where there is nothing to send.
 LAX, NOTHING = "lax's own", "nothing"
-_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def explain(
     axis: int = 0,
     order: str | None = None,
     columns: int | Sequence[int] | None = None,
-    wire: Any = None,
+    wire: WireLike = None,
 ) -> Explanation:
     """Which algorithm a collective would get with `algorithm="auto"`, and why.
 
@@ -208,10 +209,10 @@ def _enough_bits(dtype: DTypeLike) -> contextlib.AbstractContextManager[Any]:
     return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
 
-def _operand(collective: Collective, nbytes: int, dtype: Any, n: int) -> jax.ShapeDtypeStruct:
+def _operand(collective: Collective, nbytes: int, dtype: DType, n: int) -> jax.ShapeDtypeStruct:
     """An operand of so many bytes, in whole rows of lanes if that is possible."""
     elements = -(-nbytes // (dtype.itemsize * (n if collective.of_blocks else 1)))
-    block = (elements // _LANES, _LANES) if elements % _LANES == 0 else (elements,)
+    block = (elements // LANES, LANES) if elements % LANES == 0 else (elements,)
     shape = (n, *block) if collective.of_blocks else block
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -227,7 +228,7 @@ def _planned(
     group: Group,
     axis: int,
     order: str | None = None,
-    wire: Any = None,
+    wire: WireLike = None,
 ) -> list[Plan]:
     """The plans that a call makes: its own code runs, with nothing to launch at its end."""
     primitive, plainly = catalogue.functions()[_whole(op)].functions[_whole(op)]

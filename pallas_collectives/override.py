@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from pallas_collectives import _compat, catalogue, collectives, validation, wires
+from pallas_collectives.annotations import Tangent
 from pallas_collectives.backends import choice, overrides
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.lowering import ahead as lowering_ahead
@@ -247,7 +249,7 @@ def _function_of(primitive: str) -> str:
     return catalogue.primitives()[primitive][0].function_of(primitive)
 
 
-def _bind(primitive: Any, *args: Any, **params: Any) -> Any:
+def _bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
     """lax's bind, or the twin's within `overridden`."""
     by_lax = functools.partial(type(primitive).bind, primitive)
     names = choice.rebound.value
@@ -293,7 +295,7 @@ _PVARY = _compat.transposed("pvary")
 _LAX_PVARY_TRANSPOSE = _compat.rule(_PVARY, "transpose")
 
 
-def _pvary_transpose(cotangent: Any, *args: Any, axes: Any) -> Any:
+def _pvary_transpose(cotangent: Tangent, *args: Any, axes: Any) -> Any:
     if "psum" not in _overridden.value | choice.rebound.value:
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)

@@ -35,15 +35,7 @@ NEIGHBOURS = _neighbours  # on the torus, the line or the ring, as the group lie
 JUMPS = jumps  # devices at distances of 1, 2, 4, ... along each axis of the torus
 EVERYONE = everyone
 PARTNERS = alone  # the pairs of a permutation, which a call names
-_BARRIERS: dict[Pattern, str] = {
-    RING: "neighbours",
-    LINE: "line",
-    TORUS: "neighbours on a torus",
-    NEIGHBOURS: "neighbours",
-    JUMPS: "jumps on a torus",
-    EVERYONE: "everyone",
-    PARTNERS: "partners",
-}
+_PATTERNS = (RING, LINE, TORUS, NEIGHBOURS, JUMPS, EVERYONE, PARTNERS)
 
 # How a group lies on the links.
 ON_RING, ON_LINE, ON_SEVERAL = "ring", "line", "several axes"
@@ -87,7 +79,8 @@ class Algorithm:
       name: what `algorithm=` calls it.
       launcher: (*operands, group, **options, vmem, interpret) -> result, with the operands and
         options that the collective's canonical function lays out for all of its algorithms.
-      reach: who writes to whom or signals whom.
+      reach: who writes to whom or signals whom: what a chip must reach. The launcher names the
+        barrier among these devices.
       sent: bytes that a link carries in one direction, in words.
       steps: how many there are, in words.
       lies: the placements of a group on which this algorithm is worth timing.
@@ -100,7 +93,7 @@ class Algorithm:
         rounded at every hop.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not only this device's.
-      wide: it begins with a barrier among all devices of the axes, whoever writes to whom.
+      shifts_alone: of permutations it serves those by one position alone.
       most_devices: the largest group that it serves; None for any.
       first_from: bytes of a block from which, on several axes of a torus, it is preferred to those
         listed before it, if there are no times to tell; None if it never is.
@@ -119,20 +112,15 @@ class Algorithm:
     takes_whole: bool = False
     takes_everyones: bool = False
     most_devices: int | None = None
-    wide: bool = False
+    shifts_alone: bool = False
     first_from: int | None = None
 
-    @property
-    def barrier(self) -> str:
-        """Its entry barrier, as `kernels.machinery.launch` has it; where devices lie on a line or a
-        torus, that of a line or a torus may take the place of "neighbours".
-        """
-        if self.reach not in _BARRIERS:
+    def __post_init__(self) -> None:
+        if self.reach not in _PATTERNS:
             names = "RING, LINE, TORUS, NEIGHBOURS, JUMPS, EVERYONE and PARTNERS"
             raise TypeError(
                 f"reach={self.reach!r} of {self.name}: it must be one of {names} of records"
             )
-        return "wide" if self.wide else _BARRIERS[self.reach]
 
     def rank(self, lies: str, block_bytes: int) -> int:
         """Where no times tell, the algorithm of least rank serves; of equals the first listed."""

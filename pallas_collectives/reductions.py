@@ -17,6 +17,7 @@ from pallas_collectives.errors import WireError
 from pallas_collectives.lowering import primitives, quantized
 from pallas_collectives.lowering.of_lax import LAX
 from pallas_collectives.validation import AxisName, Groups
+from pallas_collectives.wires import WireLike
 
 _P = ParamSpec("_P")
 
@@ -30,8 +31,8 @@ def psum_scatter(
     tiled: bool = False,
     precise: bool = False,
     order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     return_residue: bool = False,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -97,8 +98,8 @@ def psum(
     axis_index_groups: Groups = None,
     precise: bool = False,
     order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     return_residue: bool = False,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -138,7 +139,7 @@ def psum(
       >>> jax.vmap(lambda x: pc.psum(x, "x"), axis_name="x")(jnp.arange(4.0))
       Array([6., 6., 6., 6.], dtype=float32)
     """
-    options: Any = {"precise": precise, "order": order, "return_residue": return_residue}
+    options: dict[str, Any] = {"precise": precise, "order": order, "return_residue": return_residue}
     options |= {"wire": wire, "wire_backward": wire_backward}
     return _reduce("psum", x, axis_name, axis_index_groups, backend, algorithm, **options)
 
@@ -153,8 +154,8 @@ def pmean(
     axis_index_groups: Groups = None,
     precise: bool = False,
     order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     return_residue: bool = False,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -165,7 +166,7 @@ def pmean(
       >>> jax.vmap(lambda x: pc.pmean(x, "x"), axis_name="x")(jnp.arange(4.0))
       Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
-    options: Any = {"precise": precise, "order": order, "return_residue": return_residue}
+    options: dict[str, Any] = {"precise": precise, "order": order, "return_residue": return_residue}
     options |= {"wire": wire, "wire_backward": wire_backward}
     return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, **options)
 

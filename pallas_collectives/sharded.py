@@ -7,7 +7,7 @@ The examples have two devices: `mesh = jax.make_mesh((2,), ("x",))`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -150,7 +150,12 @@ def pmin(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Ar
 
 
 def _over_rows(
-    collective: Any, locally: Any, x: jax.Array, mesh: Mesh, axis_name: AxisName, **how: Any
+    collective: Callable[..., jax.Array],
+    locally: Callable[..., jax.Array],
+    x: jax.Array,
+    mesh: Mesh,
+    axis_name: AxisName,
+    **how: Any,
 ) -> jax.Array:
     """Reduces rows laid over `axis_name`: a device's own few first, then those of all devices."""
 
@@ -270,7 +275,7 @@ def ppermute(
     *,
     mesh: Mesh,
     axis_name: AxisName,
-    perm: Any,
+    perm: Sequence[tuple[int, int]],
     axis: int = 0,
     spec: PartitionSpec | None = None,
     **how: Any,
@@ -304,7 +309,7 @@ def pshuffle(
     *,
     mesh: Mesh,
     axis_name: AxisName,
-    perm: Any,
+    perm: Sequence[int],
     axis: int = 0,
     spec: PartitionSpec | None = None,
     **how: Any,
@@ -323,7 +328,7 @@ def pbroadcast(
     *,
     mesh: Mesh,
     axis_name: AxisName,
-    source: Any,
+    source: int,
     axis: int = 0,
     spec: PartitionSpec | None = None,
     **how: Any,

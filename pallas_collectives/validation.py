@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import PrecisionLike
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import Number
 from pallas_collectives.errors import CollectiveError, DtypeError, UnboundAxisError
 
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -91,7 +93,7 @@ def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int
         )
 
 
-def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
+def checked_perm(perm: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     """The pairs, counted from 0; each source and each target is a device, and occurs once.
 
     As with lax, numbers below 0 count from the last device.
@@ -114,7 +116,7 @@ def checked_perm(perm: Any, size: int) -> list[tuple[int, int]]:
     return [(source % size, target % size) for source, target in pairs]
 
 
-def check_source(source: Any, size: int) -> None:
+def check_source(source: Number, size: int) -> None:
     """Checks that a source, if tracing knows it, exists."""
     if isinstance(source, int) and not 0 <= source < size:
         rule = f"it must be a device number in [0, {size})"
@@ -162,13 +164,13 @@ def check_added(name: str, x: Any) -> None:
             )
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: object) -> None:
     """Checks that `value` is True or False, and not merely truthy or falsy."""
     if not isinstance(value, bool | np.bool_):
         raise CollectiveError(f"{name}={value!r}", "it must be True or False", "pass one of them")
 
 
-def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
+def check_order_of_sum(order: object, axes: tuple[Any, ...]) -> None:
     """Refuses an `order` other than None and "rank", and "rank" over an axis without devices."""
     if order not in (None, "rank"):
         rule = "it must be 'rank', the order of the ranks, or None, the quickest order"
@@ -179,7 +181,7 @@ def check_order_of_sum(order: Any, axes: tuple[Any, ...]) -> None:
         raise CollectiveError(f"order={order!r}", rule, "sum over it by jnp.sum, apart")
 
 
-def check_precision(precision: Any) -> None:
+def check_precision(precision: PrecisionLike) -> None:
     """Checks that lax's products know a precision."""
     one = jax.ShapeDtypeStruct((1,), np.float32)
     try:

@@ -25,13 +25,15 @@ A wire of bfloat16 has no scales: numbers are rounded to it, and those beyond 3.
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.errors import DtypeError, WireError
 
 GROUPS = (128, 256, "row")
@@ -132,7 +134,11 @@ class Wire:
         return " ".join(parts)
 
 
-def named(wire: Any) -> Wire | None:
+# What an argument `wire` may be: see `named`.
+WireLike: TypeAlias = str | Wire | None
+
+
+def named(wire: WireLike) -> Wire | None:
     """The wire that an argument means: a `Wire`, the name of a dtype, "auto", or None.
 
     Raises:
@@ -146,7 +152,7 @@ def named(wire: Any) -> Wire | None:
     return Wire("int8", optional=True) if wire == "auto" else Wire(wire)
 
 
-def _is_key(key: Any) -> bool:
+def _is_key(key: object) -> bool:
     """Whether it is one key of `jax.random`, new or old."""
     if not isinstance(key, jax.Array | np.ndarray):
         return False
@@ -155,7 +161,7 @@ def _is_key(key: Any) -> bool:
     return key.ndim == 1 and key.dtype == np.uint32
 
 
-def obstacle(wire: Wire, dtype: Any) -> str:
+def obstacle(wire: Wire, dtype: DTypeLike) -> str:
     """Why numbers of a dtype cannot go over a wire; "" if they can."""
     dtype = jnp.dtype(dtype)
     if dtype.name not in ("float32", "bfloat16", "float16"):
@@ -165,7 +171,7 @@ def obstacle(wire: Wire, dtype: Any) -> str:
     return ""
 
 
-def check(wire: Wire, dtype: Any, what: str) -> None:
+def check(wire: Wire, dtype: DTypeLike, what: str) -> None:
     """Raises DtypeError unless numbers of a dtype can go over a wire."""
     if why := obstacle(wire, dtype):
         raise DtypeError(f"{what} of {jnp.dtype(dtype)} by wire {wire}", why, "leave wire=None")
@@ -210,7 +216,7 @@ def of_groups(
     return scaled.astype(wire.dtype), scales
 
 
-def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+def dequantize(values: jax.Array, scales: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """values * scales: what `quantize` stands for, in a dtype.
 
     Args:
@@ -223,13 +229,13 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.float32) -
     return saturated(values.astype(jnp.float32) * wide, dtype)
 
 
-def saturated(numbers: jax.Array, dtype: Any) -> jax.Array:
+def saturated(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Numbers that have arrived in a dtype: its largest number for those beyond."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(numbers, -limit, limit).astype(dtype)
 
 
-def overflows_from(dtype: Any) -> float:
+def overflows_from(dtype: DTypeLike) -> float:
     """The least magnitude that a dtype rounds to inf."""
     info = jnp.finfo(dtype)
     if info.dtype == jnp.float32:
@@ -237,7 +243,7 @@ def overflows_from(dtype: Any) -> float:
     return float(2.0**info.maxexp * (1 - 2.0 ** -(info.nmant + 2)))  # halfway to what would be next
 
 
-def overflown(x: jax.Array, dtype: Any) -> jax.Array:
+def overflown(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x, with inf for what a dtype rounds to inf."""
     beyond = overflows_from(dtype)
     if float(jnp.finfo(x.dtype).max) < beyond:
@@ -276,7 +282,7 @@ def error_bound(x: jax.Array, scales: jax.Array, wire: Wire) -> jax.Array:
     return spacing(scaled, wire) * wide / 2 + 2.0**-22 * magnitude + LEAST_SCALE
 
 
-def spacing(scaled: Any, wire: Wire) -> Any:
+def spacing(scaled: jax.Array, wire: Wire) -> jax.Array:
     """The distance of the wire's numbers at numbers that are scaled already."""
     if wire.dtype == "int8":
         return jnp.ones_like(scaled)
@@ -399,5 +405,7 @@ def drawn(x: jax.Array, wire: Wire, noise: jax.Array) -> jax.Array:
 
 
 @drawn.defjvp
-def _drawn_jvp(wire: Wire, primals: Any, tangents: Any) -> Any:
+def _drawn_jvp(
+    wire: Wire, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     return drawn(primals[0], wire, primals[1]), tangents[0]

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import test_examples
 import test_layers
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
 
 import against_lax
 import benchmarking
@@ -26,26 +28,52 @@ import harness
 import in_order
 import pallas_collectives as pc
 from benchmarks import measure, readme, replay_rows, tune
-from benchmarks.cases import CASES, layouts
+from benchmarks.cases import CASES, layouts, named
+from benchmarks.probes import spaces
+from benchmarks.probes.rig import Rig
 from benchmarks.results import Saved
+from benchmarks.rows import Asked
 from benchmarks.settings import Settings
-from benchmarks.steps import schedule
+from benchmarks.steps import compiling, learning, schedule
+from benchmarks.steps import wires as step_wires
 from pallas_collectives import catalogue, collectives, wires
 from pallas_collectives.backends import algorithms, canonical, choice, counters, nccl, pallas
 from pallas_collectives.backends.wire_costs import error_in_words
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
 from pallas_collectives.errors import AlgorithmError, BackendError
-from pallas_collectives.kernels.machinery import launch
+from pallas_collectives.kernels.machinery import entry, launch
 from pallas_collectives.lowering import primitives
 from pallas_collectives.lowering.of_lax import LAX
 from pallas_collectives.overlap import split
-from pallas_collectives.records import NEIGHBOURS, ON_LINE, ON_RING, Kernel, Primitive
+from pallas_collectives.records import (
+    EVERYONE,
+    JUMPS,
+    LINE,
+    NEIGHBOURS,
+    ON_LINE,
+    ON_RING,
+    PARTNERS,
+    RING,
+    TORUS,
+    Kernel,
+    Primitive,
+)
 from pallas_collectives.replay import Machine, bound
+from pallas_collectives.replay.program import Program
 from pallas_collectives.tuning import tables
 
 README = Path(__file__).parent.parent / "README.md"
 NEW = {("all_gather", "in_turn"), ("rotate", "neighbour")}
 ANYWHERE = (ON_RING, ON_LINE)
+BARRIERS = {
+    RING: "neighbours",
+    NEIGHBOURS: "neighbours",
+    LINE: "line",
+    TORUS: "neighbours on a torus",
+    JUMPS: "jumps on a torus",
+    EVERYONE: "everyone",
+    PARTNERS: "shift right",
+}
 
 
 # The README's recipe ------------------------------------------------------------------------------
@@ -216,6 +244,20 @@ def test_benchmarks_and_replays_find_both() -> None:
         assert row.served in ALGORITHMS[op]  # not by the kernel's name, which another may share
 
 
+@pytest.mark.usefixtures("with_both")
+def test_probes_and_what_is_learned_of_steps_find_a_collective() -> None:
+    devices, machine = np.array(jax.devices()[:2]), Machine.named("v5e:2")
+    rig = Rig(machine, Mesh(devices, ("x",)), pltpu.InterpretParams())
+    asked = Asked(op="rotate", type="float32", size=8192)
+    row = spaces.row_of(rig, spaces.programs(rig)["rotate"], asked)
+    assert (row.wrong, row.error) == (0, "")
+    (rotate,) = named("rotate")
+    text = compiling.lower(learning.program(2, rotate), devices, "lax").as_text()
+    assert text.count("stablehlo.collective_permute") == learning.LAYERS
+    call = schedule.Collective("c", "rotate", "", schedule.CORE, 1 << 16, 2, ("x",))
+    assert isinstance(step_wires.programs(machine, np.arange(2), {"x": 2}, [])(call), Program)
+
+
 def test_what_is_started_is_a_function_of_a_record() -> None:
     assert {*split.NAMES} <= {f"{name}_start" for name in catalogue.functions()}
     assert "psum_start" in split.NAMES
@@ -357,11 +399,11 @@ def test_the_recipes_records_pass_the_tests_of_records(monkeypatch: pytest.Monke
     test_examples.test_what_is_sent_is_what_the_results_hold_of_others(rotate)
     test_examples.test_links_carry_what_is_sent(rotate)
     for op, name in sorted(NEW):
-        test_a_records_barrier_is_the_kernels(op, name, monkeypatch)
+        test_a_kernels_barrier_is_among_the_devices_that_its_record_reaches(op, name, monkeypatch)
 
 
 @pytest.mark.parametrize("op, name", [(op, name) for op in COLLECTIVES for name in ALGORITHMS[op]])
-def test_a_records_barrier_is_the_kernels(
+def test_a_kernels_barrier_is_among_the_devices_that_its_record_reaches(
     op: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the kernel's name is that of the first collective and algorithm that it serves."""
@@ -389,9 +431,9 @@ def test_a_records_barrier_is_the_kernels(
     name = barrier if isinstance(barrier, str) else barrier[0]
     if record.reach is NEIGHBOURS:  # wherever they are
         name = name.partition(" on a torus")[0]
-    reach = getattr(record.reach, "__name__", record.reach)
-    belongs = f"{kernel} has barrier={barrier!r}; its record {record.barrier!r} (reach {reach})"
-    assert {"shift right": "partners"}.get(name, name) == record.barrier, belongs
+    reach, differ = record.reach.__name__, f"{kernel} has barrier={barrier!r}; its record"
+    assert name in (BARRIERS[record.reach], entry.WIDE), f"{differ} reach {reach}"
+    assert (name == BARRIERS[PARTNERS]) == record.shifts_alone, f"{differ} {record.shifts_alone=}"
 
 
 def test_a_collective_that_a_backend_lacks_is_laxs(

@@ -131,9 +131,7 @@ _FLANKS = Collective(
     functions={"flanks": ("flanks", lambda x, axes, n, axis: ((x,), {"axis_name": axes}))},
     primitives=(Primitive("flanks"),),
     algorithms=(
-        Algorithm(
-            name="both", launcher=_launched, reach=RING, wide=True, sent="the operand", steps="1"
-        ),
+        Algorithm(name="both", launcher=_launched, reach=RING, sent="the operand", steps="1"),
     ),
     example=dataclasses.replace(
         examples.PPERMUTE,

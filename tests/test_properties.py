@@ -19,6 +19,7 @@ import harness
 import pallas_collectives as pc
 
 MOVED, ADDED, COMPARED = harness.DTYPES, harness.ADDED, harness.COMPARED
+# A choice: what lax runs on CPUs, with the dtypes that it takes; `calls` draws for each by name.
 DTYPES = {"all_gather": MOVED, "all_to_all": MOVED}
 DTYPES |= {"ppermute": (*ADDED, "bool")}  # the others have no zero for who is no target
 DTYPES |= {"psum": ADDED, "psum_scatter": ADDED, "pmax": COMPARED, "pmin": COMPARED}

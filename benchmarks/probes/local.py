@@ -3,6 +3,7 @@
 All kernels take (count_ref, peers_ref, x_ref, o_ref, *scratch), x and o in HBM (see `rig.probe`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks.probes.rig import LANES, TILE, Probe, Rig, probe
+from pallas_collectives.annotations import Copy, Number, Ref, Semaphore
 
 FEW, MANY = 4, 16  # DMAs in flight together
 IN_FLIGHT = 8  # chunks of the stream from HBM
@@ -21,19 +23,19 @@ OPERATIONS = 16  # multiplications, and as many additions, in a repetition
 STORED_ROWS = 512
 
 
-def _repeat(count_ref: Any, body: Any) -> None:
+def _repeat(count_ref: Ref, body: Callable[[Number], None]) -> None:
     lax.fori_loop(0, count_ref[0], lambda i, _: body(i), None)
 
 
 def batch(rig: Rig, in_flight: int) -> Probe:
     """Starts DMAs of one tile, HBM to VMEM, then waits for all: n starts and one latency."""
 
-    def kernel(count_ref: Any, _: Any, x_ref: Any, o_ref: Any, tiles: Any, sem: Any) -> None:
-        def copy(i: int) -> Any:
+    def kernel(count_ref: Ref, _: Ref, x_ref: Ref, o_ref: Ref, tiles: Ref, sem: Semaphore) -> None:
+        def copy(i: int) -> Copy:
             rows = pl.ds(i * TILE, TILE)
             return pltpu.make_async_copy(x_ref.at[rows], tiles.at[rows], sem.at[i])
 
-        def once(_: Any) -> None:
+        def once(_: object) -> None:
             for i in range(in_flight):
                 copy(i).start()
             for i in range(in_flight):
@@ -57,8 +59,8 @@ def batch(rig: Rig, in_flight: int) -> Probe:
 def signal(rig: Rig) -> Probe:
     """Signals this device's own semaphore, and waits for it."""
 
-    def kernel(count_ref: Any, _: Any, x_ref: Any, o_ref: Any, sem: Any) -> None:
-        def once(_: Any) -> None:
+    def kernel(count_ref: Ref, _: Ref, x_ref: Ref, o_ref: Ref, sem: Semaphore) -> None:
+        def once(_: object) -> None:
             for _ in range(MANY):
                 pl.semaphore_signal(sem, 1)
             pl.semaphore_wait(sem, MANY)
@@ -80,7 +82,7 @@ def signal(rig: Rig) -> Probe:
 def launch(rig: Rig) -> Probe:
     """Launches kernels one after another, each with a DMA of one tile."""
 
-    def kernel(_: Any, __: Any, x_ref: Any, o_ref: Any, sem: Any) -> None:
+    def kernel(_: Ref, __: Ref, x_ref: Ref, o_ref: Ref, sem: Semaphore) -> None:
         copy = pltpu.make_async_copy(x_ref, o_ref, sem)
         copy.start()
         copy.wait()
@@ -103,8 +105,8 @@ def hbm(rig: Rig) -> Probe:
     slots = IN_FLIGHT
     chunk = chunk_bytes(rig) // (LANES * 4)
 
-    def kernel(count_ref: Any, _: Any, x_ref: Any, o_ref: Any, chunks: Any, sem: Any) -> None:
-        def copy(slot: Any) -> Any:
+    def kernel(count_ref: Ref, _: Ref, x_ref: Ref, o_ref: Ref, chunks: Ref, sem: Semaphore) -> None:
+        def copy(slot: Any) -> Copy:
             rows = pl.ds(pl.multiple_of(slot * chunk, TILE), chunk)
             return pltpu.make_async_copy(x_ref.at[rows], chunks.at[rows], sem.at[slot])
 
@@ -136,11 +138,11 @@ def hbm(rig: Rig) -> Probe:
 def vector(rig: Rig) -> Probe:
     """Multiplies and adds in registers; both factors are read from memory, so nothing is folded."""
 
-    def kernel(count_ref: Any, ones_ref: Any, x_ref: Any, o_ref: Any, values: Any) -> None:
+    def kernel(count_ref: Ref, ones_ref: Ref, x_ref: Ref, o_ref: Ref, values: Ref) -> None:
         pltpu.sync_copy(x_ref, values)
         one = jnp.full((VECTOR_ROWS, LANES), ones_ref[0], jnp.int32).astype(jnp.float32)
 
-        def once(_: Any, value: jax.Array) -> jax.Array:
+        def once(_: object, value: jax.Array) -> jax.Array:
             for _ in range(OPERATIONS):
                 value = value * one + one
             return value
@@ -168,7 +170,7 @@ def vector_operations() -> int:
 def vmem(rig: Rig) -> Probe:
     """Loads and stores in VMEM, from one half of a buffer to the other and back."""
 
-    def kernel(count_ref: Any, _: Any, x_ref: Any, o_ref: Any, halves: Any) -> None:
+    def kernel(count_ref: Ref, _: Ref, x_ref: Ref, o_ref: Ref, halves: Ref) -> None:
         pltpu.sync_copy(x_ref, halves.at[0])
 
         def once(i: Any) -> None:

@@ -13,9 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from pallas_collectives.annotations import Interpret
+from pallas_collectives.kernels.machinery.blocks import LANES as LANES
 from pallas_collectives.replay import Machine
 
-LANES = 128
 TILE = 8  # rows of float32
 TILE_BYTES = TILE * LANES * 4
 DIE = -1  # the axis between the devices of a chip
@@ -34,7 +35,7 @@ class Rig:
 
     machine: Machine
     mesh: Mesh | AbstractMesh
-    interpret: Any = False
+    interpret: Interpret = False
     block_bytes: int = 2 << 20
 
     @property

@@ -16,8 +16,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TextIO
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,6 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from benchmarks.probes import clock, wire
 from benchmarks.probes.rig import TILE, Probe, Rig, probe
 from benchmarks.rows import Asked
+from pallas_collectives.annotations import Ref, Semaphore
 
 IDS = (15, 19, 20, 23, 24, 25, 27, 28, 29, 30, 31)  # of barriers; ids count from 0
 FAR_IDS = (32, 47, 63)
@@ -83,13 +85,19 @@ def reach(rig: Rig, target: int, over: str) -> Probe:
     size = rig.size
 
     def kernel(
-        _: Any, peers_ref: Any, x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any, told: Any
+        _: Ref,
+        peers_ref: Ref,
+        x_ref: Ref,
+        o_ref: Ref,
+        send_sem: Semaphore,
+        recv_sem: Semaphore,
+        told: Semaphore,
     ) -> None:
         me = lax.axis_index("x")
         before, after = peers_ref[me], peers_ref[size + me]
         token = pltpu.get_barrier_semaphore()
 
-        def passed(source: Any, goal: Any) -> None:
+        def passed(source: jax.Array, goal: jax.Array) -> None:
             pl.when(source >= 0)(lambda: pl.semaphore_wait(token, 1))
             pl.when(goal >= 0)(lambda: pl.semaphore_signal(token, 1, device_id={"x": goal}))
 
@@ -250,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _say(file: Any, what: str, row: Asked) -> None:
+def _say(file: TextIO, what: str, row: Asked) -> None:
     file.write(json.dumps({what: dataclasses.asdict(row)}) + "\n")
     file.flush()
 

@@ -7,8 +7,9 @@ exact, and no two rows are alike.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,26 +19,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-import pallas_collectives as pc
+import pallas_collectives
+from benchmarks.cases import CASES
 from benchmarks.probes.rig import LANES, TILE_BYTES, Rig
 from benchmarks.rows import Asked
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.examples import Example, one_block
 
 SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes of a device's operand
 _SPACES = {"": "HBM", "S(1)": "VMEM", "S(3)": "CMEM"}
 
 
-def programs(rig: Rig) -> dict[str, Callable[[jax.Array], jax.Array]]:
+def programs(rig: Rig) -> dict[str, Example]:
     """The kernels: one that copies within the device, unconstrained, and those of the library."""
-    how: dict[str, Any] = {"backend": "pallas"}
-    n = rig.size
 
     def copy(x_ref: Any, o_ref: Any, sem: Any) -> None:
         move = pltpu.make_async_copy(x_ref, o_ref, sem)
         move.start()
         move.wait()
 
-    def local(x: jax.Array) -> jax.Array:
+    def local(_: Any, x: jax.Array, *__: Any, **___: Any) -> jax.Array:
         hbm = pl.BlockSpec(memory_space=pltpu.HBM)
         return pl.pallas_call(
             copy,
@@ -49,18 +50,9 @@ def programs(rig: Rig) -> dict[str, Callable[[jax.Array], jax.Array]]:
             name="copy",
         )(x)
 
-    ring = [(i, (i + 1) % n) for i in range(n)]
-    found: dict[str, Callable[[jax.Array], jax.Array]] = {"copy within a device": local}
-    if n > 1:
-        gather: Any = {"tiled": True, **how}
-        found |= {
-            "all_gather": lambda x: pc.all_gather(x, "x", **gather),
-            "psum_scatter": lambda x: pc.psum_scatter(x, "x", **gather),
-            "psum": lambda x: pc.psum(x, "x", **how),
-            "all_to_all": lambda x: pc.all_to_all(x, "x", 0, 0, **gather),
-            "ppermute": lambda x: pc.ppermute(x, "x", ring, **how),
-        }
-    return found
+    copied = Example(operand=one_block, call=local, reference=lambda xs: xs, busbw=lambda n: 0.0)
+    of_ours = {case.name: case for case in CASES} if rig.size > 1 else {}
+    return {"copy within a device": copied, **of_ours}
 
 
 def sizes(rig: Rig) -> tuple[int, ...]:
@@ -72,10 +64,10 @@ def rows(rig: Rig, first: int = 0) -> Iterator[Asked]:
     """A row for each kernel and size, from the number `first` on."""
     whole = [(name, size) for name in programs(rig) for size in sizes(rig)]
     for name, size in whole[first:]:
-        kernel = programs(rig)[name]
+        example = programs(rig)[name]
         base = Asked(op=name, type="float32", devices=rig.size, size=size)
         try:
-            yield row_of(rig, kernel, base)
+            yield row_of(rig, example, base)
         except CollectiveError as error:
             yield dataclasses.replace(base, refused=str(error))
         except Exception as error:  # the next one may tell more
@@ -83,16 +75,18 @@ def rows(rig: Rig, first: int = 0) -> Iterator[Asked]:
             yield dataclasses.replace(base, error=f"{type(error).__name__}: {error}")
 
 
-def row_of(rig: Rig, kernel: Callable[[jax.Array], jax.Array], base: Asked) -> Asked:
-    x, w = operands(rig, base.size)
-    program = lowered(rig, kernel, base.size).compile()
+def row_of(rig: Rig, example: Example, base: Asked) -> Asked:
+    shape = _operand(rig, example, base.size)
+    x, w = operands(rig, shape)
+    program = lowered(rig, example, base.size).compile()
     y = program(
         *(jax.device_put(value, _sharding(rig, split)) for value, split in ((x, 1), (w, 0)))
     )
-    want = by_numpy(base.op, x.reshape(rig.size, -1, LANES))
+    want = example.reference(2 * x.reshape(rig.size, *shape))
     wrong = zeros = 0
     for shard in y.addressable_shards:
-        got, there = np.asarray(shard.data), want.reshape(-1, LANES)[shard.index]
+        got = np.asarray(shard.data)
+        there = want[(shard.index[0].start or 0) // len(got)].reshape(got.shape) + 1
         wrong += int(np.sum(got != there))
         zeros += int(np.sum((got != there) & (got == 1)))  # what a product of zeros becomes
     answer = where(program.as_text() or "") + (
@@ -101,26 +95,34 @@ def row_of(rig: Rig, kernel: Callable[[jax.Array], jax.Array], base: Asked) -> A
     return dataclasses.replace(base, wrong=wrong, answer=answer)
 
 
-def operands(rig: Rig, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _operand(rig: Rig, example: Example, size: int) -> tuple[int, ...]:
+    """The shape of a device's operand of so many bytes."""
+    row = math.prod(example.operand(rig.size, 1)) * 4
+    return example.operand(rig.size, size // row)
+
+
+def operands(rig: Rig, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Rows of small whole numbers, each unlike its neighbours; and twice the unit matrix."""
-    count = size // (LANES * 4)
+    count = math.prod(shape) // LANES
     row = np.arange(rig.size * count)[:, None] % 61 + np.arange(LANES)[None] % 7 + 1
     return row.astype(np.float32), 2 * np.eye(LANES, dtype=np.float32)
 
 
-def lowered(rig: Rig, kernel: Callable[[jax.Array], jax.Array], size: int) -> jax.stages.Lowered:
+def lowered(rig: Rig, example: Example, size: int) -> jax.stages.Lowered:
     """A product, the kernel, a product."""
+    shape = _operand(rig, example, size)
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
         made = jnp.maximum(jnp.dot(x, w, precision="highest"), 0.0)
-        read = jnp.dot(kernel(made), w / 2, precision="highest")
+        moved = example.call(pallas_collectives, made.reshape(shape), "x", backend="pallas")
+        read = jnp.dot(moved.reshape(-1, LANES), w / 2, precision="highest")
         return jnp.maximum(read, 0.0) + 1.0
 
     split, whole = PartitionSpec("x"), PartitionSpec()
     program = jax.shard_map(
         body, mesh=rig.mesh, in_specs=(split, whole), out_specs=split, check_vma=False
     )
-    shapes = (rig.size * size // (LANES * 4), LANES), (LANES, LANES)
+    shapes = (rig.size * math.prod(shape) // LANES, LANES), (LANES, LANES)
     return jax.jit(program).lower(
         *(
             jax.ShapeDtypeStruct(shape, jnp.float32, sharding=_sharding(rig, split))
@@ -133,31 +135,10 @@ def _sharding(rig: Rig, split: int) -> NamedSharding:
     return NamedSharding(rig.mesh, PartitionSpec("x") if split else PartitionSpec())
 
 
-def by_numpy(op: str, x: np.ndarray) -> np.ndarray:
-    """What each device must end with: (devices, rows, 128) of x."""
-    made = 2 * x
-    n = len(x)
-    blocks = made.reshape(n, n, -1, LANES) if made.shape[1] % n == 0 else made
-    match op:
-        case "all_gather":
-            moved = np.broadcast_to(made.reshape(1, -1, LANES), (n, n * made.shape[1], LANES))
-        case "psum_scatter":
-            moved = blocks.sum(0)
-        case "psum":
-            moved = np.broadcast_to(made.sum(0), made.shape)
-        case "all_to_all":
-            moved = blocks.swapaxes(0, 1).reshape(made.shape)
-        case "ppermute":
-            moved = np.roll(made, 1, 0)
-        case _:
-            moved = made
-    return moved + np.float32(1)
-
-
 def where(text: str) -> str:
     """The memories of the arrays that kernels take and give, in a compiled program."""
     types = dict(re.findall(r"^ *(?:ROOT )?%(\S+) = (\S+) ", text, re.MULTILINE))
-    kernel = r"= (\S+) custom-call\((.*?)\), custom_call_target=\"tpu_custom_call\""
+    kernel = r"= \(?(\S+).*? custom-call\((.*?)\), custom_call_target=\"tpu_custom_call\""
     found = []
     for result, operands in re.findall(kernel, text):
         taken = [types[name] for name in re.findall(r"%([^\s,)]+)", operands) if name in types]

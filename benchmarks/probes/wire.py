@@ -4,27 +4,29 @@ Devices are paired; the two of a pair send to each other at once, so each link c
 device (or the devices of one chip) sends, each way, and lines are as good as rings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks.probes.rig import DIE, LANES, TILE, Probe, Rig, probe
+from pallas_collectives.annotations import Copy, Ref, Semaphore
 
 IN_FLIGHT = 2  # blocks of a stream towards each partner
 _PING_ID = 8  # barrier semaphores: streams have 1 to 7, one for each set of axes, 0 for the die
 
 
-def _meet(partners: Sequence[Any], me: Any) -> None:
+def _meet(partners: Sequence[Any], me: jax.Array) -> None:
     """Returns when all partners have entered this kernel."""
     semaphore = pltpu.get_barrier_semaphore()
     for partner in partners:
 
         @pl.when(partner != me)
-        def _(partner: Any = partner) -> None:
+        def _(partner: jax.Array = partner) -> None:
             pl.semaphore_signal(semaphore, 1, device_id={"x": partner})
             pl.semaphore_wait(semaphore, 1)
 
@@ -32,7 +34,7 @@ def _meet(partners: Sequence[Any], me: Any) -> None:
 def ping(rig: Rig, axis: int, distance: int) -> Probe:
     """One of a pair signals, the other answers: a repetition is once to and fro."""
 
-    def kernel(count_ref: Any, peers_ref: Any, x_ref: Any, o_ref: Any, sem: Any) -> None:
+    def kernel(count_ref: Ref, peers_ref: Ref, x_ref: Ref, o_ref: Ref, sem: Semaphore) -> None:
         me = lax.axis_index("x")
         partner = peers_ref[me]
         _meet([partner], me)
@@ -43,8 +45,8 @@ def ping(rig: Rig, axis: int, distance: int) -> Probe:
         def hear() -> None:
             pl.semaphore_wait(sem, 1)
 
-        def repeat(*acts: Any) -> None:
-            def once(_: Any, __: Any) -> None:
+        def repeat(*acts: Callable[[], None]) -> None:
+            def once(_: object, __: object) -> None:
                 for act in acts:
                     act()
 
@@ -88,13 +90,18 @@ def stream(
     size, n_axes = rig.size, len(axes)
 
     def kernel(
-        count_ref: Any, peers_ref: Any, x_ref: Any, o_ref: Any, send_sem: Any, recv_sem: Any
+        count_ref: Ref,
+        peers_ref: Ref,
+        x_ref: Ref,
+        o_ref: Ref,
+        send_sem: Semaphore,
+        recv_sem: Semaphore,
     ) -> None:
         me = lax.axis_index("x")
         partners = [peers_ref[a * size + me] for a in range(n_axes)]
         _meet(partners, me)
 
-        def copy(a: int, i: Any) -> Any:
+        def copy(a: int, i: Any) -> Copy:
             slot = lax.rem(i, slots)
             at = pl.ds(pl.multiple_of((a * slots + slot) * rows, TILE), rows)
             return pltpu.make_async_remote_copy(
@@ -105,7 +112,7 @@ def stream(
                 device_id={"x": partners[a]},
             )
 
-        def each(act: Any) -> None:
+        def each(act: Callable[[int], None]) -> None:
             for a in range(n_axes):
 
                 @pl.when(partners[a] != me)
@@ -121,7 +128,7 @@ def stream(
         for i in range(in_flight):
             start(i)
 
-        def once(i: Any, _: Any) -> None:
+        def once(i: Any, _: object) -> None:
             finish(i)
             start(i + in_flight)
 

@@ -10,22 +10,22 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import topologies
 
 from benchmarks import compiled
+from benchmarks.cases import CASES, Case
 from benchmarks.steps import compiling, schedule, timeline
 from benchmarks.steps.programs import Program
 from pallas_collectives.tuning import overlaps
 
-_SIDE, _LAYERS = 2048, 4
+_SIDE, LAYERS = 2048, 4
 
 
 def write(topologies: Sequence[str]) -> str:
@@ -55,11 +55,10 @@ def _learned(topology: str) -> tuple[dict[str, str], str]:
         topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     )
     found, near = {}, ""
-    for op, collective in _collectives(devices.size).items():
-        program = _program(devices.size, collective)
-        text = compiling.lower(program, devices, "lax").compile().as_text()
-        if engine := engine_of(op, schedule.events(text)):
-            found[op] = engine
+    for case in CASES:
+        text = compiling.lower(program(devices.size, case), devices, "lax").compile().as_text()
+        if engine := engine_of(case.op, schedule.events(text)):
+            found[case.op] = engine
         near = near or near_of(text)
     return found, near
 
@@ -77,39 +76,25 @@ def engine_of(op: str, events: Iterable[schedule.Event]) -> str:
     return "" if engine == schedule.CORE else engine
 
 
-def _collectives(n: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """Calls that take and give a square of `_SIDE`, or a part of it."""
-    shift = [(d, (d + 1) % n) for d in range(n)]
-    part = _SIDE // n
-    return {
-        "all_gather": lambda w: lax.all_gather(w[:part], "x", tiled=True),
-        "reduce_scatter": lambda w: jnp.tile(lax.psum_scatter(w, "x", tiled=True), (n, 1)),
-        "all_reduce": lambda w: lax.psum(w, "x"),
-        "all_to_all": lambda w: lax.all_to_all(w, "x", 0, 0, tiled=True),
-        "ppermute": lambda w: lax.ppermute(w, "x", shift),
-        "ragged_all_to_all": lambda w: _exchanged(w, n),
-    }
+def program(n: int, case: Case) -> Program:
+    """Layers whose weights a collective brings, as independent of the products as can be.
 
+    It takes a square of `_SIDE`, or a part of it, and what it gives is as often as it fits in one.
+    """
+    blocks, rows, _ = case.operand(n, _SIDE // n)
 
-def _exchanged(w: jax.Array, n: int) -> jax.Array:
-    """Equal shares to all, as a ragged exchange; its result is memory that nothing has filled."""
-    share = len(w) // n
-    sizes, starts = jnp.full(n, share, jnp.int32), jnp.arange(n, dtype=jnp.int32) * share
-    there = jnp.broadcast_to(lax.axis_index("x") * share, (n,)).astype(jnp.int32)
-    room = lax.empty(w.shape, w.dtype)
-    return lax.ragged_all_to_all(w, room, starts, sizes, there, sizes, axis_name="x")
-
-
-def _program(n: int, collective: Callable[[jax.Array], jax.Array]) -> Program:
-    """Layers whose weights a collective brings, as independent of the products as can be."""
+    def brought(w: jax.Array) -> jax.Array:
+        operand = w[: blocks * rows].reshape(blocks, rows, _SIDE)
+        result = case.by_lax(operand, "x").reshape(-1, _SIDE)
+        return jnp.tile(result, (_SIDE // len(result), 1))
 
     def step(weights: jax.Array, x: jax.Array) -> jax.Array:
-        for number in range(_LAYERS):
-            x = jnp.tanh(x @ collective(weights[number]))
+        for number in range(LAYERS):
+            x = jnp.tanh(x @ brought(weights[number]))
         return x
 
     args = (
-        jax.ShapeDtypeStruct((_LAYERS, _SIDE, _SIDE), jnp.bfloat16),
+        jax.ShapeDtypeStruct((LAYERS, _SIDE, _SIDE), jnp.bfloat16),
         jax.ShapeDtypeStruct((4 * _SIDE, _SIDE), jnp.bfloat16),
     )
     return Program(step, args, {"x": n})

@@ -119,7 +119,9 @@ def _tokens(parts: int = 1, batch: int = BATCH) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, LENGTH // parts, WIDTH), jnp.bfloat16)
 
 
-def _stepping(form: Form, layer: Callable[..., jax.Array], summed: Any = None) -> Any:
+def _stepping(
+    form: Form, layer: Callable[..., jax.Array], summed: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """A step through all layers. `summed` adds gradients up, which then move the weights.
 
     Where the sum is the last of a step, what uses it belongs to the step: XLA copies what a kernel

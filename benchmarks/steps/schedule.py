@@ -26,7 +26,7 @@ from pallas_collectives import catalogue
 
 CORE, DMA, SPARSECORE = "core", "DMA", "SparseCore"
 
-# XLA's name -> the canonical collective.
+# XLA's name -> the canonical collective: the words of XLA's text, which no record has.
 _OPS = {
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",

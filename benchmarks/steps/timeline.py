@@ -20,9 +20,7 @@ from benchmarks.steps.schedule import CORE, Collective, Cycles, Done, Event, Loo
 from pallas_collectives.replay import Machine, steps
 from pallas_collectives.replay.program import Program
 from pallas_collectives.topology import chips
-from pallas_collectives.topology.chips import Chip
-
-US = 1e-6
+from pallas_collectives.topology.chips import US, Chip
 
 
 @dataclasses.dataclass

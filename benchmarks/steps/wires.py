@@ -65,8 +65,9 @@ def programs(
         return whole + (block / large - 1) * 2 * (whole - half)
 
     def large_block(op: str, over: tuple[str, ...]) -> int:
-        ragged = op == "ragged_all_to_all"
-        return _LARGE // int(np.prod([axes[name] for name in over])) if ragged else _LARGE
+        """Bytes of the largest block to replay; a device sends n where sizes depend on values."""
+        timed = catalogue.COLLECTIVES[op].timed
+        return _LARGE if timed else _LARGE // int(np.prod([axes[name] for name in over]))
 
     def what_of(c: Collective) -> Program | float:
         plan = _plan(c, known) if c.kernel else None
@@ -100,10 +101,10 @@ def _block(
     c: Collective, plan: KernelPlan | None, axes: dict[str, int], over: tuple[str, ...]
 ) -> int:
     """Bytes of a block, as tables count them."""
-    n = int(np.prod([axes[name] for name in over]))
-    if c.op == "ragged_all_to_all":  # its result may have room for more than comes
-        return catalogue.COLLECTIVES[c.op].block_bytes(plan.nbytes if plan else c.nbytes, n)
-    return c.nbytes // n if c.op in ("all_gather", "all_to_all") else c.nbytes
+    n, record = int(np.prod([axes[name] for name in over])), catalogue.COLLECTIVES[c.op]
+    if plan and not record.timed:  # its result may have room for more than comes
+        return record.block_bytes(plan.nbytes, n)
+    return record.block_bytes(c.nbytes * n // record.result_bytes(n, n), n)
 
 
 def _plan(c: Collective, plans: Sequence[KernelPlan]) -> KernelPlan | None:
@@ -119,13 +120,9 @@ def _fits(plan: KernelPlan, shape: tuple[int, ...]) -> bool:
     if len(plan.shape) != len(shape):
         return False
     changed = sum(a != b for a, b in zip(plan.shape, shape, strict=True))
-    return changed == (plan.op in _FACTORS)
-
-
-# By what a result is larger than its operand, as a power of the number of devices.
-_FACTORS = {"all_gather": 1, "reduce_scatter": -1}
+    return changed == (_result(plan) != plan.nbytes)
 
 
 def _result(plan: KernelPlan) -> int:
     """Bytes of the result that a plan's kernel has on a device."""
-    return round(plan.nbytes * float(plan.devices) ** _FACTORS.get(plan.op, 0))
+    return catalogue.COLLECTIVES[plan.op].result_bytes(plan.nbytes, plan.devices)

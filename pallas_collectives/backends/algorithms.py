@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -66,7 +66,7 @@ def choose(
     suffixes = ("", "hbm") if algorithm is ordered.EXCHANGE else ("", "vmem", "hbm", "sc")
     if algorithm is None or suffix not in suffixes:
         raise _no_algorithm(name, op, how, able)
-    if algorithm.barrier == "partners" and entry.shift_of(perm, group) is None:
+    if algorithm.shifts_alone and entry.shift_of(perm, group) is None:
         raise AlgorithmError(
             f"algorithm={name!r} for perm={list(perm)} over {group.size} devices",
             "it serves only shifts by one; other permutations would need a barrier semaphore each",
@@ -108,7 +108,7 @@ def choose(
     return plan
 
 
-def _no_algorithm(name: Any, op: str, how: How, able: Iterable[str]) -> AlgorithmError:
+def _no_algorithm(name: object, op: str, how: How, able: Iterable[str]) -> AlgorithmError:
     """The error for an algorithm that is not one of those that are able."""
     so = "" if how.order is None else f" in order={how.order!r}"
     return AlgorithmError(
@@ -254,7 +254,7 @@ def _fastest(
     fit = {algorithm.name for algorithm in algorithms}
     names = tuple(name for name in reachable(op, group, chip, cuts) if name in fit)
     if not _is_shift(group, perm):
-        shifts = {a.name for a in algorithms if a.barrier == "partners"}
+        shifts = {a.name for a in algorithms if a.shifts_alone}
         if shifts.issuperset(names) and names:
             raise UnservedError(
                 f"{called} over {_devices(group)}",
@@ -301,7 +301,7 @@ def permuting(group: Group, perm: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     if not placement.reaches(perm, group, chips.current()):
         return ()
     able = catalogue.COLLECTIVES["ppermute"].algorithms
-    return tuple(a.name for a in able if a.wide or _is_shift(group, perm))
+    return tuple(a.name for a in able if not a.shifts_alone or _is_shift(group, perm))
 
 
 def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_collectives import catalogue, validation
-from pallas_collectives.annotations import DType, DTypeLike
+from pallas_collectives.annotations import DType, DTypeLike, Number
 from pallas_collectives.backends import wired
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How
@@ -124,7 +124,13 @@ def _reduce_scatter(
 
 
 def _all_reduce(
-    module: Any, how: How, op: str, x: jax.Array, *, axes: Any, axis_index_groups: Groups = None
+    module: Any,
+    how: How,
+    op: str,
+    x: jax.Array,
+    *,
+    axes: Sequence[Any],
+    axis_index_groups: Groups = None,
 ) -> jax.Array:
     # vmap turns a named axis into a number: a dimension of x, which is reduced here.
     named = validation.named(axes)
@@ -182,7 +188,13 @@ def _ppermute(
 
 
 def _pbroadcast(
-    module: Any, how: How, x: jax.Array, source: Any = None, *, axis_name: AxisName, **params: Any
+    module: Any,
+    how: How,
+    x: jax.Array,
+    source: Number | None = None,
+    *,
+    axis_name: AxisName,
+    **params: Any,
 ) -> jax.Array:
     # Everyone but the source adds zero bits: the sum of unsigned integers is the source's bits.
     group = group_of(axis_name)

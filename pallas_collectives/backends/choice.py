@@ -20,6 +20,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import _compat, simulation, validation, wires
+from pallas_collectives.annotations import Interpret
 from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, NAMES, How
 from pallas_collectives.errors import (
@@ -29,6 +30,7 @@ from pallas_collectives.errors import (
     WireError,
 )
 from pallas_collectives.validation import AxisName, Groups
+from pallas_collectives.wires import WireLike
 
 ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 
@@ -78,8 +80,8 @@ def settle(
     algorithm: str | None,
     precise: bool = False,
     order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
 ) -> How:
     """Checks axis names and groups against the mesh in scope, and settles what serves."""
     size = validation.size_of(axis_name)
@@ -92,7 +94,7 @@ def settle(
     return how if wire is wire_backward is None else over_wires(how, wire, wire_backward)
 
 
-def over_wires(how: How, wire: Any, backward: Any) -> How:
+def over_wires(how: How, wire: WireLike, backward: WireLike) -> How:
     """The same, sent as narrower numbers, and derivatives as theirs.
 
     Raises:
@@ -223,7 +225,7 @@ def _ahead() -> str:
     return MAY_BE_GROUPED if ahead.value == GROUPED else MAY_BE_AHEAD
 
 
-def _interpret(platform: str) -> Any:
+def _interpret(platform: str) -> Interpret:
     forced = _compat.forced_interpret_params()
     if forced is not None:
         return forced

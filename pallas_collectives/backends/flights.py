@@ -19,13 +19,17 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, nccl
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import Dim, Tangent
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses, device_groups
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.nccl import copies, dtypes, ffi, mailboxes, posts, tape
+from pallas_collectives.nccl.tape import Address
 from pallas_collectives.topology.groups import Group
 
 # Exchanges that a program may have under way at a time; one more waits for the first to be read.
@@ -73,10 +77,12 @@ class Flight:
         targets = tuple(p * block for p in ranks[1:])
         return copies.Plan(tuple(ranks[1:]), pushes, targets, block)
 
-    def by_lax(self, x: Any) -> jax.Array:
+    def by_lax(self, x: jax.Array) -> jax.Array:
         """What comes of it."""
         groups = self.group.index_groups
-        options: Any = {"axis_index_groups": None if groups is None else [*map(list, groups)]}
+        options: dict[str, Any] = {
+            "axis_index_groups": None if groups is None else [*map(list, groups)]
+        }
         if self.op == "permute":
             return lax.ppermute(x, self.group.axes, self.perm)
         if self.op == "gather":
@@ -119,7 +125,7 @@ def in_place(how: How) -> bool:
     return serve(how) and jax.process_count() == 1
 
 
-def moves(x: Any) -> bool:
+def moves(x: jax.Array) -> bool:
     """Whether x has bytes to move: not where it is empty, or its elements share bytes."""
     try:
         dtypes.moved(jnp.result_type(x))
@@ -170,7 +176,7 @@ def _parts(flight: Flight) -> int:
 
 
 @_start_p.def_abstract_eval
-def _start_types(x: Any, *after: Any, flight: Flight) -> list[Any]:
+def _start_types(x: Aval, *after: Aval, flight: Flight) -> list[Any]:
     del after
     result = jax.make_jaxpr(flight.by_lax)(x).out_avals[0]
     spare = [result] if flight.op == "gather" else []
@@ -178,13 +184,13 @@ def _start_types(x: Any, *after: Any, flight: Flight) -> list[Any]:
 
 
 @_done_p.def_abstract_eval
-def _done_type(under_way: Any, *others: Any, flight: Flight) -> Any:
+def _done_type(under_way: Aval, *others: Aval, flight: Flight) -> Aval:
     del others, flight
     return under_way
 
 
 def _start_lowered(
-    ctx: mlir.LoweringRuleContext, x: Any, *after: Any, flight: Flight
+    ctx: mlir.LoweringRuleContext, x: ir.Value, *after: ir.Value, flight: Flight
 ) -> Sequence[Any]:
     result, operand, *spare, token = ctx.avals_out
     lower = _lowering(ctx, flight, "start", operand)
@@ -200,7 +206,9 @@ def _start_lowered(
     return [under_way, x, *zeros(ctx.replace(avals_in=[], avals_out=spare)), started]
 
 
-def _lowered_at_once(ctx: mlir.LoweringRuleContext, *operands: Any, flight: Flight) -> Any:
+def _lowered_at_once(
+    ctx: mlir.LoweringRuleContext, *operands: ir.Value, flight: Flight
+) -> Sequence[ir.Value]:
     """A start that is also the end, where GPUs do not reach each other's memory."""
     result, _, *spare, _ = ctx.avals_out
 
@@ -214,7 +222,11 @@ def _lowered_at_once(ctx: mlir.LoweringRuleContext, *operands: Any, flight: Flig
 
 
 def _done_lowered(
-    ctx: mlir.LoweringRuleContext, under_way: Any, x: Any, *others: Any, flight: Flight
+    ctx: mlir.LoweringRuleContext,
+    under_way: ir.Value,
+    x: ir.Value,
+    *others: ir.Value,
+    flight: Flight,
 ) -> Sequence[Any]:
     spare = _parts(flight) - 2
     types = [*ctx.avals_in[:2], *ctx.avals_in[2 + spare :]]
@@ -258,7 +270,7 @@ def _lowering(
     text = f"{flight.op} {half} {nbytes} {number} {flight.perm} over {ids}"
 
     def enqueue(
-        worker: Any, ordinal: int, stream: Any, inputs: Addresses, outputs: Addresses
+        worker: Any, ordinal: int, stream: Address, inputs: Addresses, outputs: Addresses
     ) -> None:
         what = at[ordinal][1]
         if half == "start":
@@ -273,7 +285,9 @@ def _lowering(
         gaps = tape.inputs(2), tape.outputs(2)
         return tape.record(at[ordinal][0], lambda c: enqueue(c, ordinal, tape.STREAM, *gaps))
 
-    def lower(takes: Sequence[Any], gives: Sequence[Any], *operands: Any) -> Any:
+    def lower(
+        takes: Sequence[Any], gives: Sequence[Any], *operands: ir.Value
+    ) -> Sequence[ir.Value]:
         return ffi.lower(
             ctx.replace(avals_in=takes, avals_out=gives), text, function, *operands,
             graph=False, has_effect=False, aliases={0: 0} if in_place else {},
@@ -310,7 +324,9 @@ def _workers(
 # Rules: both halves are linear in what they move, and `after` moves nothing.
 
 
-def _start_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
+def _start_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, flight: Flight
+) -> tuple[Any, Any]:
     outs = _start_p.bind(*primals, flight=flight)
     if isinstance(tangents[0], ad.Zero):
         return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
@@ -318,7 +334,9 @@ def _start_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
     return outs, [*moved, ad.Zero(jax.typeof(token).to_tangent_aval())]
 
 
-def _start_transpose(cotangents: Any, x: Any, *after: Any, flight: Flight) -> Any:
+def _start_transpose(
+    cotangents: Sequence[Any], x: ad.UndefinedPrimal, *after: jax.Array, flight: Flight
+) -> list[Any]:
     under_way, operand = cotangents[0], cotangents[_parts(flight) - 1]
     nothing = [None] * len(after)
     if isinstance(under_way, ad.Zero):
@@ -332,7 +350,9 @@ def _start_transpose(cotangents: Any, x: Any, *after: Any, flight: Flight) -> An
     return [ordered.added(blocks, flight.group.size, 0)[0], *nothing]
 
 
-def _done_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
+def _done_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, flight: Flight
+) -> tuple[Any, Any]:
     out = _done_p.bind(*primals, flight=flight)
     moved = tangents[: _parts(flight)]
     if isinstance(moved[0], ad.Zero):
@@ -341,7 +361,7 @@ def _done_jvp(primals: Any, tangents: Any, *, flight: Flight) -> Any:
     return out, _done_p.bind(*there, flight=flight.differentiated)
 
 
-def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
+def _done_transpose(cotangent: Tangent, *operands: Any, flight: Flight) -> list[Any]:
     parts = _parts(flight)
     nothing = [None] * (len(operands) - parts)
     if isinstance(cotangent, ad.Zero):
@@ -354,7 +374,9 @@ def _done_transpose(cotangent: Any, *operands: Any, flight: Flight) -> Any:
     return [under_way, ad.Zero(operands[1].aval.to_ct_aval()), x, *nothing]
 
 
-def _batch(primitive: core.Primitive, operands: Any, dims: Any, *, flight: Flight) -> Any:
+def _batch(
+    primitive: core.Primitive, operands: Sequence[jax.Array], dims: Sequence[Dim], *, flight: Flight
+) -> tuple[Any, Any]:
     """A mapped dimension lies behind the devices' dimension, which a gather's operand lacks."""
     first, behind = {"gather": (0, 1), "exchange": (1, 1), "permute": (0, 0)}[flight.op]
     if primitive is _done_p:  # what it takes came of a start, all of it batched or none

@@ -23,17 +23,20 @@ import dataclasses
 import math
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 from jax.sharding import Mesh
 
 from pallas_collectives import _compat, nccl
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import AnyMesh, DType
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.layout import blocks as blocks
 from pallas_collectives.backends.layout import side_by_side as side_by_side
@@ -41,6 +44,7 @@ from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
 from pallas_collectives.nccl import dtypes, ffi, mailboxes, tape
 from pallas_collectives.nccl.connection import COLLECTIVES, MESSAGES
+from pallas_collectives.nccl.tape import Address
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 
@@ -52,7 +56,9 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     """The group's blocks side by side along `axis`."""
     _serves("all_gather", x.dtype, how)
 
-    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+    def enqueue(
+        c: nccl.Communicator, stream: Address, inputs: Addresses, outputs: Addresses
+    ) -> None:
         c.all_gather(inputs[0], outputs[0], x.size, x.dtype, stream)
 
     work = _Work(f"all_gather {x.dtype} {x.size}", enqueue)
@@ -67,7 +73,9 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     terms = blocks(x, axis, group.size).astype(dtype)
     shape = terms.shape[1:]
 
-    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+    def enqueue(
+        c: nccl.Communicator, stream: Address, inputs: Addresses, outputs: Addresses
+    ) -> None:
         c.reduce_scatter(inputs[0], outputs[0], math.prod(shape), dtype, "sum", stream)
 
     work = _Work(f"reduce_scatter sum {dtype} {math.prod(shape)}", enqueue)
@@ -80,7 +88,9 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     if how.order is not None and op == "sum":
         return ordered.all_reduce(x, group, how=how)
 
-    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+    def enqueue(
+        c: nccl.Communicator, stream: Address, inputs: Addresses, outputs: Addresses
+    ) -> None:
         c.all_reduce(inputs[0], outputs[0], x.size, dtype, op, stream)
 
     work = _Work(f"all_reduce {op} {dtype} {x.size}", enqueue)
@@ -108,7 +118,9 @@ def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how
 
     text = f"ppermute {list(perm)} {x.dtype} {x.size}"
 
-    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+    def enqueue(
+        c: nccl.Communicator, stream: Address, inputs: Addresses, outputs: Addresses
+    ) -> None:
         sends = [(inputs[0], x.size, target_of[c.rank])] if c.rank in target_of else []
         recvs = [(outputs[0], x.size, source_of[c.rank])] if c.rank in source_of else []
         nccl.exchange([nccl.Messages(c, sends, recvs, stream)], x.dtype, text)
@@ -135,7 +147,9 @@ def ragged_all_to_all(
     each = plan.shape[1] // group.size
     text = f"ragged_all_to_all {dtype} {operand.shape} to {output.shape} by {plan.shape}"
 
-    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+    def enqueue(
+        c: nccl.Communicator, stream: int, inputs: Sequence[int], outputs: Sequence[int]
+    ) -> None:
         words = c.read_back(inputs[2], 4 * plan.size, stream)
         table = np.array(struct.unpack(f"{plan.size}i", words)).reshape(plan.shape)
         send_from, send, land_at, receive = table
@@ -167,7 +181,7 @@ def _check_rows(what: str, first: np.ndarray, count: np.ndarray, rows: int) -> N
         )
 
 
-def _serves(op: str, dtype: Any, how: How) -> None:
+def _serves(op: str, dtype: DType, how: How) -> None:
     """Raises unless NCCL can move `dtype`, and counts the call."""
     if how.algorithm is not None:
         raise AlgorithmError(
@@ -179,7 +193,7 @@ def _serves(op: str, dtype: Any, how: How) -> None:
     counters.note(Plan(op=op, backend="nccl", why="NCCL chooses its algorithms itself"))
 
 
-def _summed(op: str, dtype: Any, reduction: str, how: How) -> Any:
+def _summed(op: str, dtype: DType, reduction: str, how: How) -> DType:
     """The dtype in which NCCL reduces `dtype`; raises unless it can, and counts the call."""
     name = np.dtype(dtype).name
     if how.precise and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4:
@@ -190,7 +204,7 @@ def _summed(op: str, dtype: Any, reduction: str, how: How) -> Any:
     return wide
 
 
-def _checked(dtype: Any, check: Callable[[], Any]) -> None:
+def _checked(dtype: DType, check: Callable[[], Any]) -> None:
     try:
         check()
     except TypeError as error:
@@ -202,7 +216,9 @@ def _exchanged(blocks: jax.Array, group: Group, own: bool = True) -> jax.Array:
     count = blocks.size // group.size
     text = f"all_to_all {blocks.dtype} {count}{'' if own else ' of others'}"
 
-    def enqueue(c: nccl.Communicator, stream: int, inputs: Addresses, outputs: Addresses) -> None:
+    def enqueue(
+        c: nccl.Communicator, stream: Address, inputs: Addresses, outputs: Addresses
+    ) -> None:
         if own:
             c.all_to_all(inputs[0], outputs[0], count, blocks.dtype, stream)
             return
@@ -220,8 +236,10 @@ def _exchanged(blocks: jax.Array, group: Group, own: bool = True) -> jax.Array:
 # --- from a trace to the call -------------------------------------------------------------------
 
 Worker = TypeVar("Worker")
-Addresses = Sequence[int]
-Enqueue = Callable[[nccl.Communicator, int, Addresses, Addresses], None]
+_Work_contra = TypeVar("_Work_contra", contravariant=True)
+Addresses = Sequence[Address]
+# (communicator, stream, operands, results): numbers, or gaps where it is recorded.
+Enqueue = Callable[[nccl.Communicator, Any, Sequence[Any], Sequence[Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +265,7 @@ _call_p = core.Primitive("nccl_call")
 
 
 def _call(
-    work: _Work, group: Group, shape: Sequence[int], dtype: Any, *operands: jax.Array
+    work: _Work, group: Group, shape: Sequence[int], dtype: DType, *operands: jax.Array
 ) -> jax.Array:
     _compat.prepare()
     return _call_p.bind(*operands, work=work, group=group, shape=tuple(shape), dtype=dtype)
@@ -255,14 +273,14 @@ def _call(
 
 @_call_p.def_abstract_eval
 def _abstract_eval(
-    *operands: Any, work: _Work, group: Group, shape: tuple[int, ...], dtype: Any
-) -> Any:
+    *operands: Aval, work: _Work, group: Group, shape: tuple[int, ...], dtype: DType
+) -> Aval:
     return _compat.array_type(shape, dtype)
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext, *operands: Any, work: _Work, group: Group, **params: Any
-) -> Any:
+    ctx: mlir.LoweringRuleContext, *operands: ir.Value, work: _Work, group: Group, **params: Any
+) -> Sequence[ir.Value]:
     """Makes the communicators and names the work for the program."""
     del params
     members = device_groups(_compat.mesh_of(ctx), group)
@@ -290,7 +308,7 @@ def _lower(
 _compat.register(_call_p, lowering=_lower)
 
 
-def device_groups(mesh: Any, group: Group) -> list[list[jax.Device]]:
+def device_groups(mesh: AnyMesh, group: Group) -> list[list[jax.Device]]:
     """The devices of each group that a collective over `group` has on a mesh, in order of rank."""
     if not isinstance(mesh, Mesh):
         raise BackendError(
@@ -323,6 +341,39 @@ def by_mailboxes(
         if any(d.process_index == jax.process_index() for d in devices):
             at.update(make(nccl.get(devices, name="copies", uses=())))
     return at
+
+
+class Runner(tape.Recordable, Protocol[_Work_contra]):
+    """What puts a work of its kind on one GPU's stream."""
+
+    def run(
+        self,
+        work: _Work_contra,
+        text: str,
+        inputs: Sequence[Address],
+        outputs: Sequence[Address],
+        stream: Address,
+    ) -> None: ...
+
+
+def run_by(
+    ctx: mlir.LoweringRuleContext,
+    text: str,
+    work: _Work_contra,
+    at: Mapping[int, Runner[_Work_contra]],
+    *operands: ir.Value,
+) -> Sequence[ir.Value]:
+    """A call in a program of what runners, by ordinal, do of a work."""
+
+    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
+        at[ordinal].run(work, text, inputs, outputs, stream)
+
+    def recorded(runner: Runner[_Work_contra]) -> None:
+        gaps = tape.inputs(len(operands)), tape.outputs(len(ctx.avals_out))
+        runner.run(work, text, *gaps, tape.STREAM)
+
+    tapes = {ordinal: tape.record(runner, recorded) for ordinal, runner in at.items()}
+    return ffi.lower(ctx, text, function, *operands, has_effect=False, tapes=tapes)
 
 
 ordered.exchanges["nccl"] = sys.modules[__name__]

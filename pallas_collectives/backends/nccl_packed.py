@@ -9,7 +9,7 @@ others unpack or add what comes. The bits are the same.
 import dataclasses
 import functools
 import logging
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,19 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, simulation, wires
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
-from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.nccl import device_groups, run_by
 from pallas_collectives.backends.plans import Plan
 from pallas_collectives.backends.wire_ways import Move
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.nccl import ffi, mailboxes, packed, tape
+from pallas_collectives.nccl import mailboxes, packed
 from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, REDUCE, Packer, Work
 from pallas_collectives.wires import Wire
 
@@ -36,11 +39,9 @@ _OPS = {
     PERMUTE: "ppermute",
     REDUCE: "all_reduce",
 }
-# What comes to a GPU in a call may take this much of its memory, beside XLA's own.
-_MOST_MAIL = 4 << 30
 
 
-def moved(blocks: jax.Array, wire: Wire, *moves: Move, dtype: Any, adds: bool) -> jax.Array:
+def moved(blocks: jax.Array, wire: Wire, *moves: Move, dtype: DTypeLike, adds: bool) -> jax.Array:
     """The blocks that come, (n, numbers), or their sum, (numbers,).
 
     Args:
@@ -70,15 +71,20 @@ _packed_p = core.Primitive("nccl_packed")
 
 
 @_packed_p.def_abstract_eval
-def _type(blocks: Any, *, work: Work, moves: tuple[Move, ...], wire: Wire) -> Any:
+def _type(blocks: Aval, *, work: Work, moves: tuple[Move, ...], wire: Wire) -> Aval:
     del blocks, moves, wire
     shape = (work.numbers,) if work.adds else (work.blocks, work.numbers)
     return _compat.array_type(shape, jnp.dtype(work.result))
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext, blocks: Any, *, work: Work, moves: tuple[Move, ...], wire: Wire
-) -> Any:
+    ctx: mlir.LoweringRuleContext,
+    blocks: ir.Value,
+    *,
+    work: Work,
+    moves: tuple[Move, ...],
+    wire: Wire,
+) -> Sequence[ir.Value]:
     members = device_groups(_compat.mesh_of(ctx), moves[0].group)
     try:
         at = _packers(work, members)
@@ -89,23 +95,14 @@ def _lower(
     told = "a kernel quantises into the peer's memory"
     counters.note(Plan(op=_OPS[work.op], backend="nccl", algorithm="packed", why=told))
     ids = [[d.id for d in devices] for devices in members]
-    text = f"packed {work} over {ids}"
-
-    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
-        at[ordinal].run(work, text, inputs, outputs, stream)
-
-    def recorded(packer: Packer) -> None:
-        packer.run(work, text, tape.inputs(1), tape.outputs(1), tape.STREAM)
-
-    tapes = {ordinal: tape.record(packer, recorded) for ordinal, packer in at.items()}
-    return ffi.lower(ctx, text, function, blocks, has_effect=False, tapes=tapes)
+    return run_by(ctx, f"packed {work} over {ids}", work, at, blocks)
 
 
 def _packers(work: Work, members: list[list[jax.Device]]) -> dict[int, Packer]:
     """What does the work on each of this process's devices, by ordinal."""
-    if work.mail_bytes > _MOST_MAIL:
+    if work.mail_bytes > (most := mailboxes.MOST_MAIL):
         raise mailboxes.MailboxError(
-            f"{work.mail_bytes >> 20} MiB come to a GPU, more than {_MOST_MAIL >> 20} are kept for"
+            f"{work.mail_bytes >> 20} MiB come to a GPU, more than {most >> 20} are kept for"
         )
     return on_gpus.by_mailboxes(members, lambda group: packed.ready(group, work))
 

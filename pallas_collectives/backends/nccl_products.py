@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
-from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.nccl import device_groups, run_by
 from pallas_collectives.backends.pallas.products import GATHER, Layout, Spec, halves
-from pallas_collectives.nccl import cublas, ffi, mailboxes, products, tape
+from pallas_collectives.nccl import cublas, mailboxes, products
 from pallas_collectives.nccl.products import Multiplier, Work
 from pallas_collectives.topology.groups import Group
-
-# What comes to a GPU in a call may take this much of its memory, beside XLA's own.
-_MOST_MAIL = 4 << 30
 
 # Of the model, all measured on H200: products (FLOP/s) by tiles, so many at a time, and what share
 # of the rate tiles reach; copies to a peer (bytes/s); and seconds that a kernel takes besides, a
@@ -51,8 +51,8 @@ def obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
     whole = cublas.ALIGNED // 2
     if uneven := [size for w in ws for size in w.shape if size % whole]:
         return f"K and N must be multiples of {whole}, and one is {uneven[0]}"
-    if (mail := work(op, xs, ws, spec).mail_bytes) > _MOST_MAIL:
-        return f"{mail >> 20} MiB come from the others, more than {_MOST_MAIL >> 20} are kept for"
+    if (mail := work(op, xs, ws, spec).mail_bytes) > (most := mailboxes.MOST_MAIL):
+        return f"{mail >> 20} MiB come from the others, more than {most >> 20} are kept for"
     return ""
 
 
@@ -82,7 +82,7 @@ def _multiplied(rows: int, columns: int, depth: float) -> float:
     return _KERNEL + min(by(tile, share) for tile, share in _TILES.items())
 
 
-def unreachable(op: str, operands: Sequence[Any], spec: Spec, mesh: Any) -> str:
+def unreachable(op: str, operands: Sequence[Any], spec: Spec, mesh: AnyMesh) -> str:
     """Why the devices of a mesh cannot multiply beside copies to each other; "" if they can."""
     xs, ws = (operands[:1], operands[1:]) if op == GATHER else halves(operands)
     try:
@@ -142,7 +142,7 @@ _products_p.multiple_results = True
 
 
 @_products_p.def_abstract_eval
-def _types(*operands: Any, work: Work, group: Group) -> list[Any]:
+def _types(*operands: Aval, work: Work, group: Group) -> list[Any]:
     del operands, group
     dtype, result = jnp.dtype(work.dtype), jnp.dtype(work.result)
     if work.kind == products.SCATTER:
@@ -155,21 +155,13 @@ def _types(*operands: Any, work: Work, group: Group) -> list[Any]:
     return types
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, work: Work, group: Group) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: ir.Value, work: Work, group: Group
+) -> Sequence[ir.Value]:
     members = device_groups(_compat.mesh_of(ctx), group)
     at = _multipliers(work, members)
     ids = [[d.id for d in devices] for devices in members]
-    text = f"{work} of {len(operands)} over {ids}"
-
-    def function(stream: int, ordinal: int, inputs: Addresses, outputs: Addresses) -> None:
-        at[ordinal].run(work, text, inputs, outputs, stream)
-
-    def recorded(multiplier: Multiplier) -> None:
-        gaps = tape.inputs(len(operands)), tape.outputs(len(ctx.avals_out))
-        multiplier.run(work, text, *gaps, tape.STREAM)
-
-    tapes = {ordinal: tape.record(multiplier, recorded) for ordinal, multiplier in at.items()}
-    return ffi.lower(ctx, text, function, *operands, has_effect=False, tapes=tapes)
+    return run_by(ctx, f"{work} of {len(operands)} over {ids}", work, at, *operands)
 
 
 def _multipliers(work: Work, members: Sequence[Sequence[jax.Device]]) -> dict[int, Multiplier]:

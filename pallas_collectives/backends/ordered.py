@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_collectives.annotations import Interpret, Number
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery.combine import wide
 from pallas_collectives.records import PARTNERS, Algorithm
@@ -66,7 +67,7 @@ def added(blocks: jax.Array, n: int, axis: int) -> jax.Array:
     """The n blocks side by side along `axis`, the first plus the second, plus the third, ..."""
     size, dtype = blocks.shape[axis] // n, blocks.dtype
 
-    def term(number: Any) -> jax.Array:
+    def term(number: Number) -> jax.Array:
         block = lax.dynamic_slice_in_dim(blocks, number * size, size, axis)
         return block.astype(wide(dtype))
 
@@ -76,7 +77,7 @@ def added(blocks: jax.Array, n: int, axis: int) -> jax.Array:
 def total(term: Callable[[Any], jax.Array], n: int) -> jax.Array:
     """term(0) + term(1) + ... + term(n - 1), in this order."""
 
-    def several(turn: Any, so_far: jax.Array) -> jax.Array:
+    def several(turn: Number, so_far: jax.Array) -> jax.Array:
         for k in range(_TERMS):
             so_far = so_far + term(1 + turn * _TERMS + k)
         return so_far
@@ -104,7 +105,13 @@ def _plain(how: How) -> How:
 
 
 def _exchanged(
-    x: jax.Array, group: Group, *, op: str, axis: int | None = None, vmem: bool, interpret: Any
+    x: jax.Array,
+    group: Group,
+    *,
+    op: str,
+    axis: int | None = None,
+    vmem: bool,
+    interpret: Interpret,
 ) -> jax.Array:
     """By kernels: of blocks along the first dimension for an all_reduce, else along `axis`."""
     del op, vmem  # a sum, from HBM to HBM
@@ -119,7 +126,6 @@ EXCHANGE = Algorithm(
     name="exchange",
     launcher=_exchanged,
     reach=PARTNERS,  # what reaches what is asked of its exchanges
-    wide=True,
     sent="as all_to_all, and all_gather",
     steps="theirs",
     in_order=True,

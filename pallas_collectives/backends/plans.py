@@ -18,6 +18,9 @@ it, and `explain` prints it.
 import dataclasses
 from typing import Any
 
+import jax
+
+from pallas_collectives.annotations import Interpret
 from pallas_collectives.errors import (
     DtypeError,
     ReachError,
@@ -75,7 +78,7 @@ class How:
     algorithm: str | None = None
     precise: bool = False
     order: str | None = None
-    interpret: Any = False
+    interpret: Interpret = False
     across: tuple[str, ...] | None = None
     wire: Wire | None = None
     wire_backward: Wire | None = None
@@ -180,7 +183,7 @@ class KernelPlan(Plan):
     chip: str
     torus: str
 
-    def launch(self, *operands: Any, **options: Any) -> Any:
+    def launch(self, *operands: Any, **options: Any) -> jax.Array:
         """Runs the algorithm's kernel, on its engine; with a `codec` that which packs."""
         packed = self.record.packed if "codec" in options else True
         assert packed, f"{self.algorithm} packs nothing"

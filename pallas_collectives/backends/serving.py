@@ -28,7 +28,9 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
     return served(lax_p.name, how, lax_p.bind, *args, **params)
 
 
-def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
+def served(
+    op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any
+) -> jax.Array:
     """Runs the lax collective named `op` on the backend, or `by_lax` if that cannot serve it.
 
     All that it computes bears the collective's name in the compiled program, and so in profiles.
@@ -37,7 +39,9 @@ def served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **pa
         return _served(op, how, by_lax, *args, **params)
 
 
-def _served(op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any) -> Any:
+def _served(
+    op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any
+) -> jax.Array:
     kept = near = ""
     if how.beside and how.wire is None:
         kept, near = _kept(op), _near(op, how, *args, **params)

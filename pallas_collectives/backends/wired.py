@@ -39,6 +39,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import _compat, simulation, wires
+from pallas_collectives.annotations import DTypeLike, Number
 from pallas_collectives.backends import ordered
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
@@ -73,7 +74,7 @@ class OnWire:
         self, x: jax.Array, group: Group, *, split_axis: int, concat_axis: int, how: How
     ) -> jax.Array:
         """Block p goes to p and lands as block `me`."""
-        at: Any = {"split_axis": split_axis, "concat_axis": concat_axis}
+        at: dict[str, Any] = {"split_axis": split_axis, "concat_axis": concat_axis}
         blocks = jax.eval_shape(lambda x: blocks_of(x, split_axis, group.size), x)
         sent_by = functools.partial(packed.exchange_bytes, x=x, **at, group=group)
         wire, plain, way = settled("all_to_all", x, blocks.shape, group, how, sent_by)
@@ -184,7 +185,7 @@ class OnWire:
         whole = whole.reshape(-1)[: flat.size]
         return whole.reshape(elements, padded)[:, :size].reshape(x.shape)
 
-    def _move(self, op: str, group: Group, how: How, perm: Any = ()) -> Move:
+    def _move(self, op: str, group: Group, how: How, perm: Sequence[tuple[int, int]] = ()) -> Move:
         """A gather or exchange of blocks, or a permute."""
         match op:
             case "gather":
@@ -203,7 +204,7 @@ def moved(
     return wires.unpack(move(wires.pack(*wires.quantize(blocks, wire))), blocks.shape[1:], wire)
 
 
-def _added(blocks: jax.Array, wire: Wire, move: Move, result: Any) -> jax.Array:
+def _added(blocks: jax.Array, wire: Wire, move: Move, result: DTypeLike) -> jax.Array:
     """(k, elements) -> (elements,): the sum, in float32, of everyone's terms that `move` brings.
 
     result: the sum's dtype.
@@ -213,7 +214,7 @@ def _added(blocks: jax.Array, wire: Wire, move: Move, result: Any) -> jax.Array:
     values, scales = moved(blocks, wire, move.at_once)
     limit = float(jnp.finfo(blocks.dtype).max)
 
-    def term(number: Any) -> jax.Array:
+    def term(number: Number) -> jax.Array:
         return jnp.clip(_term(values, scales, number), -limit, limit)
 
     return ordered.total(term, move.group.size).astype(result)
@@ -227,7 +228,9 @@ def _reduced(blocks: jax.Array, wire: Wire, exchange: Move, gather: Move) -> jax
     return _brought(sums[None], wire, gather, blocks.dtype)
 
 
-def _brought(blocks: jax.Array, wire: Wire, move: Move, dtype: Any = None) -> jax.Array:
+def _brought(
+    blocks: jax.Array, wire: Wire, move: Move, dtype: DTypeLike | None = None
+) -> jax.Array:
     """(k, *block) -> the blocks that have come, in their dtype or another.
 
     What overflows in that is sent as inf: the wire would bring its largest number instead, and hide
@@ -240,7 +243,9 @@ def _brought(blocks: jax.Array, wire: Wire, move: Move, dtype: Any = None) -> ja
     return wires.dequantize(*moved(wires.overflown(blocks, dtype), wire, move.at_once), dtype)
 
 
-def _by_kernels(blocks: jax.Array, wire: Wire, *moves: Move, dtype: Any, adds: bool) -> jax.Array:
+def _by_kernels(
+    blocks: jax.Array, wire: Wire, *moves: Move, dtype: DTypeLike, adds: bool
+) -> jax.Array:
     from pallas_collectives.backends import nccl_packed  # which other backends do not need
 
     return nccl_packed.moved(blocks, wire, *moves, dtype=dtype, adds=adds)
@@ -261,7 +266,7 @@ def _converts(wire: Wire) -> bool:
     return tuple(map(int, capability.split("."))) >= (8, 9)
 
 
-def _term(values: jax.Array, scales: jax.Array, number: Any) -> jax.Array:
+def _term(values: jax.Array, scales: jax.Array, number: Number) -> jax.Array:
     return wires.dequantize(
         *(lax.dynamic_index_in_dim(part, number, keepdims=False) for part in (values, scales))
     )

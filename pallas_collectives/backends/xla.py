@@ -22,6 +22,7 @@ from pallas_collectives import simulation
 from pallas_collectives.backends import ordered
 from pallas_collectives.backends.plans import How
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.validation import AxisName, Groups
 
 
 def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
@@ -58,7 +59,7 @@ def ppermute(x: jax.Array, group: Group, *, perm: Sequence[tuple[int, int]], how
     """What the source sends; zeros on devices without a source."""
     del how
 
-    def permute(x: jax.Array, axis_name: Any, axis_index_groups: Any) -> jax.Array:
+    def permute(x: jax.Array, axis_name: AxisName, axis_index_groups: Groups) -> jax.Array:
         assert axis_index_groups is None, "permutations have no groups"
         return lax_ppermute(x, axis_name, perm)
 
@@ -84,7 +85,9 @@ def _in_blocks(
     **axis: Any,
 ) -> jax.Array:
     """lax's ragged exchange by its dense one: every slice goes as a block of the operand's size."""
-    dense: Any = functools.partial(lax_all_to_all, split_axis=0, concat_axis=0, tiled=True, **axis)
+    dense: Callable[..., jax.Array] = functools.partial(
+        lax_all_to_all, split_axis=0, concat_axis=0, tiled=True, **axis
+    )
     rows, row, slices = len(operand), jnp.arange(len(operand)), len(send_sizes)
     sent = jnp.where(row < send_sizes[:, None], input_offsets[:, None] + row, rows)
     come = dense(operand.at[sent.reshape(-1)].get(mode="fill", fill_value=0))
@@ -100,7 +103,7 @@ def by_lax(function: Callable[..., Any], group: Group, **options: Any) -> Callab
     """lax's collective over a group, uninterpreted by shard_map's types."""
     groups = group.index_groups and [list(row) for row in group.index_groups]
 
-    axis: Any = {"axis_name": group.axes, "axis_index_groups": groups}
+    axis: dict[str, Any] = {"axis_name": group.axes, "axis_index_groups": groups}
     nothing = PartitionSpec()
     return jax.shard_map(
         functools.partial(function, **axis, **options),

@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Interpret, Number, Ref, Step
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, Step, dma_semaphores
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
@@ -73,7 +73,7 @@ class Way(NamedTuple):
 class Scratch(NamedTuple):
     """What the ring's kernel takes beside its arrays."""
 
-    copy_sem: Any  # own; started and waited for once
+    copy_sem: Semaphore  # own; started and waited for once
     semaphores: channels.Semaphores  # (streams, chunks): see pass_on
 
 
@@ -99,7 +99,7 @@ def line(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Interp
     """Gathers x along `axis` over a line, as `ring`."""
     blocks = Blocks.of(x.shape, axis, x.dtype, MOST_CHUNKS)
     way = _by_hops(blocks, groups.line_streams(group.size, blocks.chunks))
-    options: Any = {"vmem": vmem, "interpret": interpret}
+    options: dict[str, Any] = {"vmem": vmem, "interpret": interpret}
     return _launch(*way, x, group, axis, name="all_gather_line", **options)
 
 
@@ -115,14 +115,14 @@ def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Inte
     """Gathers x along `axis`, each device writing to all others."""
     kernel = functools.partial(_direct_kernel, blocks=Blocks.of(x.shape, axis, x.dtype))
     pushed = Way(kernel, PushSemaphores(), "everyone")
-    options: Any = {"vmem": vmem, "interpret": interpret}
+    options: dict[str, Any] = {"vmem": vmem, "interpret": interpret}
     return _launch(*pushed, x, group, axis, name="all_gather_direct", **options)
 
 
 def _by_hops(blocks: Blocks, streams: tuple[Stream, ...]) -> Way:
     return Way(
         functools.partial(_ring_kernel, blocks=blocks, streams=streams),
-        Scratch(pltpu.SemaphoreType.DMA, semaphores(streams)),
+        Scratch(dma_semaphores(), semaphores(streams)),
         groups.barrier_of(streams),
     )
 
@@ -201,18 +201,18 @@ def pass_on(
     sends = [b < ring.size - 1 if on_line else True for b in behind]
     keeps = [b == ring.size - 1 if on_line else True for b in behind]
 
-    def place(number: Number, i: int, chunk: Number) -> Any:
+    def place(number: Number, i: int, chunk: Number) -> Ref:
         """Where we keep message `number` of those that we send."""
         return blocks.at(o_ref, ring.block(-streams[i].direction * number), chunk)
 
-    def arrivals(i: int, chunk: Number) -> Any:
+    def arrivals(i: int, chunk: Number) -> Number:
         return behind[i] if on_line else streams[i].hops_of(chunk)
 
     def channel_of(i: int, chunk: Number) -> Channel:
         stream, index = streams[i], (i, chunk)
         return Channel(ring, stream.direction, semaphores, index, arrivals(*index), stream.hops)
 
-    def send_own(_: Any, i: int, chunk: Number) -> None:
+    def send_own(_: object, i: int, chunk: Number) -> None:
         own, target = blocks.at(x_ref, chunk=chunk), place(0, i, chunk)
         groups.only_if(sends[i], lambda: channel_of(i, chunk).send(own, target, 0))
 
@@ -232,7 +232,7 @@ def pass_on(
         if on_line:
             groups.only_if(comes & keeps[i], lambda: receive(step - 1, i, chunk))
 
-    def drain(_: Any, i: int, chunk: Number) -> None:
+    def drain(_: object, i: int, chunk: Number) -> None:
         count = arrivals(i, chunk)
         groups.only_if(keeps[i], lambda: receive(count - 1, i, chunk))
         sent = jnp.where(sends[i], count + 1, 0) if on_line else count

@@ -11,15 +11,12 @@ into places of its neighbours' results that their reduce-scatter does not touch:
     3     [01.3]  [012.]  [.123]  [0.23]     blocks of the sum present (see all_gather)
     4     [0123]  [0123]  [0123]  [0123]
 
-One shot. Every device pushes its operand to every other, and each adds all n in the same order.
-
              steps         bytes sent per link and direction    scratch
     ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand, 2 MiB VMEM;
                                                                 16 MiB of either at the most
-    one_shot 1             as the wires lie                     n operands
 
 Blocks are n equal parts of the operand; see `reduce_scatter` for the order of additions, and
-`all_reduce_line` for devices whose first and last share no link.
+`all_reduce_line` for devices whose first and last share no link, and `one_hop` for small operands.
 """
 
 import functools
@@ -27,14 +24,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_collectives.annotations import Interpret, Ref, buffer
-from pallas_collectives.kernels import adding, all_gather, reduce_scatter
+from pallas_collectives.annotations import Interpret, Ref
+from pallas_collectives.kernels import all_gather, reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
-from pallas_collectives.kernels.machinery import launch, sparsecore, sync
+from pallas_collectives.kernels.machinery import launch, sparsecore
 from pallas_collectives.kernels.machinery.blocks import Blocks
-from pallas_collectives.kernels.machinery.combine import combine_stack
-from pallas_collectives.kernels.machinery.sync import PushSemaphores
-from pallas_collectives.kernels.reduce_scatter import DirectScratch
 from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
@@ -43,7 +37,7 @@ from pallas_collectives.topology.groups import Group, Ring, Stream
 class Scratch(NamedTuple):
     """What the ring's kernel takes beside its arrays."""
 
-    scatter: adding.Scratch
+    scatter: reduce_scatter.Scratch
     gather: channels.Semaphores  # see all_gather.pass_on
 
 
@@ -79,7 +73,7 @@ def ring(
         x,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scratch=Scratch(
-            adding.Scratch.of(streams, blocks, x.dtype), all_gather.semaphores(streams)
+            reduce_scatter.Scratch.of(streams, blocks, x.dtype), all_gather.semaphores(streams)
         ),
         barrier="neighbours",
         name="all_reduce_ring",
@@ -93,23 +87,6 @@ def _in_sections(x: jax.Array, group: Group, **options: Any) -> jax.Array:
     """Reduces x in VMEM, section by section, as over a torus of one axis."""
     alone = reduce_scatter.one_axis(group, line=False)
     return torus.all_reduce(x, alone, name="all_reduce_ring", **options)
-
-
-def one_shot(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interpret) -> jax.Array:
-    """Reduces x, whose last two dimensions are whole tiles, over the group."""
-    stack = buffer((group.size, *x.shape), x.dtype)
-    return launch.call(
-        functools.partial(_one_shot_kernel, op=op, vmem=vmem),
-        group,
-        x,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        scratch=DirectScratch(stack, PushSemaphores()),
-        barrier="everyone",
-        name="all_reduce_one_shot",
-        interpret=interpret,
-        vmem=vmem,
-        wire_bytes=(group.size - 1) * x.nbytes,
-    )
 
 
 def _ring_kernel(
@@ -128,21 +105,7 @@ def _ring_kernel(
     cut: Any = {"blocks": blocks, "streams": streams}
     own_ref = blocks.at(o_ref, ring.me)
     with jax.named_scope("reduce_scatter"):
-        adding.add_on_the_way(ring, x_ref, own_ref, scratch.scatter, op=op, vmem=vmem, **cut)
+        how: Any = {"op": op, "vmem": vmem, **cut}
+        reduce_scatter.add_on_the_way(ring, x_ref, own_ref, scratch.scatter, **how)
     with jax.named_scope("all_gather"):
         all_gather.pass_on(ring, own_ref, o_ref, scratch.gather, **cut)
-
-
-def _one_shot_kernel(
-    ring: Ring,
-    x_ref: Ref,  # own operand: HBM or VMEM
-    o_ref: Ref,  # result: HBM or VMEM
-    scratch: DirectScratch,
-    *,
-    op: str,
-    vmem: bool,
-) -> None:
-    own_layer = scratch.stack_ref.at[ring.me]
-    sync.push_to_everyone(ring, lambda *_: x_ref, lambda _: own_layer, scratch.push)
-    with jax.named_scope("combine"):
-        combine_stack(op, o_ref, scratch.stack_ref, vmem=vmem)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_collectives.annotations import Interpret, Ref
+from pallas_collectives.annotations import Interpret, Ref, buffer
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import all_gather
 from pallas_collectives.kernels.machinery import launch
@@ -42,7 +42,7 @@ _MOST_BYTES = 1 << 31  # of all operands
 class Scratch(NamedTuple):
     """What the kernel takes beside its arrays."""
 
-    stack_ref: Any  # all operands, row-major in the order of the ranks: HBM or VMEM; see `gather`
+    stack_ref: Ref  # all operands, row-major in the order of the ranks: HBM or VMEM; see `gather`
     gather: Any  # what the gather takes
 
 
@@ -97,7 +97,7 @@ def gathered(
         group,
         block,
         *others,
-        scratch=Scratch(jax.ShapeDtypeStruct(stack, x.dtype), way.scratch),
+        scratch=Scratch(buffer(stack, x.dtype), way.scratch),
         axes=axes,
         scalars=tables,
         barrier=way.barrier,

@@ -38,19 +38,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
+from pallas_collectives.annotations import Copy, DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.reduce_scatter import one_axis
 from pallas_collectives.kernels.torus import reduce_scatter as torus
+from pallas_collectives.kernels.torus.grid_chunks import SKEW
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, only_if, wrap_step
-
-# Ticks between a device's turn with a chunk and the next device's: as long as a chunk's time on the
-# wire and the latency of a hop together, so that nobody waits for what is only just arriving.
-SKEW = 4
 
 # Sends of sums that may be under way when the next one starts.
 IN_FLIGHT = 4
@@ -107,7 +104,7 @@ def line(
     over a torus of one axis, which loads links no more.
     """
     if packed:
-        options: Any = {"op": op, "vmem": vmem, "interpret": interpret, **packed}
+        options: dict[str, Any] = {"op": op, "vmem": vmem, "interpret": interpret, **packed}
         alone = one_axis(group, line=True)
         return torus.all_reduce(x, alone, name="all_reduce_line", **options)
     chunks = chunks_of(x.shape, x.dtype, group.size)
@@ -207,7 +204,7 @@ class _Device:
     def run(self) -> None:
         """Behind it."""
 
-        def tick(time: Any, _: None) -> None:
+        def tick(time: Number, _: None) -> None:
             self._send_sum(time - SKEW * self._adds)
             self._receive_finished(time - SKEW * self._ends)
 
@@ -220,7 +217,7 @@ class _Device:
             passed_on = (~self._in_middle & ~self._at_end).astype(jnp.int32) * self._count
             self._outwards.wait_sent(self._of(self._o_ref, jnp.int32(0)), times=passed_on)
 
-    def _of(self, ref: Ref, chunk: Number) -> Any:
+    def _of(self, ref: Ref, chunk: Number) -> Ref:
         return self._chunks.at(ref, chunk=chunk)
 
     # Our terms, copied to VMEM one ahead of the sum that they are added to
@@ -231,12 +228,12 @@ class _Device:
             wanted = ~self._at_end & (chunk < self._count)
             only_if(wanted, lambda: self._term_copy(chunk).start())
 
-    def _term_copy(self, chunk: Number) -> Any:
+    def _term_copy(self, chunk: Number) -> Copy:
         at = wrap_step(chunk, 2)
         target, semaphore = self._s.terms_ref.at[at], self._s.term_sems.at[at]
         return pltpu.make_async_copy(self._of(self._x_ref, chunk), target, semaphore)
 
-    def _term(self, chunk: Number) -> Any:
+    def _term(self, chunk: Number) -> Ref:
         if self._vmem:
             return self._of(self._x_ref, chunk)
         self._term_copy(chunk).wait()
@@ -287,7 +284,7 @@ class _Device:
         """Sends from a slot: it has a semaphore of its own, as others may leave before it."""
         dataclasses.replace(channel, sent=self._sent(side, chunk)).push(source, target, chunk)
 
-    def _sent(self, side: Number, chunk: Number) -> Any:
+    def _sent(self, side: Number, chunk: Number) -> Semaphore:
         return self._s.inwards.sent.at[side, wrap_step(chunk, SLOTS)]
 
     def _end_sends(self, chunk: Number) -> None:
@@ -308,7 +305,7 @@ class _Device:
         only_if((chunk >= 0) & self._in_middle, in_middle)
         only_if((chunk >= 0) & ~self._in_middle, elsewhere)
 
-    def _result_copy(self, chunk: Number) -> Any:
+    def _result_copy(self, chunk: Number) -> Copy:
         semaphore = self._s.result_sems.at[wrap_step(chunk, SLOTS)]
         place = self._of(self._o_ref, chunk)
         return pltpu.make_async_copy(self._both[0].slot(chunk), place, semaphore)

@@ -47,13 +47,12 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import launch, relay, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.relay import MAX_WIDTH, SLOT_BYTES
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring
 
 CHUNK_BYTES = 1 << 20
-SLOT_BYTES = 16 << 20
-MAX_WIDTH = 16  # a message on its way takes four semaphores per direction; a core has hundreds
 MAX_CHUNKS = 8  # of a block sent directly: enough for the links to interleave
 
 
@@ -206,7 +205,7 @@ class _Schedule(relay.Schedule):
         """Blocks whose chunks are messages."""
         return dataclasses.replace(blocks, chunks=self.cuts)
 
-    def message(self, blocks: Blocks, ref: Ref, block: Number, number: Number, way: int) -> Any:
+    def message(self, blocks: Blocks, ref: Ref, block: Number, number: Number, way: int) -> Ref:
         """What travels of a block as one message."""
         return self.cut(blocks).at(ref, block, 2 * number + way if self.halved else number)
 
@@ -270,7 +269,7 @@ def _ring_kernel(
     ) -> Any:
         """One hop of the message for a distance; `counts`: for each way, relayed and forwarded."""
 
-        def pass_on(way: int, direction: int, relayed: Any, forwarded: Any) -> None:
+        def pass_on(way: int, direction: int, relayed: Number, forwarded: Number) -> None:
             if first:
                 receiver = ring.block(direction * distance)
                 source = schedule.message(layout.source, x_ref, receiver, number, way)

@@ -26,7 +26,15 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore, dma_semaphores
+from pallas_collectives.annotations import (
+    Copy,
+    DType,
+    Interpret,
+    Number,
+    Ref,
+    Semaphore,
+    dma_semaphores,
+)
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.codec import MOST_TILES, Chunks, Codec
@@ -46,10 +54,10 @@ UNDER_WAY = 3  # chunks that come from HBM, or go there
 class Scratch(NamedTuple):
     """What the kernel takes beside its arrays."""
 
-    plain: Any  # (UNDER_WAY, chunk): VMEM: ours, on their way from HBM
-    packed: Any  # (SENDING, packed chunk): VMEM: ours, on their way to their receivers
-    come: Any  # (n, window, packed chunk): VMEM: by the sender's distance, who writes to its slots
-    result: Any  # (UNDER_WAY, chunk): VMEM: unpacked, on their way to HBM
+    plain: Ref  # (UNDER_WAY, chunk): VMEM: ours, on their way from HBM
+    packed: Ref  # (SENDING, packed chunk): VMEM: ours, on their way to their receivers
+    come: Ref  # (n, window, packed chunk): VMEM: by the sender's distance, who writes to its slots
+    result: Ref  # (UNDER_WAY, chunk): VMEM: unpacked, on their way to HBM
     plain_sems: Semaphore  # (UNDER_WAY): own
     result_sems: Semaphore  # (UNDER_WAY): own
     semaphores: Semaphores  # of n channels: to the device at each distance; messages are rounds
@@ -197,14 +205,14 @@ class _End:
         only_if(distance > 0, lambda: channel.release(turn))
         self.keep(number).start()
 
-    def bring(self, number: Number) -> Any:
+    def bring(self, number: Number) -> Copy:
         """The copy of a chunk from HBM."""
         turn, distance = self._of(number)
         place, receiver = wrap_step(number, UNDER_WAY), self._position(distance)
         part = self.chunks.at(self.x_ref, turn, receiver, self.split)
         return pltpu.make_async_copy(part, self.s.plain.at[place], self.s.plain_sems.at[place])
 
-    def keep(self, number: Number) -> Any:
+    def keep(self, number: Number) -> Copy:
         """The copy of a chunk that has come to HBM."""
         turn, distance = self._of(number)
         place, sender = wrap_step(number, UNDER_WAY), self._position(-distance)
@@ -237,7 +245,7 @@ class _End:
         position = number + n // 2  # so that the own chunk is neither first nor last
         return lax.div(number, np.int32(n)), lax.rem(position * _stride(n), np.int32(n))
 
-    def _position(self, offset: Number) -> Any:
+    def _position(self, offset: Number) -> Number:
         return wrap(self.ring.me + offset, self.ring.size)
 
 

@@ -27,7 +27,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.lax import PrecisionLike
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref
+from pallas_collectives.annotations import DType, Flag, Interpret, Number, Ref
 from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, multiply
 from pallas_collectives.kernels.machinery.multiply import Products, Where
@@ -208,17 +208,17 @@ def _gather_kernel(
     w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
     all_products = _products(tiling, w_refs, scratch, precision)
 
-    def rows_of(block: Number, chunk: Number, own: Any) -> Where:
+    def rows_of(block: Number, chunk: Number, own: Flag) -> Where:
         def where(act: Callable[[Ref], None]) -> None:
             groups.only_if(own, lambda: act(tiling.blocks.at(x_ref, chunk=chunk)))
             groups.only_if(~own, lambda: act(tiling.blocks.at(gathered_ref, block, chunk)))
 
         return where
 
-    def fetch(block: Number, chunk: Number, own: Any) -> None:
+    def fetch(block: Number, chunk: Number, own: Flag) -> None:
         all_products[0].fetch(rows_of(block, chunk, own))
 
-    def consume(block: Number, chunk: Number, own: Any, follow: Callable[[], None]) -> None:
+    def consume(block: Number, chunk: Number, own: Flag, follow: Callable[[], None]) -> None:
         rows = rows_of(block, chunk, own)
         then: list[Callable[[], None]] = [
             *(functools.partial(products.fetch, rows) for products in all_products[1:]),
@@ -269,7 +269,7 @@ def _scatter_kernel(
     def rows_of(block: Number, chunk: Number) -> Where:
         return lambda act: act(tiling.blocks.at(x_ref, block, chunk))
 
-    def sums_in(adds: Any, *sum_refs: Ref) -> list[Where]:
+    def sums_in(adds: Flag, *sum_refs: Ref) -> list[Where]:
         def where(ref: Ref, act: Callable[[Ref], None]) -> None:
             groups.only_if(adds, lambda: act(ref))
 
@@ -279,7 +279,7 @@ def _scatter_kernel(
         products.fetch(rows_of(block, chunk))
 
     def produce(
-        block: Number, chunk: Number, sum_ref: Ref, adds: Any, follow: Callable[[], None]
+        block: Number, chunk: Number, sum_ref: Ref, adds: Flag, follow: Callable[[], None]
     ) -> None:
         sums = sums_in(adds, sum_ref)
         products.multiply(rows_of(block, chunk), sum_ref, *sums, adds=adds, follow=follow)

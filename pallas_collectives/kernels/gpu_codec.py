@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives import _compat, wires
-from pallas_collectives.annotations import Ref
+from pallas_collectives.annotations import DType, Index, Number, Ref, span
 from pallas_collectives.wires import Wire
 
 _GROUPS = (32, 16, 8)  # that a block of the grid has
@@ -98,7 +98,7 @@ def pack(format: Format, blocks: jax.Array, left_out: jax.Array) -> jax.Array:
 
 
 def unpack(
-    format: Format, dtype: Any, come: jax.Array, blocks: jax.Array, own: jax.Array
+    format: Format, dtype: DType, come: jax.Array, blocks: jax.Array, own: jax.Array
 ) -> jax.Array:
     """(n, groups, group) in a dtype: the blocks that have come, and one's own.
 
@@ -118,7 +118,7 @@ def unpack(
 
 
 def added(
-    format: Format, dtype: Any, come: jax.Array, blocks: jax.Array, own: jax.Array
+    format: Format, dtype: DType, come: jax.Array, blocks: jax.Array, own: jax.Array
 ) -> jax.Array:
     """(groups, group): the first block plus the second, plus the third, in float32.
 
@@ -213,7 +213,9 @@ def _rounded(numbers: jax.Array, wire: Wire) -> jax.Array:
     return values.astype(jnp.float32) * scales[:, None]
 
 
-def _read(come_ref: Ref, block: tuple[int, ...], places: Any, format: Format) -> jax.Array:
+def _read(
+    come_ref: Ref, block: tuple[int, ...], places: tuple[Index, Index], format: Format
+) -> jax.Array:
     """The numbers of a block, from the places of its values and scales."""
     values, octets = (come_ref[(*block, at)].reshape(format.together, -1) for at in places)
     numbers = lax.bitcast_convert_type(values, jnp.dtype(format.wire.dtype)).astype(jnp.float32)
@@ -221,11 +223,11 @@ def _read(come_ref: Ref, block: tuple[int, ...], places: Any, format: Format) ->
     return numbers * lax.bitcast_convert_type(words, jnp.float32)[:, None]
 
 
-def _places(format: Format, step: Any) -> tuple[Any, Any]:
+def _places(format: Format, step: Number) -> tuple[Any, Any]:
     """Where values and scales of a step's groups are in a packed block."""
     values, scales = format.together * format.group, format.together * _SCALE
     behind = format.groups * format.group
-    return pl.ds(step * values, values), pl.ds(behind + step * scales, scales)
+    return span(step * values, values), span(behind + step * scales, scales)
 
 
 def _shifts() -> jax.Array:

@@ -159,7 +159,7 @@ class Plan:
 
     def _messages(self, group: Group) -> int:
         """Chunks of a core that the busiest of a device's links carries."""
-        carried: dict[tuple[int, int], int] = collections.Counter()
+        carried: dict[tuple[Number, int], int] = collections.Counter()
         for stream, chunk in itertools.product(self.streams(group.size), range(self.chunks)):
             ring = streams.ring_number(chunk, self.chunks) if self._rings(group) > 1 else 0
             carried[ring, stream.direction] += stream.hops_of(chunk)

@@ -37,13 +37,13 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Number, Ref, Semaphore, Step, buffer
-from pallas_collectives.kernels import adding
-from pallas_collectives.kernels.adding import SLOTS
+from pallas_collectives.annotations import Copy, DType, Flag, Number, Ref, Semaphore, Step, buffer
+from pallas_collectives.kernels import reduce_scatter
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.blocks import Blocks
 from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.reduce_scatter import SLOTS
 from pallas_collectives.kernels.streams import Streams
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Ring, Stream, wrap_step
@@ -75,7 +75,7 @@ class Pace(NamedTuple):
         ratio = max(1, min(16 * 64, round(16 * consume / wire)))
         return cls(rings if wire_lags else rings - 1, ratio, ON_WIRE * rings)
 
-    def out(self, turn: Number, chunks: int, one_way: int) -> Any:
+    def out(self, turn: Number, chunks: int, one_way: int) -> Number:
         """How many are out when the chunk of a turn is consumed; at turns below `chunks`, an own.
 
         From then on each turn is that of a message that came, one from either side. Messages from
@@ -136,11 +136,11 @@ def gather_and_consume(
     def channel(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk)
 
-    def place(number: Number, stream: Number, chunk: Number) -> Any:
+    def place(number: Number, stream: Number, chunk: Number) -> Ref:
         """Where we keep message `number` of those that we send."""
         return blocks.at(gathered_ref, moving.downstream(stream, chunk, -number), chunk)
 
-    def own_copy(chunk: Number) -> Any:
+    def own_copy(chunk: Number) -> Copy:
         source, target = blocks.at(x_ref, chunk=chunk), blocks.at(gathered_ref, ring.me, chunk)
         return pltpu.make_async_copy(source, target, scratch.copy_sems.at[chunk])
 
@@ -237,7 +237,7 @@ def gather_and_consume(
 
 def scatter_scratch(
     streams: tuple[Stream, ...], blocks: Blocks, dtype: DType, cores: int = 1
-) -> adding.Scratch:
+) -> reduce_scatter.Scratch:
     """What to allocate for `produce_and_scatter`: a slot more than sums that arrive, to set out.
 
     Semaphores are each core's own; slots of all cores lie in HBM, which they share.
@@ -245,13 +245,13 @@ def scatter_scratch(
     index = len(streams), blocks.chunks
     slots = cores, *index, SLOTS + 1, *blocks.chunk_shape
     semaphores = channels.Semaphores.of(*index, window=SLOTS)
-    return adding.Scratch(buffer(slots, dtype), semaphores)
+    return reduce_scatter.Scratch(buffer(slots, dtype), semaphores)
 
 
 def produce_and_scatter(
     ring: Ring,
     o_ref: Ref,  # own block of the result: HBM
-    scratch: adding.Scratch,  # see scatter_scratch: HBM
+    scratch: reduce_scatter.Scratch,  # see scatter_scratch: HBM
     *,
     produce: Callable[..., None],
     finish: Callable[..., None],
@@ -274,7 +274,7 @@ def produce_and_scatter(
     where the wire takes less than producing. Where it takes longer, they would fill it with sums
     that all come late.
 
-    Messages are those of `adding.add_on_the_way` round a ring. Terms of step 0 set out from
+    Messages are those of `reduce_scatter.add_on_the_way` round a ring. Terms of step 0 set out from
     a slot that nobody else writes to. A chunk has one send under way at a time.
     """
     moving = Streams(ring, streams)
@@ -288,11 +288,11 @@ def produce_and_scatter(
     def channel_of(stream: Number, chunk: Number) -> Channel:
         return moving.channel(scratch.semaphores, stream, chunk, slots_of(stream, chunk))
 
-    def chunk_of(turn: Number, stream: Number) -> Any:
+    def chunk_of(turn: Number, stream: Number) -> Number:
         index = lax.rem(turn, size)
         return moving.furthest(stream, index) if furthest_first else moving.in_turn(index)
 
-    def sends(turn: Number, stream: Number) -> Any:
+    def sends(turn: Number, stream: Number) -> Flag:
         return lax.div(turn, size) < moving.hops_of(stream, chunk_of(turn, stream))
 
     def part_of(turn: Number, stream: Number) -> tuple[Any, Any]:
@@ -338,7 +338,7 @@ def produce_and_scatter(
         chunk = moving.in_turn(index)
         target = blocks.at(o_ref, chunk=chunk)
 
-        def last(stream: Number) -> Any:
+        def last(stream: Number) -> Ref:
             channel = channel_of(stream, chunk)
             arrived = channel.slot(channel.arrivals - 1)
             channel.receive(channel.arrivals - 1, arrived)

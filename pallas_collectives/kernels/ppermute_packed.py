@@ -16,7 +16,7 @@ stays on its device is packed and unpacked as well, so that all results are roun
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,15 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore, dma_semaphores
+from pallas_collectives.annotations import (
+    Copy,
+    DType,
+    Interpret,
+    Number,
+    Ref,
+    Semaphore,
+    dma_semaphores,
+)
 from pallas_collectives.kernels import ppermute
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
@@ -44,10 +52,10 @@ WINDOW = AHEAD + 6
 class Scratch(NamedTuple):
     """What the kernel takes beside its arrays."""
 
-    plain: Any  # (2, chunk): VMEM: ours, on their way from HBM
-    packed: Any  # (SENDING, packed chunk): VMEM: ours, on their way to the target
-    come: Any  # (WINDOW, packed chunk): VMEM: written by our source
-    result: Any  # (2, chunk): VMEM: unpacked, on their way to HBM
+    plain: Ref  # (2, chunk): VMEM: ours, on their way from HBM
+    packed: Ref  # (SENDING, packed chunk): VMEM: ours, on their way to the target
+    come: Ref  # (WINDOW, packed chunk): VMEM: written by our source
+    result: Ref  # (2, chunk): VMEM: unpacked, on their way to HBM
     plain_sems: Semaphore  # (2): own
     result_sems: Semaphore  # (2): own
     semaphores: Semaphores  # of the channel from our source and to our target
@@ -129,11 +137,11 @@ def _kernel(
             partners=partners,
         )
 
-    def bring(number: Number) -> Any:
+    def bring(number: Number) -> Copy:
         part, place = chunks.at(x_ref, number), wrap_step(number, 2)
         return pltpu.make_async_copy(part, s.plain.at[place], s.plain_sems.at[place])
 
-    def keep(number: Number) -> Any:
+    def keep(number: Number) -> Copy:
         part, place = chunks.at(o_ref, number), wrap_step(number, 2)
         return pltpu.make_async_copy(s.result.at[place], part, s.result_sems.at[place])
 

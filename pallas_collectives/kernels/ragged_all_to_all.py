@@ -44,15 +44,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores, span
 from pallas_collectives.kernels.machinery import launch, relay, sync
 from pallas_collectives.kernels.machinery.entry import WIDE
+from pallas_collectives.kernels.machinery.relay import MAX_WIDTH, SLOT_BYTES
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES, LEAST_PIECE_BYTES = 512 << 10, 64 << 10, 16 << 10
-SLOT_BYTES = 16 << 20
-MAX_WIDTH = 16  # see all_to_all
 LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
 # Bytes of an operand from which links are weighed: that is some ten small sums, on the wire a ms.
 WEIGHED_BYTES = 32 << 20
@@ -196,7 +195,7 @@ def parts_right(all_sizes: jax.Array, n: int, most: int) -> jax.Array:
 
 
 def _for_each_slice(
-    first: Any, slices: int, sizes_ref: Ref, most: int, body: Callable[[Any, Any], None]
+    first: Number, slices: int, sizes_ref: Ref, most: int, body: Callable[[Any, Any], None]
 ) -> None:
     """body(slice number, rows) for those of the `slices` from `first` on that are not empty."""
 
@@ -208,18 +207,18 @@ def _for_each_slice(
     sync.for_each(0, slices, one)
 
 
-def clipped(size: Number, most: int) -> Any:
+def clipped(size: Number, most: int) -> jax.Array:
     """A slice's rows: no more than either array has."""
     return lax.clamp(np.int32(0), size, np.int32(most))
 
 
-def start(ref: Ref, offset: Number, size: Number) -> Any:
+def start(ref: Ref, offset: Number, size: Number) -> Number:
     """Where a slice begins in an array: at its offset, or as near to it as it fits."""
     return lax.clamp(np.int32(0), offset, np.int32(ref.shape[0]) - size)
 
 
-def _rows(ref: Ref, offset: Number, size: Any) -> Any:
-    return ref.at[pl.ds(start(ref, offset, size), size)]
+def _rows(ref: Ref, offset: Number, size: Number) -> Ref:
+    return ref.at[span(start(ref, offset, size), size)]
 
 
 def _direct_kernel(
@@ -269,8 +268,8 @@ def _direct_kernel(
         for_each_slice(ring.me, send_sizes_ref, functools.partial(_wait, copy_sem, x_ref))
 
 
-def _wait(semaphore: Semaphore, ref: Ref, _: Any, count: Any) -> None:
-    sync.wait(semaphore, ref.at[pl.ds(0, count)])
+def _wait(semaphore: Semaphore, ref: Ref, _: object, count: Number) -> None:
+    sync.wait(semaphore, ref.at[span(0, count)])
 
 
 def _ring_kernel(
@@ -295,14 +294,22 @@ def _ring_kernel(
     slots, rounds = relay.Slots(ring, schedule, scratch.slots), lax.max(rounds_ref[0], np.int32(1))
 
     def move(
-        _: Any, number: Number, hop: Number, distance: Number, counts: Any, first: bool, last: bool
+        _: object,
+        number: Number,
+        hop: Number,
+        distance: Number,
+        counts: Any,
+        first: bool,
+        last: bool,
     ) -> Any:
         """One hop of chunk `number` / slices of slice `number` % slices, for a distance each way.
 
         `counts` are, for each way, the messages relayed and forwarded.
         """
 
-        def one_way(way: int, direction: int, relayed: Any, forwarded: Any) -> tuple[Any, Any]:
+        def one_way(
+            way: int, direction: int, relayed: Number, forwarded: Number
+        ) -> tuple[Any, Any]:
             sender = ring.block(direction * (1 - hop))
             receiver = ring.block(direction * (distance - hop + 1))
             i = receiver * slices + lax.rem(number, np.int32(slices))
@@ -320,7 +327,7 @@ def _ring_kernel(
                 )
                 begin, count = begin + (skipped if way else 0), whole - skipped
 
-            def send(_: Any) -> None:
+            def send(_: object) -> None:
                 if first:
                     first_row = start(x_ref, input_offsets_ref[i], size) + begin
                     source, sent = x_ref.at[pl.ds(first_row, count)], scratch.own_sem
@@ -340,7 +347,7 @@ def _ring_kernel(
 
         return [one_way(i, schedule.directions[i], *counts[i]) for i in range(len(counts))]
 
-    def for_each_slice(sender: Any, receiver: Any, body: Callable[[Any, Any], None]) -> None:
+    def for_each_slice(sender: Number, receiver: Number, body: Callable[[Any, Any], None]) -> None:
         _for_each_slice((sender * n + receiver) * slices, slices, sizes_ref, most, body)
 
     def copy_to_self(i: Number, count: Number) -> None:
@@ -367,7 +374,7 @@ def _ring_kernel(
         for_each_slice(ring.me, ring.me, functools.partial(_wait, scratch.copy_sem, x_ref))
 
 
-def _part_right(rounds_ref: Ref, sender: Number, rows: Any) -> Any:
+def _part_right(rounds_ref: Ref, sender: Number, rows: Number) -> Number:
     """How many rows of a chunk for the opposite device go right; of halves even senders' are up."""
     up = np.int32(_WHOLE // 2) * lax.rem(sender + 1, np.int32(2))
     return lax.div(rows * rounds_ref[1 + sender] + up, np.int32(_WHOLE))

@@ -10,16 +10,12 @@ round, the owner gets two sums, one from each side, and adds them to its own ter
     2     [44]  [44]  [44]  [44]
 
 On a line, whose first and last share no link, sums set out at its ends, the furthest owner's
-first, so that both sides' reach their owners in the last step.
-
-Direct. Every device pushes its term of each block to the block's owner, who adds them up: one hop,
-for small blocks.
+first, so that both sides' reach their owners in the last step. For small blocks see `one_hop`.
 
                      steps       bytes sent per link and direction    scratch
     unidirectional   n-1         (n-1) blocks to the right, 0 left    3 blocks
     bidirectional    floor(n/2)  (n-1)/2 blocks                       6 blocks, 16 MiB at the most
     line             n-1         at most n-1 blocks                   6 blocks, 16 MiB at the most
-    direct           1           as the wires lie                     n blocks
 
 The scratch of a ring, three blocks for each direction however many devices there are, lies in HBM,
 with at most 2 MiB of VMEM for the tiles being added; or all in VMEM, where the operands are. A
@@ -28,9 +24,8 @@ blocks are more than 16 MiB, they go by section by section, in VMEM, as over a t
 each half n-1 hops one way round (`torus.reduce_scatter`), which takes no longer for such blocks.
 
 Order and rounding. The sum is own + (from the left) + (from the right), each side's own sum ordered
-along the ring; `direct` adds in the order of the devices: the same on every run. Within a device
-terms are added in float32 (integers in 32 bits); what goes on the wire is rounded to the operand's
-dtype once per hop.
+along the ring: the same on every run. Within a device terms are added in float32 (integers in 32
+bits); what goes on the wire is rounded to the operand's dtype once per hop.
 """
 
 import dataclasses
@@ -41,17 +36,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 
-from pallas_collectives.annotations import DType, Interpret, Ref, buffer
-from pallas_collectives.kernels.adding import SLOTS, Scratch, add_on_the_way
-from pallas_collectives.kernels.machinery import launch, sparsecore, sync
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Step, buffer
+from pallas_collectives.kernels.machinery import channel as channels
+from pallas_collectives.kernels.machinery import launch, sparsecore
 from pallas_collectives.kernels.machinery.blocks import Blocks
-from pallas_collectives.kernels.machinery.combine import combine_stack
-from pallas_collectives.kernels.machinery.sync import PushSemaphores
+from pallas_collectives.kernels.machinery.channel import Channel
+from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.kernels.torus import sections
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
+
+# Slots per stream for sums that arrive. One is being added to and sent on from, one is being
+# received into; the third lets upstream start before our send from the first has ended.
+SLOTS = 3
+
+# Sends of a stream under way at a time. More would share the wire: all chunks would come late and
+# together, and be added when the last is there, instead of each while the next comes.
+IN_FLIGHT = 3
 
 # A block of k * k * UNIT_BYTES goes in k chunks, up to eight: by the replay no other rule did
 # better on all of v5e, v5p, v6e and 7x at 192 KiB to 16 MiB. Where it is added in VMEM it goes in
@@ -62,11 +68,18 @@ MOST_CHUNKS_IN_VMEM = 5
 CHUNKS_OF_A_SUBCORE = 2  # with five semaphores each, both ways; v5p's have 27
 
 
-class DirectScratch(NamedTuple):
-    """What a kernel takes that adds what all have pushed to it."""
+class Scratch(NamedTuple):
+    """What `add_on_the_way` takes beside its arrays."""
 
-    stack_ref: Ref  # (n, one block): HBM or VMEM; layer p is written by device p
-    push: PushSemaphores
+    slots_ref: Ref  # (streams, chunks, SLOTS, one chunk): HBM or VMEM; written by upstream
+    semaphores: channels.Semaphores  # (streams, chunks)
+
+    @classmethod
+    def of(cls, streams: tuple[Stream, ...], blocks: Blocks, dtype: DType) -> "Scratch":
+        """What to allocate."""
+        index = len(streams), blocks.chunks
+        slots = buffer((*index, SLOTS, *blocks.chunk_shape), dtype)
+        return cls(slots, channels.Semaphores.of(*index, window=SLOTS))
 
 
 def ring(
@@ -87,16 +100,8 @@ def ring(
     """
     name = f"reduce_scatter_{'bidirectional' if bidirectional else 'unidirectional'}"
     streams_of = functools.partial(groups.streams, group.size, bidirectional=bidirectional)
-    how: Any = {"vmem": vmem, "interpret": interpret}
-    if packed:
-        return in_sections(x, group, axis=axis, op=op, line=False, name=name, **how, **packed)
-    if sparsecore.is_wanted():
-        return _by_subcores(x, group, axis, streams_of, op, name, interpret)
-    blocks = _blocks(x, group, axis, vmem)
-    streams = streams_of(chunks=blocks.chunks)
-    if bidirectional and goes_in_sections(blocks, x.dtype, vmem):
-        return in_sections(x, group, axis=axis, op=op, line=False, name=name, **how)
-    return _by_hops(x, group, blocks, streams, op, name, **how)
+    how: Any = {"vmem": vmem, "interpret": interpret, **packed}
+    return _along(x, group, streams_of, axis=axis, op=op, name=name, line=False, **how)
 
 
 def line(
@@ -110,35 +115,43 @@ def line(
     **packed: Any,
 ) -> jax.Array:
     """Reduces x over a line, as `ring`."""
-    how: Any = {"vmem": vmem, "interpret": interpret}
-    name, streams_of = "reduce_scatter_line", functools.partial(groups.line_streams, group.size)
+    streams_of, name = functools.partial(groups.line_streams, group.size), "reduce_scatter_line"
+    how: Any = {"vmem": vmem, "interpret": interpret, **packed}
+    return _along(x, group, streams_of, axis=axis, op=op, name=name, line=True, **how)
+
+
+def _along(
+    x: jax.Array,
+    group: Group,
+    streams_of: Callable[..., tuple[Stream, ...]],
+    *,
+    axis: int,
+    op: str,
+    name: str,
+    line: bool,
+    vmem: bool,
+    interpret: Interpret,
+    **packed: Any,
+) -> jax.Array:
+    how: Any = {"name": name, "vmem": vmem, "interpret": interpret}
     if packed:
-        return in_sections(x, group, axis=axis, op=op, line=True, name=name, **how, **packed)
+        return in_sections(x, group, line=line, axis=axis, op=op, **how, **packed)
     if sparsecore.is_wanted():
         return _by_subcores(x, group, axis, streams_of, op, name, interpret)
-    blocks = _blocks(x, group, axis, vmem)
+    shape = _block_shape(x, group, axis)
+    blocks = Blocks.of(shape, axis, x.dtype, chunks_of(shape, x.dtype, vmem))
     streams = streams_of(chunks=blocks.chunks)
-    if goes_in_sections(blocks, x.dtype, vmem):
-        return in_sections(x, group, axis=axis, op=op, line=True, name=name, **how)
-    return _by_hops(x, group, blocks, streams, op, name, **how)
-
-
-def direct(
-    x: jax.Array, group: Group, *, axis: int, op: str, vmem: bool, interpret: Interpret
-) -> jax.Array:
-    """Reduces x with one hop a term, as `ring`."""
-    blocks = Blocks.of(_block_shape(x, group, axis), axis, x.dtype)
-    stack = buffer((group.size, *blocks.shape), x.dtype)
-    return _launch(
-        functools.partial(_direct_kernel, blocks=blocks, op=op, vmem=vmem),
-        x,
+    if len(streams) > 1 and goes_in_sections(blocks, x.dtype, vmem):
+        return in_sections(x, group, line=line, axis=axis, op=op, **how)
+    return launch.call(
+        functools.partial(add_on_the_way, blocks=blocks, streams=streams, op=op, vmem=vmem),
         group,
-        blocks,
-        scratch=DirectScratch(stack, PushSemaphores()),
-        barrier="everyone",
-        name="reduce_scatter_direct",
-        interpret=interpret,
-        vmem=vmem,
+        x,
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
+        scratch=Scratch.of(streams, blocks, x.dtype),
+        barrier=groups.barrier_of(streams),
+        wire_bytes=x.nbytes * (group.size - 1) // group.size,
+        **how,
     )
 
 
@@ -161,35 +174,6 @@ def _block_shape(x: jax.Array, group: Group, axis: int) -> tuple[int, ...]:
     return (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
 
 
-def _blocks(x: jax.Array, group: Group, axis: int, vmem: bool) -> Blocks:
-    shape = _block_shape(x, group, axis)
-    return Blocks.of(shape, axis, x.dtype, chunks_of(shape, x.dtype, vmem))
-
-
-def _by_hops(
-    x: jax.Array,
-    group: Group,
-    blocks: Blocks,
-    streams: tuple[Stream, ...],
-    op: str,
-    name: str,
-    *,
-    vmem: bool,
-    interpret: Interpret,
-) -> jax.Array:
-    return _launch(
-        functools.partial(add_on_the_way, blocks=blocks, streams=streams, op=op, vmem=vmem),
-        x,
-        group,
-        blocks,
-        scratch=Scratch.of(streams, blocks, x.dtype),
-        barrier=groups.barrier_of(streams),
-        name=name,
-        interpret=interpret,
-        vmem=vmem,
-    )
-
-
 def _by_subcores(
     x: jax.Array,
     group: Group,
@@ -199,7 +183,7 @@ def _by_subcores(
     name: str,
     interpret: Interpret,
 ) -> jax.Array:
-    """As `_by_hops`, on the vector subcores of a SparseCore: each has its share of every block.
+    """As `_along`, on the vector subcores of a SparseCore: each has its share of every block.
 
     Their shares are rings side by side, which have nothing to do with each other but the barrier.
     Slots are in HBM, of blocks of any size: 3 blocks one way round, 6 both ways.
@@ -227,20 +211,6 @@ def _by_subcores(
     return y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)
 
 
-def _launch(
-    kernel: Callable[..., None], x: jax.Array, group: Group, blocks: Blocks, **options: Any
-) -> jax.Array:
-    """Runs a kernel of (ring, operand, own block of the result, scratch)."""
-    return launch.call(
-        kernel,
-        group,
-        x,
-        out_shape=jax.ShapeDtypeStruct(blocks.shape, x.dtype),
-        wire_bytes=x.nbytes * (group.size - 1) // group.size,
-        **options,
-    )
-
-
 def chunks_of(shape: tuple[int, ...], dtype: DType, vmem: bool) -> int:
     """In how many chunks a block is to travel, so that adding one hides behind sending the others.
 
@@ -253,19 +223,153 @@ def chunks_of(shape: tuple[int, ...], dtype: DType, vmem: bool) -> int:
     return max(1, min(MOST_CHUNKS, math.isqrt(nbytes // UNIT_BYTES)))
 
 
-def _direct_kernel(
+def add_on_the_way(
     ring: Ring,
     x_ref: Ref,  # n blocks: HBM or VMEM
-    o_ref: Ref,  # one block: HBM or VMEM
-    scratch: DirectScratch,
+    o_ref: Ref,  # the own block of the result: HBM or VMEM
+    scratch: Scratch,
     *,
     blocks: Blocks,
+    streams: tuple[Stream, ...],
     op: str,
     vmem: bool,
 ) -> None:
-    own_layer = scratch.stack_ref.at[ring.me]
-    sync.push_to_everyone(
-        ring, lambda owner, _: blocks.at(x_ref, owner), lambda _: own_layer, scratch.push
-    )
-    with jax.named_scope("combine"):
-        combine_stack(op, o_ref, scratch.stack_ref, vmem=vmem)
+    """Sends each block's sum towards its owner, adding the own term, and finishes the own block.
+
+    On a ring we send, of each chunk, our own term of the furthest block as message 0, and as
+    message k our term added to what message k - 1 has brought.
+
+    On a line messages number the owners, the furthest first: a sum that comes as message k goes on
+    as message k, in the step that comes as many after as there are devices behind us. So what we do
+    in one step, for owners on either side, arrives together, and our own block's sums come from
+    both sides in the last.
+
+    Upstream may be ahead of us, and its message k + SLOTS goes to the slot from which we send on
+    what message k brought. So a slot is released when that send has ended, and not before.
+    """
+    on_line = streams[0].line
+    behind, ahead = ([s.behind(ring) for s in streams], [s.ahead(ring) for s in streams])
+
+    def channel_of(i: int, chunk: Number) -> Channel:
+        stream, index = streams[i], (i, chunk)
+        comes = ahead[i] + 1 if on_line else stream.hops_of(chunk)
+        return Channel(
+            ring,
+            stream.direction,
+            scratch.semaphores,
+            index,
+            arrivals=comes,
+            longest=stream.hops,
+            slots=(scratch.slots_ref, index),
+        )
+
+    def wait_sent(i: int, chunk: Number) -> None:
+        channel = channel_of(i, chunk)
+        channel.wait_sent(channel.slot(0))
+
+    turns = [_Turns(s, functools.partial(wait_sent, i)) for i, s in enumerate(streams)]
+
+    def own_term(number: Number, i: int, chunk: Number) -> Any:
+        """Our term of the sum that we send as this message."""
+        furthest = ahead[i] if on_line else streams[i].hops_of(chunk)
+        return blocks.at(x_ref, ring.block(streams[i].direction * (furthest - number)), chunk)
+
+    def set_out(number: Number, i: int, chunk: Number) -> None:
+        channel = channel_of(i, chunk)
+        turns[i].end_earlier(number, chunk)
+        channel.send(own_term(number, i, chunk), channel.slot(number), number)
+
+    def add(number: Number, i: int, chunk: Number) -> None:
+        channel, come = channel_of(i, chunk), number if on_line else number - 1
+        summed = channel.slot(come)
+        channel.receive(come, summed)
+        combine(op, (summed, own_term(number, i, chunk), summed), vmem=vmem)
+        turns[i].end_earlier(number, chunk)  # that of this chunk too, from the slot before
+        channel.release(come - 1)
+        channel.send(summed, channel.slot(number), number)
+
+    def begin(_: Any, i: int, chunk: Number) -> None:
+        sets_out = behind[i] == 0 if on_line else True
+        groups.only_if(sets_out, lambda: set_out(np.int32(0), i, chunk))
+
+    def forward(step: Step, i: int, chunk: Number) -> None:
+        if not on_line:
+            add(step, i, chunk)
+            return
+        number = step - behind[i]
+        groups.only_if(behind[i] == 0, lambda: set_out(number, i, chunk))
+        groups.only_if((behind[i] > 0) & (number >= 0), lambda: add(number, i, chunk))
+
+    def last_sum(i: int, chunk: Number, comes: Any) -> Any:
+        """Where the last sum of our own block's chunk is on a stream, once it has come."""
+        channel = channel_of(i, chunk)
+        number = channel.arrivals - 1
+        groups.only_if(comes, lambda: channel.receive(number, channel.slot(number)))
+        return channel.slot(number)
+
+    def with_own(chunk: Number, *sums: Any) -> tuple[Any, ...]:
+        """What `combine` makes our own block's chunk of: our term, and what has come."""
+        return blocks.at(o_ref, chunk=chunk), blocks.at(x_ref, ring.me, chunk), *sums
+
+    def finish_one(chunk: Number) -> None:
+        """At a line's end, and between two devices: what comes, in one message of one stream."""
+        here = [b > 0 if on_line else streams[i].hops_of(chunk) > 0 for i, b in enumerate(behind)]
+        sums = [last_sum(i, chunk, comes) for i, comes in enumerate(here)]
+        alone = with_own(chunk, scratch.slots_ref.at[here[1].astype(np.int32), chunk, 0])
+        add = functools.partial(combine, op, vmem=vmem)
+        if not on_line:
+            add(alone)
+            return
+        groups.only_if(here[0] & here[1], lambda: add(with_own(chunk, *sums)))
+        groups.only_if(~(here[0] & here[1]), lambda: add(alone))
+
+    def finish(turn: Number, _: None) -> None:
+        """Our own block's chunk; with it that which comes last on the other stream, if any does."""
+        chosen = (turn, turn + rounds)[: blocks.chunks // rounds]
+        if on_line or (len(streams) > 1 and not streams[0].near):
+            for chunk in chosen:
+                finish_one(chunk)
+            return
+        each = range(len(streams))
+        sums = [with_own(chunk, *(last_sum(i, chunk, True) for i in each)) for chunk in chosen]
+        combine(op, *sums, vmem=vmem)
+
+    paired = 2 * streams[0].far_chunks == blocks.chunks
+    rounds = streams[0].far_chunks if paired else blocks.chunks
+
+    with jax.named_scope("own_terms"):
+        groups.for_each_chunk(streams, begin)
+    with jax.named_scope("forward"):
+        groups.for_each_step(streams, forward, start=1)
+    with jax.named_scope("finish"):
+        lax.fori_loop(0, rounds, finish, None)
+        for i in range(len(streams)):
+            groups.only_if(ahead[i] > 0 if on_line else True, turns[i].end_last)
+
+
+class _Turns:
+    """The sends of a stream, at most IN_FLIGHT of them under way at a time.
+
+    They take turns, chunk by chunk and step by step. Before one starts, that IN_FLIGHT turns
+    earlier has ended, and with it all before that: also the same chunk's of the step before, as
+    IN_FLIGHT counts at most for a step's chunks.
+    """
+
+    def __init__(self, stream: Stream, wait_sent: Callable[[Any], None]) -> None:
+        self._stream, self._wait_sent = stream, wait_sent  # a chunk's oldest send has ended
+        self._in_flight = min(IN_FLIGHT, stream.chunks)
+
+    def end_earlier(self, number: Number, chunk: Number) -> None:
+        """Waits, before a chunk's message is sent, for the send that must have ended by then."""
+        turn = self._stream.turn(chunk)
+
+        @pl.when((turn >= self._in_flight) | (number >= 1))
+        def _() -> None:  # turns below 0 are those of the step before
+            self._wait_sent(self._stream.chunk(turn - self._in_flight))
+
+    def end_last(self) -> None:
+        """Waits for the sends that no later one has waited for."""
+        stream = self._stream
+        count = stream.near * stream.chunks + stream.far_chunks
+        for back in range(1, 1 + min(self._in_flight, count)):
+            self._wait_sent(stream.chunk(stream.far_chunks - back))

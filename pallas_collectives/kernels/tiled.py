@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
+from pallas_collectives.annotations import Flag, Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, spaces, sync
@@ -196,7 +196,7 @@ def produce_and_scatter(
     )[0]
 
 
-def _row_bytes(x: Any) -> int:
+def _row_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     return x.shape[1] * jnp.dtype(x.dtype).itemsize
 
 
@@ -293,7 +293,7 @@ def _produce_kernel(
     *_, o_ref, scratch = refs  # operands are in VMEM already
 
     def over_tiles(
-        block: Number, chunk: Number, target: Ref, sums: Sequence[Ref], adds: Any, factor: float
+        block: Number, chunk: Number, target: Ref, sums: Sequence[Ref], adds: Flag, factor: float
     ) -> None:
         own = tiling.blocks(x_ref.shape[1]).at(x_ref, block, chunk)
 
@@ -313,7 +313,7 @@ def _produce_kernel(
             out_specs=[_tiles(tiling, target)],
         )(own, *sums, target)
 
-    def add(block: Number, chunk: Number, sum_ref: Ref, adds: Any) -> None:
+    def add(block: Number, chunk: Number, sum_ref: Ref, adds: Flag) -> None:
         over_tiles(block, chunk, sum_ref, [sum_ref], adds, 1.0)
 
     def finish(chunk: Number, target: Ref, *sums: Ref) -> None:

@@ -42,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores, span
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
@@ -64,9 +64,9 @@ class Tables(NamedTuple):
 class Scratch(NamedTuple):
     """What the kernel takes beside its arrays and tables; the first three with a note."""
 
-    notes: Any = None  # PushSemaphores of notes
-    read_sem: Any = None  # own; the notes' heads on their way to SMEM
-    heads: Any = None  # (n * head,): SMEM: of each device how many rows it sends to each
+    notes: PushSemaphores | None = None  # PushSemaphores of notes
+    read_sem: Semaphore | None = None  # own; the notes' heads on their way to SMEM
+    heads: Ref | None = None  # (n * head,): SMEM: of each device how many rows it sends to each
     rows: PushSemaphores = PushSemaphores()  # of rows, from and to ourselves and others
 
 
@@ -150,7 +150,7 @@ def _kernel(ring: Ring, *refs: Any, known: tuple[str, ...], head: int) -> None:
         rows.push()
         rows.drain(lambda peer: come_ref[peer])
         return
-    notes = Notes(ring, note_ref, notes_ref, scratch, head)
+    notes = Notes(ring, note_ref, notes_ref, scratch.notes, scratch.read_sem, scratch.heads, head)
     notes.push()
     rows.push()
     notes.read()
@@ -164,12 +164,14 @@ class Notes(NamedTuple):
     ring: Ring
     note_ref: Ref
     notes_ref: Ref
-    scratch: Scratch
+    sems: PushSemaphores
+    read_sem: Semaphore
+    heads: Ref
     head: int
 
     def push(self) -> None:
         """Sends ours."""
-        sems, own = self.scratch.notes, self.notes_ref.at[self.ring.me]
+        sems, own = self.sems, self.notes_ref.at[self.ring.me]
 
         def one(distance: Number) -> None:
             to = self.ring.device_id(wrap(self.ring.me + distance, self.ring.size))
@@ -181,24 +183,24 @@ class Notes(NamedTuple):
 
     def read(self) -> None:
         """Waits for all, and brings their heads to scalar memory."""
-        n, sems, own = self.ring.size, self.scratch.notes, self.notes_ref.at[self.ring.me]
+        n, sems, own = self.ring.size, self.sems, self.notes_ref.at[self.ring.me]
 
         def one(sender: Number) -> None:
             for k in range(self.head // LANES):
-                place: Any = sender * self.head + k * LANES
+                place: Number = sender * self.head + k * LANES
                 head_ref = self.notes_ref.at[sender, k, 0]
-                here_ref = self.scratch.heads.at[pl.ds(place, LANES)]
-                pltpu.make_async_copy(head_ref, here_ref, self.scratch.read_sem).start()
+                here_ref = self.heads.at[span(place, LANES)]
+                pltpu.make_async_copy(head_ref, here_ref, self.read_sem).start()
 
         with jax.named_scope("hear"):
             sync.wait(sems.arrived, own, times=n - 1)
             sync.wait(sems.copy, own)
             sync.for_each(0, n, one)
-            sync.wait(self.scratch.read_sem, self.scratch.heads)
+            sync.wait(self.read_sem, self.heads)
 
     def drain(self) -> None:
         """Waits until ours have left."""
-        sync.wait(self.scratch.notes.sent, self.note_ref, times=self.ring.size - 1)
+        sync.wait(self.sems.sent, self.note_ref, times=self.ring.size - 1)
 
 
 class Rows(NamedTuple):
@@ -257,18 +259,18 @@ class Rows(NamedTuple):
 
         sync.for_each(0, self._size(peer), one)
 
-    def _start(self, peer: Number) -> Any:
+    def _start(self, peer: Number) -> Number:
         most = np.int32(self.tables.listed.shape[0])
         return lax.clamp(np.int32(0), self.tables.starts[peer], most)
 
-    def _size(self, peer: Number) -> Any:
+    def _size(self, peer: Number) -> Number:
         left = np.int32(self.tables.listed.shape[0]) - self._start(peer)
         return lax.clamp(np.int32(0), self.tables.sizes[peer], left)
 
-    def _wait(self, semaphore: Semaphore, rows: Any) -> None:
+    def _wait(self, semaphore: Semaphore, rows: Number) -> None:
         """Waits for so many rows, if there are any: some pieces of x's size, and what is left."""
         most = min(self.x_ref.shape[0], self.o_ref.shape[0])
         whole = lax.div(rows, np.int32(most))
         sync.wait(semaphore, self.o_ref.at[pl.ds(0, most)], times=whole)
         left = rows - whole * most
-        pl.when(left > 0)(lambda: sync.wait(semaphore, self.o_ref.at[pl.ds(0, left)]))
+        pl.when(left > 0)(lambda: sync.wait(semaphore, self.o_ref.at[span(0, left)]))

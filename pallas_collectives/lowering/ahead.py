@@ -49,8 +49,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import Number
 from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND
 from pallas_collectives.lowering import turns
@@ -65,7 +67,9 @@ def register() -> None:
     scan = _compat.ruled(["scan"])["scan"]
     by_jax = _compat.lowering(scan)
 
-    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lowering(
+        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+    ) -> Sequence[ir.Value]:
         length = params["length"]  # a symbol in `jax.export`, where it may be any
         if not isinstance(length, int) or length < 2 or not turns.holds_any(params["jaxpr"]):
             return by_jax(ctx, *args, **params)
@@ -275,7 +279,7 @@ class Loop:
         shifted = [n for n in dict.fromkeys(numbers(self._ys)) if n in summed_up]
         groups = self.groups(late)
 
-        def ask(turn: Any) -> list[jax.Array]:
+        def ask(turn: Number) -> list[jax.Array]:
             values = consts | {
                 number: lax.dynamic_index_in_dim(x, turn, keepdims=False)
                 for number, x in xs.items()
@@ -292,7 +296,7 @@ class Loop:
                 step.run(values, IS_BEHIND if step in late else None, groups.get(step))
             return [values[number] for number in shifted]
 
-        def written(stacks: Sequence[jax.Array], rows: Sequence[jax.Array], turn: Any) -> Any:
+        def written(stacks: Sequence[jax.Array], rows: Sequence[jax.Array], turn: Number) -> Any:
             pairs = zip(stacks, rows, strict=True)
             return [lax.dynamic_update_index_in_dim(s, row, turn, 0) for s, row in pairs]
 

@@ -22,7 +22,7 @@ BUNDLE_BYTES = 1 << 20
 
 
 def reduced(
-    reduce: Callable[[jax.Array], jax.Array], xs: Sequence[jax.Array], how: How, axes: Any
+    reduce: Callable[[jax.Array], jax.Array], xs: Sequence[jax.Array], how: How, axes: Sequence[Any]
 ) -> list[jax.Array]:
     """`reduce` of each array, elementwise; small ones together, one call a bundle.
 

@@ -15,9 +15,9 @@ from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
 
 from pallas_collectives import _compat
+from pallas_collectives._compat import Aval, Rule
+from pallas_collectives.annotations import Dim, Tangent
 from pallas_collectives.lowering import remat
-
-Rule = Callable[..., Any]
 
 
 def register(
@@ -41,23 +41,32 @@ def register(
         )
 
 
-def abstract_eval(rule: Rule, *avals: Any, **params: Any) -> tuple[Sequence[Any], frozenset[Any]]:
+def abstract_eval(rule: Rule, *avals: Aval, **params: Any) -> tuple[Sequence[Any], frozenset[Any]]:
     """Types of the results, and the effects of all."""
     types, effects = zip(*(rule(aval, **params) for aval in avals), strict=True)
     return types, frozenset().union(*effects)
 
 
-def _batch(rule: Rule, axis: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, ...]:
+def _batch(
+    rule: Rule, axis: Any, operands: Sequence[jax.Array], dims: Sequence[Dim], **params: Any
+) -> tuple[Any, ...]:
     pairs = zip(operands, dims, strict=True)
     return tuple(zip(*(rule(axis, [x], [dim], **params) for x, dim in pairs), strict=True))
 
 
-def _transpose(rule: Rule, cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+def _transpose(
+    rule: Rule, cotangents: Sequence[Tangent], *operands: Any, **params: Any
+) -> list[Any]:
     pairs = zip(cotangents, operands, strict=True)
     return [rule(cotangent, x, **params)[0] for cotangent, x in pairs]
 
 
-def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(
+    primitive: core.Primitive,
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Tangent],
+    **params: Any,
+) -> Any:
     """Binds the tangents that exist apart from the primals, which are known first."""
     results = primitive.bind(*primals, **params)
     params["how"] = params["how"].differentiated
@@ -97,7 +106,7 @@ def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     return used, _part(rest[-1], used)
 
 
-def _part(eqn: JaxprEqn, wanted: list[bool]) -> Any:
+def _part(eqn: JaxprEqn, wanted: list[bool]) -> JaxprEqn | None:
     """The equation of the wanted operands alone; None if no operand is wanted."""
     invars = list(itertools.compress(eqn.invars, wanted))
     outvars = list(itertools.compress(eqn.outvars, wanted))

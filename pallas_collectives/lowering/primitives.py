@@ -8,7 +8,7 @@ backend. So ours means whatever lax's collective means in this JAX version.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,15 +17,17 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, catalogue, validation
-from pallas_collectives.annotations import AnyMesh
+from pallas_collectives._compat import Aval, Rule
+from pallas_collectives.annotations import AnyMesh, Dim, Tangent
 from pallas_collectives.backends import choice, counters, nested, serving, slices
 from pallas_collectives.backends.plans import UNSERVABLE, How
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import bundles, many_operands, remat
 from pallas_collectives.topology import placement
-from pallas_collectives.validation import AxisName
+from pallas_collectives.validation import AxisName, Groups
 
 
 def _is_collective(eqn: JaxprEqn) -> bool:
@@ -83,7 +85,7 @@ def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> lis
     env.update(zip(jaxpr.invars, args, strict=True))
     waiting: dict[Any, dict[Any, Any]] = {}  # results to operands, of each reduction
 
-    def read(atom: Any) -> Any:
+    def read(atom: core.Var | core.Literal) -> Any:
         if isinstance(atom, core.Literal):
             return atom.val
         if atom not in env:
@@ -135,7 +137,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         lower = functools.partial(serving.lower, lax_p, how, **params)
         return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
 
-    def abstract_eval(*avals: Any, how: How, **params: Any) -> Any:
+    def abstract_eval(*avals: Aval, how: How, **params: Any) -> tuple[Aval, frozenset[Any]]:
         out, effects = lax_p.abstract_eval(*avals, **params)
         return out, effects | _effects(lax_p.name, how, avals, params)
 
@@ -143,7 +145,9 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     primitive.def_effectful_abstract_eval(each if many else abstract_eval)
     lowered = mlir.lower_fun(implementation, multiple_results=many)
 
-    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lowering(
+        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+    ) -> Sequence[ir.Value]:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lowered(ctx, *args, **params)
@@ -173,18 +177,20 @@ def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
     """
     primitive = core.Primitive(name)
 
-    def abstract_eval(*avals: Any, **params: Any) -> Any:
+    def abstract_eval(*avals: Aval, **params: Any) -> tuple[Aval, frozenset[Any]]:
         closed = jax.make_jaxpr(functools.partial(by_lax, **params))(*avals)
         return closed.out_avals[0], frozenset(closed.effects)
 
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    def jvp(
+        primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Any
+    ) -> tuple[jax.Array, jax.Array]:
         moving = tuple(map(ad.instantiate_zeros, tangents))
         _, moved = jax.jvp(functools.partial(by_lax, **params), tuple(primals), moving)
         return primitive.bind(*primals, **params), moved
 
-    def batch(axis: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    def batch(axis: Any, operands: Sequence[jax.Array], dims: Sequence[Dim], **params: Any) -> Any:
         each = functools.partial(by_lax, **params)
-        names: Any = {"axis_name": axis.name, "axis_size": axis.size}
+        names: dict[str, Any] = {"axis_name": axis.name, "axis_size": axis.size}
         return jax.vmap(each, in_axes=tuple(dims), **names)(*operands), 0
 
     primitive.def_effectful_abstract_eval(abstract_eval)
@@ -194,7 +200,11 @@ def defined(name: str, by_lax: Callable[..., jax.Array]) -> core.Primitive:
 
 
 def _pbroadcast_transpose(
-    cotangent: Any, x: Any, *dynamic: Any, axis_name: AxisName, source: Any = None
+    cotangent: Tangent,
+    x: ad.UndefinedPrimal,
+    *dynamic: jax.Array,
+    axis_name: AxisName,
+    source: int | None = None,
 ) -> list[Any]:
     """The source's cotangent is everyone's sum. lax's own rule works for scalars only."""
     if isinstance(cotangent, ad.Zero):
@@ -205,16 +215,16 @@ def _pbroadcast_transpose(
 
 
 def _ragged_transpose(
-    cotangent: Any,
-    operand: Any,
-    output: Any,
+    cotangent: Tangent,
+    operand: jax.Array | ad.UndefinedPrimal,
+    output: jax.Array | ad.UndefinedPrimal,
     input_offsets: jax.Array,
     send_sizes: jax.Array,
     output_offsets: jax.Array,
     recv_sizes: jax.Array,
     *,
     axis_name: AxisName,
-    axis_index_groups: Any,
+    axis_index_groups: Groups,
 ) -> list[Any]:
     """Rows' cotangents go back to where the rows came from; `output` keeps those of other rows.
 
@@ -231,7 +241,7 @@ def _ragged_transpose(
     ]
     if isinstance(cotangent, ad.Zero):
         return answer(*(ad.Zero(aval.to_ct_aval()) for aval in types))
-    axis: Any = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
+    axis: dict[str, Any] = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
     came_from, went_to = (
         lax.all_to_all(x, split_axis=0, concat_axis=0, tiled=True, **axis)
         for x in (input_offsets, output_offsets)
@@ -256,10 +266,7 @@ _TRANSPOSES: dict[str, Callable[..., Any]] = {
 }
 
 
-Rule = Callable[..., Any]
-
-
-def _rule(lax_rule: Rule, _: Any, op: str, *args: Any, how: How, **params: Any) -> Any:
+def _rule(lax_rule: Rule, _: core.Primitive, op: str, *args: Any, how: How, **params: Any) -> Any:
     """A rule of lax's for `op`, with twins: a gather's transpose is our scatter."""
     return with_twins(how, functools.partial(lax_rule, **params), *args, op=op)
 
@@ -270,7 +277,13 @@ def _transpose(*args: Any, how: How, **params: Any) -> Any:
 
 
 def _batch(
-    lax_rule: Rule, primitive: Any, op: str, axis: Any, operands: Any, dims: Any, **params: Any
+    lax_rule: Rule,
+    primitive: core.Primitive,
+    op: str,
+    axis: Any,
+    operands: Sequence[jax.Array],
+    dims: Sequence[Dim],
+    **params: Any,
 ) -> Any:
     """lax's; over a wire what is mapped comes first, so that no group is of several elements.
 
@@ -291,7 +304,13 @@ def _batch(
 
 
 def _jvp(
-    lax_rule: Rule, primitive: Any, op: str, primals: Any, tangents: Any, how: How, **params: Any
+    lax_rule: Rule,
+    primitive: core.Primitive,
+    op: str,
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Tangent],
+    how: How,
+    **params: Any,
 ) -> Any:
     """lax's; over a wire the derivative of a collective is the collective, by its own wire."""
     if how.wire is how.wire_backward is None:
@@ -309,7 +328,7 @@ def _jvp(
 _RULES: dict[str, Rule] = {"batch": _batch, "jvp": _jvp, "transpose": _transpose}
 
 
-def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset[Any]:
+def _effects(op: str, how: How, avals: Sequence[Aval], params: dict[str, Any]) -> frozenset[Any]:
     """The effects of a lowering: those of TPU interpret mode. Raises what the lowering raises."""
     mesh = jax.sharding.get_abstract_mesh()
     names = validation.named(params.get("axes", params.get("axis_name", ())))
@@ -322,7 +341,11 @@ def _effects(op: str, how: How, avals: Any, params: dict[str, Any]) -> frozenset
 
 @functools.lru_cache(maxsize=4096)
 def _traced_effects(
-    op: str, how: How, shapes: Any, params: dict[str, Any], mesh: AnyMesh
+    op: str,
+    how: How,
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
+    params: dict[str, Any],
+    mesh: AnyMesh,
 ) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope, not in params
     run = functools.partial(serving.run, op, how, **dict(params))

@@ -6,7 +6,7 @@ program, so numbers are drawn here, before: x becomes what its wire can send, an
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.validation import AxisName
 from pallas_collectives.validation import Groups as IndexGroups
-from pallas_collectives.wires import Wire
+from pallas_collectives.wires import Wire, WireLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,9 @@ class Groups:
 WHOLE, FLAT = Groups(), Groups(flat=True, folds=True)
 
 
-def sent(x: Any, wire: Any, axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> Any:
+def sent(
+    x: Any, wire: WireLike, axis_name: AxisName, index_groups: IndexGroups, groups: Groups
+) -> Any:
     """What a tree's arrays are where they set out: drawn, if the wire rounds stochastically.
 
     Raises:
@@ -111,7 +113,7 @@ def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups) -> jax.Arra
 def residue(
     x: Any,
     given: Any,
-    wire: Any,
+    wire: WireLike,
     axis_name: AxisName,
     index_groups: IndexGroups,
     groups: Groups,
@@ -145,7 +147,7 @@ def residue(
 Move = Callable[[jax.Array], jax.Array]
 
 
-def gathered(x: Any, wire: Any, move: Move, axis: int, tiled: bool) -> Any:
+def gathered(x: Any, wire: Wire, move: Move, axis: int, tiled: bool) -> Any:
     """(values, scales) of everyone's x, for each array of a tree; `move` gathers along axis 0."""
 
     def gather(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -160,7 +162,7 @@ def gathered(x: Any, wire: Any, move: Move, axis: int, tiled: bool) -> Any:
 
 
 def exchanged(
-    x: Any, wire: Any, move: Move, split_axis: int, concat_axis: int, n: int, tiled: bool
+    x: Any, wire: Wire, move: Move, split_axis: int, concat_axis: int, n: int, tiled: bool
 ) -> Any:
     """(values, scales) of the blocks that come; `move` exchanges along axis 0."""
 
@@ -178,7 +180,7 @@ def exchanged(
     return _each(exchange, x, wire)
 
 
-def permuted(x: Any, wire: Any, move: Move) -> Any:
+def permuted(x: Any, wire: Wire, move: Move) -> Any:
     """(values, scales) of what comes; `move` permutes."""
     return _each(lambda x: tuple(p[0] for p in wired.moved(x[None], wire, move)), x, wire)
 
@@ -207,12 +209,16 @@ def broadcast(x: jax.Array, wire: Wire | None, move: Move, derivative: Move) -> 
 
 @broadcast.defjvp
 def _broadcast_jvp(
-    wire: Wire | None, move: Move, derivative: Move, primals: Any, tangents: Any
+    wire: Wire | None,
+    move: Move,
+    derivative: Move,
+    primals: Sequence[jax.Array],
+    tangents: Sequence[jax.Array],
 ) -> Any:
     return broadcast(primals[0], wire, move, derivative), derivative(tangents[0])
 
 
-def checked(wire: Any, wire_backward: Any, order: str | None = None) -> Wire:
+def checked(wire: WireLike, wire_backward: WireLike, order: str | None = None) -> Wire:
     """The wire of a call with dequantize=False.
 
     Raises:

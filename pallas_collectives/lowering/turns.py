@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat, catalogue
+from pallas_collectives._compat import Aval
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, UNSERVABLE, How
 from pallas_collectives.kernels.machinery import sparsecore
@@ -126,19 +127,19 @@ def _twins_of(collective: str) -> frozenset[str]:
     return frozenset(f"pallas_{n}" for n, (record, _) in known if record.name == collective)
 
 
-def _inner(eqn: JaxprEqn) -> Any:
+def _inner(eqn: JaxprEqn) -> core.ClosedJaxpr | None:
     """The program that an equation runs in its place, closed; None for all others."""
     inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
     return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
 
 
-def holds_any(closed: Any) -> bool:
+def holds_any(closed: core.ClosedJaxpr) -> bool:
     """Whether a turn has gathers or scatters that another turn may begin."""
     inner = ((eqn, _inner(eqn)) for eqn in closed.jaxpr.eqns)
     return any(_how(eqn) or _scatters(eqn) or (x is not None and holds_any(x)) for eqn, x in inner)
 
 
-def _asked_for(closed: Any) -> list[bool]:
+def _asked_for(closed: core.ClosedJaxpr) -> list[bool]:
     """Which operands of a program such gathers bring."""
     wanted: set[Any] = set()
     for eqn in reversed(closed.jaxpr.eqns):
@@ -163,7 +164,7 @@ class Flat:
         """Numbers of so many new values."""
         return tuple(itertools.islice(self._new, count))
 
-    def add(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+    def add(self, closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """Adds a program's equations; the numbers of its results."""
         jaxpr = closed.jaxpr
         known = dict(zip(jaxpr.constvars, map(Value, closed.consts), strict=True))
@@ -222,11 +223,11 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     return (found.us or 0.0) * 1e-6 if found.on_sparsecore else 0.0
 
 
-def _type(x: Any) -> Any:
+def _type(x: core.Var | core.Literal) -> Any:
     return x.aval
 
 
-def _nbytes(aval: Any) -> int:
+def _nbytes(aval: Aval) -> int:
     return int(aval.size * aval.dtype.itemsize)
 
 

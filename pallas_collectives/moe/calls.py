@@ -15,6 +15,7 @@ from pallas_collectives.moe.plans import Plan
 from pallas_collectives.moe.wire import Sizes, Wire
 from pallas_collectives.topology import chips, reach
 from pallas_collectives.validation import AxisName, Groups
+from pallas_collectives.wires import WireLike
 
 MOST_CHOICES = 8
 
@@ -27,8 +28,8 @@ def dispatch(
     num_experts: int,
     rows: int | None = None,
     exchange: str = "auto",
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     axis_index_groups: Groups = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -103,8 +104,8 @@ def combine(
     axis_name: AxisName,
     *,
     overflow: str = "share",
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     axis_index_groups: Groups = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -179,21 +180,23 @@ def _wire(
     groups: Groups,
     backend: str | None,
     algorithm: str | None,
-    wire: Any,
-    wire_backward: Any,
+    wire: WireLike,
+    wire_backward: WireLike,
 ) -> Wire:
     validation.size_of(axis_name)
     mesh = jax.sharding.get_abstract_mesh().axis_names
     if mapped := [axis for axis in validation.named(axis_name) if axis not in mesh]:
         rule = "experts lie on axes of a mesh, and it is one of vmap"
         raise CollectiveError(f"axis {mapped[0]!r}", rule, "call inside jax.shard_map")
-    over = {"wire": wire, "wire_backward": wire_backward}
+    over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, groups, backend, algorithm, **over)
     groups = None if groups is None else tuple(map(tuple, groups))
     return Wire(axis_name, groups, how, backend)
 
 
-def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wire: Wire) -> Sizes:
+def _sizes(
+    x: jax.Array, experts: jax.Array, num_experts: Any, rows: Any, exchange: str, wire: Wire
+) -> Sizes:
     """The sizes of a call, if they fit together."""
     devices = wire.size
     if np.ndim(x) != 2 or np.ndim(experts) != 2 or len(x) != len(experts) or not np.size(x):
@@ -251,11 +254,11 @@ def _sizes(x: Any, experts: Any, num_experts: Any, rows: Any, exchange: str, wir
     return Sizes(T, k, devices, each, room, chosen)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _check_numbers(experts: Any, num_experts: int) -> None:
+def _check_numbers(experts: jax.Array, num_experts: int) -> None:
     """Refuses numbers that are not an expert's, if they are known while tracing."""
     if _compat.is_traced(experts):
         return
@@ -267,7 +270,7 @@ def _check_numbers(experts: Any, num_experts: int) -> None:
         raise CollectiveError(f"expert {wrong[0]} among experts", rule, remedy)
 
 
-def _check_answers(y: Any, weights: Any, plan: Any, overflow: str) -> None:
+def _check_answers(y: jax.Array, weights: jax.Array, plan: Plan, overflow: str) -> None:
     if not isinstance(plan, Plan):
         rule = "it must be the plan that dispatch returned"
         raise CollectiveError(f"plan of type {type(plan).__name__}", rule, "pass it unchanged")

@@ -13,7 +13,7 @@ asks no device for a count, and adds nothing in an order that could change: no s
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,16 +21,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.mlir import ir
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, collectives, validation
-from pallas_collectives.annotations import AnyMesh
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import AnyMesh, Dim, DType, Tangent
 from pallas_collectives.backends import counters, serving, slices
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import remat
 from pallas_collectives.topology import placement
-from pallas_collectives.validation import AxisName
+from pallas_collectives.validation import AxisName, Groups
 
 
 class Side(NamedTuple):
@@ -60,7 +62,7 @@ def gather_sum(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
     return _gather_sum_p.bind(*alike(x, index, inverse))
 
 
-def wide(dtype: DTypeLike) -> Any:
+def wide(dtype: DTypeLike) -> DType:
     """In which numbers of a dtype are added: floats in 32 bits at least."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
@@ -72,7 +74,7 @@ def route(
     there: Side,
     rows: int,
     axis_name: AxisName,
-    groups: Any,
+    groups: Groups,
     how: How,
     *,
     filled: bool,
@@ -95,17 +97,19 @@ def route(
     return _route_p.bind(*operands, **sizes, axis_name=axis_name, groups=groups, how=how)
 
 
-def to_everyone(x: jax.Array, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
+def to_everyone(x: jax.Array, axis_name: AxisName, groups: Groups, how: How) -> jax.Array:
     """(rows, ...) of each of n devices -> (n * rows, ...) on all of them."""
     return _of_everyone(x, False, axis_name, groups, how)
 
 
-def from_everyone(x: jax.Array, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
+def from_everyone(x: jax.Array, axis_name: AxisName, groups: Groups, how: How) -> jax.Array:
     """(n * rows, ...) on each of n devices -> (rows, ...): what all have for this one, added up."""
     return _of_everyone(x, True, axis_name, groups, how)
 
 
-def _of_everyone(x: jax.Array, back: bool, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
+def _of_everyone(
+    x: jax.Array, back: bool, axis_name: AxisName, groups: Groups, how: How
+) -> jax.Array:
     x = _compat.as_varying(x, frozenset(validation.named(axis_name)))
     return _everyone_p.bind(x, back=back, axis_name=axis_name, groups=groups, how=how)
 
@@ -138,24 +142,26 @@ def routed(
     rows_back: int,
     filled: bool,
     axis_name: AxisName,
-    groups: Any,
+    groups: Groups,
     how: How,
 ) -> jax.Array:
     """What `route` is lowered to."""
     del rows_back
     here, there = Side(*tables[:3]), Side(*tables[3:])
-    axis: Any = {"axis_name": axis_name, "axis_index_groups": groups}
+    axis: dict[str, Any] = {"axis_name": axis_name, "axis_index_groups": groups}
     blank = (jnp.zeros if filled else unfilled)((rows, *x.shape[1:]), x.dtype)
     ragged = here.starts, here.sizes, here.landings, there.sizes
     by_lax = functools.partial(serving.run, "ragged_all_to_all", How("xla"))
     return serving.served("ragged_all_to_all", how, by_lax, x, blank, *ragged, **axis)
 
 
-def everyones(x: jax.Array, *, back: bool, axis_name: AxisName, groups: Any, how: How) -> jax.Array:
+def everyones(
+    x: jax.Array, *, back: bool, axis_name: AxisName, groups: Groups, how: How
+) -> jax.Array:
     """What `to_everyone` and `from_everyone` are lowered to."""
     n = devices_of(axis_name, groups)
-    tiled: Any = {"axis_index_groups": groups, "tiled": True}
-    axis: Any = {"axis_name": axis_name, **tiled}
+    tiled: dict[str, Any] = {"axis_index_groups": groups, "tiled": True}
+    axis: dict[str, Any] = {"axis_name": axis_name, **tiled}
     if not back:
         by_lax: Any = lambda x, **_: collectives.LAX.all_gather(x, axis_name, **tiled)  # noqa: E731
         along = {"all_gather_dimension": 0, "axis_size": n}
@@ -167,21 +173,28 @@ def everyones(x: jax.Array, *, back: bool, axis_name: AxisName, groups: Any, how
     return functools.reduce(jnp.add, terms).astype(x.dtype)  # in the order of devices
 
 
-def devices_of(axis_name: AxisName, axis_index_groups: Any) -> int:
+def devices_of(axis_name: AxisName, axis_index_groups: Groups) -> int:
     """How many exchange."""
     groups = axis_index_groups
     return int(lax.axis_size(axis_name)) if groups is None else len(groups[0])
 
 
 @functools.lru_cache(maxsize=1024)
-def effects_of(run: Any, shapes: Any, params: dict[str, Any], mesh: AnyMesh) -> frozenset[Any]:
+def effects_of(
+    run: Callable[..., Any],
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
+    params: dict[str, Any],
+    mesh: AnyMesh,
+) -> frozenset[Any]:
     """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
         return launch.effects(functools.partial(run, **dict(params)), *shapes)
 
 
-def typed(run: Any, rows: int, avals: Any, params: dict[str, Any], how: How) -> Any:
+def typed(
+    run: Callable[..., Any], rows: int, avals: Sequence[Aval], params: dict[str, Any], how: How
+) -> tuple[Aval, frozenset[Any]]:
     """The type of a result with so many rows, and the effects of what makes it."""
     x = avals[0]
     aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
@@ -199,7 +212,12 @@ def new_primitive(name: str) -> core.Primitive:
     return primitive
 
 
-def _jvp(primitive: core.Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(
+    primitive: core.Primitive,
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Tangent],
+    **params: Any,
+) -> Any:
     """Linear in the rows; tables have no tangent."""
     (_, *tables), moving = primals, tangents[0]
     out = primitive.bind(*primals, **params)
@@ -221,24 +239,24 @@ _everyone_p = new_primitive("moe_everyone")
 
 
 @_gather_sum_p.def_abstract_eval
-def _gather_sum_type(x: Any, index: Any, inverse: Any) -> Any:
+def _gather_sum_type(x: Aval, index: Aval, inverse: Aval) -> Aval:
     return x.update(shape=(index.shape[0], *x.shape[1:]), weak_type=False)
 
 
 @_route_p.def_effectful_abstract_eval
-def _route_type(*avals: Any, **params: Any) -> Any:
+def _route_type(*avals: Aval, **params: Any) -> tuple[Aval, frozenset[Any]]:
     return typed(routed, params["rows"], avals, params, params["how"])
 
 
 @_everyone_p.def_effectful_abstract_eval
-def _everyone_type(x: Any, **params: Any) -> Any:
+def _everyone_type(x: Aval, **params: Any) -> tuple[Aval, frozenset[Any]]:
     n, rows = devices_of(params["axis_name"], params["groups"]), x.shape[0]
     rows = rows // n if params["back"] else rows * n
     return typed(everyones, rows, (x,), params, params["how"])
 
 
-def lowering_of(rule: Any) -> Any:
-    def lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+def lowering_of(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any) -> Sequence[ir.Value]:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return rule(ctx, *args, **params)
@@ -256,14 +274,16 @@ _compat.register(
 # Transposes and vmap ------------------------------------------------------------------------------
 
 
-def _gather_sum_transpose(ct: Any, x: Any, index: Any, inverse: Any) -> list[Any]:
+def _gather_sum_transpose(
+    ct: Tangent, x: ad.UndefinedPrimal, index: jax.Array, inverse: jax.Array
+) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval.to_ct_aval()), None, None]
     return [gather_sum(ct, inverse, index), None, None]
 
 
 def _route_transpose(
-    ct: Any, x: Any, *tables: Any, rows: int, rows_back: int, **params: Any
+    ct: Tangent, x: ad.UndefinedPrimal, *tables: jax.Array, rows: int, rows_back: int, **params: Any
 ) -> list[Any]:
     nothing = [None] * len(tables)
     if isinstance(ct, ad.Zero):
@@ -273,7 +293,9 @@ def _route_transpose(
     return [_route_p.bind(*alike(ct, *back), **sizes, **derived(params)), *nothing]
 
 
-def _everyone_transpose(ct: Any, x: Any, *, back: bool, how: How, **params: Any) -> list[Any]:
+def _everyone_transpose(
+    ct: Tangent, x: ad.UndefinedPrimal, *, back: bool, how: How, **params: Any
+) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval.to_ct_aval())]
     how = dataclasses.replace(how.differentiated, algorithm=None)  # the name is of the other one's
@@ -290,13 +312,15 @@ def in_front(args: Sequence[Any], dims: Sequence[Any]) -> tuple[int, list[Any]]:
     return size, [batching.bdim_at_front(a, d, size) for a, d in zip(args, dims, strict=True)]
 
 
-def batch_of_rows(primitive: core.Primitive, args: Any, dim: int, **params: Any) -> Any:
+def batch_of_rows(
+    primitive: core.Primitive, args: Sequence[jax.Array], dim: Any, **params: Any
+) -> tuple[Any, Any]:
     """With the same tables for all: what is mapped is a dimension of each row."""
     x, *tables = args
     return primitive.bind(jnp.moveaxis(x, dim, 1), *tables, **params), 1
 
 
-def _gather_sum_batch(args: Any, dims: Any) -> Any:
+def _gather_sum_batch(args: Sequence[jax.Array], dims: Sequence[Dim]) -> tuple[Any, Any]:
     if dims[1] is None and dims[2] is None:
         return batch_of_rows(_gather_sum_p, args, dims[0])
     size, (x, index, inverse) = in_front(args, dims)
@@ -313,7 +337,9 @@ def _offset(index: jax.Array, rows: int) -> jax.Array:
     return numbers.reshape(-1, index.shape[-1])
 
 
-def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: Any) -> Any:
+def _route_batch(
+    args: Sequence[jax.Array], dims: Sequence[Dim], *, rows: int, rows_back: int, **params: Any
+) -> tuple[Any, Any]:
     sizes = {"rows": rows, "rows_back": rows_back}
     if all(dim is None for dim in dims[1:]):
         return batch_of_rows(_route_p, args, dims[0], **sizes, **params)
@@ -334,7 +360,9 @@ def _route_batch(args: Any, dims: Any, *, rows: int, rows_back: int, **params: A
     return flat.reshape(size, rows, *x.shape[2:]), 0
 
 
-def _everyone_batch(args: Any, dims: Any, **params: Any) -> Any:
+def _everyone_batch(
+    args: Sequence[jax.Array], dims: Sequence[Dim], **params: Any
+) -> tuple[Any, Any]:
     return batch_of_rows(_everyone_p, args, dims[0], **params)
 
 

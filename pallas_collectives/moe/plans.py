@@ -23,13 +23,14 @@ tokens and experts for as long as there is room, so all that follow are turned a
 which of its own those are, from the counts of the homes before it, and sends none.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_collectives.annotations import Number
 from pallas_collectives.kernels import visits
 from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.moe import slots
@@ -60,14 +61,14 @@ class Plan(NamedTuple):
       tables: what an exchange needs besides; None for a dense one.
     """
 
-    group_sizes: Any
-    overflow: Any
-    invalid: Any
-    kept: Any
-    leader: Any
-    visitors: Any
-    rows: Any
-    words: Any
+    group_sizes: jax.Array
+    overflow: jax.Array
+    invalid: jax.Array
+    kept: jax.Array
+    leader: jax.Array
+    visitors: jax.Array
+    rows: jax.Array
+    words: jax.Array
     tables: Ragged | Tables | None
 
     def sizes(self, devices: int) -> Sizes:
@@ -133,7 +134,7 @@ def _by_slots(x: jax.Array, experts: jax.Array, sizes: Sizes, wire: Wire) -> tup
     return plan, slots.held(x, visitors, tables, ways)
 
 
-def _of_everyones(every: "_Choices", sizes: Sizes, me: Any) -> Plan:
+def _of_everyones(every: "_Choices", sizes: Sizes, me: jax.Array) -> Plan:
     """The plan by everyone's choices: those of each home, one after the other."""
     n, T = sizes.devices, sizes.tokens
     # [home, device]; where there is room for all, nothing is counted.
@@ -199,14 +200,14 @@ def _plan(own: "_Choices", admitted: jax.Array, away: "_Away", tables: Ragged | 
 class _Choices(NamedTuple):
     """A home's choices, int32[T, k] each if not said; those that lead, by Plan's word, count."""
 
-    leader: Any  # see Plan
-    invalid: Any  # int32[]: see Plan
-    device: Any  # whose expert it is; n for none, and for those that do not lead
-    local: Any  # the expert's number there
-    nth: Any  # which it is, by expert, of its token's choices of the same device
-    in_block: Any  # which it is of all of this home's choices of the same device
-    visitor: Any  # which its token is of this home's visitors to the same device
-    counts: Any  # int32[2, n]: choices of each device's experts; visitors to it
+    leader: jax.Array  # see Plan
+    invalid: jax.Array  # int32[]: see Plan
+    device: jax.Array  # whose expert it is; n for none, and for those that do not lead
+    local: jax.Array  # the expert's number there
+    nth: jax.Array  # which it is, by expert, of its token's choices of the same device
+    in_block: jax.Array  # which it is of all of this home's choices of the same device
+    visitor: jax.Array  # which its token is of this home's visitors to the same device
+    counts: jax.Array  # int32[2, n]: choices of each device's experts; visitors to it
 
     @classmethod
     def of(cls, experts: jax.Array, sizes: Sizes) -> "_Choices":
@@ -258,7 +259,7 @@ def _room(choices: jax.Array, sizes: Sizes) -> jax.Array:
     return jnp.clip(sizes.rows - _exclusive(choices), 0, choices)
 
 
-def _blocks(sent: jax.Array, me: Any) -> Ends:
+def _blocks(sent: jax.Array, me: jax.Array) -> Ends:
     """The ends of blocks of sent[home, device] rows that lie one behind the other."""
     at_home, away = _exclusive(sent.T).T, _exclusive(sent)
     home = Side(at_home[me], away[me], sent[me])
@@ -268,10 +269,10 @@ def _blocks(sent: jax.Array, me: Any) -> Ends:
 class _Away(NamedTuple):
     """The rows of this device; attributes as in `Plan`."""
 
-    group_sizes: Any
-    visitors: Any
-    rows: Any
-    words: Any
+    group_sizes: jax.Array
+    visitors: jax.Array
+    rows: jax.Array
+    words: jax.Array
 
     @classmethod
     def of(cls, expert: jax.Array, visitor: jax.Array, nth: jax.Array, sizes: Sizes) -> "_Away":
@@ -288,7 +289,7 @@ class _Away(NamedTuple):
         return cls(group_sizes, visitors, rows, words)
 
 
-def _scattered(place: jax.Array, values: jax.Array, size: int, fill: Any) -> jax.Array:
+def _scattered(place: jax.Array, values: jax.Array, size: int, fill: Number) -> jax.Array:
     """values at their places, which differ; those beyond `size` are dropped."""
     filled = jnp.full(size, fill, values.dtype)
     return filled.at[place.reshape(-1)].set(values.reshape(-1), mode="drop")

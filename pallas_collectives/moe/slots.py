@@ -15,7 +15,7 @@ which fills all slots, and home `ragged_all_to_all`, of rows that are laid out i
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,8 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import Dim, Tangent
 from pallas_collectives.backends import canonical, counters, slices, wired
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How, Plan
@@ -35,7 +37,7 @@ from pallas_collectives.moe import exchanges, linear
 from pallas_collectives.moe.linear import Side, alike
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.validation import AxisName
+from pallas_collectives.validation import AxisName, Groups
 
 
 class Tables(NamedTuple):
@@ -73,7 +75,7 @@ class Ways(NamedTuple):
     """
 
     axis_name: AxisName
-    groups: Any
+    groups: Groups
     how: How
     visited: float
 
@@ -130,7 +132,7 @@ def _held(x: jax.Array, visitors: jax.Array, tables: Tables, ways: Ways) -> jax.
 
 
 @_held.defjvp
-def _held_jvp(ways: Ways, primals: Any, tangents: Any) -> Any:
+def _held_jvp(ways: Ways, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     x, visitors, tables = primals
     return _held(x, visitors, tables, ways), there(tangents[0], tables, ways.differentiated)
 
@@ -159,7 +161,7 @@ def lowered(name: str) -> Callable[..., Any]:
     return functions[name]
 
 
-def _tables(leaves: Any) -> Tables:
+def _tables(leaves: Sequence[jax.Array]) -> Tables:
     tokens, places, order, ranks, *ends = leaves
     return Tables(tokens, places, order, ranks, Side(*ends[:3]), Side(*ends[3:]))
 
@@ -266,40 +268,42 @@ remat.register(_arrive_p)
 
 
 @_slots_p.def_effectful_abstract_eval
-def _slots_type(*avals: Any, back: bool, ways: Ways) -> Any:
+def _slots_type(*avals: Aval, back: bool, ways: Ways) -> tuple[Aval, frozenset[Any]]:
     tokens = avals[2].shape[0]
     rows = tokens if back else tokens * linear.devices_of(ways.axis_name, ways.groups)
     return linear.typed(moved, rows, avals, {"back": back, "ways": ways}, ways.how)
 
 
 @_arrive_p.def_effectful_abstract_eval
-def _arrive_type(*avals: Any, ways: Ways) -> Any:
+def _arrive_type(*avals: Aval, ways: Ways) -> tuple[tuple[Aval, Aval], frozenset[Any]]:
     x, note = avals[:2]
     n = linear.devices_of(ways.axis_name, ways.groups)
     aval, effects = linear.typed(arrived, n * x.shape[0], avals, {"ways": ways}, ways.how)
     return (aval, note.update(shape=(n, *note.shape), weak_type=False)), effects
 
 
-def _slots_transpose(ct: Any, x: Any, *tables: Any, back: bool, ways: Ways) -> list[Any]:
+def _slots_transpose(
+    ct: Tangent, x: ad.UndefinedPrimal, *tables: jax.Array, back: bool, ways: Ways
+) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval.to_ct_aval()), *[None] * len(tables)]
     come = _slots_p.bind(*alike(ct, *tables), back=not back, ways=ways.differentiated)
     return [come, *[None] * len(tables)]
 
 
-def _slots_batch(args: Any, dims: Any, **params: Any) -> Any:
+def _slots_batch(args: Sequence[jax.Array], dims: Sequence[Dim], **params: Any) -> tuple[Any, Any]:
     if all(dim is None for dim in dims[1:]):
         return linear.batch_of_rows(_slots_p, args, dims[0], **params)
     outs = [_slots_p.bind(*each, **params) for each in _each(args, dims)]
     return jnp.stack(outs), 0
 
 
-def _arrive_batch(args: Any, dims: Any, **params: Any) -> Any:
+def _arrive_batch(args: Sequence[jax.Array], dims: Sequence[Dim], **params: Any) -> tuple[Any, Any]:
     outs = [_arrive_p.bind(*each, **params) for each in _each(args, dims)]
     return [jnp.stack(parts) for parts in zip(*outs, strict=True)], [0, 0]
 
 
-def _each(args: Any, dims: Any) -> list[list[Any]]:
+def _each(args: Sequence[jax.Array], dims: Sequence[Dim]) -> list[list[Any]]:
     """The operands of each element of a batch: an exchange has one set of tables."""
     size, front = linear.in_front(args, dims)
     return [[a[i] for a in front] for i in range(size)]

@@ -20,6 +20,7 @@ from pallas_collectives.moe.linear import Side
 from pallas_collectives.moe.slots import Tables, Ways
 from pallas_collectives.overlap import split
 from pallas_collectives.overlap.started import Started
+from pallas_collectives.validation import AxisName, Groups
 
 # Bytes of a device's tokens from which copy engines take them, outside CUDA graphs.
 _BESIDE_BYTES = 4 << 20
@@ -43,9 +44,9 @@ class Ragged(NamedTuple):
       visits: the exchange of visitors.
     """
 
-    choices: Any
-    tokens: Any
-    slots: Any
+    choices: jax.Array
+    tokens: jax.Array
+    slots: jax.Array
     lists: Ends
     visits: Ends
 
@@ -123,8 +124,8 @@ class Wire:
       backend: as the caller named it, for small things.
     """
 
-    axis_name: Any
-    groups: Any
+    axis_name: AxisName
+    groups: Groups
     how: How
     backend: str | None
 
@@ -144,7 +145,7 @@ class Wire:
         return tuple(shape[axis] for axis in validation.named(self.axis_name))
 
     @property
-    def me(self) -> Any:
+    def me(self) -> jax.Array:
         """This device's position among them."""
         number = lax.axis_index(self.axis_name)
         if self.groups is None:

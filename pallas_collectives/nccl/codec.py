@@ -30,12 +30,11 @@ import itertools
 import struct
 from collections.abc import Iterable
 from math import inf
-from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_collectives import wires
-from pallas_collectives.nccl import rows
+from pallas_collectives.nccl import cuda, rows
 from pallas_collectives.wires import Wire
 
 SEND, READ, KEEP, ADD, RELAY, TAKE = "send", "read", "keep", "add", "relay", "take"
@@ -372,7 +371,7 @@ def _float(number: float) -> str:
 
 
 @functools.cache
-def prepared(driver: Any, ordinal: int, kernel: Kernel) -> ctypes.c_void_p:
+def prepared(driver: cuda.Driver, ordinal: int, kernel: Kernel) -> ctypes.c_void_p:
     """The kernel, loaded, as products are, by being run: on no groups of no rows."""
     with driver.outside_captures():
         (loaded,) = driver.load_kernels(ordinal, kernel.ptx().encode(), kernel.name)

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.nccl import dtypes, progress
+from pallas_collectives.annotations import DType
+from pallas_collectives.nccl import cuda, dtypes, progress
 from pallas_collectives.nccl.errors import CallError, CommunicatorError, NcclError, raise_for
 from pallas_collectives.nccl.library import Library
 from pallas_collectives.nccl.progress import Board
-from pallas_collectives.nccl.tape import Recorder
+from pallas_collectives.nccl.tape import Address, Recorder
 
 
 @functools.cache
@@ -44,7 +45,7 @@ class Communicator:
     def __init__(
         self,
         library: Library,
-        driver: Any,
+        driver: cuda.Driver,
         handle: int,
         rank: int,
         size: int,
@@ -67,7 +68,9 @@ class Communicator:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} of {self._title}"
 
-    def all_gather(self, send: int, recv: int, count: int, dtype: Any, stream: int) -> None:
+    def all_gather(
+        self, send: Address, recv: Address, count: int, dtype: DType | str, stream: Address
+    ) -> None:
         """Every rank's `count` elements at `send`, in order of rank, to `recv` (size × count)."""
         code, width = dtypes.moved(dtype)
         self._issue(
@@ -76,7 +79,7 @@ class Communicator:
         )  # fmt: skip
 
     def all_reduce(
-        self, send: int, recv: int, count: int, dtype: Any, op: str, stream: int
+        self, send: Address, recv: Address, count: int, dtype: DType | str, op: str, stream: Address
     ) -> None:
         """The reduction of every rank's `count` elements to every rank; `recv` may be `send`."""
         code, width, reduction = dtypes.reduced(dtype, op)
@@ -86,7 +89,7 @@ class Communicator:
         )  # fmt: skip
 
     def reduce_scatter(
-        self, send: int, recv: int, count: int, dtype: Any, op: str, stream: int
+        self, send: Address, recv: Address, count: int, dtype: DType | str, op: str, stream: Address
     ) -> None:
         """The reduction of size × count elements; this rank's `count` of them to `recv`."""
         code, width, reduction = dtypes.reduced(dtype, op)
@@ -95,7 +98,9 @@ class Communicator:
             self._nccl.reduce_scatter, send, recv, count * width, code, reduction,
         )  # fmt: skip
 
-    def all_to_all(self, send: int, recv: int, count: int, dtype: Any, stream: int) -> None:
+    def all_to_all(
+        self, send: Address, recv: Address, count: int, dtype: DType | str, stream: Address
+    ) -> None:
         """The i-th `count` elements at `send` to rank i, and rank i's to the i-th at `recv`."""
         code, width = dtypes.moved(dtype)
         self._issue(
@@ -104,7 +109,13 @@ class Communicator:
         )  # fmt: skip
 
     def broadcast(
-        self, send: int, recv: int, count: int, dtype: Any, root: int, stream: int
+        self,
+        send: Address,
+        recv: Address,
+        count: int,
+        dtype: DType | str,
+        root: int,
+        stream: Address,
     ) -> None:
         """`root`'s `count` elements at `send` to every rank's `recv`; `send` counts there alone."""
         code, width = dtypes.moved(dtype)
@@ -115,7 +126,14 @@ class Communicator:
         )  # fmt: skip
 
     def reduce(
-        self, send: int, recv: int, count: int, dtype: Any, op: str, root: int, stream: int
+        self,
+        send: Address,
+        recv: Address,
+        count: int,
+        dtype: DType | str,
+        op: str,
+        root: int,
+        stream: Address,
     ) -> None:
         """The reduction of every rank's `count` elements to `root`'s `recv`."""
         code, width, reduction = dtypes.reduced(dtype, op)
@@ -129,7 +147,7 @@ class Communicator:
         """`size` bytes of device memory; waits for everything on `stream` so far."""
         return self.driver.copy_to_host(address, size, stream)
 
-    def clear(self, address: int, size: int, stream: int) -> None:
+    def clear(self, address: Address, size: int, stream: Address) -> None:
         """`size` zero bytes at `address`, after everything on `stream` so far."""
         self.driver.clear(self.ordinal, address, size, stream)
 
@@ -143,10 +161,10 @@ class Communicator:
     def _issue(
         self,
         call: tuple[Any, ...],
-        stream: int,
+        stream: Address,
         name: str,
         function: Callable[..., None],
-        *args: int,
+        *args: Address,
     ) -> None:
         self.begin(call, stream)
         try:
@@ -174,13 +192,13 @@ class Communicator:
         if self._reason is not None:
             raise self._reason
 
-    def begin(self, call: tuple[Any, ...], stream: int) -> None:
+    def begin(self, call: tuple[Any, ...], stream: Address) -> None:
         """Before every call: refuses, if this communicator is unusable, or tells the board."""
         self.check()
         if self.board is not None:
             self.board.enter(stream, _signature(call))
 
-    def end(self, stream: int) -> None:
+    def end(self, stream: Address) -> None:
         """After every call, once NCCL has put its work on the stream."""
         if self.board is not None:
             self.board.leave(stream)
@@ -205,7 +223,7 @@ class Communicator:
         """The address of a C function of NCCL's or the driver's."""
         return self._owner(function).address(function)
 
-    def _owner(self, function: str) -> Any:
+    def _owner(self, function: str) -> Library | cuda.Driver:
         return self.library if function.startswith("nccl") else self.driver
 
     def recorded(self, recorder: Recorder) -> "Communicator":
@@ -239,7 +257,7 @@ class Communicator:
         self.library.call("ncclCommAbort", str(self), self._nccl.comm_abort, self.handle)
 
 
-Part = tuple[int, int, int]
+Part = tuple[Address, int, int]
 """(device address, elements, the other rank) of one message."""
 
 
@@ -250,10 +268,10 @@ class Messages:
     communicator: Communicator
     sends: list[Part]
     recvs: list[Part]
-    stream: int
+    stream: Address
 
 
-def exchange(messages: Sequence[Messages], dtype: Any, what: str) -> None:
+def exchange(messages: Sequence[Messages], dtype: DType | str, what: str) -> None:
     """Point-to-point messages of this process's ranks of a group, all at once.
 
     Between two ranks the n-th send meets the n-th receive. Every rank of the group takes part, if

@@ -29,16 +29,18 @@ are enqueued. After the meeting a stream waits only for what has been enqueued.
 import ctypes
 import dataclasses
 import threading
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from pallas_collectives.nccl import tape
+from pallas_collectives.nccl import cuda, tape
 from pallas_collectives.nccl.communicator import Communicator
+from pallas_collectives.nccl.cuda import WORD
 from pallas_collectives.nccl.errors import ProcessError
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.meeting import Meeting
 from pallas_collectives.nccl.rank import FLIGHTS, Rank
+from pallas_collectives.nccl.tape import Address
 
-_WORD = 4  # bytes
 _IN_A_ROW = 2  # the addresses of an operand and its result
 
 
@@ -88,9 +90,9 @@ class Slot:
         tangents beside that of values, say, or a function that is called twice.
     """
 
-    def __init__(self, driver: Any, ordinal: int, size: int) -> None:
+    def __init__(self, driver: cuda.Driver, ordinal: int, size: int) -> None:
         self.size = size
-        self.own_words = driver.allocate(ordinal, 2 * size * _WORD)
+        self.own_words = driver.allocate(ordinal, 2 * size * WORD)
         driver.fill_words(ordinal, self.own_words, 0, 2 * size)
         self.words: dict[int, int] = {}
         self.began = driver.new_event(ordinal)
@@ -100,11 +102,11 @@ class Slot:
 
     def ready(self, at: int, of: int) -> int:
         """The address of rank `at`'s word that says that `of`'s result may be written."""
-        return self.words[at] + of * _WORD
+        return self.words[at] + of * WORD
 
     def come(self, at: int, by: int) -> int:
         """The address of rank `at`'s word that says that `by` has written to its result."""
-        return self.words[at] + (self.size + by) * _WORD
+        return self.words[at] + (self.size + by) * WORD
 
 
 class Copier(Rank):
@@ -123,10 +125,10 @@ class Copier(Rank):
         slot: Slot,
         plan: Plan,
         text: str,
-        operand: Any,
-        result: Any,
-        token: Any,
-        stream: Any,
+        operand: Address,
+        result: Address,
+        token: Address,
+        stream: Address,
     ) -> None:
         """Puts an exchange beside `stream`, once what is on that so far is done.
 
@@ -140,7 +142,7 @@ class Copier(Rank):
             driver.record_again(slot.began, stream)
             for waiting in (beside, self._keeping):
                 driver.wait_event(waiting, slot.began)
-            driver.clear(self.ordinal, token, _WORD, stream)
+            driver.clear(self.ordinal, token, WORD, stream)
         self.communicator.begin(("exchange", text), beside)
         with driver.device(self.ordinal):
             driver.give_words([slot.ready(peer, me) for peer in plan.writers], beside)
@@ -164,7 +166,9 @@ class Copier(Rank):
             driver.record_again(slot.arrived, beside)
         self.communicator.end(beside)
 
-    def finish(self, slot: Slot, plan: Plan, operand: Any, result: Any, stream: Any) -> None:
+    def finish(
+        self, slot: Slot, plan: Plan, operand: Address, result: Address, stream: Address
+    ) -> None:
         """Has `stream` wait for the result of the exchange in `slot`."""
         del plan
         self.communicator.check()
@@ -182,7 +186,7 @@ _copiers: dict[Group, dict[int, Copier]] = {}
 _making = threading.Lock()
 
 
-def slots(group: Group, key: Any) -> dict[int, tuple[Copier, Slot]]:
+def slots(group: Group, key: Hashable) -> dict[int, tuple[Copier, Slot]]:
     """The slot that `key` names of each rank of the group; made if it is not there yet.
 
     Raises:

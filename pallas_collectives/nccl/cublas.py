@@ -13,8 +13,10 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pallas_collectives.nccl import cuda
 from pallas_collectives.nccl.errors import CallError, LibraryError
 from pallas_collectives.nccl.library import loaded
+from pallas_collectives.nccl.tape import Address, address_in
 
 # cuBLASLt's numbers for what is named here.
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
@@ -95,7 +97,9 @@ class Prepared:
     algorithm: _Algorithm
     workspace: int
 
-    def multiply(self, call: Call, x: Any, w: Any, c: Any, d: Any, stream: Any) -> None:
+    def multiply(
+        self, call: Call, x: Address, w: Address, c: Address | None, d: Address, stream: Address
+    ) -> None:
         """D = X W on `stream`, or D = C + X W; call: (name of a C function, *arguments).
 
         x, w, c, d: addresses; c may be d, and is None where nothing is added.
@@ -117,7 +121,7 @@ class Library:
 
     def address(self, function: str) -> int:
         """The address of a C function."""
-        return ctypes.cast(getattr(self._lib, function), ctypes.c_void_p).value or 0
+        return address_in(self._lib, function)
 
     def failed(self, function: str, result: int, where: str = "") -> CallError:
         """A result that is not success."""
@@ -131,7 +135,7 @@ class Library:
         if result := getattr(self._lib, name)(*words):
             raise self.failed(name, result)
 
-    def prepare(self, driver: Any, ordinal: int, product: Product) -> Prepared:
+    def prepare(self, driver: cuda.Driver, ordinal: int, product: Product) -> Prepared:
         """Describes a product, and takes the kernel that cuBLASLt ranks first for it."""
         p, code, to = product, _TYPES[product.dtype], _TYPES[product.result]
         handle, workspace = _room(driver, ordinal)
@@ -168,7 +172,9 @@ class Library:
                 alone.multiply(self.call, at, at, c, at, stream)
         return prepared
 
-    def _layout(self, batch: int, code: int, rows: int, columns: int, pitch: int) -> Any:
+    def _layout(
+        self, batch: int, code: int, rows: int, columns: int, pitch: int
+    ) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
         make = ctypes.byref(layout)
         self.call("cublasLtMatrixLayoutCreate", make, code, rows, columns, rows)
@@ -176,7 +182,13 @@ class Library:
         self._set("MatrixLayout", layout, _BATCH_PITCH, ctypes.c_int64(pitch))
         return layout
 
-    def _set(self, kind: str, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    def _set(
+        self,
+        kind: str,
+        of: ctypes.c_void_p,
+        attribute: int,
+        value: ctypes.c_int32 | ctypes.c_int64 | ctypes.c_uint32 | ctypes.c_uint64,
+    ) -> None:
         size = ctypes.sizeof(value)
         self.call(f"cublasLt{kind}SetAttribute", of, attribute, ctypes.byref(value), size)
 
@@ -194,7 +206,7 @@ def library() -> Library:
 
 
 @functools.cache
-def _room(driver: Any, ordinal: int) -> tuple[ctypes.c_void_p, int]:
+def _room(driver: cuda.Driver, ordinal: int) -> tuple[ctypes.c_void_p, int]:
     """cuBLASLt's handle on a GPU, and the workspace of its products, one after the other."""
     handle = ctypes.c_void_p()
     with driver.outside_captures(), driver.device(ordinal):
@@ -215,6 +227,6 @@ def _installed() -> str | None:
 
 
 @functools.cache
-def prepared(driver: Any, ordinal: int, product: Product) -> Prepared:
+def prepared(driver: cuda.Driver, ordinal: int, product: Product) -> Prepared:
     """A product on one GPU, made ready once."""
     return library().prepare(driver, ordinal, product)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pallas_collectives.nccl.errors import CallError, NcclError
-from pallas_collectives.nccl.tape import Recorder
+from pallas_collectives.nccl.tape import Address, Recorder, address_in
 
 _NOT_READY = 600
 _DISABLE_TIMING = 2
@@ -23,6 +23,7 @@ _ALREADY_ENABLED = 704
 _EQUAL = 1
 _WAIT_32, _WRITE_32 = 1, 2
 _LAZY_PEER_ACCESS = 1
+WORD = 4  # bytes of what streams write and await
 _HANDLE = 64  # bytes
 
 
@@ -82,7 +83,7 @@ class Driver:
 
     def address(self, function: str) -> int:
         """The address of the driver's C function of this name."""
-        return ctypes.cast(getattr(self._lib, function), ctypes.c_void_p).value or 0
+        return address_in(self._lib, function)
 
     def recorded(self, recorder: Recorder) -> "Driver":
         """A twin whose calls `recorder` notes, for GPUs that `device` has had before."""
@@ -185,20 +186,20 @@ class Driver:
             self._call("cuStreamSynchronize", stream)
             self._call("cuStreamDestroy_v2", stream)
 
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+    def copy(self, target: Address, source: Address, size: int, stream: Address) -> None:
         """Copies bytes between addresses on GPUs: by a copy engine, from one GPU to another."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
 
-    def give_words(self, addresses: Sequence[int], stream: int) -> None:
+    def give_words(self, addresses: Sequence[int], stream: Address) -> None:
         """Sets 32-bit words to 1, once everything on `stream` so far is done and to be seen."""
         self._words([_WordStep(_WRITE_32, address, 1, 0) for address in addresses], stream)
 
-    def take_words(self, addresses: Sequence[int], stream: int) -> None:
+    def take_words(self, addresses: Sequence[int], stream: Address) -> None:
         """What follows on `stream` waits until these words are 1, and then they are 0."""
         waits = [_WordStep(_WAIT_32, address, 1, _EQUAL) for address in addresses]
         self._words(waits + [_WordStep(_WRITE_32, a, 0, 0) for a in addresses], stream)
 
-    def _words(self, steps: Sequence[_WordStep], stream: int) -> None:
+    def _words(self, steps: Sequence[_WordStep], stream: Address) -> None:
         """In one node of a graph, for each takes its time."""
         if steps:
             array = (_WordStep * len(steps))(*steps)
@@ -217,7 +218,7 @@ class Driver:
             self._call("cuEventCreate", ctypes.byref(handle), _DISABLE_TIMING)
         return Event(self, handle)
 
-    def record_again(self, event: "Event", stream: int) -> None:
+    def record_again(self, event: "Event", stream: Address) -> None:
         """From here on the event stands for everything on `stream` so far."""
         self._call("cuEventRecord", event.handle, stream)
 
@@ -236,14 +237,14 @@ class Driver:
             self._call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, priority)
         return stream.value or 0
 
-    def record(self, ordinal: int, stream: int) -> "Event":
+    def record(self, ordinal: int, stream: Address) -> "Event":
         """An event that completes when everything on `stream` so far has."""
         event = self.new_event(ordinal)
         with self.device(ordinal):
             self.record_again(event, stream)
         return event
 
-    def wait_event(self, stream: int, event: "Event") -> None:
+    def wait_event(self, stream: Address, event: "Event") -> None:
         """Work put on `stream` from now on waits, on the device, for `event`."""
         self._call("cuStreamWaitEvent", stream, event.handle, 0)
 
@@ -260,7 +261,7 @@ class Driver:
         self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
         return buffer.raw
 
-    def clear(self, ordinal: int, address: int, size: int, stream: int) -> None:
+    def clear(self, ordinal: int, address: Address, size: int, stream: Address) -> None:
         """`size` zero bytes at device address `address`, once everything on `stream` is done."""
         with self.device(ordinal):
             self._call("cuMemsetD8Async", address, 0, size, stream)
@@ -294,7 +295,12 @@ class Driver:
         return kernels
 
     def launch(
-        self, kernel: ctypes.c_void_p, stream: int, *args: Any, blocks: int = 1, threads: int = 1
+        self,
+        kernel: ctypes.c_void_p,
+        stream: Address,
+        *args: Any,
+        blocks: int = 1,
+        threads: int = 1,
     ) -> None:
         """Launches `kernel` on the current GPU; `args` are ctypes values, as it declares them."""
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(a) for a in args))

@@ -6,9 +6,10 @@ as pairs of reals; bool knows only "any" (max) and "all" (min).
 """
 
 import functools
-from typing import Any
 
 import numpy as np
+
+from pallas_collectives.annotations import DType
 
 # ncclDataType_t and ncclRedOp_t of nccl.h (NCCL 2.28).
 _BYTE = 1
@@ -30,8 +31,13 @@ _REALS_OF = {"complex64": "float32", "complex128": "float64"}
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
+def width(dtype: str) -> int:
+    """Bytes of an element."""
+    return np.dtype(dtype).itemsize
+
+
 @functools.cache
-def moved(dtype: Any) -> tuple[int, int]:
+def moved(dtype: DType | str) -> tuple[int, int]:
     """(ncclDataType_t, NCCL elements per element) for a collective that only moves `dtype`.
 
     Raises TypeError for types narrower than a byte, which XLA packs two or more to a byte.
@@ -46,7 +52,7 @@ def moved(dtype: Any) -> tuple[int, int]:
 
 
 @functools.cache
-def reduced(dtype: Any, op: str) -> tuple[int, int, int]:
+def reduced(dtype: DType | str, op: str) -> tuple[int, int, int]:
     """(ncclDataType_t, NCCL elements per element, ncclRedOp_t) for reducing `dtype` by `op`.
 
     op: "sum", "prod", "max", "min" or "avg".

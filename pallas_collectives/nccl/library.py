@@ -25,9 +25,11 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from pallas_collectives.nccl.errors import HARMLESS, CallError, LibraryError, raise_for
+from pallas_collectives.nccl.tape import address_in
 
 ENVIRONMENT = "PALLAS_COLLECTIVES_NCCL_SO"
 OLDEST = 22800  # the first with ncclAlltoAll
@@ -69,7 +71,7 @@ class Library:
         unique_id = self.call("ncclGetUniqueId", "", self.bindings.get_unique_id)
         return ctypes.string_at(unique_id.ptr, 128)
 
-    def call(self, name: str, where: str, function: Any, *args: Any) -> Any:
+    def call(self, name: str, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, its failure as `failed` gives it."""
         try:
             return function(*args)
@@ -96,7 +98,7 @@ class Library:
     def address(self, function: str) -> int:
         """The address of NCCL's C function of this name."""
         loaded = ctypes.CDLL(self.path, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)  # no second NCCL
-        return ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value or 0
+        return address_in(loaded, function)
 
 
 def _remedy(result: int, warning: str) -> str:

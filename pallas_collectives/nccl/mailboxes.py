@@ -28,12 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from pallas_collectives.nccl.communicator import Communicator
+from pallas_collectives.nccl.cuda import WORD
 from pallas_collectives.nccl.errors import NcclError, RendezvousError
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.meeting import Meeting
 
-_WORD = 4  # bytes
 _LEAST = 1 << 20  # bytes of data
+# What comes to a GPU in a call may take this much of its memory, beside XLA's own.
+MOST_MAIL = 4 << 30
 _RELEASING, _PAUSE = 60.0, 0.01  # seconds for which an abort gives words, and between two times
 
 
@@ -59,11 +61,11 @@ class Mailbox:
 
     def ready(self, at: int, of: int) -> int:
         """The address of a word; see the module."""
-        return self.words[at] + of * _WORD
+        return self.words[at] + of * WORD
 
     def come(self, at: int, message: int) -> int:
         """The address of a word; see the module."""
-        return self.words[at] + (self.communicator.size + message) * _WORD
+        return self.words[at] + (self.communicator.size + message) * WORD
 
 
 def get(
@@ -146,7 +148,7 @@ def _make(
     """New mailboxes, or why they cannot be made: an error with the same words on every process."""
     here, own, boxes, meeting = _host(), agree.own, agree.boxes, agree.meeting
     count = len(group.devices) + messages
-    head = -(-count * _WORD // 512) * 512  # bytes before the data
+    head = -(-count * WORD // 512) * 512  # bytes before the data
 
     def allocate(rank: int) -> str:
         c = group.communicators[rank]

@@ -9,10 +9,13 @@ all words are given they do nothing for which CUDA might hold them.
 import ctypes
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from pallas_collectives.nccl.communicator import Communicator
+
+# A table of integers of 64 bits.
+Words: TypeAlias = "ctypes.Array[ctypes.c_uint64]"
 
 
 class Meeting:
@@ -32,7 +35,7 @@ class Meeting:
         self.results = (ctypes.c_uint64 * (2 * size))()
 
     @classmethod
-    def of(cls, turns: Any, results: Any) -> "Meeting":
+    def of(cls, turns: Words, results: Words) -> "Meeting":
         """The meeting that has these."""
         meeting = cls.__new__(cls)
         meeting.size, meeting.turns, meeting.results = len(turns), turns, results

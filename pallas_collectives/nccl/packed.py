@@ -24,16 +24,14 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
-import jax.numpy as jnp
-
-from pallas_collectives.nccl import codec, mailboxes, tape
+from pallas_collectives.nccl import codec, dtypes, mailboxes, tape
 from pallas_collectives.nccl.codec import ADD, KEEP, READ, RELAY, SEND, TAKE, Kernel
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.rank import Mailer
 from pallas_collectives.nccl.rows import Row, table_of
+from pallas_collectives.nccl.tape import Address
 
 GATHER, EXCHANGE, PERMUTE, REDUCE = "gather", "exchange", "permute", "reduce"
 
@@ -126,11 +124,13 @@ class Work:
 
     def sent(self, peer: int) -> int:
         """Where in the operand, in bytes, the block for a peer is."""
-        return self.numbers * _width(self.dtype) * (peer if self.op in (EXCHANGE, REDUCE) else 0)
+        return (
+            self.numbers * dtypes.width(self.dtype) * (peer if self.op in (EXCHANGE, REDUCE) else 0)
+        )
 
     def there(self, peer: int) -> int:
         """Where in the result, in bytes, the block of a peer is."""
-        return self.numbers * _width(self.result) * (0 if self.op == PERMUTE else peer)
+        return self.numbers * dtypes.width(self.result) * (0 if self.op == PERMUTE else peer)
 
     def kernel(self, kind: str) -> Kernel:
         """A kernel for it."""
@@ -155,7 +155,12 @@ class Packer(Mailer):
         self._prepared = functools.partial(codec.prepared, self.driver, self.ordinal)
 
     def run(
-        self, work: Work, text: str, inputs: Sequence[Any], outputs: Sequence[Any], stream: Any
+        self,
+        work: Work,
+        text: str,
+        inputs: Sequence[Address],
+        outputs: Sequence[Address],
+        stream: Address,
     ) -> None:
         """Puts a call on XLA's stream.
 
@@ -181,10 +186,16 @@ class Packer(Mailer):
             elif of:
                 self._run(work, READ, 0, y, stream)
             else:
-                self.driver.clear(self.ordinal, y, work.numbers * _width(work.result), stream)
+                self.driver.clear(self.ordinal, y, work.numbers * dtypes.width(work.result), stream)
 
     def _run(
-        self, work: Work, kind: str, source: Any, target: Any, stream: Any, first: int = 0
+        self,
+        work: Work,
+        kind: str,
+        source: Address,
+        target: Address,
+        stream: Address,
+        first: int = 0,
     ) -> None:
         kernel, (table, rows) = work.kernel(kind), _table(self._box, work, kind, first)
         if rows:
@@ -261,7 +272,3 @@ def ready(group: Group, work: Work) -> dict[int, Packer]:
 
 
 _packer = functools.cache(Packer)
-
-
-def _width(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize

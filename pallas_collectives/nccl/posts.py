@@ -9,32 +9,35 @@ told. One that is never finished harms nothing.
 
 import ctypes
 import functools
-from typing import Any
 
 from pallas_collectives.nccl import mailboxes, tape
 from pallas_collectives.nccl.copies import Plan
+from pallas_collectives.nccl.cuda import WORD
 from pallas_collectives.nccl.errors import CommunicatorError
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
-from pallas_collectives.nccl.rank import Rank
+from pallas_collectives.nccl.rank import Sender
+from pallas_collectives.nccl.tape import Address
 
-_WORD = 4  # bytes
 _ROOM, _MOST = 256 << 20, 256  # bytes that mailboxes of a size may have, and how many they may be
 _LEAST = 4
 
 
-class Post(Rank):
+class Post(Sender):
     """One rank's exchanges of one mailbox."""
 
     def __init__(self, box: Mailbox) -> None:
-        super().__init__(box.communicator, box.meeting)
-        self._box = box
-        self._side = self.driver.new_stream(self.ordinal, urgent=True)
-        self._there, self._arrived = (self.driver.new_event(self.ordinal) for _ in range(2))
+        super().__init__(box)
         self._under_way = (ctypes.c_uint64 * 1)()  # where the operand lies
 
     def start(
-        self, plan: Plan, text: str, operand: Any, result: Any, token: Any, stream: Any
+        self,
+        plan: Plan,
+        text: str,
+        operand: Address,
+        result: Address,
+        token: Address,
+        stream: Address,
     ) -> None:
         """As `Copier.start`; nothing is written to the result yet."""
         del result
@@ -43,7 +46,7 @@ class Post(Rank):
         self.call("pc_note", self._under_way, 0, operand)
         self.communicator.begin(("exchange", text), stream)
         with driver.device(self.ordinal):
-            driver.clear(self.ordinal, token, _WORD, stream)
+            driver.clear(self.ordinal, token, WORD, stream)
             self.wait(side, stream, self._there)
             # What came last is in a result, or nobody wants it.
             driver.give_words([box.ready(peer, me) for peer in plan.writers], side)
@@ -56,11 +59,11 @@ class Post(Rank):
                     driver.copy(to, tape.behind(operand, push.source), push.nbytes, side)
                     driver.give_words([box.come(push.rank, place)], side)
             driver.take_words([box.come(me, self._place(p, me)) for p in plan.writers], side)
-            driver.record_again(self._arrived, side)
+            driver.record_again(self._done, side)
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)
 
-    def finish(self, plan: Plan, operand: Any, result: Any, stream: Any) -> None:
+    def finish(self, plan: Plan, operand: Address, result: Address, stream: Address) -> None:
         """Puts the result on `stream`, once it has come."""
         driver, me = self.driver, self.rank
         self.communicator.check()
@@ -68,7 +71,7 @@ class Post(Rank):
         # What is waited for here a watchdog must see here: `start` keeps nothing on XLA's stream.
         self.communicator.begin(("exchange done", plan.nbytes), stream)
         with driver.device(self.ordinal):
-            driver.wait_event(stream, self._arrived)
+            driver.wait_event(stream, self._done)
             if plan.clear:
                 driver.clear(self.ordinal, result, plan.clear, stream)
             for push in plan.pushes:

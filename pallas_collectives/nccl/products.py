@@ -36,15 +36,13 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax.numpy as jnp
-
-from pallas_collectives.nccl import cublas, mailboxes, sums, tape
+from pallas_collectives.nccl import cublas, dtypes, mailboxes, sums, tape
 from pallas_collectives.nccl.cublas import Product
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
 from pallas_collectives.nccl.rank import Mailer
+from pallas_collectives.nccl.tape import Address
 
 GATHER, SCATTER = "gather", "scatter"
 
@@ -87,7 +85,7 @@ class Work:
     def block_bytes(self) -> int:
         """Bytes of what a message brings, all parts of it together."""
         dtype = self.dtype if self.kind == GATHER else self.result
-        return math.prod(self.block_shape) * _width(dtype)
+        return math.prod(self.block_shape) * dtypes.width(dtype)
 
     @property
     def mail_bytes(self) -> int:
@@ -148,7 +146,12 @@ class Multiplier(Mailer):
         self._adds = functools.partial(sums.prepared, self.driver, self.ordinal)
 
     def run(
-        self, work: Work, text: str, inputs: Sequence[Any], outputs: Sequence[Any], stream: Any
+        self,
+        work: Work,
+        text: str,
+        inputs: Sequence[Address],
+        outputs: Sequence[Address],
+        stream: Address,
     ) -> None:
         """Puts a call on XLA's stream.
 
@@ -172,7 +175,9 @@ class Multiplier(Mailer):
         others = [(self.rank + distance) % work.size for distance in range(1, work.size)]
         return others if work.kind == GATHER else others[-1:]
 
-    def _gather(self, work: Work, inputs: Any, outputs: Any, stream: Any) -> None:
+    def _gather(
+        self, work: Work, inputs: Sequence[Address], outputs: Sequence[Address], stream: Address
+    ) -> None:
         driver, box, me, size = self.driver, self._box, self.rank, work.size
         own, *ws = inputs
         nbytes = work.block_bytes
@@ -185,21 +190,23 @@ class Multiplier(Mailer):
             driver.give_words([box.come(to, distance - 1)], self._side)
         for distance in range(size):
             source = (me + distance) % size
-            block = own
+            block: Address = own
             if distance:
                 block = box.data[me] + (distance - 1) * nbytes
                 driver.take_words([box.come(me, distance - 1)], stream)
             for w, columns, y in zip(ws, work.columns, outputs, strict=False):
-                to = tape.behind(y, source * work.rows * columns * _width(work.result))
-                self._multiply(work.gathered(columns), block, w, None, to, stream)
+                product = tape.behind(y, source * work.rows * columns * dtypes.width(work.result))
+                self._multiply(work.gathered(columns), block, w, None, product, stream)
             if work.keeps:
                 driver.copy(tape.behind(outputs[-1], source * nbytes), block, nbytes, stream)
 
-    def _scatter(self, work: Work, inputs: Any, outputs: Any, stream: Any) -> None:
+    def _scatter(
+        self, work: Work, inputs: Sequence[Address], outputs: Sequence[Address], stream: Address
+    ) -> None:
         driver, box, me, size = self.driver, self._box, self.rank, work.size
         right = (me + 1) % size
         result, room = outputs
-        row, parts = work.columns[0] * _width(work.result), work.parts()
+        row, parts = work.columns[0] * dtypes.width(work.result), work.parts()
         for hop in range(size):
             last = hop == size - 1
             for part, (first, rows) in enumerate(parts):
@@ -222,29 +229,37 @@ class Multiplier(Mailer):
                 driver.copy(place, to, work.batch * rows * row, self._side)
                 driver.give_words([box.come(right, message)], self._side)
 
-    def _came(self, message: int, behind: int, stream: Any) -> int:
+    def _came(self, message: int, behind: int, stream: Address) -> int:
         """Where a message to a scatter is, once it has come."""
         self.driver.take_words([self._box.come(self.rank, message)], stream)
         return self._box.data[self.rank] + behind
 
     def _term(
-        self, work: Work, inputs: Any, start: int, rows: int, last: bool, c: Any, to: Any,
-        stream: Any,
+        self, work: Work, inputs: Sequence[Address], start: int, rows: int, last: bool,
+        c: Address | None, to: Address, stream: Address,
     ) -> None:  # fmt: skip
         """The products of rows of each x from `start` on, added up, and to c if that is given."""
         pairs = zip(inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :], strict=True)
         for i, ((x, w), depth) in enumerate(zip(pairs, work.depths, strict=True)):
-            x = tape.behind(x, start * depth * _width(work.dtype))
+            x = tape.behind(x, start * depth * dtypes.width(work.dtype))
             product = work.scattered(rows, depth, last, adds=i > 0)
             self._multiply(product, x, w, to if i else c, to, stream)
 
-    def _add(self, work: Work, came: int, to: Any, stream: Any) -> None:
+    def _add(self, work: Work, came: int, to: Address, stream: Address) -> None:
         """Adds a whole block that has come to what is there."""
         words = work.block_bytes // sums.WORD
         blocks = -(-words // sums.THREADS)
         self.launch(self._adds(work.result), blocks, sums.THREADS, stream, came, to, words)
 
-    def _multiply(self, product: Product, x: Any, w: Any, c: Any, d: Any, stream: Any) -> None:
+    def _multiply(
+        self,
+        product: Product,
+        x: Address,
+        w: Address,
+        c: Address | None,
+        d: Address,
+        stream: Address,
+    ) -> None:
         self._prepared(product).multiply(self.call, x, w, c, d, stream)
 
 
@@ -277,7 +292,3 @@ def ready(group: Group, work: Work) -> dict[int, Multiplier]:
 
 
 _multiplier = functools.cache(Multiplier)
-
-
-def _width(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize

@@ -14,7 +14,7 @@ import zlib
 from typing import Protocol
 
 from pallas_collectives.nccl.cuda import Driver
-from pallas_collectives.nccl.tape import Recorder
+from pallas_collectives.nccl.tape import Address, Recorder
 
 SLOTS = 8192
 _PRIME = 16777619  # FNV's
@@ -93,10 +93,10 @@ class Progress:
 class Board(Protocol):
     """Where a device writes its progress."""
 
-    def enter(self, stream: int, signature: int) -> None:
+    def enter(self, stream: Address, signature: int) -> None:
         """From here on `stream` is in the call."""
 
-    def leave(self, stream: int) -> None:
+    def leave(self, stream: Address) -> None:
         """From here on it is past it."""
 
     def read(self) -> Progress:
@@ -116,12 +116,12 @@ class DeviceBoard:
         self._address = driver.mapped_memory(ordinal, ctypes.sizeof(Words))
         self._words = Words.from_address(self._address)
 
-    def enter(self, stream: int, signature: int) -> None:
+    def enter(self, stream: Address, signature: int) -> None:
         arguments = ctypes.c_uint64(self._address), ctypes.c_uint32(signature)
         with self._driver.device(self._ordinal):
             self._driver.launch(self._enter, stream, *arguments)
 
-    def leave(self, stream: int) -> None:
+    def leave(self, stream: Address) -> None:
         with self._driver.device(self._ordinal):
             self._driver.launch(self._leave, stream, ctypes.c_uint64(self._address))
 

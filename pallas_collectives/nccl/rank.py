@@ -10,11 +10,12 @@ import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from pallas_collectives.nccl import cublas, tape
+from pallas_collectives.nccl import cublas, cuda, tape
 from pallas_collectives.nccl.communicator import Communicator
 from pallas_collectives.nccl.errors import CallError, CommunicatorError
 from pallas_collectives.nccl.mailboxes import Mailbox
-from pallas_collectives.nccl.meeting import Meeting
+from pallas_collectives.nccl.meeting import Meeting, Words
+from pallas_collectives.nccl.tape import Address
 
 FLIGHTS = 512  # rows that a slot keeps: a tree may have many arrays
 
@@ -35,16 +36,16 @@ class Rank:
         self.call: Callable[..., None] = self._made_at_once
 
     @property
-    def driver(self) -> Any:
+    def driver(self) -> cuda.Driver:
         """CUDA's."""
         return self.communicator.driver
 
-    def wait(self, waiting: Any, stream: Any, event: Any) -> None:
+    def wait(self, waiting: Address, stream: Address, event: cuda.Event) -> None:
         """`waiting` goes on once everything on `stream` so far is done."""
         self.driver.record_again(event, stream)
         self.driver.wait_event(waiting, event)
 
-    def meet(self, meeting: Meeting, me: int, stream: Any) -> None:
+    def meet(self, meeting: Meeting, me: int, stream: Address) -> None:
         """Waits for the other threads of this process, but in a capture, in which nothing waits."""
         if meeting.size > 1:
             self.call(
@@ -52,7 +53,9 @@ class Rank:
                 meeting.turns, meeting.results, me, meeting.size, ctypes.byref(self.unusable),
             )  # fmt: skip
 
-    def launch(self, kernel: Any, blocks: int, threads: int, stream: Any, *given: Any) -> None:
+    def launch(
+        self, kernel: ctypes.c_void_p, blocks: int, threads: int, stream: Address, *given: Address
+    ) -> None:
         """Launches a kernel; `given` are integers of 64 bits, 8 at most."""
         launch = self.driver.address("cuLaunchKernel")
         self.call("pc_launch", launch, kernel, blocks, threads, stream, *given)
@@ -114,17 +117,24 @@ class Rank:
             raise self.failed(name, 1)
 
 
-class Mailer(Rank):
-    """A rank whose calls write to peers' mailboxes, from a stream beside XLA's."""
+class Sender(Rank):
+    """A rank that writes to peers' mailboxes, from a stream beside XLA's.
+
+    Events: what it sends is there; its stream has done it all.
+    """
 
     def __init__(self, box: Mailbox) -> None:
         super().__init__(box.communicator, box.meeting)
         self._box = box
         self._side = self.driver.new_stream(self.ordinal, urgent=True)
-        self._there, self._left = (self.driver.new_event(self.ordinal) for _ in range(2))
+        self._there, self._done = (self.driver.new_event(self.ordinal) for _ in range(2))
+
+
+class Mailer(Sender):
+    """One whose calls end with what it has sent."""
 
     @contextlib.contextmanager
-    def mailing(self, what: tuple[Any, ...], stream: Any) -> Iterator[None]:
+    def mailing(self, what: tuple[Any, ...], stream: Address) -> Iterator[None]:
         """What is put on streams within it is one call, that has taken all that has come.
 
         Args:
@@ -136,7 +146,7 @@ class Mailer(Rank):
         with self.driver.device(self.ordinal):
             self.meet(box.meeting, box.place, stream)
             yield
-            self.wait(stream, self._side, self._left)
+            self.wait(stream, self._side, self._done)
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)
 
@@ -144,18 +154,24 @@ class Mailer(Rank):
 # The tape's own functions where no compiler has made them; whether all is well.
 
 
-def _begin(driver: Any, rows: Any, count: int, width: int) -> bool:
+def _begin(driver: cuda.Driver, rows: Any, count: int, width: int) -> bool:
     rows[:] = [0] * width + rows[: (count - 1) * width]
     return True
 
 
-def _note(driver: Any, rows: Any, i: int, address: int) -> bool:
+def _note(driver: cuda.Driver, rows: Words, i: int, address: int) -> bool:
     rows[i] = address
     return True
 
 
 def _take(
-    driver: Any, rows: Any, count: int, width: int, i: int, operand: int, result: int
+    driver: cuda.Driver,
+    rows: Words,
+    count: int,
+    width: int,
+    i: int,
+    operand: int,
+    result: int,
 ) -> bool:
     for row in range(0, count * width, width):
         if (rows[row], rows[row + i]) == (operand, result):
@@ -165,21 +181,27 @@ def _take(
 
 
 def _meet(
-    driver: Any, turns: Any, results: Any, me: int, size: int, result: int, unusable: Any
+    driver: cuda.Driver,
+    turns: Words,
+    results: Words,
+    me: int,
+    size: int,
+    result: int,
+    unusable: Any,
 ) -> bool:
     return Meeting.of(turns, results).come(me, result, unusable._obj)
 
 
 def _meet_if_it_runs(
-    driver: Any, capturing: int, stream: int, turns: Any, results: Any, me: int, size: int,
-    unusable: Any,
+    driver: cuda.Driver, capturing: int, stream: int, turns: Words, results: Words, me: int,
+    size: int, unusable: Any,
 ) -> bool:  # fmt: skip
     return driver.captures(stream) or _meet(driver, turns, results, me, size, 0, unusable)
 
 
 def _push(
-    driver: Any, copy: int, turns: Any, results: Any, me: int, size: int, rank: int, offset: int,
-    source: int, nbytes: int, stream: int,
+    driver: cuda.Driver, copy: int, turns: Words, results: Words, me: int, size: int, rank: int,
+    offset: int, source: int, nbytes: int, stream: int,
 ) -> bool:  # fmt: skip
     target = results[turns[me] % 2 * size + rank] + offset
     driver.copy(target, source, nbytes, stream)
@@ -187,7 +209,13 @@ def _push(
 
 
 def _launch(
-    driver: Any, launch: int, kernel: Any, blocks: int, threads: int, stream: int, *given: int
+    driver: cuda.Driver,
+    launch: int,
+    kernel: ctypes.c_void_p,
+    blocks: int,
+    threads: int,
+    stream: int,
+    *given: int,
 ) -> bool:
     driver.launch(kernel, stream, *map(ctypes.c_uint64, given), blocks=blocks, threads=threads)
     return True

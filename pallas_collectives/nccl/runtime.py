@@ -22,7 +22,7 @@ class Runtime:
     """
 
     library: Library
-    driver: Any
+    driver: cuda.Driver
     store: store.Store
     process: int
 
@@ -71,7 +71,7 @@ class Runtime:
 class _Written:
     """A producer, in DLPack's protocol, of an array that is complete once an event has passed."""
 
-    def __init__(self, driver: Any, array: Any, event: cuda.Event):
+    def __init__(self, driver: cuda.Driver, array: Any, event: cuda.Event):
         self._driver = driver
         self._array = array
         self._event = event

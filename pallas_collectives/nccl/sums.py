@@ -6,7 +6,8 @@ transform takes as long). A thread adds 16 bytes.
 
 import ctypes
 import functools
-from typing import Any
+
+from pallas_collectives.nccl import cuda
 
 WORD = 16  # bytes: of every address and size
 THREADS = 256  # of a block
@@ -54,7 +55,7 @@ _PTX = "\n.version 7.1\n.target sm_80\n.address_size 64" + "".join(map(_kernel, 
 
 
 @functools.cache
-def prepared(driver: Any, ordinal: int, dtype: str) -> ctypes.c_void_p:
+def prepared(driver: cuda.Driver, ordinal: int, dtype: str) -> ctypes.c_void_p:
     """The kernel that adds numbers of a dtype on one GPU, loaded, as products are, by being run."""
     with driver.outside_captures():
         (kernel,) = driver.load_kernels(ordinal, _PTX.encode(), f"add_{dtype}")

@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import jax
 
@@ -55,21 +55,23 @@ class Gap(NamedTuple):
     offset: int = 0
 
 
-# They pass where addresses and streams do.
-STREAM: Any = Gap(_STREAM)
+# An address, or a stream.
+Address: TypeAlias = int | Gap
+
+STREAM = Gap(_STREAM)
 
 
-def behind(address: Any, offset: int) -> Any:
+def behind(address: Address, offset: int) -> Address:
     """The address `offset` bytes behind another, which may be a gap."""
     return address._replace(offset=offset) if isinstance(address, Gap) else address + offset
 
 
-def inputs(count: int) -> list[Any]:
+def inputs(count: int) -> list[Address]:
     """The addresses of a call's operands."""
     return [Gap(_INPUT, i) for i in range(count)]
 
 
-def outputs(count: int) -> list[Any]:
+def outputs(count: int) -> list[Address]:
     """The addresses of its results."""
     return [Gap(_OUTPUT, i) for i in range(count)]
 
@@ -163,6 +165,11 @@ class Recorder:
         steps = (_Step * len(self._steps))(*self._steps)
         steps.kept = self._keep  # type: ignore[attr-defined]
         return steps
+
+
+def address_in(library: ctypes.CDLL, function: str) -> int:
+    """The address of a C function of a loaded library."""
+    return ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0
 
 
 class Recordable(Protocol):

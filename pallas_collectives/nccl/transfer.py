@@ -17,6 +17,7 @@ import functools
 import time
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from pallas_collectives.annotations import DType
 from pallas_collectives.nccl import boxes, dtypes, group
 from pallas_collectives.nccl.boxes import Box
 from pallas_collectives.nccl.communicator import Messages, exchange
@@ -37,7 +39,7 @@ _pending: "collections.deque[Transfer]" = collections.deque()
 class Transfer:
     """A transfer under way."""
 
-    def __init__(self, over: group.Group, shape: tuple[int, ...], dtype: Any, sharding: Sharding):
+    def __init__(self, over: group.Group, shape: tuple[int, ...], dtype: DType, sharding: Sharding):
         self._group = over
         self._shape = shape
         self._dtype = dtype
@@ -104,7 +106,7 @@ class Transfer:
 class _Arrival:
     """Memory that NCCL fills: an array of XLA's, its own again once `event` has passed."""
 
-    buffer: Any
+    buffer: jax.Array
     event: Any = None
 
 
@@ -183,7 +185,9 @@ def _check_half(sharding: Sharding, what: str, remedy: str) -> None:
         raise ValueError(f"this process {what} (its devices {ids}): call {remedy}")
 
 
-def _source_sharding(x: Any, src_sharding: Sharding | None) -> Sharding:
+def _source_sharding(
+    x: jax.Array | jax.ShapeDtypeStruct, src_sharding: Sharding | None
+) -> Sharding:
     own = getattr(x, "sharding", None)
     if own is None:
         if src_sharding is None:
@@ -224,7 +228,7 @@ def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> _Route
 
 
 def _boxes(sharding: Sharding, shape: tuple[int, ...], which: str) -> dict[jax.Device, Box]:
-    device: Any = next(iter(sharding.device_set))
+    device: jax.Device = next(iter(sharding.device_set))
     default = device.default_memory().kind
     if sharding.memory_kind not in (None, default):
         raise ValueError(f"the {which} sharding is of {sharding.memory_kind}: NCCL moves {default}")
@@ -262,13 +266,13 @@ def _start(
             part = _cut(shards[piece.source], box)
         if piece.source in lanes and piece.source != piece.target:
             lane = lanes[piece.source]
-            transfer._held += part, runtime.lend(part, lane.stream)
+            transfer._held += part, runtime.lend(part, streams[lane.communicator.rank])
             lane.sends.append((part.unsafe_buffer_pointer(), count, over.rank(piece.target)))
         if piece.target in lanes and piece.source != piece.target:
             lane = lanes[piece.target]
             part = _Arrival(_empty(boxes.shape_of(piece.box), dtype, piece.target)())
             # The memory may have been another array's: the stream waits until it is free.
-            transfer._held += part, runtime.lend(part.buffer, lane.stream)
+            transfer._held += part, runtime.lend(part.buffer, streams[lane.communicator.rank])
             address = part.buffer.unsafe_buffer_pointer()
             lane.recvs.append((address, count, over.rank(piece.source)))
             arrivals.append((piece.target, part))
@@ -286,12 +290,12 @@ def _start(
     return transfer
 
 
-def _id(device: Any) -> int:
+def _id(device: jax.Device) -> int:
     return device.id
 
 
 @functools.lru_cache(maxsize=1024)
-def _empty(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Any:
+def _empty(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Callable[[], jax.Array]:
     """Makes an array on `device`; `jnp.empty(device=...)` makes it on the first and copies it."""
     return jax.jit(lambda: jnp.empty(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
@@ -306,7 +310,10 @@ def _cut(shard: Any, box: Box) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _assemble(
-    pieces: list[jax.Array], places: tuple[tuple[int, ...], ...], shape: tuple[int, ...], dtype: Any
+    pieces: list[jax.Array],
+    places: tuple[tuple[int, ...], ...],
+    shape: tuple[int, ...],
+    dtype: DType,
 ) -> jax.Array:
     """The pieces, each at its place, as one array."""
     whole = jnp.zeros(shape, dtype)

@@ -39,6 +39,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_collectives.annotations import Number
 from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.overlap.ring_shifts import Places, Ring, Ways
 from pallas_collectives.overlap.split import Started
@@ -109,13 +110,13 @@ def pipelined_all_gather_and_consume(
     consumed = _alike_each_time("consume", consume, ring)
     ways, last, far = ring.rounds(bidirectional)
 
-    def consume_all(blocks: list[Any], ways: Ways, distance: Any, results: Any) -> Any:
+    def consume_all(blocks: list[Any], ways: Ways, distance: Number, results: Any) -> Any:
         for block, way in zip(blocks, ways, strict=True):
             source = ring.at(-way * distance)
             results = places.lay(consumed(block, source), source, results)
         return results
 
-    def hop(distance: Any, carry: Any, ways_on: Ways = ways) -> Any:
+    def hop(distance: Number, carry: Any, ways_on: Ways = ways) -> Any:
         held, results = carry
         started = [ring.start(block, way) for block, way in zip(held, ways_on, strict=False)]
         results = consume_all(_after(started, held, surely=True), ways, distance, results)
@@ -138,7 +139,7 @@ def pipelined_produce_and_all_to_all(
     axis: int = 0,
     tiled: bool = False,
     reduce: str | None = None,
-    wire_dtype: Any = None,
+    wire_dtype: DTypeLike | None = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -204,12 +205,12 @@ def _exchanged(produced: _Call, ring: Ring, places: Places) -> Any:
     """Everyone's block for this device, in its place."""
     ways, last, far = ring.rounds(bidirectional=True)
 
-    def lay_all(blocks: list[Any], ways: Ways, distance: Any, received: Any) -> Any:
+    def lay_all(blocks: list[Any], ways: Ways, distance: Number, received: Any) -> Any:
         for block, way in zip(blocks, ways, strict=True):
             received = places.lay(block, ring.at(-way * distance), received)
         return received
 
-    def hop(distance: Any, carry: Any, ways_on: Ways = ways) -> Any:
+    def hop(distance: Number, carry: Any, ways_on: Ways = ways) -> Any:
         ready, received = carry
         started = [ring.relay(b, way, distance, last) for b, way in zip(ready, ways, strict=True)]
         ready = [produced(_after(started, ring.at(way * (distance + 1)))) for way in ways_on]
@@ -235,17 +236,17 @@ def _after(started: list[Started], x: Any, surely: bool = False) -> Any:
     return x
 
 
-def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
+def _added_up(produced: _Call, ring: Ring, wire_dtype: DTypeLike | None) -> Any:
     """The sum of everyone's block for this device; each starts where that is furthest away."""
     ways, last, far = ring.rounds(bidirectional=True)
 
-    def terms(destination: Any) -> Any:
+    def terms(destination: Number) -> Any:
         def counted(leaf: jax.Array) -> jax.Array:
             return leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
 
         return jax.tree.map(counted, produced(destination))
 
-    def on_wire(dtype: DTypeLike) -> Any:
+    def on_wire(dtype: DTypeLike) -> DTypeLike:
         floats = jnp.issubdtype(dtype, jnp.floating)
         return wire_dtype if floats and wire_dtype is not None else dtype
 
@@ -265,10 +266,10 @@ def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
         added = functools.partial(add, to)
         return [jax.tree.map(added, o, *a) for o, a in zip(own, arriving, strict=True)]
 
-    def hop(distance: Any, sums: list[Any]) -> list[Any]:
+    def hop(distance: Number, sums: list[Any]) -> list[Any]:
         return add_own(start_all(sums, ways), at(ways, distance), on_wire)
 
-    def at(ways: Ways, distance: Any) -> list[Any]:
+    def at(ways: Ways, distance: Number) -> list[Any]:
         return [ring.at(way * distance) for way in ways]
 
     if not ways:
@@ -284,7 +285,7 @@ def _added_up(produced: _Call, ring: Ring, wire_dtype: Any) -> Any:
 _ARGUMENTS = {"consume": ("block", "source"), "produce": ("destination",)}
 
 
-def _alike_each_time(name: str, function: Any, ring: Ring) -> _Call:
+def _alike_each_time(name: str, function: Callable[..., Any], ring: Ring) -> _Call:
     """The caller's function, its results typed as varying, and checked to be alike at each call."""
     if not callable(function):
         remedy = f"write {name}=lambda {', '.join(_ARGUMENTS[name])}: x"

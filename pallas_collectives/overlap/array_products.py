@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import validation
+from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.overlap.array_pipelines import (
     pipelined_all_gather_and_consume,
@@ -27,7 +28,7 @@ def pipelined_all_gather_matmul(
     *,
     gather_axis: int = 0,
     return_gathered: bool = False,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     bidirectional: bool = True,
     backend: str | None = None,
 ) -> Any:
@@ -90,7 +91,7 @@ def pipelined_matmul_reduce_scatter(
     scatter_axis: int = 0,
     reduce: str = "sum",
     precise: bool = False,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     backend: str | None = None,
 ) -> jax.Array:
     """psum_scatter(x @ w, tiled=True), each block's product computed just before its hop.
@@ -171,7 +172,7 @@ def _used_often(w: jax.Array) -> Callable[[], jax.Array]:
     return lambda: wide.astype(w.dtype)
 
 
-def _check_product(x: Any, w: Any, where: str = "") -> None:
+def _check_product(x: jax.Array, w: jax.Array, where: str = "") -> None:
     if np.ndim(x) < 2 or np.ndim(w) != 2 or np.shape(x)[-1] != np.shape(w)[0]:
         raise CollectiveError(
             f"operands of shapes {np.shape(x)} and {np.shape(w)}{where}",

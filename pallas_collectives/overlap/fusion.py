@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
 
+from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.backends import algorithms, canonical, nccl_products, slices
 from pallas_collectives.backends.pallas import products
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
@@ -206,7 +208,11 @@ _MIXED = ("float32", "bfloat16")
 
 
 def obstacle(
-    x_dtype: Any, w_dtypes: Sequence[Any], out_dtype: Any, precision: Any, sizes: Sequence[int]
+    x_dtype: DTypeLike,
+    w_dtypes: Sequence[Any],
+    out_dtype: DTypeLike,
+    precision: PrecisionLike,
+    sizes: Sequence[int],
 ) -> str:
     """Why no kernel multiplies such operands; "" if one does."""
     names = {jnp.dtype(dtype).name for dtype in (x_dtype, *w_dtypes)}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from pallas_collectives import _compat, validation
+from pallas_collectives.annotations import Interpret, Ref
 from pallas_collectives.backends import algorithms, canonical, choice
 from pallas_collectives.errors import BackendError, CollectiveError, DtypeError
 from pallas_collectives.kernels import tiled
@@ -26,7 +27,7 @@ from pallas_collectives.validation import AxisName
 
 
 def gather_and_consume(
-    x_shard: Any,
+    x_shard: jax.Array,
     consume: Callable[..., None],
     axis_name: AxisName,
     *,
@@ -99,7 +100,7 @@ def gather_and_consume(
 
 
 def produce_and_scatter(
-    x: Any,
+    x: jax.Array,
     produce: Callable[..., None],
     axis_name: AxisName,
     *,
@@ -178,7 +179,7 @@ def _group(name: str, axis_name: AxisName) -> Group:
     return group
 
 
-def _interpret(axis_name: AxisName) -> Any:
+def _interpret(axis_name: AxisName) -> Interpret:
     """How kernels run here; raises where they cannot."""
     validation.size_of(axis_name)
     how = choice.choose(validation.named(axis_name), None, None)
@@ -223,7 +224,7 @@ def _checked(body: Callable[..., Any], name: str) -> Callable[..., None]:
     """The body, with errors that name its tiles; one that returns something is refused."""
 
     @functools.wraps(body)
-    def run(*refs: Any) -> None:
+    def run(*refs: Ref) -> None:
         tiles = ", ".join(f"{jnp.dtype(ref.dtype).name}{list(ref.shape)}" for ref in refs)
         value = f"the body of {name} on tiles {tiles}"
         remedy = "give each result ref an array of its shape and dtype, as y[...] = value"

@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, collectives
+from pallas_collectives._compat import Aval
 from pallas_collectives.backends import (
     canonical,
     counters,
@@ -181,7 +183,9 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     primitive = core.Primitive(f"pallas_{op}")
     primitive.multiple_results = True
 
-    def abstract_eval(*avals: Any, spec: Spec, plan: ProductPlan) -> Any:
+    def abstract_eval(
+        *avals: Aval, spec: Spec, plan: ProductPlan
+    ) -> tuple[list[Aval], frozenset[Any]]:
         operands = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         outs = [
             avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
@@ -192,7 +196,9 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
 
     primitive.def_effectful_abstract_eval(abstract_eval)
 
-    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lowering(
+        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+    ) -> Sequence[ir.Value]:
         mesh = _compat.mesh_of(ctx)
         lower = mlir.lower_fun(functools.partial(lowered, op, mesh=mesh), multiple_results=True)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
@@ -203,13 +209,13 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     return primitive
 
 
-def _gather_shapes(x: Any, *ws: Any, spec: Spec) -> list[Any]:
+def _gather_shapes(x: Aval, *ws: Aval, spec: Spec) -> list[Any]:
     gathered = canonical.resized(x.shape, spec.axis, spec.size * x.shape[spec.axis])
     columns = [w.shape[0 if spec.transposed else 1] for w in ws]
     return [(gathered, x.dtype), *(((*gathered[:-1], size), spec.out_dtype) for size in columns)]
 
 
-def _scatter_shapes(*operands: Any, spec: Spec) -> list[Any]:
+def _scatter_shapes(*operands: Aval, spec: Spec) -> list[Any]:
     xs, ws = pallas_fused.halves(operands)
     block = canonical.resized(xs[0].shape, spec.axis, xs[0].shape[spec.axis] // spec.size)
     return [((*block[:-1], ws[0].shape[0 if spec.transposed else 1]), spec.out_dtype)]
@@ -222,14 +228,14 @@ _scatter_p = _primitive(SCATTER, _scatter_shapes)
 # Differentiation ----------------------------------------------------------------------------------
 
 
-def _zero(primal: Any) -> ad.Zero:
+def _zero(primal: ad.UndefinedPrimal) -> ad.Zero:
     """The zero tangent of a primal."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def _gather_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, plan: ProductPlan
-) -> Any:
+) -> tuple[Any, Any]:
     """d(gather(x) @ w) = gather(dx) @ w + gather(x) @ dw."""
     (x, *ws), (dx, *dws) = primals, tangents
     if not all(isinstance(dw, ad.Zero) for dw in dws):
@@ -246,7 +252,7 @@ def _gather_jvp(
 
 
 def _gather_transpose(
-    cts: Sequence[Any], x: Any, *ws: Any, spec: Spec, plan: ProductPlan
+    cts: Sequence[Any], x: ad.UndefinedPrimal, *ws: Any, spec: Spec, plan: ProductPlan
 ) -> list[Any]:
     """The scattered sum of the products' cotangents, each times its own w, and x's own."""
     dx = None
@@ -269,7 +275,7 @@ def _gather_transpose(
 
 def _scatter_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec, plan: ProductPlan
-) -> Any:
+) -> tuple[Any, Any]:
     """d(x @ w) = dx @ w + x @ dw, in one kernel, so that the transpose gathers once for both."""
     (xs, ws), (dxs, dws) = pallas_fused.halves(primals), pallas_fused.halves(tangents)
     (out,) = _scatter_p.bind(*primals, spec=spec, plan=plan)
@@ -313,7 +319,7 @@ def _as_wide(x: jax.Array, ct: jax.Array) -> jax.Array:
     return x.astype(ct.dtype) if narrow else x
 
 
-def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Any, spec: Spec) -> jax.Array:
+def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Aval, spec: Spec) -> jax.Array:
     """x transposed @ ct, summed over all dimensions but the last."""
     lead = tuple(range(x.ndim - 1))
     x = _as_wide(x, ct)
@@ -340,7 +346,7 @@ def _batch(
     """A mapped x is an x with one more dimension; mapped weights make separate products."""
     count = 1 if op == GATHER else len(args) // 2
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    run: Any = all_gather_matmul if op == GATHER else matmul_reduce_scatter
+    run: Callable[..., Any] = all_gather_matmul if op == GATHER else matmul_reduce_scatter
 
     def call(operands: Sequence[Any], how: Spec) -> list[Any]:
         first = operands[0] if op == GATHER else operands[:count]

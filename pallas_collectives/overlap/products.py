@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from pallas_collectives import validation
@@ -26,20 +27,21 @@ from pallas_collectives.backends.pallas.products import Spec
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
 from pallas_collectives.overlap import primitives
 from pallas_collectives.validation import AxisName
+from pallas_collectives.wires import WireLike
 
 
 def all_gather_matmul(
-    x_shard: Any,
+    x_shard: jax.Array,
     ws: Any,
     axis_name: AxisName,
     *,
     gather_axis: int = 0,
     return_gathered: bool = False,
-    preferred_element_type: Any = None,
-    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
     order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> Any:
@@ -105,18 +107,18 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Any,
-    w: Any,
+    x: jax.Array,
+    w: jax.Array,
     axis_name: AxisName,
     *,
     scatter_axis: int = 0,
     reduce: str = "sum",
     precise: bool = False,
-    preferred_element_type: Any = None,
-    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
     order: str | None = None,
-    wire: Any = None,
-    wire_backward: Any = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> jax.Array:
@@ -226,8 +228,8 @@ def _spec(
     axis: int,
     x: jax.Array,
     ws: Sequence[jax.Array],
-    dtype: DTypeLike,
-    precision: Any,
+    dtype: DTypeLike | None,
+    precision: PrecisionLike,
     order: str | None,
     backend: str | None,
     algorithm: str | None,

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.mlir import ir
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
+from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, slices
 from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
@@ -37,9 +39,9 @@ _FUSED_DTYPES = ("float32", "bfloat16")
 
 
 def psum_residual_rmsnorm(
-    x: Any,
-    residual: Any,
-    weight: Any,
+    x: jax.Array,
+    residual: jax.Array,
+    weight: jax.Array,
     axis_name: AxisName,
     *,
     eps: float = 1e-6,
@@ -107,7 +109,7 @@ def psum_residual_rmsnorm(
     return _run(x, residual, weight, Spec(axes, groups, float(eps), how, algorithm or ""))
 
 
-def _check(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: Any) -> None:
+def _check(x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float) -> None:
     for name, operand in (("x", x), ("residual", residual), ("weight", weight)):
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise DtypeError(
@@ -147,7 +149,9 @@ class Spec:
         return canonical.group_of(self.axes, self.groups)
 
 
-def _run(x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec) -> Any:
+def _run(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
     """(normed, new), bound as one primitive wherever a kernel might serve."""
     plan = _as_they_are(x, residual, spec)
     if plan is None:
@@ -157,7 +161,10 @@ def _run(x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec) -> An
 
 
 def _psum(x: jax.Array, spec: Spec) -> jax.Array:
-    how: Any = {"order": spec.how.order, "backend": spec.how.backend if spec.how.named else None}
+    how: dict[str, Any] = {
+        "order": spec.how.order,
+        "backend": spec.how.backend if spec.how.named else None,
+    }
     return collectives.psum(x, spec.axes, axis_index_groups=spec.groups, **how)
 
 
@@ -175,7 +182,9 @@ def _normed(new: jax.Array, weight: jax.Array, spec: Spec) -> jax.Array:
 # Fused or apart -----------------------------------------------------------------------------------
 
 
-def _as_they_are(x: Any, residual: Any, spec: Spec) -> ProductPlan | None:
+def _as_they_are(
+    x: jax.Array | jax.ShapeDtypeStruct, residual: jax.Array | jax.ShapeDtypeStruct, spec: Spec
+) -> ProductPlan | None:
     """What runs apart on any devices; None where a kernel might serve, by `_as_devices_lie`.
 
     Raises:
@@ -205,7 +214,9 @@ def _plan(spec: Spec, way: str, why: str) -> ProductPlan:
     return ProductPlan(op=NAME, backend=spec.how.backend, algorithm=way, why=why)
 
 
-def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> ProductPlan:
+def _as_devices_lie(
+    x: jax.Array | jax.ShapeDtypeStruct, residual: jax.Array | jax.ShapeDtypeStruct, spec: Spec
+) -> ProductPlan:
     """How operands that a kernel takes run on these devices.
 
     Raises:
@@ -222,13 +233,15 @@ def _as_devices_lie(x: Any, residual: Any, spec: Spec) -> ProductPlan:
     tiles = _Tiles.of(x, residual)
     kept = (group.size + 2) * tiles.nbytes(x.dtype) + 2 * tiles.nbytes(residual.dtype)
     if kept > chip.vmem_bytes * 3 // 4:
-        return _refused(spec, f"it needs {kept / (1 << 20):.1f} MiB of {chip.name}'s VMEM")
+        return _refused(spec, f"it needs {kept / chips.MIB:.1f} MiB of {chip.name}'s VMEM")
     if spec.wish == FUSED or _pays(x, residual, group):
         return _plan(spec, FUSED, "")
     return _refused(spec, "by the table of times, and what XLA's passes take, it is slower fused")
 
 
-def _pays(x: Any, residual: Any, group: Group) -> bool:
+def _pays(
+    x: jax.Array | jax.ShapeDtypeStruct, residual: jax.Array | jax.ShapeDtypeStruct, group: Group
+) -> bool:
     """Whether the gather takes no longer than the quickest sum and the passes that it saves."""
     nbytes = _Tiles.of(x, residual).nbytes(x.dtype)
     sums = algorithms.predicted("all_reduce", nbytes, group, cuts=nbytes // (group.size << 12))
@@ -262,7 +275,9 @@ class _Tiles:
     shape: tuple[int, int, int]
 
     @classmethod
-    def of(cls, x: Any, residual: Any) -> "_Tiles":
+    def of(
+        cls, x: jax.Array | jax.ShapeDtypeStruct, residual: jax.Array | jax.ShapeDtypeStruct
+    ) -> "_Tiles":
         """Those of two operands of one shape."""
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
         high, lines = max(sublanes(x.dtype), sublanes(residual.dtype)), -(-columns // LANES)
@@ -315,21 +330,23 @@ def _kernel(x: jax.Array, residual: jax.Array, weight: jax.Array, spec: Spec) ->
 # The primitive ------------------------------------------------------------------------------------
 
 
-def _by_lax(x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec) -> Any:
+def _by_lax(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec
+) -> tuple[jax.Array, jax.Array]:
     """What the primitive means: types follow from this."""
     groups = spec.groups and [list(row) for row in spec.groups]
     total = LAX.psum(x, spec.axes, axis_index_groups=groups)
     return _apart(x, residual, weight, spec, total)
 
 
-def _abstract_eval(*avals: Any, spec: Spec) -> Any:
+def _abstract_eval(*avals: Aval, spec: Spec) -> tuple[list[Aval], frozenset[Any]]:
     outs = jax.make_jaxpr(functools.partial(_by_lax, spec=spec))(*avals).out_avals
     shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
     return outs, _effects(shapes, spec, jax.sharding.get_abstract_mesh())
 
 
 @functools.lru_cache(maxsize=1024)
-def _effects(shapes: Any, spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
+def _effects(shapes: tuple[jax.ShapeDtypeStruct, ...], spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
     """TPU interpret mode's, or none."""
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted(), placement.settled_later():
@@ -349,7 +366,9 @@ def _sum(x: jax.Array, spec: Spec) -> jax.Array:
     return serving.served("psum", spec.how, by_lax, x, **params)
 
 
-def lowered(x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec) -> Any:
+def lowered(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec
+) -> Sequence[jax.Array]:
     """What a program computes in its place, once it is known where the devices are."""
     plan = _as_devices_lie(x, residual, spec)
     counters.note(plan)
@@ -358,7 +377,7 @@ def lowered(x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec)
     return list(_apart(x, residual, weight, spec, _sum(x, spec)))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> tuple[Any, Any]:
     """d new = d residual + psum(dx); the norm's, of that."""
     x, _, weight = primals
     outs = _norm_p.bind(*primals, spec=spec)
@@ -370,7 +389,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> Any:
     return outs, [d_normed.astype(x.dtype), d_new]
 
 
-def _batch(args: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> Any:
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, spec: Spec) -> tuple[Any, Any]:
     """Mapped rows are more rows; with mapped weights sum and norm run apart."""
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if dims[2] is None:
@@ -389,7 +408,9 @@ def _primitive() -> core.Primitive:
     primitive.def_effectful_abstract_eval(_abstract_eval)
     lower = mlir.lower_fun(lowered, multiple_results=True)
 
-    def lowering(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def lowering(
+        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
+    ) -> Sequence[ir.Value]:
         mesh = _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             return lower(ctx, *args, **params)

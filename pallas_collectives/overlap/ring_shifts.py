@@ -7,6 +7,7 @@ import jax
 from jax import lax
 
 from pallas_collectives import _compat, validation
+from pallas_collectives.annotations import Number
 from pallas_collectives.overlap import split
 from pallas_collectives.topology import groups
 from pallas_collectives.validation import AxisName
@@ -40,7 +41,7 @@ class Ring:
         far = () if self.size % 2 else (groups.RIGHT,)
         return (groups.RIGHT, groups.LEFT), (self.size - 1) // 2, far
 
-    def at(self, offset: Any) -> Any:
+    def at(self, offset: Number) -> Number:
         """The number of the device `offset` positions to the right."""
         return groups.wrap(self.me + offset, self.size)
 
@@ -53,7 +54,7 @@ class Ring:
         """Sends a block `offset` positions to the right; returns what comes from the left."""
         return self.start(block, offset).done()
 
-    def relay(self, block: Any, way: int, distance: Any, furthest: int) -> split.Started:
+    def relay(self, block: Any, way: int, distance: Number, furthest: int) -> split.Started:
         """`start` over a distance of up to `furthest`, which may be known only at run time.
 
         A permutation is part of the program, so a block goes such a distance by powers of two, one
@@ -83,7 +84,7 @@ class Places:
             validation.check_axis("axis", self._axis, leaf.ndim + (not self._tiled), where)
         return jax.tree.map(self._room, results)
 
-    def lay(self, results: Any, source: Any, whole: Any) -> Any:
+    def lay(self, results: Any, source: Number, whole: Any) -> Any:
         """Writes the results for device `source` to their place."""
         return jax.tree.map(lambda leaf, to: self._lay(leaf, source, to), results, whole)
 
@@ -93,7 +94,7 @@ class Places:
         shape = [size * count for size, count in zip(block.shape, shape, strict=True)]
         return _compat.as_varying(_compat.empty(tuple(shape), block.dtype), _compat.varying(block))
 
-    def _lay(self, leaf: jax.Array, source: Any, whole: jax.Array) -> jax.Array:
+    def _lay(self, leaf: jax.Array, source: Number, whole: jax.Array) -> jax.Array:
         block, axis = self._block(leaf)
         return lax.dynamic_update_slice_in_dim(whole, block, source * block.shape[axis], axis)
 

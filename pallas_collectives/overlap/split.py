@@ -25,13 +25,16 @@ copy the memory between the two, and does so in loops, with bytes in it that hav
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_collectives import collectives, validation
+from pallas_collectives.annotations import Number
 from pallas_collectives.backends import choice, flights
 from pallas_collectives.backends.nccl import blocks, side_by_side
 from pallas_collectives.overlap.split_sums import all_reduce_start as all_reduce_start
@@ -79,7 +82,12 @@ def all_gather_start(
       Array([[0., 1.],
              [0., 1.]], dtype=float32)
     """
-    options: Any = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
+    options: dict[str, Any] = {
+        "axis_index_groups": axis_index_groups,
+        "axis": axis,
+        "tiled": tiled,
+        "to": to,
+    }
 
     def leave(leaf: jax.Array, group: Group) -> Way:
         place = axis % (leaf.ndim + (not tiled))
@@ -89,7 +97,7 @@ def all_gather_start(
 
         return Way(flights.new("gather", group, to=to), leaf, arrive)
 
-    how: Any = {"backend": backend, "algorithm": algorithm, "order": order}
+    how: dict[str, Any] = {"backend": backend, "algorithm": algorithm, "order": order}
     call = functools.partial(collectives.all_gather, x, axis_name, **how, **options, **narrower)
     for leaf, where in validation.leaves(x):
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
@@ -120,7 +128,7 @@ def all_to_all_start(
       Array([[0., 2.],
              [1., 3.]], dtype=float32)
     """
-    options: Any = {"axis_index_groups": axis_index_groups, "tiled": tiled}
+    options: dict[str, Any] = {"axis_index_groups": axis_index_groups, "tiled": tiled}
 
     def leave(leaf: jax.Array, group: Group) -> Way:
         split, concat = split_axis % leaf.ndim, concat_axis % leaf.ndim
@@ -136,7 +144,7 @@ def all_to_all_start(
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
-    how: Any = {"backend": backend, "algorithm": algorithm}
+    how: dict[str, Any] = {"backend": backend, "algorithm": algorithm}
     options |= {"split_axis": split_axis, "concat_axis": concat_axis}
     call = functools.partial(collectives.all_to_all, x, axis_name, **how, **options, **narrower)
     settled = choice.settle(axis_name, axis_index_groups, **how)
@@ -162,14 +170,18 @@ def pswapaxes_start(
       Array([[0., 2.],
              [1., 3.]], dtype=float32)
     """
-    how: Any = {"axis_index_groups": axis_index_groups, "backend": backend, "algorithm": algorithm}
+    how: dict[str, Any] = {
+        "axis_index_groups": axis_index_groups,
+        "backend": backend,
+        "algorithm": algorithm,
+    }
     return all_to_all_start(x, axis_name, axis, axis, **how, after=after, **narrower)
 
 
 def ppermute_start(
     x: Any,
     axis_name: AxisName,
-    perm: Any,
+    perm: Sequence[tuple[int, int]],
     *,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -183,7 +195,7 @@ def ppermute_start(
       >>> jax.vmap(start, axis_name="x")(jnp.arange(2.0))
       Array([1., 0.], dtype=float32)
     """
-    how: Any = {"backend": backend, "algorithm": algorithm}
+    how: dict[str, Any] = {"backend": backend, "algorithm": algorithm}
     settled = choice.settle(axis_name, None, **how)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
@@ -198,7 +210,7 @@ def ppermute_start(
 def pshuffle_start(
     x: Any,
     axis_name: AxisName,
-    perm: Any,
+    perm: Sequence[int],
     *,
     backend: str | None = None,
     algorithm: str | None = "auto",
@@ -213,12 +225,12 @@ def pshuffle_start(
       Array([1., 2., 3., 0.], dtype=float32)
     """
     pairs = [(source, target) for target, source in enumerate(perm)]
-    how: Any = {"backend": backend, "algorithm": algorithm}
+    how: dict[str, Any] = {"backend": backend, "algorithm": algorithm}
     return ppermute_start(x, axis_name, pairs, **how, after=after, **narrower)
 
 
 def pbroadcast_start(
-    x: Any, axis_name: AxisName, source: Any, *, after: Any = (), **options: Any
+    x: Any, axis_name: AxisName, source: Number, *, after: Any = (), **options: Any
 ) -> Started:
     """Starts `pbroadcast(x, axis_name, source, **options)`; see `all_gather_start`.
 
@@ -234,7 +246,7 @@ def pbroadcast_start(
     return at_once(functools.partial(collectives.pbroadcast, x, axis_name, source, **options))
 
 
-def ragged_all_to_all_start(*operands: Any, after: Any = (), **options: Any) -> Started:
+def ragged_all_to_all_start(*operands: ArrayLike, after: Any = (), **options: Any) -> Started:
     """Starts `ragged_all_to_all(*operands, **options)`; see `all_gather_start`.
 
     Example, inside `jax.shard_map`, with the tables that `ragged_all_to_all` shows:

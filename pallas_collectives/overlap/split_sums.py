@@ -1,6 +1,7 @@
 """Sums in two halves: what `split` starts and adds when the result is asked for."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ def psum_scatter_start(
       >>> jax.vmap(lambda x: pc.psum_scatter_start(x, "x").done(), axis_name="x")(jnp.ones((4, 4)))
       Array([4., 4., 4., 4.], dtype=float32)
     """
-    options: Any = {"axis_index_groups": axis_index_groups, "tiled": tiled}
+    options: dict[str, Any] = {"axis_index_groups": axis_index_groups, "tiled": tiled}
     options["scatter_dimension"] = scatter_dimension
 
     def leave(leaf: jax.Array, group: Group) -> Way:
@@ -53,7 +54,12 @@ def psum_scatter_start(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
     validation.check_added("psum_scatter_start", x)
-    how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
+    how: dict[str, Any] = {
+        "backend": backend,
+        "algorithm": algorithm,
+        "precise": precise,
+        "order": order,
+    }
     call = functools.partial(collectives.psum_scatter, x, axis_name, **how, **options, **narrower)
     settled = choice.settle(axis_name, axis_index_groups, **how)
     return start(x, axis_name, axis_index_groups, settled, call, narrower, leave, after)
@@ -84,7 +90,12 @@ def psum_start(
       >>> jax.vmap(lambda x: pc.psum_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
       Array([6., 6., 6., 6.], dtype=float32)
     """
-    how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
+    how: dict[str, Any] = {
+        "backend": backend,
+        "algorithm": algorithm,
+        "precise": precise,
+        "order": order,
+    }
     return _sum(collectives.psum, x, axis_name, axis_index_groups, how, after, narrower)
 
 
@@ -109,12 +120,17 @@ def pmean_start(
       >>> jax.vmap(lambda x: pc.pmean_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
       Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
-    how: Any = {"backend": backend, "algorithm": algorithm, "precise": precise, "order": order}
+    how: dict[str, Any] = {
+        "backend": backend,
+        "algorithm": algorithm,
+        "precise": precise,
+        "order": order,
+    }
     return _sum(collectives.pmean, x, axis_name, axis_index_groups, how, after, narrower)
 
 
 def _sum(
-    whole: Any,
+    whole: Callable[..., Any],
     x: Any,
     axis_name: AxisName,
     groups: Groups,

@@ -30,7 +30,9 @@ class Started:
       Array([ 6.,  7., 10., 15.], dtype=float32)
     """
 
-    def __init__(self, tree: Any, here: Sequence[Any], under_way: Sequence["_UnderWay"]) -> None:
+    def __init__(
+        self, tree: jax.tree_util.PyTreeDef, here: Sequence[Any], under_way: Sequence["_UnderWay"]
+    ) -> None:
         self._tree, self._here, self._under_way = tree, here, under_way
         self._came: list[Any] | None = None
         self._kept = False  # what is neither awaited nor followed XLA takes out of the program
@@ -123,7 +125,7 @@ class _UnderWay:
         self._flight, self._arrive = way.flight, way.arrive
         self._started, self.token = flights.start(way.flight, way.operand, *after)
 
-    def done(self, after: Sequence[jax.Array]) -> Any:
+    def done(self, after: Sequence[jax.Array]) -> jax.Array:
         return self._arrive(flights.done(self._flight, self._started, *after))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_collectives.replay.program import home
-from pallas_collectives.replay.values import UNKNOWN, Known
+from pallas_collectives.replay.values import UNKNOWN, Known, Lanes
 from pallas_collectives.replay.views import Buffer, View
 
 _LARGEST = 1 << 24  # elements of an array in HBM, on all devices together, that are followed
@@ -73,7 +73,7 @@ class Contents:
         if follows:
             data[at] = value
 
-    def copy(self, src: View, dst: View, lanes: np.ndarray, target: Any) -> None:
+    def copy(self, src: View, dst: View, lanes: np.ndarray, target: Lanes | None) -> None:
         """Copies from `src` on the lanes to `dst` there, or on each lane's `target`.
 
         What only some devices send is unknown to the others: they are stepped in any order.
@@ -95,7 +95,7 @@ class Contents:
         return home(lanes, view.buffer, self.n_devices).reshape(-1, 1)
 
 
-def _differs(size: Any) -> bool:
+def _differs(size: Lanes) -> bool:
     return isinstance(size, np.ndarray)
 
 

@@ -10,14 +10,16 @@ and after is what the program does outside the kernel.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
+from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, kernels, meetings, names
 from pallas_collectives.replay.devices import CoreMesh
-from pallas_collectives.replay.program import Enter, Leave
+from pallas_collectives.replay.program import Enter, Kernel, Leave
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, take
 from pallas_collectives.replay.views import View
@@ -41,7 +43,7 @@ class _Call:
     """One call of a kernel on all cores of its meshes."""
 
     def __init__(
-        self, stepper: Stepper, eqn: JaxprEqn, args: list[Any], lanes: np.ndarray, kernel: Any
+        self, stepper: Stepper, eqn: JaxprEqn, args: list[Any], lanes: np.ndarray, kernel: Kernel
     ):
         self.stepper, self.eqn, self.kernel = stepper, eqn, kernel
         self.args, self.first = args, lanes  # of the first cores, as outside the kernel
@@ -114,7 +116,13 @@ class _Call:
                     same[given.buffer.id] = refs[-1]
         return refs[:n_in], refs[n_in:]
 
-    def _run(self, mesh: CoreMesh, closed: Any, lanes: np.ndarray, shared: list[Any]) -> None:
+    def _run(
+        self,
+        mesh: CoreMesh,
+        closed: core.Jaxpr | core.ClosedJaxpr,
+        lanes: np.ndarray,
+        shared: list[Any],
+    ) -> None:
         jaxpr, _ = jaxprs.open_jaxpr(closed)
         avals = [v.aval for v in (*jaxpr.constvars, *jaxpr.invars)]
         ref_names = _names(jaxpr)
@@ -137,7 +145,7 @@ class _Call:
         self.stepper.homes[view.buffer.space, view.buffer.id] = home
         return view
 
-    def _allocated(self, key: Any, aval: Any, name: str, shared: bool = False) -> View:
+    def _allocated(self, key: Hashable, aval: Any, name: str, shared: bool = False) -> View:
         space = jaxprs.memory_space(aval)
         if shared and space == "vmem" and not isinstance(key, tuple):
             space = "hbm" if getattr(aval, "memory_space", None) is None else space
@@ -147,7 +155,7 @@ class _Call:
         return view
 
 
-def _names(jaxpr: Any) -> list[str]:
+def _names(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> list[str]:
     """What the author calls the refs that a body has captured, and those that it takes."""
     captured, taken = len(jaxpr.constvars), names.of_refs(jaxpr)
     known = [""] * captured + taken

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_collectives.replay.values import UNKNOWN
+from pallas_collectives.replay.values import UNKNOWN, Lanes
 from pallas_collectives.replay.views import DataDependent
 
 
@@ -71,7 +71,7 @@ class Devices:
             sizes |= mesh.axes
         return sizes
 
-    def axis_index(self, name: str, lanes: np.ndarray) -> Any:
+    def axis_index(self, name: str, lanes: np.ndarray) -> Lanes:
         if name not in self._coordinates:
             return self._core_index(name, lanes)
         coordinates = self._coordinates[name]
@@ -81,7 +81,7 @@ class Devices:
             return coordinates
         return coordinates[lanes % self.n_devices]
 
-    def _core_index(self, name: str, lanes: np.ndarray) -> Any:
+    def _core_index(self, name: str, lanes: np.ndarray) -> Lanes:
         index = np.zeros(len(lanes), np.int32)
         number = lanes // self.n_devices
         for mesh in self.cores:
@@ -95,7 +95,7 @@ class Devices:
         device_id: Any,
         logical: bool,
         lanes: np.ndarray,
-        core: Any = None,
+        core: Lanes | None = None,
         home: CoreMesh | None = None,
     ) -> Any:
         """The device (its row-major position in the mesh) that a kernel's `device_id` names, and
@@ -106,7 +106,7 @@ class Devices:
         elsewhere = home is not None and not home.holds(lanes // self.n_devices).all()
         if device_id is None and core is None and not elsewhere:
             return None
-        by_axis: Any = {}
+        by_axis: dict[str, Any] = {}
         if device_id is None:
             pass
         elif isinstance(device_id, dict):
@@ -152,12 +152,12 @@ class Devices:
 
     def _on_core(
         self,
-        device: Any,
+        device: Lanes,
         by_axis: dict[str, Any],
-        core: Any,
+        core: Lanes | None,
         lanes: np.ndarray,
         home: CoreMesh | None,
-    ) -> Any:
+    ) -> Lanes:
         """The lane of a device's core."""
         if device is UNKNOWN or core is UNKNOWN:
             raise DataDependent("a device id")

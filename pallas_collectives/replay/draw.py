@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pallas_collectives.replay import style, timeline
+from pallas_collectives.replay.engine import Message
 from pallas_collectives.replay.report import Report
 
 _COLOURS = {
@@ -91,7 +92,7 @@ def link_heat(report: Report) -> Any:
     figure, panels = plt.subplots(1, layers, figsize=size, squeeze=False, layout="constrained")
     from matplotlib.collections import LineCollection
 
-    colours: Any = {"cmap": "viridis", "norm": plt.Normalize(0, max(busy.max(), 1e-9))}
+    colours: dict[str, Any] = {"cmap": "viridis", "norm": plt.Normalize(0, max(busy.max(), 1e-9))}
     point = cell * 72  # in points, from a chip to the next
     for layer, axes in enumerate(panels[0]):
         lines: list[Any] = []
@@ -111,7 +112,7 @@ def link_heat(report: Report) -> Any:
                 along = np.array([(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)][axis])
                 start = here + 0.12 * sign * along[::-1] + 0.15 * sign * along
                 if axis == 2:
-                    marker: Any = {"marker": "s", "s": (0.13 * point) ** 2, "zorder": 3}
+                    marker: dict[str, Any] = {"marker": "s", "s": (0.13 * point) ** 2, "zorder": 3}
                     axes.scatter(*(here + 0.3 * sign), c=[share], **marker, **colours)
                     continue
                 lines.append((start, start + (0.45 if at_edge else 0.7) * sign * along))
@@ -197,7 +198,7 @@ def ring_animation(report: Report, *, frames: int = 60) -> Any:
     return FuncAnimation(figure, show, frames=frames, interval=80)
 
 
-def _target(message: Any, device: int) -> int | None:
+def _target(message: Message, device: int) -> int | None:
     target = getattr(message.column, "target", None)
     if isinstance(target, np.ndarray):
         target = target[np.searchsorted(message.column.lanes, device)]

@@ -144,7 +144,7 @@ def _additions(engine: Engine, device: int, sem: int) -> Iterator[tuple[int, Any
     """(column number, column, the devices that add to `sem` of `device` there)."""
     for k, column in enumerate(engine.program.columns):
         if isinstance(column, Signal):
-            fields = [(column.sem, column.target)]
+            fields: list[tuple[Any, Any]] = [(column.sem, column.target)]
         elif isinstance(column, Start):
             fields = [(column.dst_sem, column.target), (column.src_sem, None)]
         else:

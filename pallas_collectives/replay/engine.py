@@ -12,16 +12,17 @@ import dataclasses
 import heapq
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pallas_collectives.replay.machine import Machine
-from pallas_collectives.replay.network import Flow, Network
-from pallas_collectives.replay.program import Read, Signal, Start, Wait, at
+from pallas_collectives.replay.network import PICOSECOND, Flow, Network
+from pallas_collectives.replay.program import Program, Read, Signal, Start, Wait, at
 from pallas_collectives.replay.symmetry import Classes
+from pallas_collectives.replay.values import Lanes
 
-_PICOSECOND = 1e-12  # events closer than this are simultaneous
 _FINE = 0.01  # a grain is no more than so much of what has passed: small kernels come first
 
 
@@ -83,7 +84,7 @@ class Engine:
 
     def __init__(
         self,
-        program: Any,
+        program: Program,
         machine: Machine,
         placement: np.ndarray,
         classes: Classes,
@@ -122,14 +123,14 @@ class Engine:
         while self._events:
             begins = self._events[0][0]
             self.now = now = begins + min(self.grain, begins * _FINE)
-            while self._events and self._events[0][0] <= now + _PICOSECOND:
+            while self._events and self._events[0][0] <= now + PICOSECOND:
                 _, _, _, action, args = heapq.heappop(self._events)
                 action(*args)
             if self.network.dirty:
                 for flow in self.network.resolve(now):
                     self._at(flow.next_end, 0, self._copies_end, flow, flow.version)
 
-    def _at(self, time: float, priority: int, action: Any, *args: Any) -> None:
+    def _at(self, time: float, priority: int, action: Callable[..., None], *args: Any) -> None:
         self._sequence += 1
         heapq.heappush(self._events, (time, priority, self._sequence, action, args))
 
@@ -153,7 +154,7 @@ class Engine:
                 core.time += issue
                 self._signal(core, position, column)
             elif isinstance(column, (Wait, Read)):
-                if core.time > self.now + _PICOSECOND:  # semaphores are known up to now only
+                if core.time > self.now + PICOSECOND:  # semaphores are known up to now only
                     core.pending = entry
                     self._at(core.time, 1, self._advance, core)
                     return
@@ -243,7 +244,7 @@ class Engine:
         return self._routes[key]
 
     def _crossed(
-        self, device: int, target: int, spaces: tuple[str, str], column: Any
+        self, device: int, target: int, spaces: tuple[str, str], column: Start
     ) -> tuple[list[tuple[int, float]], float]:
         """(resource, how many of this class' copies one of its like carries) of a copy, and its
         hops.
@@ -295,7 +296,7 @@ class Engine:
             self._deliver(core, sem, amount, message)
 
     def _receivers(
-        self, core: Core, position: int, column: Any, sems: Any
+        self, core: Core, position: int, column: Signal | Start, sems: Lanes | None
     ) -> list[tuple[Core, int]]:
         """Which modelled cores an instruction of the core's class reaches, on which of their
         semaphores.

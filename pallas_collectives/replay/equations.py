@@ -5,10 +5,12 @@ programs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.annotations import DType
@@ -24,6 +26,7 @@ from pallas_collectives.replay import (
     twins,
     values,
 )
+from pallas_collectives.replay.operations import Operation
 from pallas_collectives.replay.program import Access, Work
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
@@ -67,7 +70,9 @@ def compile_equation(
     return _other(stepper, eqn, ins, outs)
 
 
-def _operation(stepper: Stepper, eqn: JaxprEqn, op: Any, ins: list[int], outs: list[int]) -> Step:
+def _operation(
+    stepper: Stepper, eqn: JaxprEqn, op: Operation, ins: list[int], outs: list[int]
+) -> Step:
     selectors = [ins[slot.index] for slot in operations.selectors(op)]
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
@@ -146,7 +151,7 @@ def _identity(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) 
     return step
 
 
-def _scalar(eqn: JaxprEqn, function: Any, ins: list[int], outs: list[int]) -> Step:
+def _scalar(eqn: JaxprEqn, function: Callable[..., Any], ins: list[int], outs: list[int]) -> Step:
     dtype = np.dtype(jaxprs.type_of(eqn.outvars[0]).dtype)
     (o,) = outs
     if eqn.primitive.name == "select_n":
@@ -169,7 +174,9 @@ def _scalar(eqn: JaxprEqn, function: Any, ins: list[int], outs: list[int]) -> St
     return step
 
 
-def _call(stepper: Stepper, called: Any, ins: list[int], outs: list[int]) -> Step:
+def _call(
+    stepper: Stepper, called: core.Jaxpr | core.ClosedJaxpr, ins: list[int], outs: list[int]
+) -> Step:
     def step(env: list[Any], lanes: np.ndarray) -> None:
         results = stepper.run(called, [env[i] for i in ins], lanes)
         for o, value in zip(outs, results, strict=True):

@@ -65,7 +65,7 @@ def scan_parts(eqn: JaxprEqn, operands: list[Any]) -> tuple[list[Any], list[Any]
     )
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+def open_jaxpr(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> tuple[Any, list[Any]]:
     """A jaxpr and its constants, from a closed or an open one."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return inner, list(getattr(jaxpr, "consts", ()))
@@ -110,7 +110,7 @@ def _compiler_params(eqn: JaxprEqn) -> Any:
     return next(iter(params.values()), None) if isinstance(params, dict) else params
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[Any]:
     """All equations of a jaxpr and of those within it."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         yield eqn
@@ -171,6 +171,6 @@ def scope(eqn: JaxprEqn) -> str:
     return str(getattr(eqn.source_info, "name_stack", ""))
 
 
-def is_literal(var: Any) -> bool:
+def is_literal(var: core.Var | core.Literal) -> bool:
     """Whether an equation's operand is a constant written into the jaxpr."""
     return isinstance(var, core.Literal)

@@ -32,7 +32,9 @@ class _Blocked:
     which block is in which.
     """
 
-    def __init__(self, stepper: Stepper, key: Any, mapping: Any, name: str, is_output: bool):
+    def __init__(
+        self, stepper: Stepper, key: tuple[Any, ...], mapping: Any, name: str, is_output: bool
+    ):
         self.mapping = mapping
         self.is_output = is_output
         shape, self.dims = mapping.array_aval.shape, jaxprs.block_dims(mapping)

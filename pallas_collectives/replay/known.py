@@ -59,7 +59,7 @@ def _shape(eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
-    def compute(eqn: JaxprEqn, *operands: np.ndarray) -> Any:
+    def compute(eqn: JaxprEqn, *operands: np.ndarray) -> np.ndarray:
         rank = len(_shape(eqn))
         whole = (a.reshape(len(a), *[1] * rank) if a.ndim == 1 else a for a in operands)
         return function(*whole)
@@ -70,7 +70,7 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 def _reduced(function: Callable[..., Any], unit: Callable[[Any], Any]) -> Callable[..., Any]:
     """By NumPy's function; `unit`: of a dtype's range, the result of nothing."""
 
-    def compute(eqn: JaxprEqn, x: np.ndarray) -> Any:
+    def compute(eqn: JaxprEqn, x: np.ndarray) -> np.ndarray:
         return function(
             x, axis=tuple(axis + 1 for axis in eqn.params["axes"]), initial=unit(_range(x.dtype))
         )
@@ -87,13 +87,13 @@ def _range(dtype: np.dtype) -> tuple[Any, Any]:
     return -np.inf, np.inf
 
 
-def _iota(eqn: JaxprEqn) -> Any:
+def _iota(eqn: JaxprEqn) -> np.ndarray:
     shape, along = _shape(eqn), eqn.params["dimension"]
     numbers = np.arange(shape[along]).reshape([-1 if d == along else 1 for d in range(len(shape))])
     return np.broadcast_to(numbers, (1, *shape))
 
 
-def _broadcast(eqn: JaxprEqn, x: np.ndarray) -> Any:
+def _broadcast(eqn: JaxprEqn, x: np.ndarray) -> np.ndarray:
     shape = _shape(eqn)
     extents = [1] * len(shape)
     for dimension, extent in zip(eqn.params["broadcast_dimensions"], x.shape[1:], strict=True):
@@ -101,13 +101,13 @@ def _broadcast(eqn: JaxprEqn, x: np.ndarray) -> Any:
     return np.broadcast_to(x.reshape(len(x), *extents), (len(x), *shape))
 
 
-def _slice(eqn: JaxprEqn, x: np.ndarray) -> Any:
+def _slice(eqn: JaxprEqn, x: np.ndarray) -> np.ndarray:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
     return x[(slice(None), *map(slice, starts, limits, strides))]
 
 
-def _dynamic_slice(eqn: JaxprEqn, *operands: np.ndarray) -> Any:
+def _dynamic_slice(eqn: JaxprEqn, *operands: np.ndarray) -> np.ndarray:
     x, *starts = _on_all_lanes(operands)
     index = [np.arange(len(x))]
     for start, extent, size in zip(starts, x.shape[1:], eqn.params["slice_sizes"], strict=True):

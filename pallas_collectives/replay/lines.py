@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
@@ -73,7 +74,7 @@ class Lines:
         self._jaxpr: dict[int, Any] = {}  # an equation's id -> the jaxpr that it lies in
         self._around: dict[int, Any] = {}  # a jaxpr's id -> the equation that runs it
 
-    def enter(self, jaxpr: Any) -> None:
+    def enter(self, jaxpr: core.Jaxpr | core.ClosedJaxpr) -> None:
         """Learns of a jaxpr's equations, and of the jaxprs that they run."""
         for eqn in jaxpr.eqns:
             self._jaxpr[id(eqn)] = jaxpr
@@ -89,7 +90,7 @@ class Lines:
             around = self._enclosing(around)
         return best
 
-    def _enclosing(self, eqn: JaxprEqn) -> Any:
+    def _enclosing(self, eqn: JaxprEqn) -> JaxprEqn | None:
         return self._around.get(id(self._jaxpr.get(id(eqn))))
 
 

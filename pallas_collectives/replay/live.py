@@ -13,12 +13,13 @@ from collections.abc import Generator
 from typing import Any
 
 import numpy as np
+from jax.extend import core
 
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.replay.equations import compile_equation
 from pallas_collectives.replay.program import Kernel, Read, Semaphore
 from pallas_collectives.replay.stepper import Stepper
-from pallas_collectives.replay.values import take
+from pallas_collectives.replay.values import Lanes, take
 from pallas_collectives.replay.views import Buffer
 from pallas_collectives.topology.chips import Chip
 
@@ -34,7 +35,9 @@ class LiveProgram:
     each `Read`.
     """
 
-    def __init__(self, mesh: AnyMesh, generation: Chip, body: Any, args: list[Any]) -> None:
+    def __init__(
+        self, mesh: AnyMesh, generation: Chip, body: core.Jaxpr | core.ClosedJaxpr, args: list[Any]
+    ) -> None:
         self._mesh, self._generation, self._body, self._args = mesh, generation, body, args
         self._shared = Stepper(mesh, generation, compile_equation)
         self._steppers: list[Stepper] = []
@@ -79,7 +82,7 @@ class LiveProgram:
     def _step(
         self, device: int, columns: queue.Queue[Any], answers: queue.Queue[int | None]
     ) -> None:
-        def read_semaphore(sem: Any) -> int:
+        def read_semaphore(sem: Lanes) -> int:
             answer = answers.get()
             if answer is None:
                 raise _Abandoned

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ class Machine:
             )
         return np.arange(n)
 
-    def placement_of(self, devices: Any) -> np.ndarray:
+    def placement_of(self, devices: Iterable[Any]) -> np.ndarray:
         """The device number of each device of a mesh of real or ahead-of-time devices, from their
         coordinates.
         """

@@ -14,9 +14,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
+from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.replay.views import Buffer
 
-_LANES, _SUBLANES, _WORD = 128, 8, 4
+_SUBLANES, _WORD = 8, 4
 
 # The memories that a kernel can run out of.
 LIMITED = ("vmem", "smem", "semaphore_mem")
@@ -60,7 +61,7 @@ def size(buffer: Buffer) -> int:
     if 0 in buffer.shape:
         return 0
     *outer, rows, lanes = (1, 1, *buffer.shape)
-    lanes = _up(lanes, _LANES)
+    lanes = _up(lanes, LANES)
     if len(buffer.shape) > 1:
         packed = max(1, _WORD // buffer.itemsize)
         few = 1 << (rows - 1).bit_length()  # the power of two that holds them

@@ -9,14 +9,15 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from typing import Any
+
+from jax.extend import core
 
 _INDEXED = re.compile(r"(\w+)\[(\d+)\](.*)", re.DOTALL)
 _PLACE = re.compile(r"(\S+) at (.*):(\d+)")
 _Function = ast.FunctionDef | ast.Lambda
 
 
-def of_refs(jaxpr: Any) -> list[str]:
+def of_refs(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> list[str]:
     """The names of the refs that a kernel's (or a scope's) jaxpr takes; "" for those without."""
     debug = getattr(jaxpr, "debug_info", None)
     names = [str(name or "") for name in getattr(debug, "arg_names", None) or ()]

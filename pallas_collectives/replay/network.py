@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-_PICOSECOND = 1e-12  # copies that end closer together end at once
+PICOSECOND = 1e-12  # what is closer together happens at once
 
 Uses = list[tuple[int, float]]  # (resource, weight)
 
@@ -108,7 +108,7 @@ class Network:
         """Ends the copies of a flow whose first ends now; returns their messages."""
         flow.bring_up(now)
         messages = [self.remove(flow)]
-        while flow.copies and flow.copies[0][0] <= flow.served + flow.rate * _PICOSECOND:
+        while flow.copies and flow.copies[0][0] <= flow.served + flow.rate * PICOSECOND:
             messages.append(self.remove(flow))
         return messages
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -109,6 +109,9 @@ class Access:
     value: Any = None  # what is stored
 
 
+Operation: TypeAlias = DmaStart | DmaWait | Signal | Wait | Read | Access
+
+
 def _slots(eqn: JaxprEqn) -> list[Slot]:
     return [Slot(i) for i in range(len(eqn.invars))]
 
@@ -129,7 +132,7 @@ def _first(view: RefView) -> int:
     return view.ref.index if isinstance(view.ref, Slot) else _first(view.ref.refs[0])
 
 
-def selectors(op: Any) -> list[Slot]:
+def selectors(op: Operation) -> list[Slot]:
     """The operands by which an operation selects its refs."""
     found: list[Slot] = []
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pallas_collectives.replay.lines import Line
 from pallas_collectives.replay.memory import Held
+from pallas_collectives.replay.values import Lanes
 from pallas_collectives.replay.views import Buffer, View
 
 # Memories that all cores of a chip share.
@@ -59,10 +60,10 @@ class Start(Instruction):
 
     src: View
     dst: View
-    target: Any  # device, int or per lane; None for a copy within the device
-    src_sem: Any  # semaphore here, signalled with the bytes read, or None
-    dst_sem: Any  # semaphore on `target`, signalled with the bytes written
-    nbytes: Any
+    target: Lanes | None  # device, int or per lane; None for a copy within the device
+    src_sem: Lanes | None  # semaphore here, signalled with the bytes read, or None
+    dst_sem: Lanes | None  # semaphore on `target`, signalled with the bytes written
+    nbytes: Lanes
     implicit: bool = False
 
 
@@ -70,9 +71,9 @@ class Start(Instruction):
 class Signal(Instruction):
     """`value` is added to semaphore `sem` of device `target`."""
 
-    sem: Any
-    target: Any
-    value: Any
+    sem: Lanes
+    target: Lanes | None
+    value: Lanes
     implicit: bool = False
 
 
@@ -80,8 +81,8 @@ class Signal(Instruction):
 class Wait(Instruction):
     """The core waits until `sem` here is at least `value`, then takes that off (unless `keeps`)."""
 
-    sem: Any
-    value: Any
+    sem: Lanes
+    value: Lanes
     is_dma: bool
     keeps: bool = False
     implicit: bool = False
@@ -99,7 +100,7 @@ class Access(Instruction):
 class Read(Instruction):
     """The core reads a semaphore's value (only in programs that are stepped live)."""
 
-    sem: Any
+    sem: Lanes
 
 
 @dataclasses.dataclass
@@ -186,11 +187,14 @@ class Program:
                 yield k, position, column
 
 
-def home(lane: Any, buffer: Buffer, n_devices: int) -> Any:
+_Lane = TypeVar("_Lane", int, np.ndarray)
+
+
+def home(lane: _Lane, buffer: Buffer, n_devices: int) -> _Lane:
     """The core, of one or an array of them, whose memory a buffer lies in."""
     return lane % n_devices if buffer.space in SHARED else lane
 
 
-def at(field: Any, position: int) -> Any:
+def at(field: Lanes | None, position: int) -> Any:
     """A column's field on the lane at `position`."""
     return field[position].item() if isinstance(field, np.ndarray) else field

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from pallas_collectives.replay.order import (
     Event,
@@ -16,8 +15,19 @@ from pallas_collectives.replay.order import (
     all_but_the_last_byte,
     execute,
 )
-from pallas_collectives.replay.program import Access, Enter, Leave, Program, Signal, Start, Wait, at
+from pallas_collectives.replay.program import (
+    Access,
+    Enter,
+    Instruction,
+    Leave,
+    Program,
+    Signal,
+    Start,
+    Wait,
+    at,
+)
 from pallas_collectives.replay.regions import Box, box_of
+from pallas_collectives.replay.values import Lanes
 from pallas_collectives.replay.views import View
 
 _LANES, _ROWS, _WIDTH = 4, 20, 96  # of a drawing: devices, steps, characters of all lanes together
@@ -135,7 +145,7 @@ def _moves(event: Event, needed: dict[int, int]) -> bool:
     return mine and _is_copy(event) and event.target != event.device
 
 
-def _implicit(column: Any) -> bool:
+def _implicit(column: Instruction) -> bool:
     return getattr(column, "implicit", False)
 
 
@@ -204,7 +214,7 @@ def describe(program: Program, event: Event) -> str:
     return "compute"
 
 
-def _sem(program: Program, sem: Any, position: int) -> str:
+def _sem(program: Program, sem: Lanes, position: int) -> str:
     return re.sub(r"^barrier\[.*\]$", "barrier", program.semaphores[at(sem, position)].name)
 
 

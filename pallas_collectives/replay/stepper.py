@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.annotations import AnyMesh
@@ -24,8 +26,10 @@ from pallas_collectives.replay import jaxprs, operations, values
 from pallas_collectives.replay.contents import Contents
 from pallas_collectives.replay.devices import CoreMesh, Devices
 from pallas_collectives.replay.lines import Lines
+from pallas_collectives.replay.operations import Operation
 from pallas_collectives.replay.program import (
     Access,
+    Instruction,
     Kernel,
     Program,
     Read,
@@ -36,7 +40,7 @@ from pallas_collectives.replay.program import (
     Wait,
     Work,
 )
-from pallas_collectives.replay.values import UNKNOWN, Known
+from pallas_collectives.replay.values import UNKNOWN, Known, Lanes
 from pallas_collectives.replay.views import Buffer, DataDependent, View, element_size
 from pallas_collectives.topology.chips import Chip
 
@@ -114,7 +118,11 @@ class Stepper:
     # Running --------------------------------------------------------------------------------------
 
     def run(
-        self, jaxpr: Any, args: list[Any], lanes: np.ndarray, constants: Sequence[Any] = ()
+        self,
+        jaxpr: core.Jaxpr | core.ClosedJaxpr,
+        args: list[Any],
+        lanes: np.ndarray,
+        constants: Sequence[Any] = (),
     ) -> list[Any]:
         """Steps `jaxpr` (open or closed) on the devices `lanes`; returns its outputs.
 
@@ -130,14 +138,14 @@ class Stepper:
             step(env, lanes)
         return [env[slot] for slot in block.outputs]
 
-    def block(self, jaxpr: Any) -> Block:
+    def block(self, jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Block:
         cached = self._blocks.get(id(jaxpr))
         if cached is None:
             cached = (jaxpr, self._compile(jaxpr))  # holds the jaxpr: its id stays its own
             self._blocks[id(jaxpr)] = cached
         return cached[1]
 
-    def _compile(self, closed: Any) -> Block:
+    def _compile(self, closed: core.Jaxpr | core.ClosedJaxpr) -> Block:
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         self._lines.enter(jaxpr)
         template: list[Any] = []
@@ -147,8 +155,8 @@ class Stepper:
             template.append(value)
             return len(template) - 1
 
-        def operand(var: Any) -> int:
-            if jaxprs.is_literal(var):
+        def operand(var: core.Var | core.Literal) -> int:
+            if isinstance(var, core.Literal):
                 return new_slot(values.constant(var.val, var.aval))
             return slots[var]
 
@@ -237,7 +245,7 @@ class Stepper:
         if self._on_sparsecore:
             self.work(self.generation.sparsecore_issue_cost - self.generation.issue_cost)
 
-    def share_memory(self, other: Stepper, lock: Any) -> None:
+    def share_memory(self, other: Stepper, lock: threading.Lock) -> None:
         """Allocates from `other`'s buffers and semaphores: live devices must agree on their
         numbers.
         """
@@ -246,7 +254,9 @@ class Stepper:
 
     # Memory ---------------------------------------------------------------------------------------
 
-    def allocate(self, key: Any, aval: Any, name: str, space: str | None = None) -> View:
+    def allocate(
+        self, key: tuple[Any, ...], aval: Any, name: str, space: str | None = None
+    ) -> View:
         """The buffer or semaphores of `key`: the same on every device and at every visit, as on the
         machine.
         """
@@ -255,7 +265,7 @@ class Stepper:
                 self._allocated[key] = self._new_buffer(key, aval, name, space)
             return self._allocated[key].view()
 
-    def _new_buffer(self, key: Any, aval: Any, name: str, space: str | None) -> Buffer:
+    def _new_buffer(self, key: tuple[Any, ...], aval: Any, name: str, space: str | None) -> Buffer:
         space = space or jaxprs.memory_space(aval)
         shape = tuple(aval.shape)
         if space == "semaphore_mem":
@@ -284,7 +294,7 @@ class Stepper:
     def view(self, view: operations.RefView, operands: list[Any]) -> View:
         """A ref operand's view with its transforms applied."""
 
-        def read(item: Any) -> Any:
+        def read(item: Any) -> Lanes:
             return operands[item.index] if isinstance(item, operations.Slot) else item
 
         if isinstance(view.ref, operations.Select):
@@ -298,14 +308,14 @@ class Stepper:
             out = out.transformed(transform, read)
         return out
 
-    def semaphore(self, view: operations.RefView, operands: list[Any]) -> Any:
+    def semaphore(self, view: operations.RefView, operands: list[Any]) -> Lanes:
         """The number (or one per lane) of the semaphore that a view names."""
         at = self.view(view, operands)
         return at.buffer.id + at.base
 
     # DMAs and semaphores --------------------------------------------------------------------------
 
-    def perform(self, eqn: JaxprEqn, op: Any, operands: list[Any], lanes: np.ndarray) -> Any:
+    def perform(self, eqn: JaxprEqn, op: Operation, operands: list[Any], lanes: np.ndarray) -> Any:
         """Performs one operation of `jaxprs`; returns the loaded value of loads and reads."""
 
         def value(item: Any) -> Any:
@@ -366,7 +376,7 @@ class Stepper:
         buffer = self.view(view, operands).buffer
         return self.homes.get((buffer.space, buffer.id))
 
-    def _read(self, source: Source, sem: Any, lanes: np.ndarray) -> int:
+    def _read(self, source: Source, sem: Lanes, lanes: np.ndarray) -> int:
         assert self.read_semaphore is not None, "programs that read semaphores are stepped live"
         self.emit(Read(lanes, self.take_busy(), source, sem))
         return self.read_semaphore(sem)
@@ -391,5 +401,5 @@ class Stepper:
         return loaded
 
 
-def _is_scalar(column: Any) -> bool:
+def _is_scalar(column: Instruction) -> bool:
     return isinstance(column, Access) and column.view.buffer.space == "smem"

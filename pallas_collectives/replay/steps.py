@@ -37,6 +37,7 @@ from pallas_collectives.replay.program import (
     Work,
 )
 from pallas_collectives.replay.report import Report, report
+from pallas_collectives.replay.values import Lanes
 from pallas_collectives.replay.views import Buffer, View
 
 CORE = "core"
@@ -251,10 +252,10 @@ class _Shifted:
     def _view(self, view: View) -> View:
         return dataclasses.replace(view, buffer=self.buffer(view.buffer))
 
-    def _sem(self, sem: Any) -> Any:
+    def _sem(self, sem: Lanes | None) -> Lanes | None:
         return None if sem is None else sem + self._semaphores
 
-    def _target(self, target: Any) -> Any:
+    def _target(self, target: Lanes | None) -> Lanes | None:
         """Another device's stream of the same engine; one array for equal ones, as they were."""
         if not isinstance(target, np.ndarray):
             return None if target is None else target + self.lanes

@@ -6,6 +6,7 @@ pictures have a background of their own.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 # Device d, and whatever comes from it.
@@ -40,7 +41,7 @@ def nbytes(size: float) -> str:
     return f"{size / unit:.3g} {name}B"
 
 
-def size_axis(axes: Any, sizes: Any, label: str) -> None:
+def size_axis(axes: Any, sizes: Collection[float], label: str) -> None:
     """A logarithmic x axis of bytes: at most six of the sizes, in binary units."""
     from matplotlib import ticker
 

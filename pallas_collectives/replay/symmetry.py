@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pallas_collectives.replay.machine import Machine
-from pallas_collectives.replay.program import Program, Signal, Start, Wait
+from pallas_collectives.replay.program import Instruction, Program, Signal, Start, Wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _semaphore_roles(program: Program, shared: np.ndarray, device: np.ndarray) -
     return out
 
 
-def _semaphore_uses(column: Any) -> Iterator[tuple[int, Any, Any]]:
+def _semaphore_uses(column: Instruction) -> Iterator[tuple[int, Any, Any]]:
     """(which field, the semaphore's device or None for here, the semaphore) of one column."""
     if isinstance(column, Start):
         yield 0, column.target, column.dst_sem

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from pallas_collectives.replay import jaxprs, live
 from pallas_collectives.replay.equations import compile_equation
@@ -54,7 +56,7 @@ def trace(
     return stepper.program(), mesh
 
 
-def _shape(a: Any) -> jax.ShapeDtypeStruct:
+def _shape(a: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> jax.ShapeDtypeStruct:
     """What is traced in an argument's place: sharded as it is, where a mesh's axes are explicit."""
     sharding = getattr(a, "sharding", None)
     of_mesh = isinstance(sharding, jax.sharding.NamedSharding)
@@ -62,7 +64,7 @@ def _shape(a: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(a), dtype, sharding=sharding if of_mesh else None)
 
 
-def _contents(a: Any) -> Any:
+def _contents(a: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> Any:
     """What is known of an argument: of a `jax.Array`, what can be fetched and may be an index."""
     if isinstance(a, (np.ndarray, np.generic, int, float)):
         return Known(np.asarray(a), False)
@@ -72,7 +74,7 @@ def _contents(a: Any) -> Any:
     return UNKNOWN
 
 
-def find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
+def find_shard_map(closed: core.Jaxpr | core.ClosedJaxpr, args: list[Any]) -> tuple[Any, list[Any]]:
     """The outermost shard_map equation and what is known of its operands."""
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     known: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
@@ -90,7 +92,7 @@ def find_shard_map(closed: Any, args: list[Any]) -> tuple[Any, list[Any]]:
     raise NoShardMap("replay wants a function that calls jax.shard_map over the mesh to model")
 
 
-def _shard(value: Any, spec: Any, axes: dict[str, int]) -> Any:
+def _shard(value: Any, spec: PartitionSpec, axes: dict[str, int]) -> Any:
     """Each device's part of a global array under a PartitionSpec."""
     if not isinstance(value, Known):
         return UNKNOWN
@@ -115,5 +117,5 @@ def _shard(value: Any, spec: Any, axes: dict[str, int]) -> Any:
     return stacked if stacked.ndim == 1 else Known(stacked, True)
 
 
-def _reads_semaphores(jaxpr: Any) -> bool:
+def _reads_semaphores(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> bool:
     return any(eqn.primitive.name == "semaphore_read" for eqn in jaxprs.equations(jaxpr))

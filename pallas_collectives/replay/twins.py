@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.annotations import AnyMesh
@@ -22,7 +24,7 @@ from pallas_collectives.lowering import bundles
 from pallas_collectives.moe import slots
 from pallas_collectives.replay import jaxprs
 from pallas_collectives.replay.values import Known
-from pallas_collectives.validation import AxisName
+from pallas_collectives.validation import AxisName, Groups
 
 
 def is_twin(eqn: JaxprEqn) -> bool:
@@ -35,7 +37,7 @@ def _how(eqn: JaxprEqn) -> Any:
     return eqn.params.get("how", getattr(by, "how", None))
 
 
-def expand(eqn: JaxprEqn, mesh: AnyMesh) -> Any:
+def expand(eqn: JaxprEqn, mesh: AnyMesh) -> core.ClosedJaxpr:
     """The closed jaxpr of one device's part of the equation: layout work and `pallas_call`s."""
     params = dict(eqn.params)
     op = eqn.primitive.name.removeprefix("pallas_")
@@ -66,7 +68,7 @@ def _fused_kernel(op: str, *args: Any, **params: Any) -> Any:
     return primitives.lowered(op, *args, **params)
 
 
-def _local(run: Any, eqn: JaxprEqn, mesh: AnyMesh) -> Any:
+def _local(run: Callable[..., Any], eqn: JaxprEqn, mesh: AnyMesh) -> core.ClosedJaxpr:
     replicated = jax.sharding.PartitionSpec()
     local = jax.shard_map(
         run, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
@@ -84,8 +86,8 @@ def gathered(
     axis_name: AxisName,
     all_gather_dimension: int,
     tiled: bool,
-    axis_index_groups: Any = None,
-    **_: Any,
+    axis_index_groups: Groups = None,
+    **_: object,
 ) -> Known:
     """An all-gather's result on each device of a mesh of `axes`."""
     names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)

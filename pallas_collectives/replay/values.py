@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from pallas_collectives import _compat
+
+# A whole number on the lanes: one for all, or one each.
+Lanes: TypeAlias = int | np.ndarray
+# Any number on the lanes, likewise.
+Scalar: TypeAlias = bool | float | np.ndarray
 
 
 class _Unknown:
@@ -68,7 +73,7 @@ def merge(parts: list[tuple[np.ndarray, Any]], n_lanes: int) -> Any:
     return out
 
 
-def settle(value: Any, dtype: np.dtype) -> Any:
+def settle(value: Scalar, dtype: np.dtype) -> Scalar:
     """`value` wrapped to `dtype`, as the machine's own integers wrap."""
     if isinstance(value, np.ndarray):
         return value if value.dtype == dtype else value.astype(dtype)
@@ -82,7 +87,7 @@ def settle(value: Any, dtype: np.dtype) -> Any:
     return float(value)
 
 
-def _divide(a: Any, b: Any) -> Any:
+def _divide(a: Scalar, b: Scalar) -> Scalar:
     if isinstance(a, float) or isinstance(b, float):
         with np.errstate(all="ignore"):
             return a / b if np.all(b) else np.divide(a, b)
@@ -98,7 +103,7 @@ def _divide(a: Any, b: Any) -> Any:
     return np.where(b == 0, ~np.zeros_like(quotient), quotient)
 
 
-def _remainder(a: Any, b: Any) -> Any:
+def _remainder(a: Scalar, b: Scalar) -> Scalar:
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
         if b == 0:
             return np.nan if isinstance(a, float) else a
@@ -110,21 +115,21 @@ def _remainder(a: Any, b: Any) -> Any:
     return np.where(b == 0, a, np.fmod(a, by))  # the sign of the dividend, as XLA's rem
 
 
-def _maximum(a: Any, b: Any) -> Any:
+def _maximum(a: Scalar, b: Scalar) -> Scalar:
     both_uniform = not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray)
     return max(a, b) if both_uniform else np.maximum(a, b)
 
 
-def _minimum(a: Any, b: Any) -> Any:
+def _minimum(a: Scalar, b: Scalar) -> Scalar:
     both_uniform = not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray)
     return min(a, b) if both_uniform else np.minimum(a, b)
 
 
-def _invert(a: Any) -> Any:
+def _invert(a: Lanes) -> Lanes:
     return not a if isinstance(a, bool) else ~a
 
 
-def _sign(a: Any) -> Any:
+def _sign(a: Scalar) -> Scalar:
     return np.sign(a) if isinstance(a, np.ndarray) else (a > 0) - (a < 0)
 
 
@@ -136,7 +141,7 @@ def _select(which: Any, *cases: Any) -> Any:
     return np.choose(which.astype(np.intp), cases)
 
 
-def _shift_right_logical(a: Any, b: Any) -> Any:
+def _shift_right_logical(a: Lanes, b: Lanes) -> Lanes:
     if isinstance(a, np.ndarray):
         return a.view(f"u{a.dtype.itemsize}") >> b
     return (a & 0xFFFFFFFF) >> b
@@ -193,7 +198,7 @@ IDENTITY = frozenset(
 )
 
 
-def constant(value: Any, aval: Any) -> Any:
+def constant(value: Any, aval: Any) -> Scalar | Known:
     """A constant of a jaxpr as a value: scalars evaluated, integer arrays known, anything
     else unknown.
     """

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pallas_collectives.replay import jaxprs, operations
-from pallas_collectives.replay.values import UNKNOWN, take
+from pallas_collectives.replay.values import UNKNOWN, Lanes, take
 
 
 class DataDependent(ValueError):
@@ -59,14 +60,14 @@ class View:
     """
 
     buffer: Buffer
-    base: Any
+    base: Lanes
     dims: tuple[tuple[Any, int], ...]
     itemsize: int
 
     @property
-    def nbytes(self) -> Any:
+    def nbytes(self) -> Lanes:
         """Bytes in the view (an int, or one per lane where a slice's size differs)."""
-        total: Any = self.itemsize
+        total: Lanes = self.itemsize
         for size, _ in self.dims:
             total = total * size
         return total
@@ -76,7 +77,7 @@ class View:
         dims = tuple((take(size, positions), stride) for size, stride in self.dims)
         return View(self.buffer, take(self.base, positions), dims, self.itemsize)
 
-    def transformed(self, transform: Any, read: Any) -> View:
+    def transformed(self, transform: Any, read: Callable[[Any], Any]) -> View:
         """The view after one transform of `operations`; `read` gives an operand's value."""
         match transform:
             case operations.Index(dims=dims):
@@ -91,8 +92,8 @@ class View:
                 return self._bitcast(np.dtype(dtype).itemsize)
         raise AssertionError(transform)
 
-    def _indexed(self, indices: tuple[Any, ...], read: Any) -> View:
-        base: Any = self.base
+    def _indexed(self, indices: tuple[Any, ...], read: Callable[[Any], Any]) -> View:
+        base: Lanes = self.base
         dims = []
         for index, (length, stride) in zip(indices, self.dims, strict=True):
             if isinstance(index, tuple):
@@ -108,7 +109,7 @@ class View:
             base = base + start * stride
         return View(self.buffer, base, tuple(dims), self.itemsize)
 
-    def _require_inside(self, start: Any, size: Any, step: int, length: Any) -> None:
+    def _require_inside(self, start: Lanes, size: Lanes, step: int, length: Lanes) -> None:
         last = start + (size - 1) * step
         outside = (size > 0) & ((start < 0) | (last >= length))
         if outside is not False and np.any(outside):  # most are Python's: nothing to ask NumPy

@@ -88,7 +88,7 @@ class Chip:
 _OF_XLA = 56
 
 
-_V5: Any = {
+_V5: dict[str, Any] = {
     "across_lanes": 8.5,
     "turned": (7.5, 10.0),
     "narrowed": {"int8": (0.0, 0.5), "float8_e4m3fn": (3.5, 11.0), "float8_e5m2": (0.0, 2.0)},

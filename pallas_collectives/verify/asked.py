@@ -12,12 +12,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import DType
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay.machine import GENERATIONS, Machine, MachineError
 
@@ -82,7 +84,7 @@ def named(target: str) -> Callable[..., Any]:
     return found
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -128,7 +130,7 @@ def shape_of(text: str, n: int) -> jax.ShapeDtypeStruct:
         ) from None
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str) -> DType:
     short = _SHORT.fullmatch(name)
     return jax.numpy.dtype(_DTYPES[short[1]] + short[2] if short else _DTYPES.get(name, name))
 
@@ -278,7 +280,7 @@ def _require_axes(axes: Any) -> None:
         raise AskError(f"mesh {axes}", "a mesh must be axes with sizes above 0", 'give {"x": 8}')
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and bool(value > 0)
 
 

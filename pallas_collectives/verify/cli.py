@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from pallas_collectives import verify
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.verify.verdict import Verdict
 
 _USE = """\
 exit status: 0 sound; 1 a fault; 2 cannot be judged, or what is asked for makes no sense
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
 
 
-def _run(given: Any) -> int:
+def _run(given: argparse.Namespace) -> int:
     from pallas_collectives.verify import asked
 
     _require_files(given)
@@ -144,7 +145,7 @@ def _keyword(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _require_files(given: Any) -> None:
+def _require_files(given: argparse.Namespace) -> None:
     """Refuses what cannot be written before anything is judged."""
     from pallas_collectives.verify import asked
 
@@ -172,7 +173,7 @@ def _obstacle(file: Path) -> str | None:
     return None
 
 
-def _operands(given: Any) -> Sequence[Any]:
+def _operands(given: argparse.Namespace) -> Sequence[Any]:
     from pallas_collectives.verify import asked
 
     if not given.args:
@@ -192,7 +193,7 @@ def _see_devices(meshes: Sequence[dict[str, int]]) -> None:
     split_cpu(max(math.prod(axes.values()) for axes in meshes))
 
 
-def _write(verdict: Any, given: Any) -> None:
+def _write(verdict: Verdict, given: argparse.Namespace) -> None:
     from importlib.metadata import version
 
     from pallas_collectives.verify import page, written

@@ -207,7 +207,7 @@ def _stacked(function: Callable[..., Any], mesh: AnyMesh, held: _Late) -> Callab
     names = tuple(mesh.axis_names)
     spec = jax.sharding.PartitionSpec(names)
 
-    def hold(position: Any, value: Any) -> Any:
+    def hold(position: jax.Array, value: jax.Array) -> jax.Array:
         held.enter(int(position))
         return value
 
@@ -227,7 +227,7 @@ def _made_up(arg: Any, stacked: int | None) -> Any:
     """An operand, where only its type is given; `stacked` one for each of so many devices."""
     rng = np.random.default_rng(0)
 
-    def value(leaf: Any) -> Any:
+    def value(leaf: Any) -> np.ndarray:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             array = np.asarray(leaf)
             return array if stacked is None else np.broadcast_to(array, (stacked, *array.shape))

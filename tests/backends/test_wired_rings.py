@@ -191,50 +191,36 @@ def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_caught(scattering(3, WIRES[0]), bound)
 
 
-def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come of a finished block is unpacked before it is waited for."""
-    keep, receive = PackedGather._keep, Channel.receive
-    late: list[Any] = []
-
-    def put_off(self: PackedGather, leg: Any, hop: Any, way: int) -> None:
-        with monkeypatch.context() as within:
-            within.setattr(Channel, "receive", lambda *args: late.append(args))
-            take(self, leg, hop, way)
-
-    def then(self: PackedGather, leg: Any, hop: Any) -> None:
-        keep(self, leg, hop)
-        receive(*late.pop())
-
-    take = PackedGather._take
-    monkeypatch.setattr(PackedGather, "_take", put_off)
-    monkeypatch.setattr(PackedGather, "_keep", then)
-
-
 def _unpacked_over_what_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is unpacked over one that is still on its way to the result."""
-    finish, end_kept = PackedGather._finish, PackedGather._end_kept
+    end, end_copy = PackedGather.end, PackedGather._end_copy
 
-    def in_the_end(self: PackedGather, b: int, phase: int, section: Any, stream: Any) -> None:
-        finish(self, b, phase, section, stream)
-        (leg,) = self._legs(b, phase, section, stream)
-        for _ in range(leg.channel.ring.size):
-            end_kept(self, leg)
+    def in_the_end(self: PackedGather, b: int, section: Any, stream: Any) -> None:
+        end(self, b, section, stream)
+        (leg,) = self._legs(b, 0, section, stream)
+        for count in range(leg.channel.ring.size):
+            end_copy(self, leg, count)
 
-    monkeypatch.setattr(PackedGather, "_end_kept", lambda *_: None)
-    monkeypatch.setattr(PackedGather, "_finish", in_the_end)
+    monkeypatch.setattr(PackedGather, "_end_copy", lambda *_: None)
+    monkeypatch.setattr(PackedGather, "end", in_the_end)
 
 
 def _another_blocks_place(monkeypatch: pytest.MonkeyPatch) -> None:
     unpack = PackedGather._unpack
 
-    def wrong(self: PackedGather, leg: Any, packed: Any, number: Any) -> None:
-        unpack(self, leg, packed, jax.lax.rem(number + 1, np.int32(3)))
+    def wrong(self: PackedGather, leg: Any, hop: Any, packed: Any, number: Any) -> None:
+        unpack(self, leg, hop, packed, jax.lax.rem(number + 1, np.int32(3)))
 
     monkeypatch.setattr(PackedGather, "_unpack", wrong)
 
 
 @pytest.mark.parametrize(
-    "fault", [_unpacked_before_it_has_come, _unpacked_over_what_is_leaving, _another_blocks_place]
+    "fault",
+    [
+        wired_calls.gathered_before_it_has_come,
+        _unpacked_over_what_is_leaving,
+        _another_blocks_place,
+    ],
 )
 def test_faults_of_a_psum_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 import harness
+from benchmarks.cases import CASES
 from benchmarks.probes import clock, estimates, local, parts, rigs, risky, spaces, wire
 from benchmarks.probes.rig import DIE, TILE, Probe, Rig, shapes
 from benchmarks.rows import Asked, Probed
@@ -164,22 +165,26 @@ def test_where_reads_memories_off_a_compiled_program() -> None:
   %made = f32[8,128]{1,0:T(8,128)S(1)} fusion(%x), kind=kOutput
   %table = s32[9]{0:T(128)S(6)} fusion(%y), kind=kLoop
   %k.1 = f32[8,128]{1,0:T(8,128)} custom-call(%table, %made), custom_call_target="tpu_custom_call"
-  ROOT %k.2 = f32[8,128]{1,0:T(8,128)S(3)} custom-call(%k.1), custom_call_target="tpu_custom_call"
-"""
-    assert spaces.where(program) == "from VMEM to HBM, from HBM to CMEM"
+  %k.2 = f32[8,128]{1,0:T(8,128)S(3)} custom-call(%k.1), custom_call_target="tpu_custom_call"
+  ROOT %k.3 = (f32[8,128]{1,0:T(8,128)S(1)}, f32[8]{0}) custom-call(%k.1), custom_call_target="tpu_custom_call"
+"""  # noqa: E501
+    assert spaces.where(program) == "from VMEM to HBM, from HBM to CMEM, from HBM to VMEM"
     assert spaces.where("") == "no compiled kernel"
 
 
-@pytest.mark.parametrize("op", ["all_gather", "psum_scatter", "psum", "all_to_all", "ppermute"])
+@pytest.mark.parametrize("op", [case.name for case in CASES])
 def test_the_space_probe_is_right_and_sees_zeros(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     rig = Rig(Machine.named("v5e:2"), mesh, pltpu.InterpretParams(), TINY)
-    kernel = spaces.programs(rig)[op]
+    example = spaces.programs(rig)[op]
     base = Asked(op=op, type="float32", size=TINY)
-    good = spaces.row_of(rig, kernel, base)
+    good = spaces.row_of(rig, example, base)
     assert (good.wrong, good.error) == (0, "")
     if op == "ppermute":
-        bad = spaces.row_of(rig, lambda x: kernel(x).at[:2].set(0.0), base)
+        off = dataclasses.replace(
+            example, call=lambda *args, **how: example.call(*args, **how).at[0, :2].set(0.0)
+        )
+        bad = spaces.row_of(rig, off, base)
         assert (
             bad.wrong == 2 * 2 * 128
             and bad.failed

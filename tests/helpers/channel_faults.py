@@ -5,7 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
+from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -36,3 +38,25 @@ def one_semaphore(of_sums: bool) -> Patch:
         return own(self, jnp.int32(0) if (self.slots is not None) == of_sums else number)
 
     return lambda patch: patch.setattr(Channel, "_arrived", first)
+
+
+def drop_credits(patch: pytest.MonkeyPatch, name: str = "semaphore_wait") -> None:
+    """Nobody waits for credits, or, by its name, signals them; barriers remain."""
+    own = getattr(pl, name)
+
+    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
+            own(semaphore, *args, **kwargs)
+
+    patch.setattr(pl, name, only_in_barriers)
+
+
+def drop_receives(patch: pytest.MonkeyPatch, dimensions: int) -> None:
+    """Nobody waits for what comes; so many dimensions: those of the semaphores `arrived` alone."""
+    wait = sync.wait
+
+    def for_sends_only(semaphore: Any, ref: Any, times: Any = 1) -> None:
+        if len(semaphore.ref.shape) != dimensions:
+            wait(semaphore, ref, times)
+
+    patch.setattr(sync, "wait", for_sends_only)

@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_collectives import _compat
 from pallas_collectives.kernels.machinery import sync
 
 # "on_wait" runs every DMA as late as it may, newest first; "eager" at once. Races raise.
@@ -298,20 +299,8 @@ def caught_under(modes: Iterable[str], run: Callable[[], Any], want: Any) -> lis
     return [mode for mode in modes if EITHER.under(mode, lambda: caught(run, want))]
 
 
-def forget_failures() -> None:
-    """Clears what a failed kernel leaves behind: the simulator's state, and JAX's failed tokens."""
-    from jax._src import dispatch
-
-    pltpu.reset_tpu_interpret_mode_state()
-    dispatch.runtime_tokens.clear()
-
-
-def race_reported() -> bool:
-    """Whether the detector reported a race; from JAX 0.11 on it raises instead."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    races = getattr(interpret_pallas_call, "races", None)
-    return bool(races is not None and races.races_found)
+forget_failures = _compat.forget_simulated_failures
+race_reported = _compat.races_reported
 
 
 def fails(error: type[Exception], match: str, program: Callable[[jax.Array], Any]) -> None:

@@ -13,7 +13,7 @@ import pallas_collectives as pc
 N = min(4, jax.device_count())  # a host may have two GPUs
 SHIFT = [(d, (d + 1) % N) for d in range(N)]
 
-
+# A choice: the forms of a call that are laid out each in its own way.
 FORMS = {
     "all_gather": lambda x, **o: ("all_gather", (x, "x"), {"tiled": True, **o}),
     "all_gather stacked": lambda x, **o: ("all_gather", (x, "x"), {"axis": -1, **o}),

@@ -165,7 +165,7 @@ EQUIVALENT = {
         "own chunks are copied one at a time, or all waited for last"
     ),
     "wrong-step:streams:ring_number": "of a core's two rings each is named as the other",
-    "wrong-step:adding:add_on_the_way.wait_sent": (
+    "wrong-step:reduce_scatter:add_on_the_way.wait_sent": (
         "a wait takes a slot's size alone, and all slots are as large"
     ),
 }

@@ -110,7 +110,7 @@ def backend_like_lax():
             x, output, jnp.asarray(starts), sizes, lands, received, axis_name="x", **how
         )
 
-    cases = {
+    cases = {  # a choice: other dimensions, groups and partners than the examples have
         "all_gather": lambda m, x, **how: m.all_gather(x, "x", axis=1, tiled=True, **how),
         "groups": lambda m, x, **how: m.all_gather(x, "x", axis_index_groups=swapped, **how),
         "psum": lambda m, x, **how: m.psum(x, "x", **how),

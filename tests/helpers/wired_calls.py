@@ -13,7 +13,10 @@ import harness
 import pallas_collectives as pc
 from benchmarks import replay_rows
 from pallas_collectives import wires
+from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.torus.packed_gather import PackedGather
 from pallas_collectives.replay import Machine, Report, replay
 from pallas_collectives.wires import Wire
 
@@ -151,6 +154,7 @@ def ragged(x: jax.Array, output: jax.Array, n: int, **how: Any) -> jax.Array:
     )  # fmt: skip
 
 
+# A choice: calls of x alone, one of them along the last dimension, as a wire's groups lie.
 CALLS: dict[str, Callable[..., Any]] = {
     "all_gather": lambda x, **how: pc.all_gather(x, "x", **how),
     "psum_scatter": lambda x, **how: pc.psum_scatter(x, "x", tiled=True, **how),
@@ -158,6 +162,48 @@ CALLS: dict[str, Callable[..., Any]] = {
     "all_to_all": lambda x, **how: pc.all_to_all(x, "x", 0, 1, tiled=True, **how),
     "ppermute": lambda x, **how: pc.ppermute(x, "x", [(0, 1), (1, 0)], **how),
 }
+
+
+def unpacked_before_it_has_come(
+    monkeypatch: pytest.MonkeyPatch, comes: Callable[[tuple[int, ...]], bool]
+) -> None:
+    """A chunk is unpacked before it is waited for: numbers or scales may not be there yet.
+
+    comes: whether semaphores of a shape are those of what comes.
+    """
+    unpack, wait = Codec.unpack, sync.wait
+    late: list[Any] = []
+
+    def put_off(semaphore: Any, ref: Any, times: Any = 1) -> None:
+        if comes(semaphore.ref.shape):
+            late.append((semaphore, ref))
+        else:
+            wait(semaphore, ref, times)
+
+    def hurried(self: Codec, out: Any, packed: Any) -> None:
+        unpack(self, out, packed)
+        wait(*late.pop())
+
+    monkeypatch.setattr(sync, "wait", put_off)
+    monkeypatch.setattr(Codec, "unpack", hurried)
+
+
+def gathered_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come is unpacked before it is waited for: numbers or scales may not be there yet."""
+    keep, receive, take = PackedGather._keep, Channel.receive, PackedGather._take
+    late: list[Any] = []
+
+    def put_off(self: PackedGather, leg: Any, hop: Any) -> None:
+        with monkeypatch.context() as within:
+            within.setattr(Channel, "receive", lambda *args: late.append(args))
+            take(self, leg, hop)
+
+    def then(self: PackedGather, leg: Any, hop: Any) -> None:
+        keep(self, leg, hop)
+        receive(*late.pop())
+
+    monkeypatch.setattr(PackedGather, "_take", put_off)
+    monkeypatch.setattr(PackedGather, "_keep", then)
 
 
 def another_tiles_scale(monkeypatch: pytest.MonkeyPatch) -> None:

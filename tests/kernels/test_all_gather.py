@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+import channel_faults
 import harness
 import pallas_collectives
 import step_tables
@@ -127,13 +127,7 @@ def test_a_line_with_shared_receive_semaphores_is_caught(monkeypatch: pytest.Mon
 
 def test_a_line_without_credits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_gather, "WINDOW", 1)
-    wait = pl.semaphore_wait
-
-    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
-            wait(semaphore, *args, **kwargs)
-
-    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    channel_faults.drop_credits(monkeypatch)
     assert run_line(7, "on_wait")
 
 

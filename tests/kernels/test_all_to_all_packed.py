@@ -13,7 +13,6 @@ import harness
 import pallas_collectives as pc
 import wired_calls
 from pallas_collectives.kernels import all_to_all_packed
-from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology.groups import Group
@@ -157,22 +156,7 @@ def test_calls_pack_in_the_kernel_where_blocks_lie_well() -> None:
 
 
 def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk is unpacked before it is waited for: numbers or scales may not be there yet."""
-    unpack, wait = Codec.unpack, sync.wait
-    late: list[Any] = []
-
-    def put_off(semaphore: Any, ref: Any, times: Any = 1) -> None:
-        if semaphore.ref.ndim == 2:  # of what comes
-            late.append((semaphore, ref))
-        else:
-            wait(semaphore, ref, times)
-
-    def hurried(self: Codec, out: Any, packed: Any) -> None:
-        unpack(self, out, packed)
-        wait(*late.pop())
-
-    monkeypatch.setattr(all_to_all_packed.sync, "wait", put_off)
-    monkeypatch.setattr(Codec, "unpack", hurried)
+    wired_calls.unpacked_before_it_has_come(monkeypatch, lambda shape: len(shape) == 2)
 
 
 def _of_another_sender(monkeypatch: pytest.MonkeyPatch) -> None:

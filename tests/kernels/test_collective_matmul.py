@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+import channel_faults
 import harness
 import pallas_collectives
 from pallas_collectives.kernels import collective_matmul, matmul_plan, pipelines
-from pallas_collectives.kernels.machinery import channel, multiply, product, sync
+from pallas_collectives.kernels.machinery import channel, multiply, product
 from pallas_collectives.replay import Machine, replay
 from pallas_collectives.topology.groups import Group, wrap_step
 
@@ -211,13 +211,7 @@ def test_sound_kernels_are_not_caught(scatter: bool) -> None:
 def test_dropped_wait_before_a_part_is_used_is_caught(
     scatter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = sync.wait
-
-    def for_sends_only(semaphore: Any, ref: Any, times: Any = 1) -> None:
-        if len(semaphore.ref.shape) != 3:  # `arrived` is the 3-D one
-            wait(semaphore, ref, times)
-
-    monkeypatch.setattr(sync, "wait", for_sends_only)
+    channel_faults.drop_receives(monkeypatch, dimensions=3)
     assert is_caught("on_wait", scatter=scatter)
 
 
@@ -264,14 +258,6 @@ def test_dropped_credits_are_caught_on_every_schedule(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Signals of two steps meet in one semaphore, or a sum in a slot that is still being sent."""
-
-    def only_in_barriers(signal_or_wait: Any) -> Any:
-        def replaced(semaphore: Any, *args: Any, **kwargs: Any) -> None:
-            if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
-                signal_or_wait(semaphore, *args, **kwargs)
-
-        return replaced
-
     monkeypatch.setattr("pallas_collectives.kernels.pipelines.WINDOW", 1)
     pod, spec = Machine.named("v5e:16x16"), jax.sharding.PartitionSpec("x")
 
@@ -287,8 +273,8 @@ def test_dropped_credits_are_caught_on_every_schedule(
         return replay(mapped, *shapes, machine=pod, races=True).ok
 
     assert is_sound()
-    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers(pl.semaphore_wait))
-    monkeypatch.setattr(pl, "semaphore_signal", only_in_barriers(pl.semaphore_signal))
+    channel_faults.drop_credits(monkeypatch)
+    channel_faults.drop_credits(monkeypatch, "semaphore_signal")
     assert not is_sound()
 
 
@@ -350,23 +336,11 @@ def test_the_replay_knows_the_race_of_a_tile_that_is_not_waited_for(
 
 
 def test_the_replay_knows_the_race_of_a_dropped_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = sync.wait
-
-    def for_sends_only(semaphore: Any, ref: Any, times: Any = 1) -> None:
-        if len(semaphore.ref.shape) != 3:
-            wait(semaphore, ref, times)
-
-    monkeypatch.setattr(sync, "wait", for_sends_only)
+    channel_faults.drop_receives(monkeypatch, dimensions=3)
     assert races(8)
 
 
 def test_the_replay_knows_the_race_of_a_dropped_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast neighbour writes over sums that are still being sent; that it is fast takes luck."""
-    wait = pl.semaphore_wait
-
-    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
-            wait(semaphore, *args, **kwargs)
-
-    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    channel_faults.drop_credits(monkeypatch)
     assert races(8)

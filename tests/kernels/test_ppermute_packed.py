@@ -15,7 +15,6 @@ import pallas_collectives as pc
 import wired_calls
 from benchmarks import replay_rows
 from pallas_collectives.kernels import ppermute_packed
-from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.codec import Chunks, Codec
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology.groups import Group
@@ -152,22 +151,8 @@ def test_calls_pack_in_the_kernel_where_operands_lie_well() -> None:
 
 
 def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk is unpacked before it is waited for: numbers or scales may not be there yet."""
-    unpack, wait = Codec.unpack, sync.wait
-    late: list[Any] = []
-
-    def put_off(semaphore: Any, ref: Any, times: Any = 1) -> None:
-        if semaphore.ref.shape == (ppermute_packed.WINDOW,):
-            late.append((semaphore, ref))
-        else:
-            wait(semaphore, ref, times)
-
-    def hurried(self: Codec, out: Any, packed: Any) -> None:
-        unpack(self, out, packed)
-        wait(*late.pop())
-
-    monkeypatch.setattr(ppermute_packed.sync, "wait", put_off)
-    monkeypatch.setattr(Codec, "unpack", hurried)
+    window = (ppermute_packed.WINDOW,)
+    wired_calls.unpacked_before_it_has_come(monkeypatch, lambda shape: shape == window)
 
 
 @pytest.mark.parametrize("fault", [wired_calls.another_tiles_scale, _unpacked_before_it_has_come])

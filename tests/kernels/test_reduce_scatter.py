@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
+import channel_faults
 import harness
 import pallas_collectives
 import step_tables
-from pallas_collectives.kernels import adding, all_reduce, all_reduce_line, reduce_scatter
-from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.kernels import all_reduce, all_reduce_line, one_hop, reduce_scatter
+from pallas_collectives.kernels.machinery import channel
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group
 
@@ -47,7 +47,7 @@ def scatter_line(x: jax.Array, n: int, params: Any) -> jax.Array:
 
 def scatter_direct(x: jax.Array, n: int, params: Any) -> jax.Array:
     group = Group(("x",), (n,))
-    return reduce_scatter.direct(x, group, axis=0, op="sum", vmem=True, interpret=params)
+    return one_hop.reduce_scatter(x, group, axis=0, op="sum", vmem=True, interpret=params)
 
 
 def reduce_line(x: jax.Array, n: int, params: Any) -> jax.Array:
@@ -88,13 +88,7 @@ def test_dropped_credit_is_caught(
     kernel: Callable[..., jax.Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for credits: a fast neighbour writes over sums that are still being sent."""
-    wait = pl.semaphore_wait
-
-    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
-            wait(semaphore, *args, **kwargs)
-
-    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    channel_faults.drop_credits(monkeypatch)
     assert is_caught(kernel, 8, "on_wait")
 
 
@@ -109,19 +103,13 @@ def test_too_few_slots_for_the_credits_are_caught(monkeypatch: pytest.MonkeyPatc
 def test_missing_receive_wait_is_caught(
     kernel: Callable[..., jax.Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = sync.wait
-
-    def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if len(semaphore.ref.shape) != 3:  # `arrived` is the 3-D one
-            wait(semaphore, ref, times)
-
-    monkeypatch.setattr(sync, "wait", for_sends_only)
+    channel_faults.drop_receives(monkeypatch, dimensions=3)
     assert is_caught(kernel, 4, "on_wait")
 
 
 def test_sends_of_a_slot_that_have_not_ended_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for earlier sends: a credit is given for a slot that is still being sent."""
-    monkeypatch.setattr(adding._Turns, "end_earlier", lambda *_: None)
+    monkeypatch.setattr(reduce_scatter._Turns, "end_earlier", lambda *_: None)
     assert is_caught(scatter, 8, "on_wait")
 
 

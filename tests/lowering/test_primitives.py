@@ -208,7 +208,7 @@ def test_checkpoint_policies_see_the_collective(saves: Any, gathers: int) -> Non
 @pytest.mark.parametrize("op", CANONICAL)
 def test_the_backward_pass_runs_kernels(op: str) -> None:
     """With check_vma on, psum's transpose is a change of type, and all others' a kernel."""
-    backward = {
+    backward = {  # by the rules of calculus, not by ours
         "all_gather": {"all_gather": 1, "reduce_scatter": 1},
         "psum_scatter": {"reduce_scatter": 1, "all_gather": 1},
         "psum": {"all_reduce": 1},

@@ -1,7 +1,6 @@
 """New communicators are connected for all that may be asked of them; over a wire of host memory."""
 
 import collections
-import functools
 import itertools
 import threading
 import time
@@ -15,20 +14,12 @@ import harness
 import nccl_host
 import nccl_wire
 import pallas_collectives as pc
-from pallas_collectives import nccl
+from benchmarks.cases import CASES
+from pallas_collectives import catalogue, nccl
 from pallas_collectives.nccl import connection, cuda, group
 from pallas_collectives.nccl.communicator import Messages, exchange
 
 N = 4
-RING = [(i, (i + 1) % N) for i in range(N)]
-ONES = np.ones((N, N, 3), np.float32)
-OPS = {
-    "all_gather": lambda x, **how: pc.all_gather(x, "x", **how).mean(0),
-    "psum": lambda x, **how: pc.psum(x, "x", **how) / N,
-    "psum_scatter": lambda x, **how: pc.psum_scatter(x, "x", **how) / N,
-    "all_to_all": lambda x, **how: pc.all_to_all(x, "x", 0, 0, **how),
-    "ppermute": lambda x, **how: pc.ppermute(x, "x", RING, **how),
-}
 
 
 @pytest.fixture
@@ -108,13 +99,19 @@ def test_every_size_is_asked_for_in_small_steps():
             assert a <= b <= 1.5 * a
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_the_first_call_may_be_captured(wire, op):
-    program = harness.per_device(functools.partial(OPS[op], backend="nccl"), harness.mesh(N))
-    compiled = program.lower(ONES).compile()
+def call(case):
+    """A program of one collective by NCCL, and its operand."""
+    x = harness.random((N, *case.operand(N, 8)), "float32")
+    run = harness.per_device(lambda a: case.call(pc, a, "x", backend="nccl"), harness.mesh(N))
+    return run, x
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_first_call_may_be_captured(wire, case):
+    program, x = call(case)
+    compiled = program.lower(x).compile()
     wire.capturing = True
-    want = harness.per_device(functools.partial(OPS[op], backend="xla"), harness.mesh(N))(ONES)
-    np.testing.assert_allclose(compiled(ONES), want)
+    np.testing.assert_array_equal(compiled(x), case.reference(x))
 
 
 def test_exchanges_between_any_two_ranks_may_be_captured():
@@ -138,16 +135,16 @@ def test_exchanges_between_any_two_ranks_may_be_captured():
     made.close()
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_unconnected_it_fails_says_why_and_a_group_made_anew_does_it(wire, op, monkeypatch):
-    program = harness.per_device(functools.partial(OPS[op], backend="nccl"), harness.mesh(N))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_unconnected_it_fails_says_why_and_a_group_made_anew_does_it(wire, case, monkeypatch):
+    program, x = call(case)
     with monkeypatch.context() as without:
         without.setattr(connection, "connect", lambda *_: None)
-        compiled = program.lower(ONES).compile()
+        compiled = program.lower(x).compile()
     wire.capturing = True
-    use = "messages" if op in ("all_to_all", "ppermute") else "collectives"
+    use = "collectives" if catalogue.COLLECTIVES[case.op].phases else "messages"
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
-        jax.block_until_ready(compiled(ONES))
+        jax.block_until_ready(compiled(x))
     for part in (
         "CallError: nccl", "returned 3: internal error; NCCL's latest warning: failed to peer",
         f"of {N} of group '{use}' of devices [0, 1, 2, 3]", "NCCL_RUNTIME_CONNECT=0",
@@ -155,14 +152,14 @@ def test_unconnected_it_fails_says_why_and_a_group_made_anew_does_it(wire, op, m
     ):  # fmt: skip
         assert part in str(error.value)
     with pytest.raises(jax.errors.JaxRuntimeError, match="an earlier call failed: nccl"):
-        jax.block_until_ready(compiled(ONES))
+        jax.block_until_ready(compiled(x))
     (broken,) = group._groups.values()
     with pytest.raises(nccl.CommunicatorError, match="an earlier call failed: nccl"), broken:
         pass
     assert len(wire.aborted) == N, "what cannot go on is not waited for"
     wire.capturing = False
     jax.clear_caches()
-    jax.block_until_ready(program(jnp.asarray(ONES)))
+    jax.block_until_ready(program(jnp.asarray(x)))
     assert list(group._groups.values()) != [broken]
 
 

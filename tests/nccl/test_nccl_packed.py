@@ -102,7 +102,7 @@ def test_where_memory_is_not_reached_nccl_moves_it_and_says_so_once(
 
 
 def test_more_than_mailboxes_are_kept_for_goes_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_packed, "_MOST_MAIL", 1 << 10)
+    monkeypatch.setattr(mailboxes, "MOST_MAIL", 1 << 10)
     work = packed.Work(packed.GATHER, N, 2048, "float32", "float32", "int8", 128)
     with pytest.raises(mailboxes.MailboxError, match="3 MiB come to a GPU, more than 0 are kept"):
         nccl_packed._packers(work, [])

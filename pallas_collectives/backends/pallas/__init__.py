@@ -122,7 +122,7 @@ def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
             "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
             "algorithm, or else lax, then serves",
         )
-    options: Any = {"axis": 1, "tiled": True, "axis_index_groups": group.index_groups}
+    options: dict[str, Any] = {"axis": 1, "tiled": True, "axis_index_groups": group.index_groups}
     gather = functools.partial(lax.all_gather, axis_name=group.axes, **options)
     return nested.run(dataclasses.replace(how, algorithm=None), gather, tables)
 

@@ -90,9 +90,7 @@ def gather_bytes(name: str, wire: Wire, *, x: jax.Array, axis: int, group: Group
     seen = _along(x.shape, axis, x.dtype, wire)
     if seen is None:
         return 0
-    algorithm = catalogue.COLLECTIVES["all_gather"].algorithm(name)
-    assert algorithm is not None and isinstance(algorithm.packed, Kernel)
-    sent_bytes = dataclasses.replace(algorithm.packed, function="sent_bytes")
+    sent_bytes = _sent_bytes("all_gather", name)
     return sent_bytes(placement.arranged(group), *seen, x.dtype, codec=Codec(wire))
 
 
@@ -101,10 +99,15 @@ def exchange_bytes(
 ) -> int:
     """Bytes that an all-to-all sends; 0 if no kernel packs it."""
     seen = _exchanged(x.shape, split_axis, concat_axis, group.size, x.dtype, wire)
-    algorithm = catalogue.COLLECTIVES["all_to_all"].algorithm(name)
-    assert algorithm is not None and isinstance(algorithm.packed, Kernel)
-    sent_bytes = dataclasses.replace(algorithm.packed, function="sent_bytes")
+    sent_bytes = _sent_bytes("all_to_all", name)
     return sent_bytes(seen.shape, group.size, x.dtype, Codec(wire)) if seen else 0
+
+
+def _sent_bytes(op: str, name: str) -> Kernel:
+    """The function beside an algorithm's kernel that says what it sends."""
+    algorithm = catalogue.COLLECTIVES[op].algorithm(name)
+    assert algorithm is not None and isinstance(algorithm.packed, Kernel)
+    return dataclasses.replace(algorithm.packed, function="sent_bytes")
 
 
 def permute_bytes(

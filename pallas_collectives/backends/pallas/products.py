@@ -26,6 +26,7 @@ from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology import placement, two_rings
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.validation import AxisName
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
@@ -48,7 +49,7 @@ class Spec:
       keeps: whether the gathered operand is wanted; what stands in its place is not read otherwise.
     """
 
-    axis_name: Any
+    axis_name: AxisName
     axis: int
     out_dtype: DTypeLike
     transposed: bool
@@ -226,13 +227,15 @@ def halves(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return list(operands[: len(operands) // 2]), list(operands[len(operands) // 2 :])
 
 
-def effects(op: str, spec: Spec, shapes: Any) -> frozenset[Any]:
+def effects(op: str, spec: Spec, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> frozenset[Any]:
     """The effects of a kernel, TPU interpret mode's or none; raises what its tracing raises."""
     return _traced_effects(op, spec, shapes, jax.sharding.get_abstract_mesh())
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced_effects(op: str, spec: Spec, shapes: Any, mesh: AnyMesh) -> frozenset[Any]:
+def _traced_effects(
+    op: str, spec: Spec, shapes: tuple[jax.ShapeDtypeStruct, ...], mesh: AnyMesh
+) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope
     with counters.uncounted():
         return launch.effects(functools.partial(kernel, op, spec=spec), *shapes)

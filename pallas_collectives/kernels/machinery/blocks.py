@@ -4,10 +4,11 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_collectives.annotations import DType, Number, Ref
+from pallas_collectives.annotations import DType, Index, Number, Ref
 
 LANES = 128
 
@@ -17,7 +18,7 @@ def sublanes(dtype: DType) -> int:
     return 8 * max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
-def padded_bytes(x: Any) -> int:
+def padded_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Bytes of an array in VMEM, its last two dimensions rounded up to whole tiles."""
     shape = (1, 1, *x.shape)
     rows = -(-shape[-2] // sublanes(x.dtype)) * sublanes(x.dtype)
@@ -78,7 +79,7 @@ class Blocks:
         size = self.shape[self.cut] // self.chunks
         return (*self.shape[: self.cut], size, *self.shape[self.cut + 1 :])
 
-    def at(self, ref: Ref, block: Number | None = None, chunk: Number | None = None) -> Any:
+    def at(self, ref: Ref, block: Number | None = None, chunk: Number | None = None) -> Ref:
         """The part of `ref` that is one block (all of it if None), or one chunk of that block."""
         starts: list[Any] = [0] * len(self.shape)
         sizes = list(self.shape)
@@ -94,5 +95,5 @@ class Blocks:
         return math.prod(self.shape) * jnp.dtype(dtype).itemsize
 
 
-def _span(start: Any, size: int) -> Any:
+def _span(start: int | jax.Array, size: int) -> Index:
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)

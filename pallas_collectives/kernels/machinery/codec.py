@@ -29,13 +29,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Number, Ref
+from pallas_collectives.annotations import Index, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
 
@@ -98,7 +99,11 @@ class Codec:
         self._over_tiles(out, [packed], lambda numbers: numbers, most)
 
     def _over_tiles(
-        self, out: Ref, terms: Sequence[Ref], make: Callable[..., Any], most: Any = None
+        self,
+        out: Ref,
+        terms: Sequence[Ref],
+        make: Callable[..., Any],
+        most: np.float32 | None = None,
     ) -> None:
         """out = make(*terms), a tile's numbers at a time; scales that are read are `most` or less.
 
@@ -109,11 +114,11 @@ class Codec:
         # Turned if fewer are plain than packed; a term is turned in its own dtype or in float32.
         turned = self._is_packed(out) or all(map(self._is_packed, terms))
 
-        def one(number: Any) -> None:
+        def one(number: jax.Array) -> None:
             read = [self._read(ref, number, tiles, turned, most) for ref in terms]
             self._write(out, number, tiles, turned, make(*read))
 
-        def several(turn: Any, _: None) -> None:
+        def several(turn: jax.Array, _: None) -> None:
             for k in range(each):
                 one(turn * each + k)
 
@@ -123,7 +128,9 @@ class Codec:
     def _is_packed(self, ref: Ref) -> bool:
         return ref.dtype == jnp.int32
 
-    def _read(self, ref: Ref, number: Any, tiles: int, turned: bool, most: Any) -> Any:
+    def _read(
+        self, ref: Ref, number: jax.Array, tiles: int, turned: bool, most: np.float32 | None
+    ) -> jax.Array:
         """A tile's numbers in float32: (group, ROWS) if they are to be turned, else its inverse."""
         if not self._is_packed(ref):
             numbers = ref[self._at(ref, number)].reshape(self.tile)
@@ -135,7 +142,9 @@ class Codec:
         numbers = numbers.astype(jnp.float32) * scales
         return numbers if turned else numbers.T
 
-    def _write(self, ref: Ref, number: Any, tiles: int, turned: bool, total: Any) -> None:
+    def _write(
+        self, ref: Ref, number: jax.Array, tiles: int, turned: bool, total: jax.Array
+    ) -> None:
         if not self._is_packed(ref):
             at, narrow = self._at(ref, number), total.astype(ref.dtype)
             ref[at] = (narrow.T if turned else narrow).reshape(ref.at[at].shape)
@@ -152,7 +161,7 @@ class Codec:
             narrow = scaled.astype(self.wire.dtype)
         ref[self._numbers(number), :] = pltpu.bitcast(narrow, jnp.int32)
 
-    def _steps(self, largest: Any) -> Any:
+    def _steps(self, largest: jax.Array) -> jax.Array:
         """Scales of groups with these largest magnitudes, which are finite and not all zeros."""
         steps = jnp.maximum(largest * np.float32(1 / self.wire.largest), LEAST_SCALE)
         if self.wire.scales != "power of two":
@@ -168,14 +177,14 @@ class Codec:
         """Rows of a tile's numbers."""
         return ROWS * self.tile[1] // (4 * LANES)
 
-    def _numbers(self, number: Any) -> Any:
+    def _numbers(self, number: jax.Array) -> Index:
         """Rows of its numbers."""
         return pl.ds(pl.multiple_of(number * self._words, self._words), self._words)
 
-    def _scales(self, number: Any, tiles: int) -> Any:
+    def _scales(self, number: jax.Array, tiles: int) -> Index:
         return pl.ds(tiles * self._words + number, 1)
 
-    def _at(self, ref: Ref, number: Any) -> tuple[Any, ...]:
+    def _at(self, ref: Ref, number: jax.Array) -> tuple[Any, ...]:
         """The index of a tile in a plain array, row-major."""
         return Chunks(ref.shape, (*(1 for _ in ref.shape[:-2]), *self.tile)).spans(number)
 
@@ -211,11 +220,11 @@ class Chunks:
         """How many a block has."""
         return math.prod(self.block) // math.prod(self.shape)
 
-    def at(self, ref: Ref, number: Number, block: Number = 0, axis: int = 0) -> Any:
+    def at(self, ref: Ref, number: Number, block: Number = 0, axis: int = 0) -> Ref:
         """A chunk of block number `block` of an array of blocks side by side along an axis."""
         return ref.at[self.spans(number, block, axis)]
 
-    def spans(self, number: Any, block: Number = 0, axis: int = 0) -> tuple[Any, ...]:
+    def spans(self, number: Number, block: Number = 0, axis: int = 0) -> tuple[Any, ...]:
         """Its index in that array; chunks of a block are numbered row-major."""
         spans: list[Any] = []
         for dimension in reversed(range(len(self.block))):
@@ -228,7 +237,7 @@ class Chunks:
         return tuple(spans)
 
 
-def _largest(total: Any) -> Any:
+def _largest(total: jax.Array) -> jax.Array:
     """(group, ROWS) -> (1, ROWS): the largest magnitude of each column; inf where one is NaN."""
     magnitude = jnp.abs(total)
     magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Number, Ref
+from pallas_collectives.annotations import DType, Index, Number, Ref
 from pallas_collectives.kernels.machinery import sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 
@@ -64,7 +65,7 @@ def _on_a_subcore(op: str, out: Ref, terms: Sequence[Ref]) -> None:
     high = sublanes(dtype)
     steps = (*tile[:-2], tile[-2] // high, tile[-1] // LANES)
 
-    def over(*tiles: Any) -> None:
+    def over(*tiles: Ref) -> None:
         here, semaphores = tiles[:-1], tiles[-1]
 
         def add(number: Number) -> None:
@@ -90,17 +91,17 @@ def combine_stack(op: str, out_ref: Ref, stack_ref: Ref, *, vmem: bool) -> None:
     A stack of several dimensions is taken row-major.
     """
 
-    def body(stack: Any, out: Any) -> None:
+    def body(stack: Ref, out: Ref) -> None:
         out[...] = combined(op, stack, out.shape).astype(out.dtype)
 
     _over_tiles(body, [out_ref], [stack_ref], vmem=vmem)
 
 
-def combined(op: str, stack: Any, shape: tuple[int, ...]) -> Any:
+def combined(op: str, stack: Ref, shape: tuple[int, ...]) -> jax.Array:
     """The layers of a shape that a stack in VMEM has, one after the other, in `wide` numbers."""
     sizes = stack.shape[: -len(shape)]
 
-    def layer(number: Number) -> Any:
+    def layer(number: Number) -> jax.Array:
         return stack[tuple(_index(number, sizes))].astype(wide(stack.dtype))
 
     return lax.fori_loop(
@@ -139,7 +140,7 @@ def _over_tiles(
     )
 
 
-def wide(dtype: DType) -> Any:
+def wide(dtype: DType) -> DType:
     """The dtype in which values of a dtype are combined."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize >= 4:
@@ -194,5 +195,5 @@ def _for_each_tile(
     lax.fori_loop(0, math.prod(grid), step, None)
 
 
-def _all(size: int) -> Any:
+def _all(size: int) -> Index:
     return pl.ds(0, size)

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.lax import PrecisionLike
 
-from pallas_collectives.annotations import DType, Number, Ref, Semaphore
+from pallas_collectives.annotations import DType, Flag, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery.product import (
     Problem,
     Tiles,
@@ -43,13 +43,15 @@ from pallas_collectives.topology import groups
 
 # Of an operand: where(act) calls act(ref) with its ref in HBM, whichever of several that is.
 Where = Callable[[Callable[[Ref], None]], None]
+# Of a step: where its tile is in HBM, and where in its place.
+_Places = Callable[[Number], tuple[Any, Any]]
 _BEGUN, _UNSETTLED = 0, 1  # in `Scratch.counts`
 
 
 class Places(NamedTuple):
     """Where tiles of one operand are in VMEM."""
 
-    tiles: Any  # (places, *tile): VMEM
+    tiles: Ref  # (places, *tile): VMEM
     sems: Semaphore  # (places,): own; one copy each at a time
 
     @classmethod
@@ -65,8 +67,8 @@ class Scratch(NamedTuple):
     w: Places
     terms: list[Places]
     out: Places
-    sum: Any  # (rows, columns) of a tile: VMEM; a sum under way
-    counts: Any  # (2,): SMEM; products that have begun, and those since `settle`
+    sum: Ref  # (rows, columns) of a tile: VMEM; a sum under way
+    counts: Ref  # (2,): SMEM; products that have begun, and those since `settle`
 
     @classmethod
     def of(cls, problem: Problem, tiles: Tiles) -> "Scratch":
@@ -94,15 +96,15 @@ class _Operand:
     places: Places
     serves: int  # for so many steps each
     count: int  # of one product
-    at: Callable[[Number], tuple[Any, Any]]  # of the tile for a step: where in HBM, where in place
+    at: _Places  # of the tile for a step: where in HBM, where in place
     leaves: bool = False  # for HBM
 
-    def place(self, product: Number, step: Number) -> Any:
+    def place(self, product: Number, step: Number) -> Number:
         """The number of the place of what a step of a product takes."""
         tile = product * self.count + lax.div(step, np.int32(self.serves))
         return lax.rem(tile, np.int32(self.places.sems.shape[0]))
 
-    def begins(self, step: Number) -> Any:
+    def begins(self, step: Number) -> Flag:
         """Whether a step is the first that a tile serves."""
         return lax.rem(step, np.int32(self.serves)) == 0
 
@@ -115,7 +117,7 @@ class _Operand:
         self.wait(product, step, where)
         self.start_later(product, step + self.serves, where)
 
-    def start_later(self, product: Number, step: Any, where: Where, if_: Any = True) -> None:
+    def start_later(self, product: Number, step: Number, where: Where, if_: Flag = True) -> None:
         """`start`, if the product has such a step."""
         last = self.count * self.serves - 1
         act = functools.partial(self.start, product, jnp.minimum(step, last), where)
@@ -143,7 +145,7 @@ class _Operand:
 
         groups.only_if(self.moves(product, step), lambda: where(on))
 
-    def moves(self, product: Number, step: Number) -> Any:
+    def moves(self, product: Number, step: Number) -> Flag:
         """Whether the tile for a step is copied, or is there."""
         del product, step
         return True
@@ -175,7 +177,7 @@ class _Panels(_Operand):
             lax.rem(panel, np.int32(self.every)) == self.every - 1,
         )
 
-    def place(self, product: Number, step: Number) -> Any:
+    def place(self, product: Number, step: Number) -> Number:
         panel, before, passes = self._number(step)
         kept = panel - before
         if not self.every:
@@ -183,7 +185,7 @@ class _Panels(_Operand):
         passing = self.count - self.anew + lax.rem(product * self.anew + before, np.int32(2))
         return jnp.where(passes, passing, kept)
 
-    def moves(self, product: Number, step: Number) -> Any:
+    def moves(self, product: Number, step: Number) -> Flag:
         return self._number(step)[2] | (product == 0)
 
     def fetch(self, product: Number, where: Where) -> None:
@@ -199,7 +201,7 @@ class _Panels(_Operand):
             behind = step + self.every * self.serves
             self.start_later(product, behind, where, if_=self._passes(step))
 
-    def _passes(self, step: Number) -> Any:
+    def _passes(self, step: Number) -> jax.Array:
         return jnp.asarray(self._number(step)[2])
 
 
@@ -247,7 +249,7 @@ class Products:
         x: Where,
         out_ref: Ref,  # (A, rows, N): HBM
         *terms: Where,  # each as out_ref, which may be one of them
-        adds: Any = True,
+        adds: Flag = True,
         scale: float = 1.0,
         follow: Callable[[], None] = lambda: None,
     ) -> None:
@@ -263,7 +265,7 @@ class Products:
         def to_out(act: Callable[[Ref], None]) -> None:
             act(out_ref)
 
-        def step(step: Any, _: None) -> None:
+        def step(step: Number, _: None) -> None:
             for term, where in of_terms:
                 self._bring_term(term, product, step, where)
             for operand, where in ((self._x, x), (self._w, self._of_w)):
@@ -282,7 +284,7 @@ class Products:
                 before = unsettled * self._out.count + lax.div(step, np.int32(self._out.serves))
                 groups.only_if(before >= 2, lambda: self._wait_out(before - 2, to_out))
 
-            def finish(total: Any) -> None:
+            def finish(total: jax.Array) -> None:
                 for term, _ in of_terms:
                     value = term.places.tiles[term.place(product, step)].astype(total.dtype)
                     total += value if adds is True else jnp.where(adds, value, 0)
@@ -370,12 +372,12 @@ class Products:
         def _() -> None:
             finish(sum_ref[...])
 
-    def _held_from(self, k: Number) -> Any:
+    def _held_from(self, k: Number) -> Number:
         """Where in the tile of w the depth of a step begins."""
         return 0 if self._tiles.keep == "tile" or self._grid[3] == 1 else k * self._tiles.depth
 
     def _operand(
-        self, name: str, places: Places, serves: int, at: Any, **options: bool
+        self, name: str, places: Places, serves: int, at: _Places, **options: bool
     ) -> _Operand:
         return _Operand(name, places, serves, self._steps // serves, at, **options)
 
@@ -419,5 +421,5 @@ def _cut(whole: int, tile: int, number: Number) -> tuple[Any, Any]:
     return start, _aligned(jnp.minimum(tile, whole - start), math.gcd(whole, tile))
 
 
-def _aligned(start: Any, size: int) -> Any:
+def _aligned(start: Any, size: int) -> int | jax.Array:
     return start if isinstance(start, int) else pl.multiple_of(start, size)

@@ -16,7 +16,6 @@ that until they are rounded to the result's dtype, once.
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -79,18 +78,12 @@ class Problem:
     in_full: bool = False
 
     @property
-    def weight_shape(self) -> tuple[int, int]:
-        """The shape of w."""
-        shape = self.depth, self.columns
-        return shape[::-1] if self.transposed else shape
-
-    @property
     def flops(self) -> int:
         """Multiplications and additions."""
         return 2 * self.batch * self.rows * self.depth * self.columns
 
 
-def accumulator_dtype(dtype: DType) -> Any:
+def accumulator_dtype(dtype: DType) -> DType:
     """In what products of a dtype are added up."""
     return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
 

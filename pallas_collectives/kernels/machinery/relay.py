@@ -17,14 +17,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Number, Ref
+from pallas_collectives.annotations import DType, Number, Ref, Semaphore, buffer, span
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
@@ -71,18 +70,20 @@ class Schedule:
         return -(-(self.farthest - self.nearest + 1) // self.width)
 
 
+SLOT_BYTES = 16 << 20  # that all slots may take
+MAX_WIDTH = 16  # a message on its way takes four semaphores per direction; a core has hundreds
 _LEAVING = 8  # messages of an overlapping schedule on a link at a time: that keeps it busy
 
 
 class Scratch(NamedTuple):
     """What the `Slots` of a schedule take."""
 
-    slots_ref: Any  # (directions, slots, *message): HBM or VMEM; written by upstream
+    slots_ref: Ref  # (directions, slots, *message): HBM or VMEM; written by upstream
     # (directions) channels; `sent`: (directions, slots): own; a message has left its slot
     semaphores: channels.Semaphores
     # (directions, slots): SMEM, own: how many rows the message in each slot has; None where every
     #   message fills its slot
-    rows_ref: Any
+    rows_ref: Ref | None
 
     @classmethod
     def of(
@@ -91,7 +92,7 @@ class Scratch(NamedTuple):
         """What to allocate for messages of a shape, or, if `ragged`, of as many rows or fewer."""
         ways, slots = schedule.slots
         return cls(
-            jax.ShapeDtypeStruct((ways, slots, *message), dtype),
+            buffer((ways, slots, *message), dtype),
             channels.Semaphores.of(ways, window=slots, sent=(ways, slots)),
             pltpu.SMEM((ways, slots), jnp.int32) if ragged else None,
         )
@@ -108,7 +109,14 @@ class Slots:
     def __init__(self, ring: Ring, schedule: Schedule, scratch: Scratch) -> None:
         self._ring, self._schedule, self._scratch = ring, schedule, scratch
 
-    def send(self, way: int, number: Number, source: Ref, sent: Any, rows: Any = None) -> None:
+    def send(
+        self,
+        way: int,
+        number: Number,
+        source: Ref,
+        sent: Semaphore | None,
+        rows: Number | None = None,
+    ) -> None:
         """Sends our message `number`, of so many rows, to a slot downstream, once it is free.
 
         Without that wait we could be a whole round of slots ahead of our neighbour, and write over
@@ -116,9 +124,9 @@ class Slots:
         """
         channel = self._channel(way, sent)
         slot = channel.slot(number)
-        channel.send(source, slot if rows is None else slot.at[pl.ds(0, rows)], number)
+        channel.send(source, slot if rows is None else slot.at[span(0, rows)], number)
 
-    def arrived(self, way: int, number: Number, rows: Any = None) -> tuple[Any, Any]:
+    def arrived(self, way: int, number: Number, rows: Number | None = None) -> tuple[Any, Any]:
         """Where message `number` lies, once it is here, and the semaphore that it is to leave by.
 
         Releases the message that has left by now: the one `Schedule.leaving` earlier.
@@ -136,10 +144,10 @@ class Slots:
         channel.receive(number, message)
         return message, self._scratch.semaphores.sent.at[self._at(way, number)]
 
-    def drain(self, way: int, relayed: Any, forwarded: Any) -> None:
+    def drain(self, way: int, relayed: Number, forwarded: Number) -> None:
         """Leaves every semaphore at 0, after so many messages `relayed` downstream and sent on."""
 
-        def all_but(messages: Any, last: int) -> Any:
+        def all_but(messages: Number, last: int) -> Number:
             return lax.max(messages - np.int32(last), np.int32(0))
 
         leaving, slots = self._schedule.leaving, self._schedule.slots[1]
@@ -151,14 +159,14 @@ class Slots:
         sent = self._scratch.semaphores.sent.at[self._at(way, number)]
         sync.wait(sent, self._message(way, number))
 
-    def _message(self, way: int, number: Number) -> Any:
+    def _message(self, way: int, number: Number) -> Ref:
         slot, rows_ref = self._channel(way).slot(number), self._scratch.rows_ref
         return slot if rows_ref is None else slot.at[pl.ds(0, rows_ref[self._at(way, number)])]
 
     def _at(self, way: int, number: Number) -> tuple[int, Any]:
         return way, lax.rem(number, np.int32(self._schedule.slots[1]))
 
-    def _channel(self, way: int, sent: Any = None) -> Channel:
+    def _channel(self, way: int, sent: Semaphore | None = None) -> Channel:
         scratch, direction = self._scratch, self._schedule.directions[way]
         return Channel(
             self._ring,
@@ -170,12 +178,9 @@ class Slots:
         )
 
 
-_LINE_SLOT_BYTES = 16 << 20
-
-
 def line_message_bytes(n: int) -> int:
-    """How large messages on a line of n devices may be, so that all slots take 16 MiB at most."""
-    return _LINE_SLOT_BYTES // (4 * (n - 1))
+    """How large messages on a line of n devices may be: all slots take `SLOT_BYTES` at most."""
+    return SLOT_BYTES // (4 * (n - 1))
 
 
 def on_line(ring: Ring, direction: int, hop: Number, distance: Number) -> Any:
@@ -189,7 +194,7 @@ Move = Callable[[Any, Any, Any, Any, Any, bool, bool], Any]
 
 
 def for_each_move(
-    schedules: Sequence[Any], rounds: Any, move: Move, counts: list[Any]
+    schedules: Sequence[Any], rounds: Number, move: Move, counts: list[Any]
 ) -> list[Any]:
     """Calls `move` for every hop of every message of some schedules; returns the `counts` of each.
 
@@ -206,7 +211,7 @@ def for_each_move(
     """
 
     def hop_of_batch(
-        schedule: Any, number: Number, high: Any, hop: Number, counts: Any, first: bool
+        schedule: Any, number: Number, high: Number, hop: Number, counts: Any, first: bool
     ) -> Any:
         """One hop of the messages for distances high, high - 1, ...: `width` of them, or fewer."""
         low = lax.max(high - np.int32(schedule.width), np.int32(schedule.nearest - 1))

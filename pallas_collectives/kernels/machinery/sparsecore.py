@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
-from pallas_collectives.annotations import Interpret
+from pallas_collectives.annotations import Interpret, Ref
 from pallas_collectives.errors import EngineError
 from pallas_collectives.kernels.machinery.blocks import LANES as TILE_LANES
 from pallas_collectives.kernels.machinery.blocks import sublanes
@@ -160,13 +160,13 @@ def whole_registers(table: jax.Array) -> jax.Array:
     return jnp.pad(table, (0, -table.size % LANES))
 
 
-def _by_registers(source: Any, target: Any) -> None:
+def _by_registers(source: Ref, target: Any) -> None:
     """Copies a table to scalar memory, whither a vector subcore can copy nothing."""
 
-    def through(tile: Any) -> None:
+    def through(tile: Ref) -> None:
         pltpu.sync_copy(source, tile)
 
-        def some(turn: Any, _: None) -> None:
+        def some(turn: jax.Array, _: None) -> None:
             start = turn * LANES
             register = tile[pl.ds(start, LANES)]
             for k in range(LANES):

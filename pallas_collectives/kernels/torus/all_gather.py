@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
+from pallas_collectives.annotations import DType, Flag, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.all_gather import Way
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch
@@ -81,19 +81,19 @@ def way(plan: Plan) -> Way:
 def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:
     """The channels that `Gather` takes, with about so many semaphores for arrivals."""
     each = [(bundle, phase) for bundle in plan.bundles for phase in range(len(plan.sizes))]
-    lanes = sum(bundle.streams * plan.ways for bundle, _ in each)
+    ways = sum(bundle.streams * plan.ways for bundle, _ in each)
 
     def of(bundle: Bundle, phase: int) -> channels.Semaphores:
         count, hops = bundle.streams * plan.ways, plan.hops(bundle, phase) * bundle.sections
         if plan.is_paired(bundle, phase):
             window = min(WINDOW_WITHOUT_CREDITS, hops)
             return channels.Semaphores.of(count, window=window, credits=False)
-        return channels.Semaphores.of(count, window=max(2, min(WINDOW, most // lanes, hops)))
+        return channels.Semaphores.of(count, window=max(2, min(WINDOW, most // ways, hops)))
 
     return [of(bundle, phase) for bundle, phase in each]
 
 
-def copy_semaphores(plan: Plan) -> Any:
+def copy_semaphores(plan: Plan) -> Semaphore:
     """Those of the own blocks' copies."""
     return pltpu.SemaphoreType.DMA((plan.streams,))
 
@@ -109,7 +109,7 @@ def _kernel(
     # o_ref: all blocks: HBM or VMEM
     # scratch: a Scratch
 
-    def own_piece(b: int, section: Any, stream: Number) -> Any:
+    def own_piece(b: int, section: Number, stream: Number) -> Ref:
         return plan.piece(x_ref, [0] * len(rings), plan.bundles[b], section, stream)
 
     field = Field(plan, o_ref, *numbers)
@@ -117,8 +117,8 @@ def _kernel(
     timetable.run(plan, (gather, range(len(rings))))
 
 
-class Gather:
-    """A `timetable.Stage`: sends the own block and what arrives on, until all is there.
+class Gather(timetable.Stage):
+    """Sends the own block and what arrives on, until all is there.
 
     A stream has channels for each phase: upstream in the next phase is another device, which may
     be there while we are in this one. What is sent at hop t is message t of the section, in one
@@ -140,7 +140,7 @@ class Gather:
         self._plan, self._rings, self._field = plan, rings, field
         self._semaphores, self._own = semaphores, own
 
-    def begin(self, b: int, phase: int, section: Any, stream: Number) -> None:
+    def begin(self, b: int, phase: int, section: Number, stream: Number) -> None:
         source = None
         if phase == 0:
             if self._own:
@@ -152,18 +152,18 @@ class Gather:
         if phase == 0:
             self._copy_own(b, section, stream, lambda copy: copy.start())
 
-    def take(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
+    def take(self, b: int, phase: int, hop: Number, section: Number, stream: Number) -> None:
         for leg in self._legs(b, phase, section, stream):
             only_if(leg.comes(hop - 1), functools.partial(self._receive, leg, hop - 1))
 
-    def go_on(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
+    def go_on(self, b: int, phase: int, hop: Number, section: Number, stream: Number) -> None:
         for leg in self._legs(b, phase, section, stream):
             only_if(leg.sends(hop), functools.partial(self._send, leg, hop))
 
-    def end(self, b: int, section: Any, stream: Number) -> None:
+    def end(self, b: int, section: Number, stream: Number) -> None:
         self._finish(b, len(self._rings) - 1, section, stream)
 
-    def _finish(self, b: int, phase: int, section: Any, stream: Number) -> None:
+    def _finish(self, b: int, phase: int, section: Number, stream: Number) -> None:
         """Waits for the last hop of a phase, and until all that we have sent in it has left."""
         last = self._plan.hops(self._plan.bundles[b], phase) - 1
         for leg in self._legs(b, phase, section, stream):
@@ -174,7 +174,7 @@ class Gather:
             # What goes along the second axis holds it.
             self._copy_own(b, section, stream, lambda copy: copy.wait())
 
-    def _copy_own(self, b: int, section: Any, stream: Number, do: Callable[[Any], None]) -> None:
+    def _copy_own(self, b: int, section: Number, stream: Number, do: Callable[[Any], None]) -> None:
         if self._own is None:
             return
         source, sem = (
@@ -183,17 +183,17 @@ class Gather:
         )
         place = [ring.me for ring in self._rings]
 
-        def copy(target: Ref, _: Any) -> None:
+        def copy(target: Ref, _: object) -> None:
             do(pltpu.make_async_copy(source, target, sem))
 
         self._field.for_each_piece(place, self._plan.bundles[b], section, stream, copy)
 
-    def _legs(self, b: int, phase: int, section: Any, stream: Number) -> list["_Leg"]:
+    def _legs(self, b: int, phase: int, section: Number, stream: Number) -> list["_Leg"]:
         bundle, hops = self._plan.bundles[b], self._plan.hops(self._plan.bundles[b], phase)
         axis, ways = bundle.order[phase], self._plan.ways
         ring = self._rings[axis]
 
-        def leg(way: int, direction: Number, comes: Any, goes: Any) -> _Leg:
+        def leg(way: int, direction: Number, comes: Number, goes: Number) -> _Leg:
             channel = Channel(
                 ring,
                 direction,
@@ -222,7 +222,7 @@ class Gather:
         number = leg.section * leg.sends_in_all + hop
         leg.channel.wait_until_free(number)
 
-        def push(piece: Any) -> None:
+        def push(piece: Ref) -> None:
             leg.channel.push(piece if source is None else source, piece, number)
 
         self._for_each_piece(leg, hop, push)
@@ -238,17 +238,17 @@ class _Leg(NamedTuple):
 
     b: int
     phase: int
-    section: Any
+    section: Number
     stream: Number
     channel: Channel
-    comes_in_all: Any  # messages, in a section: one at each hop from 0 on
-    sends_in_all: Any  # likewise
+    comes_in_all: Number  # messages, in a section: one at each hop from 0 on
+    sends_in_all: Number  # likewise
 
-    def comes(self, hop: Number) -> Any:
+    def comes(self, hop: Number) -> Flag:
         """Whether a message comes that was sent at a hop."""
         return self._within(hop, self.comes_in_all)
 
-    def sends(self, hop: Number) -> Any:
+    def sends(self, hop: Number) -> Flag:
         """Whether we send one."""
         return self._within(hop, self.sends_in_all)
 

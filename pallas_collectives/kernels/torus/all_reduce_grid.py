@@ -28,14 +28,14 @@ first. What goes on the wire is rounded once per hop. All devices get the same b
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
+from pallas_collectives.annotations import Copy, DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.combine import combine, wide
@@ -80,7 +80,7 @@ class Scratch(NamedTuple):
         on, here = SKEW + IN_FLIGHT + 2, SKEW * (along - 1 + across // 2) // along + 2
         column = SKEW // along + 2
 
-        def slots(window: int) -> Any:
+        def slots(window: int) -> Ref:
             return pltpu.VMEM((2, window, *chunk), dtype)
 
         return cls(
@@ -146,7 +146,7 @@ def _kernel(
         _Part(*order, x_ref, o_ref, scratch[k], k, cut=cut, op=op) for k, order in enumerate(orders)
     ]
 
-    def tick(time: Any, _: None) -> None:
+    def tick(time: Number, _: None) -> None:
         for part in parts:
             part.tick(time)
 
@@ -191,7 +191,7 @@ class _Part:
         self._goes_to = ((column, RIGHT, high), (column, LEFT, low), *along)
         self._copies = sum(there.astype(jnp.int32) for *_, there in self._goes_to)
 
-    def tick(self, time: Any) -> None:
+    def tick(self, time: Number) -> None:
         """What the device does in a tick, of each kind for one chunk at the most."""
         row, finished, sums = self._row, time - SKEW * self._ends, time - SKEW * self._adds
 
@@ -224,7 +224,7 @@ class _Part:
         first = self._of(self._o_ref, jnp.int32(0))
         self._outwards(self._rings[0], RIGHT).wait_sent(first, times=sent)
 
-    def _of(self, ref: Ref, chunk: Number) -> Any:
+    def _of(self, ref: Ref, chunk: Number) -> Ref:
         return self._cut.at(ref, self._number, chunk)
 
     # Channels; messages of a column are numbered by rounds
@@ -245,18 +245,18 @@ class _Part:
         return self._summing(1, side, self._s.column, self._s.column_ref, comes)
 
     def _summing(
-        self, ring: int, side: Number, semaphores: Semaphores, slots: Ref, comes: Any
+        self, ring: int, side: Number, semaphores: Semaphores, slots: Ref, comes: Number
     ) -> Channel:
         to, most, place = direction(side), self._cut.count, (slots, (side,))
         return Channel(self._rings[ring], to, semaphores, (side,), comes, most, place)
 
-    def _outwards(self, ring: Ring, to: int) -> Channel:
+    def _outwards(self, ring: Ring, to: Number) -> Channel:
         """The channel of finished chunks; messages are numbered as chunks are."""
         return Channel(ring, to, self._s.outwards, (0,), self._cut.count, longest=0)
 
     # Our terms, copied to VMEM one chunk ahead; of kinds 0 and 1 for sums of a side, 2 for columns'
 
-    def _fetch(self, kind: Number, chunk: Any) -> None:
+    def _fetch(self, kind: Number, chunk: Number) -> None:
         """Starts the copy of our term, if this kind of sum takes that of this chunk."""
         if isinstance(kind, int):
             wanted = self._row.is_ours(chunk)
@@ -264,18 +264,18 @@ class _Part:
             wanted = (self._row.ahead(kind, chunk) > 0) & (self._row.behind(kind) > 0)
         only_if(self._row.has(chunk) & wanted, lambda: self._term_copy(kind, chunk).start())
 
-    def _term_copy(self, kind: Number, chunk: Any) -> Any:
+    def _term_copy(self, kind: Number, chunk: Number) -> Copy:
         at = (kind, wrap_step(chunk, 2))
         source, target = self._of(self._x_ref, chunk), self._s.terms_ref.at[at]
         return pltpu.make_async_copy(source, target, self._s.term_sems.at[at])
 
-    def _term(self, kind: Number, chunk: Any) -> Any:
+    def _term(self, kind: Number, chunk: Number) -> Ref:
         self._term_copy(kind, chunk).wait()
         return self._s.terms_ref.at[kind, wrap_step(chunk, 2)]
 
     # Sums along the row
 
-    def _add(self, side: Number, chunk: Any) -> None:
+    def _add(self, side: Number, chunk: Number) -> None:
         """Adds our term to a sum that comes from a side, and sends it on."""
         on, number = self._on(side), self._row.number(side, chunk)
 
@@ -294,11 +294,11 @@ class _Part:
         only_if(sets_out, begin)
         only_if(~sets_out, add)
 
-    def _send_on(self, side: Number, source: Ref, chunk: Any) -> None:
+    def _send_on(self, side: Number, source: Ref, chunk: Number) -> None:
         """To the neighbour, whose column is the chunk's or not."""
         sent = self._sent(side, self._row.number(side, chunk))
 
-        def send(channel: Channel, number: Any) -> None:
+        def send(channel: Channel, number: Number) -> None:
             own = dataclasses.replace(channel, sent=sent)
             own.send(source, channel.slot(number), number)
 
@@ -306,10 +306,10 @@ class _Part:
         only_if(ahead == 1, lambda: send(self._here(side), self._row.round(chunk)))
         only_if(ahead > 1, lambda: send(self._on(side), there))
 
-    def _sent(self, side: Number, number: Any) -> Any:
+    def _sent(self, side: Number, number: Number) -> Semaphore:
         return self._s.on.sent.at[side, wrap_step(number, self._on(side).window)]
 
-    def _end_send(self, side: Number, number: Any) -> None:
+    def _end_send(self, side: Number, number: Number) -> None:
         """Waits until a sum has left its slot, and gives the slot back to who filled it."""
 
         def end() -> None:
@@ -321,7 +321,7 @@ class _Part:
 
     # Sums along the column
 
-    def _add_in_column(self, chunk: Any) -> None:
+    def _add_in_column(self, chunk: Number) -> None:
         """Adds what comes from all sides, and sends the sum on; in the middle it is finished."""
         number, term = self._row.round(chunk), self._term(2, chunk)
         self._end_sums(number - SUMS)
@@ -343,26 +343,26 @@ class _Part:
         only_if(self._in_middle, lambda: self._finish(chunk, number))
         only_if(~self._in_middle, lambda: self._send_in(number))
 
-    def _send_in(self, number: Any) -> None:
+    def _send_in(self, number: Number) -> None:
         channel, sent = self._along(jnp.where(self._is_low, 0, 1)), self._sum_sent(number)
         own = dataclasses.replace(channel, sent=sent)
         own.send(self._summed(number), channel.slot(number), number)
 
-    def _finish(self, chunk: Any, number: Any) -> None:
+    def _finish(self, chunk: Number, number: Number) -> None:
         self._result_copy(chunk, number).start()
         self._spread(chunk, self._summed(number), self._sum_sent(number))
 
-    def _result_copy(self, chunk: Any, number: Any) -> Any:
+    def _result_copy(self, chunk: Number, number: Number) -> Copy:
         source, semaphore = self._summed(number), self._s.result_sems.at[wrap_step(number, SUMS)]
         return pltpu.make_async_copy(source, self._of(self._o_ref, chunk), semaphore)
 
-    def _summed(self, number: Any) -> Any:
+    def _summed(self, number: Number) -> Ref:
         return self._s.sums_ref.at[wrap_step(number, SUMS)]
 
-    def _sum_sent(self, number: Any) -> Any:
+    def _sum_sent(self, number: Number) -> Semaphore:
         return self._s.sum_sems.at[wrap_step(number, SUMS)]
 
-    def _end_sums(self, number: Any) -> None:
+    def _end_sums(self, number: Number) -> None:
         """Waits until a sum has left us."""
         times = jnp.where(self._in_middle, self._copies, 1)
 
@@ -374,22 +374,24 @@ class _Part:
 
     # Finished chunks
 
-    def _spread(self, chunk: Any, source: Ref, sent: Any = None) -> None:
+    def _spread(self, chunk: Number, source: Ref, sent: Semaphore | None = None) -> None:
         """Sends a finished chunk of our column on along it, and along our row."""
         for ring, to, there in self._goes_to:
             push = functools.partial(self._push, self._outwards(ring, to), chunk, source, sent)
             only_if(there, push)
 
-    def _push(self, channel: Channel, chunk: Any, source: Ref, sent: Any = None) -> None:
+    def _push(
+        self, channel: Channel, chunk: Number, source: Ref, sent: Semaphore | None = None
+    ) -> None:
         own = dataclasses.replace(channel, sent=sent)
         own.push(source, self._of(self._o_ref, chunk), chunk)
 
-    def _pass_on(self, side: Number, chunk: Any) -> None:
+    def _pass_on(self, side: Number, chunk: Number) -> None:
         """Takes a finished chunk that has come along the row."""
         finished, channel = self._receive(chunk), self._outwards(self._rings[0], direction(side))
         only_if(~self._row.is_last(side), lambda: self._push(channel, chunk, finished))
 
-    def _receive(self, chunk: Any) -> Any:
+    def _receive(self, chunk: Number) -> Ref:
         """Waits for a finished chunk, in its place in the result.
 
         No chunk that is `window` later can have come on the same semaphore: it is finished only

@@ -7,12 +7,12 @@
 N are the bytes of the operand; each axis carries that, whatever the others do. On v5e 16 x 16 a
 chunk takes 6 steps, and a link 2 N.
 
-Bundles are one piece of the operand, of the result, and of all between, where its blocks lie along
+Parcels are one piece of the operand, of the result, and of all between, where its blocks lie along
 the dimension along which they are to lie. Else those of a last phase come to their places one by
 one, as do all of devices that are not numbered as they lie.
 
 Scratch: for each order of the axes and each phase but the last a place for all blocks' chunks that
-have come, and for each phase slots for bundles on their way, for `Course.window` chunks of each.
+have come, and for each phase slots for parcels on their way, for `Course.window` chunks of each.
 Chunks are so small that all of it is 16 MiB, where blocks can be cut as finely: on v5e 16 x 16 at
 the least 25 blocks' tiles for each device, 25 MiB of float32.
 """
@@ -29,19 +29,18 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore, span
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.torus import devices
-from pallas_collectives.kernels.torus.course import Course, Semaphores
+from pallas_collectives.kernels.torus.course import SCRATCH_BYTES, Course, Semaphores
 from pallas_collectives.kernels.torus.exchange import Exchange, Move
 from pallas_collectives.topology.groups import Group, Ring
 
-SCRATCH_BYTES = 16 << 20
-# Chunks, where scratch allows for fewer: enough for their steps to overlap, in bundles that links
+# Chunks, where scratch allows for fewer: enough for their steps to overlap, in parcels that links
 # take longer for than for the way. By the replay of v5e.
 CHUNKS_PER_ORDER = 8
-BUNDLE_BYTES = 64 << 10
+PARCEL_BYTES = 64 << 10
 
 
 class Scratch(NamedTuple):
@@ -50,8 +49,8 @@ class Scratch(NamedTuple):
     # for each order, for each phase but the last: (window, all blocks' chunks): HBM or VMEM;
     #   written by those along the phase's axis
     held: list[list[Any]]
-    # for each order and phase: (window, slots, a bundle's chunks): HBM or VMEM; written by peers;
-    #   None where no bundle waits on its way
+    # for each order and phase: (window, slots, a parcel's chunks): HBM or VMEM; written by peers;
+    #   None where no parcel waits on its way
     on_way: list[list[Any]]
     semaphores: Semaphores
 
@@ -154,8 +153,8 @@ class Plan:
         n = math.prod(course.sizes)
         total = n * math.prod(view.block) * jnp.dtype(dtype).itemsize
         least = math.ceil(total * course.scratch / SCRATCH_BYTES)
-        bundles = total // (max(course.sizes) * BUNDLE_BYTES)
-        wanted = max(1, least, min(bundles, CHUNKS_PER_ORDER * len(axes)))
+        parcels = total // (max(course.sizes) * PARCEL_BYTES)
+        wanted = max(1, least, min(parcels, CHUNKS_PER_ORDER * len(axes)))
         blocks = Blocks.of(view.block, 0, dtype, wanted)
         return cls(view, blocks, course.cut(blocks.chunks))
 
@@ -169,8 +168,8 @@ class Plan:
 
         def on_way(axis: int) -> jax.ShapeDtypeStruct | None:
             count = self.course.axes[axis].slots
-            bundle = (*sizes[:axis], 1, *sizes[axis + 1 :])
-            return slots(count, of=bundle) if count else None
+            parcel = (*sizes[:axis], 1, *sizes[axis + 1 :])
+            return slots(count, of=parcel) if count else None
 
         orders = self.course.orders
         held = [[slots(of=sizes) for _ in order[1:]] for order in orders]
@@ -188,8 +187,8 @@ def _kernel(
     # x_ref: all blocks, with dimensions for the torus: HBM or VMEM
     # o_ref: likewise
     # scratch: a Scratch
-    bundles = Bundles(plan, x_ref, o_ref, scratch, *numbers)
-    Exchange(plan.course, rings, table_ref, scratch.semaphores, bundles).run(plan.blocks.chunks)
+    parcels = Parcels(plan, x_ref, o_ref, scratch, *numbers)
+    Exchange(plan.course, rings, table_ref, scratch.semaphores, parcels).run(plan.blocks.chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +198,7 @@ class Part:
     Attributes:
       ref: the array: HBM or VMEM.
       at: before which dimension of a block those of the torus stand.
-      number: the bundle's number along its axis.
+      number: the parcel's number along its axis.
       chunk: which one of whole blocks; None where the array has but one of each.
       numbers_ref: the blocks' numbers, where they lie in that order (see `devices.Field`).
     """
@@ -212,7 +211,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bundles:
+class Parcels:
     """An `exchange.Cargo`: some blocks' chunks."""
 
     plan: Plan
@@ -225,7 +224,7 @@ class Bundles:
         source, target = self._source(move), self._target(move)
         numbered = source.numbers_ref is not None or target.numbers_ref is not None
         if source.at == target.at and not numbered:
-            body(self._bundle(source, move.axis), self._bundle(target, move.axis))
+            body(self._parcel(source, move.axis), self._parcel(target, move.axis))
             return
         sizes = self.plan.course.sizes
         others = [axis for axis in range(len(sizes)) if axis != move.axis]
@@ -243,7 +242,7 @@ class Bundles:
         sizes = self.plan.course.sizes
         some = Part(self.x_ref, self.plan.view.split, 0, 0, self.numbers_ref)
         if self.numbers_ref is None:
-            sync.wait(semaphore, self._bundle(some, move.axis))
+            sync.wait(semaphore, self._parcel(some, move.axis))
             return
         one = self._block(some, move.axis, [0] * len(sizes))
         sync.wait(semaphore, one, times=math.prod(sizes) // sizes[move.axis])
@@ -272,18 +271,18 @@ class Bundles:
         held_ref = self.scratch.held[move.order][phase]
         return Part(held_ref.at[move.slot], self.plan.view.split, number)
 
-    def _bundle(self, part: Part, axis: int) -> Ref:
-        """All blocks of a bundle, as one piece."""
+    def _parcel(self, part: Part, axis: int) -> Ref:
+        """All blocks of a parcel, as one piece."""
         index: list[Any] = [pl.ds(0, n) for n in self.plan.course.sizes]
-        number: Any = part.number
-        index[axis] = pl.ds(number, 1)
+        number: Number = part.number
+        index[axis] = span(number, 1)
         return self._at(part, index)
 
     def _block(self, part: Part, axis: int, place: Sequence[Any]) -> Ref:
-        """One block of a bundle, without dimensions for the torus."""
+        """One block of a parcel, without dimensions for the torus."""
         index = [*place[:axis], part.number, *place[axis + 1 :]]
         if part.numbers_ref is not None:
-            flat: Any = 0
+            flat: Number = 0
             for size, number in zip(self.plan.course.sizes, index, strict=True):
                 flat = flat * size + number
             index = [part.numbers_ref[flat], *(0 for _ in index[1:])]

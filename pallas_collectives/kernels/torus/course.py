@@ -9,6 +9,7 @@ from pallas_collectives.topology import jumps
 from pallas_collectives.topology.groups import Group
 
 FIELDS = 6  # of the table, for a jump
+SCRATCH_BYTES = 16 << 20  # that the chunks under way may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Axis:
       peers: where in the table the lengths of all jumps are, and how many.
       relays, lasts: likewise, for each step of a phase, those jumps that lead to a slot, and those
         that end a route.
-      slots: bundles that wait here.
+      slots: parcels that wait here.
       picky: whether some routes begin at some places only.
     """
 

@@ -61,13 +61,13 @@ class Field:
 
     plan: Plan
     ref: Ref
-    numbers_ref: Any = None
+    numbers_ref: Ref | None = None
 
     def for_each_piece(
         self,
         place: Sequence[Any],
         bundle: Bundle,
-        section: Any,
+        section: Number,
         stream: Number,
         body: Callable[[Any, Sequence[Any]], None],
     ) -> None:
@@ -75,7 +75,8 @@ class Field:
 
         None is all, as one piece where blocks are numbered row-major; else they come one by one.
         """
-        if self.numbers_ref is None:
+        numbers_ref = self.numbers_ref
+        if numbers_ref is None:
             body(self.plan.piece(self.ref, place, bundle, section, stream), place)
             return
         free = [axis for axis, number in enumerate(place) if number is None]
@@ -86,10 +87,10 @@ class Field:
             for axis in reversed(free):
                 here[axis] = lax.rem(j, np.int32(self.plan.sizes[axis]))
                 j = lax.div(j, np.int32(self.plan.sizes[axis]))
-            flat: Any = 0
+            flat: Number = 0
             for size, number in zip(self.plan.sizes, here, strict=True):
                 flat = flat * size + number
-            block = [self.numbers_ref[flat], *(0 for _ in here[1:])]
+            block = [numbers_ref[flat], *(0 for _ in here[1:])]
             body(self.plan.piece(self.ref, block, bundle, section, stream), here)
 
         lax.fori_loop(0, count, one, None)

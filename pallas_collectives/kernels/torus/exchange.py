@@ -1,24 +1,24 @@
 """How everyone's data for everyone goes over all axes of a torus, in jumps that all chips can make.
 
 Data for another device goes along one axis after the other. A phase is an exchange along one axis:
-what a device has for all those with some place on it travels there as one bundle. Data is cut into
+what a device has for all those with some place on it travels there as one parcel. Data is cut into
 chunks, which take turns in the order of the axes that they go through, so that all axes are at
 work. On 2 x 2 devices, what device 0 holds of a chunk that goes along the second axis last:
 
     sender>receiver    before                   behind phase 0           behind phase 1
     device 0           0>0 0>1 0>2 0>3          0>0 0>1 2>0 2>1          0>0 1>0 2>0 3>0
 
-Within a phase bundles go in jumps of 1, 2, 4, ... places (see `topology.jumps`): first all of them
+Within a phase parcels go in jumps of 1, 2, 4, ... places (see `topology.jumps`): first all of them
 in their first jumps; then, in a step for each further jump, those that wait on their way. So a
 chunk takes as many steps as the longest routes along all axes have jumps.
 
 Steps of different chunks overlap. A device goes round by round; in each, a chunk is a step further
 than the next chunk of its order, and waits for what was sent in the round before: on the wire are
-then the other chunks' bundles of all axes.
+then the other chunks' parcels of all axes.
 
 Who could be ahead of whom:
 
-* A chunk's bundles arrive in slots, and on semaphores, of its number modulo `window`: those that
+* A chunk's parcels arrive in slots, and on semaphores, of its number modulo `window`: those that
   are on their way on one semaphore for each step, those that have come to a phase's end on another.
   They are waited for together, as nothing of them is read before all are there.
 * A device begins a phase of chunk c + window when all of its peers, the devices that it can jump
@@ -34,14 +34,14 @@ Who could be ahead of whom:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Number, Ref, Semaphore
+from pallas_collectives.annotations import Flag, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
@@ -52,7 +52,7 @@ from pallas_collectives.topology.groups import Ring, wrap, wrap_step
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A bundle of a chunk, and its next jump.
+    """A parcel of a chunk, and its next jump.
 
     Attributes:
       order: the number of the chunk's order.
@@ -60,7 +60,7 @@ class Move:
       axis: of the phase.
       chunk: its number among all.
       slot: the chunk's.
-      origin, goal: the numbers along the axis of the devices where the bundle is from and for.
+      origin, goal: the numbers along the axis of the devices where the parcel is from and for.
       at, to: the slots where it waits here, and where it is to wait; None where it sets out, and
         where it has come.
     """
@@ -77,13 +77,13 @@ class Move:
 
 
 class Cargo(Protocol):
-    """What bundles hold."""
+    """What parcels hold."""
 
     def pairs(self, move: Move, body: Callable[[Ref, Ref], None]) -> None:
-        """body(source here, target there) for all parts of a bundle, which it copies."""
+        """body(source here, target there) for all parts of a parcel, which it copies."""
 
     def wait(self, semaphore: Semaphore, move: Move) -> None:
-        """Waits for all parts of a bundle."""
+        """Waits for all parts of a parcel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Exchange:
         return self._move(o, phase, c, me, me)
 
     def _move(
-        self, o: int, phase: int, c: Number, origin: Number, goal: Number, *slots: Any
+        self, o: int, phase: int, c: Number, origin: Number, goal: Number, *slots: Number | None
     ) -> Move:
         axis, chunk = self.course.orders[o][phase], c * len(self.course.orders) + o
         return Move(o, phase, axis, chunk, self._slot(c), origin, goal, *slots)
@@ -205,10 +205,10 @@ class Exchange:
     def _ring(self, o: int, phase: int) -> Ring:
         return self.rings[self.course.orders[o][phase]]
 
-    def _slot(self, c: Number) -> Any:
+    def _slot(self, c: Number) -> Number:
         return wrap_step(c, self.course.window)
 
-    def _arrived(self, o: int, step: int, c: Number) -> Any:
+    def _arrived(self, o: int, step: int, c: Number) -> Semaphore:
         return self.semaphores.arrived.at[o, step, self._slot(c)]
 
     def _for_each_channel(
@@ -242,14 +242,14 @@ class Exchange:
     def _for_each_jump(
         self, o: int, phase: int, hop: int, c: Number, body: Callable[[Move, Number], None]
     ) -> None:
-        """body(move, jump) for the bundles that we send in a step, those to slots first."""
+        """body(move, jump) for the parcels that we send in a step, those to slots first."""
         axis, ring = self._axis(o, phase), self._ring(o, phase)
 
         def one(start: int, relays: bool, i: Number) -> None:
             at = [self.table_ref[start + FIELDS * i + k] for k in range(FIELDS)]
             distance, behind, parity, jump, slot, next_slot = at
             origin = ring.place - behind
-            goes: Any = True
+            goes: Flag = True
             if axis.line:
                 goes = _within(axis, origin) & _within(axis, origin + distance)
             elif axis.picky:
@@ -267,5 +267,5 @@ class Exchange:
                 sync.for_each(0, count, functools.partial(one, start, relays))
 
 
-def _within(axis: Axis, place: Number) -> Any:
+def _within(axis: Axis, place: Number) -> Flag:
     return (place >= 0) & (place < axis.n)

@@ -6,18 +6,20 @@ Arithmetic alone; `all_reduce_grid` says what happens to them.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_collectives.annotations import DType, Number, Ref
+from pallas_collectives.annotations import DType, Flag, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap_step
 
-# Ticks between a device's turn with a chunk and the next device's, as `all_reduce_line.SKEW`.
+# Ticks between a device's turn with a chunk and the next device's, on a line alone too: as long as
+# a chunk's time on the wire and the latency of a hop together, so that nobody waits for what is
+# only just arriving.
 SKEW = 4
 
 # What a link carries in about 1.5 us: both parts of a chunk. By the replay of v5e smaller ones cost
@@ -73,7 +75,7 @@ class Cut:
         across = columns // -lanes
         return cls(heights, -lanes, across, rows // (units * high) * across)
 
-    def at(self, ref: Ref, part: int, chunk: Number) -> Any:
+    def at(self, ref: Ref, part: int, chunk: Number) -> Ref:
         """One part of a chunk."""
         row, column = lax.div(chunk, jnp.int32(self.across)), wrap_step(chunk, self.across)
         start = row * sum(self.heights) + part * self.heights[0]
@@ -115,54 +117,54 @@ class Row:
         self._size, self._count = ring.size, count
         self._place, self._last = ring.place, ring.size - 1
 
-    def has(self, chunk: Any) -> Any:
+    def has(self, chunk: Number) -> Flag:
         """Whether there is a chunk of this number."""
         return (chunk >= 0) & (chunk < self._count)
 
-    def is_ours(self, chunk: Any) -> Any:
+    def is_ours(self, chunk: Number) -> jax.Array:
         """Whether our column is the chunk's."""
         return self._column(chunk) == self._place
 
-    def ahead(self, side: Number, chunk: Any) -> Any:
+    def ahead(self, side: Number, chunk: Number) -> jax.Array:
         """How far its column lies ahead of what comes from a side; negative: behind us."""
         return direction(side) * (self._column(chunk) - self._place)
 
-    def behind(self, side: Number) -> Any:
+    def behind(self, side: Number) -> jax.Array:
         """Devices on a side of us."""
         return jnp.where(side == 0, self._place, self._last - self._place)
 
-    def is_last(self, side: Number) -> Any:
+    def is_last(self, side: Number) -> jax.Array:
         """Whether nobody is ahead of what comes from a side."""
         return self.behind(side) == self._last
 
-    def round(self, chunk: Any) -> Any:
+    def round(self, chunk: Number) -> jax.Array:
         """How many chunks of its column came before it."""
         return lax.div(lax.max(chunk, 0), jnp.int32(self._size))
 
-    def number(self, side: Number, chunk: Any, further: int = 0) -> Any:
+    def number(self, side: Number, chunk: Number, further: int = 0) -> jax.Array:
         """Its number among those that go past us from a side; or past a device `further` on."""
         behind, column = self.behind(side) + further, self._column(chunk)
         before = jnp.where(side == 0, column - behind - 1, column)
         return self.round(chunk) * (self._last - behind) + before
 
     @property
-    def own(self) -> Any:
+    def own(self) -> jax.Array:
         """How many chunks have our column."""
         return self._between(self._place, self._place + 1)
 
-    def past(self, side: Number) -> Any:
+    def past(self, side: Number) -> jax.Array:
         """How many have a column ahead of what comes from a side."""
         right, left = self._between(self._place + 1, self._size), self._between(0, self._place)
         return jnp.where(side == 0, right, left)
 
-    def _column(self, chunk: Any) -> Any:
+    def _column(self, chunk: Number) -> jax.Array:
         return wrap_step(lax.max(chunk, 0), self._size)
 
-    def _between(self, start: Any, stop: Any) -> Any:
+    def _between(self, start: Number, stop: Number) -> jax.Array:
         rounds, rest = divmod(self._count, self._size)
         return rounds * (stop - start) + jnp.clip(rest - start, 0, stop - start)
 
 
-def direction(side: Number) -> Any:
+def direction(side: Number) -> Number:
     """Which way goes what comes from a side."""
     return RIGHT - (RIGHT - LEFT) * side

@@ -1,7 +1,7 @@
 """Ragged all-to-all over all axes of a torus at once; see `exchange` for who sends what when.
 
 Slices go in chunks of rows. A chunk has the rows of that number of every device's slices for every
-other; of a bundle, each slice's rows that there are go by themselves, so that empty slices cost
+other; of a parcel, each slice's rows that there are go by themselves, so that empty slices cost
 nothing on the wire. Each device has the tables of all, so it knows what comes and where it goes.
 
              steps                                bytes sent per device       tables in SMEM
@@ -22,19 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
-from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore
+from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore, span
 from pallas_collectives.kernels import ragged_all_to_all as ragged
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.entry import WIDE
 from pallas_collectives.kernels.torus import devices
-from pallas_collectives.kernels.torus.course import Course, Semaphores
+from pallas_collectives.kernels.torus.course import SCRATCH_BYTES, Course, Semaphores
 from pallas_collectives.kernels.torus.exchange import Exchange, Move
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring
-
-SCRATCH_BYTES = 16 << 20
 
 
 class Scratch(NamedTuple):
@@ -152,9 +149,9 @@ class Rows:
     def pairs(self, move: Move, body: Callable[[Ref, Ref], None]) -> None:
         def one(sender: list[Any], receiver: list[Any], held: list[Any], j: Number) -> None:
             i, size, begin, rows = self._slice(move, sender, receiver)
-            count: Any = rows
-            first: Any = 0
-            there: Any = 0
+            count: Number = rows
+            first: Number = 0
+            there: Number = 0
             if move.at is not None:
                 source = self._on_way(move, move.at, j)
             elif move.phase:
@@ -170,25 +167,25 @@ class Rows:
             else:
                 target = self.o_ref
                 there = ragged.start(target, self.tables.places_ref[i], size) + begin
-            body(source.at[pl.ds(first, count)], target.at[pl.ds(there, count)])
+            body(source.at[span(first, count)], target.at[span(there, count)])
 
         self._for_each(move, one)
 
     def wait(self, semaphore: Semaphore, move: Move) -> None:
         def one(sender: list[Any], receiver: list[Any], held: list[Any], j: Number) -> None:
-            rows: Any = self._slice(move, sender, receiver)[-1]
-            sync.wait(semaphore, self.o_ref.at[pl.ds(0, rows)])
+            rows: Number = self._slice(move, sender, receiver)[-1]
+            sync.wait(semaphore, self.o_ref.at[span(0, rows)])
 
         self._for_each(move, one)
 
     def _for_each(self, move: Move, body: Callable[..., None]) -> None:
-        """body(sender, receiver, place in what is held, number) for a bundle's slices with rows."""
+        """body(sender, receiver, place in what is held, number) for a parcel's slices with rows."""
         sizes, order = self.course.sizes, self.course.orders[move.order]
         others = [axis for axis in range(len(sizes)) if axis != move.axis]
 
         def one(j: Number) -> None:
             held: list[Any] = list(self.me)
-            left: Any = j
+            left: Number = j
             for axis in reversed(others):
                 held[axis] = lax.rem(left, np.int32(sizes[axis]))
                 left = lax.div(left, np.int32(sizes[axis]))
@@ -221,11 +218,11 @@ class Rows:
 
     def _number(self, place: Sequence[Any]) -> Number:
         """The number of the device at a place."""
-        flat: Any = self._flat(range(len(place)), place)
+        flat: Number = self._flat(range(len(place)), place)
         return flat if self.tables.numbers_ref is None else self.tables.numbers_ref[flat]
 
     def _flat(self, axes: Sequence[int], place: Sequence[Any]) -> Number:
-        flat: Any = 0
+        flat: Number = 0
         for axis in axes:
             flat = flat * self.course.sizes[axis] + place[axis]
         return flat

@@ -37,7 +37,7 @@ that comes to stay, from senders and from those who pass on, is waited for toget
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +47,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
+from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores, span
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.torus import ragged_shares
 from pallas_collectives.kernels.torus.ragged_shares import WHOLE
@@ -91,17 +91,17 @@ class Tables(NamedTuple):
       chunks: (1,): into how many each part is cut; no more than one if nobody passes anything on.
     """
 
-    starts: Any
-    places: Any
-    rows: Any
-    spots: Any
-    hosts: Any
-    on_rows: Any
-    on_spots: Any
-    on_places: Any
-    on_peers: Any
-    come: Any
-    chunks: Any
+    starts: jax.Array
+    places: jax.Array
+    rows: jax.Array
+    spots: jax.Array
+    hosts: jax.Array
+    on_rows: jax.Array
+    on_spots: jax.Array
+    on_places: jax.Array
+    on_peers: jax.Array
+    come: jax.Array
+    chunks: jax.Array
 
 
 def spread(
@@ -187,9 +187,9 @@ class _Way(NamedTuple):
       found: [sender * n + receiver] -> where it stands in `pairs`.
     """
 
-    hosts: Any
-    pairs: Any
-    found: Any
+    hosts: np.ndarray | jax.Array
+    pairs: np.ndarray | jax.Array
+    found: np.ndarray | jax.Array
 
 
 def _ways(rings: Sequence[np.ndarray]) -> list[tuple[_Way, _Way]]:
@@ -234,7 +234,7 @@ def _tables(
     until = sizes // WHOLE * cuts[..., None] + sizes % WHOLE * cuts[..., None] // WHOLE
     rows: list[jax.Array] = []
     spots: list[jax.Array] = []
-    taken: Any = 0  # of each one's room
+    taken: Number = 0  # of each one's room
     for way, wanted in zip(ways, jnp.diff(until, axis=0), strict=True):
         wanted = jnp.where((way.hosts >= 0)[:, :, None], wanted, 0)
         of_host = wanted.reshape(n * n, slices)[way.pairs].reshape(n, -1)
@@ -248,11 +248,11 @@ def _tables(
     begin = jnp.cumsum(own, axis=0, dtype=jnp.int32) - own  # of each part in its slice
     nothing = jnp.zeros((1, n * slices), jnp.int32)
 
-    def passed_on(table: Any, way: _Way) -> jax.Array:
+    def passed_on(table: jax.Array, way: _Way) -> jax.Array:
         """A table's values for the pairs that this device passes on along a way."""
         return table.reshape(n * n, slices)[way.pairs[me]].reshape(-1)
 
-    def of_each(values: Any) -> jax.Array:
+    def of_each(values: Iterable[jax.Array]) -> jax.Array:
         """(ways, n * slices); a table has one element at the least."""
         found = [value.reshape(-1) for value in values]
         return jnp.stack(found) if found else nothing
@@ -275,7 +275,7 @@ def _tables(
     )
 
 
-def _position(group: Group) -> Any:
+def _position(group: Group) -> Number:
     """This device's, in its group."""
     number = lax.axis_index(group.axes)
     if group.index_groups is None:
@@ -288,7 +288,7 @@ def _position(group: Group) -> Any:
 
 def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
     x_ref, o_ref, scratch = refs[-3:]
-    unread = dict.fromkeys(Tables._fields)
+    unread: dict[str, Any] = dict.fromkeys(Tables._fields)
     tables = Tables(**(unread | dict(zip(_read(ways), refs[:-3], strict=True))))
     n, count = ring.size, tables.starts.shape[0]
     slices, chunks = count // n, tables.chunks[0] if ways else 0
@@ -302,18 +302,20 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
 
         sync.for_each(1, n, of_peer)
 
-    def copy(rows: Any, ends: tuple[Any, ...], sems: Any, peer: Any) -> None:
+    def copy(
+        rows: Number, ends: tuple[Any, ...], sems: tuple[Semaphore, Semaphore], peer: Number
+    ) -> None:
         """Sends so many rows, if there are any."""
         (source_ref, start, target_ref, place), (sent, come) = ends, sems
 
         @pl.when(rows > 0)
         def _() -> None:
-            source = source_ref.at[pl.ds(start, rows)]
-            target = target_ref.at[pl.ds(place, rows)]
+            source = source_ref.at[span(start, rows)]
+            target = target_ref.at[span(place, rows)]
             sync.remote_copy(source, target, sent, come, ring.device_id(peer))
 
     def push(chunk: Number) -> None:
-        def send(_: Any, i: Number) -> None:
+        def send(_: object, i: Number) -> None:
             begin = tables.starts[i] + tables.rows[i]
             sems = scratch.leave_sem, scratch.come_sems.at[chunk]
             for way in range(ways):
@@ -326,14 +328,14 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
         of_peers(send)
 
     def left(chunk: Number) -> None:
-        def of_slice(_: Any, i: Number) -> None:
+        def of_slice(_: object, i: Number) -> None:
             for way in range(ways):
                 rows = tables.rows[(way + 1) * count + i]
                 _wait(scratch.leave_sem, x_ref, _chunk(rows, chunk, chunks)[1])
 
         of_peers(of_slice)
 
-    def straight(peer: Any, i: Number) -> None:
+    def straight(peer: Number, i: Number) -> None:
         ends = x_ref, tables.starts[i], o_ref, tables.places[i]
         copy(tables.rows[i], ends, (scratch.own_sem, scratch.final_sem), peer)
 
@@ -367,7 +369,7 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
             target = o_ref.at[pl.ds(tables.places[i], rows)]
             pltpu.make_async_copy(source, target, scratch.copy_sem).start()
 
-    def drain(_: Any, i: Number) -> None:
+    def drain(_: object, i: Number) -> None:
         _wait(scratch.final_sem, o_ref, tables.come[i])
         _wait(scratch.own_sem, x_ref, tables.rows[i])
 
@@ -387,12 +389,12 @@ def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
         sync.for_each(0, slices, lambda j: _wait(scratch.copy_sem, x_ref, tables.rows[own + j]))
 
 
-def _chunk(rows: Any, number: Number, chunks: Any) -> tuple[Any, Any]:
+def _chunk(rows: Number, number: Number, chunks: Number) -> tuple[Any, Any]:
     """Where a chunk of so many rows begins, and how many it has."""
     first, end = (lax.div(rows * (number + i), chunks) for i in (0, 1))
     return first, end - first
 
 
-def _wait(semaphore: Semaphore, ref: Ref, rows: Any) -> None:
+def _wait(semaphore: Semaphore, ref: Ref, rows: Number) -> None:
     """Waits for so many rows, if there are any."""
-    pl.when(rows > 0)(lambda: sync.wait(semaphore, ref.at[pl.ds(0, rows)]))
+    pl.when(rows > 0)(lambda: sync.wait(semaphore, ref.at[span(0, rows)]))

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives.annotations import DType, Interpret, Number, Semaphore
+from pallas_collectives.annotations import Copy, DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.codec import Codec
@@ -114,7 +114,7 @@ def reduce_scatter(
     axes = devices.axes_of(group)
     shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
     of = functools.partial(ScatterScratch.of, dtype=x.dtype, vmem=vmem, codec=codec, left=left)
-    how: Any = {"there_and_back": False, "vmem": vmem, "codec": codec}
+    how: dict[str, Any] = {"there_and_back": False, "vmem": vmem, "codec": codec}
     how["cores"] = launch.cores(interpret) if codec else 1
     view, plan = sections.seen_and_cut(axes, shape, axis, x.dtype, of, **how)
     ones = (1,) * len(axes)
@@ -156,7 +156,7 @@ def all_reduce(
     if codec:
         of = functools.partial(PackedScratch.of, dtype=x.dtype, codec=codec)
         kernel = functools.partial(_packed_kernel, codec=codec)
-    how: Any = {"there_and_back": True, "vmem": vmem, "codec": codec}
+    how: dict[str, Any] = {"there_and_back": True, "vmem": vmem, "codec": codec}
     how["cores"] = launch.cores(interpret) if codec else 1
     view, plan = sections.seen_and_cut(axes, x.shape[1:], 0, x.dtype, of, **how)
     sizes = devices.field_sizes(axes)
@@ -190,7 +190,12 @@ def fits_packed(
         return False
     of: Any = functools.partial(ScatterScratch.of, vmem=False, left=dtype)
     of = functools.partial(PackedScratch.of if back else of, dtype=dtype, codec=codec)
-    how: Any = {"there_and_back": back, "vmem": False, "codec": codec, "cores": chips.cores()}
+    how: dict[str, Any] = {
+        "there_and_back": back,
+        "vmem": False,
+        "codec": codec,
+        "cores": chips.cores(),
+    }
     _, plan = sections.seen_and_cut(devices.axes_of(group), block, axis, dtype, of, **how)
     return 4 * sections.vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
 
@@ -210,14 +215,14 @@ def _scatter_kernel(
     # scratch: a ScatterScratch
     operand, own = Field(plan, x_ref, *numbers), [0] * len(rings)
 
-    def in_result(b: int, section: Any, stream: Number) -> Any:
+    def in_result(b: int, section: Number, stream: Number) -> Ref:
         return plan.piece(o_ref, own, plan.bundles[b], section, stream)
 
-    def copy(b: int, section: Any, stream: Number) -> Any:
+    def copy(b: int, section: Number, stream: Number) -> Copy:
         here, there = stage.own(b, section, stream), in_result(b, section, stream)
         return pltpu.make_async_copy(here, there, scratch.copy_sems.at[plan.stream(b, stream)])
 
-    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
+    def finish(b: int, section: Number, stream: Number, add: Callable[[Any], None]) -> None:
         if vmem:
             add(in_result(b, section, stream))
             return
@@ -251,7 +256,7 @@ def _reduce_kernel(
     # than our own, nobody reads or writes in the reduction.
     operand, result = Field(plan, x_ref, *numbers), Field(plan, o_ref, *numbers)
 
-    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
+    def finish(b: int, section: Number, stream: Number, add: Callable[[Any], None]) -> None:
         if vmem:
             place, bundle = [ring.me for ring in rings], plan.bundles[b]
             result.for_each_piece(place, bundle, section, stream, lambda piece, _: add(piece))
@@ -279,10 +284,10 @@ def _packed_kernel(
     operand, result = Field(plan, x_ref, *numbers), Field(plan, o_ref, *numbers)
     gather = packed_gather.PackedGather(plan, rings, result, scratch.gather, codec)
 
-    def finish(b: int, section: Any, stream: Number, add: Callable[[Any], None]) -> None:
+    def finish(b: int, section: Number, stream: Number, add: Callable[[Any], None]) -> None:
         add(gather.own(b, section, stream))
 
-    how: Any = {"op": "sum", "target": finish, "codec": codec.within_hops, "last": codec}
+    how: dict[str, Any] = {"op": "sum", "target": finish, "codec": codec.within_hops, "last": codec}
     stage = Scatter(plan, rings, operand, scratch.scatter, **how)
     phases = range(len(rings))
     timetable.run(plan, (stage, phases[::-1]), (gather, phases))

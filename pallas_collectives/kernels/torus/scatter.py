@@ -18,7 +18,7 @@ from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.machinery.combine import combine
-from pallas_collectives.kernels.torus import shares
+from pallas_collectives.kernels.torus import shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Plan
 from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
@@ -126,7 +126,7 @@ class _Leg(NamedTuple):
     phase: int
     section: Any
     stream: Number
-    lane: Any  # the stream's way, among those of all streams
+    row: Any  # of its slots and semaphores: the stream's way, among those of its bundle
     channel: Channel
     ahead: Any  # devices that we send to: messages in a section
     arrivals: Any  # messages that come in a section
@@ -141,8 +141,8 @@ class _Leg(NamedTuple):
         return self.section * self.ahead + number
 
 
-class Scatter:
-    """A `timetable.Stage`: sends sums towards their owners, adding own terms; then the own.
+class Scatter(timetable.Stage):
+    """Sends sums towards their owners, adding own terms; then the own.
 
     A stream has channels for each phase, with slots of their own: upstream in the next phase is
     another device, which may be there while we are in this one. A channel has one send under way at
@@ -228,17 +228,17 @@ class Scatter:
 
         def leg(way: int, direction: Number, ahead: Any, behind: Any) -> _Leg:
             arrivals = ahead if behind is None else jnp.where(behind > 0, ahead + 1, 0)
-            lane = stream * ways + way
+            row = stream * ways + way
             channel = Channel(
                 ring,
                 direction,
                 self._s.semaphores[number],
-                (lane,),
+                (row,),
                 arrivals=arrivals * bundle.sections_of(stream),
                 longest=0 if is_paired(self._plan, bundle, phase) else ring.size * bundle.sections,
-                slots=(self._s.slots[number], (lane,)),
+                slots=(self._s.slots[number], (row,)),
             )
-            return _Leg(b, phase, section, stream, lane, channel, ahead, arrivals, behind)
+            return _Leg(b, phase, section, stream, row, channel, ahead, arrivals, behind)
 
         if not self._plan.lines[axis]:
             return [leg(0, shares.direction_of(stream), last, None)]
@@ -254,7 +254,7 @@ class Scatter:
         only_if(number > 0, lambda: channel.wait_sent(slot))
         if self._codec:
             slots = self._s.slots[leg.b * len(self._rings) + leg.phase]
-            packed = slots.at[leg.lane, channel.window]
+            packed = slots.at[leg.row, channel.window]
             self._add_term(leg, leg.ahead - number, (packed,), self._combine)
             channel.send(packed, slot, goes)
             return
@@ -352,8 +352,8 @@ class Scatter:
 
     def _fetched(self, leg: _Leg) -> tuple[Any, Any]:
         """Where the term that a leg needs next is in VMEM, and the semaphore of its copy."""
-        number = self._plan.stream(leg.b, 0) * self._plan.ways + leg.lane
-        return self._s.terms[leg.b].at[leg.lane], self._s.term_sems.at[number]
+        number = self._plan.stream(leg.b, 0) * self._plan.ways + leg.row
+        return self._s.terms[leg.b].at[leg.row], self._s.term_sems.at[number]
 
     def _fetch(self, leg: _Leg, hop: Number, first: bool) -> None:
         """Starts to bring the term that a leg needs at a hop; our own block's behind the last.

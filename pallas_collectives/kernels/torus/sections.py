@@ -118,19 +118,20 @@ def plan_of(
             found += [plan for plan in plans if fits(plan)]
         return found
 
+    on_three = codec is not None and len(axes) - any(axis.chip for axis in axes) > 2
     finest = 4 if codec and _tiles(block, codec) % (8 * len(axes) * cores) == 0 else 2
     for chunks in (finest, 2, 1) if halves else (1,):
         cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
         cut["cores"] = cores
         whole = Plan.of(axes, block, at, dtype, chunks, **cut)
-        if fits(whole) and not (uneven and halves):
+        if fits(whole) and not (uneven and halves) and not on_three:
             return whole
     units, orders = whole.extent // whole.grain, len(axes) - (whole.within is not None)
     share = units // (orders * (SECTIONS if uneven else 1))
     # On lines both ways need several sections (see above).
     least = LEAST_TILES // 2 if there_and_back and any(whole.lines) else LEAST_TILES
-    least = min(least, units // 2) if codec else 0
-    for counts in STREAMS_ON_LINES if any(whole.lines) else STREAMS:
+    least = min(1 if on_three else least, units // 2) if codec else 0
+    for counts in STREAMS_ON_LINES if on_three or any(whole.lines) else STREAMS:
         fitting = [
             plan for streams in counts for plan in coarsest(streams, max(least, share // streams))
         ]

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_collectives.annotations import Number
+from pallas_collectives.annotations import Flag, Number
 from pallas_collectives.kernels.torus.shares import Plan
 
 # Bundles that are less than so much of a hop apart at the end of a phase end it together.
@@ -74,13 +75,23 @@ class Stage(Protocol):
 
     Phases are numbered as a gather goes through them. In each, `begin` starts hop 0, having waited
     for the last of the phase before; `take` waits for hop t-1, and `go_on` then starts hop t; `end`
-    waits for the last of all.
+    waits for the last of all. A stage that `keeps` what comes starts to do so in `take_last`, for
+    both streams of a pair before `begin` or `end` waits for either.
     """
 
-    def begin(self, bundle: int, phase: int, section: Any, stream: Number) -> None: ...
-    def take(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
-    def go_on(self, bundle: int, phase: int, hop: Number, section: Any, stream: Number) -> None: ...
-    def end(self, bundle: int, section: Any, stream: Number) -> None: ...
+    keeps: bool = False
+
+    def begin(self, bundle: int, phase: int, section: Number, stream: Number) -> None: ...
+    def take(
+        self, bundle: int, phase: int, hop: Number, section: Number, stream: Number
+    ) -> None: ...
+    def go_on(
+        self, bundle: int, phase: int, hop: Number, section: Number, stream: Number
+    ) -> None: ...
+    def end(self, bundle: int, section: Number, stream: Number) -> None: ...
+
+    def take_last(self, bundle: int, phase: int, section: Number, stream: Number) -> None:
+        return  # unless it keeps what comes
 
 
 Course = list[tuple[Stage, int]]
@@ -100,6 +111,8 @@ def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
         return
 
     def begin(b: int, k: int, stream: Number) -> None:
+        if _keeps(course, k):
+            _take_last(course, b, k, 0, stream)
         _begin(course, b, k, 0, stream)
 
     def go_on(b: int, k: int, hop: Number, stream: Number) -> None:
@@ -115,7 +128,17 @@ def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
     _for_each_stream(plan, everything, begin)
 
 
-def _begin(course: Course, b: int, k: int, section: Any, stream: Number) -> None:
+def _keeps(course: Course, k: int) -> bool:
+    """Whether what the last hop before phase number k brings is kept."""
+    return k > 0 and course[k - 1][0].keeps
+
+
+def _take_last(course: Course, b: int, k: int, section: Number, stream: Number) -> None:
+    stage, phase = course[k - 1]
+    stage.take_last(b, phase, section, stream)
+
+
+def _begin(course: Course, b: int, k: int, section: Number, stream: Number) -> None:
     """Begins phase number k of the course; behind the last, ends all."""
     if k == len(course) or (k and course[k - 1][0] is not course[k][0]):
         course[k - 1][0].end(b, section, stream)
@@ -141,7 +164,9 @@ def _run_sections(plan: Plan, course: Course) -> None:
     if not together:
         in_turn.sort(key=lambda each: each[1])
 
-    def in_pair(pair: Any, b: int, section: Any, body: Callable[[Any], Any], here: Any) -> None:
+    def in_pair(
+        pair: Number, b: int, section: Number, body: Callable[[Any], Any], here: Flag
+    ) -> None:
         stop = jnp.minimum(plan.bundles[b].streams_in(section), 2 * pair + 2)
 
         def one(stream: Number, _: None) -> None:
@@ -149,10 +174,11 @@ def _run_sections(plan: Plan, course: Course) -> None:
 
         lax.fori_loop(2 * pair, jnp.where(here, stop, 0), one, None)
 
-    def see_to(tick: Any, step: Any, pair: Any, k: int, b: int) -> None:
+    def see_to(tick: Number, step: Number, pair: Number, k: int, b: int) -> None:
         turn, section = turns[k], tick - turns[k].tick
-        begin = functools.partial(_begin, course, b, k, section)
-        in_pair(pair, b, section, begin, step == turn.begin)
+        for body in (_take_last, _begin) if _keeps(course, k) else (_begin,):
+            of_stream = functools.partial(body, course, b, k, section)
+            in_pair(pair, b, section, of_stream, step == turn.begin)
         if k == len(course):
             return
         stage, phase = course[k]
@@ -169,14 +195,14 @@ def _run_sections(plan: Plan, course: Course) -> None:
 
         lax.fori_loop(turn.done(step - 1, hops) + 1, turn.done(step, hops) + 1, go_on, None)
 
-    def in_step(tick: Any, step: Any) -> None:
-        def of_pair(pair: Any, _: None) -> None:
+    def in_step(tick: Number, step: Number) -> None:
+        def of_pair(pair: Number, _: None) -> None:
             for k, b in in_turn:
                 see_to(tick, step, pair, k, b)
 
         lax.fori_loop(0, pairs, of_pair, None)
 
-    def in_tick(tick: Any, _: None) -> None:
+    def in_tick(tick: Number, _: None) -> None:
         lax.fori_loop(0, steps, lambda step, _: in_step(tick, step), None)
 
     lax.fori_loop(0, plan.sections + turns[-1].tick, in_tick, None)
@@ -196,7 +222,7 @@ class Turn:
     begin: int
     span: int
 
-    def done(self, step: Any, hops: int) -> Any:
+    def done(self, step: Number, hops: int) -> jax.Array:
         """How many of its hops 1 and on, of so many, it has had behind a step."""
         return jnp.clip(lax.div((step - self.begin) * hops, np.int32(self.span)), 0, hops)
 
@@ -234,7 +260,9 @@ def _for_each_stream(
     by_streams = itertools.groupby(spans, lambda item: plan.bundles[item[0]].streams)
     for streams, alike in by_streams:
 
-        def in_all_bundles(stream: Number, _: None, alike: Any = tuple(alike)) -> None:
+        def in_all_bundles(
+            stream: Number, _: None, alike: tuple[tuple[int, Span], ...] = tuple(alike)
+        ) -> None:
             for b, span in alike:
                 body(b, span.number, stream)
 
@@ -249,7 +277,7 @@ def _for_each_round(
     count = {b: span.stop - first[b] for b, span in spans}
     rounds = max(count.values())
 
-    def in_round(g: Any, _: None) -> None:
+    def in_round(g: Number, _: None) -> None:
         def hops(b: int, number: int, stream: Number) -> None:
             if count[b] == rounds:
                 go_on(b, number, first[b] + g, stream)

@@ -15,10 +15,8 @@ import harness
 import pallas_collectives as pc
 import wired_calls
 from benchmarks import replay_rows
-from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import all_gather_packed, sections, shares
-from pallas_collectives.kernels.torus.packed_gather import PackedGather
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -251,31 +249,13 @@ def _the_next_piece_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sections, "PACKED_SCRATCH_BYTES", 2 << 20)
 
 
-def _unpacked_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come is unpacked before it is waited for: numbers or scales may not be there yet."""
-    keep, receive, take = PackedGather._keep, Channel.receive, PackedGather._take
-    late: list[Any] = []
-
-    def put_off(self: PackedGather, leg: Any, hop: Any, way: int) -> None:
-        with monkeypatch.context() as within:
-            within.setattr(Channel, "receive", lambda *args: late.append(args))
-            take(self, leg, hop, way)
-
-    def then(self: PackedGather, leg: Any, hop: Any) -> None:
-        keep(self, leg, hop)
-        receive(*late.pop())
-
-    monkeypatch.setattr(PackedGather, "_take", put_off)
-    monkeypatch.setattr(PackedGather, "_keep", then)
-
-
 @pytest.mark.parametrize(
     "fault, mode",
     [
         (wired_calls.another_tiles_scale, "on_wait"),
         (_packed_before_it_is_here, "on_wait"),
         (_the_next_piece_too_early, "eager"),
-        (_unpacked_before_it_has_come, "on_wait"),
+        (wired_calls.gathered_before_it_has_come, "on_wait"),
     ],
 )
 def test_faults_are_caught(

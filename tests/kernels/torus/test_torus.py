@@ -161,7 +161,7 @@ def test_rounds_have_every_hop_once(sizes: tuple[int, ...]) -> None:
     plan = plan_of(sizes, [False] * 3, 101)
     begun: dict[tuple[int, int, int], list[int]] = {}
 
-    class Record:
+    class Record(timetable.Stage):
         def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
             begun.setdefault((b, phase, int(stream)), []).append(0)
 
@@ -197,7 +197,7 @@ def test_in_sections_each_phase_comes_in_its_turn(
     seen: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     taken: dict[tuple[int, int, int], list[tuple[int, int]]] = collections.defaultdict(list)
 
-    class Record:
+    class Record(timetable.Stage):
         def begin(self, b: int, phase: int, section: Any, stream: Any) -> None:
             seen.setdefault((b, int(section), int(stream)), []).append((phase, 0))
             before = (b, int(section) - 1, int(stream))

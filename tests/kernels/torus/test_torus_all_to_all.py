@@ -17,16 +17,10 @@ import harness
 import pallas_collectives
 from pallas_collectives.kernels.torus import all_to_all, exchange
 from pallas_collectives.replay import Machine, Report, bound, replay
-from pallas_collectives.topology import chips, placement, torus_axes
-from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology import placement
+from tori import NAMES, group_of
 
 MIB = 1 << 20
-NAMES = ("x", "y", "z")
-
-
-def group_of(*sizes: int) -> Group:
-    plain = Group(NAMES[: len(sizes)], sizes)
-    return Group(plain.axes, sizes, torus=torus_axes.of_mesh(plain, chips.SIMULATED))
 
 
 def test_the_table_in_the_docstring_is_what_phases_bring() -> None:
@@ -126,7 +120,7 @@ def is_caught(mode: str, sizes: tuple[int, ...] = (2, 4), hold: int | None = Non
 @pytest.fixture
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 KiB go in 16 chunks."""
-    monkeypatch.setattr(all_to_all, "BUNDLE_BYTES", 4 << 10)
+    monkeypatch.setattr(all_to_all, "PARCEL_BYTES", 4 << 10)
 
 
 @pytest.mark.full
@@ -139,14 +133,14 @@ def test_slots_that_serve_again_with_a_late_device(mode: str, sizes: tuple[int, 
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("fault", ["arrived", "left", "own"])
 def test_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    class Deaf(all_to_all.Bundles):
+    class Deaf(all_to_all.Parcels):
         def wait(self, semaphore: Any, move: Any) -> None:
             is_left = harness.is_of(semaphore, self.scratch.semaphores.left)
             kind = "own" if move.origin is move.goal else "left" if is_left else "arrived"
             if kind != fault:
                 super().wait(semaphore, move)
 
-    monkeypatch.setattr(all_to_all, "Bundles", Deaf)
+    monkeypatch.setattr(all_to_all, "Parcels", Deaf)
     report, _ = replayed("v5e:2x4", {"x": 2, "y": 4}, ("x", "y"), 1 << 20, races=True)
     assert not report.ok
 

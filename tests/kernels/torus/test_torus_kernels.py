@@ -11,25 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+import channel_faults
 import harness
 import pallas_collectives
-from pallas_collectives.kernels.machinery import channel, sync
+from pallas_collectives.kernels.machinery import channel
 from pallas_collectives.kernels.torus import all_gather, reduce_scatter, scatter
 from pallas_collectives.kernels.torus.shares import Plan
-from pallas_collectives.topology import chips, placement, torus_axes
+from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
+from tori import group_of
 
 SLOW = pytest.mark.slow
-NAMES = ("x", "y", "z")
-
-
-def group_of(*sizes: int) -> Group:
-    plain = Group(NAMES[: len(sizes)], sizes)
-    return Group(plain.axes, sizes, torus=torus_axes.of_mesh(plain, chips.SIMULATED))
-
 
 # Values and races.
 
@@ -271,25 +265,13 @@ def test_a_window_too_small_without_credits_is_caught(monkeypatch: pytest.Monkey
 
 
 def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = sync.wait
-
-    def for_sends_only(semaphore: Any, ref: Any, times: int = 1) -> None:
-        if len(semaphore.ref.shape) != 2:  # `arrived` is the 2-D one
-            wait(semaphore, ref, times)
-
-    monkeypatch.setattr(sync, "wait", for_sends_only)
+    channel_faults.drop_receives(monkeypatch, dimensions=2)
     assert gather_is_caught("on_wait", (2, 2))
     assert sum_is_caught("on_wait", (2, 2))
 
 
 def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = pl.semaphore_wait
-
-    def only_in_barriers(semaphore: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(semaphore, "transforms", ()):  # the barrier's is a bare one
-            wait(semaphore, *args, **kwargs)
-
-    monkeypatch.setattr(pl, "semaphore_wait", only_in_barriers)
+    channel_faults.drop_credits(monkeypatch)
     monkeypatch.setattr(scatter, "SLOTS", 1)
     assert sum_is_caught("on_wait")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
-from test_torus_kernels import CASES, NAMES, SLOW
+from test_torus_kernels import CASES, SLOW
 
 import harness
 import pallas_collectives
@@ -22,6 +22,7 @@ from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group
+from tori import NAMES
 
 
 @pytest.mark.parametrize(
