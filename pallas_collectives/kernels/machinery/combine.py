@@ -19,7 +19,11 @@ from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 
 TILE_BYTES = 256 << 10  # of each operand; the pipeline holds two tiles of each and of the result
 
-SUBCORE_TILE_BYTES = 32 << 10  # of each operand of a vector subcore, which has some 500 KiB
+SUBCORE_TILE_BYTES = 32 << 10  # of each operand of a vector subcore, which has 256 or 512 KiB
+
+# Columns that a vector subcore adds in a turn of its loop. The compiler unrolls a turn: with 128 in
+# one it runs out of registers, and takes 1.4 times as long on v6e (libtpu 0.0.50, by its bundles).
+SUBCORE_COLUMNS = 16
 
 OPS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": jnp.add,
@@ -53,7 +57,7 @@ def combine(op: str, *sums: tuple[Any, ...], vmem: bool) -> None:
 
 
 def _on_a_subcore(op: str, out: Ref, terms: Sequence[Ref]) -> None:
-    """One sum of `combine` on a vector subcore, from HBM to HBM.
+    """One sum of `combine` on a vector subcore, from HBM to HBM; a tile comes while one is added.
 
     JAX 0.12 warns that a store's semaphore is ignored there (`SparseCorePushStreamWarning`). Its
     wait is a fence for all that the subcore has stored (JAX: `emit_pipeline`'s
@@ -63,26 +67,46 @@ def _on_a_subcore(op: str, out: Ref, terms: Sequence[Ref]) -> None:
     dtype, tile = out.dtype, tile_shape(out.shape, out.dtype, SUBCORE_TILE_BYTES)
     grid = tuple(size // t for size, t in zip(out.shape, tile, strict=True))
     high = sublanes(dtype)
-    steps = (*tile[:-2], tile[-2] // high, tile[-1] // LANES)
+    steps = (*tile[:-2], tile[-2] // high, tile[-1] // SUBCORE_COLUMNS)
+    tiles, at_tile = math.prod(grid), _places(grid, tile)
 
-    def over(*tiles: Ref) -> None:
-        here, semaphores = tiles[:-1], tiles[-1]
+    def over(*scratch: Ref) -> None:
+        slots, arrived = scratch[:-1], scratch[-1]
 
-        def add(number: Number) -> None:
+        def coming(number: Number) -> list[Any]:
+            """The copies of a tile of each term, to the slots that even and odd tiles have."""
+            slot, index = lax.rem(number, np.int32(2)), at_tile(number)
+            return [
+                pltpu.make_async_copy(term.at[index], ref.at[slot], arrived.at[slot])
+                for term, ref in zip(terms, slots, strict=True)
+            ]
+
+        def start(number: Number) -> None:
+            for copy in coming(number):
+                copy.start()
+
+        def one(number: Number, _: None) -> None:
+            pl.when(number + 1 < tiles)(lambda: start(number + 1))
+            for copy in coming(number):
+                copy.wait()
+            slot = lax.rem(number, np.int32(2))
+            sync.for_each(0, math.prod(steps), functools.partial(add, slot))
+            pltpu.sync_copy(slots[0].at[slot], out.at[at_tile(number)])
+
+        def add(slot: Number, number: Number) -> None:
             *leading, row, column = _index(number, steps)
-            starts = (row, high), (column, LANES)
-            at = (*leading, *(pl.ds(pl.multiple_of(i * size, size), size) for i, size in starts))
-            terms = [ref[at].astype(wide(dtype)) for ref in here]
-            here[0][at] = functools.reduce(OPS[op], terms).astype(dtype)
+            starts = (row, high), (column, SUBCORE_COLUMNS)
+            cut = (pl.ds(pl.multiple_of(i * size, size), size) for i, size in starts)
+            at = (slot, *leading, *cut)
+            read = [ref[at].astype(wide(dtype)) for ref in slots]
+            slots[0][at] = functools.reduce(OPS[op], read).astype(dtype)
 
-        def one(*refs: Ref) -> None:
-            sync.started(refs[:-1], here, [semaphores] * len(here))()
-            sync.for_each(0, math.prod(steps), add)
-            pltpu.sync_copy(here[0], refs[-1])
+        start(np.int32(0))
+        lax.fori_loop(0, tiles, one, None)
 
-        _for_each_tile(grid, tile, one, *terms, out)
-
-    pl.run_scoped(over, *[pltpu.VMEM(tile, dtype) for _ in terms], pltpu.SemaphoreType.DMA)
+    pl.run_scoped(
+        over, *[pltpu.VMEM((2, *tile), dtype) for _ in terms], pltpu.SemaphoreType.DMA((2,))
+    )
 
 
 def combine_stack(op: str, out_ref: Ref, stack_ref: Ref, *, vmem: bool) -> None:
@@ -182,17 +206,24 @@ def _divisors(n: int) -> list[int]:
 def _for_each_tile(
     grid: tuple[int, ...], tile: tuple[int, ...], body: Callable[..., None], *refs: Ref
 ) -> None:
-    strides = tuple(itertools.accumulate(reversed(grid[1:]), int.__mul__, initial=1))[::-1]
-
-    def at(number: Number) -> tuple[Any, ...]:
-        index = [lax.rem(lax.div(number, s), g) for s, g in zip(strides, grid, strict=True)]
-        return tuple(pl.ds(pl.multiple_of(i * t, t), t) for i, t in zip(index, tile, strict=True))
+    at = _places(grid, tile)
 
     def step(number: Number, _: None) -> None:
         index = at(number)
         body(*(ref.at[(*map(_all, ref.shape[: -len(index)]), *index)] for ref in refs))
 
     lax.fori_loop(0, math.prod(grid), step, None)
+
+
+def _places(grid: tuple[int, ...], tile: tuple[int, ...]) -> Callable[[Number], tuple[Any, ...]]:
+    """Where the tile of a number is, row-major."""
+    strides = tuple(itertools.accumulate(reversed(grid[1:]), int.__mul__, initial=1))[::-1]
+
+    def at(number: Number) -> tuple[Any, ...]:
+        index = [lax.rem(lax.div(number, s), g) for s, g in zip(strides, grid, strict=True)]
+        return tuple(pl.ds(pl.multiple_of(i * t, t), t) for i, t in zip(index, tile, strict=True))
+
+    return at
 
 
 def _all(size: int) -> Index:
