@@ -193,6 +193,10 @@ def decide(
         why = "a SparseCore adds along rings and lines alone, in their order"
         return on_core._replace(engine_why=why)
     there = fastest(by_subcores=adds)
+    if adds and there.us is not None:  # the tables' times are those of a TensorCore
+        of_whole = catalogue.COLLECTIVES[op].sums_everywhere
+        added = block_bytes // group.size if of_whole else block_bytes
+        there = there._replace(us=there.us + overlaps.adding_us(added, chip))
     if why := overlaps.on_core(there.us, chip, on_core.us):
         return on_core._replace(engine_why=why)
     return there._replace(on_sparsecore=True)

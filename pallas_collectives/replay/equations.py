@@ -213,7 +213,7 @@ def _other(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> 
     if jaxprs.works_on_refs(eqn):
         raise jaxprs.UnsupportedEquation("replay does not know this primitive on refs", eqn)
     seconds = _price(stepper, eqn)
-    spend = stepper.multiply if eqn.primitive.name == "dot_general" else stepper.work
+    spend = stepper.multiply if eqn.primitive.name == "dot_general" else stepper.compute
     size = max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     local = not eqn.effects and "axis_name" not in eqn.params  # no collective of lax's
@@ -244,9 +244,10 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
     """Seconds of a core's vector or matrix unit for an equation on arrays."""
     generation = stepper.generation
     name = eqn.primitive.name
-    size: float = max((_in_registers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
+    numbers = math.prod if stepper.on_sparsecore else _in_registers
+    size: float = max((numbers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
     if name == "convert_element_type":
-        size *= _of_conversion(generation, eqn)
+        size *= (_on_a_subcore if stepper.on_sparsecore else _of_conversion)(generation, eqn)
     elif name == "transpose" and stepper.kernel is not None:
         of_16, of_32 = generation.turned
         size *= of_32 if jaxprs.type_of(eqn.outvars[0]).dtype.itemsize >= 4 else of_16
@@ -287,6 +288,11 @@ def _of_conversion(chip: Chip, eqn: JaxprEqn) -> float:
     if before.itemsize == 1:
         return _narrowed(chip, before)[0]
     return _narrowed(chip, after)[1] if after.itemsize == 1 else 1.0
+
+
+def _on_a_subcore(_: Chip, eqn: JaxprEqn) -> float:
+    """Operations of converting a number there: one for a register of what is made."""
+    return min(1.0, jaxprs.type_of(eqn.outvars[0]).dtype.itemsize / 4)
 
 
 def _narrowed(chip: Chip, dtype: DType) -> tuple[float, float]:

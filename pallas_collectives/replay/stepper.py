@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,8 +98,10 @@ class Stepper:
         self._sources: dict[int, tuple[Any, Source]] = {}
         self._lines = Lines()
         self._busy = 0.0
-        self._multiplying = 0.0  # work of the matrix unit since the last DMA or semaphore
-        self._beside = 0.0  # other work since then that instructions have been charged with
+        # Work of units that go beside loads since the last DMA or semaphore, by unit; and all other
+        # work since then that instructions have been charged with
+        self._of_units: defaultdict[str, float] = defaultdict(float)
+        self._beside = 0.0
 
     def program(self) -> Program:
         """What has been stepped. Scalar memory that no copy touches, nothing can race with."""
@@ -193,21 +195,32 @@ class Stepper:
         """The matrix unit computes for `seconds`, beside the core's loads, stores and other work
         between two DMAs or semaphores: a bundle of instructions has a place for each.
         """
+        self._go_beside("matrix unit", seconds)
+
+    def compute(self, seconds: float) -> None:
+        """The core's vector unit computes for `seconds`: on a vector subcore beside its loads."""
+        if self.on_sparsecore:
+            self._go_beside("vector unit", seconds)
+        else:
+            self.work(seconds)
+
+    def _go_beside(self, unit: str, seconds: float) -> None:
         if self.kernel is not None:
-            self._multiplying += seconds
+            self._of_units[unit] += seconds
 
     def take_busy(self, *, waits: bool = True) -> float:
-        """The work since the last instruction; with `waits` until the matrix unit is done, too."""
+        """The work since the last instruction; with `waits` until other units are done, too."""
         busy, self._busy = self._busy, 0.0
         self._beside += busy
         if waits:
-            busy += max(0.0, self._multiplying - self._beside)
-            self._multiplying = self._beside = 0.0
+            busy += max(0.0, max(self._of_units.values(), default=0.0) - self._beside)
+            self._of_units.clear()
+            self._beside = 0.0
         return busy
 
     def flush_busy(self, eqn: JaxprEqn, lanes: np.ndarray) -> None:
         """Ends the work counted so far on these lanes, before the set of lanes changes."""
-        if self._busy or self._multiplying:
+        if self._busy or self._of_units:
             self.emit(Work(lanes, self.take_busy(), self.source(eqn)))
 
     def source(self, eqn: JaxprEqn) -> Source:
@@ -223,26 +236,29 @@ class Stepper:
     def launch_cost(self) -> float:
         """From the call of the kernel to its first instruction, and from its last back."""
         at_all = self.generation
-        return at_all.sparsecore_launch_cost if self._on_sparsecore else at_all.launch_cost
+        return at_all.sparsecore_launch_cost if self.on_sparsecore else at_all.launch_cost
 
     @property
     def vector_rate(self) -> float:
         """Elementwise operations a second."""
-        return self.generation.subcore_rate if self._on_sparsecore else self.generation.vector_rate
+        at_all = self.generation
+        on_subcore = at_all.subcore_rate * at_all.subcore_operations
+        return on_subcore if self.on_sparsecore else at_all.vector_rate
 
     @property
     def vmem_bandwidth(self) -> float:
         """Bytes a second that are loaded or stored."""
         at_all = self.generation
-        return 4 * at_all.subcore_rate if self._on_sparsecore else at_all.vmem_bandwidth
+        return 4 * at_all.subcore_rate if self.on_sparsecore else at_all.vmem_bandwidth
 
     @property
-    def _on_sparsecore(self) -> bool:
+    def on_sparsecore(self) -> bool:
+        """Whether the kernel being stepped runs on a SparseCore."""
         return self.kernel is not None and self.kernel.on_sparsecore
 
     def _issue(self) -> None:
         """A SparseCore takes longer to start a DMA or to signal: what it takes more."""
-        if self._on_sparsecore:
+        if self.on_sparsecore:
             self.work(self.generation.sparsecore_issue_cost - self.generation.issue_cost)
 
     def share_memory(self, other: Stepper, lock: threading.Lock) -> None:
@@ -393,7 +409,11 @@ class Stepper:
             return loaded
         nbytes = view.nbytes
         if not isinstance(nbytes, np.ndarray):
-            self.work(nbytes / self.vmem_bandwidth)
+            seconds = nbytes / self.vmem_bandwidth
+            if self.on_sparsecore and op.writes:
+                self._go_beside("stores", seconds)
+            else:
+                self.work(seconds)
         self.emit(Access(lanes, self.take_busy(waits=False), source, view, op.writes))
         loaded = self.contents.load(view, lanes)
         if op.writes:

@@ -3,7 +3,8 @@
 Sources: [SB] the JAX scaling book (jax-ml.github.io/scaling-book, "How to think about TPUs"); [V]
 the vendor's pages for v4, v5e, v5p, v6e and 7x; [TI] `pltpu.get_tpu_info_for_chip`; [AOT] the TPU
 compiler, ahead of time: the largest array of semaphores with which a kernel of one copy compiles;
-or the cycles of a loop (`tests/helpers/codec_cycles.py` compares them with the model's).
+or the cycles of a loop (`tests/helpers/codec_cycles.py` compares them with the model's; a vector
+subcore's are written by libtpu's flag --xla_sc_dump_bundles_to).
 They have a memory of 512 words (7x: 4096), and the compiler keeps the rest of it. The number is the
 same whether they count DMAs or signals, and with a barrier semaphore besides. libtpu 0.0.50 allows
 one less than 0.0.42, whose numbers are here. [D] is derived: vector rate = 8·128 lanes × 4 units ×
@@ -62,13 +63,15 @@ class Chip:
     semaphores: int  # that a kernel can have at a time, beside barrier semaphores [AOT]
     reaches_all: bool = True  # a remote DMA reaches every device (v5e: power-of-two offsets only)
     devices_per_chip: int = 1
-    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there; a vector
-    # subcore's registers hold 16 numbers, one in a cycle of 1 GHz
+    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there; its clock
+    # is 1 GHz
     sparsecore_issue_cost: float = 0.1 * US
     sparsecore_launch_cost: float = 3.9 * US
-    subcore_rate: float = (
-        16e9  # 32-bit numbers a second that a vector subcore loads, stores or adds
-    )
+    # 32-bit numbers a second of a vector subcore: its registers' [TI], one of which it loads in a
+    # cycle, while it stores another and does some operations. The compiler's loops of sums of two
+    # and three terms take at most 1.2 times as long as this says [AOT]
+    subcore_rate: float = 8e9
+    subcore_operations: int = 3
     no_sparsecore: str = ""  # why no kernel can run on one (`kernels.machinery.sparsecore`)
     cores: int = 1  # of a device; only kernels that multiply run on more than one
     die_bandwidth: float = 0.0  # between the devices of a chip, one way [V: six times an ICI link]
@@ -197,6 +200,7 @@ BY_NAME = {
             vmem_bytes=64 * MIB,
             semaphores=3832,
             devices_per_chip=2,
+            subcore_rate=16e9,
             die_bandwidth=600e9,
             clock=2.2e9,
         ),

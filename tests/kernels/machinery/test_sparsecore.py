@@ -18,6 +18,7 @@ from pallas_collectives import catalogue
 from pallas_collectives.errors import EngineError
 from pallas_collectives.kernels.machinery import channel, combine, entry, sync
 from pallas_collectives.replay import Machine, replay
+from pallas_collectives.tuning import overlaps
 
 EVERY = [
     (op, algorithm.name, record.adds and not algorithm.by_subcores)
@@ -299,6 +300,47 @@ def test_replayed_as_a_second_engine(op: str, algorithm: str, name: str) -> None
     like_the_core = {"sparsecore_launch_cost": g.launch_cost, "sparsecore_issue_cost": g.issue_cost}
     if op != "ragged_all_to_all":  # there its result begins as a copy, which the core need not make
         assert report(":sc", **like_the_core).time <= 1.1 * here.time
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("v6e:4x4", {"x": 16}), ("v5p:2x2x2", {"x": 8}), ("7x:2x2x1", {"x": 8})],
+)
+def test_what_subcores_add_is_reckoned(name: str, sizes: dict[str, int], dtype: str) -> None:
+    """A sum's time there is the TensorCore's, and what its subcores add that nothing hides."""
+    machine, rows = Machine.named(name), 2048
+    shape = jax.ShapeDtypeStruct((rows, 8192), dtype)
+    nothing = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+
+    def us(algorithm: str) -> float:
+        def scatter(x: jax.Array) -> jax.Array:
+            return pc.psum_scatter(x, "x", tiled=True, algorithm=algorithm)
+
+        mapped = jax.shard_map(scatter, mesh=machine.mesh(sizes), **nothing)
+        return replay(mapped, shape, machine=machine).time * 1e6
+
+    block = rows * 8192 * jnp.dtype(dtype).itemsize // sizes["x"]
+    reckoned = us("bidirectional:hbm") + overlaps.adding_us(block, machine.generation)
+    assert reckoned == pytest.approx(us("bidirectional:sc"), rel=0.1)
+
+
+def test_a_subcore_adds_beside_its_loads() -> None:
+    """Of 32 bits a sum has a load for each term; converted numbers take more than their loads."""
+    nothing = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+
+    def us(dtype: str, **rates: Any) -> float:
+        def scatter(x: jax.Array) -> jax.Array:
+            return pc.psum_scatter(x, "x", tiled=True, algorithm="unidirectional:sc")
+
+        slow = Machine.named("v6e:2x4", subcore_rate=8e7, **rates)  # so that it adds all the time
+        mapped = jax.shard_map(scatter, mesh=slow.mesh({"y": 2, "x": 4}), **nothing)
+        return replay(mapped, jax.ShapeDtypeStruct((512, 1024), dtype), machine=slow).time
+
+    assert us("float32") == pytest.approx(us("float32", subcore_operations=1), rel=0.01)
+    halves, slower = us("bfloat16"), us("bfloat16", subcore_operations=1)
+    assert slower == pytest.approx(3 * halves, rel=0.1)
+    assert halves == pytest.approx(3.5 / 3 / 2 * us("float32"), rel=0.1)
 
 
 def test_xla_is_told_how_long_a_call_is_on_links() -> None:
