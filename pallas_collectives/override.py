@@ -69,9 +69,10 @@ def override_lax(
       ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
         needs first, where a SparseCore runs the gather and its own turn has nothing to run beside
         it. This holds a second layer's weights in memory; `override_report()` says which, and how
-        much. With "grouped" a turn may also leave the scatter of its last gradient to the next
-        turn, which takes memory as well, and XLA is told which products may run beside scatters.
-        It then hides more of them, but refuses to compile some programs ("annotation groups").
+        much. A turn may also leave the scatter of its last gradient to the next turn, and each
+        scatter is held until later products are done. With "grouped" XLA is told instead which
+        products may run beside scatters, and refuses to compile some programs ("annotation
+        groups").
 
     Raises:
       CollectiveError: a name that is not a collective's, or a flag that is not True or False.

@@ -22,14 +22,12 @@ XLA's scheduler allows for the time of a sum on a SparseCore (libtpu 0.0.50, by 
 orders a turn from its end, and where nothing else decides, as it found the instructions. What reads
 a gather is a product, so that the gather's end comes late. What reads a scatter only writes a row
 of the scan's results: where that was found just behind the scatter, the scatter's end comes at
-once, and the core waits. A barrier that joins the result with something made later moves its end.
+once, and the core waits. Barriers move its end (`lowering.chain`).
 
 A turn's program can also say which products are to run beside each scatter: groups, which XLA
 schedules together (`sparsecore.scheduled`). It refuses to compile some (`x = tanh(x @ w)` alone in
-a turn, for one), so that scatters are left for the next turn, and have groups, only if a caller
-says so (`override_lax(ahead="grouped")`). Otherwise the first scatter is held until the weights of
-the next turn have come, and each one until the one before it is done, on chips where that was seen
-to gain (`overlaps.holds_scatters`); on others a turn that scatters stays as it is.
+a turn, for one), so scatters have groups, and no barriers, only if a caller says so
+(`override_lax(ahead="grouped")`).
 
 A gather can be asked for so where its operand is a part of the scan's `xs`: nothing that the turn
 before computes. It is where a SparseCore runs it, and the products before its first use take less
@@ -42,7 +40,7 @@ and what all turns would wait is more than the last one's scatter takes, which h
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,9 +54,9 @@ from pallas_collectives.annotations import Number
 from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND
 from pallas_collectives.lowering import turns
+from pallas_collectives.lowering.chain import Chain, Sum
 from pallas_collectives.lowering.turns import Flat, Step, Value, numbers
 from pallas_collectives.topology import chips, placement
-from pallas_collectives.tuning import overlaps
 
 
 @functools.cache
@@ -75,8 +73,8 @@ def register() -> None:
             return by_jax(ctx, *args, **params)
         loop, mesh = Loop.of(params, len(args)), _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
-            early, late = loop.early(), loop.late()
-        if not early and not late:
+            early, late, sums = loop.early(), loop.late(), loop.sums()
+        if not early and not late and not sums:
             return by_jax(ctx, *args, **params)
         run = functools.partial(loop.run, early, late)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
@@ -109,8 +107,6 @@ class Loop:
     def early(self) -> list[Step]:
         """The gathers to ask for a turn ahead."""
         chip = chips.current()
-        if self._scatters and not self._grouped and not overlaps.holds_scatters(chip):
-            return []
         found, busy = [], 0.0
         *elapsed, total = self._elapsed(chip)
         gathers = [(elapsed[self._first_use(s)], s) for s in self.steps if s.how]
@@ -123,10 +119,14 @@ class Loop:
                 busy += takes
         return found
 
+    def sums(self) -> list[Step]:
+        """The scatters that a SparseCore runs, and whose results are results of the turn alone."""
+        chip = chips.current()
+        found = (step for step in self.steps if step.scatters and turns.under_way(step, chip))
+        return [step for step in found if self._to_ys(step)]
+
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""
-        if not self._grouped:
-            return []
         chip = chips.current()
         found = []
         *elapsed, total = self._elapsed(chip)
@@ -141,10 +141,6 @@ class Loop:
             else:
                 busy = done
         return found
-
-    @property
-    def _scatters(self) -> bool:
-        return any(step.scatters for step in self.steps)
 
     @property
     def _grouped(self) -> bool:
@@ -201,7 +197,13 @@ class Loop:
                 chain.append(step)
             elif read & brought:
                 return []
-        return [] if brought.intersection(numbers(self.results[: len(self.carry)])) else chain
+        in_carry = brought.intersection(numbers(self.results[: len(self.carry)]))
+        return [] if in_carry or not self._in_ys(chain) else chain
+
+    def _in_ys(self, steps: Sequence[Step]) -> list[int]:
+        """What these write of y."""
+        ys = {*numbers(self._ys)}
+        return [number for step in steps for number in step.writes if number in ys]
 
     def groups(self, late: Sequence[Step]) -> dict[Step, int]:
         """Numbers of what XLA is to run together: a scatter, and the products beside it.
@@ -272,6 +274,7 @@ class Loop:
         needed = {x for step in chain for x in numbers(step.reads)}
         brought = [number for step in early for number in step.writes]
         asked = [-1 - k for k in range(len(brought))]  # the numbers of those of the next turn
+        left = [-1 - len(brought) - k for k in range(len(late))]  # of the turn before's gradients
         behind = [step for scatter in late for step in self._to_ys(scatter)]
         types = {number: kind for step in behind for number, kind in step.types.items()}
         made = [scatter.reads[0] for scatter in late]
@@ -289,12 +292,14 @@ class Loop:
                 step.run(values, IS_AHEAD if step in early else None)
             return [values[number] for number in brought]
 
-        def sum_up(gradients: Sequence[jax.Array], groups: Mapping[Step, int]) -> list[jax.Array]:
-            """What these, of one turn, are as a part of the results."""
-            values = dict(zip(made, gradients, strict=True))
-            for step in behind:
+        def sum_up(
+            which: Sequence[Step], gradients: Sequence[jax.Array], groups: Mapping[Step, int]
+        ) -> dict[int, jax.Array]:
+            """What gradients of these, of one turn, are as a part of the results; by number."""
+            values = {s.reads[0]: g for s, g in zip(which, gradients, strict=True)}
+            for step in (step for scatter in which for step in self._to_ys(scatter)):
                 step.run(values, IS_BEHIND if step in late else None, groups.get(step))
-            return [values[number] for number in shifted]
+            return {number: values[number] for number in shifted if number in values}
 
         def written(stacks: Sequence[jax.Array], rows: Sequence[jax.Array], turn: Number) -> Any:
             pairs = zip(stacks, rows, strict=True)
@@ -305,14 +310,14 @@ class Loop:
             values = consts | dict(zip(self.carry, carry, strict=True)) | here
             values.update(zip(brought, whole, strict=True))
             values.update(zip(asked, ask(following), strict=True))
-            summed, latest = sum_up(gradients, groups), asked
-            for step in self.steps:
-                if step not in early and step not in behind:
-                    if step.scatters and not self._grouped:
-                        held = step.reads[0], *latest
-                        Step(None, held, held).run(values)
-                        latest = [*step.writes]
+            rest = [step for step in self.steps if step not in early and step not in behind]
+            if self._grouped:
+                values |= sum_up(late, gradients, groups)
+                for step in rest:
                     step.run(values, "" if step.how or step.scatters else None, groups.get(step))
+            else:
+                chained(rest, values, gradients)
+            summed = [values[number] for number in shifted]
             results = [
                 x.val if isinstance(x, Value) else None if x in shifted else values[x]
                 for x in self.results
@@ -324,6 +329,48 @@ class Loop:
                 written(stacks, summed, before),
             )
             return state, results[n_carry:]
+
+        def chained(
+            rest: Sequence[Step], values: dict[int, Any], gradients: Sequence[jax.Array]
+        ) -> None:
+            """Runs a turn's steps, with its sums and those left to it one behind the other."""
+            chip, chain, now = chips.current(), Chain(values), 0.0
+            own = {s: self._to_ys(s) for s in self.sums() if s not in late}
+            values.update(zip(left, gradients, strict=True))
+            to_come = len(own)
+
+            def add(scatter: Step, gradient: int, run: Callable[[], None]) -> None:
+                takes = turns.under_way(scatter, chip)
+                chain.add(Sum(gradient, self._in_ys(self._to_ys(scatter)), takes, run), now)
+
+            def add_late() -> None:
+                for scatter, gradient in zip(late, left, strict=True):
+
+                    def run(scatter: Step = scatter, gradient: int = gradient) -> None:
+                        values.update(sum_up([scatter], [values[gradient]], {}))
+
+                    add(scatter, gradient, run)
+
+            def run_all(steps: Sequence[Step]) -> None:
+                for step in steps:
+                    step.run(values, "" if step.how or step.scatters else None)
+
+            if not own:
+                add_late()
+            handed_on = {step for steps in own.values() for step in steps}
+            for step in rest:
+                if step in own:
+                    add(step, step.reads[0], functools.partial(run_all, own[step]))
+                    to_come -= 1
+                    if not to_come:
+                        add_late()
+                elif step not in handed_on:
+                    run_all([step])
+                    now += step.seconds(chip)
+                    if step.is_product:
+                        chain.passed(step, now)
+            computed = {number for step in rest for number in step.writes}
+            chain.end(n for n in [*numbers(self.results[:n_carry]), *made] if n in computed)
 
         backwards = self.params["reverse"]
         all_turns = jnp.arange(length, dtype=jnp.int32)
@@ -347,7 +394,8 @@ class Loop:
             reverse=backwards,
             unroll=self.params["unroll"],
         )
-        stacks = written(stacks, sum_up(gradients, {}), jnp.int32(last))
+        summed = sum_up(late, gradients, {})
+        stacks = written(stacks, [summed[n] for n in shifted], jnp.int32(last))
         stacked = dict(zip(shifted, stacks, strict=True))
         pairs = zip(self._ys, ys, strict=True)
         return [*carry, *(stacked[n] if y is None else y for n, y in pairs)]

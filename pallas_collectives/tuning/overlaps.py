@@ -114,13 +114,3 @@ def adding_us(block_bytes: int, chip: Chip) -> float:
 def gathers_on_sparsecore(chip: Chip) -> bool:
     """Whether large gathers of a step are a SparseCore's: where XLA's would stop the core."""
     return not by_xla("all_gather", chip) and not on_core(_WORTH_US, chip)
-
-
-def holds_scatters(chip: Chip) -> bool:
-    """Whether a loop's turn that scatters gradients asks ahead, and holds these (`lowering.ahead`).
-
-    By `step`, fsdp with gradient, libtpu 0.0.50: on v6e:4x4 90.3 ms if they are not held and 85.0
-    if they are; on v5p:2x2x2, asked ahead or not, 111.7 and 110.2: there XLA hides more of the
-    scatters in an order of its own.
-    """
-    return chip.name == "v6e"

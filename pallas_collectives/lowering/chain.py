@@ -1,0 +1,74 @@
+"""Sums of a loop's turn on a SparseCore, one behind the other, each beside products.
+
+XLA's scheduler orders a turn from its end, and what only writes a row of a scan's results it places
+as it was found. So it ends a sum where it began, and the core waits. A barrier that joins a sum's
+result with a value made later holds it under way until then: with what the next sum takes and the
+result of the last product that ends before it starts; and for the last one of a turn, with what the
+turn hands on. Values pass barriers as they are.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pallas_collectives.lowering.turns import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A scatter of a gradient."""
+
+    gradient: int  # its number
+    results: list[int]  # the numbers of what comes of it
+    seconds: float  # that it takes (modelled)
+    run: Callable[[], None]
+
+
+class Chain:
+    """The sums of a turn.
+
+    Args:
+      values: the turn's, by number.
+    """
+
+    def __init__(self, values: dict[int, Any]):
+        self._values = values
+        self._latest: list[int] = []  # the results of the sum that was started last
+        self._done = 0.0  # when that ends, from the turn's start
+        self._waiting: list[Sum] = []
+
+    def add(self, new: Sum, now: float) -> None:
+        """Starts a sum, or has it wait for those before it."""
+        if self._waiting or now < self._done:
+            self._waiting.append(new)
+        else:
+            self._start(new, now)
+
+    def passed(self, product: Step, now: float) -> None:
+        """A product has been traced, which ends now: a sum that can start by then does.
+
+        Not behind what is larger than a gradient: XLA might keep that for the barrier alone.
+        """
+        if self._waiting and now >= self._done:
+            (made,) = product.writes
+            gradient = self._values[self._waiting[0].gradient]
+            if self._values[made].nbytes <= gradient.nbytes:
+                self._start(self._waiting.pop(0), now, made)
+
+    def end(self, handed_on: Iterable[int]) -> None:
+        """Starts those that still wait, and holds the last until what is handed on is there."""
+        for each in self._waiting:
+            self._start(each, self._done)
+        if self._latest:
+            self._join([*handed_on, *self._latest])
+
+    def _start(self, which: Sum, now: float, *behind: int) -> None:
+        self._join([which.gradient, *self._latest, *behind])
+        which.run()
+        self._latest = which.results
+        self._done = max(now, self._done) + which.seconds
+
+    def _join(self, numbers: Iterable[int]) -> None:
+        together = tuple(dict.fromkeys(numbers))
+        if len(together) > 1:
+            Step(None, together, together).run(self._values)
