@@ -129,7 +129,9 @@ def plan_of(
         cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
         cut["cores"] = cores
         whole = Plan.of(axes, block, at, dtype, chunks, **cut)
-        if fits(whole) and not (uneven and halves) and not on_three:
+        # Over three axes pieces of a tile take least time, if they go in more than one order.
+        of_a_tile = len(whole.bundles) > 1 and all(b.size == whole.grain for b in whole.bundles)
+        if fits(whole) and not (uneven and halves) and (of_a_tile or not on_three):
             return whole
     units, orders = whole.extent // whole.grain, len(axes) - (whole.within is not None)
     share = units // (orders * (SECTIONS if uneven else 1))
