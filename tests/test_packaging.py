@@ -76,3 +76,7 @@ def test_versions_are_said_once() -> None:
     assert pallas_collectives.__version__ == PYPROJECT["project"]["version"]
     pinned = set(re.findall(r"[\w-]+==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text()))
     assert pinned and pinned <= set(PYPROJECT["project"]["optional-dependencies"]["test"])
+
+
+def test_the_urls_that_the_package_shows_are_whole() -> None:
+    assert all(url.startswith("https://") for url in PYPROJECT["project"]["urls"].values())

@@ -17,15 +17,14 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, mlir
-from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval, Rule
 from pallas_collectives.annotations import AnyMesh, Dim, Tangent
-from pallas_collectives.backends import choice, counters, nested, serving, slices
+from pallas_collectives.backends import choice, counters, nested, serving
 from pallas_collectives.backends.plans import UNSERVABLE, How
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.lowering import bundles, many_operands, remat
+from pallas_collectives.lowering import bundles, many_operands, placed, remat
 from pallas_collectives.topology import placement
 from pallas_collectives.validation import AxisName, Groups
 
@@ -143,16 +142,7 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
 
     each = functools.partial(many_operands.abstract_eval, abstract_eval)
     primitive.def_effectful_abstract_eval(each if many else abstract_eval)
-    lowered = mlir.lower_fun(implementation, multiple_results=many)
-
-    def lowering(
-        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
-    ) -> Sequence[ir.Value]:
-        mesh = _compat.mesh_of(ctx)
-        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
-            return lowered(ctx, *args, **params)
-
-    _compat.register(primitive, lowering=lowering)
+    placed.register(primitive, implementation)
 
     def with_twins_of(rule: Callable[..., Any], table: str) -> Callable[..., Any]:
         return functools.partial(_RULES[table], rule, primitive, lax_p.name)

@@ -21,16 +21,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
-from jax.interpreters.mlir import ir
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, collectives, validation
 from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import AnyMesh, Dim, DType, Tangent
-from pallas_collectives.backends import counters, serving, slices
+from pallas_collectives.backends import counters, serving
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.lowering import remat
+from pallas_collectives.lowering import placed, remat
 from pallas_collectives.topology import placement
 from pallas_collectives.validation import AxisName, Groups
 
@@ -255,20 +254,9 @@ def _everyone_type(x: Aval, **params: Any) -> tuple[Aval, frozenset[Any]]:
     return typed(everyones, rows, (x,), params, params["how"])
 
 
-def lowering_of(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any) -> Sequence[ir.Value]:
-        mesh = _compat.mesh_of(ctx)
-        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
-            return rule(ctx, *args, **params)
-
-    return lower
-
-
 _compat.register(_gather_sum_p, lowering=mlir.lower_fun(_sums, multiple_results=False))
-_compat.register(_route_p, lowering=lowering_of(mlir.lower_fun(routed, multiple_results=False)))
-_compat.register(
-    _everyone_p, lowering=lowering_of(mlir.lower_fun(everyones, multiple_results=False))
-)
+placed.register(_route_p, routed)
+placed.register(_everyone_p, everyones)
 
 
 # Transposes and vmap ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from pallas_collectives import _compat
 from pallas_collectives._compat import Aval
@@ -32,7 +32,7 @@ from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.kernels import visits
 from pallas_collectives.kernels.machinery import entry
-from pallas_collectives.lowering import remat
+from pallas_collectives.lowering import placed, remat
 from pallas_collectives.moe import exchanges, linear
 from pallas_collectives.moe.linear import Side, alike
 from pallas_collectives.topology import chips, placement, reach
@@ -148,17 +148,6 @@ def back(y: jax.Array, tables: Tables, ways: Ways) -> jax.Array:
 
 
 # Lowering -----------------------------------------------------------------------------------------
-
-
-def lowered(name: str) -> Callable[..., Any]:
-    """What a primitive of ours is lowered to, by its name: for those who look into programs."""
-    functions: dict[str, Callable[..., Any]] = {
-        "moe_route": linear.routed,
-        "moe_everyone": linear.everyones,
-        "moe_slots": moved,
-        "moe_arrive": arrived,
-    }
-    return functions[name]
 
 
 def _tables(leaves: Sequence[jax.Array]) -> Tables:
@@ -311,9 +300,5 @@ def _each(args: Sequence[jax.Array], dims: Sequence[Dim]) -> list[list[Any]]:
 
 _compat.register(_slots_p, transpose=_slots_transpose, batch_alone=_slots_batch)
 _compat.register(_arrive_p, batch_alone=_arrive_batch)
-_compat.register(
-    _slots_p, lowering=linear.lowering_of(mlir.lower_fun(moved, multiple_results=False))
-)
-_compat.register(
-    _arrive_p, lowering=linear.lowering_of(mlir.lower_fun(arrived, multiple_results=True))
-)
+placed.register(_slots_p, moved)
+placed.register(_arrive_p, arrived)

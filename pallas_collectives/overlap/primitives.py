@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters.mlir import ir
+from jax.interpreters import ad, batching
 
 from pallas_collectives import _compat, collectives
 from pallas_collectives._compat import Aval
@@ -30,14 +29,12 @@ from pallas_collectives.backends import (
     flights,
     nccl_products,
     serving,
-    slices,
 )
 from pallas_collectives.backends.pallas import products as pallas_fused
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import FUSED, PIPELINED, UNFUSED, ProductPlan
-from pallas_collectives.lowering import remat
+from pallas_collectives.lowering import placed, remat
 from pallas_collectives.overlap import array_products, fusion
-from pallas_collectives.topology import placement
 
 
 def all_gather_matmul(
@@ -160,7 +157,7 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     return [(total if spec.scale == 1.0 else total * spec.scale).astype(spec.out_dtype)]
 
 
-def lowered(
+def _lowered(
     op: str, *operands: jax.Array, spec: Spec, plan: ProductPlan, mesh: Any = None
 ) -> list[jax.Array]:
     """What a program computes for a primitive, once the devices' places are known.
@@ -196,15 +193,7 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
 
     primitive.def_effectful_abstract_eval(abstract_eval)
 
-    def lowering(
-        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
-    ) -> Sequence[ir.Value]:
-        mesh = _compat.mesh_of(ctx)
-        lower = mlir.lower_fun(functools.partial(lowered, op, mesh=mesh), multiple_results=True)
-        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
-            return lower(ctx, *args, **params)
-
-    _compat.register(primitive, lowering=lowering)
+    placed.register(primitive, functools.partial(_lowered, op), takes_mesh=True)
     remat.register(primitive)
     return primitive
 

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
-from jax.interpreters.mlir import ir
+from jax.interpreters import ad, batching
 from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
@@ -28,7 +27,7 @@ from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeErro
 from pallas_collectives.kernels import residual_norm
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
-from pallas_collectives.lowering import remat
+from pallas_collectives.lowering import placed, remat
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
@@ -366,7 +365,7 @@ def _sum(x: jax.Array, spec: Spec) -> jax.Array:
     return serving.served("psum", spec.how, by_lax, x, **params)
 
 
-def lowered(
+def _lowered(
     x: jax.Array, residual: jax.Array, weight: jax.Array, *, spec: Spec
 ) -> Sequence[jax.Array]:
     """What a program computes in its place, once it is known where the devices are."""
@@ -406,16 +405,8 @@ def _primitive() -> core.Primitive:
     primitive = core.Primitive(f"pallas_{NAME}")
     primitive.multiple_results = True
     primitive.def_effectful_abstract_eval(_abstract_eval)
-    lower = mlir.lower_fun(lowered, multiple_results=True)
-
-    def lowering(
-        ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
-    ) -> Sequence[ir.Value]:
-        mesh = _compat.mesh_of(ctx)
-        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
-            return lower(ctx, *args, **params)
-
-    _compat.register(primitive, lowering=lowering, jvp=_jvp, batch_alone=_batch)
+    placed.register(primitive, _lowered)
+    _compat.register(primitive, jvp=_jvp, batch_alone=_batch)
     remat.register(primitive)
     return primitive
 

@@ -17,11 +17,11 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import catalogue
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
-from pallas_collectives.lowering import bundles
-from pallas_collectives.moe import slots
+from pallas_collectives.lowering import bundles, placed
 from pallas_collectives.replay import jaxprs
 from pallas_collectives.replay.values import Known
 from pallas_collectives.validation import AxisName, Groups
@@ -41,31 +41,20 @@ def expand(eqn: JaxprEqn, mesh: AnyMesh) -> core.ClosedJaxpr:
     """The closed jaxpr of one device's part of the equation: layout work and `pallas_call`s."""
     params = dict(eqn.params)
     op = eqn.primitive.name.removeprefix("pallas_")
-    how = params["spec"].how if "spec" in params else _how(eqn)
+    how = _how(eqn)
     if how.backend != "pallas":
         raise jaxprs.UnsupportedEquation(
             f"{eqn.primitive.name} at {jaxprs.where(eqn)} is served by {how.backend!r}: "
             "replay runs Pallas kernels"
         )
-    if "spec" in params:
-        return _local(functools.partial(_fused_kernel, op, **params), eqn, mesh)
-    if op.startswith("moe_"):
-        return _local(functools.partial(slots.lowered(op), **params), eqn, mesh)
+    if op not in catalogue.primitives():
+        return _local(functools.partial(placed.program_of(eqn.primitive.name), **params), eqn, mesh)
     del params["how"]
     module = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
     run = functools.partial(canonical.run, module, op, how, **params)
     if not eqn.primitive.multiple_results:
         return _local(run, eqn, mesh)
     return _local(lambda *xs: bundles.reduced(run, xs, how, params["axes"]), eqn, mesh)
-
-
-def _fused_kernel(op: str, *args: Any, **params: Any) -> Any:
-    # They ask this package for the chips' rates.
-    from pallas_collectives.overlap import primitives, residual_norm
-
-    if op == residual_norm.NAME:
-        return residual_norm.lowered(*args, **params)
-    return primitives.lowered(op, *args, **params)
 
 
 def _local(run: Callable[..., Any], eqn: JaxprEqn, mesh: AnyMesh) -> core.ClosedJaxpr:

@@ -245,13 +245,18 @@ def _at(entry: Entry, name: str, nbytes: int) -> float | None:
     """An algorithm's time at `nbytes`, on straight lines through those of an entry.
 
     Up to the fewest bytes it stays the same, from the most on it goes on as before. None where the
-    algorithm cannot run with as many bytes, or with the next larger number in the entry.
+    algorithm cannot run with as many bytes, or with the next larger number in the entry. Between
+    bytes that are too few to be packed and enough, packed and plain blocks have one ratio.
     """
     sizes, times = entry.bytes, entry.us.get(name, ())
     if not times or nbytes <= sizes[0]:
         return times[0] if times else None
     above = next((i for i, size in enumerate(sizes) if size >= nbytes), len(sizes) - 1)
     lower, upper = times[max(0, above - 1)], times[above]
+    if upper is not None and lower is None and name.endswith(f":{tables.PACKED}"):
+        plain = name.partition(":")[0]
+        here, there = (_at(entry, plain, size) for size in (nbytes, sizes[above]))
+        return upper * here / there if here and there else upper
     if above == 0 or lower is None:
         return upper
     return _line((sizes[above - 1], sizes[above]), (lower, upper), nbytes)

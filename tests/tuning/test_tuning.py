@@ -197,3 +197,15 @@ def test_lax_serves_on_gpus_where_it_was_measured_faster(
             except SlowerError as error:
                 found.append("lax faster" if "lax is faster here" in str(error) else str(error))
     assert found == answer
+
+
+def test_packed_times_go_with_plain_ones_where_fewer_bytes_cannot_be_packed() -> None:
+    us: dict[str, tuple[float | None, ...]] = {
+        "torus": (10.0, 40.0, 280.0),
+        f"torus:{tables.PACKED}": (None, None, 140.0),
+    }
+    entry = tables.Entry("all_gather", "v5p", "4x4x4 torus", 64, (1 << 15, 1 << 18, 1 << 21), us)
+    for nbytes in (1 << 18, 1 << 20, 1 << 21, 1 << 22):
+        plain, packed = (choice._at(entry, name, nbytes) for name in us)
+        expected = None if nbytes == 1 << 18 else plain and plain / 2
+        assert packed == (None if expected is None else pytest.approx(expected)), nbytes

@@ -50,7 +50,7 @@ class Scratch(NamedTuple):
     # for each bundle: VMEM
     held: list[Any]  # (streams, sections, blocks met, packed piece); sections: those under way
     plain: list[Any]  # (streams * ways, PLAIN, piece): on its way from a slot to the result
-    kept_sems: Semaphore  # (phases - 1, all streams * ways): own; what stays here is in `held`
+    kept_sems: Semaphore  # (phases - 1 or 1, all streams * ways): own; what stays is in `held`
     plain_sems: Semaphore  # (all streams * ways, PLAIN): own; what was unpacked is in the result
 
     @classmethod

@@ -127,6 +127,7 @@ def reduce_scatter(
         out_shape=jax.ShapeDtypeStruct(plan.shape(ones), left),
         scratch=of(plan),
         barrier="neighbours on a torus",
+        prepare=functools.partial(_prepare, plan=plan, codec=codec) if codec else None,
         name=name,
         interpret=interpret,
         vmem=vmem,
@@ -169,6 +170,7 @@ def all_reduce(
         out_shape=jax.ShapeDtypeStruct(plan.shape(sizes), x.dtype),
         scratch=of(plan),
         barrier="neighbours on a torus",
+        prepare=functools.partial(_prepare, plan=plan, codec=codec) if codec else None,
         name=name,
         interpret=interpret,
         vmem=vmem,
@@ -198,6 +200,14 @@ def fits_packed(
     }
     _, plan = sections.seen_and_cut(devices.axes_of(group), block, axis, dtype, of, **how)
     return 4 * sections.vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
+
+
+def _prepare(*refs: Any, plan: Plan, codec: Codec) -> Callable[[], None]:
+    rings, *numbers, x_ref, _, scratch = refs
+    plan = plan.on(rings[0].core)
+    how: Any = {"op": "sum", "target": None, "codec": codec}
+    Scatter(plan, rings, Field(plan, x_ref, *numbers), scratch.scatter, **how).fetch_first()
+    return lambda: None  # waited for where they are packed
 
 
 def _scatter_kernel(

@@ -176,15 +176,25 @@ class Scatter(timetable.Stage):
         del section
         return self._left(b, 0, stream)
 
+    def fetch_first(self) -> None:
+        """Starts to bring what is packed in section 0: before all else, where there is a codec."""
+        phase = len(self._rings) - 1
+        for b, bundle in enumerate(self._plan.bundles):
+
+            def fetch(stream: Number, b: int = b) -> None:
+                for way, leg in enumerate(self._legs(b, phase, 0, stream)):
+                    self._fetch(leg, 0, way == 0)
+
+            sync.for_each(0, bundle.streams_in(0), fetch)
+
     def begin(self, b: int, phase: int, section: Any, stream: Number) -> None:
         if phase + 1 < len(self._rings):
             self._finish(b, phase + 1, section, stream)
         for way, leg in enumerate(self._legs(b, phase, section, stream)):
             sets_out = True if leg.behind is None else leg.behind == 0
-            if b == 0 and leg.behind is None and self._from_hbm(leg) and self._plan.sections > 1:
+            held_up = b == 0 and not self._codec and self._plan.sections > 1
+            if held_up and leg.behind is None and self._from_hbm(leg):
                 only_if((section == 0) & (stream >= 2), functools.partial(self._be_late, leg))
-            if self._codec:  # in later sections that has been done (`_finish`)
-                only_if(section == 0, functools.partial(self._fetch, leg, 0, way == 0))
             only_if(sets_out, functools.partial(self._set_out, leg, 0))
             self._fetch(leg, 1, way == 0)
 

@@ -176,6 +176,14 @@ def test_no_schedule_has_a_race(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("pod, mib, most", [("v5p:2x2x2", 2, 12.0), ("v5p:4x4x4", 16, 40.5)])
+def test_eight_tiles_over_three_axes_go_in_two_orders(pod: str, mib: float, most: float) -> None:
+    """Four pieces in each: cut for sections they would be two, two and four in three orders."""
+    report = replayed("reduce_scatter", pod, ("x", "y", "z"), mib, wire="int8", algorithm="torus")
+    assert 1e6 * report.time <= most
+
+
+@pytest.mark.full
 def test_a_wire_that_the_vector_unit_makes_slower_is_left_out() -> None:
     """On v4 that of float8 takes longer than the wires of two axes; the predicted time tells."""
 
