@@ -246,14 +246,17 @@ def _at(entry: Entry, name: str, nbytes: int) -> float | None:
 
     Up to the fewest bytes it stays the same, from the most on it goes on as before. None where the
     algorithm cannot run with as many bytes, or with the next larger number in the entry. Between
-    bytes that are too few to be packed and enough, packed and plain blocks have one ratio.
+    bytes that are too few to be packed and enough, it stays the same, too; but packed and plain
+    gathers over several axes have one ratio there.
     """
     sizes, times = entry.bytes, entry.us.get(name, ())
     if not times or nbytes <= sizes[0]:
         return times[0] if times else None
     above = next((i for i, size in enumerate(sizes) if size >= nbytes), len(sizes) - 1)
     lower, upper = times[max(0, above - 1)], times[above]
-    if upper is not None and lower is None and name.endswith(f":{tables.PACKED}"):
+    adds, alone = catalogue.COLLECTIVES[entry.op].adds, entry.torus in tables.ONE_AXIS
+    is_packed = name.endswith(f":{tables.PACKED}") and not (adds or alone)
+    if is_packed and upper is not None and lower is None:
         plain = name.partition(":")[0]
         here, there = (_at(entry, plain, size) for size in (nbytes, sizes[above]))
         return upper * here / there if here and there else upper

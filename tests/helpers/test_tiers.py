@@ -114,4 +114,4 @@ def test_the_full_tier_is_more_and_a_named_test_runs_in_any_tier() -> None:
         collected("-m", "full", file),
         collected(f"{file}::test_the_wheel_holds_the_package_alone"),
     )
-    assert counts == (1, 4, 1)
+    assert counts == (2, 5, 1)

@@ -123,17 +123,20 @@ def plan_of(
             found += [plan for plan in plans if fits(plan)]
         return found
 
-    on_three = codec is not None and len(axes) - any(axis.chip for axis in axes) > 2
+    orders = len(axes) - any(axis.chip for axis in axes)
+    on_three = codec is not None and orders > 2
     finest = 4 if codec and _tiles(block, codec) % (8 * len(axes) * cores) == 0 else 2
     for chunks in (finest, 2, 1) if halves else (1,):
         cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
         cut["cores"] = cores
         whole = Plan.of(axes, block, at, dtype, chunks, **cut)
+        if codec and chunks > 1 and len(whole.bundles) == 1 < orders:
+            continue  # too few tiles for so many streams in two orders: an axis would idle
         # Over three axes pieces of a tile take least time, if they go in more than one order.
         of_a_tile = len(whole.bundles) > 1 and all(b.size == whole.grain for b in whole.bundles)
         if fits(whole) and not (uneven and halves) and (of_a_tile or not on_three):
             return whole
-    units, orders = whole.extent // whole.grain, len(axes) - (whole.within is not None)
+    units = whole.extent // whole.grain
     share = units // (orders * (SECTIONS if uneven else 1))
     # On lines both ways need several sections (see above).
     least = LEAST_TILES // 2 if there_and_back and any(whole.lines) else LEAST_TILES
