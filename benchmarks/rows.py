@@ -127,7 +127,7 @@ class Stepped(Row):
     Attributes:
       op: the program, and how it is run.
       topology: libtpu's name.
-      under: whose collectives: "lax", "override", "grouped" or "forced".
+      under: whose collectives: "lax", "override" or "forced".
       compute_us: the core's own work, by XLA's estimate.
       waits_us: what the core waits for collectives.
       packing_us: what it computes for collectives alone (see `steps.packing`).

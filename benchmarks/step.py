@@ -1,11 +1,10 @@
 """`step`: a model's step, compiled by the real TPU compiler: which collectives the core waits for.
 
-Each program is compiled for each topology four times: with lax's collectives, under
-`override_lax()`, under `override_lax(ahead="grouped")`, which most programs do not change, and
-under `override_lax(everything=True)` ("forced"); --under names some of these. XLA's scheduled
-program says what runs beside what, and how many cycles the core's own work takes; a replay of the
-whole step says what collectives take. All these times are modelled, not measured. No TPU is
-needed.
+Each program is compiled for each topology three times: with lax's collectives, under
+`override_lax()`, and under `override_lax(everything=True)` ("forced"); --under names some of these.
+XLA's scheduled program says what runs beside what, and how many cycles the core's own work takes; a
+replay of the whole step says what collectives take. All these times are modelled, not measured. No
+TPU is needed.
 
 "Exposed" is what collectives cost the core: it "waits" for them, and its "packing" is what it
 computes for them alone, to fill, lay out and move their buffers and to reckon their tables, by one

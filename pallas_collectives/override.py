@@ -38,7 +38,7 @@ def override_lax(
     only: Iterable[str] | None = None,
     keep: Iterable[str] = (),
     wire: Mapping[str, Any] | None = None,
-    ahead: bool | str = True,
+    ahead: bool = True,
 ) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
 
@@ -70,9 +70,7 @@ def override_lax(
         needs first, where a SparseCore runs the gather and its own turn has nothing to run beside
         it. This holds a second layer's weights in memory; `override_report()` says which, and how
         much. A turn may also leave the scatter of its last gradient to the next turn, and each
-        scatter is held until later products are done. With "grouped" XLA is told instead which
-        products may run beside scatters, and refuses to compile some programs ("annotation
-        groups").
+        scatter is held until later products are done.
 
     Raises:
       CollectiveError: a name that is not a collective's, or a flag that is not True or False.
@@ -113,9 +111,7 @@ def override_lax(
 def _names(*, everything: Any, only: Any, keep: Any, ahead: Any) -> frozenset[str]:
     """The functions to replace; all these arguments checked."""
     validation.check_flag("everything", everything)
-    if not isinstance(ahead, bool) and ahead != choice.GROUPED:
-        rule = f"it must be True, False or {choice.GROUPED!r}"
-        raise CollectiveError(f"ahead={ahead!r}", rule, "pass one of them")
+    validation.check_flag("ahead", ahead)
     kept = _checked("keep", keep)
     if only is None:
         return frozenset(_CHOOSING) - kept
@@ -170,7 +166,7 @@ def overridden(
     everything: bool = False,
     only: Iterable[str] | None = None,
     keep: Iterable[str] = (),
-    ahead: bool | str = True,
+    ahead: bool = True,
 ) -> Callable[..., Any]:
     """Returns fn with lax's collectives replaced by ours, wherever fn gets them from.
 

@@ -273,7 +273,7 @@ def test_functions_can_be_named() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"ahead": "no"}, "ahead='no': it must be True, False or 'grouped'"),
+    ({"ahead": "no"}, "ahead='no': it must be True or False"),
     ({"everything": 1}, "everything=1: it must be True or False"),
     ({"only": 3}, r"only=3: .*write it like only=\['psum'\]"),
     ({"keep": None}, "keep=None: it must name one or more of lax's"),

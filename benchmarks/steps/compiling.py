@@ -4,7 +4,6 @@ As `benchmarks.compiled`, in a process of its own.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import signal
@@ -29,7 +28,6 @@ from pallas_collectives.replay import Machine
 UNDER: dict[str, Callable[[], Any]] = {
     "lax": lambda: pallas_collectives.use_backend("xla"),  # which `experts` heeds
     "override": pallas_collectives.override_lax,
-    "grouped": functools.partial(pallas_collectives.override_lax, ahead="grouped"),
     "forced": lambda: pallas_collectives.override_lax(everything=True),
 }
 

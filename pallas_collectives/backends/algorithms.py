@@ -94,7 +94,6 @@ def choose(
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
         engine_why="" if suffix == "sc" else engine_why,
-        group=how.group,
         shape=operand.shape,
         nbytes=operand.nbytes,
         cuts=cuts,

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives import _compat, simulation, validation, wires
 from pallas_collectives.annotations import Interpret
 from pallas_collectives.backends import slices
-from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, NAMES, How
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, NAMES, How
 from pallas_collectives.errors import (
     AlgorithmError,
     BackendError,
@@ -45,9 +45,7 @@ _named_backend = jax.make_user_context(None)
 STARTED = "started"
 beside_compute = jax.make_user_context(None)
 
-# Whether a loop's turn may ask for what the next one needs first, by `override_lax`: True, False,
-# or GROUPED if it may also have XLA schedule scatters together with products.
-GROUPED = "grouped"
+# Whether a loop's turn may ask for what the next one needs first, by `override_lax`.
 ahead = jax.make_user_context(False)
 
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
@@ -220,9 +218,7 @@ def _missing(name: str, platform: str) -> str:
 
 
 def _ahead() -> str:
-    if not ahead.value or beside_compute.value is not True:
-        return ""
-    return MAY_BE_GROUPED if ahead.value == GROUPED else MAY_BE_AHEAD
+    return MAY_BE_AHEAD if ahead.value and beside_compute.value is True else ""
 
 
 def _interpret(platform: str) -> Interpret:

@@ -35,10 +35,9 @@ from pallas_collectives.wires import Wire
 
 NAMES = ("pallas", "nccl", "xla")
 
-# Of a call in a loop (`How.ahead`): whether another turn than its own may begin it, and if grouped
-# be scheduled together with products; whether the turn before begins it, as for weights, or the one
-# behind, as for gradients.
-MAY_BE_AHEAD, MAY_BE_GROUPED, IS_AHEAD, IS_BEHIND = "may be", "may be, grouped", "is", "behind"
+# Of a call in a loop (`How.ahead`): another turn than its own may begin it; the one before does, as
+# for weights; the one behind does, as for gradients.
+MAY_BE_AHEAD, IS_AHEAD, IS_BEHIND = "may be", "is", "behind"
 
 # What a backend raises for a call that lax can serve in its place.
 UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
@@ -66,10 +65,8 @@ class How:
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
         serves one at a time, is left free. None for a call outside of a step, or that is started.
-      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `MAY_BE_GROUPED`, `IS_AHEAD` or
-        `IS_BEHIND` (see `lowering.ahead`); else "".
-      group: the number of the group that XLA is to schedule it with, in its loop's turn; None to
-        leave it free.
+      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `IS_AHEAD` or `IS_BEHIND` (see
+        `lowering.ahead`); else "".
     """
 
     backend: str
@@ -87,7 +84,6 @@ class How:
     beside: bool = False
     awaited: bool | None = None
     ahead: str = ""
-    group: int | None = None
 
     @property
     def strict(self) -> bool:
@@ -161,7 +157,6 @@ class KernelPlan(Plan):
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       engine_why: why the TensorCore runs it; "" if a SparseCore does.
-      group: as `How.group`.
       shape, nbytes: shape and bytes of one device's operand, as it is laid out for the kernel.
       cuts: into how many chunks a block can be cut.
       devices: devices in the group.
@@ -174,7 +169,6 @@ class KernelPlan(Plan):
     vmem: bool
     on_sparsecore: bool
     engine_why: str = ""
-    group: int | None = None
     shape: tuple[int, ...]
     nbytes: int
     cuts: int
@@ -188,7 +182,7 @@ class KernelPlan(Plan):
         packed = self.record.packed if "codec" in options else True
         assert packed, f"{self.algorithm} packs nothing"
         launcher = self.record.launcher if packed is True else packed
-        with sparsecore.wanted(self.on_sparsecore, self.group):
+        with sparsecore.wanted(self.on_sparsecore):
             return launcher(*operands, vmem=self.vmem, **options)
 
 

@@ -14,8 +14,7 @@ from jax.extend.core import JaxprEqn
 from pallas_collectives import _compat, catalogue
 from pallas_collectives._compat import Aval
 from pallas_collectives.backends import algorithms, canonical
-from pallas_collectives.backends.plans import MAY_BE_AHEAD, MAY_BE_GROUPED, UNSERVABLE, How
-from pallas_collectives.kernels.machinery import sparsecore
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, UNSERVABLE, How
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.tuning import overlaps
 
@@ -54,12 +53,6 @@ class Step:
         """Whether it sums gradients of gathered weights, for a SparseCore."""
         return self.eqn is not None and _scatters(self.eqn) and isinstance(self.reads[0], int)
 
-    @property
-    def is_grouped(self) -> bool:
-        """Whether it is a scatter that may be scheduled together with products."""
-        wishes = _wishes(self.eqn, "reduce_scatter") if self.eqn is not None else None
-        return wishes is not None and wishes.ahead == MAY_BE_GROUPED
-
     def seconds(self, chip: chips.Chip) -> float:
         """What its products take at the least."""
         return _seconds(self.eqn, chip) if self.eqn is not None else 0.0
@@ -81,25 +74,22 @@ class Step:
         """Whether it only hands on parts of what it reads."""
         return self.eqn is None or self.eqn.primitive.name in _compat.PARTS
 
-    def run(
-        self, values: dict[int, Any], ahead: str | None = None, group: int | None = None
-    ) -> None:
+    def run(self, values: dict[int, Any], ahead: str | None = None) -> None:
         """Adds its results.
 
         Args:
           values: by number.
           ahead: another `How.ahead` for a collective; None leaves it.
-          group: what XLA schedules together with it in this turn; None leaves it free.
         """
         read = [x.val if isinstance(x, Value) else values[x] for x in self.reads]
         if self.eqn is None:
             results = lax.optimization_barrier(read)
         elif ahead is not None:
-            how = dataclasses.replace(self.eqn.params["how"], ahead=ahead, group=group)
+            how = dataclasses.replace(self.eqn.params["how"], ahead=ahead)
             results = [self.eqn.primitive.bind(*read, **{**self.eqn.params, "how": how})]
         else:
             primitive = self.eqn.primitive
-            with self.eqn.ctx.manager, sparsecore.scheduled(group):
+            with self.eqn.ctx.manager:
                 found = primitive.bind(*read, **primitive.get_bind_params(self.eqn.params))
             results = found if primitive.multiple_results else [found]
         values.update(zip(self.writes, results, strict=True))
@@ -118,7 +108,7 @@ def _wishes(eqn: JaxprEqn, collective: str) -> How | None:
     if eqn.primitive.name not in _twins_of(collective):
         return None
     how: How = eqn.params["how"]
-    return how if how.ahead in (MAY_BE_AHEAD, MAY_BE_GROUPED) and not how.awaited else None
+    return how if how.ahead == MAY_BE_AHEAD and not how.awaited else None
 
 
 @functools.cache

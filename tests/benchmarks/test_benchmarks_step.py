@@ -145,7 +145,7 @@ def test_only_what_is_named_is_compiled(bench: Bench, monkeypatch: pytest.Monkey
     monkeypatch.setattr(compiling, "rows", rows)
     monkeypatch.setattr(compiled, "is_available", lambda: True)
     status, out, _ = bench("step", "--program=tensor", "--topology=v5e:2x2", "--under=lax,forced")
-    assert status == 0 and "--under=override,grouped" in out
+    assert status == 0 and "--under=override" in out
     assert asked == [compiling.Task("v5e:2x2", "tensor", False, False, ["lax", "forced"])]
 
 

@@ -86,7 +86,6 @@ def _a_scatter_and_a_sum(p: Parameters) -> Iterable[Hashable]:
 # Named as in `quick_rows.QUICK`.
 FULL: dict[str, Covers] = {
     "test_ahead::test_products_run_beside_a_scatter": only(topology=["v5p:2x2x1"]),
-    "test_ahead::test_unless_groups_are_asked_for_the_compiler_refuses_nothing": once,
     "test_ahead::test_values_and_gradients_are_the_same_to_the_bit": apart_from(
         each("name", "check_vma"), name=["reverse=False, unroll=2", "reverse=True, unroll=1"]
     ),

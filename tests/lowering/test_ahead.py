@@ -1,7 +1,6 @@
 """The weights that a loop's turn needs first, asked for in the turn before."""
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,8 +156,7 @@ OTHERS = {
     **{f.__name__: f for f in (vmapped, nested, of_one, of_two, twice)},
 }
 RUNS = PLAIN | OTHERS
-DROPS_GROUPS = {"xla_tpu_scheduling_annotation_deannotate_unsupported_groups": True}
-GROUPS_SINCE = "0.0.50"  # older compilers take other groups, and put no products beside some
+BARRIERS_SINCE = "0.0.50"  # older compilers put no products beside some scatters
 CASES = [
     *((name, True) for name in RUNS if name != "twice"),
     *((name, False) for name in OTHERS),
@@ -173,12 +171,11 @@ def test_values_and_gradients_are_the_same_to_the_bit(name: str, check_vma: bool
     with pc.override_lax(ahead=False):
         within = derived(run, check_vma)
     assert not asked() and not asked(LEAVES)
-    for ahead in (True, "grouped"):
-        with pc.override_lax(ahead=ahead):
-            got = derived(run, check_vma)
-        jax.tree.map(np.testing.assert_array_equal, got, within)
-        assert bool(asked()) == (name not in ("of_one", "saving"))
-        assert bool(asked(LEAVES)) == (name != "of_one")
+    with pc.override_lax():
+        got = derived(run, check_vma)
+    jax.tree.map(np.testing.assert_array_equal, got, within)
+    assert bool(asked()) == (name not in ("of_one", "saving"))
+    assert bool(asked(LEAVES)) == (name != "of_one")
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, by_lax)
 
 
@@ -314,66 +311,28 @@ def gradient(body: Any) -> Any:
     return run
 
 
-def groups(text: str) -> dict[str, list[bool]]:
-    """The numbers of groups; of each member whether it is a product, and not a kernel."""
-    found: dict[str, list[bool]] = {}
-    for line in text.splitlines():
-        if number := re.search(r'_scheduling_group_id = "(\d+)"', line):
-            found.setdefault(number[1], []).append("dot_general" in line)
-    return found
-
-
 @pytest.mark.parametrize("topology", ["v6e:2x2", "v5p:2x2x1"])
-def test_a_scatter_has_a_group_of_products(topology: str) -> None:
-    """It is left for the next turn where its own has no product behind it."""
+def test_a_scatter_is_left_where_no_product_stands_behind_it(topology: str) -> None:
     pytest.importorskip("libtpu")
-    text = lowered(gradient(and_after), topology, ahead="grouped").as_text()
+    lowered(gradient(and_after), topology)
     assert asked() and asked(LEAVES)
     assert "which keeps 32.0 MiB more" in str(pc.override_report())
-    (members,) = groups(text).values()
-    assert members.count(False) == 1 and members.count(True)
-    for ahead in (False, True):
-        alone = lowered(gradient(and_after), topology, ahead=ahead).as_text()
-        assert not groups(alone) and bool(asked(LEAVES)) == bool(asked()) == ahead
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("topology", ["v6e:2x2", "v5p:2x2x1"])
-def test_unless_groups_are_asked_for_the_compiler_refuses_nothing(topology: str) -> None:
-    """It does this one, a product alone in a turn, unless it may drop its scatter's group."""
-    pytest.importorskip("libtpu", minversion=GROUPS_SINCE)
-
-    def alone(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ whole(w))
-
-    def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.grad(lambda w: jnp.sum(over(alone)(x, w).astype(jnp.float32) ** 2))(w)
-
-    assert lowered(run, topology).compile()
-    in_groups = lowered(run, topology, ahead="grouped")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="annotation"):
-        in_groups.compile()
-    assert in_groups.compile(DROPS_GROUPS)
+    lowered(gradient(and_after), topology, ahead=False)
+    assert not asked() and not asked(LEAVES)
 
 
 def test_a_scatter_with_products_behind_it_stays_in_its_turn() -> None:
     pytest.importorskip("libtpu")
     lowered(gradient(between))
     assert not asked(LEAVES)
-    text = lowered(gradient(between), ahead="grouped").as_text()
-    assert not asked(LEAVES)
-    (members,) = groups(text).values()
-    assert members.count(False) == 1 and members.count(True)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("body", [and_after, between])
 @pytest.mark.parametrize("topology", ["v6e:2x2", "v5p:2x2x1"])
-@pytest.mark.parametrize("ahead", [True, "grouped"])
-def test_products_run_beside_a_scatter(body: Any, topology: str, ahead: Any) -> None:
-    """The compiler refuses groups that it cannot schedule; barriers alone do as well."""
-    pytest.importorskip("libtpu", minversion=GROUPS_SINCE)
-    text = lowered(gradient(body), topology, ahead=ahead).compile().as_text()
+def test_products_run_beside_a_scatter(body: Any, topology: str) -> None:
+    pytest.importorskip("libtpu", minversion=BARRIERS_SINCE)
+    text = lowered(gradient(body), topology).compile().as_text()
     (backward,) = (loop for loop in schedule.events(text) if is_loop_with(loop, "reduce_scatter"))
     (key,) = (e.key for e in backward.events if is_start_of(e, "reduce_scatter"))
     order = [getattr(e, "key", "") for e in backward.events]
@@ -388,15 +347,3 @@ def is_start_of(event: Any, op: str) -> bool:
 
 def is_loop_with(event: Any, op: str) -> bool:
     return isinstance(event, schedule.Loop) and any(is_start_of(e, op) for e in event.events)
-
-
-def test_a_loop_of_unrolled_turns_has_no_groups() -> None:
-    """They would hold products of several turns, which XLA cannot schedule."""
-    pytest.importorskip("libtpu")
-
-    def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        body = jax.checkpoint(and_after)
-        turns = lambda w: lax.scan(lambda x, w: (body(x, w), None), x, w, unroll=2)[0]  # noqa: E731
-        return jax.grad(lambda w: jnp.sum(turns(w).astype(jnp.float32) ** 2))(w)
-
-    assert not groups(lowered(run, ahead="grouped").as_text())

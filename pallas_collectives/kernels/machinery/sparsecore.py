@@ -44,37 +44,16 @@ LANES = 16  # numbers of 32 bits in a vector subcore's register
 _AS_XLA_RECKONS = 4.0  # see `as_long_as`
 
 _wanted = contextvars.ContextVar("on_sparsecore", default=False)
-_group: contextvars.ContextVar[int | None] = contextvars.ContextVar("group", default=None)
 
 
 @contextlib.contextmanager
-def wanted(here: bool = True, group: int | None = None) -> Iterator[None]:
-    """Within this context kernels are launched on a SparseCore, if `here`, each in a `scheduled`
-    group of this number.
-    """
-    token, of_group = _wanted.set(here), _group.set(group)
+def wanted(here: bool = True) -> Iterator[None]:
+    """Within this context kernels are launched on a SparseCore, if `here`."""
+    token = _wanted.set(here)
     try:
         yield
     finally:
         _wanted.reset(token)
-        _group.reset(of_group)
-
-
-_FIRST_GROUP = 7000  # far from numbers that a program may give groups of its own
-
-
-def scheduled(group: int | None) -> contextlib.AbstractContextManager[Any]:
-    """Within this context what is traced is of a group, which XLA schedules together.
-
-    What a group has of products runs beside its collective. Without one XLA may end a sum as soon
-    as it has begun, where what reads it was found just behind it, and the core waits
-    (`lowering.ahead`). A group of None leaves all free.
-    """
-    if group is None:
-        return contextlib.nullcontext()
-    from jax.experimental.xla_metadata import set_xla_metadata  # its import gives JAX a primitive
-
-    return set_xla_metadata(_scheduling_group_id=str(_FIRST_GROUP + group))
 
 
 def is_wanted() -> bool:
@@ -225,14 +204,12 @@ def kernel(
                 num_cores=1,
                 num_subcores=sharing,
             )
-        launched = pl.kernel(
+        return pl.kernel(
             on_core,
             out_type=results,
             mesh=mesh,
             scratch_types=([pltpu.SMEM(x.shape, x.dtype) for x in read], *scratch),
             **options,
-        )
-        with scheduled(_group.get()):
-            return launched(read, list(operands))
+        )(read, list(operands))
 
     return run

@@ -1,0 +1,139 @@
+"""What a loop's turn can ask for in the turn before, and what it can leave to the one behind.
+
+A gather can be asked for so where its operand is a part of the scan's `xs`: nothing that the turn
+before computes. It is where a SparseCore runs it, and the products before its first use take less
+time than it does (modelled); the others find enough beside them within their turn. A scatter can be
+left for the next turn where its result goes to the scan's stacked results alone. It is where a
+SparseCore runs it, the products behind it take less time than what is then under way (modelled),
+and what all turns would wait is more than the last one's scatter takes, which has nothing beside.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pallas_collectives import _compat
+from pallas_collectives.lowering import turns
+from pallas_collectives.lowering.turns import Flat, Step, numbers
+from pallas_collectives.topology import chips
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A scan; the values of a turn have numbers."""
+
+    params: dict[str, Any]
+    steps: list[Step]
+    consts: tuple[int, ...]
+    carry: tuple[int, ...]
+    x: tuple[int, ...]
+    results: list[Any]  # the new carry, and y
+
+    @classmethod
+    def of(cls, params: dict[str, Any], count: int) -> "Loop":
+        """The scan of a primitive with so many operands."""
+        n_consts, n_carry = _compat.scan_parts(params, count)
+        flat = Flat()
+        reads = flat.numbers(count)
+        results = flat.add(params["jaxpr"], reads)
+        carry_to = n_consts + n_carry
+        parts = reads[:n_consts], reads[n_consts:carry_to], reads[carry_to:]
+        return cls(params, flat.steps, *parts, results)
+
+    def early(self) -> list[Step]:
+        """The gathers to ask for a turn ahead."""
+        chip = chips.current()
+        found, busy = [], 0.0
+        *elapsed, total = self._elapsed(chip)
+        gathers = [(elapsed[self._first_use(s)], s) for s in self.steps if s.how]
+        for needed, step in sorted(gathers, key=lambda pair: pair[0]):
+            takes, waits = turns.under_way(step, chip), total > needed
+            waits = waits and busy + takes > needed and not self._is_kept(step)
+            if takes and waits and self.of_xs([step]):
+                found.append(step)
+            else:
+                busy += takes
+        return found
+
+    def sums(self) -> list[Step]:
+        """The scatters that a SparseCore runs, and whose results are results of the turn alone."""
+        chip = chips.current()
+        found = (step for step in self.steps if step.scatters and turns.under_way(step, chip))
+        return [step for step in found if self.to_ys(step)]
+
+    def late(self) -> list[Step]:
+        """The scatters to leave for the next turn."""
+        chip = chips.current()
+        found = []
+        *elapsed, total = self._elapsed(chip)
+        busy = sum(turns.under_way(step, chip) for step in self.steps if step.how)
+        for made, step in zip(elapsed, self.steps, strict=True):
+            if not step.scatters:
+                continue
+            takes = turns.under_way(step, chip)
+            done = max(busy, made) + takes
+            if takes and (done - total) * self.params["length"] > takes and self.to_ys(step):
+                found.append(step)
+            else:
+                busy = done
+        return found
+
+    def _elapsed(self, chip: chips.Chip) -> list[float]:
+        """What products take before each step, and in all."""
+        each = (step.seconds(chip) for step in self.steps)
+        return [*itertools.accumulate(each, initial=0.0)]
+
+    def _first_use(self, gather: Step) -> int:
+        """The number of the first step that computes with what a gather brings."""
+        brought = {*gather.writes}
+        for number, step in enumerate(self.steps):
+            if brought.intersection(numbers(step.reads)):
+                if not step.hands_on:
+                    return number
+                brought |= {*step.writes}
+        return len(self.steps) - 1
+
+    def _is_kept(self, gather: Step) -> bool:
+        """Whether what a gather brings is a result, too: of a turn, or kept for derivatives."""
+        brought = {*gather.writes}
+        for step in self.steps:
+            if step.hands_on and brought.intersection(numbers(step.reads)):
+                brought |= {*step.writes}
+        return not brought.isdisjoint(numbers(self.results))
+
+    def of_xs(self, gathers: Iterable[Step]) -> list[Step]:
+        """The steps that bring gathers' operands, and these; none where they need more."""
+        wanted = {*gathers}
+        needed = {x for gather in wanted for x in numbers(gather.reads)}
+        chain = []
+        for step in reversed(self.steps):
+            if step in wanted or needed.intersection(step.writes):
+                if step not in wanted and not step.hands_on:
+                    return []
+                chain.append(step)
+                needed |= {*numbers(step.reads)}
+        of_xs = needed.intersection(self.x) and not needed.intersection(self.carry)
+        return chain[::-1] if of_xs else []
+
+    @property
+    def ys(self) -> list[Any]:
+        return self.results[len(self.carry) :]
+
+    def to_ys(self, scatter: Step) -> list[Step]:
+        """A scatter and the steps that hand its result on to y; none where others need it."""
+        brought, chain = {*scatter.writes}, [scatter]
+        for step in self.steps:
+            read = {*numbers(step.reads)}
+            if step.hands_on and step.eqn is not None and read and read <= brought:
+                brought |= {*step.writes}
+                chain.append(step)
+            elif read & brought:
+                return []
+        in_carry = brought.intersection(numbers(self.results[: len(self.carry)]))
+        return [] if in_carry or not self.in_ys(chain) else chain
+
+    def in_ys(self, steps: Sequence[Step]) -> list[int]:
+        """What these write of y."""
+        ys = {*numbers(self.ys)}
+        return [number for step in steps for number in step.writes if number in ys]
