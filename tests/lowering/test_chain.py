@@ -1,0 +1,94 @@
+"""When a loop's sums start, and what barriers join them with."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_collectives.lowering.chain import Chain, Sum
+from pallas_collectives.lowering.turns import Step
+
+FIRST, SECOND, PRODUCT, CARRY = 1, 2, 3, 4  # numbers of two gradients and of a turn's values
+NUMBERS = FIRST, SECOND, PRODUCT, CARRY
+SUMS = {FIRST: 11, SECOND: 12}
+
+
+def joined(product_size: int, product_ends: float) -> list[Any]:
+    """What runs, in order: sums by their gradient, and what each barrier joins.
+
+    The first sum takes two seconds from the turn's start. The second one's gradient is there after
+    one, and a product has been computed at `product_ends`.
+    """
+    done: list[Any] = []
+
+    def turn(first: jax.Array, second: jax.Array, product: jax.Array, carry: jax.Array) -> Any:
+        values = dict(zip(NUMBERS, (first, second, product, carry), strict=True))
+
+        def ends(gradient: int) -> Sum:
+            def run() -> None:
+                values[SUMS[gradient]] = values[gradient] + 1
+                done.append(gradient)
+
+            return Sum(gradient, [SUMS[gradient]], 2.0, run)
+
+        def joins(self: Step, values: dict[int, Any]) -> None:
+            assert self.eqn is None and self.reads == self.writes
+            done.append([*self.reads])
+            by_jax(self, values)
+
+        with pytest.MonkeyPatch.context() as patch:
+            by_jax = Step.run
+            patch.setattr(Step, "run", joins)
+            chain = Chain(values)
+            chain.add(ends(FIRST), 0.0)
+            chain.add(ends(SECOND), 1.0)
+            chain.passed(Step(None, (), (PRODUCT,)), product_ends)
+            chain.end([CARRY])
+        return values[SUMS[FIRST]], values[SUMS[SECOND]], values[CARRY]
+
+    one = jnp.ones(4)
+    jaxpr = jax.make_jaxpr(turn)(one, one, jnp.ones(product_size), one)
+    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    joined = [len(each) for each in done if isinstance(each, list)]
+    assert [len(eqn.invars) for eqn in barriers] == joined
+    return done
+
+
+@pytest.mark.parametrize(
+    "size, ends, behind",
+    [
+        (4, 2.5, [PRODUCT]),
+        (4, 1.5, []),  # the first sum is still under way
+        (8, 2.5, []),  # it would be kept for the barrier alone
+    ],
+)
+def test_a_sum_starts_behind_the_one_before_it(size: int, ends: float, behind: list[int]) -> None:
+    assert joined(size, ends) == [
+        FIRST,
+        [SECOND, SUMS[FIRST], *behind],
+        SECOND,
+        [CARRY, SUMS[SECOND]],
+    ]
+
+
+def test_a_sum_that_finds_no_other_under_way_starts_at_once() -> None:
+    values = {FIRST: jnp.ones(4), SECOND: jnp.ones(4)}
+    started: list[int] = []
+
+    def ends(gradient: int) -> Sum:
+        def run() -> None:
+            values[SUMS[gradient]] = values[gradient]
+            started.append(gradient)
+
+        return Sum(gradient, [SUMS[gradient]], 2.0, run)
+
+    chain = Chain(values)
+    chain.add(ends(FIRST), 0.0)
+    chain.add(ends(SECOND), 2.0)
+    assert started == [FIRST, SECOND]
+
+
+def test_a_turn_without_sums_has_no_barrier() -> None:
+    chain = Chain({})
+    chain.end([CARRY])  # which would need its value
