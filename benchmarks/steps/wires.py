@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import pallas_collectives
-from benchmarks.steps.schedule import Collective
+from benchmarks.steps.schedule import SPARSECORE, Collective
 from pallas_collectives import catalogue
 from pallas_collectives.backends.plans import KernelPlan
 from pallas_collectives.errors import CollectiveError
@@ -108,11 +108,15 @@ def _block(
 
 
 def _plan(c: Collective, plans: Sequence[KernelPlan]) -> KernelPlan | None:
-    """The plan of a kernel: of those for its collective the one that fits its result best."""
+    """The plan of a kernel: of those for its collective the one that fits it best.
+
+    A SparseCore's sums have shapes of their own: a plan's engine tells them from the core's.
+    """
     of_op = [plan for plan in plans if plan.op == c.op]
-    by_bytes = [plan for plan in of_op if _result(plan) == c.nbytes]
+    there = [plan for plan in of_op if plan.on_sparsecore == (c.engine == SPARSECORE)]
+    by_bytes = [plan for plan in there if _result(plan) == c.nbytes]
     by_shape = [plan for plan in by_bytes if _fits(plan, c.shape)]
-    return next(iter(by_shape or by_bytes or of_op), None)
+    return next(iter(by_shape or by_bytes or there or of_op), None)
 
 
 def _fits(plan: KernelPlan, shape: tuple[int, ...]) -> bool:

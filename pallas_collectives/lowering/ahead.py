@@ -158,7 +158,9 @@ class Rewritten:
 
     def _compute(self, values: Values) -> None:
         """Runs the rest of a turn, its sums and those left to it one behind the other."""
-        chip, chain, now = chips.current(), Chain(values), 0.0
+        chip, now = chips.current(), 0.0
+        chain = Chain(values, sum(step.seconds(chip) for step in self.loop.steps))
+        gradients = self.loop.before([*self.late, *self.own])
         late = {step for steps in self.late.values() for step in steps}
         handed_on = {step for steps in self.own.values() for step in steps}
         computed: set[int] = set()
@@ -191,7 +193,7 @@ class Rewritten:
                 run_all([step])
                 computed.update(step.writes)
                 now += step.seconds(chip)
-                if step.is_product:
+                if step.is_product and gradients.isdisjoint(step.writes):
                     chain.passed(step, now)
         ends = [*numbers(self.loop.results[: len(self.loop.carry)]), *self.made]
         chain.end(number for number in ends if number in computed)

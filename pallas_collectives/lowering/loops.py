@@ -133,6 +133,14 @@ class Loop:
         in_carry = brought.intersection(numbers(self.results[: len(self.carry)]))
         return [] if in_carry or not self.in_ys(chain) else chain
 
+    def before(self, scatters: Iterable[Step]) -> set[int]:
+        """What these read, and what only is handed on to them."""
+        needed = {scatter.reads[0] for scatter in scatters}
+        for step in reversed(self.steps):
+            if step.hands_on and needed.intersection(step.writes):
+                needed |= {*numbers(step.reads)}
+        return needed
+
     def in_ys(self, steps: Sequence[Step]) -> list[int]:
         """What these write of y."""
         ys = {*numbers(self.ys)}

@@ -225,14 +225,14 @@ def test_the_axes_of_a_listed_group() -> None:
 def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
     """Weights and tokens of as many bytes, gathered over axes of as many devices."""
 
-    def plan(shape: tuple[int, ...], axis: str) -> KernelPlan:
+    def plan(shape: tuple[int, ...], axis: str, on_sparsecore: bool = False) -> KernelPlan:
         record = catalogue.COLLECTIVES["all_gather"].algorithms[0]
         return KernelPlan(
             op="all_gather",
             backend="pallas",
             record=record,
             vmem=False,
-            on_sparsecore=False,
+            on_sparsecore=on_sparsecore,
             shape=shape,
             nbytes=1 << 23,
             cuts=1,
@@ -242,15 +242,17 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
             torus="line",
         )
 
-    plans = [plan((2, 512, 4096), "model"), plan((1024, 4096), "data")]
+    plans = [plan((2, 512, 4096), "model"), plan((1024, 4096), "data"), plan((9,), "sc", True)]
 
-    def axes(shape: tuple[int, ...], nbytes: int) -> tuple[str, ...]:
-        found = wires._plan(Collective("a", "all_gather", "k", CORE, nbytes, 0, shape=shape), plans)
+    def axes(shape: tuple[int, ...], nbytes: int, engine: str = CORE) -> tuple[str, ...]:
+        kernel = Collective("a", "all_gather", "k", engine, nbytes, 0, shape=shape)
+        found = wires._plan(kernel, plans)
         return found.axes if found else ()
 
     assert axes((4096, 4096), 1 << 25) == ("data",)
     assert axes((2, 2048, 4096), 1 << 25) == ("model",)
     assert axes((7,), 14) == ("model",)  # the first of the collective
+    assert axes((2, 2048, 4096), 1 << 25, SPARSECORE) == ("sc",)
 
 
 def test_laxs_ragged_exchange_sends_what_ours_does() -> None:

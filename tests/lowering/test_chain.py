@@ -40,7 +40,7 @@ def joined(product_size: int, product_ends: float) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             by_jax = Step.run
             patch.setattr(Step, "run", joins)
-            chain = Chain(values)
+            chain = Chain(values, ends=8.0)
             chain.add(ends(FIRST), 0.0)
             chain.add(ends(SECOND), 1.0)
             chain.passed(Step(None, (), (PRODUCT,)), product_ends)
@@ -61,6 +61,7 @@ def joined(product_size: int, product_ends: float) -> list[Any]:
         (4, 2.5, [PRODUCT]),
         (4, 1.5, []),  # the first sum is still under way
         (8, 2.5, []),  # it would be kept for the barrier alone
+        (4, 6.5, []),  # the products to come take less time than the second sum
     ],
 )
 def test_a_sum_starts_behind_the_one_before_it(size: int, ends: float, behind: list[int]) -> None:
@@ -83,12 +84,12 @@ def test_a_sum_that_finds_no_other_under_way_starts_at_once() -> None:
 
         return Sum(gradient, [SUMS[gradient]], 2.0, run)
 
-    chain = Chain(values)
+    chain = Chain(values, ends=8.0)
     chain.add(ends(FIRST), 0.0)
     chain.add(ends(SECOND), 2.0)
     assert started == [FIRST, SECOND]
 
 
 def test_a_turn_without_sums_has_no_barrier() -> None:
-    chain = Chain({})
+    chain = Chain({}, ends=8.0)
     chain.end([CARRY])  # which would need its value

@@ -163,7 +163,8 @@ def call_many(
     vmem_bytes = sum(map(padded_bytes, in_vmem)) + pipeline_bytes * 5 // 4
     under_way = wire_bytes
     if sparsecore.is_wanted():
-        under_way = sparsecore.as_long_as(wire_bytes, chips.current(), links=2 * len(along))
+        links = 2 * len(along)
+        under_way = sparsecore.as_long_as(wire_bytes, chips.current(), links, sums=bool(sharing))
     options: dict[str, Any] = {
         "name": name,
         "interpret": interpret,

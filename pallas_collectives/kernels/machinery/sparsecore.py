@@ -41,7 +41,8 @@ _SUBCORES = "subcores"  # the vector subcores of one
 
 LANES = 16  # numbers of 32 bits in a vector subcore's register
 
-_AS_XLA_RECKONS = 4.0  # see `as_long_as`
+# For copies and for sums (see `as_long_as`).
+_AS_XLA_RECKONS, _AS_XLA_RECKONS_SUMS = 4.0, 12.0
 
 _wanted = contextvars.ContextVar("on_sparsecore", default=False)
 
@@ -121,7 +122,7 @@ def check(what: str, chip: Chip, *, adds: bool) -> None:
         raise EngineError(f"{what} on a SparseCore", rule, remedy)
 
 
-def as_long_as(wire_bytes: int, chip: Chip, links: int) -> int:
+def as_long_as(wire_bytes: int, chip: Chip, links: int, *, sums: bool) -> int:
     """Bytes of HBM that take as long as these on so many links.
 
     XLA reckons how long a call is under way from its bytes, and knows nothing of links. Told of the
@@ -129,9 +130,14 @@ def as_long_as(wire_bytes: int, chip: Chip, links: int) -> int:
     is told of `_AS_XLA_RECKONS` times as many: by `step`, fsdp forward on v6e:4x4, the core then
     waits 0.7 ms. With half of these it waits 2.9, since calls start too late, and with 1.75 times
     them 4.0, since a call that is needed later is in the way. On v5p 2 to 7 times are alike.
+
+    Sums also add, and only barriers keep them under way (`lowering.chain`). By `step`, fsdp_tensor
+    with gradient on v6e:4x4, the core waits 12.5 ms if XLA is told of them as of copies, 11.5 and
+    10.8 of 2 and 4 times as many bytes, and no less of 8 times. On v5p:2x2x2 3 times are best.
     """
     time_on_links = wire_bytes / (links * chip.link_bandwidth)
-    return round(_AS_XLA_RECKONS * time_on_links * chip.hbm_bandwidth)
+    times = _AS_XLA_RECKONS_SUMS if sums else _AS_XLA_RECKONS
+    return round(times * time_on_links * chip.hbm_bandwidth)
 
 
 def whole_registers(table: jax.Array) -> jax.Array:

@@ -326,7 +326,7 @@ def test_what_subcores_add_is_reckoned(name: str, sizes: dict[str, int], dtype: 
 
 
 def test_a_subcore_adds_beside_its_loads() -> None:
-    """Of 32 bits a sum has a load for each term; converted numbers take more than their loads."""
+    """A sum of float32 loads each term; converting numbers takes more than loading them."""
     nothing = {"in_specs": P(), "out_specs": P(), "check_vma": False}
 
     def us(dtype: str, **rates: Any) -> float:
