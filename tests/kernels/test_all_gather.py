@@ -122,7 +122,8 @@ def test_a_line_is_sound_under_credits_and_in_chunks(monkeypatch: pytest.MonkeyP
 def test_a_line_with_shared_receive_semaphores_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = with_shared_receive_semaphore(all_gather._ring_kernel)
     monkeypatch.setattr(all_gather, "_ring_kernel", faulty)
-    assert run_line(5, "on_wait", hold=4)
+    # On a busy machine one run may happen to go in the right order.
+    assert any(run_line(5, "on_wait", hold=hold) for hold in (4, 2, 1))
 
 
 def test_a_line_without_credits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
