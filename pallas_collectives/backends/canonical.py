@@ -32,6 +32,7 @@ from pallas_collectives.annotations import DType, DTypeLike, Number
 from pallas_collectives.backends import wired
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How
+from pallas_collectives.kernels.machinery.blocks import block_shape, whole_shape
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
 
@@ -77,11 +78,6 @@ def group_of(axis_name: AxisName, index_groups: Groups = None) -> Group:
     return Group(axes, tuple(shape[axis] for axis in axes), groups)
 
 
-def resized(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
-    """`shape` with another size along `axis`."""
-    return (*shape[:axis], size, *shape[axis + 1 :])
-
-
 def _all_gather(
     module: Any,
     how: How,
@@ -99,7 +95,7 @@ def _all_gather(
     if axis_size == 1:
         return x
     if x.size == 0:
-        return jnp.zeros(resized(x.shape, axis, axis_size * x.shape[axis]), x.dtype)
+        return jnp.zeros(whole_shape(x.shape, axis, axis_size), x.dtype)
     return module.all_gather(x, group_of(axis_name, axis_index_groups), axis=axis, how=how)
 
 
@@ -117,7 +113,7 @@ def _reduce_scatter(
     axis = scatter_dimension
     group = group_of(axis_name, axis_index_groups)
     if x.size == 0:
-        x = jnp.zeros(resized(x.shape, axis, x.shape[axis] // axis_size), x.dtype)
+        x = jnp.zeros(block_shape(x.shape, axis, axis_size), x.dtype)
     elif axis_size > 1:
         x = module.reduce_scatter(x, group, axis=axis, how=how)
     return x if tiled else lax.squeeze(x, (axis,))
@@ -159,8 +155,8 @@ def _all_to_all(
     if group.size == 1:
         return x
     if x.size == 0:
-        shape = resized(x.shape, split_axis, x.shape[split_axis] // group.size)
-        return jnp.zeros(resized(shape, concat_axis, shape[concat_axis] * group.size), x.dtype)
+        shape = block_shape(x.shape, split_axis, group.size)
+        return jnp.zeros(whole_shape(shape, concat_axis, group.size), x.dtype)
     return module.all_to_all(x, group, split_axis=split_axis, concat_axis=concat_axis, how=how)
 
 

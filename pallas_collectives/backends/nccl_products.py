@@ -22,6 +22,7 @@ from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import device_groups, run_by
 from pallas_collectives.backends.pallas.products import GATHER, Layout, Spec, halves
+from pallas_collectives.kernels.machinery.blocks import block_shape, whole_shape
 from pallas_collectives.nccl import cublas, mailboxes, products
 from pallas_collectives.nccl.products import Multiplier, Work
 from pallas_collectives.topology.groups import Group
@@ -125,11 +126,11 @@ def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     flat = [x.reshape(todo.batch, -1, x.shape[-1]) for x in xs]
     results = _products_p.bind(*flat, *ws, work=todo, group=group)
     if op != GATHER:
-        block = canonical.resized(shape, spec.axis, shape[spec.axis] // spec.size)
+        block = block_shape(shape, spec.axis, spec.size)
         total = results[0].reshape(*block[:-1], todo.columns[0])
         total = total if spec.scale == 1.0 else total * spec.scale
         return [total.astype(spec.out_dtype)]
-    whole = canonical.resized(shape, spec.axis, spec.size * shape[spec.axis])
+    whole = whole_shape(shape, spec.axis, spec.size)
     gathered = jnp.zeros(whole, xs[0].dtype)
     if todo.keeps:
         gathered = jnp.moveaxis(results.pop(), 0, 1).reshape(whole)

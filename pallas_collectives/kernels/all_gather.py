@@ -47,7 +47,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, Step, dma_semaphores
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.blocks import Blocks, whole_shape
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology import groups
@@ -137,7 +137,7 @@ def _launch(
     **options: Any,
 ) -> jax.Array:
     """Gathers in a way."""
-    shape = (*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
+    shape = whole_shape(x.shape, axis, group.size)
     return launch.call(
         kernel,
         group,

@@ -17,7 +17,7 @@ import jax
 
 from pallas_collectives.annotations import Interpret, Ref, buffer
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.blocks import Blocks, block_shape
 from pallas_collectives.kernels.machinery.combine import combine_stack
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology.groups import Group, Ring
@@ -37,7 +37,7 @@ def reduce_scatter(
 
     Blocks must be `sliceable` along `axis` and whole tiles in their last two dimensions.
     """
-    shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
+    shape = block_shape(x.shape, axis, group.size)
     blocks = Blocks.of(shape, axis, x.dtype)
     name = "reduce_scatter_direct"
     return _launch(x, group, shape, blocks.at, op, name, vmem=vmem, interpret=interpret)

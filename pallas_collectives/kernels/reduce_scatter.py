@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 from pallas_collectives.annotations import DType, Interpret, Number, Ref, Step, buffer
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sparsecore
-from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.blocks import Blocks, block_shape
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import reduce_scatter as torus
@@ -138,7 +138,7 @@ def _along(
         return in_sections(x, group, line=line, axis=axis, op=op, **how, **packed)
     if sparsecore.is_wanted():
         return _by_subcores(x, group, axis, streams_of, op, name, interpret)
-    shape = _block_shape(x, group, axis)
+    shape = block_shape(x.shape, axis, group.size)
     blocks = Blocks.of(shape, axis, x.dtype, chunks_of(shape, x.dtype, vmem))
     streams = streams_of(chunks=blocks.chunks)
     if len(streams) > 1 and goes_in_sections(blocks, x.dtype, vmem):
@@ -170,10 +170,6 @@ def one_axis(group: Group, *, line: bool) -> Group:
     return dataclasses.replace(group, torus=(), line=line)
 
 
-def _block_shape(x: jax.Array, group: Group, axis: int) -> tuple[int, ...]:
-    return (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
-
-
 def _by_subcores(
     x: jax.Array,
     group: Group,
@@ -188,7 +184,7 @@ def _by_subcores(
     Their shares are rings side by side, which have nothing to do with each other but the barrier.
     Slots are in HBM, of blocks of any size: 3 blocks one way round, 6 both ways.
     """
-    shape, sharing = _block_shape(x, group, axis), sparsecore.shares(interpret)
+    shape, sharing = block_shape(x.shape, axis, group.size), sparsecore.shares(interpret)
     operand = sparsecore.cut(x, axis, group.size, sharing)
     share = (1, *operand.shape[2:])
     blocks = Blocks.of(share, 0, x.dtype, CHUNKS_OF_A_SUBCORE)

@@ -33,6 +33,7 @@ from pallas_collectives.backends import (
 from pallas_collectives.backends.pallas import products as pallas_fused
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import FUSED, PIPELINED, UNFUSED, ProductPlan
+from pallas_collectives.kernels.machinery.blocks import block_shape, whole_shape
 from pallas_collectives.lowering import placed, remat
 from pallas_collectives.overlap import array_products, fusion
 
@@ -199,14 +200,14 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
 
 
 def _gather_shapes(x: Aval, *ws: Aval, spec: Spec) -> list[Any]:
-    gathered = canonical.resized(x.shape, spec.axis, spec.size * x.shape[spec.axis])
+    gathered = whole_shape(x.shape, spec.axis, spec.size)
     columns = [w.shape[0 if spec.transposed else 1] for w in ws]
     return [(gathered, x.dtype), *(((*gathered[:-1], size), spec.out_dtype) for size in columns)]
 
 
 def _scatter_shapes(*operands: Aval, spec: Spec) -> list[Any]:
     xs, ws = pallas_fused.halves(operands)
-    block = canonical.resized(xs[0].shape, spec.axis, xs[0].shape[spec.axis] // spec.size)
+    block = block_shape(xs[0].shape, spec.axis, spec.size)
     return [((*block[:-1], ws[0].shape[0 if spec.transposed else 1]), spec.out_dtype)]
 
 

@@ -21,7 +21,7 @@ from pallas_collectives.backends.pallas.reductions import (
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels.machinery import spaces
-from pallas_collectives.kernels.machinery.blocks import sliceable
+from pallas_collectives.kernels.machinery.blocks import block_shape, sliceable, whole_shape
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -47,7 +47,7 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         shape = packed.shape
         gathered = _of_widened(gathered, packed).reshape(group.size, *shape)
         gathered = jnp.moveaxis(gathered, 0, axis)
-        gathered = gathered.reshape(*shape[:axis], group.size * shape[axis], *shape[axis + 1 :])
+        gathered = gathered.reshape(whole_shape(shape, axis, group.size))
     return packing.unpack(gathered, x.dtype)
 
 
@@ -140,7 +140,7 @@ def ppermute(
 
 def _blocks_first(x: jax.Array, axis: int, n: int) -> jax.Array:
     """The n blocks along `axis`, one after the other in a new first dimension, at least 3-D."""
-    block = (*x.shape[:axis], x.shape[axis] // n, *x.shape[axis + 1 :])
+    block = block_shape(x.shape, axis, n)
     stacked = jnp.moveaxis(x.reshape(*x.shape[:axis], n, *block[axis:]), axis, 0)
     return stacked.reshape(n, *_at_least_2d(block))
 

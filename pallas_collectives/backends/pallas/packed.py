@@ -17,7 +17,7 @@ from pallas_collectives import catalogue
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
-from pallas_collectives.kernels.machinery.blocks import sublanes
+from pallas_collectives.kernels.machinery.blocks import sublanes, whole_shape
 from pallas_collectives.kernels.machinery.codec import ROWS, Codec
 from pallas_collectives.kernels.torus import sections
 from pallas_collectives.records import Kernel
@@ -131,7 +131,7 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, wire: Wire, how: How) -
     plan = algorithms.choose("all_gather", how, block, group)
     options = {"codec": Codec(wire), "interpret": how.interpret}
     gathered = plan.launch(block, group, axis=seen.axis, **options)
-    return gathered.reshape(*x.shape[:axis], group.size * x.shape[axis], *x.shape[axis + 1 :])
+    return gathered.reshape(whole_shape(x.shape, axis, group.size))
 
 
 def all_to_all(

@@ -12,7 +12,7 @@ from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How, KernelPlan
 from pallas_collectives.errors import DtypeError
-from pallas_collectives.kernels.machinery.blocks import LANES, sliceable, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES, block_shape, sliceable, sublanes
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.kernels.torus import shares
@@ -57,7 +57,7 @@ def requantized_scatter(
     """
     group, codec = placement.arranged(group), Codec(wire)
     x = x.astype(wire_dtype(x.dtype, "sum", False))
-    shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
+    shape = block_shape(x.shape, axis, group.size)
     along = axis
     if not torus.fits_packed(group, shape, axis, x.dtype, codec, back=False):
         split = x.reshape(*x.shape[:axis], group.size, *shape[axis:])

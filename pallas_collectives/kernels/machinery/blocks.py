@@ -26,6 +26,16 @@ def padded_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     return math.prod(shape[:-2]) * rows * lanes * jnp.dtype(x.dtype).itemsize
 
 
+def block_shape(shape: tuple[int, ...], axis: int, n: int) -> tuple[int, ...]:
+    """The shape of one of n equal blocks along `axis`."""
+    return (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+
+
+def whole_shape(block: tuple[int, ...], axis: int, n: int) -> tuple[int, ...]:
+    """The shape of n such blocks, one behind the other along `axis`."""
+    return (*block[:axis], n * block[axis], *block[axis + 1 :])
+
+
 def sliceable(size: int, axis: int, ndim: int, dtype: DType) -> bool:
     """Whether cuts every `size` elements along `axis` fall on tile boundaries.
 

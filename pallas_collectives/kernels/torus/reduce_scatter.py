@@ -33,6 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import Copy, DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.blocks import block_shape
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import (
     all_gather,
@@ -112,7 +113,7 @@ def reduce_scatter(
     """
     left = jnp.dtype(result or x.dtype)
     axes = devices.axes_of(group)
-    shape = (*x.shape[:axis], x.shape[axis] // group.size, *x.shape[axis + 1 :])
+    shape = block_shape(x.shape, axis, group.size)
     of = functools.partial(ScatterScratch.of, dtype=x.dtype, vmem=vmem, codec=codec, left=left)
     how: dict[str, Any] = {"there_and_back": False, "vmem": vmem, "codec": codec}
     how["cores"] = launch.cores(interpret) if codec else 1
