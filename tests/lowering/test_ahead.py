@@ -28,7 +28,17 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each collective takes longer than any products: gathers of a turn's `xs` are asked for ahead,
     and scatters of stacked gradients are left for the turn behind.
     """
-    monkeypatch.setattr(turns, "under_way", lambda step, chip: 1.0)
+    yield from _under_way(1.0, monkeypatch)
+
+
+@pytest.fixture
+def hardly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each takes less time than any product: of a turn's scatters only the last one is left."""
+    yield from _under_way(1e-12, monkeypatch)
+
+
+def _under_way(seconds: float, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    patch.setattr(turns, "under_way", lambda step, chip: seconds)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -177,6 +187,39 @@ def test_values_and_gradients_are_the_same_to_the_bit(name: str, check_vma: bool
     assert bool(asked()) == (name not in ("of_one", "saving"))
     assert bool(asked(LEAVES)) == (name != "of_one")
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, by_lax)
+
+
+@pytest.mark.usefixtures("hardly")
+def test_scatters_that_stay_in_their_turn_sum_the_same_to_the_bit() -> None:
+    with pc.override_lax(ahead=False):
+        within = derived(scanned(layer), True)
+    with pc.override_lax():
+        got = derived(scanned(layer), True)
+    of_scatters = {LEAVES in x.why for x in pc.override_report().replaced if x.op == "psum_scatter"}
+    assert of_scatters == {True, False}
+    jax.tree.map(np.testing.assert_array_equal, got, within)
+
+
+@pytest.mark.usefixtures("always")
+def test_what_is_carried_on_keeps_its_type() -> None:
+    """Gradients of weights vary over fewer axes than products do, and a counter over none."""
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+    mesh = Mesh(np.array(devices[:4]).reshape(2, 2), ("x", "y"))
+    specs = P(("x", "y")), P(None, "x")
+
+    def gradient(x: jax.Array, weights: Arrays) -> Arrays:
+        def turn(state: Any, w: Arrays) -> Any:
+            x, count = state
+            return (layer(x, w) * count, count + 1), None
+
+        loss = lambda w: jnp.sum(lax.scan(turn, (x, 1), w)[0][0])  # noqa: E731
+        return jax.grad(loss)(weights)
+
+    mapped = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=P(None, "x"))
+    with pc.override_lax():
+        jax.jit(mapped).trace(*arrays()).lower(lowering_platforms=("tpu",))
+    assert asked() and asked(LEAVES)
 
 
 @pytest.mark.usefixtures("always")
