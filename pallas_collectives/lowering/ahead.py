@@ -24,7 +24,7 @@ turn behind its own.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,13 +76,13 @@ class Rewritten:
       loop: as it was written.
       early: the gathers to ask for ahead.
       late: the scatters to leave.
-      sums: all scatters that a SparseCore runs, those of `late` among them.
+      sums: seconds that each scatter takes which a SparseCore runs; those of `late` are among them.
     """
 
     def __init__(
-        self, loop: Loop, early: Sequence[Step], late: Sequence[Step], sums: Sequence[Step]
+        self, loop: Loop, early: Sequence[Step], late: Sequence[Step], sums: Mapping[Step, float]
     ):
-        self.loop, self.early = loop, early
+        self.loop, self.early, self.seconds = loop, early, sums
         self.late = {scatter: loop.to_ys(scatter) for scatter in late}  # and what hands them on
         self.own = {scatter: loop.to_ys(scatter) for scatter in sums if scatter not in late}
         # By number: what a turn does for the next one, and what it leaves to it.
@@ -167,8 +167,8 @@ class Rewritten:
 
         def add(scatter: Step, gradient: int, run: Callable[[], None]) -> None:
             brought = self.own.get(scatter) or self.late[scatter]
-            takes = turns.under_way(scatter, chip)
-            chain.add(Sum(gradient, self.loop.in_ys(brought), takes, run), now)
+            results = self.loop.in_ys(brought)
+            chain.add(Sum(gradient, results, self.seconds[scatter], run), now)
 
         def add_late() -> None:
             for scatter, gradient in zip(self.late, self.left, strict=True):

@@ -56,11 +56,11 @@ class Loop:
                 busy += takes
         return found
 
-    def sums(self) -> list[Step]:
-        """The scatters that a SparseCore runs, and whose results are results of the turn alone."""
+    def sums(self) -> dict[Step, float]:
+        """The scatters that a SparseCore runs and whose results only go to y: what each takes."""
         chip = chips.current()
-        found = (step for step in self.steps if step.scatters and turns.under_way(step, chip))
-        return [step for step in found if self.to_ys(step)]
+        takes = {step: turns.under_way(step, chip) for step in self.steps if step.scatters}
+        return {step: seconds for step, seconds in takes.items() if seconds and self.to_ys(step)}
 
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""

@@ -17,6 +17,7 @@ import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
 from pallas_collectives.lowering import turns
+from pallas_collectives.topology import placement
 
 SAYS = "a loop's turn asks for it for the next one"
 LEAVES = "a loop's turn leaves it to the next one"
@@ -362,6 +363,22 @@ def test_a_scatter_is_left_where_no_product_stands_behind_it(topology: str) -> N
     assert "which keeps 32.0 MiB more" in str(pc.override_report())
     lowered(gradient(and_after), topology, ahead=False)
     assert not asked() and not asked(LEAVES)
+
+
+def test_what_collectives_take_is_asked_where_devices_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a ring takes depends on where on the torus its devices are."""
+    pytest.importorskip("libtpu")
+    known, by_model = [], turns.under_way
+
+    def under_way(*step_and_chip: Any) -> float:
+        known.append(placement.in_scope() is not None)
+        return by_model(*step_and_chip)
+
+    monkeypatch.setattr(turns, "under_way", under_way)
+    lowered(gradient(and_after))
+    assert known and all(known)
 
 
 def test_a_scatter_with_products_behind_it_stays_in_its_turn() -> None:
