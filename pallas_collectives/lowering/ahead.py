@@ -17,10 +17,10 @@ This is done while a scan is lowered, which is behind derivatives, vmap and rema
 as it was written, a backward pass is a scan of its own, and nothing more is saved for one. Values
 are the same to the last bit. What is carried on from turn to turn is memory: for the first weights
 of a second layer, and for its last gradients before they are summed (`explain` says how much).
-Which gathers and scatters these are `lowering.loops` says.
+`lowering.loops` says which gathers and scatters these are.
 
-Barriers hold all scatters of a turn beside products (`lowering.chain`), those that are left to the
-turn behind its own.
+Barriers keep each scatter of a turn under way beside products (`lowering.chain`): first the turn's
+own, then those that the turn before has left to it.
 """
 
 import functools
@@ -160,7 +160,7 @@ class Rewritten:
         """Runs the rest of a turn, its sums and those left to it one behind the other."""
         chip, now = chips.current(), 0.0
         chain = Chain(values, sum(step.seconds(chip) for step in self.loop.steps))
-        gradients = self.loop.before([*self.late, *self.own])
+        gradients = self.loop.gradients_of([*self.late, *self.own])
         late = {step for steps in self.late.values() for step in steps}
         handed_on = {step for steps in self.own.values() for step in steps}
         computed: set[int] = set()

@@ -133,8 +133,8 @@ class Loop:
         in_carry = brought.intersection(numbers(self.results[: len(self.carry)]))
         return [] if in_carry or not self.in_ys(chain) else chain
 
-    def before(self, scatters: Iterable[Step]) -> set[int]:
-        """What these read, and what only is handed on to them."""
+    def gradients_of(self, scatters: Iterable[Step]) -> set[int]:
+        """What these read, and what steps that only hand on make it of."""
         needed = {scatter.reads[0] for scatter in scatters}
         for step in reversed(self.steps):
             if step.hands_on and needed.intersection(step.writes):
