@@ -67,10 +67,10 @@ def override_lax(
         (`wire_counts`). Derivatives of these calls travel as they are; the sums that
         `check_vma=True` adds to gradients use psum's wire.
       ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
-        needs first, where a SparseCore runs the gather and its own turn has nothing to run beside
-        it. This holds a second layer's weights in memory; `override_report()` says which, and how
-        much. A turn may also leave the scatter of its last gradient to the next turn, and each
-        scatter is held until later products are done.
+        needs first, and leave the scatter of its last gradient to the next turn, where a SparseCore
+        runs these and their own turn has nothing to run beside them. This holds a second layer's
+        weights and gradients in memory; `override_report()` says which, and how much. Other
+        scatters on a SparseCore are kept under way until later products are done.
 
     Raises:
       CollectiveError: a name that is not a collective's, or a flag that is not True or False.

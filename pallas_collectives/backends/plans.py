@@ -35,8 +35,8 @@ from pallas_collectives.wires import Wire
 
 NAMES = ("pallas", "nccl", "xla")
 
-# Of a call in a loop (`How.ahead`): another turn than its own may begin it; the one before does, as
-# for weights; the one behind does, as for gradients.
+# Of a call in a loop (`How.ahead`): another turn than its own may begin it; the turn before begins
+# it, as for weights; the turn behind begins it, as for gradients.
 MAY_BE_AHEAD, IS_AHEAD, IS_BEHIND = "may be", "is", "behind"
 
 # What a backend raises for a call that lax can serve in its place.

@@ -17,14 +17,14 @@ This is done while a scan is lowered, which is behind derivatives, vmap and rema
 as it was written, a backward pass is a scan of its own, and nothing more is saved for one. Values
 are the same to the last bit. What is carried on from turn to turn is memory: for the first weights
 of a second layer, and for its last gradients before they are summed (`explain` says how much).
-Which gathers and scatters these are `lowering.loops` says.
+`lowering.loops` says which gathers and scatters these are.
 
-Barriers hold all scatters of a turn beside products (`lowering.chain`), those that are left to the
-turn behind its own.
+Barriers keep each scatter of a turn under way beside products (`lowering.chain`): first the turn's
+own, then those that the turn before has left to it.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,13 +76,13 @@ class Rewritten:
       loop: as it was written.
       early: the gathers to ask for ahead.
       late: the scatters to leave.
-      sums: all scatters that a SparseCore runs, those of `late` among them.
+      sums: seconds that each scatter takes which a SparseCore runs; those of `late` are among them.
     """
 
     def __init__(
-        self, loop: Loop, early: Sequence[Step], late: Sequence[Step], sums: Sequence[Step]
+        self, loop: Loop, early: Sequence[Step], late: Sequence[Step], sums: Mapping[Step, float]
     ):
-        self.loop, self.early = loop, early
+        self.loop, self.early, self.seconds = loop, early, sums
         self.late = {scatter: loop.to_ys(scatter) for scatter in late}  # and what hands them on
         self.own = {scatter: loop.to_ys(scatter) for scatter in sums if scatter not in late}
         # By number: what a turn does for the next one, and what it leaves to it.
@@ -160,15 +160,15 @@ class Rewritten:
         """Runs the rest of a turn, its sums and those left to it one behind the other."""
         chip, now = chips.current(), 0.0
         chain = Chain(values, sum(step.seconds(chip) for step in self.loop.steps))
-        gradients = self.loop.before([*self.late, *self.own])
+        gradients = self.loop.gradients_of([*self.late, *self.own])
         late = {step for steps in self.late.values() for step in steps}
         handed_on = {step for steps in self.own.values() for step in steps}
         computed: set[int] = set()
 
         def add(scatter: Step, gradient: int, run: Callable[[], None]) -> None:
             brought = self.own.get(scatter) or self.late[scatter]
-            takes = turns.under_way(scatter, chip)
-            chain.add(Sum(gradient, self.loop.in_ys(brought), takes, run), now)
+            results = self.loop.in_ys(brought)
+            chain.add(Sum(gradient, results, self.seconds[scatter], run), now)
 
         def add_late() -> None:
             for scatter, gradient in zip(self.late, self.left, strict=True):

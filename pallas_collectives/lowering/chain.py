@@ -2,9 +2,9 @@
 
 XLA's scheduler orders a turn from its end, and what only writes a row of a scan's results it places
 as it was found. So it ends a sum where it began, and the core waits. A barrier that joins a sum's
-result with a value made later holds it under way until then: with what the next sum takes and the
-result of the last product that ends before it starts; and for the last one of a turn, with what the
-turn hands on. Values pass barriers as they are.
+result with a value made later keeps the sum under way until then. That value is the next sum's
+gradient, and the result of the product behind which that sum starts; for the last sum of a turn it
+is what the turn hands on. Values pass barriers as they are.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Sum:
     """A scatter of a gradient."""
 
     gradient: int  # its number
-    results: list[int]  # the numbers of what comes of it
+    results: list[int]  # the numbers of the stacked results that come of it
     seconds: float  # that it takes (modelled)
     run: Callable[[], None]
 
@@ -54,8 +54,8 @@ class Chain:
     def passed(self, product: Step, now: float) -> None:
         """A product has been traced, which ends now: a sum that can start by then does.
 
-        Not behind what is larger than all gradients: XLA might keep that for the barrier alone. Nor
-        where the products to come take less time than the sum.
+        It does not start behind a result that is larger than all gradients, which XLA might keep
+        for the barrier alone, nor where the products to come take less time than the sum.
         """
         (made,) = product.writes
         fits = self._values[made].nbytes <= self._largest

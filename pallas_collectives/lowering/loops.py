@@ -56,11 +56,11 @@ class Loop:
                 busy += takes
         return found
 
-    def sums(self) -> list[Step]:
-        """The scatters that a SparseCore runs, and whose results are results of the turn alone."""
+    def sums(self) -> dict[Step, float]:
+        """The scatters that a SparseCore runs and whose results only go to y: what each takes."""
         chip = chips.current()
-        found = (step for step in self.steps if step.scatters and turns.under_way(step, chip))
-        return [step for step in found if self.to_ys(step)]
+        takes = {step: turns.under_way(step, chip) for step in self.steps if step.scatters}
+        return {step: seconds for step, seconds in takes.items() if seconds and self.to_ys(step)}
 
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""
@@ -133,8 +133,8 @@ class Loop:
         in_carry = brought.intersection(numbers(self.results[: len(self.carry)]))
         return [] if in_carry or not self.in_ys(chain) else chain
 
-    def before(self, scatters: Iterable[Step]) -> set[int]:
-        """What these read, and what only is handed on to them."""
+    def gradients_of(self, scatters: Iterable[Step]) -> set[int]:
+        """What these read, and what steps that only hand on make it of."""
         needed = {scatter.reads[0] for scatter in scatters}
         for step in reversed(self.steps):
             if step.hands_on and needed.intersection(step.writes):

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax import lax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
@@ -83,7 +82,7 @@ class Step:
         """
         read = [x.val if isinstance(x, Value) else values[x] for x in self.reads]
         if self.eqn is None:
-            results = lax.optimization_barrier(read)
+            results = _compat.barrier(read)
         elif ahead is not None:
             how = dataclasses.replace(self.eqn.params["how"], ahead=ahead)
             results = [self.eqn.primitive.bind(*read, **{**self.eqn.params, "how": how})]

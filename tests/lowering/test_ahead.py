@@ -1,4 +1,4 @@
-"""The weights that a loop's turn needs first, asked for in the turn before."""
+"""What a loop's turn asks for in the turn before, and what it leaves to the turn behind."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
 from pallas_collectives.lowering import turns
+from pallas_collectives.topology import placement
 
 SAYS = "a loop's turn asks for it for the next one"
 LEAVES = "a loop's turn leaves it to the next one"
@@ -28,7 +29,17 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each collective takes longer than any products: gathers of a turn's `xs` are asked for ahead,
     and scatters of stacked gradients are left for the turn behind.
     """
-    monkeypatch.setattr(turns, "under_way", lambda step, chip: 1.0)
+    yield from _under_way(1.0, monkeypatch)
+
+
+@pytest.fixture
+def hardly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each takes less time than any product: of a turn's scatters only the last one is left."""
+    yield from _under_way(1e-12, monkeypatch)
+
+
+def _under_way(seconds: float, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    patch.setattr(turns, "under_way", lambda step, chip: seconds)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -179,6 +190,39 @@ def test_values_and_gradients_are_the_same_to_the_bit(name: str, check_vma: bool
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, by_lax)
 
 
+@pytest.mark.usefixtures("hardly")
+def test_scatters_that_stay_in_their_turn_sum_the_same_to_the_bit() -> None:
+    with pc.override_lax(ahead=False):
+        within = derived(scanned(layer), True)
+    with pc.override_lax():
+        got = derived(scanned(layer), True)
+    of_scatters = {LEAVES in x.why for x in pc.override_report().replaced if x.op == "psum_scatter"}
+    assert of_scatters == {True, False}
+    jax.tree.map(np.testing.assert_array_equal, got, within)
+
+
+@pytest.mark.usefixtures("always")
+def test_what_is_carried_on_keeps_its_type() -> None:
+    """Gradients of weights vary over fewer axes than products do, and a counter over none."""
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+    mesh = Mesh(np.array(devices[:4]).reshape(2, 2), ("x", "y"))
+    specs = P(("x", "y")), P(None, "x")
+
+    def gradient(x: jax.Array, weights: Arrays) -> Arrays:
+        def turn(state: Any, w: Arrays) -> Any:
+            x, count = state
+            return (layer(x, w) * count, count + 1), None
+
+        loss = lambda w: jnp.sum(lax.scan(turn, (x, 1), w)[0][0])  # noqa: E731
+        return jax.grad(loss)(weights)
+
+    mapped = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=P(None, "x"))
+    with pc.override_lax():
+        jax.jit(mapped).trace(*arrays()).lower(lowering_platforms=("tpu",))
+    assert asked() and asked(LEAVES)
+
+
 @pytest.mark.usefixtures("always")
 def test_overridden_reaches_it_too() -> None:
     run = scanned(layer)
@@ -321,10 +365,27 @@ def test_a_scatter_is_left_where_no_product_stands_behind_it(topology: str) -> N
     assert not asked() and not asked(LEAVES)
 
 
+def test_what_collectives_take_is_asked_where_devices_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a ring takes depends on where on the torus its devices are."""
+    pytest.importorskip("libtpu")
+    known, by_model = [], turns.under_way
+
+    def under_way(*step_and_chip: Any) -> float:
+        known.append(placement.in_scope() is not None)
+        return by_model(*step_and_chip)
+
+    monkeypatch.setattr(turns, "under_way", under_way)
+    lowered(gradient(and_after))
+    assert known and all(known)
+
+
 def test_a_scatter_with_products_behind_it_stays_in_its_turn() -> None:
     pytest.importorskip("libtpu")
     lowered(gradient(between))
-    assert not asked(LEAVES)
+    whys = [x.why for x in pc.override_report().replaced if x.op == "psum_scatter"]
+    assert whys and not any(LEAVES in why for why in whys)
 
 
 @pytest.mark.full

@@ -131,9 +131,10 @@ def as_long_as(wire_bytes: int, chip: Chip, links: int, *, sums: bool) -> int:
     waits 0.7 ms. With half of these it waits 2.9, since calls start too late, and with 1.75 times
     them 4.0, since a call that is needed later is in the way. On v5p 2 to 7 times are alike.
 
-    Sums also add, and only barriers keep them under way (`lowering.chain`). By `step`, fsdp_tensor
-    with gradient on v6e:4x4, the core waits 12.5 ms if XLA is told of them as of copies, 11.5 and
-    10.8 of 2 and 4 times as many bytes, and no less of 8 times. On v5p:2x2x2 3 times are best.
+    Sums also add, and only barriers keep them under way (`lowering.chain`): XLA is told of 3 times
+    as many bytes as for copies. By `step`, fsdp_tensor with gradient on v6e:4x4, the core waits
+    12.5 ms with 1 time as many, 11.5 with 2, 10.8 with 4 and no less with 8; on v5p:2x2x2 3 times
+    are best.
     """
     time_on_links = wire_bytes / (links * chip.link_bandwidth)
     times = _AS_XLA_RECKONS_SUMS if sums else _AS_XLA_RECKONS

@@ -77,6 +77,21 @@ def test_subcores_add_any_dtype_and_shape_as_the_tensorcore_does(dtype: str) -> 
     np.testing.assert_array_equal(there, here)
 
 
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+def test_a_tile_comes_while_another_is_added(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of several tiles, an odd number of them, of two terms and of three."""
+    monkeypatch.setattr(combine, "SUBCORE_TILE_BYTES", 4096)  # of float32 the smallest
+    x = harness.random((3, 3 * 48, 128), "float32")
+    fn = functools.partial(pc.psum_scatter, axis_name="x", tiled=True)
+    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]):
+        there, here = (
+            harness.per_device(functools.partial(fn, algorithm=f"bidirectional:{on}"), mesh)(x)
+            for mesh in [harness.mesh(3)]
+            for on in ("sc", "hbm")
+        )
+        np.testing.assert_array_equal(there, here)
+
+
 def test_auto_is_an_algorithm_that_subcores_run() -> None:
     x = harness.random((2, 16, 128), "float32")
     pc.reset_counts()
