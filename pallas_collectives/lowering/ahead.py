@@ -164,6 +164,7 @@ class Rewritten:
         late = {step for steps in self.late.values() for step in steps}
         handed_on = {step for steps in self.own.values() for step in steps}
         computed: set[int] = set()
+        last = next(reversed(self.own), None)
 
         def add(scatter: Step, gradient: int, run: Callable[[], None]) -> None:
             brought = self.own.get(scatter) or self.late[scatter]
@@ -187,7 +188,7 @@ class Rewritten:
         for step in self.loop.steps:
             if step in self.own:
                 add(step, step.reads[0], functools.partial(run_all, self.own[step]))
-                if step is [*self.own][-1]:
+                if step is last:
                     add_late()
             elif step not in handed_on and step not in late and step not in self.early:
                 run_all([step])

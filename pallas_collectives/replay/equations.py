@@ -247,7 +247,7 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
     numbers = math.prod if stepper.on_sparsecore else _in_registers
     size: float = max((numbers(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0)
     if name == "convert_element_type":
-        size *= (_on_a_subcore if stepper.on_sparsecore else _of_conversion)(generation, eqn)
+        size *= (_of_conversion_there if stepper.on_sparsecore else _of_conversion)(generation, eqn)
     elif name == "transpose" and stepper.kernel is not None:
         of_16, of_32 = generation.turned
         size *= of_32 if jaxprs.type_of(eqn.outvars[0]).dtype.itemsize >= 4 else of_16
@@ -290,8 +290,8 @@ def _of_conversion(chip: Chip, eqn: JaxprEqn) -> float:
     return _narrowed(chip, after)[1] if after.itemsize == 1 else 1.0
 
 
-def _on_a_subcore(_: Chip, eqn: JaxprEqn) -> float:
-    """Operations of converting a number there: one for a register of what is made."""
+def _of_conversion_there(_: Chip, eqn: JaxprEqn) -> float:
+    """Operations of converting a number on a vector subcore: one for a register of what is made."""
     return min(1.0, jaxprs.type_of(eqn.outvars[0]).dtype.itemsize / 4)
 
 

@@ -220,7 +220,7 @@ class Stepper:
 
     def flush_busy(self, eqn: JaxprEqn, lanes: np.ndarray) -> None:
         """Ends the work counted so far on these lanes, before the set of lanes changes."""
-        if self._busy or self._of_units:
+        if self._busy or any(self._of_units.values()):
             self.emit(Work(lanes, self.take_busy(), self.source(eqn)))
 
     def source(self, eqn: JaxprEqn) -> Source:

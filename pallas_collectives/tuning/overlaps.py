@@ -22,8 +22,8 @@ _WORTH_US = 50.0
 # What the core waits of that all the same, as XLA orders the built-in steps: half, on v6e (`step`).
 _EXPOSED = 0.5
 
-# The vector subcores of a SparseCore, and registers that each loads while it adds a word of bf16 or
-# f32 to another, and to two others.
+# The vector subcores of a SparseCore, and the words that one loads for each byte of a sum: as many
+# as agree best with the replay (`adding_us`).
 _SUBCORES = 16
 _ADDED = 1.5
 
@@ -106,7 +106,7 @@ def adding_us(block_bytes: int, chip: Chip) -> float:
     """Microseconds that a sum takes longer on vector subcores than on the TensorCore.
 
     They add beside the wire, but the first block before it goes on, and the last one. By the
-    replay, of 32 to 256 MiB of bf16 and f32 for v5p, v6e and 7x, within 7%.
+    replay, of 32 to 256 MiB of bf16 and f32 for v5p, v6e and 7x, within 10%.
     """
     return _ADDED * block_bytes / (_SUBCORES * chip.subcore_rate) * 1e6
 

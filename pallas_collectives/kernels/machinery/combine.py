@@ -67,6 +67,7 @@ def _on_a_subcore(op: str, out: Ref, terms: Sequence[Ref]) -> None:
     dtype, tile = out.dtype, tile_shape(out.shape, out.dtype, SUBCORE_TILE_BYTES)
     grid = tuple(size // t for size, t in zip(out.shape, tile, strict=True))
     high = sublanes(dtype)
+    assert tile[-2] % high == 0, f"{tile} is not whole tiles"
     steps = (*tile[:-2], tile[-2] // high, tile[-1] // SUBCORE_COLUMNS)
     tiles, at_tile = math.prod(grid), _places(grid, tile)
 
