@@ -19,7 +19,8 @@ PATH = Path(__file__).parent / "overlaps.json"
 # `replay.machine`): less than a tenth of what takes as long as this.
 _WORTH_US = 50.0
 
-# What the core waits of that all the same, as XLA orders the built-in steps: half, on v6e (`step`).
+# What the core is taken to wait of that all the same: half, as in the built-in steps on v6e before
+# barriers held sums there (`lowering.chain`). With them it is 6 to 14% (`step`).
 _EXPOSED = 0.5
 
 # The vector subcores of a SparseCore, and the words that one loads for each byte of a sum: as many
