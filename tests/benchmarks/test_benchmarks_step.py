@@ -74,7 +74,7 @@ def test_a_program_of_a_users(
     assert "Modelled, not measured" in out and plot.stat().st_size > 1000
     rows = [Stepped(**row) for row in json.loads(file.read_text())["steps"]]
     assert [row.under for row in rows] == list(compiling.UNDER)
-    by_lax, _, _, forced = rows
+    by_lax, _, forced = rows
     assert {of["by"] for of in by_lax.collectives} == {"lax"}
     assert all(of["by"].startswith("all_gather_") for of in forced.collectives)
     for row in rows:
