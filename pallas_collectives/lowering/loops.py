@@ -9,6 +9,7 @@ and what all turns would wait is more than the last one's scatter takes, which h
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,6 +42,12 @@ class Loop:
         parts = reads[:n_consts], reads[n_consts:carry_to], reads[carry_to:]
         return cls(params, flat.steps, *parts, results)
 
+    @functools.cached_property
+    def _takes(self) -> dict[Step, float]:
+        """What gathers and scatters take on a SparseCore; first read where devices are known."""
+        chip = chips.current()
+        return {s: turns.under_way(s, chip) for s in self.steps if s.how or s.scatters}
+
     def early(self) -> list[Step]:
         """The gathers to ask for a turn ahead."""
         chip = chips.current()
@@ -48,7 +55,7 @@ class Loop:
         *elapsed, total = self._elapsed(chip)
         gathers = [(elapsed[self._first_use(s)], s) for s in self.steps if s.how]
         for needed, step in sorted(gathers, key=lambda pair: pair[0]):
-            takes, waits = turns.under_way(step, chip), total > needed
+            takes, waits = self._takes[step], total > needed
             waits = waits and busy + takes > needed and not self._is_kept(step)
             if takes and waits and self.of_xs([step]):
                 found.append(step)
@@ -58,20 +65,18 @@ class Loop:
 
     def sums(self) -> dict[Step, float]:
         """The scatters that a SparseCore runs and whose results only go to y: what each takes."""
-        chip = chips.current()
-        takes = {step: turns.under_way(step, chip) for step in self.steps if step.scatters}
-        return {step: seconds for step, seconds in takes.items() if seconds and self.to_ys(step)}
+        takes = ((step, seconds) for step, seconds in self._takes.items() if step.scatters)
+        return {step: seconds for step, seconds in takes if seconds and self.to_ys(step)}
 
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""
-        chip = chips.current()
         found = []
-        *elapsed, total = self._elapsed(chip)
-        busy = sum(turns.under_way(step, chip) for step in self.steps if step.how)
+        *elapsed, total = self._elapsed(chips.current())
+        busy = sum(seconds for step, seconds in self._takes.items() if step.how)
         for made, step in zip(elapsed, self.steps, strict=True):
             if not step.scatters:
                 continue
-            takes = turns.under_way(step, chip)
+            takes = self._takes[step]
             done = max(busy, made) + takes
             if takes and (done - total) * self.params["length"] > takes and self.to_ys(step):
                 found.append(step)
