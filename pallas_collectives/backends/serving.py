@@ -80,7 +80,9 @@ def _near(op: str, how: How, *args: jax.Array, **params: Any) -> str:
     collective, _ = catalogue.primitives()[op]
     if how.awaited is None or collective.name != "all_gather":
         return ""
-    return overlaps.near_by_xla(args[0].nbytes * params["axis_size"], chips.current())
+    nbytes = args[0].nbytes * params["axis_size"]
+    near = overlaps.near_by_xla(nbytes, chips.current())
+    return near or overlaps.narrowed_by_xla(nbytes, args[0].dtype)
 
 
 def _adds(op: str) -> bool:

@@ -11,6 +11,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from jax.typing import DTypeLike
+
 from pallas_collectives.topology.chips import Chip
 
 PATH = Path(__file__).parent / "overlaps.json"
@@ -27,6 +30,9 @@ _EXPOSED = 0.5
 # as agree best with the replay (`adding_us`).
 _SUBCORES = 16
 _ADDED = 1.5
+
+# Gathers of this many bytes are of weights, or of tokens: what products read.
+_WIDE = 4 << 20
 
 # Of v4's CMEM a quarter: of what a step gathers, XLA puts so much there.
 _NEAR = 32 << 20
@@ -75,6 +81,17 @@ def near_by_xla(nbytes: int, chip: Chip) -> str:
     if not near or nbytes > _NEAR:
         return ""
     return f"XLA gathers into {chip.name}'s {near}, nearer to products (libtpu {learned().libtpu})"
+
+
+def narrowed_by_xla(nbytes: int, dtype: DTypeLike) -> str:
+    """Why lax keeps a gather that brings so many bytes of a step; "" where that does not matter.
+
+    XLA turns what products of default precision read into bfloat16 before it gathers it, which is
+    half the bytes of float32. A kernel's operand it leaves as it is.
+    """
+    if np.dtype(dtype) != np.float32 or nbytes < _WIDE:
+        return ""
+    return "XLA gathers float32 as bfloat16 where products read it so (cast it before the gather)"
 
 
 def no_sparsecore(chip: Chip) -> str:
