@@ -61,7 +61,7 @@ def register() -> None:
         loop, mesh = Loop.of(params, len(args)), _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
             early, late, sums = loop.early(), loop.late(), loop.sums()
-        if not early and not sums:
+        if not early and not sums and not loop.of_core:
             return by_jax(ctx, *args, **params)
         run = Rewritten(loop, early, late, sums).run
         return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
@@ -133,6 +133,8 @@ class Rewritten:
             [jnp.broadcast_to(ad.zeros_like_aval(row), (length, *row.shape)) for row in rows],
         )
         options = {name: loop.params[name] for name in ("length", "reverse", "unroll")}
+        if loop.goes_in_pairs(self.early):
+            options["unroll"] = max(2, options["unroll"])
         state, ys = lax.scan(turn, state, (before, following, xs), **options)
         carry, _, gradients, stacks = state
         summed: Values = {}
@@ -181,7 +183,8 @@ class Rewritten:
 
         def run_all(steps: Iterable[Step]) -> None:
             for step in steps:
-                step.run(values, "" if step.how or step.scatters else None)
+                ahead = "" if step.how or step.scatters else None
+                step.run(values, ahead, awaited=step in self.loop.of_core)
 
         if not self.own:
             add_late()

@@ -19,6 +19,13 @@ from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.turns import Flat, Step, numbers
 from pallas_collectives.topology import chips
 
+# The share of a turn's products that is worth compiling a second turn with it.
+_WORTH = 0.1
+
+# A turn takes no longer than so many times its products, which are counted at the full rate of the
+# matrix unit, and work between them not at all: in small steps on v6e by XLA's cycles.
+_AT_MOST = 2.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -43,25 +50,54 @@ class Loop:
         return cls(params, flat.steps, *parts, results)
 
     @functools.cached_property
-    def _takes(self) -> dict[Step, float]:
+    def _there(self) -> dict[Step, float]:
         """What gathers and scatters take on a SparseCore; first read where devices are known."""
         chip = chips.current()
         return {s: turns.under_way(s, chip) for s in self.steps if s.how or s.scatters}
+
+    @functools.cached_property
+    def of_core(self) -> list[Step]:
+        """The scatters that the core runs sooner, since products would hide too little of them."""
+        chip, found = chips.current(), []
+        busy = sum(self._there.values()) - _AT_MOST * self._elapsed(chip)[-1]
+        for step, takes in self._there.items():
+            if step.scatters and min(takes, busy) > turns.on_core(step, chip):
+                found.append(step)
+                busy -= takes
+        return found
+
+    @functools.cached_property
+    def _takes(self) -> dict[Step, float]:
+        """The same, of those that a SparseCore is to run; 0 for others."""
+        return self._there | dict.fromkeys(self.of_core, 0.0)
 
     def early(self) -> list[Step]:
         """The gathers to ask for a turn ahead."""
         chip = chips.current()
         found, busy = [], 0.0
         *elapsed, total = self._elapsed(chip)
-        gathers = [(elapsed[self._first_use(s)], s) for s in self.steps if s.how]
+        gathers = [(elapsed[self._uses(s)[0]], s) for s in self.steps if s.how]
         for needed, step in sorted(gathers, key=lambda pair: pair[0]):
             takes, waits = self._takes[step], total > needed
             waits = waits and busy + takes > needed and not self._is_kept(step)
+            # What all turns hide is more than the first turn's takes, which has nothing beside it.
+            waits = waits and self.params["length"] * min(takes, total) > takes
             if takes and waits and self.of_xs([step]):
                 found.append(step)
             else:
                 busy += takes
         return found
+
+    def goes_in_pairs(self, early: Iterable[Step]) -> bool:
+        """Whether two turns are to be one turn of the loop, for what is asked for ahead.
+
+        What is brought for the next turn has the place of what was brought for this one, so XLA
+        begins behind the last product that reads this. Two turns in one have a place for each.
+        """
+        ends = self._elapsed(chips.current())
+        left = ((s, ends[-1] - ends[self._uses(s)[-1] + 1]) for s in early)
+        waits = sum(max(0.0, self._takes[s] - seconds) for s, seconds in left)
+        return waits > _WORTH * ends[-1]
 
     def sums(self) -> dict[Step, float]:
         """The scatters that a SparseCore runs and whose results only go to y: what each takes."""
@@ -89,15 +125,16 @@ class Loop:
         each = (step.seconds(chip) for step in self.steps)
         return [*itertools.accumulate(each, initial=0.0)]
 
-    def _first_use(self, gather: Step) -> int:
-        """The number of the first step that computes with what a gather brings."""
-        brought = {*gather.writes}
+    def _uses(self, gather: Step) -> list[int]:
+        """The numbers of the steps that compute with what a gather brings."""
+        brought, found = {*gather.writes}, []
         for number, step in enumerate(self.steps):
             if brought.intersection(numbers(step.reads)):
-                if not step.hands_on:
-                    return number
-                brought |= {*step.writes}
-        return len(self.steps) - 1
+                if step.hands_on:
+                    brought |= {*step.writes}
+                else:
+                    found.append(number)
+        return found or [len(self.steps) - 1]
 
     def _is_kept(self, gather: Step) -> bool:
         """Whether what a gather brings is a result, too: of a turn, or kept for derivatives."""

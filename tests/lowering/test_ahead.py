@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
-from pallas_collectives.lowering import turns
+from pallas_collectives.lowering import loops, turns
 from pallas_collectives.topology import placement
 
 SAYS = "a loop's turn asks for it for the next one"
@@ -24,12 +24,17 @@ LEAVES = "a loop's turn leaves it to the next one"
 Arrays = dict[str, Any]
 
 
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each collective takes longer than any products: gathers of a turn's `xs` are asked for ahead,
-    and scatters of stacked gradients are left for the turn behind.
+@pytest.fixture(params=["one by one", "in pairs"])
+def always(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each collective takes as long as three products: gathers of a turn's `xs` are asked for
+    ahead, and scatters of stacked gradients are left for the turn behind. Turns go in pairs or not.
     """
-    yield from _under_way(1.0, monkeypatch)
+    monkeypatch.setattr(
+        turns, "_seconds", lambda eqn, _: float(eqn.primitive.name == "dot_general")
+    )
+    pairs = request.param == "in pairs"
+    monkeypatch.setattr(loops.Loop, "goes_in_pairs", lambda *_: pairs)
+    yield from _under_way(3.0, monkeypatch)
 
 
 @pytest.fixture
@@ -39,7 +44,8 @@ def hardly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _under_way(seconds: float, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    patch.setattr(turns, "under_way", lambda step, chip: seconds)
+    for engine in ("under_way", "on_core"):
+        patch.setattr(turns, engine, lambda step, chip: seconds)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -238,14 +244,21 @@ def test_overridden_reaches_it_too() -> None:
     assert lowered.as_text() != apart.as_text()
 
 
-def lowered(run: Any, topology: str = "v6e:2x2", depth: int = 4, **options: Any) -> Any:
+def lowered(
+    run: Any,
+    topology: str = "v6e:2x2",
+    depth: int = 4,
+    rows: int = 16384,
+    dtype: Any = jnp.bfloat16,
+    **options: Any,
+) -> Any:
     """A scan of layers of 4096 x 4096, for TPUs; their lowering, under `override_lax`."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[:4]), ("x",))
     specs = P("x"), P(None, "x")
-    shapes = (16384, 4096), (depth, 4096, 4096)
+    shapes = (rows, 4096), (depth, 4096, 4096)
     x, w = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(shapes, specs, strict=True)
     )
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=False)
@@ -395,11 +408,49 @@ def test_products_run_beside_a_scatter(body: Any, topology: str) -> None:
     pytest.importorskip("libtpu", minversion=BARRIERS_SINCE)
     text = lowered(gradient(body), topology).compile().as_text()
     (backward,) = (loop for loop in schedule.events(text) if is_loop_with(loop, "reduce_scatter"))
-    (key,) = (e.key for e in backward.events if is_start_of(e, "reduce_scatter"))
-    order = [getattr(e, "key", "") for e in backward.events]
-    begins = order.index(key)
-    meanwhile = backward.events[begins : order.index(key, begins + 1)]
-    assert schedule.cycles_of(meanwhile) > 200_000
+    assert min(meanwhile(backward, "reduce_scatter")) > 200_000
+
+
+def meanwhile(loop: schedule.Loop, op: str) -> list[int]:
+    """The core's cycles while each collective of a turn is under way."""
+    order = [getattr(e, "key", "") for e in loop.events]
+    begins = [i for i, e in enumerate(loop.events) if is_start_of(e, op)]
+    ends = [order.index(order[i], i + 1) for i in begins]
+    return [schedule.cycles_of(loop.events[i:j]) for i, j in zip(begins, ends, strict=True)]
+
+
+@pytest.mark.parametrize("body, turns", [(product, 2), (and_after, 1)])
+def test_turns_go_in_pairs_where_nothing_is_left_to_run_beside(body: Any, turns: int) -> None:
+    """XLA gives a gather the place of what the turn reads, so it begins behind the last reader."""
+    pytest.importorskip("libtpu", minversion=BARRIERS_SINCE)
+    text = lowered(over(body)).compile().as_text()
+    (loop,) = (e for e in schedule.events(text) if is_loop_with(e, "all_gather"))
+    beside = meanwhile(loop, "all_gather")
+    assert loop.times == 4 // turns and len(beside) == turns and min(beside) > 200_000
+
+
+@pytest.mark.parametrize("rows, on_core", [(1024, True), (65536, False)])
+def test_the_core_sums_where_products_would_hide_too_little(rows: int, on_core: bool) -> None:
+    pytest.importorskip("libtpu")
+    lowered(gradient(product), rows=rows)
+    (by,) = (x.by for x in pc.override_report().replaced if x.op == "psum_scatter")
+    assert by.endswith(":sc") != on_core
+
+
+def test_a_loop_with_next_to_no_products_asks_for_nothing_ahead() -> None:
+    pytest.importorskip("libtpu")
+    lowered(over(product), rows=64)
+    assert not asked()
+
+
+def test_lax_gathers_float32_for_products() -> None:
+    """XLA moves half the bytes."""
+    pytest.importorskip("libtpu")
+    lowered(over(product), dtype=jnp.float32)
+    (line,) = pc.override_report().left
+    assert line.op == "all_gather" and "gathers float32 as bfloat16" in line.why
+    lowered(over(product), dtype=jnp.float32, everything=True)
+    assert not pc.override_report().left
 
 
 def is_start_of(event: Any, op: str) -> bool:
