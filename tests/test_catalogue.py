@@ -286,7 +286,7 @@ def _sum_rows(x: Any, axis_name: Any, *, order: Any = None, algorithm: Any = "au
 
 def _sum_by_kernels(x: jax.Array, group: Any, *, how: Any) -> jax.Array:
     plan = algorithms.choose("sum_rows", how, x, group)
-    return plan.launch(x[None], group, op="sum", interpret=how.interpret)[0]
+    return algorithms.launch(plan, x[None], group, op="sum", interpret=how.interpret)[0]
 
 
 def _sum_record(*names: str) -> catalogue.Collective:

@@ -209,6 +209,7 @@ def _report(plans: list[Plan], programs: int) -> OverrideReport:
             on_wires.setdefault((_named(plan), str(plan.wire), plan.why), []).append(plan)
         if steps := [plan for plan in call if not isinstance(plan, WirePlan)]:
             packed = next((str(plan.wire) for plan in over if plan.algorithm), "")
+            steps = counters.whole_first(steps)
             alike.setdefault(_served(steps, packed), []).append(steps)
 
     def lines(of_ours: bool) -> tuple[Line, ...]:

@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 from pallas_collectives.annotations import DType, Interpret, Number, Ref, Step, buffer
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sparsecore
-from pallas_collectives.kernels.machinery.blocks import Blocks, block_shape
+from pallas_collectives.kernels.machinery.blocks import Blocks, Chunking, block_shape
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import reduce_scatter as torus
@@ -151,6 +151,7 @@ def _along(
         scratch=Scratch.of(streams, blocks, x.dtype),
         barrier=groups.barrier_of(streams),
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
+        chunking=blocks.chunking,
         **how,
     )
 
@@ -202,6 +203,7 @@ def _by_subcores(
         interpret=interpret,
         sharing=sharing,
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
+        chunking=Chunking(sharing * blocks.chunks),
     )
     size = math.prod(shape)
     return y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)

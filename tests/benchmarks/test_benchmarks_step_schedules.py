@@ -235,7 +235,6 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
             on_sparsecore=on_sparsecore,
             shape=shape,
             nbytes=1 << 23,
-            cuts=1,
             devices=4,
             axes=(axis,),
             chip="v6e",

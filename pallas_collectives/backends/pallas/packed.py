@@ -130,7 +130,7 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, wire: Wire, how: How) -
     block = x.reshape(seen.shape)
     plan = algorithms.choose("all_gather", how, block, group)
     options = {"codec": Codec(wire), "interpret": how.interpret}
-    gathered = plan.launch(block, group, axis=seen.axis, **options)
+    gathered = algorithms.launch(plan, block, group, axis=seen.axis, **options)
     return gathered.reshape(whole_shape(x.shape, axis, group.size))
 
 
@@ -149,7 +149,7 @@ def all_to_all(
     plan = algorithms.choose("all_to_all", how, blocks, group)
     at = {"split_axis": seen.split_axis, "concat_axis": seen.concat_axis}
     options = {"codec": Codec(wire), "interpret": how.interpret}
-    return plan.launch(blocks, group, **at, **options).reshape(result)
+    return algorithms.launch(plan, blocks, group, **at, **options).reshape(result)
 
 
 def ppermute(
@@ -161,4 +161,4 @@ def ppermute(
     rows = x.reshape(seen)
     plan = algorithms.choose("ppermute", how, rows, group, perm=perm)
     options = {"codec": Codec(wire), "interpret": how.interpret}
-    return plan.launch(rows, group, perm=perm, **options).reshape(x.shape)
+    return algorithms.launch(plan, rows, group, perm=perm, **options).reshape(x.shape)

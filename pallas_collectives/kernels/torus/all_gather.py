@@ -58,6 +58,7 @@ def all_axes(
         out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
         scratch=gathering.scratch,
         barrier=gathering.barrier,
+        chunking=gathering.chunking,
         name="all_gather_torus",
         interpret=interpret,
         vmem=vmem,
@@ -75,7 +76,8 @@ def plan_of(axes: Sequence[Group], view: View, dtype: DType) -> Plan:
 def way(plan: Plan) -> Way:
     """How blocks so cut are gathered; the kernel takes `devices.tables` behind its rings."""
     own = Scratch(copy_semaphores(plan), semaphores(plan, SEMAPHORES))
-    return Way(functools.partial(_kernel, plan=plan), own, "neighbours on a torus")
+    kernel = functools.partial(_kernel, plan=plan)
+    return Way(kernel, own, "neighbours on a torus", plan.chunking)
 
 
 def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:

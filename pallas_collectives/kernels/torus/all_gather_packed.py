@@ -97,6 +97,7 @@ def gather(
         interpret=interpret,
         wire_bytes=(group.size - 1) * codec.packed_bytes(x.size),
         cores=plan.cores,
+        chunking=plan.chunking,
     )
     return view.out_of(y, plan.sizes)
 

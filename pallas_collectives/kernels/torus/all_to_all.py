@@ -78,6 +78,7 @@ def all_axes(
         scalars=[jnp.asarray(plan.course.table, jnp.int32), *devices.tables(axes)],
         out_shape=jax.ShapeDtypeStruct(plan.view.field(concat_axis, sizes), x.dtype),
         scratch=plan.scratch(x.dtype),
+        chunking=plan.blocks.chunking,
         barrier="jumps on a torus",
         name="all_to_all_torus",
         interpret=interpret,

@@ -134,6 +134,7 @@ def reduce_scatter(
         vmem=vmem,
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
         cores=plan.cores,
+        chunking=plan.chunking,
     )
     return view.out_of(y, ones)
 
@@ -177,6 +178,7 @@ def all_reduce(
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
         cores=plan.cores,
+        chunking=plan.chunking,
     )
     return view.out_of(y, sizes).reshape(x.shape)
 

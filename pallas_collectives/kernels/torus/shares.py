@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives.annotations import DType, Number, Ref
-from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES, Chunking, sublanes
 from pallas_collectives.kernels.torus import balance
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring
@@ -203,6 +203,11 @@ class Plan:
                 load[axis] += met * (self.sizes[axis] - 1) * float(self.sharing[axis])
                 met *= self.sizes[axis]
         return max(load)
+
+    @property
+    def chunking(self) -> Chunking:
+        """In what pieces a block goes along the first axis."""
+        return Chunking(self.cores * sum(bundle.pieces for bundle in self.bundles), self.sections)
 
     @property
     def sections(self) -> int:
