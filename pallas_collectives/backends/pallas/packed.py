@@ -26,7 +26,7 @@ from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
 
-class Layout(NamedTuple):
+class PackedLayout(NamedTuple):
     """An operand as a kernel sees it; a reshape that moves nothing."""
 
     shape: tuple[int, ...]
@@ -54,16 +54,16 @@ def _in_rows(shape: tuple[int, ...], dtype: DType, wire: Wire) -> tuple[int, int
     return (merged, shape[-1]) if whole else None
 
 
-def _along(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> Layout | None:
+def _along(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> PackedLayout | None:
     """How a kernel can read an operand, pack it and gather it along an axis; None if it cannot."""
     if _able(shape, dtype, wire) and sections.of_whole_tiles(shape, axis, dtype, Codec(wire)):
-        return Layout(shape, axis)
+        return PackedLayout(shape, axis)
     seen = None if math.prod(shape[:axis]) > 1 else _in_rows(shape, dtype, wire)
-    return seen and Layout(seen, 0)
+    return seen and PackedLayout(seen, 0)
 
 
 class Blocks(NamedTuple):
-    """As `Layout`, of an operand of blocks."""
+    """As `PackedLayout`, of an operand of blocks."""
 
     shape: tuple[int, ...]  # of a block
     split_axis: int

@@ -68,7 +68,7 @@ def all_axes(
     axes = devices.axes_of(group)
     block = list(x.shape)
     block[split_axis] //= group.size
-    plan = Plan.of(axes, View.of(tuple(block), split_axis, concat_axis), x.dtype)
+    plan = ExchangePlan.of(axes, View.of(tuple(block), split_axis, concat_axis), x.dtype)
     sizes = devices.field_sizes(axes)
     y = launch.call(
         functools.partial(_kernel, plan=plan),
@@ -140,7 +140,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """How blocks lie and are cut, and which way their chunks go."""
 
     view: View
@@ -148,7 +148,7 @@ class Plan:
     course: Course
 
     @classmethod
-    def of(cls, axes: Sequence[Group], view: View, dtype: DType) -> "Plan":
+    def of(cls, axes: Sequence[Group], view: View, dtype: DType) -> "ExchangePlan":
         """That for blocks on the axes of a torus."""
         course = Course.of(axes)
         n = math.prod(course.sizes)
@@ -181,7 +181,7 @@ def _kernel(
     rings: Sequence[Ring],  # along each axis
     table_ref: Ref,  # Course.table: SMEM
     *refs: Any,  # see below
-    plan: Plan,
+    plan: ExchangePlan,
 ) -> None:
     *numbers, x_ref, o_ref, scratch = refs
     # numbers: `devices.tables`
@@ -215,7 +215,7 @@ class Part:
 class Parcels:
     """An `exchange.Cargo`: some blocks' chunks."""
 
-    plan: Plan
+    plan: ExchangePlan
     x_ref: Ref
     o_ref: Ref
     scratch: Scratch
