@@ -321,6 +321,9 @@ def add_on_the_way(
         groups.only_if(here[0] & here[1], lambda: add(with_own(chunk, *sums)))
         groups.only_if(~(here[0] & here[1]), lambda: add(alone))
 
+    paired = 2 * streams[0].far_chunks == blocks.chunks
+    rounds = streams[0].far_chunks if paired else blocks.chunks
+
     def finish(turn: Number, _: None) -> None:
         """Our own block's chunk; with it that which comes last on the other stream, if any does."""
         chosen = (turn, turn + rounds)[: blocks.chunks // rounds]
@@ -331,9 +334,6 @@ def add_on_the_way(
         each = range(len(streams))
         sums = [with_own(chunk, *(last_sum(i, chunk, True) for i in each)) for chunk in chosen]
         combine(op, *sums, vmem=vmem)
-
-    paired = 2 * streams[0].far_chunks == blocks.chunks
-    rounds = streams[0].far_chunks if paired else blocks.chunks
 
     with jax.named_scope("own_terms"):
         groups.for_each_chunk(streams, begin)
