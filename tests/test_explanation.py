@@ -411,6 +411,7 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     assert "in the sum at each of 15 hops and in their sum" in named.why
     assert [c.algorithm for c in named.candidates] == ["exchange", "ring", "line", "gather"]
     assert named.candidates[-1].source.endswith("in each of the 16 terms")
+    assert str(named).count("1/254") == 1 and "an operand goes in" in named.candidates[0].source
     auto = pc.explain("psum", **ring, chip="v5e", wire="auto")
     assert (
         auto.algorithm == "wire int8"
@@ -421,6 +422,8 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     assert re.search(r"would take \d+\.\d us, and \d+\.\d without", str(left))
     few = pc.explain("psum", 4 * MIB, devices=16, chip="v5e", wire="int8")
     assert "in place of 4194304" in few.why and few.wire.way == "ring"
+    (*_, gather) = pc.explain("psum", 256 << 10, devices=4, chip="v5e", wire="int8").candidates
+    assert gather.algorithm == "gather" and "taken by name alone: other" in gather.source
     padded = pc.explain("psum", 256 << 10, devices=16, chip="v5e", wire="int8")
     assert padded.wire.way == "exchange"
     more = [c.algorithm for c in padded.candidates if "no fewer than" in c.source]
