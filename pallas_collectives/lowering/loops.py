@@ -52,7 +52,7 @@ class Loop:
         """The gathers to ask for a turn ahead."""
         chip = chips.current()
         found, busy = [], 0.0
-        *elapsed, total = self._elapsed(chip)
+        *elapsed, total = self.elapsed(chip)
         gathers = [(elapsed[self._first_use(s)], s) for s in self.steps if s.how]
         for needed, step in sorted(gathers, key=lambda pair: pair[0]):
             takes, waits = self._takes[step], total > needed
@@ -71,7 +71,7 @@ class Loop:
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""
         found = []
-        *elapsed, total = self._elapsed(chips.current())
+        *elapsed, total = self.elapsed(chips.current())
         busy = sum(seconds for step, seconds in self._takes.items() if step.how)
         for made, step in zip(elapsed, self.steps, strict=True):
             if not step.scatters:
@@ -84,7 +84,7 @@ class Loop:
                 busy = done
         return found
 
-    def _elapsed(self, chip: chips.Chip) -> list[float]:
+    def elapsed(self, chip: chips.Chip) -> list[float]:
         """What products take before each step, and in all."""
         each = (step.seconds(chip) for step in self.steps)
         return [*itertools.accumulate(each, initial=0.0)]
