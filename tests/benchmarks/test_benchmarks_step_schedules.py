@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from benchmarks.steps import bound, learning, schedule, timeline, wires
+from benchmarks.cases import CASES
+from benchmarks.steps import bound, compiling, learning, schedule, timeline, wires
 from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, StepWork
 from pallas_collectives import catalogue
 from pallas_collectives.backends.plans import KernelPlan
@@ -176,6 +178,14 @@ def test_the_engine_that_runs_a_collective() -> None:
     assert learning.engine_of("all_gather", [Start("a", beside)] * 2 + [Start("b", alone)]) == DMA
     assert learning.engine_of("all_gather", [Start("a", beside)] + [Start("b", alone)] * 2) == ""
     assert learning.engine_of("all_to_all", [Start("a", beside)]) == ""
+
+
+@pytest.mark.parametrize("n", [3, 4, 7])
+def test_what_is_compiled_to_learn_takes_any_number_of_devices(n: int) -> None:
+    for case in CASES:
+        program = learning.program(n, case)
+        lowered = compiling.lower(program, np.array(jax.devices()[:n]), "lax")
+        assert lowered.out_info.shape == (n, *program.args[1].shape)
 
 
 def test_the_memory_that_gathers_bring_to() -> None:
