@@ -33,7 +33,7 @@ from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent, View
 from pallas_collectives.topology.chips import Chip
 
-_SUBLANES = sublanes(jnp.float32)
+_SUBLANES = sublanes(jnp.dtype(jnp.float32))
 _LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, outside kernels
 # Primitives that move no data on a TPU core, or whose cost is that of the loads and stores around
 # them.

@@ -85,7 +85,7 @@ class Scratch(NamedTuple):
             return pltpu.VMEM((count, window + 1, *codec.packed_shape(piece)), jnp.int32)
 
         def leaves(bundle: Bundle, phase: int) -> Any:
-            summed: DType | None = jnp.float32 if phase else left
+            summed = jnp.dtype(jnp.float32) if phase else left
             of = dtype if codec is None else summed
             piece = bundle.streams, *plan.piece_shape(bundle, phase)
             return None if of is None else pltpu.VMEM(piece, of)
