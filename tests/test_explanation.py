@@ -20,6 +20,7 @@ from benchmarks import replay_rows
 from benchmarks.cases import CASES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError, DtypeError
+from pallas_collectives.lowering import primitives
 from pallas_collectives.tuning import choice
 from tables_of_times import slow_direct, written
 
@@ -136,6 +137,13 @@ def test_explain_says_what_cannot_serve_and_what_was_measured(tmp_path: Path) ->
     assert f"measured with JAX {jax.__version__}" in str(measured)
     ragged = pc.explain("ragged_all_to_all", MIB, devices=4, chip="v5p")
     assert ragged.algorithm == "direct" and "no table has a time" in ragged.why
+
+
+def test_explain_says_the_same_whatever_was_traced_before() -> None:
+    """A ragged exchange gathers its tables by a primitive, which is traced once."""
+    primitives._traced_effects.cache_clear()
+    once, again = (pc.explain("ragged_all_to_all", MIB, devices=8, chip="v5e") for _ in range(2))
+    assert once.algorithm == "torus" and str(once) == str(again)
 
 
 def test_explain_across_slices_gives_the_steps() -> None:
