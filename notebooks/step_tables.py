@@ -137,7 +137,7 @@ def permute(n: int, pairs: Sequence[tuple[int, int]]) -> str:
     return _lines(rows.items(), first=8, width=8)
 
 
-def torus(plan: shares.Plan) -> str:
+def torus(plan: shares.Shares) -> str:
     """Which way each stream of a gather goes, as `shares` prints it."""
     phases = range(len(plan.sizes))
     lines = ["stream  part  " + "  ".join(f"phase {phase} " for phase in phases)]

@@ -19,7 +19,7 @@ from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.kernels.machinery.blocks import LANES
+from pallas_collectives.kernels.machinery.blocks import LANES, Chunking
 from pallas_collectives.overlap import fusion, products, split
 from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips, placement
@@ -52,6 +52,7 @@ class Explanation:
         order of the ranks; of an unfused product, what serves its collective; over a wire, what
         moves its numbers.
       wire: in what numbers it sends, and why; None if none was asked for.
+      chunking: in what pieces each kernel sends data; empty where no kernel serves by itself.
     """
 
     op: str
@@ -64,11 +65,14 @@ class Explanation:
     candidates: tuple[Candidate, ...]
     inside: tuple["Explanation", ...] = ()
     wire: WirePlan | None = None
+    chunking: tuple[Chunking, ...] = ()
 
     def __str__(self) -> str:
         on = f"a {self.torus} of {self.devices} x {self.chip}"
         lines = [f"{self.op} of {self.nbytes} bytes a device on {on}: {self.algorithm or 'steps'}"]
         lines.append(f"  {self.why}")
+        if self.chunking:
+            lines.append(f"  {', then '.join(map(str, self.chunking))}")
         if self.wire is not None and self.wire.algorithm is None:
             lines.append(f"  auto leaves wire {self.wire.wire} out: {self.wire.why}")
         if self.candidates:
@@ -262,9 +266,9 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
             str(p.algorithm),
             _why(op, p, over),
             p.candidates,
+            chunking=p.chunking,
         )
-        for p in plans
-        if isinstance(p, KernelPlan)
+        for p in counters.whole_first(p for p in plans if isinstance(p, KernelPlan))
     )
     if not steps:
         why = "the operand is empty" if nbytes == 0 else "the group is one device"

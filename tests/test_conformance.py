@@ -151,7 +151,7 @@ def test_neighbours_by_rank_that_are_sought_along_the_ring_are_caught(
         def flanks(x: jax.Array, group: Group, *, how: Any) -> jax.Array:
             group = arrange(group)
             plan = algorithms.choose("flanks", how, x, group)
-            return plan.launch(x, group, interpret=how.interpret)
+            return algorithms.launch(plan, x, group, interpret=how.interpret)
 
         return flanks
 

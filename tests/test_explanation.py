@@ -20,6 +20,7 @@ from benchmarks import replay_rows
 from benchmarks.cases import CASES
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError, DtypeError
+from pallas_collectives.lowering import primitives
 from pallas_collectives.tuning import choice
 from tables_of_times import slow_direct, written
 
@@ -136,6 +137,13 @@ def test_explain_says_what_cannot_serve_and_what_was_measured(tmp_path: Path) ->
     assert f"measured with JAX {jax.__version__}" in str(measured)
     ragged = pc.explain("ragged_all_to_all", MIB, devices=4, chip="v5p")
     assert ragged.algorithm == "direct" and "no table has a time" in ragged.why
+
+
+def test_explain_says_the_same_whatever_was_traced_before() -> None:
+    """A ragged exchange gathers its tables by a primitive, which is traced once."""
+    primitives._traced_effects.cache_clear()
+    once, again = (pc.explain("ragged_all_to_all", MIB, devices=8, chip="v5e") for _ in range(2))
+    assert once.algorithm == "torus" and str(once) == str(again)
 
 
 def test_explain_across_slices_gives_the_steps() -> None:
@@ -411,6 +419,7 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     assert "in the sum at each of 15 hops and in their sum" in named.why
     assert [c.algorithm for c in named.candidates] == ["exchange", "ring", "line", "gather"]
     assert named.candidates[-1].source.endswith("in each of the 16 terms")
+    assert str(named).count("1/254") == 1 and "an operand goes in" in named.candidates[0].source
     auto = pc.explain("psum", **ring, chip="v5e", wire="auto")
     assert (
         auto.algorithm == "wire int8"
@@ -421,6 +430,8 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     assert re.search(r"would take \d+\.\d us, and \d+\.\d without", str(left))
     few = pc.explain("psum", 4 * MIB, devices=16, chip="v5e", wire="int8")
     assert "in place of 4194304" in few.why and few.wire.way == "ring"
+    (*_, gather) = pc.explain("psum", 256 << 10, devices=4, chip="v5e", wire="int8").candidates
+    assert gather.algorithm == "gather" and "taken by name alone: other" in gather.source
     padded = pc.explain("psum", 256 << 10, devices=16, chip="v5e", wire="int8")
     assert padded.wire.way == "exchange"
     more = [c.algorithm for c in padded.candidates if "no fewer than" in c.source]

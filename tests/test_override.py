@@ -238,6 +238,22 @@ def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> No
     assert any(name.endswith(":sc") for name in by["psum_scatter"])
 
 
+@pytest.mark.parametrize(
+    "us, said",
+    [
+        ((None, None), "psum by lax: so"),
+        ((0.0, 0.0), "psum by lax, does not stop the core (modelled): so"),
+        ((6.2, 6.2), "psum by lax, stops the core for 6 us, as lax's is taken to (modelled): so"),
+        ((80.0, 0.0), "psum by lax, stops the core 80 -> 0 us (modelled): so"),
+    ],
+)
+def test_a_line_says_for_how_long_the_core_is_stopped(
+    us: tuple[float | None, float | None], said: str
+) -> None:
+    report = overrides.OverrideReport((overrides.Line("psum", "lax", "so", 1, 4, *us),))
+    assert str(report).endswith(f"\n  1 x {said}")
+
+
 @pytest.mark.full
 def test_the_report_says_what_is_exposed_before_and_after() -> None:
     """A SparseCore's gather stops the core no longer; one that XLA would have hidden, now does."""

@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from benchmarks.steps.schedule import SPARSECORE, Collective, Done, Event, Loop, Start, Work
+from benchmarks.steps.schedule import SPARSECORE, Collective, Done, Event, Loop, Start, StepWork
 
 Needs = Mapping[str, Sequence[str]]
 
@@ -66,7 +66,7 @@ class _Part:
         for number, event in enumerate(events):
             bit = 1 << number
             match event:
-                case Work(name, cycles):
+                case StepWork(name, cycles):
                     self._bits[name] = bit
                     self._works.append((bit, cycles / clock))
                 case Loop(times, body, name):

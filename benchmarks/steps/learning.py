@@ -79,14 +79,16 @@ def engine_of(op: str, events: Iterable[schedule.Event]) -> str:
 def program(n: int, case: Case) -> Program:
     """Layers whose weights a collective brings, as independent of the products as can be.
 
-    It takes a square of `_SIDE`, or a part of it, and what it gives is as often as it fits in one.
+    It takes a square, or a part of it, and what it gives is as often as it fits in one. The square
+    has a side of `_SIDE`, or near it where devices do not divide that.
     """
-    blocks, rows, _ = case.operand(n, _SIDE // n)
+    each = max(1, _SIDE // n)
+    side, (blocks, rows, _) = n * each, case.operand(n, each)
 
     def brought(w: jax.Array) -> jax.Array:
-        operand = w[: blocks * rows].reshape(blocks, rows, _SIDE)
-        result = case.by_lax(operand, "x").reshape(-1, _SIDE)
-        return jnp.tile(result, (_SIDE // len(result), 1))
+        operand = w[: blocks * rows].reshape(blocks, rows, side)
+        result = case.by_lax(operand, "x").reshape(-1, side)
+        return jnp.tile(result, (side // len(result), 1))
 
     def step(weights: jax.Array, x: jax.Array) -> jax.Array:
         for number in range(LAYERS):
@@ -94,8 +96,8 @@ def program(n: int, case: Case) -> Program:
         return x
 
     args = (
-        jax.ShapeDtypeStruct((LAYERS, _SIDE, _SIDE), jnp.bfloat16),
-        jax.ShapeDtypeStruct((4 * _SIDE, _SIDE), jnp.bfloat16),
+        jax.ShapeDtypeStruct((LAYERS, side, side), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4 * side, side), jnp.bfloat16),
     )
     return Program(step, args, {"x": n})
 

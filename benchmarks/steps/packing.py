@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from benchmarks.steps import schedule
-from benchmarks.steps.schedule import Done, Event, Instruction, Loop, Start, Work
+from benchmarks.steps.schedule import Done, Event, Instruction, Loop, Start, StepWork
 from pallas_collectives import catalogue
 
 _MOVES = frozenset({"broadcast", "concatenate", "copy", "pad", "reshape", "slice", "transpose"})
@@ -53,7 +53,7 @@ def _marked(events: Sequence[Event], found: set[str]) -> Iterator[Event]:
     for event in events:
         if isinstance(event, Loop):
             yield dataclasses.replace(event, events=tuple(_marked(event.events, found)))
-        elif isinstance(event, Work):
+        elif isinstance(event, StepWork):
             yield dataclasses.replace(event, packs=event.name in found)
         else:
             yield event

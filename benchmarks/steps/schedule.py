@@ -72,7 +72,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepWork:
     """The core computes; `packs`: for collectives alone (see `steps.packing`)."""
 
     name: str
@@ -106,7 +106,7 @@ class Loop:
     name: str = dataclasses.field(default="", compare=False)  # the instruction's
 
 
-Event = Work | Start | Done | Loop
+Event = StepWork | Start | Done | Loop
 Cycles = Callable[[int, int], int]
 
 
@@ -204,9 +204,9 @@ class _Walk:
             else:
                 cost = _COST.search(i.rest)
                 flops, nbytes = map(int, cost.groups()) if cost else (0, kernel.nbytes)
-                yield Work(i.name, self._cycles(flops, nbytes))
+                yield StepWork(i.name, self._cycles(flops, nbytes))
         elif cycles := _CYCLES.search(i.rest):
-            yield Work(i.name, int(cycles[1]))
+            yield StepWork(i.name, int(cycles[1]))
 
     def _own(self, i: Instruction, ends: str) -> Iterator[Event]:
         """A collective of XLA's whose instructions are its own."""
@@ -307,9 +307,9 @@ def _by_kernel(i: Instruction, engine: str) -> Collective:
 def cycles_of(found: tuple[Event, ...]) -> int:
     """Cycles of the core's own work in all events."""
     return sum(
-        e.cycles if isinstance(e, Work) else e.times * cycles_of(e.events)
+        e.cycles if isinstance(e, StepWork) else e.times * cycles_of(e.events)
         for e in found
-        if isinstance(e, Work | Loop)
+        if isinstance(e, StepWork | Loop)
     )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.steps.schedule import CORE, Collective, Cycles, Done, Event, Loop, Start, Work
+from benchmarks.steps.schedule import CORE, Collective, Cycles, Done, Event, Loop, Start, StepWork
 from pallas_collectives.replay import Machine, steps
 from pallas_collectives.replay.program import Program
 from pallas_collectives.topology import chips
@@ -118,7 +118,7 @@ def run(
     return _Account(flat).of(steps.run(parts, machine, placement))
 
 
-def _flat(events: Iterable[Event]) -> Iterator[Work | Start | Done]:
+def _flat(events: Iterable[Event]) -> Iterator[StepWork | Start | Done]:
     """The events with loops unrolled."""
     for event in events:
         if isinstance(event, Loop):
@@ -129,7 +129,7 @@ def _flat(events: Iterable[Event]) -> Iterator[Work | Start | Done]:
 
 
 def _parts(
-    events: Iterable[Work | Start | Done],
+    events: Iterable[StepWork | Start | Done],
     clock_rate: float,
     what_of: Callable[[Collective], Program | float],
     alone: Callable[[Program], float],
@@ -138,7 +138,7 @@ def _parts(
     flying: set[str] = set()
     for event in events:
         match event:
-            case Work(name, cycles):
+            case StepWork(name, cycles):
                 yield steps.Compute(name, cycles / clock_rate)
             case Start(key, c):
                 what = what_of(c)
@@ -163,7 +163,7 @@ class _Flying(NamedTuple):
 class _Account:
     """Adds up a step's course."""
 
-    def __init__(self, events: list[Work | Start | Done]) -> None:
+    def __init__(self, events: list[StepWork | Start | Done]) -> None:
         self._events = events
         self._line = Timeline()
         self._flying: dict[str, _Flying] = {}
@@ -179,16 +179,16 @@ class _Account:
         return self._line
 
     def _add(
-        self, event: Work | Start | Done, on_core: list[steps.Span], aside: list[steps.Span]
+        self, event: StepWork | Start | Done, on_core: list[steps.Span], aside: list[steps.Span]
     ) -> None:
         took = sum(span.end - span.begin for span in on_core) / US
         match event:
-            case Work(name, packs=True):
+            case StepWork(name, packs=True):
                 self._line.packing_us += took
                 for flying in self._flying.values():
                     self._unhide(_common(flying.spans, on_core) / US)
                 self._draw(CORE, "packing", name, on_core)
-            case Work(name, cycles):
+            case StepWork(name, cycles):
                 self._line.compute_us += took
                 for flying in self._flying.values():
                     flying.beside[name] += cycles

@@ -1,8 +1,9 @@
 """Which algorithm serves a call on TPUs: one plan, made here, launched, counted and explained."""
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,6 +12,7 @@ from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND, Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
+from pallas_collectives.kernels.machinery import launch as kernels
 from pallas_collectives.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
@@ -85,7 +87,7 @@ def choose(
         sparsecore.check(f"algorithm={name!r} for {called}", chip, adds=adds)
     why = _why(base, candidates) if candidates else "it was asked for by name"
     kept = max(operand.nbytes, record.result_bytes(operand.nbytes, group.size))
-    plan = KernelPlan(
+    return KernelPlan(
         op=op,
         backend="pallas",
         algorithm=name,
@@ -96,15 +98,26 @@ def choose(
         engine_why="" if suffix == "sc" else engine_why,
         shape=operand.shape,
         nbytes=operand.nbytes,
-        cuts=cuts,
         devices=group.size,
         axes=group.axes,
         chip=chip.name,
         torus=torus,
         candidates=candidates,
     )
-    counters.note(plan)
-    return plan
+
+
+def launch(plan: KernelPlan, *operands: Any, **options: Any) -> jax.Array:
+    """Runs a plan's kernel, on its engine; with a `codec` that which packs.
+
+    What is noted is the plan with the kernel's own word on how it cuts data.
+    """
+    packed = plan.record.packed if "codec" in options else True
+    assert packed, f"{plan.algorithm} packs nothing"
+    launcher = plan.record.launcher if packed is True else packed
+    with sparsecore.wanted(plan.on_sparsecore), kernels.told() as chunking:
+        y: jax.Array = launcher(*operands, vmem=plan.vmem, **options)
+    counters.note(dataclasses.replace(plan, chunking=tuple(chunking)))
+    return y
 
 
 def _no_algorithm(name: object, op: str, how: How, able: Iterable[str]) -> AlgorithmError:

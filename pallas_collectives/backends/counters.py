@@ -5,12 +5,15 @@ import contextlib
 import contextvars
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from absl import logging
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends.plans import FUSED, Call, Plan, ProductPlan, WirePlan
+
+_Noted = TypeVar("_Noted", bound=Plan)
 
 _counts: collections.Counter[tuple[str, str, str | None]] = collections.Counter()
 
@@ -156,6 +159,15 @@ def _count(plan: Plan) -> None:
         first = fallback and _fallbacks[fallback] == 1
     if first:
         logging.warning("pallas_collectives: lax serves this collective, because %s", fallback)
+
+
+def whole_first(plans: Iterable[_Noted]) -> list[_Noted]:
+    """A call's plans, the one that serves all of it before those of its steps, which end sooner."""
+
+    def is_step(plan: Plan) -> bool:
+        return plan.call is None or plan.op != catalogue.functions()[plan.call.function].name
+
+    return sorted(plans, key=is_step)
 
 
 @contextlib.contextmanager

@@ -59,14 +59,14 @@ class Flight:
     to: str = "varying"
     order: int = 0
 
-    def plan(self, rank: int, nbytes: int) -> copies.Plan:
+    def plan(self, rank: int, nbytes: int) -> copies.PushPlan:
         """What a rank does; nbytes: of its operand."""
         if self.op == "permute":
             writers = tuple(s for s, t in self.perm if t == rank != s)
             pushes = tuple(copies.Push(t, 0, 0, nbytes) for s, t in self.perm if s == rank)
             written = any(t == rank for _, t in self.perm)
             clear = 0 if written else nbytes
-            return copies.Plan(writers, pushes, (0,) * len(writers), nbytes, clear)
+            return copies.PushPlan(writers, pushes, (0,) * len(writers), nbytes, clear)
         n = self.group.size
         block = nbytes if self.op == "gather" else nbytes // n
         ranks = [(rank + distance) % n for distance in range(n)]
@@ -75,7 +75,7 @@ class Flight:
             for p in ranks
         )
         targets = tuple(p * block for p in ranks[1:])
-        return copies.Plan(tuple(ranks[1:]), pushes, targets, block)
+        return copies.PushPlan(tuple(ranks[1:]), pushes, targets, block)
 
     def by_lax(self, x: jax.Array) -> jax.Array:
         """What comes of it."""

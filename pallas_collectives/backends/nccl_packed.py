@@ -30,7 +30,7 @@ from pallas_collectives.backends.wire_ways import Move
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.nccl import mailboxes, packed
-from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, REDUCE, Packer, Work
+from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, REDUCE, PackedWork, Packer
 from pallas_collectives.wires import Wire
 
 _OPS = {
@@ -52,7 +52,7 @@ def moved(blocks: jax.Array, wire: Wire, *moves: Move, dtype: DTypeLike, adds: b
       adds: whether it is the sum.
     """
     move = moves[0]
-    work = Work(
+    work = PackedWork(
         op=move.op if len(moves) == 1 else REDUCE,
         size=move.group.size,
         numbers=blocks.size // len(blocks),
@@ -71,7 +71,7 @@ _packed_p = core.Primitive("nccl_packed")
 
 
 @_packed_p.def_abstract_eval
-def _type(blocks: Aval, *, work: Work, moves: tuple[Move, ...], wire: Wire) -> Aval:
+def _type(blocks: Aval, *, work: PackedWork, moves: tuple[Move, ...], wire: Wire) -> Aval:
     del blocks, moves, wire
     shape = (work.numbers,) if work.adds else (work.blocks, work.numbers)
     return _compat.array_type(shape, jnp.dtype(work.result))
@@ -81,7 +81,7 @@ def _lower(
     ctx: mlir.LoweringRuleContext,
     blocks: ir.Value,
     *,
-    work: Work,
+    work: PackedWork,
     moves: tuple[Move, ...],
     wire: Wire,
 ) -> Sequence[ir.Value]:
@@ -98,7 +98,7 @@ def _lower(
     return run_by(ctx, f"packed {work} over {ids}", work, at, blocks)
 
 
-def _packers(work: Work, members: list[list[jax.Device]]) -> dict[int, Packer]:
+def _packers(work: PackedWork, members: list[list[jax.Device]]) -> dict[int, Packer]:
     """What does the work on each of this process's devices, by ordinal."""
     if work.mail_bytes > (most := mailboxes.MOST_MAIL):
         raise mailboxes.MailboxError(
@@ -115,7 +115,9 @@ def _tell(why: str) -> None:
     logging.warning("pallas_collectives: NCCL moves what goes over a wire: %s", why)
 
 
-def _by_nccl(blocks: jax.Array, *, work: Work, moves: tuple[Move, ...], wire: Wire) -> jax.Array:
+def _by_nccl(
+    blocks: jax.Array, *, work: PackedWork, moves: tuple[Move, ...], wire: Wire
+) -> jax.Array:
     if work.op == REDUCE:
         terms = dataclasses.replace(work, op=EXCHANGE, result="float32", adds=True)
         sums = _by_nccl(blocks, work=terms, moves=moves[:1], wire=wire)

@@ -21,10 +21,10 @@ from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import device_groups, run_by
-from pallas_collectives.backends.pallas.products import GATHER, Layout, Spec, halves
+from pallas_collectives.backends.pallas.products import GATHER, ProductLayout, Spec, halves
 from pallas_collectives.kernels.machinery.blocks import block_shape, whole_shape
 from pallas_collectives.nccl import cublas, mailboxes, products
-from pallas_collectives.nccl.products import Multiplier, Work
+from pallas_collectives.nccl.products import Multiplier, ProductWork
 from pallas_collectives.topology.groups import Group
 
 # Of the model, all measured on H200: products (FLOP/s) by tiles, so many at a time, and what share
@@ -57,7 +57,7 @@ def obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> str:
     return ""
 
 
-def seconds(todo: Work) -> tuple[float, float]:
+def seconds(todo: ProductWork) -> tuple[float, float]:
     """Modelled time of a call, and of NCCL's collective and a product one after the other."""
     rows, columns = todo.batch * todo.rows, sum(todo.columns)
     depth = sum(todo.depths) / len(todo.depths)
@@ -94,13 +94,13 @@ def unreachable(op: str, operands: Sequence[Any], spec: Spec, mesh: AnyMesh) -> 
     return ""
 
 
-def work(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Work:
+def work(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> ProductWork:
     """What is done for a call."""
     gathers = op == GATHER
-    layout = Layout(xs[0].shape, spec.axis, 1 if gathers else spec.size, 1)
+    layout = ProductLayout(xs[0].shape, spec.axis, 1 if gathers else spec.size, 1)
     columns = [w.shape[0 if spec.transposed else 1] for w in ws]
     wide = spec.precise and not gathers
-    todo = Work(
+    todo = ProductWork(
         kind=products.GATHER if gathers else products.SCATTER,
         size=spec.size,
         batch=layout.batch,
@@ -143,7 +143,7 @@ _products_p.multiple_results = True
 
 
 @_products_p.def_abstract_eval
-def _types(*operands: Aval, work: Work, group: Group) -> list[Any]:
+def _types(*operands: Aval, work: ProductWork, group: Group) -> list[Any]:
     del operands, group
     dtype, result = jnp.dtype(work.dtype), jnp.dtype(work.result)
     if work.kind == products.SCATTER:
@@ -157,7 +157,7 @@ def _types(*operands: Aval, work: Work, group: Group) -> list[Any]:
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext, *operands: ir.Value, work: Work, group: Group
+    ctx: mlir.LoweringRuleContext, *operands: ir.Value, work: ProductWork, group: Group
 ) -> Sequence[ir.Value]:
     members = device_groups(_compat.mesh_of(ctx), group)
     at = _multipliers(work, members)
@@ -165,7 +165,9 @@ def _lower(
     return run_by(ctx, f"{work} of {len(operands)} over {ids}", work, at, *operands)
 
 
-def _multipliers(work: Work, members: Sequence[Sequence[jax.Device]]) -> dict[int, Multiplier]:
+def _multipliers(
+    work: ProductWork, members: Sequence[Sequence[jax.Device]]
+) -> dict[int, Multiplier]:
     """What does the work on each of this process's devices, by ordinal."""
     return on_gpus.by_mailboxes(members, lambda group: products.ready(group, work))
 

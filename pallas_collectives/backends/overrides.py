@@ -104,16 +104,22 @@ class OverrideReport:
             told = f"programs built: {self.programs}, collectives in them: 0"
         lines = [f"override_lax: {told}{kept}"]
         for line in (*self.replaced, *self.left):
-            stops = f", stops the core {_us(line.before_us)} -> {_us(line.after_us)} us (modelled)"
-            stops = "" if line.before_us is None else stops
-            lines.append(f"  {line.times} x {line.op} by {line.by}{stops}: {line.why}")
+            lines.append(f"  {line.times} x {line.op} by {line.by}{_stops(line)}: {line.why}")
         lines += [f"  {line}" for line in self.wires]
         lines += [f"  wire= for {name} was unused: no {name} was built" for name in self.unused]
         return "\n".join(lines)
 
 
-def _us(us: float | None) -> str:
-    return "?" if us is None else f"{us:.0f}"
+def _stops(line: Line) -> str:
+    """For how long it stops the core, in words; "" without a figure."""
+    if line.before_us is None or line.after_us is None:
+        return ""
+    before, after = f"{line.before_us:.0f}", f"{line.after_us:.0f}"
+    if before != after:
+        return f", stops the core {before} -> {after} us (modelled)"
+    if not line.after_us:
+        return ", does not stop the core (modelled)"
+    return f", stops the core for {after} us, as lax's is taken to (modelled)"
 
 
 def _count(lines: tuple[Line, ...]) -> int:
@@ -209,6 +215,7 @@ def _report(plans: list[Plan], programs: int) -> OverrideReport:
             on_wires.setdefault((_named(plan), str(plan.wire), plan.why), []).append(plan)
         if steps := [plan for plan in call if not isinstance(plan, WirePlan)]:
             packed = next((str(plan.wire) for plan in over if plan.algorithm), "")
+            steps = counters.whole_first(steps)
             alike.setdefault(_served(steps, packed), []).append(steps)
 
     def lines(of_ours: bool) -> tuple[Line, ...]:

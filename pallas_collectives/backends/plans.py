@@ -5,20 +5,17 @@ traced, `backends.choice` checks what the caller asks for, and writes these wish
 that they lead to into a `How`. While it is lowered the devices are known, and a plan is made:
 
     Plan           lax serves, or NCCL, which chooses its algorithms itself
-    KernelPlan     one of our kernels; made by `backends.algorithms.choose`
+    KernelPlan     one of our kernels; made by `backends.algorithms`, which chooses and launches it
     WirePlan       in what numbers a collective sends; made by `backends.wired`, beside the plans
                    of what moves them
     ProductPlan    a product with its collective; made by `overlap.fusion.decide`, while tracing
                    already, since derivatives depend on it, and confirmed while lowering
 
-Whoever makes a plan hands it to `counters.note`. Counters count that object, the launch follows
-it, and `explain` prints it.
+Whoever makes a plan hands it to `counters.note`; a kernel's when that is launched, with what the
+kernel says of itself. Counters count that object, and `explain` prints it.
 """
 
 import dataclasses
-from typing import Any
-
-import jax
 
 from pallas_collectives.annotations import Interpret
 from pallas_collectives.errors import (
@@ -29,7 +26,7 @@ from pallas_collectives.errors import (
     UnservedError,
     VmemError,
 )
-from pallas_collectives.kernels.machinery import sparsecore
+from pallas_collectives.kernels.machinery.blocks import Chunking
 from pallas_collectives.records import Algorithm
 from pallas_collectives.wires import Wire
 
@@ -158,7 +155,8 @@ class KernelPlan(Plan):
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       engine_why: why the TensorCore runs it; "" if a SparseCore does.
       shape, nbytes: shape and bytes of one device's operand, as it is laid out for the kernel.
-      cuts: into how many chunks a block can be cut.
+      chunking: in what pieces each of its kernels sends data, as that kernel said when it was
+        launched; empty before, and where it launches none itself.
       devices: devices in the group.
       axes: the mesh axes that the group lies along.
       chip: the TPU generation.
@@ -171,19 +169,11 @@ class KernelPlan(Plan):
     engine_why: str = ""
     shape: tuple[int, ...]
     nbytes: int
-    cuts: int
+    chunking: tuple[Chunking, ...] = ()
     devices: int
     axes: tuple[str, ...]
     chip: str
     torus: str
-
-    def launch(self, *operands: Any, **options: Any) -> jax.Array:
-        """Runs the algorithm's kernel, on its engine; with a `codec` that which packs."""
-        packed = self.record.packed if "codec" in options else True
-        assert packed, f"{self.algorithm} packs nothing"
-        launcher = self.record.launcher if packed is True else packed
-        with sparsecore.wanted(self.on_sparsecore):
-            return launcher(*operands, vmem=self.vmem, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,18 @@ def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False, *, wa
     half = shares.get(wire.dtype, "1/8 of itself")
     if wire.scales != "float32" and wire.dtype == "int8":
         half = "1/127 of the largest number of its group"
-    once = f"each number is off by {half} at most"
-    terms = f"in the sum at each of {n - 1} hops" if requantizes else f"in each of the {n} terms"
+    off = off_in(op, n, requantizes, way=way)
+    return f"each number is off by {half} at most{', ' if off else ''}{off}"
+
+
+def off_in(op: str, n: int, requantizes: bool = False, *, way: str = "") -> str:
+    """Where the numbers of a sum are rounded; "" of what is only moved."""
     record = catalogue.COLLECTIVES.get(op)  # a broadcast is none: a gather is made of it
     if record is None or not record.adds:
-        return once
+        return ""
+    terms = f"in the sum at each of {n - 1} hops" if requantizes else f"in each of the {n} terms"
     gathers_sums = record.sums_everywhere and (requantizes or not gathers_terms(n, way))
-    return f"{once}, {terms}{' and in their sum' if gathers_sums else ''}"
+    return f"{terms}{' and in their sum' if gathers_sums else ''}"
 
 
 def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, way: str = "") -> float:

@@ -30,8 +30,8 @@ from pallas_collectives.backends import algorithms, counters, ordered, slices
 from pallas_collectives.backends.plans import Candidate, How, WirePlan
 from pallas_collectives.backends.wire_costs import (
     GATHER,
-    error_in_words,
     gathers_terms,
+    off_in,
     seconds_of_passes,
     seconds_to_pack,
     seconds_to_pad,
@@ -142,7 +142,7 @@ def settled(
         _note_left_out(op, wire, why)
         return None, plain, _NO_WAY
     several = found if len(found) > 1 or way.algorithm else ()
-    told = tuple(_told(op, w, wire, group.size, x.nbytes) for w in several)
+    told = tuple(_told(op, w, way, wire, group.size, x.nbytes) for w in several)
     counters.note(
         WirePlan(op=op, backend=how.backend, algorithm=str(wire), wire=wire, nbytes=x.nbytes,
                  sent=way.sent, passes_us=way.passes_us, us=us, wired_us=way.us, way=way.algorithm,
@@ -387,10 +387,17 @@ def _least(op: str, block_bytes: int, group: Group) -> float | None:
     return min(times.values(), default=None)
 
 
-def _told(op: str, way: Way, wire: Wire, n: int, nbytes: int) -> Candidate:
-    """A way as `explain` prints it, of an operand of so many bytes."""
-    more = f", no fewer than the operand's {nbytes}" if way.sent >= nbytes else ""
-    off = error_in_words(op, wire, n, way.packs, way=way.algorithm)
+def _told(op: str, way: Way, taken: Way, wire: Wire, n: int, nbytes: int) -> Candidate:
+    """A way as `explain` prints it, of an operand of so many bytes; beside the one that is taken.
+
+    How far a number is off stands with that one: here only where numbers are rounded.
+    """
+    more = f", no fewer than its own {nbytes}" if way.sent >= nbytes else ""
+    off = off_in(op, n, way.packs, way=way.algorithm) if wire.scaled else ""
     source = "no table has it" if way.us is None else "modelled"
-    said = f"{source}, {way.sent} bytes{more}; {off}"
+    said = f"{source}, an operand goes in {way.sent} bytes{more}{'; off ' if off else ''}{off}"
+    if way.us is not None and (taken.us is None or way.us < taken.us) and not more:
+        gathers = way.algorithm == GATHER
+        why = "other backends have other bits" if gathers else "no table has the first way"
+        said = f"{said}; taken by name alone: {why}"
     return Candidate(way.algorithm or "passes of XLA", way.us, None, said)

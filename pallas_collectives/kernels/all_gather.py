@@ -47,7 +47,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, Step, dma_semaphores
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.machinery.blocks import Blocks, whole_shape
+from pallas_collectives.kernels.machinery.blocks import Blocks, Chunking, whole_shape
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology import groups
@@ -68,6 +68,7 @@ class Way(NamedTuple):
     kernel: Callable[..., None]  # of (ring, block, gathered blocks, scratch)
     scratch: Any  # what the kernel takes beside its arrays
     barrier: str
+    chunking: Chunking
 
 
 class Scratch(NamedTuple):
@@ -114,7 +115,7 @@ def way(x: jax.Array, group: Group) -> Way:
 def direct(x: jax.Array, group: Group, *, axis: int, vmem: bool, interpret: Interpret) -> jax.Array:
     """Gathers x along `axis`, each device writing to all others."""
     kernel = functools.partial(_direct_kernel, blocks=Blocks.of(x.shape, axis, x.dtype))
-    pushed = Way(kernel, PushSemaphores(), "everyone")
+    pushed = Way(kernel, PushSemaphores(), "everyone", launch.WHOLE)
     options: dict[str, Any] = {"vmem": vmem, "interpret": interpret}
     return _launch(*pushed, x, group, axis, name="all_gather_direct", **options)
 
@@ -124,6 +125,7 @@ def _by_hops(blocks: Blocks, streams: tuple[Stream, ...]) -> Way:
         functools.partial(_ring_kernel, blocks=blocks, streams=streams),
         Scratch(dma_semaphores(), semaphores(streams)),
         groups.barrier_of(streams),
+        blocks.chunking,
     )
 
 
@@ -131,6 +133,7 @@ def _launch(
     kernel: Callable[..., None],
     scratch: Any,
     barrier: str,
+    chunking: Chunking,
     x: jax.Array,
     group: Group,
     axis: int,
@@ -144,6 +147,7 @@ def _launch(
         x,
         scratch=scratch,
         barrier=barrier,
+        chunking=chunking,
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
         wire_bytes=(group.size - 1) * x.nbytes,
         **options,

@@ -80,6 +80,7 @@ def ring(
         interpret=interpret,
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
+        chunking=blocks.chunking,
     )
 
 

@@ -19,6 +19,7 @@ the third, in float32 (integers in 32 bits), and rounded once. So its bits depen
 place in the operand nor on the way that the operands have come.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -101,6 +102,7 @@ def gathered(
         axes=axes,
         scalars=tables,
         barrier=way.barrier,
+        chunking=dataclasses.replace(way.chunking, of="the operand"),
         wire_bytes=(group.size - 1) * x.nbytes,
         **options,
     )

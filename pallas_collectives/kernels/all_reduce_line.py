@@ -40,7 +40,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Copy, DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
+from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, Chunking
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.reduce_scatter import one_axis
@@ -126,6 +126,7 @@ def line(
         interpret=interpret,
         vmem=vmem,
         wire_bytes=2 * x.nbytes,
+        chunking=Chunking(chunks.chunks, of="the operand"),
     )
 
 

@@ -46,7 +46,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.kernels.machinery import launch, relay, sync
-from pallas_collectives.kernels.machinery.blocks import Blocks
+from pallas_collectives.kernels.machinery.blocks import Blocks, Chunking
 from pallas_collectives.kernels.machinery.relay import MAX_WIDTH, SLOT_BYTES
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology import groups
@@ -88,6 +88,7 @@ def direct(
         x,
         out_shape=layout.result,
         scratch=PushSemaphores(),
+        chunking=layout.source.chunking,
         barrier="everyone",
         name="all_to_all_direct",
         interpret=interpret,
@@ -150,6 +151,7 @@ def _passed_on(
         x,
         out_shape=layout.result,
         scratch=Scratch(relays),
+        chunking=Chunking(schedules[0].cuts),  # of one for the opposite device half goes each way
         barrier="line" if on_line else "neighbours",
         name="all_to_all_line" if on_line else "all_to_all_ring",
         interpret=interpret,

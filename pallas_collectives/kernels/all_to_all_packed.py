@@ -36,6 +36,7 @@ from pallas_collectives.annotations import (
     dma_semaphores,
 )
 from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.blocks import Chunking
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.codec import MOST_TILES, Chunks, Codec
 from pallas_collectives.kernels.machinery.sync import Partners
@@ -131,6 +132,7 @@ def direct(
         prepare=functools.partial(_prepare, **how),
         name="all_to_all_packed",
         interpret=interpret,
+        chunking=Chunking(chunks.count),
         wire_bytes=(n - 1) * sent_bytes(tuple(block), n, x.dtype, codec) // n,
     )
 

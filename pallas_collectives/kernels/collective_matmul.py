@@ -31,7 +31,7 @@ from pallas_collectives.annotations import DType, Flag, Interpret, Number, Ref
 from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, multiply
 from pallas_collectives.kernels.machinery.multiply import Products, Where
-from pallas_collectives.kernels.matmul_plan import Plan, plan
+from pallas_collectives.kernels.matmul_plan import ProductTiling, plan
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 
@@ -178,13 +178,13 @@ class Scratch(NamedTuple):
     products: list[multiply.Scratch]  # with each w
 
     @classmethod
-    def of(cls, pipeline: Any, tiling: Plan) -> "Scratch":
+    def of(cls, pipeline: Any, tiling: ProductTiling) -> "Scratch":
         """What to allocate."""
         return cls(pipeline, list(map(multiply.Scratch.of, tiling.problems, tiling.tiles)))
 
 
 def _products(
-    tiling: Plan, w_refs: Sequence[Ref], scratch: Scratch, precision: PrecisionLike
+    tiling: ProductTiling, w_refs: Sequence[Ref], scratch: Scratch, precision: PrecisionLike
 ) -> list[Products]:
     """The products with each w, ready for the first."""
     each = zip(tiling.problems, tiling.tiles, w_refs, scratch.products, strict=True)
@@ -199,7 +199,7 @@ def _gather_kernel(
     x_ref: Ref,  # (A, rows, K): HBM
     *refs: Any,  # the ws; the gathered x, (A, n * rows, K), and the products, (A, n * rows, N):
     # HBM; then a Scratch
-    tiling: Plan,
+    tiling: ProductTiling,
     streams: tuple[Stream, ...],
     pace: pipelines.Pace | None,
     precision: PrecisionLike,
@@ -250,7 +250,7 @@ def _scatter_kernel(
     o_ref: Ref,  # (A, rows, N): HBM
     scratch: Scratch,
     *,
-    tiling: Plan,
+    tiling: ProductTiling,
     streams: tuple[Stream, ...],
     furthest_first: bool,
     scale: float,

@@ -36,7 +36,7 @@ MOST_SUMMED = 8  # of a block that is summed: each also waits for its sum and fe
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ProductTiling:
     """How a block goes in chunks, and each chunk's products through VMEM.
 
     Attributes:
@@ -61,7 +61,7 @@ class Plan:
         """Operations of the products of one block, on all cores."""
         return self.cores * self.chunks * sum(problem.flops for problem in self.problems)
 
-    def on(self, core: Number | None) -> "Plan":
+    def on(self, core: Number | None) -> "ProductTiling":
         """The plan as a core follows it, which counts chunks from the first of its own."""
         first = 0 if core is None or self._scatters else core * self.chunks
         return dataclasses.replace(self, blocks=dataclasses.replace(self.blocks, first=first))
@@ -193,7 +193,7 @@ def plan(
     terms: int = 0,
     transposed: bool = False,
     precision: PrecisionLike = None,
-) -> Plan:
+) -> ProductTiling:
     """How the products of blocks of this shape go: in as many chunks as take least time.
 
     Blocks whose rows (in a scatter: whose columns) cannot be divided between the cores are all the
@@ -238,7 +238,7 @@ def _cut(
     transposed: bool,
     in_full: bool,
     times: int,
-) -> Plan | None:
+) -> ProductTiling | None:
     """The plan with so many chunks of a block for each core; None if no tiles fit.
 
     The tiles are those of least time where each core does a product so many `times`.
@@ -265,4 +265,4 @@ def _cut(
     tiles = [product.choose_tiles(problem, budget, chip, cores, times) for problem in problems]
     blocks = Blocks(shape, axis=1, cut=1, chunks=down)
     fitting = tuple(t for t in tiles if t is not None)
-    return Plan(blocks, problems, fitting, cores) if len(fitting) == len(tiles) else None
+    return ProductTiling(blocks, problems, fitting, cores) if len(fitting) == len(tiles) else None

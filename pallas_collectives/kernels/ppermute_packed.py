@@ -35,6 +35,7 @@ from pallas_collectives.annotations import (
 )
 from pallas_collectives.kernels import ppermute
 from pallas_collectives.kernels.machinery import sync
+from pallas_collectives.kernels.machinery.blocks import Chunking
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.codec import Chunks, Codec
 from pallas_collectives.kernels.ppermute import Pairs
@@ -102,6 +103,7 @@ def direct(
         perm=perm,
         everyone=everyone,
         scratch=Scratch.of(chunks, x.dtype, codec),
+        chunking=Chunking(chunks.count),
         name=f"ppermute_packed_{'everyone' if everyone else 'partners'}",
         interpret=interpret,
         wire_bytes=sent_bytes((x.shape[0], x.shape[1]), codec),

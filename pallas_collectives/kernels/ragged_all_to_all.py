@@ -46,6 +46,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores, span
 from pallas_collectives.kernels.machinery import launch, relay, sync
+from pallas_collectives.kernels.machinery.blocks import Chunking
 from pallas_collectives.kernels.machinery.entry import WIDE
 from pallas_collectives.kernels.machinery.relay import MAX_WIDTH, SLOT_BYTES
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
@@ -95,6 +96,7 @@ def direct(
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
         scalars=(input_offsets, send_sizes, output_offsets, recv_sizes),
         scratch=PushSemaphores(),
+        chunking=Chunking(of="a slice"),
         barrier="everyone",
         name="ragged_all_to_all_direct",
         interpret=interpret,
@@ -157,6 +159,7 @@ def ring(
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
         scalars=(rounds, input_offsets, all_sizes, all_places),
         scratch=Scratch(relay.Scratch.of(schedule, message, operand.dtype, ragged=True)),
+        chunking=chunking(most, chunk),
         # A device may neither send nor receive, and end at once.
         barrier=WIDE,
         name="ragged_all_to_all_line" if on_line else "ragged_all_to_all_ring",
@@ -165,6 +168,11 @@ def ring(
         wire_bytes=operand.nbytes * max(1, n // 4),
         input_output_aliases={1: 0},
     )
+
+
+def chunking(most: int, chunk: int) -> Chunking:
+    """In what pieces slices of at most `most` rows go, of `chunk` rows each."""
+    return Chunking(-(-most // chunk), of="a slice", at_most=True)
 
 
 # As `ring`, along a line of at most `catalogue.LONGEST_LINE` devices.

@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 from pallas_collectives.annotations import DType, Interpret, Number, Ref, Step, buffer
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import launch, sparsecore
-from pallas_collectives.kernels.machinery.blocks import Blocks, block_shape
+from pallas_collectives.kernels.machinery.blocks import Blocks, Chunking, block_shape
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import reduce_scatter as torus
@@ -151,6 +151,7 @@ def _along(
         scratch=Scratch.of(streams, blocks, x.dtype),
         barrier=groups.barrier_of(streams),
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
+        chunking=blocks.chunking,
         **how,
     )
 
@@ -202,6 +203,7 @@ def _by_subcores(
         interpret=interpret,
         sharing=sharing,
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
+        chunking=Chunking(sharing * blocks.chunks),
     )
     size = math.prod(shape)
     return y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)
@@ -319,6 +321,9 @@ def add_on_the_way(
         groups.only_if(here[0] & here[1], lambda: add(with_own(chunk, *sums)))
         groups.only_if(~(here[0] & here[1]), lambda: add(alone))
 
+    paired = 2 * streams[0].far_chunks == blocks.chunks
+    rounds = streams[0].far_chunks if paired else blocks.chunks
+
     def finish(turn: Number, _: None) -> None:
         """Our own block's chunk; with it that which comes last on the other stream, if any does."""
         chosen = (turn, turn + rounds)[: blocks.chunks // rounds]
@@ -329,9 +334,6 @@ def add_on_the_way(
         each = range(len(streams))
         sums = [with_own(chunk, *(last_sum(i, chunk, True) for i in each)) for chunk in chosen]
         combine(op, *sums, vmem=vmem)
-
-    paired = 2 * streams[0].far_chunks == blocks.chunks
-    rounds = streams[0].far_chunks if paired else blocks.chunks
 
     with jax.named_scope("own_terms"):
         groups.for_each_chunk(streams, begin)

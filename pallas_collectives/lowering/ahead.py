@@ -24,6 +24,7 @@ own, then those that the turn before has left to it.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -160,26 +161,26 @@ class Rewritten:
 
     def _compute(self, values: Values) -> None:
         """Runs the rest of a turn, its sums and those left to it one behind the other."""
-        chip, now = chips.current(), 0.0
-        chain = Chain(values, sum(step.seconds(chip) for step in self.loop.steps))
+        elapsed = self.loop.elapsed(chips.current())
+        chain = Chain(values, elapsed[-1])
         gradients = self.loop.gradients_of([*self.late, *self.own])
         late = {step for steps in self.late.values() for step in steps}
         handed_on = {step for steps in self.own.values() for step in steps}
         computed: set[int] = set()
         last = next(reversed(self.own), None)
 
-        def add(scatter: Step, gradient: int, run: Callable[[], None]) -> None:
+        def add(scatter: Step, gradient: int, run: Callable[[], None], now: float) -> None:
             brought = self.own.get(scatter) or self.late[scatter]
             results = self.loop.in_ys(brought)
             chain.add(Sum(gradient, results, self.seconds[scatter], run), now)
 
-        def add_late() -> None:
+        def add_late(now: float) -> None:
             for scatter, gradient in zip(self.late, self.left, strict=True):
 
                 def run(scatter: Step = scatter, gradient: int = gradient) -> None:
                     values.update(self._sum(scatter, values[gradient]))
 
-                add(scatter, gradient, run)
+                add(scatter, gradient, run, now)
 
         def run_all(steps: Iterable[Step]) -> None:
             for step in steps:
@@ -187,18 +188,17 @@ class Rewritten:
                 step.run(values, ahead, awaited=step in self.loop.of_core)
 
         if not self.own:
-            add_late()
-        for step in self.loop.steps:
+            add_late(elapsed[0])
+        for step, (now, then) in zip(self.loop.steps, itertools.pairwise(elapsed), strict=True):
             if step in self.own:
-                add(step, step.reads[0], functools.partial(run_all, self.own[step]))
+                add(step, step.reads[0], functools.partial(run_all, self.own[step]), now)
                 if step is last:
-                    add_late()
+                    add_late(now)
             elif step not in handed_on and step not in late and step not in self.early:
                 run_all([step])
                 computed.update(step.writes)
-                now += step.seconds(chip)
                 if step.is_product and gradients.isdisjoint(step.writes):
-                    chain.passed(step, now)
+                    chain.passed(step, then)
         ends = [*numbers(self.loop.results[: len(self.loop.carry)]), *self.made]
         chain.end(number for number in ends if number in computed)
 

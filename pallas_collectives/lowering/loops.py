@@ -59,7 +59,7 @@ class Loop:
     def of_core(self) -> list[Step]:
         """The scatters that the core runs sooner, since products would hide too little of them."""
         chip, found = chips.current(), []
-        busy = sum(self._there.values()) - _AT_MOST * self._elapsed(chip)[-1]
+        busy = sum(self._there.values()) - _AT_MOST * self.elapsed(chip)[-1]
         for step, takes in self._there.items():
             if step.scatters and min(takes, busy) > turns.on_core(step, chip):
                 found.append(step)
@@ -75,13 +75,13 @@ class Loop:
         """The gathers to ask for a turn ahead."""
         chip = chips.current()
         found, busy = [], 0.0
-        *elapsed, total = self._elapsed(chip)
+        *elapsed, total = self.elapsed(chip)
         gathers = [(elapsed[self._uses(s)[0]], s) for s in self.steps if s.how]
         for needed, step in sorted(gathers, key=lambda pair: pair[0]):
             takes, waits = self._takes[step], total > needed
             waits = waits and busy + takes > needed and not self._is_kept(step)
-            # What all turns hide is more than the first turn's takes, which has nothing beside it.
-            waits = waits and self.params["length"] * min(takes, total) > takes
+            # What all turns hide must be worth the first turn's, which has nothing beside it.
+            waits = waits and self.params["length"] * min(takes, total) > 2 * takes
             if takes and waits and self.of_xs([step]):
                 found.append(step)
             else:
@@ -94,7 +94,7 @@ class Loop:
         What is brought for the next turn has the place of what was brought for this one, so XLA
         begins behind the last product that reads this. Two turns in one have a place for each.
         """
-        ends = self._elapsed(chips.current())
+        ends = self.elapsed(chips.current())
         left = ((s, ends[-1] - ends[self._uses(s)[-1] + 1]) for s in early)
         waits = sum(max(0.0, self._takes[s] - seconds) for s, seconds in left)
         return waits > _WORTH * ends[-1]
@@ -107,7 +107,7 @@ class Loop:
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""
         found = []
-        *elapsed, total = self._elapsed(chips.current())
+        *elapsed, total = self.elapsed(chips.current())
         busy = sum(seconds for step, seconds in self._takes.items() if step.how)
         for made, step in zip(elapsed, self.steps, strict=True):
             if not step.scatters:
@@ -120,7 +120,7 @@ class Loop:
                 busy = done
         return found
 
-    def _elapsed(self, chip: chips.Chip) -> list[float]:
+    def elapsed(self, chip: chips.Chip) -> list[float]:
         """What products take before each step, and in all."""
         each = (step.seconds(chip) for step in self.steps)
         return [*itertools.accumulate(each, initial=0.0)]

@@ -339,7 +339,7 @@ def _traced_effects(
 ) -> frozenset[Any]:
     del mesh  # part of the key: axis sizes and chip are in scope, not in params
     run = functools.partial(serving.run, op, how, **dict(params))
-    with counters.uncounted(), placement.settled_later():
+    with counters.uncounted(), counters.recorded(), placement.settled_later():  # by nobody else
         try:
             return launch.effects(run, *shapes)
         except UNSERVABLE:

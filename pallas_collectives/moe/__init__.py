@@ -8,4 +8,4 @@ out = moe.combine(y, weights, plan, "x")
 from pallas_collectives.moe.calls import combine as combine
 from pallas_collectives.moe.calls import dispatch as dispatch
 from pallas_collectives.moe.explanation import explain as explain
-from pallas_collectives.moe.plans import Plan as Plan
+from pallas_collectives.moe.plans import TokenPlan as TokenPlan

@@ -11,7 +11,7 @@ from pallas_collectives.backends import choice
 from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.lowering import quantized
 from pallas_collectives.moe import exchanges, linear, plans
-from pallas_collectives.moe.plans import Plan
+from pallas_collectives.moe.plans import TokenPlan
 from pallas_collectives.moe.wire import Sizes, Wire
 from pallas_collectives.topology import chips, reach
 from pallas_collectives.validation import AxisName, Groups
@@ -33,7 +33,7 @@ def dispatch(
     axis_index_groups: Groups = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
-) -> tuple[jax.Array, Plan]:
+) -> tuple[jax.Array, TokenPlan]:
     """Sends each token to the experts that it chooses, which lie spread over a mesh axis.
 
     Of E experts over n devices, device p has experts p * E/n up to (p + 1) * E/n.
@@ -100,7 +100,7 @@ def dispatch(
 def combine(
     y: jax.Array,
     weights: jax.Array,
-    plan: Plan,
+    plan: TokenPlan,
     axis_name: AxisName,
     *,
     overflow: str = "share",
@@ -159,7 +159,7 @@ def combine(
     return ways.back(answers, plan.tables, sizes)
 
 
-def _weights_of_leaders(weights: jax.Array, plan: Plan, overflow: str) -> jax.Array:
+def _weights_of_leaders(weights: jax.Array, plan: TokenPlan, overflow: str) -> jax.Array:
     """(T, k): the weight of each row that a token has, at the choice that leads it."""
     k = weights.shape[1]
     kept = jnp.where(plan.kept, weights, 0)
@@ -270,8 +270,8 @@ def _check_numbers(experts: jax.Array, num_experts: int) -> None:
         raise CollectiveError(f"expert {wrong[0]} among experts", rule, remedy)
 
 
-def _check_answers(y: jax.Array, weights: jax.Array, plan: Plan, overflow: str) -> None:
-    if not isinstance(plan, Plan):
+def _check_answers(y: jax.Array, weights: jax.Array, plan: TokenPlan, overflow: str) -> None:
+    if not isinstance(plan, TokenPlan):
         rule = "it must be the plan that dispatch returned"
         raise CollectiveError(f"plan of type {type(plan).__name__}", rule, "pass it unchanged")
     rows, choices = np.shape(plan.visitors), np.shape(plan.kept)

@@ -43,7 +43,7 @@ _IN_A_BLOCK = (32, 64, 128, 256)
 _MOST_COMPARISONS = 1 << 25
 
 
-class Plan(NamedTuple):
+class TokenPlan(NamedTuple):
     """Where tokens went, and how they come back: arrays alone, so a pytree like any other.
 
     T tokens a device with k choices each, over n devices with L experts each; R rows.
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
 
 def with_visitors(
     x: jax.Array, experts: jax.Array, sizes: Sizes, wire: Wire
-) -> tuple[Plan, jax.Array]:
+) -> tuple[TokenPlan, jax.Array]:
     """The plan for this device's choices; and what has come by it of everyone's x."""
     if sizes.exchange == "slots":
         return _by_slots(x, experts, sizes, wire)
@@ -96,7 +96,9 @@ def with_visitors(
     return plan, started.done(after=plan)
 
 
-def _by_slots(x: jax.Array, experts: jax.Array, sizes: Sizes, wire: Wire) -> tuple[Plan, jax.Array]:
+def _by_slots(
+    x: jax.Array, experts: jax.Array, sizes: Sizes, wire: Wire
+) -> tuple[TokenPlan, jax.Array]:
     """By one exchange: of everyone's choices, with the tokens."""
     n, T, k, me = sizes.devices, sizes.tokens, sizes.k, wire.me
     numbers = _numbers(experts, sizes)
@@ -134,7 +136,7 @@ def _by_slots(x: jax.Array, experts: jax.Array, sizes: Sizes, wire: Wire) -> tup
     return plan, slots.held(x, visitors, tables, ways)
 
 
-def _of_everyones(every: "_Choices", sizes: Sizes, me: jax.Array) -> Plan:
+def _of_everyones(every: "_Choices", sizes: Sizes, me: jax.Array) -> TokenPlan:
     """The plan by everyone's choices: those of each home, one after the other."""
     n, T = sizes.devices, sizes.tokens
     # [home, device]; where there is room for all, nothing is counted.
@@ -149,7 +151,7 @@ def _of_everyones(every: "_Choices", sizes: Sizes, me: jax.Array) -> Plan:
     return _plan(own, admitted[me], away, None)
 
 
-def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> tuple[Plan, Ragged]:
+def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> tuple[TokenPlan, Ragged]:
     """By two exchanges: of counts, and of words."""
     n, T, k, me = sizes.devices, sizes.tokens, sizes.k, wire.me
     own = _Choices.of(experts, sizes)
@@ -189,19 +191,19 @@ def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> tuple[Plan, Ragged]
     return _plan(own, admitted, away, tables), tables
 
 
-def _plan(own: "_Choices", admitted: jax.Array, away: "_Away", tables: Ragged | None) -> Plan:
+def _plan(own: "_Choices", admitted: jax.Array, away: "_Away", tables: Ragged | None) -> TokenPlan:
     k = own.leader.shape[1]
     valid = own.leader < k
     kept = jnp.take_along_axis(admitted, jnp.minimum(own.leader, k - 1), axis=1) & valid
     overflow = jnp.sum(valid & ~kept, dtype=jnp.int32)
-    return Plan(away.group_sizes, overflow, own.invalid, kept, own.leader, *away[1:], tables)
+    return TokenPlan(away.group_sizes, overflow, own.invalid, kept, own.leader, *away[1:], tables)
 
 
 class _Choices(NamedTuple):
-    """A home's choices, int32[T, k] each if not said; those that lead, by Plan's word, count."""
+    """A home's choices, int32[T, k] each if not said; leaders (see TokenPlan) count."""
 
-    leader: jax.Array  # see Plan
-    invalid: jax.Array  # int32[]: see Plan
+    leader: jax.Array  # see TokenPlan
+    invalid: jax.Array  # int32[]: see TokenPlan
     device: jax.Array  # whose expert it is; n for none, and for those that do not lead
     local: jax.Array  # the expert's number there
     nth: jax.Array  # which it is, by expert, of its token's choices of the same device
@@ -267,7 +269,7 @@ def _blocks(sent: jax.Array, me: jax.Array) -> Ends:
 
 
 class _Away(NamedTuple):
-    """The rows of this device; attributes as in `Plan`."""
+    """The rows of this device; attributes as in `TokenPlan`."""
 
     group_sizes: jax.Array
     visitors: jax.Array

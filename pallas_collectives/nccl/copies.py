@@ -60,7 +60,7 @@ class Push(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PushPlan:
     """What one rank does in an exchange.
 
     Attributes:
@@ -123,7 +123,7 @@ class Copier(Rank):
     def start(
         self,
         slot: Slot,
-        plan: Plan,
+        plan: PushPlan,
         text: str,
         operand: Address,
         result: Address,
@@ -167,7 +167,7 @@ class Copier(Rank):
         self.communicator.end(beside)
 
     def finish(
-        self, slot: Slot, plan: Plan, operand: Address, result: Address, stream: Address
+        self, slot: Slot, plan: PushPlan, operand: Address, result: Address, stream: Address
     ) -> None:
         """Has `stream` wait for the result of the exchange in `slot`."""
         del plan

@@ -43,7 +43,7 @@ _BLOCKS = {SEND: 132, KEEP: 132, READ: 528, ADD: 528, RELAY: 264, TAKE: 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class PackedWork:
     """What is sent, and what becomes of it; every GPU does the same.
 
     Attributes:
@@ -156,7 +156,7 @@ class Packer(Mailer):
 
     def run(
         self,
-        work: Work,
+        work: PackedWork,
         text: str,
         inputs: Sequence[Address],
         outputs: Sequence[Address],
@@ -190,7 +190,7 @@ class Packer(Mailer):
 
     def _run(
         self,
-        work: Work,
+        work: PackedWork,
         kind: str,
         source: Address,
         target: Address,
@@ -206,7 +206,7 @@ class Packer(Mailer):
 
 
 @functools.cache
-def _table(box: Mailbox, work: Work, kind: str, first: int) -> tuple[int, int]:
+def _table(box: Mailbox, work: PackedWork, kind: str, first: int) -> tuple[int, int]:
     """The address of one rank's table for a kernel, on its GPU, and its rows.
 
     first: of the messages that TAKE waits for.
@@ -244,7 +244,7 @@ def _table(box: Mailbox, work: Work, kind: str, first: int) -> tuple[int, int]:
     return address, len(rows)
 
 
-def ready(group: Group, work: Work) -> dict[int, Packer]:
+def ready(group: Group, work: PackedWork) -> dict[int, Packer]:
     """What does the work on each of this process's GPUs, by ordinal, with its kernels loaded.
 
     Raises:

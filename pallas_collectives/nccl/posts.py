@@ -11,7 +11,7 @@ import ctypes
 import functools
 
 from pallas_collectives.nccl import mailboxes, tape
-from pallas_collectives.nccl.copies import Plan
+from pallas_collectives.nccl.copies import PushPlan
 from pallas_collectives.nccl.cuda import WORD
 from pallas_collectives.nccl.errors import CommunicatorError
 from pallas_collectives.nccl.group import Group
@@ -32,7 +32,7 @@ class Post(Sender):
 
     def start(
         self,
-        plan: Plan,
+        plan: PushPlan,
         text: str,
         operand: Address,
         result: Address,
@@ -63,7 +63,7 @@ class Post(Sender):
             self.meet(box.meeting, box.place, stream)
         self.communicator.end(stream)
 
-    def finish(self, plan: Plan, operand: Address, result: Address, stream: Address) -> None:
+    def finish(self, plan: PushPlan, operand: Address, result: Address, stream: Address) -> None:
         """Puts the result on `stream`, once it has come."""
         driver, me = self.driver, self.rank
         self.communicator.check()

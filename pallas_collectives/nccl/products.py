@@ -48,7 +48,7 @@ GATHER, SCATTER = "gather", "scatter"
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ProductWork:
     """What is multiplied and moved; every GPU does the same.
 
     Attributes:
@@ -147,7 +147,7 @@ class Multiplier(Mailer):
 
     def run(
         self,
-        work: Work,
+        work: ProductWork,
         text: str,
         inputs: Sequence[Address],
         outputs: Sequence[Address],
@@ -171,12 +171,16 @@ class Multiplier(Mailer):
             read = [self._box.ready(peer, self.rank) for peer in self._writers(work)]
             self.driver.give_words(read, stream)
 
-    def _writers(self, work: Work) -> list[int]:
+    def _writers(self, work: ProductWork) -> list[int]:
         others = [(self.rank + distance) % work.size for distance in range(1, work.size)]
         return others if work.kind == GATHER else others[-1:]
 
     def _gather(
-        self, work: Work, inputs: Sequence[Address], outputs: Sequence[Address], stream: Address
+        self,
+        work: ProductWork,
+        inputs: Sequence[Address],
+        outputs: Sequence[Address],
+        stream: Address,
     ) -> None:
         driver, box, me, size = self.driver, self._box, self.rank, work.size
         own, *ws = inputs
@@ -201,7 +205,11 @@ class Multiplier(Mailer):
                 driver.copy(tape.behind(outputs[-1], source * nbytes), block, nbytes, stream)
 
     def _scatter(
-        self, work: Work, inputs: Sequence[Address], outputs: Sequence[Address], stream: Address
+        self,
+        work: ProductWork,
+        inputs: Sequence[Address],
+        outputs: Sequence[Address],
+        stream: Address,
     ) -> None:
         driver, box, me, size = self.driver, self._box, self.rank, work.size
         right = (me + 1) % size
@@ -235,7 +243,7 @@ class Multiplier(Mailer):
         return self._box.data[self.rank] + behind
 
     def _term(
-        self, work: Work, inputs: Sequence[Address], start: int, rows: int, last: bool,
+        self, work: ProductWork, inputs: Sequence[Address], start: int, rows: int, last: bool,
         c: Address | None, to: Address, stream: Address,
     ) -> None:  # fmt: skip
         """The products of rows of each x from `start` on, added up, and to c if that is given."""
@@ -245,7 +253,7 @@ class Multiplier(Mailer):
             product = work.scattered(rows, depth, last, adds=i > 0)
             self._multiply(product, x, w, to if i else c, to, stream)
 
-    def _add(self, work: Work, came: int, to: Address, stream: Address) -> None:
+    def _add(self, work: ProductWork, came: int, to: Address, stream: Address) -> None:
         """Adds a whole block that has come to what is there."""
         words = work.block_bytes // sums.WORD
         blocks = -(-words // sums.THREADS)
@@ -263,7 +271,7 @@ class Multiplier(Mailer):
         self._prepared(product).multiply(self.call, x, w, c, d, stream)
 
 
-def multipliers(group: Group, work: Work) -> dict[int, Multiplier]:
+def multipliers(group: Group, work: ProductWork) -> dict[int, Multiplier]:
     """What does the work on each of this process's GPUs, by ordinal; made if it is not there yet.
 
     Raises:
@@ -273,7 +281,7 @@ def multipliers(group: Group, work: Work) -> dict[int, Multiplier]:
     return {box.communicator.ordinal: _multiplier(box) for box in boxes.values()}
 
 
-def ready(group: Group, work: Work) -> dict[int, Multiplier]:
+def ready(group: Group, work: ProductWork) -> dict[int, Multiplier]:
     """The same, once the kernels of all products are loaded.
 
     Raises:

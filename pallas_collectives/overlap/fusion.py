@@ -10,7 +10,7 @@ Model, per device, of blocks passed both ways round a ring of n, each with its s
     wire      (n-1)/2 blocks over a link
     unfused   wire + the products by XLA: at `XLA_SHARE` of the peak rate, or HBM's for all operands
     fused     the longer of the two, what nothing hides at the ends, and DMAs' latency for each
-              chunk (`matmul_plan.Plan.seconds`)
+              chunk (`matmul_plan.ProductTiling.seconds`)
 
 Rates are those of `topology.chips`. So fusing loses if blocks are small. On chips with two cores a
 device (v4, v5p) both run the kernel, if the rows of a block can be halved. GPUs have a model of
@@ -105,7 +105,7 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
 _SEVERAL_SLICES = "the devices lie in several slices"
 
 
-def _on_gpus(op: str, spec: Spec, work: nccl_products.Work) -> ProductPlan:
+def _on_gpus(op: str, spec: Spec, work: nccl_products.ProductWork) -> ProductPlan:
     """The plan of a product that GPUs can multiply beside copies."""
     if spec.wish:
         return _plan(op, spec, FUSED, "it was asked for")
@@ -237,7 +237,7 @@ def obstacle(
     return ""
 
 
-def cost(plan: matmul_plan.Plan, group: Group, block_bytes: int) -> Cost:
+def cost(plan: matmul_plan.ProductTiling, group: Group, block_bytes: int) -> Cost:
     """The seconds of a product and its collective, fused and apart.
 
     Args:

@@ -27,13 +27,13 @@ from pallas_collectives.replay import (
     values,
 )
 from pallas_collectives.replay.operations import Operation
-from pallas_collectives.replay.program import Access, Work
+from pallas_collectives.replay.program import Access, CoreWork
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent, View
 from pallas_collectives.topology.chips import Chip
 
-_SUBLANES = sublanes(jnp.float32)
+_SUBLANES = sublanes(jnp.dtype(jnp.float32))
 _LARGEST_KNOWN = 1 << 16  # elements of an array that is computed on the host, outside kernels
 # Primitives that move no data on a TPU core, or whose cost is that of the loads and stores around
 # them.
@@ -340,7 +340,7 @@ def _delay(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> 
         stepper.flush_busy(eqn, lanes)
         for duration in np.unique(nanoseconds):
             at = lanes[nanoseconds == duration]
-            stepper.emit(Work(at, duration * 1e-9, stepper.source(eqn)))
+            stepper.emit(CoreWork(at, duration * 1e-9, stepper.source(eqn)))
 
     return step
 

@@ -34,12 +34,12 @@ from typing import Any
 import numpy as np
 
 from pallas_collectives.replay.program import (
+    CoreWork,
     Enter,
     Program,
     Signal,
     Start,
     Wait,
-    Work,
     at,
 )
 
@@ -158,7 +158,7 @@ class Order:
         self._without: dict[tuple[int, int, bool], dict[int, int]] = {}  # how far devices come
         clocked = 0
         for event in self.events:
-            if not isinstance(event.column, (Wait, Work)):
+            if not isinstance(event.column, (Wait, CoreWork)):
                 event.row = clocked
                 clocked += 1
         if clocked * program.n_devices * 4 > _CLOCK_TABLE_LIMIT:

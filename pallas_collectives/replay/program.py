@@ -120,7 +120,7 @@ class Leave(Instruction):
 
 
 @dataclasses.dataclass
-class Work(Instruction):
+class CoreWork(Instruction):
     """The core works for `busy` and nothing else happens."""
 
 

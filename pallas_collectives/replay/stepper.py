@@ -29,6 +29,7 @@ from pallas_collectives.replay.lines import Lines
 from pallas_collectives.replay.operations import Operation
 from pallas_collectives.replay.program import (
     Access,
+    CoreWork,
     Instruction,
     Kernel,
     Program,
@@ -38,7 +39,6 @@ from pallas_collectives.replay.program import (
     Source,
     Start,
     Wait,
-    Work,
 )
 from pallas_collectives.replay.values import UNKNOWN, Known, Lanes
 from pallas_collectives.replay.views import Buffer, DataDependent, View, element_size
@@ -221,7 +221,7 @@ class Stepper:
     def flush_busy(self, eqn: JaxprEqn, lanes: np.ndarray) -> None:
         """Ends the work counted so far on these lanes, before the set of lanes changes."""
         if self._busy or any(self._of_units.values()):
-            self.emit(Work(lanes, self.take_busy(), self.source(eqn)))
+            self.emit(CoreWork(lanes, self.take_busy(), self.source(eqn)))
 
     def source(self, eqn: JaxprEqn) -> Source:
         cached = self._sources.get(id(eqn))

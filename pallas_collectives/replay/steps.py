@@ -25,6 +25,7 @@ from pallas_collectives.replay.engine import Engine
 from pallas_collectives.replay.machine import Machine
 from pallas_collectives.replay.program import (
     Access,
+    CoreWork,
     Enter,
     Kernel,
     Leave,
@@ -34,7 +35,6 @@ from pallas_collectives.replay.program import (
     Source,
     Start,
     Wait,
-    Work,
 )
 from pallas_collectives.replay.report import Report, report
 from pallas_collectives.replay.values import Lanes
@@ -152,7 +152,7 @@ class _Composed:
         columns, source = self.program.columns, _SOURCE
         match part:
             case Compute(_, seconds):
-                columns.append(Work(self._lanes, seconds, source))
+                columns.append(CoreWork(self._lanes, seconds, source))
             case Launch(key, _, engine, what) if engine == CORE:
                 columns += self._columns(what, engine)
                 self._launched.pop(key, None)
@@ -179,7 +179,7 @@ class _Composed:
 
     def _columns(self, what: Program | float, engine: str) -> list[Any]:
         if not isinstance(what, Program):
-            return [Work(self._on(engine), what, _SOURCE)]
+            return [CoreWork(self._on(engine), what, _SOURCE)]
         key = id(what), engine
         if key not in self._known:
             by = len(self._lanes) * self.first[engine]

@@ -279,7 +279,7 @@ def test_nccl_gives_the_bits_that_lax_gives(
             went.add("kernels and NCCL")
         return pack(format, blocks, left_out)
 
-    def found(work: packed.Work, members: Any) -> Any:
+    def found(work: packed.PackedWork, members: Any) -> Any:
         if by == "kernels and NCCL":
             raise mailboxes.MailboxError("GPU 0 cannot reach its peers' memory")
         if work.numbers % (rows * x.shape[-1]) == 0:

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.steps import packing, schedule, timeline
-from benchmarks.steps.schedule import CORE, SPARSECORE, Collective, Done, Event, Loop, Start, Work
+from benchmarks.steps.schedule import (
+    CORE,
+    SPARSECORE,
+    Collective,
+    Done,
+    Event,
+    Loop,
+    Start,
+    StepWork,
+)
 from pallas_collectives.replay import Machine
 
 _LINE = "  %{name} = f32[8,128]{{1,0}} {op}({reads}){named}, {cycles}"
@@ -54,7 +63,7 @@ FREE = "  %{name} = f32[8,128]{{1,0}} bitcast(%{reads})"
 def names(events: Sequence[Event]) -> set[str]:
     """The work that is packing."""
     inner = [names(event.events) for event in events if isinstance(event, Loop)]
-    return {e.name for e in events if isinstance(e, Work) and e.packs}.union(*inner)
+    return {e.name for e in events if isinstance(e, StepWork) and e.packs}.union(*inner)
 
 
 def packs(*lines: str) -> set[str]:
@@ -128,7 +137,7 @@ def test_in_a_loop() -> None:
     hlo = "\n".join([*turn, hlo])
     (loop,) = packing.marked(schedule.events(hlo), hlo)
     assert isinstance(loop, Loop) and loop.times == 3
-    assert [e.packs for e in loop.events if isinstance(e, Work)] == [True, False]
+    assert [e.packs for e in loop.events if isinstance(e, StepWork)] == [True, False]
     assert schedule.cycles_of((loop,)) == 6000
 
 
@@ -136,8 +145,8 @@ def test_packing_is_exposed_and_hides_nothing() -> None:
     """On v5e, of 1.5 GHz: 4 us of compute and 2 of packing beside a collective of 10; 3 before."""
     c = Collective("c", "all_gather", "", SPARSECORE, 1, 4)
     events = [
-        Work("zeros", 4500, packs=True),
-        *(Start("c", c), Work("w", 6000), Work("layout", 3000, packs=True), Done("c")),
+        StepWork("zeros", 4500, packs=True),
+        *(Start("c", c), StepWork("w", 6000), StepWork("layout", 3000, packs=True), Done("c")),
     ]
     machine = Machine.named("v5e:4")
     line = timeline.run(events, machine, machine.default_placement(4), lambda _: 10e-6)

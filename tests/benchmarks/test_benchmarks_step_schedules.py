@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from benchmarks.steps import bound, learning, schedule, timeline, wires
-from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, Work
+from benchmarks.cases import CASES
+from benchmarks.steps import bound, compiling, learning, schedule, timeline, wires
+from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, StepWork
 from pallas_collectives import catalogue
 from pallas_collectives.backends.plans import KernelPlan
 from pallas_collectives.replay import Machine, steps
@@ -76,7 +78,7 @@ def test_events_of_a_schedule() -> None:
         3,
         (
             Start("start", Collective("start", "ppermute", "", DMA, 4096, 3, (), (0, 1))),
-            Work("work.1", 1000),
+            StepWork("work.1", 1000),
             Done("start"),
         ),
     )
@@ -87,7 +89,7 @@ def test_events_of_a_schedule() -> None:
     )
     assert rest == [
         Start("chain 7", Collective("g", "all_gather", "", DMA, 32 * 128 * 2, 4, ("x",))),
-        Work("work.2", 2000),
+        StepWork("work.2", 2000),
         Done("chain 7"),
         Start(
             key, Collective("k", "all_gather", by_kernel, SPARSECORE, 64 * 512, 0, shape=(64, 128))
@@ -102,10 +104,10 @@ def test_events_of_a_schedule() -> None:
             "fusion.9", Collective("fusion.9", "reduce_scatter", "", CORE, 512, 4, (), scattered)
         ),
         Done("fusion.9"),
-        Work("fusion.8", 700),
+        StepWork("fusion.8", 700),
         # Kernels of others: two that send nothing, one with a word of its cost, and one that sends.
-        Work("ragged-dot", 500),
-        Work("mine", 2048),
+        StepWork("ragged-dot", 500),
+        StepWork("mine", 2048),
         Start("sends", Collective("sends", "", "sends", CORE, 2048, 0, shape=(8, 128))),
         Done("sends"),
     ]
@@ -118,9 +120,9 @@ def test_what_is_exposed_and_hidden() -> None:
         for name, engine in (("a", DMA), ("b", CORE), ("c", SPARSECORE), ("d", SPARSECORE))
     )
     events = [
-        *(Start("a", beside), Work("w", 6000), Done("a")),  # 4 us of 10: 6 are waited for
+        *(Start("a", beside), StepWork("w", 6000), Done("a")),  # 4 us of 10: 6 are waited for
         *(Start("b", alone), Done("b")),
-        *(Start("c", queued), Start("d", later), Work("v", 18000), Done("c"), Done("d")),
+        *(Start("c", queued), Start("d", later), StepWork("v", 18000), Done("c"), Done("d")),
     ]
     machine = Machine.named("v5e:4")
     line = timeline.run(events, machine, machine.default_placement(4), lambda _: 10e-6)
@@ -148,7 +150,7 @@ def flight(name: str, takes: int, engine: str = SPARSECORE) -> tuple[Start, Done
 
 def test_what_no_order_hides() -> None:
     """Awaited at once; too little beside; a chain; two on one engine; loops; v5e's carriers."""
-    work = [Work("a", 100), Work("b", 50)]
+    work = [StepWork("a", 100), StepWork("b", 50)]
     needs = {"g-done": ["g-start"], "b": ["a"]}
     both = [*work, *flight("g", 70)]
     assert least(both, needs) == 0
@@ -176,6 +178,14 @@ def test_the_engine_that_runs_a_collective() -> None:
     assert learning.engine_of("all_gather", [Start("a", beside)] * 2 + [Start("b", alone)]) == DMA
     assert learning.engine_of("all_gather", [Start("a", beside)] + [Start("b", alone)] * 2) == ""
     assert learning.engine_of("all_to_all", [Start("a", beside)]) == ""
+
+
+@pytest.mark.parametrize("n", [3, 4, 7])
+def test_what_is_compiled_to_learn_takes_any_number_of_devices(n: int) -> None:
+    for case in CASES:
+        program = learning.program(n, case)
+        lowered = compiling.lower(program, np.array(jax.devices()[:n]), "lax")
+        assert lowered.out_info.shape == (n, *program.args[1].shape)
 
 
 def test_the_memory_that_gathers_bring_to() -> None:
@@ -235,7 +245,6 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
             on_sparsecore=on_sparsecore,
             shape=shape,
             nbytes=1 << 23,
-            cuts=1,
             devices=4,
             axes=(axis,),
             chip="v6e",

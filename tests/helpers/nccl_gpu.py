@@ -12,7 +12,7 @@ from pallas_collectives.nccl import ffi
 P = jax.sharding.PartitionSpec
 
 
-class Work:
+class UnderWay:
     """Calls under way on this process's ranks; `results` waits for them."""
 
     def __init__(self, group, inputs, outputs, call):
@@ -72,7 +72,7 @@ def gather(group, count=4, dtype="float32", limit=30.0):
     n = len(group.devices)
     inputs = {r: np.full(count, r).astype(jnp.dtype(dtype)) for r in group.communicators}
     outputs = dict.fromkeys(group.communicators, ((n, count), dtype))
-    work = Work(
+    work = UnderWay(
         group, inputs, outputs, lambda c, x, y, stream: c.all_gather(x, y, count, dtype, stream)
     )
     for result in work.results(limit).values():

@@ -258,7 +258,7 @@ def other_op():
     if process == LATE:
         inputs = {r: np.ones(64, np.float32) for r in g.communicators}
         outputs = dict.fromkeys(g.communicators, ((64,), "float32"))
-        work = nccl_gpu.Work(
+        work = nccl_gpu.UnderWay(
             g, inputs, outputs, lambda c, x, y, s: c.all_reduce(x, y, 64, "float32", "sum", s)
         )
         work.results()

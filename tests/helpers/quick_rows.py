@@ -125,6 +125,9 @@ QUICK: dict[str, Covers] = {
     ),
     "test_bundles::test_a_tree_is_reduced_as_lax_reduces_it": once,
     "test_bundles::test_each_leaf_is_transformed_on_its_own_with_kernels": once,
+    "test_chunking::test_a_kernel_sends_in_as_many_chunks_as_its_plan_says": each(
+        "op", "algorithm"
+    ),
     "test_collective_matmul::test_a_dropped_wait_for_a_tile_is_caught": once,
     "test_collective_matmul::test_dropped_wait_before_a_part_is_used_is_caught": once,
     "test_collective_matmul::test_every_ring_under_both_adversaries": only(n=[3], mode=["eager"]),

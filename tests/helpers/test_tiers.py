@@ -90,12 +90,35 @@ def test_the_full_tier_has_pairs_of_values_and_all_that_is_quick(
 
 def test_a_rule_for_no_test_or_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        tiers, "QUICK", {"test_a::gone": covers.once, "test_c::elsewhere": covers.once}
+        tiers, "QUICK", {"test_a::gone": covers.once, "test_torus::elsewhere": covers.once}
     )
     with pytest.raises(pytest.UsageError, match="test_a::gone: no test has this name"):
         tiers.check(product("test_b"))
     with pytest.raises(pytest.UsageError, match=r"no parameter 'size'.*'n', 'op', 'mode'"):
         quick(monkeypatch, covers.each("size"))
+
+
+@pytest.mark.parametrize(
+    "name, rule, why",
+    [
+        ("test_no_such_module::test_b", covers.once, "no test has this name"),
+        ("test_a::test_b", covers.only(op="gx"), "no row has op='x'"),
+        ("test_a::test_b", covers.some(n=[2, 4]), "no row has n=4"),
+        ("test_a::test_b", covers.apart_from(covers.once, mode="q"), "no row has mode='q'"),
+        ("test_a::test_b", covers.only(op=()), "it covers no row"),
+        ("test_a::test_b", covers.each("size"), "no parameter 'size'"),
+    ],
+)
+def test_a_rule_that_no_row_obeys_is_refused(
+    name: str, rule: covers.Covers, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "QUICK", {"test_torus::elsewhere": covers.once, name: rule})
+    monkeypatch.setattr(tiers, "FULL", {})
+    with pytest.raises(pytest.UsageError, match=f"{name}: .*{why}"):
+        tiers.check(product("test_b"))
+    with monkeypatch.context() as sound:
+        sound.setattr(tiers, "QUICK", {"test_torus::elsewhere": covers.once})
+        tiers.check(product("test_b"))
 
 
 def collected(*arguments: str) -> int:

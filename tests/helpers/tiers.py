@@ -11,11 +11,13 @@ row of parameters, of which some rows are quick, and the product is not. `full_r
 same for the full tier: what it leaves out is slow.
 """
 
-from collections.abc import Container, Hashable, Iterable
+import contextlib
+from collections.abc import Container, Hashable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
-from covers import Covers
+from covers import Covers, Parameters, dead
 from full_rows import FULL
 from quick_rows import QUICK
 
@@ -57,12 +59,23 @@ def _by(
 
 
 def _covered(item: pytest.Item, covers: Covers) -> set[Hashable]:
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    try:
+    parameters = _parameters(item)
+    with _told(name_of(item), parameters):
         return set(covers(parameters))
+
+
+def _parameters(item: pytest.Item) -> Parameters:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+@contextlib.contextmanager
+def _told(name: str, parameters: Parameters) -> Iterator[None]:
+    """Within this context a parameter that a test lacks is told as such."""
+    try:
+        yield
     except KeyError as error:
         raise pytest.UsageError(
-            f"tests/helpers, quick_rows.py or full_rows.py: {name_of(item)}: has no parameter"
+            f"tests/helpers, quick_rows.py or full_rows.py: {name}: has no parameter"
             f" {error}; it has {[*parameters]}"
         ) from None
 
@@ -79,16 +92,26 @@ def _covering(
 
 
 def check(items: list[pytest.Item]) -> None:
-    """Refuses names in the rules that no test has, of the modules that the items are from.
+    """Refuses rules that no test has or no row obeys, of the modules that the items are from.
 
     Raises:
-      pytest.UsageError: a test was renamed or removed.
+      pytest.UsageError: a test, a row of parameters or a module was renamed or removed.
     """
-    names = {name_of(item) for item in items}
-    modules = {name.partition("::")[0] for name in names}
-    for name in sorted({*QUICK, *FULL} - names):
-        if name.partition("::")[0] in modules:
+    rows: dict[str, list[Parameters]] = {}
+    for item in items:
+        rows.setdefault(name_of(item), []).append(_parameters(item))
+    modules = {name.partition("::")[0] for name in rows}
+    gone = {name.partition("::")[0] for name in (*QUICK, *FULL)} - modules
+    gone -= {path.stem for path in Path(__file__).parents[1].rglob("test_*.py")}
+    for name, covers in sorted((*QUICK.items(), *FULL.items()), key=lambda rule: rule[0]):
+        module = name.partition("::")[0]
+        if name in rows:
+            with _told(name, rows[name][0]):
+                why = dead(covers, rows[name])
+        else:
+            why = "no test has this name" if module in modules | gone else ""
+        if why:
             raise pytest.UsageError(
-                f"tests/helpers, quick_rows.py or full_rows.py: {name}: no test has this name;"
+                f"tests/helpers, quick_rows.py or full_rows.py: {name}: {why};"
                 " rename or remove it there"
             )

@@ -121,7 +121,7 @@ def test_messages_that_wait_behind_own_chunks(
 def test_either_order_of_sums(
     furthest_first: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul_plan.Plan, "outlasts_wire", lambda *_: furthest_first)
+    monkeypatch.setattr(matmul_plan.ProductTiling, "outlasts_wire", lambda *_: furthest_first)
     monkeypatch.setattr(matmul_plan, "CHUNKS", (4,))
     assert_exact(4, harness.ADVERSARIES[mode], rows=32, batch=1)
 
@@ -244,7 +244,7 @@ def test_steps_that_share_a_semaphore_are_caught(
 def test_cores_that_see_to_the_same_chunks_are_caught(
     scatter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul_plan.Plan, "on", lambda plan, core: plan)
+    monkeypatch.setattr(matmul_plan.ProductTiling, "on", lambda plan, core: plan)
     assert is_caught("on_wait", n=2, scatter=scatter, cores=2)
 
 
@@ -321,7 +321,7 @@ def test_the_replay_knows_no_race_of_other_orders(
     n: int, furthest_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wire_is_slow(monkeypatch)
-    monkeypatch.setattr(matmul_plan.Plan, "outlasts_wire", lambda *_: furthest_first)
+    monkeypatch.setattr(matmul_plan.ProductTiling, "outlasts_wire", lambda *_: furthest_first)
     assert races(n, rows=32) == []
 
 

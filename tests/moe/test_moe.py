@@ -56,10 +56,10 @@ def values(devices: int, seed: int = 0, tokens: int = T) -> tuple[np.ndarray, ..
 
 def layer(
     axis: Any, groups: Any, how: dict[str, Any], overflow: str = "share", rows: int | None = None
-) -> Callable[..., tuple[jax.Array, moe.Plan]]:
+) -> Callable[..., tuple[jax.Array, moe.TokenPlan]]:
     """Tokens to experts, through them, and home."""
 
-    def call(x: Any, experts: Any, weights: Any, w: Any) -> tuple[jax.Array, moe.Plan]:
+    def call(x: Any, experts: Any, weights: Any, w: Any) -> tuple[jax.Array, moe.TokenPlan]:
         back = {name: value for name, value in how.items() if name != "exchange"}
         visiting, plan = moe.dispatch(
             x, experts, axis, num_experts=E, rows=rows, axis_index_groups=groups, **how

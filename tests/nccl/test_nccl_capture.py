@@ -62,7 +62,7 @@ def test_a_call_that_nccl_refuses_is_told_and_harms_nothing(devices, monkeypatch
         y = dict.fromkeys(group.communicators, ((4,), "float32"))
         with monkeypatch.context() as patch, pytest.raises(nccl.CallError) as error:
             patch.setattr(dtypes, "reduced", lambda dtype, op: (99, 1, 0))  # no ncclDataType_t
-            nccl_gpu.Work(
+            nccl_gpu.UnderWay(
                 group, x, y, lambda c, a, b, s: c.all_reduce(a, b, 4, "float32", "sum", s)
             )
         told = str(error.value)

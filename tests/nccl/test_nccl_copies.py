@@ -22,7 +22,7 @@ def test_after_an_abort_nothing_is_pushed_to_where_a_result_lay(
     operand, result, former = (ctypes.create_string_buffer(c * 8, 8) for c in (b"o", b"r", b"f"))
     copier._meeting.results[:] = [ctypes.addressof(former)] * 4
     word = ctypes.c_uint32()
-    plan = copies.Plan((1,), (copies.Push(1, 0, 0, 8),))
+    plan = copies.PushPlan((1,), (copies.Push(1, 0, 0, 8),))
 
     def lonely() -> None:
         places = (ctypes.addressof(place) for place in (operand, result, word))

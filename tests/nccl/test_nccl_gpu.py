@@ -45,7 +45,7 @@ def values(dtype, *shape):
 
 def run(group, inputs, shape, dtype, call):
     ranks = group.communicators
-    work = nccl_gpu.Work(
+    work = nccl_gpu.UnderWay(
         group, {r: inputs[r] for r in ranks}, dict.fromkeys(ranks, (shape, dtype)), call
     )
     return work.results()

@@ -15,7 +15,7 @@ from nccl_host import Device, in_threads
 from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products
 from pallas_collectives.nccl.errors import CommunicatorError, NcclError, RendezvousError
 from pallas_collectives.nccl.mailboxes import MailboxError
-from pallas_collectives.nccl.products import GATHER, SCATTER, Work
+from pallas_collectives.nccl.products import GATHER, SCATTER, ProductWork
 
 SIZE = 3
 
@@ -124,7 +124,9 @@ def test_gpus_of_another_host_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
 def run_products(kind: str, made: list[group.Group], calls: int, cuts: int = 1) -> list[np.ndarray]:
     """The results of the last of some calls, by rank; each call has operands of its own."""
     rows, depth, columns = 4, 8, 16
-    work = Work(kind, SIZE, 1, rows, (depth,), (columns,), False, "float16", "float16", cuts=cuts)
+    work = ProductWork(
+        kind, SIZE, 1, rows, (depth,), (columns,), False, "float16", "float16", cuts=cuts
+    )
     gathers = kind == GATHER
 
     def multiply(g: group.Group) -> np.ndarray:
@@ -171,7 +173,7 @@ def test_if_one_cannot_multiply_none_does(monkeypatch: pytest.MonkeyPatch) -> No
         return prepared(driver, ordinal, product)
 
     monkeypatch.setattr(cublas, "prepared", without_room)
-    work = Work(GATHER, SIZE, 1, 4, (8,), (16,), False, "float16", "float16")
+    work = ProductWork(GATHER, SIZE, 1, 4, (8,), (16,), False, "float16", "float16")
     for _ in range(2):
         for error in in_each(made, lambda g: products.ready(g, work)):
             assert isinstance(error, MailboxError)
@@ -186,7 +188,7 @@ def test_exchanges_between_processes() -> None:
         ((me, _),) = g.communicators.items()
         others = [(me + distance) % n for distance in range(1, n)]
         pushes = tuple(copies.Push(p, 8 * p, 8 * me, 8) for p in range(n))
-        plan = copies.Plan(tuple(others), pushes, tuple(8 * p for p in others), 8)
+        plan = copies.PushPlan(tuple(others), pushes, tuple(8 * p for p in others), 8)
         token, results = np.ones(1, np.int32), np.zeros((6, n), np.int64)
         for number, result in enumerate(results):
             (post,) = posts.get(g, number % 2, 8).values()
@@ -217,7 +219,7 @@ def test_a_watchdog_sees_where_xla_waits_for_an_exchange(monkeypatch: pytest.Mon
                 waits.append(seen.begun - seen.ended)
             wait_event(stream, event)
 
-        plan = copies.Plan((peer,), (copies.Push(peer, 0, 8 * me, 8),), (8 * peer,), 8)
+        plan = copies.PushPlan((peer,), (copies.Push(peer, 0, 8 * me, 8),), (8 * peer,), 8)
         token, operand, result = np.ones(1, np.int32), np.arange(1), np.zeros(2, np.int64)
         addresses = operand.ctypes.data, result.ctypes.data
         (post,) = posts.get(g, 0, 8).values()

@@ -103,7 +103,7 @@ def test_where_memory_is_not_reached_nccl_moves_it_and_says_so_once(
 
 def test_more_than_mailboxes_are_kept_for_goes_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailboxes, "MOST_MAIL", 1 << 10)
-    work = packed.Work(packed.GATHER, N, 2048, "float32", "float32", "int8", 128)
+    work = packed.PackedWork(packed.GATHER, N, 2048, "float32", "float32", "int8", 128)
     with pytest.raises(mailboxes.MailboxError, match="3 MiB come to a GPU, more than 0 are kept"):
         nccl_packed._packers(work, [])
     x = blocks()
@@ -165,7 +165,7 @@ def test_gpus_of_several_hosts_are_told_apart_in_every_process_alike() -> None:
         slice_index: int
         process_index: int = 0
 
-    work = packed.Work(packed.GATHER, 2, 1024, "float32", "float32", "int8", 128)
+    work = packed.PackedWork(packed.GATHER, 2, 1024, "float32", "float32", "int8", 128)
     near, far = [Gpu(0, 0, 9), Gpu(1, 0, 9)], [Gpu(2, 0, 9), Gpu(3, 1, 9)]
     assert nccl_packed._packers(work, [near]) == {}
     with pytest.raises(mailboxes.MailboxError, match=r"GPUs \[2, 3\] are not all of one host"):

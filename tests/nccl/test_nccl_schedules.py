@@ -29,7 +29,7 @@ from pallas_collectives.nccl import (
     products,
     sums,
 )
-from pallas_collectives.nccl.products import GATHER, SCATTER, Work
+from pallas_collectives.nccl.products import GATHER, SCATTER, ProductWork
 
 MAIN, X, ROOM, W, Y, TOKEN = 0, *(n << 60 for n in range(1, 6))
 _RANK = 1 << 50
@@ -151,7 +151,7 @@ def multiplied(kinds: str, n: int) -> Calls:
             for part in range(1 if gathers else cuts * n):
                 driver.lasts("write", x + part * 32 // cuts, MAIN)
             of = GATHER if gathers else SCATTER, n, 1, 2, (8,), (8,), False, "float16", "float16"
-            work = Work(*of, cuts=cuts)
+            work = ProductWork(*of, cuts=cuts)
             (multiplier,) = products.multipliers(g, work).values()
             multiplier.run(work, "products", [x, W], [Y] if gathers else [Y, room], MAIN)
 
@@ -178,7 +178,7 @@ def quantised(kinds: str, n: int) -> Calls:
             op = OVER_A_WIRE[kind]
             ring = tuple((i, (i + 1) % n) for i in range(n)) if op == packed.PERMUTE else ()
             of = op, n, 1024, "float16", "float16", "int8", 128, kind == "+", ring
-            work = packed.Work(*of)
+            work = packed.PackedWork(*of)
             for block in range(n if op in (packed.EXCHANGE, packed.REDUCE) else 1):
                 driver.lasts("write", x + block * work.numbers * 2, MAIN)
             (packer,) = packed.ready(g, work).values()
@@ -193,7 +193,7 @@ def exchanged(steps: str, n: int) -> Calls:
     def calls(g: group.Group, driver: Noting) -> None:
         ((me, _),) = g.communicators.items()
         others = tuple((me + distance) % n for distance in range(1, n))
-        plan = copies.Plan(others, tuple(copies.Push(p, 0, 0, 8) for p in others), others, 8)
+        plan = copies.PushPlan(others, tuple(copies.Push(p, 0, 0, 8) for p in others), others, 8)
         (post,) = posts.get(g, 0, 8).values()
         x = X + me * _RANK
         for step in steps:
@@ -215,7 +215,7 @@ def test_tables_are_there_before_a_call_is_recorded(noted: Any) -> None:
     def calls(g: group.Group, driver: Noting) -> None:
         ((me, _),) = g.communicators.items()
         for op, adds in [(packed.REDUCE, False), (packed.EXCHANGE, True), (packed.GATHER, False)]:
-            work = packed.Work(op, 2, 1024, "float16", "float16", "int8", 128, adds)
+            work = packed.PackedWork(op, 2, 1024, "float16", "float16", "int8", 128, adds)
             (packer,) = packed.ready(g, work).values()
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(driver, "put", None)

@@ -42,7 +42,7 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     block, along = spaces.widened(block), axis if aligned else 0
     cuts = shares.cuts(block.shape, along, block.dtype)
     plan = algorithms.choose("all_gather", how, block, group, cuts)
-    gathered = plan.launch(block, group, axis=along, interpret=how.interpret)
+    gathered = algorithms.launch(plan, block, group, axis=along, interpret=how.interpret)
     if not aligned:
         shape = packed.shape
         gathered = _of_widened(gathered, packed).reshape(group.size, *shape)
@@ -76,7 +76,7 @@ def all_to_all(
         split_at, concat_at = 0, concat + 1 if joins else 0
     plan = algorithms.choose("all_to_all", how, operand, group)
     at = {"split_axis": split_at, "concat_axis": concat_at}
-    y = plan.launch(operand, group, **at, interpret=how.interpret)
+    y = algorithms.launch(plan, operand, group, **at, interpret=how.interpret)
     if not joins:
         y = _blocks_along(y.reshape(group.size, *block), concat)
     elif not splits:
@@ -101,7 +101,7 @@ def ragged_all_to_all(
     given = [sizes, targets, received]
     if plan.record.takes_everyones:
         given = [*_tables_of_all(jnp.stack([sizes, targets]), group, how)]
-    y = plan.launch(rows, rows_init, begin, *given, group, interpret=how.interpret)
+    y = algorithms.launch(plan, rows, rows_init, begin, *given, group, interpret=how.interpret)
     return packing.from_rows(y, output)
 
 
@@ -134,7 +134,7 @@ def ppermute(
     packed, _ = packing.pack(x)
     plan = algorithms.choose("ppermute", how, packed, group, perm=perm)
     rows = spaces.widened(packed.reshape(_at_least_2d(packed.shape)))
-    y = plan.launch(rows, group, perm=perm, interpret=how.interpret)
+    y = algorithms.launch(plan, rows, group, perm=perm, interpret=how.interpret)
     return packing.unpack(_of_widened(y, packed).reshape(packed.shape), x.dtype)
 
 

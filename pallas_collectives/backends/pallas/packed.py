@@ -26,7 +26,7 @@ from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
 
-class Layout(NamedTuple):
+class PackedLayout(NamedTuple):
     """An operand as a kernel sees it; a reshape that moves nothing."""
 
     shape: tuple[int, ...]
@@ -54,16 +54,16 @@ def _in_rows(shape: tuple[int, ...], dtype: DType, wire: Wire) -> tuple[int, int
     return (merged, shape[-1]) if whole else None
 
 
-def _along(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> Layout | None:
+def _along(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> PackedLayout | None:
     """How a kernel can read an operand, pack it and gather it along an axis; None if it cannot."""
     if _able(shape, dtype, wire) and sections.of_whole_tiles(shape, axis, dtype, Codec(wire)):
-        return Layout(shape, axis)
+        return PackedLayout(shape, axis)
     seen = None if math.prod(shape[:axis]) > 1 else _in_rows(shape, dtype, wire)
-    return seen and Layout(seen, 0)
+    return seen and PackedLayout(seen, 0)
 
 
 class Blocks(NamedTuple):
-    """As `Layout`, of an operand of blocks."""
+    """As `PackedLayout`, of an operand of blocks."""
 
     shape: tuple[int, ...]  # of a block
     split_axis: int
@@ -130,7 +130,7 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, wire: Wire, how: How) -
     block = x.reshape(seen.shape)
     plan = algorithms.choose("all_gather", how, block, group)
     options = {"codec": Codec(wire), "interpret": how.interpret}
-    gathered = plan.launch(block, group, axis=seen.axis, **options)
+    gathered = algorithms.launch(plan, block, group, axis=seen.axis, **options)
     return gathered.reshape(whole_shape(x.shape, axis, group.size))
 
 
@@ -149,7 +149,7 @@ def all_to_all(
     plan = algorithms.choose("all_to_all", how, blocks, group)
     at = {"split_axis": seen.split_axis, "concat_axis": seen.concat_axis}
     options = {"codec": Codec(wire), "interpret": how.interpret}
-    return plan.launch(blocks, group, **at, **options).reshape(result)
+    return algorithms.launch(plan, blocks, group, **at, **options).reshape(result)
 
 
 def ppermute(
@@ -161,4 +161,4 @@ def ppermute(
     rows = x.reshape(seen)
     plan = algorithms.choose("ppermute", how, rows, group, perm=perm)
     options = {"codec": Codec(wire), "interpret": how.interpret}
-    return plan.launch(rows, group, perm=perm, **options).reshape(x.shape)
+    return algorithms.launch(plan, rows, group, perm=perm, **options).reshape(x.shape)

@@ -77,7 +77,7 @@ class Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ProductLayout:
     """An operand of `n` blocks along `axis` as (A, n * rows, K), and back.
 
     Attributes:
@@ -158,21 +158,21 @@ def one_precision(precision: Any) -> Any:
 
 def gather_layout(
     shape: tuple[int, ...], axis: int, x_dtype: DType, out_dtype: DTypeLike
-) -> Layout:
+) -> ProductLayout:
     """The layout of `all_gather_matmul`'s x."""
-    return Layout(shape, axis, 1, max(sublanes(x_dtype), sublanes(kernel_dtype(out_dtype))))
+    return ProductLayout(shape, axis, 1, max(sublanes(x_dtype), sublanes(kernel_dtype(out_dtype))))
 
 
 def scatter_layout(
     shape: tuple[int, ...], axis: int, n: int, x_dtype: DType, wire: DType
-) -> Layout:
+) -> ProductLayout:
     """The layout of `matmul_reduce_scatter`'s x."""
-    return Layout(shape, axis, n, max(sublanes(x_dtype), sublanes(wire)))
+    return ProductLayout(shape, axis, n, max(sublanes(x_dtype), sublanes(wire)))
 
 
 def plan(
     op: str, x_shape: tuple[int, ...], x_dtype: DType, ws: Sequence[Any], spec: Spec, group: Group
-) -> tuple[matmul_plan.Plan, int]:
+) -> tuple[matmul_plan.ProductTiling, int]:
     """How the products of one block go, and the bytes of a block on the wire."""
     columns = [up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
     if op == GATHER:

@@ -42,7 +42,7 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     along = axis if aligned else 0
     cuts = shares.cuts(block, along, wire.dtype)
     plan = algorithms.choose("reduce_scatter", how, wire, group, cuts)
-    y = plan.launch(wire, group, axis=along, op="sum", interpret=how.interpret)
+    y = algorithms.launch(plan, wire, group, axis=along, op="sum", interpret=how.interpret)
     y = y if aligned else _unrows(y, tuple(shape), plan)
     return y.astype(x.dtype)
 
@@ -64,7 +64,7 @@ def requantized_scatter(
         x, along = _padded_blocks(jnp.moveaxis(split, axis, 0), codec), 0
     plan = algorithms.choose("reduce_scatter", how, x, group)
     options = {"codec": codec, "result": result, "interpret": how.interpret}
-    return _unrows(plan.launch(x, group, axis=along, op="sum", **options), shape, plan)
+    return _unrows(algorithms.launch(plan, x, group, axis=along, op="sum", **options), shape, plan)
 
 
 def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How) -> jax.Array:
@@ -78,7 +78,7 @@ def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How)
     if not torus.fits_packed(group, x.shape[1:], 0, x.dtype, codec, back=True):
         x = _padded_blocks(x, codec)
     plan = algorithms.choose("all_reduce", how, x, group)
-    y = plan.launch(x, group, op="sum", codec=codec, interpret=how.interpret)
+    y = algorithms.launch(plan, x, group, op="sum", codec=codec, interpret=how.interpret)
     y = y.reshape(group.size, -1)[:, : blocks.size // group.size].reshape(blocks.shape)
     return wires.saturated(y, dtype)
 
@@ -112,7 +112,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     cuts = shares.cuts(blocks.shape[1:], 0, blocks.dtype)
     plan = algorithms.choose("all_reduce", how, wire, group, cuts)
     blocks = _in_blocks(wire, 1) if plan.record.takes_whole else blocks
-    y = plan.launch(blocks, group, op=op, interpret=how.interpret)
+    y = algorithms.launch(plan, blocks, group, op=op, interpret=how.interpret)
     return _unrows(y, x.shape, plan).astype(x.dtype)
 
 

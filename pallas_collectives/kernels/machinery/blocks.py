@@ -51,6 +51,30 @@ def sliceable(size: int, axis: int, ndim: int, dtype: DType) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chunking:
+    """In what pieces a kernel sends data; as a string, in a clause.
+
+    Attributes:
+      chunks: pieces that are sent one by one; 1 if it goes whole.
+      sections: turns that they go in, where scratch has no room for all of them at once.
+      of: what is cut.
+      at_most: whether values decide, up to so many.
+    """
+
+    chunks: int = 1
+    sections: int = 1
+    of: str = "a block"
+    at_most: bool = False
+
+    def __str__(self) -> str:
+        if self.chunks == 1:
+            return f"{self.of} goes whole"
+        count = f"{'at most ' if self.at_most else ''}{self.chunks} chunks"
+        turns = f", in {self.sections} sections" if self.sections > 1 else ""
+        return f"{self.of} goes in {count}{turns}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Blocks:
     """An array made of equal blocks side by side along `axis`, each cut in equal chunks.
 
@@ -99,6 +123,11 @@ class Blocks:
             sizes[self.cut] //= self.chunks
             starts[self.cut] += (self.first + chunk) * sizes[self.cut]
         return ref.at[tuple(map(_span, starts, sizes))]
+
+    @property
+    def chunking(self) -> Chunking:
+        """In what pieces a block goes."""
+        return Chunking(self.chunks)
 
     def nbytes(self, dtype: DType) -> int:
         """Bytes of one block, without padding."""

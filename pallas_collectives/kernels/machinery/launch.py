@@ -12,8 +12,10 @@ all_to_all and 15% of ragged_all_to_all with 4 KiB for each device. The cores wo
 agree at every wait, with a signal each, which this does not count. So one core starts all.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +31,26 @@ from pallas_collectives.annotations import Interpret, Ref, Semaphore, dma_semaph
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels.machinery import cores as divided
 from pallas_collectives.kernels.machinery import entry, spaces, sparsecore, sync
-from pallas_collectives.kernels.machinery.blocks import LANES, padded_bytes
+from pallas_collectives.kernels.machinery.blocks import LANES, Chunking, padded_bytes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring
+
+WHOLE = Chunking()
+_told: contextvars.ContextVar[list[Chunking] | None] = contextvars.ContextVar("told", default=None)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[Chunking]]:
+    """In what pieces the kernels that are launched within this context send data, in their order.
+
+    Kernels of a context within this one are that one's.
+    """
+    chunkings: list[Chunking] = []
+    token = _told.set(chunkings)
+    try:
+        yield chunkings
+    finally:
+        _told.reset(token)
 
 
 def call(
@@ -64,6 +83,7 @@ def call_many(
     pipeline_bytes: int = 0,
     input_output_aliases: dict[int, int] | None = None,
     cores: int = 1,
+    chunking: Chunking = WHOLE,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel on every device of a group.
 
@@ -96,6 +116,7 @@ def call_many(
         result begins; it is the operand's own buffer, and the kernel gets the result's ref alone.
       cores: how many TensorCores run the kernel, each with a ring, semaphores and VMEM of its own
         (`cores`).
+      chunking: in what pieces it sends data, for the plan by which it runs (`told`).
 
     Raises:
       CollectiveError: an operand, a result or a buffer has one element (see `spaces`).
@@ -103,6 +124,8 @@ def call_many(
       EngineError: no SparseCore can run it (`sparsecore`), though one is wanted.
     """
     _compat.prepare()
+    if (chunkings := _told.get()) is not None:
+        chunkings.append(chunking)
     along, entered = axes or (group,), entry.Entry.of(barrier, group)
     members = [ring.members() for ring in along]
     peers = entered.table

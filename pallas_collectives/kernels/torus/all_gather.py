@@ -22,7 +22,7 @@ from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.torus import balance, devices, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
-from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.kernels.torus.shares import Bundle, Shares
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
@@ -30,7 +30,7 @@ from pallas_collectives.topology.groups import Group, Ring, only_if
 # has some 500 semaphores.
 WINDOW = 16
 SEMAPHORES = 256
-# Of those that know without credits when to send on (see `Plan.is_paired`).
+# Of those that know without credits when to send on (see `Shares.is_paired`).
 WINDOW_WITHOUT_CREDITS = 3
 
 
@@ -58,6 +58,7 @@ def all_axes(
         out_shape=jax.ShapeDtypeStruct(plan.shape(devices.field_sizes(axes)), x.dtype),
         scratch=gathering.scratch,
         barrier=gathering.barrier,
+        chunking=gathering.chunking,
         name="all_gather_torus",
         interpret=interpret,
         vmem=vmem,
@@ -66,19 +67,20 @@ def all_axes(
     return view.out_of(y, plan.sizes)
 
 
-def plan_of(axes: Sequence[Group], view: View, dtype: DType) -> Plan:
+def plan_of(axes: Sequence[Group], view: View, dtype: DType) -> Shares:
     """How blocks are cut that are gathered over the axes of a torus."""
     both = balance.differ(axes)
-    return Plan.of(axes, view.block, view.at, dtype, chunks=1 + both, both=both)
+    return Shares.of(axes, view.block, view.at, dtype, chunks=1 + both, both=both)
 
 
-def way(plan: Plan) -> Way:
+def way(plan: Shares) -> Way:
     """How blocks so cut are gathered; the kernel takes `devices.tables` behind its rings."""
     own = Scratch(copy_semaphores(plan), semaphores(plan, SEMAPHORES))
-    return Way(functools.partial(_kernel, plan=plan), own, "neighbours on a torus")
+    kernel = functools.partial(_kernel, plan=plan)
+    return Way(kernel, own, "neighbours on a torus", plan.chunking)
 
 
-def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:
+def semaphores(plan: Shares, most: int) -> list[channels.Semaphores]:
     """The channels that `Gather` takes, with about so many semaphores for arrivals."""
     each = [(bundle, phase) for bundle in plan.bundles for phase in range(len(plan.sizes))]
     ways = sum(bundle.streams * plan.ways for bundle, _ in each)
@@ -93,7 +95,7 @@ def semaphores(plan: Plan, most: int) -> list[channels.Semaphores]:
     return [of(bundle, phase) for bundle, phase in each]
 
 
-def copy_semaphores(plan: Plan) -> Semaphore:
+def copy_semaphores(plan: Shares) -> Semaphore:
     """Those of the own blocks' copies."""
     return pltpu.SemaphoreType.DMA((plan.streams,))
 
@@ -101,7 +103,7 @@ def copy_semaphores(plan: Plan) -> Semaphore:
 def _kernel(
     rings: Sequence[Ring],  # along each axis
     *refs: Any,  # see below
-    plan: Plan,
+    plan: Shares,
 ) -> None:
     *numbers, x_ref, o_ref, scratch = refs
     # numbers: `devices.tables`
@@ -128,7 +130,7 @@ class Gather(timetable.Stage):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Shares,
         rings: Sequence[Ring],
         field: Field,  # the result; the own block is there, those of the others are filled
         semaphores: list[channels.Semaphores],  # of each bundle and phase: (streams * ways)

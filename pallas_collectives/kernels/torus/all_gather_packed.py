@@ -27,7 +27,7 @@ from pallas_collectives.kernels.reduce_scatter import one_axis
 from pallas_collectives.kernels.torus import devices, packed_gather, sections, timetable
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.packed_gather import PackedGather
-from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.shares import Shares
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if
@@ -46,7 +46,7 @@ class Scratch(NamedTuple):
     plain_sems: Semaphore  # (all streams): own; a piece is here
 
     @classmethod
-    def of(cls, plan: Plan, dtype: DType, codec: Codec) -> "Scratch":
+    def of(cls, plan: Shares, dtype: DType, codec: Codec) -> "Scratch":
         """What to allocate."""
         return cls(
             packed_gather.Scratch.of(plan, dtype, codec),
@@ -97,6 +97,7 @@ def gather(
         interpret=interpret,
         wire_bytes=(group.size - 1) * codec.packed_bytes(x.size),
         cores=plan.cores,
+        chunking=plan.chunking,
     )
     return view.out_of(y, plan.sizes)
 
@@ -127,7 +128,7 @@ def _taken_for(group: Group, lies: str) -> Group:
 
 def _seen_and_cut(
     axes: Sequence[Group], shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec, cores: int
-) -> tuple[View, Plan]:
+) -> tuple[View, Shares]:
     of = functools.partial(Scratch.of, dtype=dtype, codec=codec)
     how: Any = {"there_and_back": False, "vmem": False, "codec": codec, "cores": cores}
     return sections.seen_and_cut(axes, shape, axis, dtype, of, **how)
@@ -136,7 +137,7 @@ def _seen_and_cut(
 class _Own:
     """The own block's pieces: brought to VMEM, each while the one before is on its way, packed."""
 
-    def __init__(self, plan: Plan, x_ref: Ref, scratch: Scratch, codec: Codec) -> None:
+    def __init__(self, plan: Shares, x_ref: Ref, scratch: Scratch, codec: Codec) -> None:
         self._plan, self._x_ref, self._s, self._codec = plan, x_ref, scratch, codec
 
     def bring_first(self) -> None:
@@ -163,7 +164,7 @@ class _Own:
         return self._s.plain_sems.at[self._plan.stream(b, stream)]
 
 
-def _prepare(*refs: Any, plan: Plan, codec: Codec) -> Callable[[], None]:
+def _prepare(*refs: Any, plan: Shares, codec: Codec) -> Callable[[], None]:
     rings, *_, x_ref, _, scratch = refs
     _Own(plan.on(rings[0].core), x_ref, scratch, codec).bring_first()
     return lambda: None  # waited for where they are packed
@@ -172,7 +173,7 @@ def _prepare(*refs: Any, plan: Plan, codec: Codec) -> Callable[[], None]:
 def _kernel(
     rings: Sequence[Ring],  # along each axis
     *refs: Any,  # see below
-    plan: Plan,
+    plan: Shares,
     codec: Codec,
 ) -> None:
     plan, (*numbers, x_ref, o_ref, scratch) = plan.on(rings[0].core), refs

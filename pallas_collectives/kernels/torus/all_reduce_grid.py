@@ -37,6 +37,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Copy, DType, Interpret, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.blocks import Chunking
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.combine import combine, wide
 from pallas_collectives.kernels.torus.grid_chunks import SKEW, Cut, Row, direction, ticks
@@ -124,6 +125,7 @@ def grid(
         axes=axes,
         out_shape=jax.ShapeDtypeStruct(flat.shape, x.dtype),
         scratch=scratch,
+        chunking=Chunking(cut.count, of="the operand"),
         barrier="neighbours on a torus",
         name=name,
         interpret=interpret,

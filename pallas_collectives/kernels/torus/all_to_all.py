@@ -68,7 +68,7 @@ def all_axes(
     axes = devices.axes_of(group)
     block = list(x.shape)
     block[split_axis] //= group.size
-    plan = Plan.of(axes, View.of(tuple(block), split_axis, concat_axis), x.dtype)
+    plan = ExchangePlan.of(axes, View.of(tuple(block), split_axis, concat_axis), x.dtype)
     sizes = devices.field_sizes(axes)
     y = launch.call(
         functools.partial(_kernel, plan=plan),
@@ -78,6 +78,7 @@ def all_axes(
         scalars=[jnp.asarray(plan.course.table, jnp.int32), *devices.tables(axes)],
         out_shape=jax.ShapeDtypeStruct(plan.view.field(concat_axis, sizes), x.dtype),
         scratch=plan.scratch(x.dtype),
+        chunking=plan.blocks.chunking,
         barrier="jumps on a torus",
         name="all_to_all_torus",
         interpret=interpret,
@@ -139,7 +140,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """How blocks lie and are cut, and which way their chunks go."""
 
     view: View
@@ -147,7 +148,7 @@ class Plan:
     course: Course
 
     @classmethod
-    def of(cls, axes: Sequence[Group], view: View, dtype: DType) -> "Plan":
+    def of(cls, axes: Sequence[Group], view: View, dtype: DType) -> "ExchangePlan":
         """That for blocks on the axes of a torus."""
         course = Course.of(axes)
         n = math.prod(course.sizes)
@@ -180,7 +181,7 @@ def _kernel(
     rings: Sequence[Ring],  # along each axis
     table_ref: Ref,  # Course.table: SMEM
     *refs: Any,  # see below
-    plan: Plan,
+    plan: ExchangePlan,
 ) -> None:
     *numbers, x_ref, o_ref, scratch = refs
     # numbers: `devices.tables`
@@ -214,7 +215,7 @@ class Part:
 class Parcels:
     """An `exchange.Cargo`: some blocks' chunks."""
 
-    plan: Plan
+    plan: ExchangePlan
     x_ref: Ref
     o_ref: Ref
     scratch: Scratch

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives.annotations import Number, Ref
-from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.kernels.torus.shares import Bundle, Shares
 from pallas_collectives.topology.groups import Group
 
 
@@ -59,7 +59,7 @@ class Field:
       numbers_ref: the numbers of the blocks, row-major over the torus (SMEM); None if 0, 1, ...
     """
 
-    plan: Plan
+    plan: Shares
     ref: Ref
     numbers_ref: Ref | None = None
 

@@ -28,7 +28,7 @@ from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import scatter, shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
-from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.kernels.torus.shares import Bundle, Shares
 from pallas_collectives.topology.groups import Ring, only_if, wrap_step
 
 # Places of unpacked blocks for each way of a stream: while what is in one is copied to the result,
@@ -36,7 +36,7 @@ from pallas_collectives.topology.groups import Ring, only_if, wrap_step
 PLAIN = 2
 
 
-def _met(plan: Plan, bundle: Bundle, phase: int) -> int:
+def _met(plan: Shares, bundle: Bundle, phase: int) -> int:
     """How many blocks a stream has of when a phase begins: those of the axes before."""
     return math.prod(plan.sizes[axis] for axis in bundle.order[:phase])
 
@@ -54,7 +54,7 @@ class Scratch(NamedTuple):
     plain_sems: Semaphore  # (all streams * ways, PLAIN): own; what was unpacked is in the result
 
     @classmethod
-    def of(cls, plan: Plan, dtype: DType, codec: Codec) -> "Scratch":
+    def of(cls, plan: Shares, dtype: DType, codec: Codec) -> "Scratch":
         """What to allocate."""
         ways, phases = plan.ways, len(plan.sizes)
         each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
@@ -152,7 +152,7 @@ class PackedGather(timetable.Stage):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Shares,
         rings: Sequence[Ring],
         field: Field,  # the result
         scratch: Scratch,

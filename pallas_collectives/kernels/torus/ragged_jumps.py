@@ -78,6 +78,7 @@ def all_axes(
             *devices.tables(axes),
         ),
         scratch=_scratch(course, (chunk, *operand.shape[1:]), operand.dtype),
+        chunking=ragged.chunking(most, chunk),
         barrier=WIDE,  # a device may neither send nor receive, and end at once
         name="ragged_all_to_all_torus",
         interpret=interpret,

@@ -49,6 +49,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Interpret, Number, Ref, Semaphore, dma_semaphores, span
 from pallas_collectives.kernels.machinery import launch, sync
+from pallas_collectives.kernels.machinery.blocks import Chunking
 from pallas_collectives.kernels.torus import ragged_shares
 from pallas_collectives.kernels.torus.ragged_shares import WHOLE
 from pallas_collectives.topology.groups import Group, Ring, wrap
@@ -144,6 +145,7 @@ def spread(
         out_shape=jax.ShapeDtypeStruct(output.shape, output.dtype),
         scalars=[getattr(tables, name).reshape(-1) for name in _read(len(ways))],
         scratch=Scratch(buffer if ways else None, pltpu.SemaphoreType.DMA((CHUNKS,))),
+        chunking=Chunking(CHUNKS if ways else 1, of="a slice", at_most=True),
         barrier="everyone",
         name="ragged_all_to_all_spread",
         interpret=interpret,

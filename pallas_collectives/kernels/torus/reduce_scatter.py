@@ -47,7 +47,7 @@ from pallas_collectives.kernels.torus import (
 )
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.scatter import Scatter
-from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.shares import Shares
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
@@ -61,7 +61,7 @@ class ScatterScratch(NamedTuple):
     copy_sems: Semaphore  # (streams): own; the own block's way from VMEM into the result
 
     @classmethod
-    def of(cls, plan: Plan, dtype: DType, **how: Any) -> "ScatterScratch":
+    def of(cls, plan: Shares, dtype: DType, **how: Any) -> "ScatterScratch":
         """What to allocate; `how` as `scatter.Scratch.of` has it."""
         return cls(scatter.Scratch.of(plan, dtype, **how), all_gather.copy_semaphores(plan))
 
@@ -74,7 +74,7 @@ class ReduceScratch(NamedTuple):
     gather: list[channels.Semaphores]  # see all_gather.Gather
 
     @classmethod
-    def of(cls, plan: Plan, dtype: DType, **how: Any) -> "ReduceScratch":
+    def of(cls, plan: Shares, dtype: DType, **how: Any) -> "ReduceScratch":
         """What to allocate, as above."""
         scattering = ScatterScratch.of(plan, dtype, **how)
         return cls(*scattering, all_gather.semaphores(plan, most=_ARRIVALS))
@@ -87,7 +87,7 @@ class PackedScratch(NamedTuple):
     gather: packed_gather.Scratch
 
     @classmethod
-    def of(cls, plan: Plan, dtype: DType, *, codec: Codec) -> "PackedScratch":
+    def of(cls, plan: Shares, dtype: DType, *, codec: Codec) -> "PackedScratch":
         """What to allocate, as above."""
         scattering = scatter.Scratch.of(plan, dtype, vmem=False, codec=codec)
         return cls(scattering, packed_gather.Scratch.of(plan, dtype, codec))
@@ -134,6 +134,7 @@ def reduce_scatter(
         vmem=vmem,
         wire_bytes=x.nbytes * (group.size - 1) // group.size,
         cores=plan.cores,
+        chunking=plan.chunking,
     )
     return view.out_of(y, ones)
 
@@ -153,7 +154,7 @@ def all_reduce(
     cut = None if vmem or codec else grid_chunks.cut_of(axes, x.shape, x.dtype)
     if cut:
         return all_reduce_grid.grid(x, group, axes, cut, op=op, interpret=interpret, name=name)
-    of: Callable[[Plan], Any] = functools.partial(ReduceScratch.of, dtype=x.dtype, vmem=vmem)
+    of: Callable[[Shares], Any] = functools.partial(ReduceScratch.of, dtype=x.dtype, vmem=vmem)
     kernel: Callable[..., None] = functools.partial(_reduce_kernel, op=op, vmem=vmem)
     if codec:
         of = functools.partial(PackedScratch.of, dtype=x.dtype, codec=codec)
@@ -177,6 +178,7 @@ def all_reduce(
         vmem=vmem,
         wire_bytes=2 * x.nbytes * (group.size - 1) // group.size,
         cores=plan.cores,
+        chunking=plan.chunking,
     )
     return view.out_of(y, sizes).reshape(x.shape)
 
@@ -203,7 +205,7 @@ def fits_packed(
     return 4 * sections.vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
 
 
-def _prepare(*refs: Any, plan: Plan, codec: Codec) -> Callable[[], None]:
+def _prepare(*refs: Any, plan: Shares, codec: Codec) -> Callable[[], None]:
     rings, *numbers, x_ref, _, scratch = refs
     plan = plan.on(rings[0].core)
     how: Any = {"op": "sum", "target": None, "codec": codec}
@@ -214,7 +216,7 @@ def _prepare(*refs: Any, plan: Plan, codec: Codec) -> Callable[[], None]:
 def _scatter_kernel(
     rings: Sequence[Ring],  # along each axis
     *refs: Any,  # see below
-    plan: Plan,
+    plan: Shares,
     op: str,
     vmem: bool,
     codec: Codec | None,
@@ -254,7 +256,7 @@ def _scatter_kernel(
 def _reduce_kernel(
     rings: Sequence[Ring],  # along each axis
     *refs: Any,  # see below
-    plan: Plan,
+    plan: Shares,
     op: str,
     vmem: bool,
 ) -> None:
@@ -284,7 +286,7 @@ def _reduce_kernel(
 def _packed_kernel(
     rings: Sequence[Ring],  # along each axis
     *refs: Any,  # see below
-    plan: Plan,
+    plan: Shares,
     codec: Codec,
 ) -> None:
     plan, (*numbers, x_ref, o_ref, scratch) = plan.on(rings[0].core), refs

@@ -20,7 +20,7 @@ from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
-from pallas_collectives.kernels.torus.shares import Bundle, Plan
+from pallas_collectives.kernels.torus.shares import Bundle, Shares
 from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
 
 # Slots of a channel for sums that arrive. One is being added to and sent on from, one is being
@@ -28,12 +28,12 @@ from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
 SLOTS = 3
 
 
-def window(plan: Plan, bundle: Bundle, phase: int) -> int:
+def window(plan: Shares, bundle: Bundle, phase: int) -> int:
     """How many slots a channel has; nothing is sent on from them if one hop is all."""
     return min(SLOTS, plan.sizes[bundle.order[phase]])
 
 
-def is_paired(plan: Plan, bundle: Bundle, phase: int) -> bool:
+def is_paired(plan: Shares, bundle: Bundle, phase: int) -> bool:
     """Whether streams go in pairs, section by section; then three slots need no credits.
 
     Before a device sends at hop t of a pair it has taken what came both ways at hop t - 1, and its
@@ -63,7 +63,7 @@ class Scratch(NamedTuple):
     @classmethod
     def of(
         cls,
-        plan: Plan,
+        plan: Shares,
         dtype: DType,
         *,
         vmem: bool,
@@ -85,7 +85,7 @@ class Scratch(NamedTuple):
             return pltpu.VMEM((count, window + 1, *codec.packed_shape(piece)), jnp.int32)
 
         def leaves(bundle: Bundle, phase: int) -> Any:
-            summed: DType | None = jnp.float32 if phase else left
+            summed = jnp.dtype(jnp.float32) if phase else left
             of = dtype if codec is None else summed
             piece = bundle.streams, *plan.piece_shape(bundle, phase)
             return None if of is None else pltpu.VMEM(piece, of)
@@ -153,7 +153,7 @@ class Scatter(timetable.Stage):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Shares,
         rings: Sequence[Ring],
         operand: Field,  # all blocks
         scratch: Scratch,

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import DType
 from pallas_collectives.kernels.machinery.blocks import LANES, padded_bytes
 from pallas_collectives.kernels.machinery.codec import Codec
-from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.shares import Shares
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group
@@ -58,9 +58,9 @@ def seen_and_cut(
     shape: tuple[int, ...],
     axis: int,
     dtype: DType,
-    scratch_of: Callable[[Plan], Any],
+    scratch_of: Callable[[Shares], Any],
     **how: Any,
-) -> tuple[View, Plan]:
+) -> tuple[View, Shares]:
     """How blocks of a shape along an axis are seen, and cut: see `plan_of`."""
     if codec := how["codec"]:
         packed = of_whole_tiles(shape, axis, dtype, codec)
@@ -93,27 +93,27 @@ def plan_of(
     block: tuple[int, ...],
     at: int,
     dtype: DType,
-    scratch_of: Callable[[Plan], Any],
+    scratch_of: Callable[[Shares], Any],
     *,
     there_and_back: bool,
     vmem: bool,
     codec: Codec | None,
     cores: int = 1,
-) -> Plan:
+) -> Shares:
     """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
     stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes) * cores)
     halves = not vmem and (stream_bytes >= HALVES_FROM_BYTES or codec is not None)
     chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
     room = _room(codec, len(axes))
 
-    def fits(plan: Plan) -> bool:
+    def fits(plan: Shares) -> bool:
         scratch = scratch_of(plan)
         enough = semaphores(scratch) <= chip.kernel_semaphores
         return enough and (vmem or vmem_bytes(scratch) <= room)
 
-    def coarsest(streams: int, most: int) -> list[Plan]:
+    def coarsest(streams: int, most: int) -> list[Shares]:
         """Plans with pieces of up to so many units: of those that fit, the largest ones."""
-        found: list[Plan] = []
+        found: list[Shares] = []
         # No larger one fits: of what a piece takes, two thirds and more grow with its size.
         taken = vmem_bytes(scratch_of(whole.in_sections(max(1, most) * whole.grain, streams)))
         for size in range(min(most, 1 + 3 * most * room // (2 * taken)), 0, -1):
@@ -129,7 +129,7 @@ def plan_of(
     for chunks in (finest, 2, 1) if halves else (1,):
         cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
         cut["cores"] = cores
-        whole = Plan.of(axes, block, at, dtype, chunks, **cut)
+        whole = Shares.of(axes, block, at, dtype, chunks, **cut)
         if codec and chunks > 1 and len(whole.bundles) == 1 < orders:
             continue  # too few tiles for so many streams in two orders: an axis would idle
         # Over three axes pieces of a tile take least time, if they go in more than one order.
@@ -162,7 +162,7 @@ def _room(codec: Codec | None, axes: int) -> int:
     return min(PACKED_SCRATCH_BYTES if codec else SCRATCH_BYTES, chips.current().vmem_bytes // 2)
 
 
-def _cost(plan: Plan, dtype: DType) -> float:
+def _cost(plan: Shares, dtype: DType) -> float:
     """What a plan's time goes by: the busiest links' load, and what its sections cost besides.
 
     A tick takes some time of its own; in a last section that not all streams have links idle. With

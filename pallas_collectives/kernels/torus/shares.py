@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives.annotations import DType, Number, Ref
-from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES, Chunking, sublanes
 from pallas_collectives.kernels.torus import balance
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring
@@ -79,11 +79,11 @@ class Bundle:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Shares:
     """Blocks of one shape on a torus, and how they are cut.
 
-    Arrays of blocks have a dimension for each axis of the torus (`Plan.shape`), so that all blocks
-    along some axes are one piece that one DMA moves.
+    Arrays of blocks have a dimension for each axis of the torus (`Shares.shape`), so that all
+    blocks along some axes are one piece that one DMA moves.
 
     Attributes:
       sizes: devices along each axis of the torus.
@@ -123,7 +123,7 @@ class Plan:
         there_and_back: bool = False,
         tile: tuple[int, int] | None = None,
         cores: int = 1,
-    ) -> "Plan":
+    ) -> "Shares":
         """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
 
         Every piece is a multiple of `tile`, rows and columns; by default the dtype's tile.
@@ -154,7 +154,7 @@ class Plan:
             bundles.append(Bundle(tuple(range(len(sizes))), start, extent - start, 1, 1))
         return cls(sizes, sharing, block, at, cut, grain, tuple(bundles), lines, within, cores)
 
-    def on(self, core: Number | None) -> "Plan":
+    def on(self, core: Number | None) -> "Shares":
         """The plan as a core follows it; None for the only one that runs a kernel."""
         return self if core is None else dataclasses.replace(self, core=core)
 
@@ -163,7 +163,7 @@ class Plan:
         """What a core has of a block along the cut."""
         return self.block[self.cut] // self.cores
 
-    def in_sections(self, size: int, streams: int, even: bool = True) -> "Plan":
+    def in_sections(self, size: int, streams: int, even: bool = True) -> "Shares":
         """The same blocks in pieces of `size`, which go by in sections, a piece for each stream.
 
         Bundles have so many sections that all links carry about the same. What is left over are
@@ -203,6 +203,11 @@ class Plan:
                 load[axis] += met * (self.sizes[axis] - 1) * float(self.sharing[axis])
                 met *= self.sizes[axis]
         return max(load)
+
+    @property
+    def chunking(self) -> Chunking:
+        """In what pieces a block goes along the first axis."""
+        return Chunking(self.cores * sum(bundle.pieces for bundle in self.bundles), self.sections)
 
     @property
     def sections(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives.annotations import Flag, Number
-from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.shares import Shares
 
 # Bundles that are less than so much of a hop apart at the end of a phase end it together.
 _NEARLY = Fraction(1, 4)
@@ -32,7 +32,7 @@ class Span:
 Segment = tuple[Span | None, ...]
 
 
-def timetable(plan: Plan, phases: Sequence[int]) -> tuple[Segment, ...]:
+def timetable(plan: Shares, phases: Sequence[int]) -> tuple[Segment, ...]:
     """In which order a device sees to the hops of its bundles: that in which they should arrive.
 
     Each bundle goes through `phases` one after the other. A segment has one span of hops for each
@@ -97,7 +97,7 @@ class Stage(Protocol):
 Course = list[tuple[Stage, int]]
 
 
-def run(plan: Plan, *stages: tuple[Stage, Sequence[int]]) -> None:
+def run(plan: Shares, *stages: tuple[Stage, Sequence[int]]) -> None:
     """Takes all streams through one stage's phases after the other's.
 
     A plan of one section by the timetable; of several, all phases of one after the other at once.
@@ -146,7 +146,7 @@ def _begin(course: Course, b: int, k: int, section: Number, stream: Number) -> N
         course[k][0].begin(b, course[k][1], section, stream)
 
 
-def _run_sections(plan: Plan, course: Course) -> None:
+def _run_sections(plan: Shares, course: Course) -> None:
     """In a tick each phase of the course has a section: the first one the section of its number,
     those behind it earlier ones (`Turn`).
 
@@ -227,7 +227,7 @@ class Turn:
         return jnp.clip(lax.div((step - self.begin) * hops, np.int32(self.span)), 0, hops)
 
 
-def _turns(plan: Plan, course: Course) -> tuple[list[Turn], int]:
+def _turns(plan: Shares, course: Course) -> tuple[list[Turn], int]:
     """The turns of all phases of the course and of its end, and the steps of a tick.
 
     Along the last axis of links a phase moves the most; those along the others go by quicker. So
@@ -254,7 +254,7 @@ def _turns(plan: Plan, course: Course) -> tuple[list[Turn], int]:
 
 
 def _for_each_stream(
-    plan: Plan, spans: list[tuple[int, Span]], body: Callable[[int, int, Any], None]
+    plan: Shares, spans: list[tuple[int, Span]], body: Callable[[int, int, Any], None]
 ) -> None:
     """body(bundle, number of its phase, stream) for every stream of some bundles, in turn."""
     by_streams = itertools.groupby(spans, lambda item: plan.bundles[item[0]].streams)
@@ -270,7 +270,7 @@ def _for_each_stream(
 
 
 def _for_each_round(
-    plan: Plan, spans: list[tuple[int, Span]], go_on: Callable[[int, int, Any, Any], None]
+    plan: Shares, spans: list[tuple[int, Span]], go_on: Callable[[int, int, Any, Any], None]
 ) -> None:
     """go_on for every hop of the spans but hops 0, which have begun; evenly spread over rounds."""
     first = {b: max(span.start, 1) for b, span in spans}

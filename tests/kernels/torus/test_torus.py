@@ -15,7 +15,7 @@ import pytest
 import step_tables
 from pallas_collectives.kernels.torus import balance, devices, timetable
 from pallas_collectives.kernels.torus import shares as torus
-from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.shares import Shares
 from pallas_collectives.topology.groups import RIGHT, Group
 
 NAMES = ("x", "y", "z")
@@ -31,12 +31,12 @@ def plan_of(
     chunks: int = 1,
     both: bool = False,
     chip: int = -1,
-) -> Plan:
+) -> Shares:
     axes = [
         Group((name,), (n,), line=line, chip=k == chip)
         for k, (name, n, line) in enumerate(zip(NAMES, sizes, lines, strict=False))
     ]
-    return Plan.of(axes, (8 * rows, 128), 0, "float32", chunks, both)
+    return Shares.of(axes, (8 * rows, 128), 0, "float32", chunks, both)
 
 
 @hypothesis.given(SIZES, LINES, ROWS, st.sampled_from([1, 2, 4]), st.booleans())
@@ -79,7 +79,7 @@ def test_what_a_chips_devices_want_comes_in_once(sizes: tuple[int, ...], chip: i
     assert all(bundle.order[-1] == chip for bundle in plan.bundles)
 
 
-def link_loads(plan: Plan) -> np.ndarray:
+def link_loads(plan: Shares) -> np.ndarray:
     """What a device sends along each axis, in each direction, over the links it has there."""
     sizes = plan.sizes
     load = np.zeros((len(sizes), 2))
@@ -103,7 +103,7 @@ def test_a_long_axis_beside_short_ones_has_no_more_orders(
     orders, exact, _ = balance.ways(sizes, sharing, both=True)
     assert len(orders) == len(sizes) and (exact >= 0).all() and exact.sum() == pytest.approx(1)
     axes = tuple(Group((name,), (n,)) for name, n in zip("xyzw", sizes, strict=False))
-    plan = Plan.of(axes, (256, 128), 0, "float32", chunks=2, both=True)
+    plan = Shares.of(axes, (256, 128), 0, "float32", chunks=2, both=True)
     assert sum(bundle.size * bundle.streams for bundle in plan.bundles) == 256
 
 

@@ -18,7 +18,7 @@ import harness
 import pallas_collectives
 from pallas_collectives.kernels.machinery import channel
 from pallas_collectives.kernels.torus import all_gather, reduce_scatter, scatter
-from pallas_collectives.kernels.torus.shares import Plan
+from pallas_collectives.kernels.torus.shares import Shares
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 from tori import group_of
@@ -249,7 +249,7 @@ def test_hops_that_share_a_semaphore_are_caught(monkeypatch: pytest.MonkeyPatch)
 def test_phases_that_share_semaphores_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = all_gather.Gather
 
-    def faulty(plan: Plan, rings: Any, o: Any, semaphores: list[Any], **own: Any) -> Any:
+    def faulty(plan: Shares, rings: Any, o: Any, semaphores: list[Any], **own: Any) -> Any:
         phases = len(plan.sizes)
         first = [semaphores[k - k % phases] for k in range(len(semaphores))]
         return sound(plan, rings, o, first, **own)
