@@ -302,3 +302,4 @@ def _packed_kernel(
     stage = Scatter(plan, rings, operand, scratch.scatter, **how)
     phases = range(len(rings))
     timetable.run(plan, (stage, phases[::-1]), (gather, phases))
+    gather.drain()
