@@ -57,7 +57,8 @@ _ON_FOUR = (
 )
 # Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
 BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)
-OPERAND_BYTES = (*BLOCK_BYTES, 16 << 20, 64 << 20)
+# Packed sums of 4 MiB would be 25% off on the line through 2 and 16: they are cut differently.
+OPERAND_BYTES = (*BLOCK_BYTES, 4 << 20, 16 << 20, 64 << 20)
 # Of what each device has something of its own in for each other, so much is modelled at the most:
 # the time of more is on the line through the last two.
 MOST_OPERAND_BYTES = 128 << 20
@@ -226,11 +227,13 @@ def model(
             continue
         sizes: tuple[int, ...] = OPERAND_BYTES if record.is_cut else BLOCK_BYTES
         if torus not in tables.ONE_AXIS:  # the time of more is on the line through the last two
-            sizes = sizes[:5]
+            sizes = tuple(size for size in sizes if size <= 16 << 20)
         if record.of_blocks and not record.phases:
             sizes = tuple(size for size in sizes if n * size <= MOST_OPERAND_BYTES)
         there = known and known.entries.get((case.op, chip, torus, n))
-        us = dict(there.us) if there and there.bytes == sizes else {}
+        found: dict[str, dict[int, float | None]] = {}
+        if there:
+            found = {name: dict(zip(there.bytes, us, strict=True)) for name, us in there.us.items()}
         # Where every device reaches all others, jumps gain nothing: 202 us straight, 208 by jumps,
         # for blocks of 256 KiB on a 7x 4x4x4.
         unfit: set[object] = {JUMPS} if reach.everywhere(chips.BY_NAME[chip]) else set()
@@ -239,11 +242,15 @@ def model(
             unfit |= {a.reach for a in record.algorithms} - {JUMPS, TORUS, NEIGHBOURS}
         fit = {a.name for a in record.algorithms if a.reach not in unfit}
         names = (*candidates(case.op, torus), *packed(case.op, torus))
-        offered = [name for name in names if name.partition(":")[0] in fit]
-        us = {name: times for name, times in us.items() if name in offered}
+        as_written = dict.fromkeys((*found, *names))
+        offered = [name for name in as_written if name in names and name.partition(":")[0] in fit]
+        us = {}
         for name in offered:
-            if name not in us:
-                us[name] = tuple(_replayed(machine, axes, case, name, size, n) for size in sizes)
+            times = dict(found.get(name, {}))
+            for size in sizes:
+                if size not in times:
+                    times[size] = _replayed(machine, axes, case, name, size, n)
+            us[name] = tuple(times[size] for size in sizes)
         us = {name: times for name, times in us.items() if any(times)}
         if us:
             yield Entry(case.op, chip, torus, n, sizes, us)

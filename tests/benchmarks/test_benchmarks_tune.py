@@ -188,3 +188,24 @@ def test_times_that_are_renewed_are_forgotten(name: str, lost: Callable[[str, st
 def test_a_name_that_has_no_times_is_refused() -> None:
     with pytest.raises(CollectiveError, match=r"--renew=rings: .* has no times of that name"):
         tune.without(tables.load(tables.MODELLED), "rings")
+
+
+def test_a_size_that_an_entry_lacks_is_replayed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = tables.load(tables.MODELLED)
+    key = ("all_reduce", "v5e", "ring", 16)
+    whole = known.entries[key]
+    lacking = dataclasses.replace(
+        whole, bytes=whole.bytes[1:], us={name: us[1:] for name, us in whole.us.items()}
+    )
+    known = dataclasses.replace(known, entries={key: lacking})
+    replayed: list[int] = []  # sizes, of the algorithms that have times
+
+    def counted(*of: Any) -> float:
+        if of[3] in lacking.us:
+            replayed.append(of[4])
+        return 1.0
+
+    monkeypatch.setattr(tune, "_replayed", counted)
+    (entry,) = tune.model("v5e", "ring", 16, ["all_reduce"], known)
+    assert set(replayed) == {whole.bytes[0]} and entry.bytes == whole.bytes
+    assert all(entry.us[name][1:] == us for name, us in lacking.us.items())

@@ -97,7 +97,12 @@ def replaced(module: types.ModuleType, **attributes: Any) -> types.SimpleNamespa
 
 def drop_barrier(patch: pytest.MonkeyPatch, name: str, module: Any = sync) -> None:
     """A barrier that gets its semaphore, and waits for nobody."""
-    patch.setattr(module, name, lambda *_: pltpu.get_barrier_semaphore())
+
+    def open_door(*_: Any, meanwhile: Callable[[], None] = sync.nothing) -> None:
+        pltpu.get_barrier_semaphore()
+        meanwhile()
+
+    patch.setattr(module, name, open_door)
 
 
 # One topology for each TPU generation, by libtpu's names.

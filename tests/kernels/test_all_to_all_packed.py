@@ -27,7 +27,6 @@ def many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of one tile, few on their way: places are taken again."""
     monkeypatch.setattr(all_to_all_packed, "MOST_TILES", 1)
     monkeypatch.setattr(all_to_all_packed, "AHEAD", 2)
-    monkeypatch.setattr(all_to_all_packed, "SENDING", 3)
 
 
 def exchanged(

@@ -106,5 +106,9 @@ def test_the_replay_knows_that_neighbours_on_both_are_to_enter(
 ) -> None:
     monkeypatch.setattr(matmul_plan, "CHUNKS", (4,))
     enter = sync.barrier_with_neighbours
-    monkeypatch.setattr(sync, "barrier_with_neighbours", lambda first, *_: enter(first))
+
+    def of_one(first: Any, *_: Any, **how: Any) -> None:
+        enter(first, **how)
+
+    monkeypatch.setattr(sync, "barrier_with_neighbours", of_one)
     assert races(5)

@@ -179,15 +179,16 @@ class Entry:
         scalar_refs: Sequence[Ref],
         table_refs: Sequence[Ref],
         semaphore_refs: Sequence[Ref],
+        meanwhile: sync.Meanwhile = sync.nothing,
     ) -> None:
-        """Returns when all devices that matter have entered the kernel."""
+        """Returns when all devices that matter have entered the kernel; `meanwhile` as in sync."""
         if not self.wide:
-            sync.enter(self.barrier, rings, scalar_refs)
+            sync.enter(self.barrier, rings, scalar_refs, meanwhile)
         elif self.peers is None:
-            sync.barrier_with_everyone(Ring(_whole(self.group)))
+            sync.barrier_with_everyone(Ring(_whole(self.group)), meanwhile=meanwhile)
         else:
-            among = Ring(_whole(self.group))
-            sync.barrier_with(among, table_refs[0], pltpu.get_barrier_semaphore())
+            among, semaphore = Ring(_whole(self.group)), pltpu.get_barrier_semaphore()
+            sync.barrier_with(among, table_refs[0], semaphore, meanwhile=meanwhile)
             sync.signal_all(among, table_refs[0], semaphore_refs[0])
 
     def leave(self, table_refs: Sequence[Ref], semaphore_refs: Sequence[Ref]) -> None:

@@ -102,8 +102,9 @@ def call_many(
       axes: the rings along the axes of a torus; the kernel has a tuple of these `Ring`s in the
         place of the group's own.
       barrier: the entry barrier that is run, see `sync.enter`; or `entry.WIDE`.
-      prepare: called with the kernel's arguments before the barrier, to start copies of its own
-        operands; what it returns waits for them, and is called behind the barrier.
+      prepare: called with the kernel's arguments while the barrier waits for others, to start
+        copies of its own operands; what it returns waits for them, and is called behind the
+        barrier. Not on a SparseCore.
       name: what profilers show.
       interpret: False to compile, or `pltpu.InterpretParams`.
       vmem: operands, results and buffers are in VMEM for the duration of the call, not in HBM.
@@ -169,13 +170,19 @@ def call_many(
                 jax.tree.unflatten(record, refs),
             )
             arrived = here.bring(operand_refs, aliases) if here else lambda: None
-            prepared = prepare(*given) if prepare else lambda: None
+            prepared: list[Callable[[], None]] = []
+
+            def meanwhile() -> None:
+                if prepare:
+                    prepared.append(prepare(*given))
+
             wait_for_all = functools.partial(
-                entered.enter, rings, scalar_refs, table_refs, entry_refs
+                entered.enter, rings, scalar_refs, table_refs, entry_refs, meanwhile
             )
             sparsecore.enter(wait_for_all, sharing)
             arrived()
-            prepared()
+            for wait in prepared:
+                wait()
             kernel(*given)
             if here:
                 here.take_back(result_refs)

@@ -22,27 +22,41 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import DeviceId, Number, Ref, Semaphore, dma_semaphores
 from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, wrap
 
+Meanwhile = Callable[[], None]
 
-def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> None:
-    """Runs the entry barrier of this name; for `entry.WIDE` see there."""
+
+def nothing() -> None:
+    """What is done between a barrier's signals and its wait, by default."""
+
+
+def enter(
+    barrier: str,
+    rings: Sequence[Ring],
+    scalar_refs: Sequence[Ref],
+    meanwhile: Meanwhile = nothing,
+) -> None:
+    """Runs the entry barrier of this name; for `entry.WIDE` see there.
+
+    `meanwhile` runs when all signals are on their way: it must not touch what others write to.
+    """
     match barrier:
         case "neighbours":
-            barrier_with_neighbours(*rings[0].all_of_core())
+            barrier_with_neighbours(*rings[0].all_of_core(), meanwhile=meanwhile)
         case "neighbours on a torus":
-            barrier_on_torus(*rings)
+            barrier_on_torus(*rings, meanwhile=meanwhile)
         case "line":
-            barrier_along_line(rings[0])
+            barrier_along_line(rings[0], meanwhile=meanwhile)
         case "everyone":
-            barrier_with_everyone(rings[0])
+            barrier_with_everyone(rings[0], meanwhile=meanwhile)
         case "jumps on a torus" | "shift right" | "shift left" if not scalar_refs:
             raise AssertionError(
                 f"barrier {barrier!r} without scalars: the first one must say who writes to whom; "
                 "give launch.call scalars=, as kernels/ppermute.py or kernels/torus/all_to_all.py"
             )
         case "jumps on a torus":
-            barrier_with_jumps(rings, scalar_refs[0])
+            barrier_with_jumps(rings, scalar_refs[0], meanwhile=meanwhile)
         case "shift right" | "shift left":
-            barrier_with_partners(rings[0], scalar_refs[0])
+            barrier_with_partners(rings[0], scalar_refs[0], meanwhile=meanwhile)
         case name:
             raise AssertionError(
                 f"no barrier {name!r}: there are neighbours, line, everyone, shift right, shift "
@@ -50,7 +64,7 @@ def enter(barrier: str, rings: Sequence[Ring], scalar_refs: Sequence[Ref]) -> No
             )
 
 
-def barrier_with_neighbours(*rings: Ring) -> None:
+def barrier_with_neighbours(*rings: Ring, meanwhile: Meanwhile = nothing) -> None:
     """Returns when both neighbours on each ring have entered this kernel.
 
     The barrier semaphore outlives the kernel: both neighbours on each of r rings add 1, the wait
@@ -59,24 +73,24 @@ def barrier_with_neighbours(*rings: Ring) -> None:
     which they send after their own wait; so its second signal cannot stand in for another's first.
     A kernel that can finish without hearing from everyone must be launched with `entry.WIDE`.
     """
-    _barrier([(ring, False) for ring in rings])
+    _barrier([(ring, False) for ring in rings], meanwhile)
 
 
-def barrier_along_line(ring: Ring) -> None:
+def barrier_along_line(ring: Ring, *, meanwhile: Meanwhile = nothing) -> None:
     """Returns when the neighbours on a line have entered this kernel; those at its ends have one.
 
     As `barrier_with_neighbours`: each neighbour adds 1, the wait takes as many as there are, and
     none can finish this call, and signal for its next, before it has had a block of ours.
     """
-    _barrier([(ring, True)])
+    _barrier([(ring, True)], meanwhile)
 
 
-def barrier_on_torus(*rings: Ring) -> None:
+def barrier_on_torus(*rings: Ring, meanwhile: Meanwhile = nothing) -> None:
     """Returns when the neighbours along each axis of a torus have entered: rings, and lines."""
-    _barrier([(ring, ring.line) for ring in rings])
+    _barrier([(ring, ring.line) for ring in rings], meanwhile)
 
 
-def _barrier(rings: Sequence[tuple[Ring, bool]]) -> None:
+def _barrier(rings: Sequence[tuple[Ring, bool]], meanwhile: Meanwhile) -> None:
     """Signals both neighbours on each ring, those that there are on a line, and waits for them."""
     semaphore = pltpu.get_barrier_semaphore()
     expected: Any = 0
@@ -91,10 +105,11 @@ def _barrier(rings: Sequence[tuple[Ring, bool]]) -> None:
                 else:
                     to()
                     expected += 1
+        meanwhile()
         pl.semaphore_wait(semaphore, expected)
 
 
-def barrier_with_everyone(ring: Ring) -> None:
+def barrier_with_everyone(ring: Ring, *, meanwhile: Meanwhile = nothing) -> None:
     """Returns when every device of the ring has entered this kernel.
 
     Each of the other n-1 devices adds 1, the wait takes n-1, it ends at 0. Safe between calls
@@ -104,10 +119,13 @@ def barrier_with_everyone(ring: Ring) -> None:
     semaphore = pltpu.get_barrier_semaphore()
     with jax.named_scope("barrier"):
         for_each(1, ring.size, lambda d: pl.semaphore_signal(semaphore, 1, device_id=ring.peer(d)))
+        meanwhile()
         pl.semaphore_wait(semaphore, ring.size - 1)
 
 
-def barrier_with_jumps(rings: Sequence[Ring], jumps_ref: Ref) -> None:
+def barrier_with_jumps(
+    rings: Sequence[Ring], jumps_ref: Ref, *, meanwhile: Meanwhile = nothing
+) -> None:
     """Returns when the devices at some distances along each ring have entered this kernel.
 
     As `barrier_with_neighbours`: each adds 1, the wait takes as many as there are, and none can
@@ -137,10 +155,11 @@ def barrier_with_jumps(rings: Sequence[Ring], jumps_ref: Ref) -> None:
 
             peers += lax.fori_loop(0, jumps_ref[start], signal, np.int32(0))
             start += 1 + jumps_ref[start]
+        meanwhile()
         pl.semaphore_wait(semaphore, peers)
 
 
-def barrier_with_partners(ring: Ring, partners_ref: Ref) -> None:
+def barrier_with_partners(ring: Ring, partners_ref: Ref, *, meanwhile: Meanwhile = nothing) -> None:
     """Returns when our target, if we have one, has entered this kernel.
 
     Each target adds 1 at its source, which takes 1: it ends at 0. This barrier's id belongs to the
@@ -157,10 +176,13 @@ def barrier_with_partners(ring: Ring, partners_ref: Ref) -> None:
         pl.when(source >= 0)(
             lambda: pl.semaphore_signal(semaphore, 1, device_id=ring.device_id(source))
         )
+        meanwhile()
         pl.when(target >= 0)(lambda: pl.semaphore_wait(semaphore, 1))
 
 
-def barrier_with(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
+def barrier_with(
+    ring: Ring, peers_ref: Ref, semaphore: Semaphore, *, meanwhile: Meanwhile = nothing
+) -> None:
     """Returns when all peers, so many and then their positions in SMEM, have entered this kernel.
 
     Each adds 1. It is safe where none leaves the kernel before all of its own peers have passed
@@ -168,6 +190,7 @@ def barrier_with(ring: Ring, peers_ref: Ref, semaphore: Semaphore) -> None:
     """
     with jax.named_scope("barrier"):
         signal_all(ring, peers_ref, semaphore)
+        meanwhile()
         pl.semaphore_wait(semaphore, peers_ref[0])
 
 

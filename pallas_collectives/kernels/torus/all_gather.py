@@ -191,9 +191,8 @@ class Gather(timetable.Stage):
         self._field.for_each_piece(place, self._plan.bundles[b], section, stream, copy)
 
     def _legs(self, b: int, phase: int, section: Number, stream: Number) -> list["_Leg"]:
-        bundle, hops = self._plan.bundles[b], self._plan.hops(self._plan.bundles[b], phase)
-        axis, ways = bundle.order[phase], self._plan.ways
-        ring = self._rings[axis]
+        bundle, ways = self._plan.bundles[b], self._plan.ways
+        ring = self._rings[bundle.order[phase]]
 
         def leg(way: int, direction: Number, comes: Number, goes: Number) -> _Leg:
             channel = Channel(
@@ -206,7 +205,7 @@ class Gather(timetable.Stage):
             )
             return _Leg(b, phase, section, stream, channel, comes, goes)
 
-        return [leg(*way) for way in shares.legs(ring, self._plan.lines[axis], stream, hops)]
+        return [leg(*way) for way in shares.legs(self._plan, ring, bundle, phase, stream)]
 
     def _for_each_piece(self, leg: "_Leg", hop: Number, body: Callable[[Any], None]) -> None:
         """body(piece) for all that we send at a hop: what was there at first, then what came."""

@@ -96,7 +96,7 @@ class _Leg(NamedTuple):
     """One way of a stream along one axis, in one section.
 
     What is sent at hop t is message t of the section: the own blocks, then what has come at the hop
-    before. On a ring as many are sent as come.
+    before. On a ring as many are sent as come, on every device.
     """
 
     b: int
@@ -138,11 +138,12 @@ class _Leg(NamedTuple):
 class PackedGather(timetable.Stage):
     """Sends the own packed block and what arrives on, and unpacks it all.
 
-    A stream has channels for each phase, with slots of their own, and one send under way at a time.
-    A message's slot is released when our send from it has ended and what stays here has left it
-    (what was unpacked has, whether or not it is in the result yet);
-    the order of both is that of `scatter.Scatter`, and so is the reason why pairs need no credits
-    (`scatter.is_paired`): a message is kept before the next one goes on.
+    A stream has channels for each phase, one for each way that it goes (`shares.legs`), with slots
+    of their own, and one send under way at a time. A message's slot is released when our send from
+    it has ended and what stays here has left it (what was unpacked has, whether or not it is in the
+    result yet); the order of both is that of `scatter.Scatter`, and so is the reason why pairs need
+    no credits (`scatter.is_paired`): a message is kept before the next one goes on. Both ways of
+    one stream need them: how far the one has come does not tell how far the other is kept.
 
     `held` is written by us alone. It has a part for each section that is under way: phase p has
     section s in tick s + p at the latest, and section s + phases begins when s has ended.
@@ -186,19 +187,27 @@ class PackedGather(timetable.Stage):
             self._take(leg, hop)
 
     def go_on(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
-        for leg in self._legs(b, phase, section, stream):
+        legs = self._legs(b, phase, section, stream)
+        for leg in legs:
             come = leg.channel.slot(leg.come(hop - 1))
             only_if(leg.sends(hop), functools.partial(self._send, leg, hop, come))
+        for leg in legs:
             only_if(leg.comes(hop - 1), functools.partial(self._keep, leg, hop - 1))
 
     def end(self, b: int, section: Any, stream: Number) -> None:
         self._finish(b, self._last, section, stream)
+
+    def drain(self) -> None:
+        """Waits until all is in the result: of no stream before others have been seen to."""
+        for b, bundle in enumerate(self._plan.bundles):
+            sync.for_each(0, bundle.streams, functools.partial(self._drain, b))
+
+    def _drain(self, b: int, stream: Number) -> None:
         sections = self._plan.bundles[b].sections_of(stream)
-        for leg in self._legs(b, self._last, section, stream):
+        for leg in self._legs(b, self._last, 0, stream):
             in_all = sections * leg.unpacks_in_all
             for back in range(1, PLAIN + 1):
-                there = functools.partial(self._end_copy, leg, in_all - back)
-                only_if((section == sections - 1) & (in_all >= back), there)
+                only_if(in_all >= back, functools.partial(self._end_copy, leg, in_all - back))
 
     def take_last(self, b: int, phase: int, section: Any, stream: Number) -> None:
         """Waits for the last hop of a phase, and until all that we have sent has left."""
@@ -325,9 +334,9 @@ class PackedGather(timetable.Stage):
                 self._s.semaphores[number],
                 (row,),
                 arrivals=comes * bundle.sections_of(stream),
-                longest=0 if paired else ring.size * bundle.sections,
+                longest=0 if paired else hops * bundle.sections,
                 slots=(self._s.slots[number], (row,)),
             )
             return _Leg(b, phase, section, stream, row, way == 0, channel, comes, goes)
 
-        return [leg(*way) for way in shares.legs(ring, self._plan.lines[axis], stream, hops)]
+        return [leg(*way) for way in shares.legs(self._plan, ring, bundle, phase, stream)]

@@ -304,3 +304,4 @@ def _packed_kernel(
     stage = Scatter(plan, rings, operand, scratch.scatter, **how)
     phases = range(len(rings))
     timetable.run(plan, (stage, phases[::-1]), (gather, phases))
+    gather.drain()

@@ -97,6 +97,8 @@ class Shares:
       within: the axis that is the devices of a chip, if there is one.
       cores: how many a device has; each has as much of a block along the cut, and these bundles.
       core: which of them this is.
+      halfway: whether every stream of a gather goes both ways round a ring, too, as far as the
+        opposite device: in half as many hops.
     """
 
     sizes: tuple[int, ...]
@@ -110,6 +112,7 @@ class Shares:
     within: int | None
     cores: int = 1
     core: Number = 0
+    halfway: bool = False
 
     @classmethod
     def of(
@@ -123,6 +126,7 @@ class Shares:
         there_and_back: bool = False,
         tile: tuple[int, int] | None = None,
         cores: int = 1,
+        halfway: bool = False,
     ) -> "Shares":
         """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
 
@@ -131,6 +135,7 @@ class Shares:
 
         With `both`, half of several chunks go on from there in the other order (see
         `balance.ways`). With `there_and_back` what is reduced is gathered again, meanwhile.
+        `halfway` is as above.
         """
         sizes = tuple(axis.size for axis in axes)
         sharing = tuple(balance.links_shared(axis, there_and_back) for axis in axes)
@@ -152,7 +157,19 @@ class Shares:
                 start += share * grain * streams
         if start < extent:  # an odd one left over
             bundles.append(Bundle(tuple(range(len(sizes))), start, extent - start, 1, 1))
-        return cls(sizes, sharing, block, at, cut, grain, tuple(bundles), lines, within, cores)
+        return cls(
+            sizes,
+            sharing,
+            block,
+            at,
+            cut,
+            grain,
+            tuple(bundles),
+            lines,
+            within,
+            cores,
+            halfway=halfway,
+        )
 
     def on(self, core: Number | None) -> "Shares":
         """The plan as a core follows it; None for the only one that runs a kernel."""
@@ -216,8 +233,8 @@ class Shares:
 
     @property
     def ways(self) -> int:
-        """Channels that a stream has along an axis: two where some axis is a line."""
-        return 1 + any(self.lines)
+        """Channels that a stream has along an axis: two if it goes both ways along any."""
+        return 1 + (self.halfway or any(self.lines))
 
     def is_paired(self, bundle: Bundle, phase: int) -> bool:
         """Whether all that goes one way round an axis has something that goes the other way.
@@ -229,7 +246,7 @@ class Shares:
         three of its messages are on their way. At a section's end each takes the last of both.
         """
         in_pairs = bundle.pieces % 2 == bundle.streams % 2 == 0
-        return in_pairs and not self.lines[bundle.order[phase]]
+        return in_pairs and not self.halfway and not self.lines[bundle.order[phase]]
 
     def stream(self, b: int, stream: Number) -> Any:
         """The number of a stream among those of all bundles."""
@@ -242,7 +259,9 @@ class Shares:
 
     def hops(self, bundle: Bundle, phase: int) -> int:
         """Hops of a bundle in a phase: along axis `bundle.order[phase]`, to all others on it."""
-        return self.sizes[bundle.order[phase]] - 1
+        axis = bundle.order[phase]
+        round_ring = self.halfway and not self.lines[axis]
+        return self.sizes[axis] // 2 if round_ring else self.sizes[axis] - 1
 
     def shape(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
         """The shape of an array of as many blocks as `sizes` says along each axis; of all."""
@@ -310,16 +329,23 @@ def direction_of(stream: Number) -> Any:
     return RIGHT - (RIGHT - LEFT) * (stream & 1)
 
 
-def legs(ring: Ring, on_line: bool, stream: Number, hops: Any) -> list[tuple[int, Any, Any, Any]]:
+def legs(
+    plan: Shares, ring: Ring, bundle: Bundle, phase: int, stream: Number
+) -> list[tuple[int, Any, Any, Any]]:
     """How a stream of a gather passes a device along an axis, on each of its ways.
 
-    hops: round a ring.
-
     Returns:
-      (way, direction, how many messages come, how many go): one way round a ring, both on a line.
+      (way, direction, how many messages come, how many go): on a line both ways; round a ring too
+      if `plan.halfway`, and to the opposite device of an even one in the direction that a stream
+      has otherwise.
     """
-    if not on_line:
-        return [(0, direction_of(stream), hops, hops)]
+    if not plan.lines[bundle.order[phase]]:
+        hops = plan.hops(bundle, phase)
+        if not plan.halfway:
+            return [(0, direction_of(stream), hops, hops)]
+        short = stream & 1 if ring.size % 2 == 0 else 0
+        right, left = hops - short, (ring.size - 1) // 2 + short
+        return [(0, RIGHT, right, right), (1, LEFT, left, left)]
     place, last = ring.place, ring.size - 1
     right = jnp.where(place < last, place + 1, 0)
     left = jnp.where(place > 0, last - place + 1, 0)

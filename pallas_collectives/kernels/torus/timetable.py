@@ -47,20 +47,23 @@ def timetable(plan: Shares, phases: Sequence[int]) -> tuple[Segment, ...]:
     while any(k < len(phases) for k in number):
         under_way = [b for b, k in enumerate(number) if k < len(phases)]
         axes = {b: plan.bundles[b].order[phases[number[b]]] for b in under_way}
-        speeds, left = {}, {}
+        speeds, left, hops = {}, {}, {}
         for b, axis in axes.items():
-            moved = math.prod(plan.piece_shape(plan.bundles[b], phases[number[b]]))
+            moved: Any = math.prod(plan.piece_shape(plan.bundles[b], phases[number[b]]))
             before = [number[other] - number[b] for other in under_way if axes[other] == axis]
             goes = min(before) == 0
+            hops[b] = plan.hops(plan.bundles[b], phases[number[b]])
+            # Where a stream goes both ways, there are fewer, and each takes as much longer.
+            moved *= Fraction(plan.sizes[axis] - 1, hops[b])
             speeds[b] = Fraction(goes, moved * before.count(0) * plan.sharing[axis])
-            left[b] = plan.sizes[axis] - 1 - done[b]
+            left[b] = hops[b] - done[b]
         time = min(left[b] / speeds[b] for b in under_way if speeds[b])
         spans: list[Span | None] = [None] * len(plan.bundles)
         for b in under_way:
             start = math.ceil(done[b])
             done[b] += time * speeds[b]
             ends = left[b] - time * speeds[b] < _NEARLY
-            stop = plan.sizes[axes[b]] - 1 if ends else math.ceil(done[b])
+            stop = hops[b] if ends else math.ceil(done[b])
             if start < stop:
                 spans[b] = Span(number[b], start, stop)
             if ends:
@@ -157,7 +160,7 @@ def _run_sections(plan: Shares, course: Course) -> None:
     lines, where there are credits, each takes and sends, and bundles take turns besides.
     """
     pairs = -(-max(bundle.streams for bundle in plan.bundles) // 2)
-    together = not any(plan.lines)  # see `scatter.is_paired`
+    together = plan.ways == 1  # see `scatter.is_paired`
     turns, steps = _turns(plan, course)
     numbers, bundles = reversed(range(len(turns))), range(len(plan.bundles))
     in_turn = [(k, b) for k in numbers for b in bundles]
@@ -237,7 +240,8 @@ def _turns(plan: Shares, course: Course) -> tuple[list[Turn], int]:
     Along a line a reduction loads the link behind j others from hop j on, a gather up to hop j. So
     a gather's hops come one step earlier: then the link carries one of both in each step.
     """
-    rounds = max(1, max(plan.sizes) - 2)  # of hops 1 and on
+    hops = [plan.hops(bundle, phase) for bundle in plan.bundles for _, phase in course]
+    rounds = max(1, max(hops) - 1)  # of hops 1 and on
     on_lines, outermost = any(plan.lines), len(plan.sizes) - 1 - (plan.within is not None)
     inner, halves = [phase < outermost for _, phase in course], [0] * len(course)
     for k in range(0 if on_lines else len(course) - 1):

@@ -70,8 +70,9 @@ def terms(n: int, rows: int, columns: int = 128, kind: str = "normal") -> np.nda
     [
         (3, (), "on_wait"),
         (3, (0,), "on_wait"),
-        pytest.param(4, (), "eager", marks=SLOW),
+        (4, (), "eager"),
         pytest.param(4, (0,), "eager", marks=SLOW),
+        pytest.param(5, (), "eager", marks=SLOW),
         pytest.param(2, (), "on_wait", marks=SLOW),
     ],
 )
@@ -225,12 +226,12 @@ def _packed_before_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
         follows = stream < self._plan.bundles[b].streams_in(section + 1)
         all_gather_packed.only_if(follows, lambda: self._bring(b, section + 1, stream))
 
-    monkeypatch.setattr(all_gather_packed._Own, "pack", hurried)
+    monkeypatch.setattr(all_gather_packed._Own, "_pack", hurried)
 
 
 def _the_next_piece_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A section's piece sets out for where the one before is still being packed from."""
-    pack = all_gather_packed._Own.pack
+    pack = all_gather_packed._Own._pack
 
     def early(self: Any, b: int, section: Any, stream: Any, target: Any) -> None:
         combine = self._codec.combine
@@ -245,7 +246,7 @@ def _the_next_piece_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
         self._codec = codec
         combine(*late.pop())
 
-    monkeypatch.setattr(all_gather_packed._Own, "pack", early)
+    monkeypatch.setattr(all_gather_packed._Own, "_pack", early)
     monkeypatch.setattr(sections, "PACKED_SCRATCH_BYTES", 2 << 20)
 
 
@@ -264,6 +265,20 @@ def test_faults_are_caught(
     x = terms(3, 16 * 128, kind="heavy tails")
     fault(monkeypatch)
     assert wired_calls.shows(lambda: holds(x, gathered(x, mode=mode)))
+
+
+def test_the_opposite_device_that_hears_from_neither_side_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = terms(4, 4 * 128)
+    assert not wired_calls.shows(lambda: holds(x, gathered(x, mode="eager")))
+    legs = shares.legs
+
+    def shorter(*of: Any) -> list[Any]:
+        return [(*way[:2], jnp.int32(1), jnp.int32(1)) for way in legs(*of)]
+
+    monkeypatch.setattr(shares, "legs", shorter)
+    assert wired_calls.shows(lambda: holds(x, gathered(x, mode="eager")))
 
 
 # Pods ---------------------------------------------------------------------------------------------
@@ -285,6 +300,10 @@ def replayed(pod: str, axes: tuple[str, ...], mib: float, **how: Any) -> Report:
     "pod, axes, mib, most",
     [
         ("v5e:16x16", ("x",), 16, 0.6),
+        ("v5e:16x16", ("x",), 4, 0.6),
+        ("v5p:4x4x4", ("x",), 4, 0.63),
+        ("v6e:16x16", ("x",), 4, 0.64),
+        ("7x:4x4x4", ("x",), 4, 0.6),
         ("v5p:4x4x4", ("x",), 64, 0.6),
         ("v6e:8x8", ("x",), 16, 0.6),
         ("7x:4x4x4", ("x",), 16, 0.6),
@@ -301,6 +320,8 @@ def test_it_takes_sixty_hundredths_of_its_time_in_bfloat16(
     "pod, axes, mib",
     [
         ("v5p:4x4x4", ("x",), 4),
+        pytest.param("v5e:16x16", ("x",), 4, marks=SLOW),
+        pytest.param("v5p:4x4x8", ("z",), 8, marks=SLOW),
         pytest.param("v6e:4x4", ("x",), 4, marks=SLOW),
         pytest.param("v5p:4x4x4", ("x", "y", "z"), 64, marks=SLOW),
         pytest.param("v5e:4x4", ("x", "y"), 8, marks=SLOW),
