@@ -25,6 +25,7 @@ own, then those that the turn before has left to it.
 
 import functools
 import itertools
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND
 from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.chain import Chain, Sum
-from pallas_collectives.lowering.loops import Loop
+from pallas_collectives.lowering.loops import NO_PRODUCTS, Loop
 from pallas_collectives.lowering.turns import Step, Value, numbers
 from pallas_collectives.topology import chips, placement
 
@@ -61,11 +62,14 @@ def register() -> None:
             return by_jax(ctx, *args, **params)
         loop, mesh = Loop.of(params, len(args)), _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
-            early, late, sums = loop.early(), loop.late(), loop.sums()
-        if not early and not sums and not loop.of_core:
+            bare, early, late, sums = loop.bare(), loop.early(), loop.late(), loop.sums()
+        if bare:
+            rewritten = Rewritten(loop, lax_keeps=bare)
+        elif early or sums:
+            rewritten = Rewritten(loop, early, late, sums)
+        else:
             return by_jax(ctx, *args, **params)
-        run = Rewritten(loop, early, late, sums).run
-        return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+        return mlir.lower_fun(rewritten.run, multiple_results=True)(ctx, *args)
 
     _compat.register(scan, lowering=lowering)
 
@@ -78,12 +82,18 @@ class Rewritten:
       early: the gathers to ask for ahead.
       late: the scatters to leave.
       sums: seconds that each scatter takes which a SparseCore runs; those of `late` are among them.
+      lax_keeps: what lax is to serve.
     """
 
     def __init__(
-        self, loop: Loop, early: Sequence[Step], late: Sequence[Step], sums: Mapping[Step, float]
+        self,
+        loop: Loop,
+        early: Sequence[Step] = (),
+        late: Sequence[Step] = (),
+        sums: Mapping[Step, float] = types.MappingProxyType({}),
+        lax_keeps: Sequence[Step] = (),
     ):
-        self.loop, self.early, self.seconds = loop, early, sums
+        self.loop, self.early, self.seconds, self.lax_keeps = loop, early, sums, lax_keeps
         self.late = {scatter: loop.to_ys(scatter) for scatter in late}  # and what hands them on
         self.own = {scatter: loop.to_ys(scatter) for scatter in sums if scatter not in late}
         # By number: what a turn does for the next one, and what it leaves to it.
@@ -156,7 +166,7 @@ class Rewritten:
             if number in needed
         }
         for step in asking:
-            step.run(values, IS_AHEAD if step in self.early else None)
+            step.run(values, **({"ahead": IS_AHEAD} if step in self.early else {}))
         return [values[number] for number in self.brought]
 
     def _compute(self, values: Values) -> None:
@@ -184,8 +194,7 @@ class Rewritten:
 
         def run_all(steps: Iterable[Step]) -> None:
             for step in steps:
-                ahead = "" if step.how or step.scatters else None
-                step.run(values, ahead, awaited=step in self.loop.of_core)
+                step.run(values, **self._here(step))
 
         if not self.own:
             add_late(elapsed[0])
@@ -202,11 +211,17 @@ class Rewritten:
         ends = [*numbers(self.loop.results[: len(self.loop.carry)]), *self.made]
         chain.end(number for number in ends if number in computed)
 
+    def _here(self, step: Step) -> dict[str, Any]:
+        """What a collective that stays in its turn asks for, otherwise than it did."""
+        if step in self.lax_keeps:
+            return {"ahead": "", "backend": "xla", "fallback": NO_PRODUCTS}
+        return {"ahead": ""} if step.how or step.scatters else {}
+
     def _sum(self, scatter: Step, gradient: jax.Array) -> Values:
         """What a scatter that was left makes of its gradient, as a part of y."""
         values = {scatter.reads[0]: gradient}
         for step in self.late[scatter]:
-            step.run(values, IS_BEHIND if step is scatter else None)
+            step.run(values, **({"ahead": IS_BEHIND} if step is scatter else {}))
         return {number: values[number] for number in self.shifted if number in values}
 
     def _written(

@@ -22,9 +22,10 @@ from pallas_collectives.topology import chips
 # The share of a turn's products that is worth compiling a second turn with it.
 _WORTH = 0.1
 
-# A turn takes no longer than so many times its products, which are counted at the full rate of the
-# matrix unit, and work between them not at all: in small steps on v6e by XLA's cycles.
-_AT_MOST = 2.0
+# How many times as long as a turn's products its collectives may take for a SparseCore to be worth
+# it, and what is said of others.
+_BARE = 4.0
+NO_PRODUCTS = "products of a loop's turn would hide too little of it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,26 +51,19 @@ class Loop:
         return cls(params, flat.steps, *parts, results)
 
     @functools.cached_property
-    def _there(self) -> dict[Step, float]:
+    def _takes(self) -> dict[Step, float]:
         """What gathers and scatters take on a SparseCore; first read where devices are known."""
         chip = chips.current()
         return {s: turns.under_way(s, chip) for s in self.steps if s.how or s.scatters}
 
-    @functools.cached_property
-    def of_core(self) -> list[Step]:
-        """The scatters that the core runs sooner, since products would hide too little of them."""
-        chip, found = chips.current(), []
-        busy = sum(self._there.values()) - _AT_MOST * self.elapsed(chip)[-1]
-        for step, takes in self._there.items():
-            if step.scatters and min(takes, busy) > turns.on_core(step, chip):
-                found.append(step)
-                busy -= takes
-        return found
+    def bare(self) -> list[Step]:
+        """The gathers and scatters of a turn with too few products to run beside them.
 
-    @functools.cached_property
-    def _takes(self) -> dict[Step, float]:
-        """The same, of those that a SparseCore is to run; 0 for others."""
-        return self._there | dict.fromkeys(self.of_core, 0.0)
+        Where no products are seen, as of kernels, what fills a turn is not known.
+        """
+        there = [step for step, takes in self._takes.items() if takes]
+        products = self.elapsed(chips.current())[-1]
+        return there if 0 < _BARE * products < sum(self._takes.values()) else []
 
     def early(self) -> list[Step]:
         """The gathers to ask for a turn ahead."""
@@ -80,8 +74,6 @@ class Loop:
         for needed, step in sorted(gathers, key=lambda pair: pair[0]):
             takes, waits = self._takes[step], total > needed
             waits = waits and busy + takes > needed and not self._is_kept(step)
-            # What all turns hide must be worth the first turn's, which has nothing beside it.
-            waits = waits and self.params["length"] * min(takes, total) > 2 * takes
             if takes and waits and self.of_xs([step]):
                 found.append(step)
             else:

@@ -73,19 +73,18 @@ class Step:
         """Whether it only hands on parts of what it reads."""
         return self.eqn is None or self.eqn.primitive.name in _compat.PARTS
 
-    def run(self, values: dict[int, Any], ahead: str | None = None, awaited: bool = False) -> None:
+    def run(self, values: dict[int, Any], **wishes: Any) -> None:
         """Adds its results.
 
         Args:
           values: by number.
-          ahead: another `How.ahead` for a collective; None leaves it.
-          awaited: `How.awaited` for such a collective.
+          wishes: fields of a collective's `How` that are to be others.
         """
         read = [x.val if isinstance(x, Value) else values[x] for x in self.reads]
         if self.eqn is None:
             results = _compat.barrier(read)
-        elif ahead is not None:
-            how = dataclasses.replace(self.eqn.params["how"], ahead=ahead, awaited=awaited)
+        elif wishes:
+            how = dataclasses.replace(self.eqn.params["how"], **wishes)
             results = [self.eqn.primitive.bind(*read, **{**self.eqn.params, "how": how})]
         else:
             primitive = self.eqn.primitive
@@ -198,34 +197,22 @@ def numbers(values: Iterable[Any]) -> Iterator[int]:
 
 def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
-    found = _served(step, chip)
-    return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0
-
-
-def on_core(step: Step, chip: chips.Chip) -> float:
-    """What it takes on the TensorCore (modelled)."""
-    found = _served(step, chip, awaited=True)
-    return (found.us or 0.0) * 1e-6 if found else 0.0
-
-
-def _served(step: Step, chip: chips.Chip, **wishes: Any) -> algorithms.Decision | None:
-    """What serves a gather or scatter that asks for this, too; None if lax or a wire does."""
     assert step.eqn is not None
     params, operand = step.eqn.params, _type(step.eqn.invars[0])
     nbytes = _nbytes(operand)
     op = "reduce_scatter" if step.scatters else "all_gather"
     if overlaps.by_xla(op, chip) or params["how"].wire is not None:
-        return None
+        return 0.0
     if step.how and overlaps.narrowed_by_xla(_nbytes(_type(step.eqn.outvars[0])), operand.dtype):
-        return None
+        return 0.0
     group = canonical.group_of(params["axis_name"], params["axis_index_groups"])
     group = placement.arranged(group)
     block = catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size)
-    how = dataclasses.replace(params["how"], **wishes)
     try:
-        return algorithms.decide(op, how, block, group, cuts=nbytes)
+        found = algorithms.decide(op, params["how"], block, group, cuts=nbytes)
     except UNSERVABLE:  # lax will serve
-        return None
+        return 0.0
+    return (found.us or 0.0) * 1e-6 if found.on_sparsecore else 0.0
 
 
 def _type(x: core.Var | core.Literal) -> Any:

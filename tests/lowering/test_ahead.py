@@ -44,8 +44,7 @@ def hardly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _under_way(seconds: float, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    for engine in ("under_way", "on_core"):
-        patch.setattr(turns, engine, lambda step, chip: seconds)
+    patch.setattr(turns, "under_way", lambda step, chip: seconds)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -429,18 +428,15 @@ def test_turns_go_in_pairs_where_nothing_is_left_to_run_beside(body: Any, turns:
     assert loop.times == 4 // turns and len(beside) == turns and min(beside) > 200_000
 
 
-@pytest.mark.parametrize("rows, on_core", [(1024, True), (65536, False)])
-def test_the_core_sums_where_products_would_hide_too_little(rows: int, on_core: bool) -> None:
+@pytest.mark.parametrize("rows, by_lax", [(1024, True), (65536, False)])
+def test_lax_keeps_what_no_products_would_hide(rows: int, by_lax: bool) -> None:
     pytest.importorskip("libtpu")
     lowered(gradient(product), rows=rows)
-    (by,) = (x.by for x in pc.override_report().replaced if x.op == "psum_scatter")
-    assert by.endswith(":sc") != on_core
-
-
-def test_a_loop_with_next_to_no_products_asks_for_nothing_ahead() -> None:
-    pytest.importorskip("libtpu")
-    lowered(over(product), rows=64)
-    assert not asked()
+    report = pc.override_report()
+    assert {line.op for line in report.left} == (
+        {"all_gather", "psum_scatter"} if by_lax else set()
+    )
+    assert all(loops.NO_PRODUCTS in line.why for line in report.left)
 
 
 def test_lax_gathers_float32_for_products() -> None:
