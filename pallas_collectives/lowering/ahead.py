@@ -17,7 +17,8 @@ This is done while a scan is lowered, which is behind derivatives, vmap and rema
 as it was written, a backward pass is a scan of its own, and nothing more is saved for one. Values
 are the same to the last bit. What is carried on from turn to turn is memory: for the first weights
 of a second layer, and for its last gradients before they are summed (`explain` says how much).
-`lowering.loops` says which gathers and scatters these are.
+`lowering.loops` says which gathers and scatters these are, and when two turns become one, so that
+the weights of both have places of their own.
 
 Barriers keep each scatter of a turn under way beside products (`lowering.chain`): first the turn's
 own, then those that the turn before has left to it.
