@@ -119,7 +119,7 @@ def _tokens(parts: int = 1, batch: int = BATCH) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, LENGTH // parts, WIDTH), jnp.bfloat16)
 
 
-def _stepping(
+def stepping(
     form: Form, layer: Callable[..., jax.Array], summed: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """A step through all layers. `summed` adds gradients up, which then move the weights.
@@ -163,14 +163,14 @@ def _scatter(axis: str, dimension: int) -> Callable[[jax.Array], jax.Array]:
 def fsdp(devices: int, form: Form) -> Program:
     """Weights cut in pieces, one a device, gathered layer by layer; gradients are scattered."""
     layer = functools.partial(_layer, whole=_gather("x", 0))
-    return Program(_stepping(form, layer), (_weights(devices, 1), _tokens()), {"x": devices})
+    return Program(stepping(form, layer), (_weights(devices, 1), _tokens()), {"x": devices})
 
 
 def tensor(devices: int, form: Form) -> Program:
     """Heads and hidden units over the devices; between products, the sequence."""
     layer = functools.partial(_layer, gathered=_gather("x", 1), scattered=_scatter("x", 1))
     args = _weights(1, devices), _tokens(devices)
-    return Program(_stepping(form, layer), args, {"x": devices})
+    return Program(stepping(form, layer), args, {"x": devices})
 
 
 def fsdp_tensor(devices: int, form: Form) -> Program:
@@ -183,12 +183,12 @@ def fsdp_tensor(devices: int, form: Form) -> Program:
         scattered=_scatter("model", 1),
     )
     args = _weights(parts, 4), _tokens(4)
-    return Program(_stepping(form, layer), args, {"data": parts, "model": 4})
+    return Program(stepping(form, layer), args, {"data": parts, "model": 4})
 
 
 def data(devices: int, form: Form) -> Program:
     """All weights everywhere, a batch each; summed gradients move them."""
-    step = _stepping(form, _layer, lambda gradients: lax.psum(gradients, "x"))
+    step = stepping(form, _layer, lambda gradients: lax.psum(gradients, "x"))
     return Program(step, (_weights(1, 1), _tokens()), {"x": devices})
 
 
@@ -208,7 +208,7 @@ def experts(devices: int, form: Form) -> Program:
         total = lax.psum({k: gradients[k] for k in everywhere}, "x")
         return gradients | total
 
-    return Program(_stepping(form, _layer, summed), (weights, _tokens()), {"x": devices})
+    return Program(stepping(form, _layer, summed), (weights, _tokens()), {"x": devices})
 
 
 def ring_attention(devices: int, form: Form) -> Program:
@@ -230,7 +230,7 @@ def ring_attention(devices: int, form: Form) -> Program:
 
     layer = functools.partial(_layer, attend=attend)
     # A device's part of a long sequence, of which there is one, is as long as others' whole.
-    return Program(_stepping(form, layer), (_weights(1, 1), _tokens(batch=1)), {"x": devices})
+    return Program(stepping(form, layer), (_weights(1, 1), _tokens(batch=1)), {"x": devices})
 
 
 BUILT_IN: dict[str, Callable[[int, Form], Program]] = {

@@ -231,6 +231,14 @@ def test_what_is_exposed_is_what_has_no_compute_beside_it() -> None:
     }
 
 
+@pytest.mark.parametrize("rows", ["few_rows", "rows", "many_rows"])
+def test_small_steps_are_the_longer_the_more_rows(rows: str) -> None:
+    program = programs.named(f"benchmarks.steps.small:{rows}")(4, Form(True, False))
+    shapes = [a.shape for a in jax.tree.leaves(program.args)]
+    tokens = {"few_rows": 256, "rows": 2048, "many_rows": 16384}[rows]
+    assert shapes == [(8, 1024, 4096), (tokens, 4096)] and program.axes == {"x": 4}
+
+
 def test_a_folder_without_a_profile(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no profile"):
         exposed.of(str(tmp_path))
