@@ -12,9 +12,9 @@ import numpy as np
 
 import pallas_collectives
 from pallas_collectives import catalogue
+from pallas_collectives.catalogue.records import Collective
 from pallas_collectives.examples import LANES as LANES
 from pallas_collectives.examples import Example, everywhere
-from pallas_collectives.records import Collective
 from pallas_collectives.validation import AxisName
 
 

@@ -28,6 +28,7 @@ from benchmarks.settings import MOST_RUNS, FlagError, Settings
 from pallas_collectives import catalogue
 from pallas_collectives.backends import algorithms, canonical, counters
 from pallas_collectives.backends.plans import WirePlan
+from pallas_collectives.catalogue.records import JUMPS, LINE, NEIGHBOURS, ON_SEVERAL, RING, TORUS
 from pallas_collectives.errors import (
     AlgorithmError,
     CollectiveError,
@@ -35,7 +36,6 @@ from pallas_collectives.errors import (
     VmemError,
     WireError,
 )
-from pallas_collectives.records import JUMPS, LINE, NEIGHBOURS, ON_SEVERAL, RING, TORUS
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.tuning import choice, tables

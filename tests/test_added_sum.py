@@ -17,14 +17,14 @@ from pallas_collectives import catalogue, collectives, wires
 from pallas_collectives.backends import algorithms, choice, pallas
 from pallas_collectives.backends.wire_costs import error_in_words
 from pallas_collectives.catalogue import COLLECTIVES
-from pallas_collectives.errors import AlgorithmError
-from pallas_collectives.lowering import primitives
-from pallas_collectives.lowering.of_lax import LAX
-from pallas_collectives.records import (
+from pallas_collectives.catalogue.records import (
     ON_LINE,
     ON_RING,
     Primitive,
 )
+from pallas_collectives.errors import AlgorithmError
+from pallas_collectives.lowering import primitives
+from pallas_collectives.lowering.of_lax import LAX
 
 ANYWHERE = (ON_RING, ON_LINE)
 

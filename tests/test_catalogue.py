@@ -15,10 +15,7 @@ from benchmarks.cases import CASES
 from pallas_collectives import catalogue
 from pallas_collectives.backends import canonical, counters, nccl, pallas
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
-from pallas_collectives.errors import BackendError
-from pallas_collectives.kernels.machinery import entry, launch
-from pallas_collectives.overlap import split
-from pallas_collectives.records import (
+from pallas_collectives.catalogue.records import (
     EVERYONE,
     JUMPS,
     LINE,
@@ -28,6 +25,9 @@ from pallas_collectives.records import (
     TORUS,
     Kernel,
 )
+from pallas_collectives.errors import BackendError
+from pallas_collectives.kernels.machinery import entry, launch
+from pallas_collectives.overlap import split
 from pallas_collectives.replay import Machine, bound
 
 BARRIERS = {
@@ -45,8 +45,8 @@ def test_the_catalogue_stands_on_nothing_of_the_package() -> None:
     """But on how devices lie, of which a record says who writes to whom."""
     imported = test_layers.graph_of(test_layers.sources())
     of_topology = {f"topology.{name}" for name in ("groups", "placement", "reach")}
-    assert imported["catalogue"] == {"examples", "records"} and not imported["examples"]
-    assert imported["records"] == {"examples", *of_topology}
+    assert imported["catalogue"] == {"examples", "catalogue.records"} and not imported["examples"]
+    assert imported["catalogue.records"] == {"examples", *of_topology}
 
 
 def test_a_name_that_is_taken_is_refused() -> None:

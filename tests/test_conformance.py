@@ -18,10 +18,10 @@ import pallas_collectives as pc
 from conformance import ROWS, Row
 from pallas_collectives import catalogue, examples
 from pallas_collectives.backends import algorithms, choice, pallas
+from pallas_collectives.catalogue.records import RING, Algorithm, Collective, Primitive
 from pallas_collectives.kernels.machinery import entry, launch, sync
 from pallas_collectives.lowering import primitives
 from pallas_collectives.lowering.of_lax import LAX
-from pallas_collectives.records import RING, Algorithm, Collective, Primitive
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import replay_rows
 from benchmarks.cases import CASES, LANES
 from pallas_collectives.catalogue import COLLECTIVES
-from pallas_collectives.records import Collective
+from pallas_collectives.catalogue.records import Collective
 
 
 def _sent(record: Collective, n: int, rows: int) -> np.ndarray:

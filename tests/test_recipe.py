@@ -74,7 +74,7 @@ def with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """The recipe, followed: a kernel file, a record; a record and a function here and there."""
     records = []
     for path, code in recipe():
-        if path == "pallas_collectives/catalogue.py":
+        if path == "pallas_collectives/catalogue/__init__.py":
             record = eval(code, dict(vars(catalogue)))
             is_algorithm = isinstance(record, catalogue.Algorithm)
             records.append(("all_gather", record) if is_algorithm else record)
@@ -90,8 +90,13 @@ def with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def test_the_recipe_names_few_places() -> None:
     places = [path.removeprefix("pallas_collectives/") for path, _ in recipe()]
     assert places == [
-        *("kernels/all_gather_in_turn.py", "catalogue.py"),
-        *("catalogue.py", "collectives.py", "backends/pallas/__init__.py", "backends/nccl.py"),
+        *("kernels/all_gather_in_turn.py", "catalogue/__init__.py"),
+        *(
+            "catalogue/__init__.py",
+            "collectives/__init__.py",
+            "backends/pallas/__init__.py",
+            "backends/nccl.py",
+        ),
         "__init__.py",
     ]
     for _, code in recipe():

@@ -10,10 +10,10 @@ import jax
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND, Candidate, How, KernelPlan
+from pallas_collectives.catalogue.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.kernels.machinery import launch as kernels
-from pallas_collectives.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group

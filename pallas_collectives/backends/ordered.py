@@ -24,8 +24,8 @@ from jax.typing import DTypeLike
 
 from pallas_collectives.annotations import Interpret, Number
 from pallas_collectives.backends.plans import How
+from pallas_collectives.catalogue.records import PARTNERS, Algorithm
 from pallas_collectives.kernels.machinery.combine import wide
-from pallas_collectives.records import PARTNERS, Algorithm
 from pallas_collectives.topology.groups import Group
 
 # Where backends have no times to go by: a gather saves a call, and an exchange all but 2/n of the

@@ -18,6 +18,7 @@ kernel says of itself. Counters count that object, and `explain` prints it.
 import dataclasses
 
 from pallas_collectives.annotations import Interpret
+from pallas_collectives.catalogue.records import Algorithm
 from pallas_collectives.errors import (
     DtypeError,
     ReachError,
@@ -27,7 +28,6 @@ from pallas_collectives.errors import (
     VmemError,
 )
 from pallas_collectives.kernels.machinery.blocks import Chunking
-from pallas_collectives.records import Algorithm
 from pallas_collectives.wires import Wire
 
 NAMES = ("pallas", "nccl", "xla")

@@ -36,10 +36,10 @@ from pallas_collectives.backends.wire_costs import (
     seconds_to_pack,
     seconds_to_pad,
 )
+from pallas_collectives.catalogue.records import TORUS
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
-from pallas_collectives.records import TORUS
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import pallas_collectives
 from benchmarks.cases import CASES, Case
 from pallas_collectives import catalogue, errors
+from pallas_collectives.catalogue.records import Algorithm
 from pallas_collectives.kernels import visits
-from pallas_collectives.records import Algorithm
 from pallas_collectives.replay import Machine
 from pallas_collectives.replay.program import Program
 from pallas_collectives.replay.trace_program import trace

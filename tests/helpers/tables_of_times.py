@@ -14,7 +14,7 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives.backends import algorithms
 from pallas_collectives.catalogue import COLLECTIVES
-from pallas_collectives.records import EVERYONE, PARTNERS, RING
+from pallas_collectives.catalogue.records import EVERYONE, PARTNERS, RING
 from pallas_collectives.topology import chips, placement, ring_orders, torus_axes
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places

@@ -17,10 +17,10 @@ from pallas_collectives import catalogue
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
 from pallas_collectives.backends.plans import How
+from pallas_collectives.catalogue.records import Kernel
 from pallas_collectives.kernels.machinery.blocks import sublanes, whole_shape
 from pallas_collectives.kernels.machinery.codec import ROWS, Codec
 from pallas_collectives.kernels.torus import sections
-from pallas_collectives.records import Kernel
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire

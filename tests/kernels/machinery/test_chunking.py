@@ -12,8 +12,8 @@ from benchmarks.cases import CASES
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import KernelPlan
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
+from pallas_collectives.catalogue.records import JUMPS, NEIGHBOURS, TORUS
 from pallas_collectives.kernels.machinery.blocks import Chunking
-from pallas_collectives.records import JUMPS, NEIGHBOURS, TORUS
 from pallas_collectives.replay import Machine
 from pallas_collectives.replay.program import Start
 from pallas_collectives.replay.trace_program import trace

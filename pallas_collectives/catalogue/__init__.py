@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from pallas_collectives import examples
-from pallas_collectives.records import (
+from pallas_collectives.catalogue.records import (
     EVERYONE,
     JUMPS,
     LINE,

@@ -12,16 +12,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_collectives import catalogue, explain_checks
+from pallas_collectives import catalogue
 from pallas_collectives.annotations import AnyMesh, DType
 from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wire_costs
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
+from pallas_collectives.catalogue.records import Collective
+from pallas_collectives.explanation import checks
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, Chunking
 from pallas_collectives.overlap import fusion, products, split
-from pallas_collectives.records import Collective
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
@@ -153,26 +154,26 @@ def explain(
       'fused'
     """
     chip = chip.removeprefix("tpu") if isinstance(chip, str) else chip
-    explain_checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
-    explain_checks.check_columns(op, shape, columns)
-    explain_checks.check_figures(op, wire)
+    checks.check(op, nbytes, shape, mesh, axis_name, devices, chip, torus)
+    checks.check_columns(op, shape, columns)
+    checks.check_figures(op, wire)
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)
     if columns is not None:
-        x = jax.ShapeDtypeStruct(tuple(shape or ()), explain_checks.dtype_of(dtype))
+        x = jax.ShapeDtypeStruct(tuple(shape or ()), checks.dtype_of(dtype))
         widths = (columns,) if isinstance(columns, int | np.integer) else tuple(columns)
         return _product(op, mesh, where, axis_name, x, widths, axis, order)
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
         collective = catalogue.functions()[_whole(op)]
-        of = explain_checks.dtype_of(dtype)
+        of = checks.dtype_of(dtype)
         if shape is None:
             operand = _operand(collective, nbytes or 0, of, group.size)
         else:
             operand = jax.ShapeDtypeStruct(tuple(shape), of)
         with _enough_bits(of):
-            explain_checks.check_call(_whole(op), operand, group, axis, order=order, wire=wire)
+            checks.check_call(_whole(op), operand, group, axis, order=order, wire=wire)
         size = nbytes if nbytes is not None else _bytes(operand)
         plans = _planned(op, operand, group, axis, order, wire)
         return _explained(op, size, placement.arranged(group), plans)

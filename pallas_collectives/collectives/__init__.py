@@ -38,15 +38,15 @@ from pallas_collectives import validation
 from pallas_collectives.annotations import Number
 from pallas_collectives.backends import choice
 from pallas_collectives.backends.plans import How
+from pallas_collectives.collectives.reductions import all_reduce as all_reduce
+from pallas_collectives.collectives.reductions import pmax as pmax
+from pallas_collectives.collectives.reductions import pmean as pmean
+from pallas_collectives.collectives.reductions import pmin as pmin
+from pallas_collectives.collectives.reductions import psum as psum
+from pallas_collectives.collectives.reductions import psum_scatter as psum_scatter
+from pallas_collectives.collectives.reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.lowering import primitives, quantized
 from pallas_collectives.lowering.of_lax import LAX as LAX
-from pallas_collectives.reductions import all_reduce as all_reduce
-from pallas_collectives.reductions import pmax as pmax
-from pallas_collectives.reductions import pmean as pmean
-from pallas_collectives.reductions import pmin as pmin
-from pallas_collectives.reductions import psum as psum
-from pallas_collectives.reductions import psum_scatter as psum_scatter
-from pallas_collectives.reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.validation import AxisName, Groups
 from pallas_collectives.wires import WireLike
 
