@@ -9,7 +9,14 @@ import jax
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters, ordered
-from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND, Candidate, How, KernelPlan
+from pallas_collectives.backends.plans import (
+    IN_PAIRS,
+    IS_AHEAD,
+    IS_BEHIND,
+    Candidate,
+    How,
+    KernelPlan,
+)
 from pallas_collectives.catalogue.records import LINE, ON_SEVERAL, PARTNERS, RING, TORUS, Algorithm
 from pallas_collectives.errors import AlgorithmError, ReachError, UnservedError
 from pallas_collectives.kernels.machinery import entry, sparsecore
@@ -135,6 +142,8 @@ def _turn(how: How, kept: int) -> str:
     more = f", which keeps {kept / 2**20:.1f} MiB more"
     if how.ahead == IS_AHEAD:
         return f"; a loop's turn asks for it for the next one{more}"
+    if how.ahead == IN_PAIRS:
+        return f"; a loop's turn asks for it for the next one{more}, and a second turn's values"
     return f"; a loop's turn leaves it to the next one{more}" if how.ahead == IS_BEHIND else ""
 
 

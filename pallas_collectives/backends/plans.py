@@ -33,8 +33,8 @@ from pallas_collectives.wires import Wire
 NAMES = ("pallas", "nccl", "xla")
 
 # Of a call in a loop (`How.ahead`): another turn than its own may begin it; the turn before begins
-# it, as for weights; the turn behind begins it, as for gradients.
-MAY_BE_AHEAD, IS_AHEAD, IS_BEHIND = "may be", "is", "behind"
+# it, as for weights, also where turns go in pairs; the turn behind begins it, as for gradients.
+MAY_BE_AHEAD, IS_AHEAD, IN_PAIRS, IS_BEHIND = "may be", "is", "in pairs", "behind"
 
 # What a backend raises for a call that lax can serve in its place.
 UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
@@ -62,8 +62,8 @@ class How:
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
         serves one at a time, is left free. None for a call outside of a step, or that is started.
-      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `IS_AHEAD` or `IS_BEHIND` (see
-        `lowering.ahead`); else "".
+      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `IS_AHEAD`, `IN_PAIRS` or
+        `IS_BEHIND` (see `lowering.ahead`); else "".
     """
 
     backend: str

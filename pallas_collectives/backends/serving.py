@@ -81,8 +81,7 @@ def _near(op: str, how: How, *args: jax.Array, **params: Any) -> str:
     if how.awaited is None or collective.name != "all_gather":
         return ""
     nbytes = args[0].nbytes * params["axis_size"]
-    near = overlaps.near_by_xla(nbytes, chips.current())
-    return near or overlaps.narrowed_by_xla(nbytes, args[0].dtype)
+    return overlaps.for_its_reader(nbytes, args[0].dtype, chips.current())
 
 
 def _adds(op: str) -> bool:

@@ -16,9 +16,9 @@ that a turn makes last has nothing left to run beside, though the next turn has:
 This is done while a scan is lowered, which is behind derivatives, vmap and remat: they see the scan
 as it was written, a backward pass is a scan of its own, and nothing more is saved for one. Values
 are the same to the last bit. What is carried on from turn to turn is memory: for the first weights
-of a second layer, and for its last gradients before they are summed (`explain` says how much).
-`lowering.loops` says which gathers and scatters these are, and when two turns become one, so that
-the weights of both have places of their own.
+of a second layer, and for its last gradients before they are summed (`override_report` says how
+much). `lowering.loops` says which gathers and scatters these are, and when two turns become one, so
+that the weights of both have places of their own; then what a turn computes is held twice.
 
 Barriers keep each scatter of a turn under way beside products (`lowering.chain`): first the turn's
 own, then those that the turn before has left to it.
@@ -39,7 +39,7 @@ from jax.interpreters.mlir import ir
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Number
 from pallas_collectives.backends import slices
-from pallas_collectives.backends.plans import IS_AHEAD, IS_BEHIND
+from pallas_collectives.backends.plans import IN_PAIRS, IS_AHEAD, IS_BEHIND
 from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.chain import Chain, Sum
 from pallas_collectives.lowering.loops import NO_PRODUCTS, Loop
@@ -95,6 +95,7 @@ class Rewritten:
         lax_keeps: Sequence[Step] = (),
     ):
         self.loop, self.early, self.seconds, self.lax_keeps = loop, early, sums, lax_keeps
+        self.in_pairs = loop.goes_in_pairs(early)
         self.late = {scatter: loop.to_ys(scatter) for scatter in late}  # and what hands them on
         self.own = {scatter: loop.to_ys(scatter) for scatter in sums if scatter not in late}
         # By number: what a turn does for the next one, and what it leaves to it.
@@ -145,7 +146,7 @@ class Rewritten:
             [jnp.broadcast_to(ad.zeros_like_aval(row), (length, *row.shape)) for row in rows],
         )
         options = {name: loop.params[name] for name in ("length", "reverse", "unroll")}
-        if loop.goes_in_pairs(self.early):
+        if self.in_pairs:
             options["unroll"] = max(2, options["unroll"])
         state, ys = lax.scan(turn, state, (before, following, xs), **options)
         carry, _, gradients, stacks = state
@@ -166,8 +167,9 @@ class Rewritten:
             for number, x in xs.items()
             if number in needed
         }
+        asks = IN_PAIRS if self.in_pairs else IS_AHEAD
         for step in asking:
-            step.run(values, **({"ahead": IS_AHEAD} if step in self.early else {}))
+            step.run(values, **({"ahead": asks} if step in self.early else {}))
         return [values[number] for number in self.brought]
 
     def _compute(self, values: Values) -> None:

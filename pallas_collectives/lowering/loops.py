@@ -59,11 +59,13 @@ class Loop:
     def bare(self) -> list[Step]:
         """The gathers and scatters of a turn with too few products to run beside them.
 
-        Where no products are seen, as of kernels, what fills a turn is not known.
+        Where more than plain products may fill a turn, as kernels do, what it takes is not known.
         """
+        if any(step.is_opaque for step in self.steps):
+            return []
         there = [step for step, takes in self._takes.items() if takes]
         products = self.elapsed(chips.current())[-1]
-        return there if 0 < _BARE * products < sum(self._takes.values()) else []
+        return there if _BARE * products < sum(self._takes.values()) else []
 
     def early(self) -> list[Step]:
         """The gathers to ask for a turn ahead."""
@@ -87,9 +89,11 @@ class Loop:
         begins behind the last product that reads this. Two turns in one have a place for each.
         """
         ends = self.elapsed(chips.current())
-        left = ((s, ends[-1] - ends[self._uses(s)[-1] + 1]) for s in early)
-        waits = sum(max(0.0, self._takes[s] - seconds) for s, seconds in left)
-        return waits > _WORTH * ends[-1]
+        read = sorted((ends[self._uses(step)[-1] + 1], self._takes[step]) for step in early)
+        busy = 0.0
+        for begins, takes in read:
+            busy = max(begins, busy) + takes
+        return busy - ends[-1] > _WORTH * ends[-1]
 
     def sums(self) -> dict[Step, float]:
         """The scatters that a SparseCore runs and whose results only go to y: what each takes."""

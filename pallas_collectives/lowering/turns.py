@@ -24,6 +24,15 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
 }
 
+# What may take long, though it is no `dot_general`: kernels, and products of other kinds.
+_OPAQUE = frozenset(
+    {
+        *("pallas_call", "core_map", "ffi_call", "pure_callback", "io_callback"),
+        *("pallas_all_gather_matmul", "pallas_matmul_reduce_scatter"),
+        *("ragged_dot_general", "ragged_dot", "conv_general_dilated", "fft", "sort"),
+    }
+)
+
 
 class Value(NamedTuple):
     """A value that an equation names by no variable."""
@@ -60,6 +69,11 @@ class Step:
     def is_product(self) -> bool:
         """Whether it is one for the matrix unit."""
         return self.eqn is not None and self.eqn.primitive.name == "dot_general"
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether it computes what `seconds` does not see."""
+        return self.eqn is not None and _is_opaque(self.eqn)
 
     @property
     def types(self) -> dict[int, Any]:
@@ -198,12 +212,12 @@ def numbers(values: Iterable[Any]) -> Iterator[int]:
 def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
-    params, operand = step.eqn.params, _type(step.eqn.invars[0])
-    nbytes = _nbytes(operand)
+    params, nbytes = step.eqn.params, _nbytes(_type(step.eqn.invars[0]))
     op = "reduce_scatter" if step.scatters else "all_gather"
     if overlaps.by_xla(op, chip) or params["how"].wire is not None:
         return 0.0
-    if step.how and overlaps.narrowed_by_xla(_nbytes(_type(step.eqn.outvars[0])), operand.dtype):
+    brought = _type(step.eqn.outvars[0])
+    if step.how and overlaps.for_its_reader(_nbytes(brought), brought.dtype, chip):
         return 0.0
     group = canonical.group_of(params["axis_name"], params["axis_index_groups"])
     group = placement.arranged(group)
@@ -231,9 +245,19 @@ def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
         flops = 2.0 * types[-1].size * math.prod(types[0].shape[d] for d in contracted)
         nbytes = sum(map(_nbytes, types))
         return max(flops / chip.matrix_rate, nbytes / chip.hbm_bandwidth)
-    inner = [v for value in eqn.params.values() for v in _programs(value)]
-    each = sum(_seconds(e, chip) for jaxpr in inner for e in jaxpr.eqns)
+    if eqn.primitive.name in _OPAQUE:
+        return 0.0
+    each = sum(_seconds(e, chip) for jaxpr in _programs_of(eqn) for e in jaxpr.eqns)
     return each * eqn.params["length"] if eqn.primitive.name == "scan" else each
+
+
+def _is_opaque(eqn: JaxprEqn) -> bool:
+    inner = (e for jaxpr in _programs_of(eqn) for e in jaxpr.eqns)
+    return eqn.primitive.name in _OPAQUE or any(map(_is_opaque, inner))
+
+
+def _programs_of(eqn: JaxprEqn) -> list[core.Jaxpr]:
+    return [v for value in eqn.params.values() for v in _programs(value)]
 
 
 def _programs(value: Any) -> Iterator[core.Jaxpr]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_collectives import _compat
 from pallas_collectives.topology.chips import Chip
 
 PATH = Path(__file__).parent / "overlaps.json"
@@ -31,8 +32,10 @@ _EXPOSED = 0.5
 _SUBCORES = 16
 _ADDED = 1.5
 
-# Gathers of this many bytes are of weights, or of tokens: what products read.
+# Gathers of this many bytes are of weights, or of tokens: what products read. XLA rounds what they
+# read to bfloat16 under these settings of `jax_default_matmul_precision`.
 _WIDE = 4 << 20
+_NARROW = (None, "default", "fastest", "bfloat16")
 
 # Of v4's CMEM a quarter: of what a step gathers, XLA puts so much there.
 _NEAR = 32 << 20
@@ -71,11 +74,16 @@ def by_xla(op: str, chip: Chip) -> str:
     return f"XLA runs {op} beside compute on {chip.name} ({there}; libtpu {learned().libtpu})"
 
 
-def near_by_xla(nbytes: int, chip: Chip) -> str:
-    """Why lax keeps a gather of so many bytes for what follows it; "" where that does not matter.
+def for_its_reader(nbytes: int, dtype: DTypeLike, chip: Chip) -> str:
+    """Why lax keeps a gather that brings so many bytes to what follows it; "" where it need not."""
+    return _near_by_xla(nbytes, chip) or _narrowed_by_xla(nbytes, dtype)
 
-    A kernel's result lies in HBM, which v4's core reads more slowly than CMEM: by `step`, of
-    `fsdp_tensor` forward for v4:2x2x1 a product took 1.35 million cycles in place of 1.14.
+
+def _near_by_xla(nbytes: int, chip: Chip) -> str:
+    """A kernel's result lies in HBM, which v4's core reads more slowly than CMEM.
+
+    By `step`, of `fsdp_tensor` forward for v4:2x2x1 a product took 1.35 million cycles in place of
+    1.14.
     """
     near = learned().near.get(chip.name)
     if not near or nbytes > _NEAR:
@@ -83,15 +91,15 @@ def near_by_xla(nbytes: int, chip: Chip) -> str:
     return f"XLA gathers into {chip.name}'s {near}, nearer to products (libtpu {learned().libtpu})"
 
 
-def narrowed_by_xla(nbytes: int, dtype: DTypeLike) -> str:
-    """Why lax keeps a gather that brings so many bytes of a step; "" where that does not matter.
+def _narrowed_by_xla(nbytes: int, dtype: DTypeLike) -> str:
+    """XLA turns what products of default precision read into bfloat16 before it gathers it.
 
-    XLA turns what products of default precision read into bfloat16 before it gathers it, which is
-    half the bytes of float32. A kernel's operand it leaves as it is.
+    That is half the bytes of float32. A kernel's operand it leaves as it is.
     """
-    if np.dtype(dtype) != np.float32 or nbytes < _WIDE:
+    precision = _compat.default_matmul_precision()
+    if np.dtype(dtype) != np.float32 or nbytes < _WIDE or precision not in _NARROW:
         return ""
-    return "XLA gathers float32 as bfloat16 where products read it so (cast it before the gather)"
+    return "XLA gathers float32 as bfloat16 if products read it so (cast it before the gather)"
 
 
 def no_sparsecore(chip: Chip) -> str:

@@ -34,20 +34,25 @@ def always(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     )
     pairs = request.param == "in pairs"
     monkeypatch.setattr(loops.Loop, "goes_in_pairs", lambda *_: pairs)
-    yield from _under_way(3.0, monkeypatch)
+    _fake(3.0, monkeypatch)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
 def hardly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each takes less time than any product: of a turn's scatters only the last one is left."""
-    yield from _under_way(1e-12, monkeypatch)
-
-
-def _under_way(seconds: float, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    patch.setattr(turns, "under_way", lambda step, chip: seconds)
+    _fake(0.5, monkeypatch)
     jax.clear_caches()
     yield
     jax.clear_caches()
+
+
+def _fake(seconds: float, patch: pytest.MonkeyPatch) -> None:
+    """Products take a second each, and collectives that many."""
+    patch.setattr(turns, "_seconds", lambda eqn, _: float(eqn.primitive.name == "dot_general"))
+    patch.setattr(turns, "under_way", lambda step, chip: seconds)
 
 
 def whole(w: jax.Array) -> jax.Array:
@@ -98,7 +103,7 @@ def scanned(body: Any, reverse: bool = False, unroll: int = 1) -> Any:
     return run
 
 
-def arrays(depth: int = 3, side: int = 128) -> tuple[Any, Arrays]:
+def arrays(depth: int = 5, side: int = 128) -> tuple[Any, Arrays]:
     names = ("up", "down")
     weights = {k: harness.random((depth, side, side), "float32", i) for i, k in enumerate(names)}
     return harness.random((4, side), "float32", 7), weights
@@ -150,7 +155,7 @@ def of_one(x: jax.Array, weights: Arrays) -> Any:
 
 
 def of_two(x: jax.Array, weights: Arrays) -> Any:
-    return scanned(layer, reverse=True)(x, {k: w[1:] for k, w in weights.items()})
+    return scanned(layer, reverse=True)(x, {k: w[-2:] for k, w in weights.items()})
 
 
 def twice(x: jax.Array, weights: Arrays) -> Any:
@@ -204,6 +209,49 @@ def test_scatters_that_stay_in_their_turn_sum_the_same_to_the_bit() -> None:
     of_scatters = {LEAVES in x.why for x in pc.override_report().replaced if x.op == "psum_scatter"}
     assert of_scatters == {True, False}
     jax.tree.map(np.testing.assert_array_equal, got, within)
+
+
+@pytest.mark.parametrize("name", ["reverse=True, unroll=2", "custom", "twice"])
+def test_what_lax_keeps_of_a_turn_has_lax_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each collective takes a hundred times as long as a product."""
+    by_lax = derived(RUNS[name], False)
+    _fake(100.0, monkeypatch)
+    with pc.override_lax():
+        got = derived(RUNS[name], False)
+    assert any(loops.NO_PRODUCTS in line.why for line in pc.override_report().left)
+    jax.tree.map(np.testing.assert_array_equal, got, by_lax)
+
+
+@pytest.mark.parametrize(
+    "takes, pairs", [((8.0,), False), ((14.0,), True), ((8.0, 8.0), True), ((4.0, 4.0), False)]
+)
+def test_turns_go_in_pairs_where_gathers_outlast_them(
+    takes: tuple[float, ...], pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One behind the other, from their last readers on: eleven more products of a second each."""
+    _fake(takes[0], monkeypatch)
+
+    def turn(x: jax.Array, weights: Any) -> Any:
+        x = x @ sum(map(whole, weights))
+        for _ in range(11):
+            x = jnp.tanh(x @ x)
+        return x, None
+
+    with pc.override_lax():
+        mapped = jax.shard_map(
+            lambda x, w: lax.scan(turn, x, w)[0],
+            mesh=harness.mesh(2),
+            in_specs=(P(), P(None, "x")),
+            out_specs=P(),
+            check_vma=False,
+        )
+        square = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        stacked = [jax.ShapeDtypeStruct((4, 128, 128), jnp.float32) for _ in takes]
+        traced = jax.make_jaxpr(mapped)(square, stacked)
+    (outer,) = traced.eqns
+    (scan,) = (e for e in outer.params["jaxpr"].eqns if e.primitive.name == "scan")
+    loop = loops.Loop.of(scan.params, len(scan.invars))
+    assert loop.goes_in_pairs([step for step in loop.steps if step.how]) == pairs
 
 
 @pytest.mark.usefixtures("always")
@@ -426,6 +474,7 @@ def test_turns_go_in_pairs_where_nothing_is_left_to_run_beside(body: Any, turns:
     (loop,) = (e for e in schedule.events(text) if is_loop_with(e, "all_gather"))
     beside = meanwhile(loop, "all_gather")
     assert loop.times == 4 // turns and len(beside) == turns and min(beside) > 200_000
+    assert ("a second turn's values" in str(pc.override_report())) == (turns == 2)
 
 
 @pytest.mark.parametrize("rows, by_lax", [(1024, True), (65536, False)])
@@ -446,6 +495,9 @@ def test_lax_gathers_float32_for_products() -> None:
     (line,) = pc.override_report().left
     assert line.op == "all_gather" and "gathers float32 as bfloat16" in line.why
     lowered(over(product), dtype=jnp.float32, everything=True)
+    assert not pc.override_report().left
+    with jax.default_matmul_precision("highest"):
+        lowered(over(product), dtype=jnp.float32)
     assert not pc.override_report().left
 
 

@@ -42,7 +42,7 @@ def _met(plan: Shares, bundle: Bundle, phase: int) -> int:
 
 
 class Scratch(NamedTuple):
-    """What `PackedGather` takes beside its arrays. Ways: two where a torus has lines, else one."""
+    """What `PackedGather` takes beside its arrays. Ways: see `Shares.ways`."""
 
     # for each bundle and phase: VMEM
     slots: list[Any]  # (streams * ways, 3 or fewer, blocks met, packed piece); written by upstream
@@ -142,8 +142,9 @@ class PackedGather(timetable.Stage):
     of their own, and one send under way at a time. A message's slot is released when our send from
     it has ended and what stays here has left it (what was unpacked has, whether or not it is in the
     result yet); the order of both is that of `scatter.Scatter`, and so is the reason why pairs need
-    no credits (`scatter.is_paired`): a message is kept before the next one goes on. Both ways of
-    one stream need them: how far the one has come does not tell how far the other is kept.
+    no credits where sections follow one another (`scatter.is_paired`): a message is kept before the
+    next one goes on. Both ways of one stream need them: on an even ring one way is a hop shorter,
+    and at a section's end the last word from upstream is a hop too old for the next one's slot.
 
     `held` is written by us alone. It has a part for each section that is under way: phase p has
     section s in tick s + p at the latest, and section s + phases begins when s has ended.

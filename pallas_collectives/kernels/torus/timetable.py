@@ -156,8 +156,9 @@ def _run_sections(plan: Shares, course: Course) -> None:
     So all phases are under way at once, and hops of all of them take turns. Earlier sections come
     first: what a section leaves is taken before the next one is there. Streams come in pairs, one
     for each way round. While what one pair has sent is on the wire, the next pair is seen to. Both
-    streams of a pair take what has come before either sends, so that neither needs credits; on
-    lines, where there are credits, each takes and sends, and bundles take turns besides.
+    streams of a pair take what has come before either sends, so that neither needs credits. On
+    lines, and where a stream goes both ways, there are credits: each takes and sends, and bundles
+    take turns besides.
     """
     pairs = -(-max(bundle.streams for bundle in plan.bundles) // 2)
     together = plan.ways == 1  # see `scatter.is_paired`
