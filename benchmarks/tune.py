@@ -57,7 +57,8 @@ _ON_FOUR = (
 )
 # Bytes of one block; of an all-reduce, which is cut into blocks, of the operand.
 BLOCK_BYTES = (4 << 10, 32 << 10, 256 << 10, 2 << 20)
-# Packed sums of 4 MiB would be 25% off on the line through 2 and 16: they are cut differently.
+# Packed sums of 4 MiB along an axis would be 25% off on the line through 2 and 16: they are cut
+# differently. Of several axes 2 and 4 take as long, so that the line through 4 would be too steep.
 OPERAND_BYTES = (*BLOCK_BYTES, 4 << 20, 16 << 20, 64 << 20)
 # Of what each device has something of its own in for each other, so much is modelled at the most:
 # the time of more is on the line through the last two.
@@ -227,7 +228,7 @@ def model(
             continue
         sizes: tuple[int, ...] = OPERAND_BYTES if record.is_cut else BLOCK_BYTES
         if torus not in tables.ONE_AXIS:  # the time of more is on the line through the last two
-            sizes = tuple(size for size in sizes if size <= 16 << 20)
+            sizes = tuple(size for size in sizes if size not in (4 << 20, 64 << 20))
         if record.of_blocks and not record.phases:
             sizes = tuple(size for size in sizes if n * size <= MOST_OPERAND_BYTES)
         there = known and known.entries.get((case.op, chip, torus, n))
