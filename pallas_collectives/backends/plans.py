@@ -134,6 +134,8 @@ class Plan:
         this one.
       beside: whether lax serves because XLA runs the collective beside compute.
       call: which call it is for, written as the plan is noted; None if it is not a collective.
+      chunking: in what pieces each of its kernels sends data, as that kernel said when it was
+        launched; empty before, and where it launches none itself.
     """
 
     op: str
@@ -143,6 +145,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     beside: bool = False
     call: Call | None = None
+    chunking: tuple[Chunking, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,8 +158,6 @@ class KernelPlan(Plan):
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       engine_why: why the TensorCore runs it; "" if a SparseCore does.
       shape, nbytes: shape and bytes of one device's operand, as it is laid out for the kernel.
-      chunking: in what pieces each of its kernels sends data, as that kernel said when it was
-        launched; empty before, and where it launches none itself.
       devices: devices in the group.
       axes: the mesh axes that the group lies along.
       chip: the TPU generation.
@@ -169,7 +170,6 @@ class KernelPlan(Plan):
     engine_why: str = ""
     shape: tuple[int, ...]
     nbytes: int
-    chunking: tuple[Chunking, ...] = ()
     devices: int
     axes: tuple[str, ...]
     chip: str

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from pallas_collectives.catalogue.records import Collective
 from pallas_collectives.explanation import checks
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, Chunking
-from pallas_collectives.overlap import fusion, products, split
+from pallas_collectives.overlap import fusion, primitives, products, split
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.placement import Places
@@ -354,11 +355,19 @@ def _product(
         )
         with counters.recorded() as plans, _enough_bits(x.dtype):
             (traced,) = jax.make_jaxpr(call)(x, ws).jaxpr.eqns
-    bound = [eqn.params for eqn in traced.params["jaxpr"].eqns if "plan" in eqn.params]
-    (plan,) = [p for p in plans if isinstance(p, ProductPlan)] or [b["plan"] for b in bound]
+    bound = [eqn for eqn in traced.params["jaxpr"].eqns if "plan" in eqn.params]
     with _on(mesh, where):
-        for params in bound if plan.backend == "pallas" else ():
-            plan = fusion.as_devices_lie(plan, params["spec"])
+        for eqn in bound:  # its lowering's own code runs, with nothing to launch at its end
+            run = jax.shard_map(
+                functools.partial(primitives.lowered, op, **eqn.params),
+                in_specs=nothing,
+                out_specs=nothing,
+                check_vma=False,
+            )
+            operands = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+            with counters.recorded() as plans, _enough_bits(x.dtype):
+                jax.eval_shape(run, *operands)
+        (plan,) = [p for p in plans if isinstance(p, ProductPlan)]
         inside: tuple[Explanation, ...] = ()
         lies = placement.arranged(group)
         if plan.algorithm == UNFUSED and plan.backend == "pallas":
@@ -378,6 +387,7 @@ def _product(
             plan.why,
             plan.candidates,
             inside,
+            chunking=plan.chunking,
         )
 
 

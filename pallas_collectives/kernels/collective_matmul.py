@@ -99,6 +99,7 @@ def all_gather_matmul(
         wire_bytes=(n - 1) * x.nbytes,
         flops=n * tiling.flops,
         pipeline_bytes=tiling.kept_by_compiler,
+        chunking=tiling.chunking,
     )
 
 
@@ -168,6 +169,7 @@ def matmul_reduce_scatter(
         wire_bytes=(n - 1) * block_bytes,
         flops=n * tiling.flops,
         pipeline_bytes=tiling.kept_by_compiler,
+        chunking=tiling.chunking,
     )[0]
 
 

@@ -19,7 +19,7 @@ from pallas_collectives.annotations import DType, Number
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import pipelines, streams
 from pallas_collectives.kernels.machinery import product
-from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, Chunking, sublanes
 from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Stream
@@ -55,6 +55,11 @@ class ProductTiling:
     def chunks(self) -> int:
         """Chunks of a block that each core sees to."""
         return self.blocks.chunks // (1 if self._scatters else self.cores)
+
+    @property
+    def chunking(self) -> Chunking:
+        """In what pieces a block is sent."""
+        return Chunking(self.cores * self.chunks)
 
     @property
     def flops(self) -> int:

@@ -33,6 +33,7 @@ from pallas_collectives.backends import (
 from pallas_collectives.backends.pallas import products as pallas_fused
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import FUSED, PIPELINED, UNFUSED, ProductPlan
+from pallas_collectives.kernels.machinery import launch as kernels
 from pallas_collectives.kernels.machinery.blocks import block_shape, whole_shape
 from pallas_collectives.lowering import placed, remat
 from pallas_collectives.overlap import array_products, fusion
@@ -158,7 +159,7 @@ def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
     return [(total if spec.scale == 1.0 else total * spec.scale).astype(spec.out_dtype)]
 
 
-def _lowered(
+def lowered(
     op: str, *operands: jax.Array, spec: Spec, plan: ProductPlan, mesh: Any = None
 ) -> list[jax.Array]:
     """What a program computes for a primitive, once the devices' places are known.
@@ -170,10 +171,13 @@ def _lowered(
         plan = fusion.as_gpus_reach(plan, nccl_products.unreachable(op, operands, spec, mesh), spec)
     else:
         plan = fusion.as_devices_lie(plan, spec)
-    counters.note(plan)
     if plan.algorithm == UNFUSED:
+        counters.note(plan)
         return _apart(op, *operands, spec=spec)
-    return (nccl_products if on_gpus else pallas_fused).kernel(op, *operands, spec=spec)
+    with kernels.told() as chunking:
+        results = (nccl_products if on_gpus else pallas_fused).kernel(op, *operands, spec=spec)
+    counters.note(dataclasses.replace(plan, chunking=tuple(chunking)))
+    return results
 
 
 def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
@@ -194,7 +198,7 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
 
     primitive.def_effectful_abstract_eval(abstract_eval)
 
-    placed.register(primitive, functools.partial(_lowered, op), takes_mesh=True)
+    placed.register(primitive, functools.partial(lowered, op), takes_mesh=True)
     remat.register(primitive)
     return primitive
 

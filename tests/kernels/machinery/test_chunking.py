@@ -10,7 +10,7 @@ import pallas_collectives as pc
 from benchmarks import replay_rows
 from benchmarks.cases import CASES
 from pallas_collectives.backends import counters
-from pallas_collectives.backends.plans import KernelPlan
+from pallas_collectives.backends.plans import KernelPlan, ProductPlan
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
 from pallas_collectives.catalogue.records import JUMPS, NEIGHBOURS, TORUS
 from pallas_collectives.kernels.machinery.blocks import Chunking
@@ -95,3 +95,34 @@ def test_explain_says_what_the_plan_says() -> None:
     assert "\n  a block goes whole\n" in str(small)
     both = pc.explain("psum_start", 16 << 20, devices=8, chip="v5p")  # a scatter, and a gather
     assert both.algorithm == "ring:sc" and len(both.chunking) == 2
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("pod, n", [("v5e:16x1", 16), ("v5p:4x1x1", 4)])  # one core, and two
+def test_products_send_in_as_many_chunks_as_their_plan_says(op: str, pod: str, n: int) -> None:
+    machine, rows = Machine.named(pod), 4096
+    gathers = op == "all_gather_matmul"
+    x = jax.ShapeDtypeStruct((rows if gathers else n * rows, 1024), "bfloat16")
+    w = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        product: jax.Array = getattr(pc, op)(x, w, "x", backend="pallas", algorithm="fused")
+        return product
+
+    everywhere = jax.sharding.PartitionSpec()
+    of = {"in_specs": everywhere, "out_specs": everywhere, "check_vma": False}
+    with counters.recorded() as plans:
+        program, _ = trace(
+            jax.shard_map(body, mesh=machine.mesh({"x": n}), **of),
+            x,
+            w,
+            generation=machine.generation,
+            where=lambda _: machine.places(machine.default_placement(n)),
+        )
+    (plan,) = (p for p in plans if isinstance(p, ProductPlan))
+    ((said,), starts) = plan.chunking, (c for c in program.columns if isinstance(c, Start))
+    assert said.chunks > 1
+    messages = sum(len(start.lanes) for start in starts if start.target is not None)
+    assert messages == n * (n - 1) * said.chunks
+    told = pc.explain(op, shape=x.shape, columns=1024, devices=n, chip=pod[:3], dtype="bfloat16")
+    assert told.algorithm == "fused" and f"\n  {said}\n" in str(told)
