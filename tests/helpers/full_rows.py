@@ -85,7 +85,7 @@ def _a_scatter_and_a_sum(p: Parameters) -> Iterable[Hashable]:
 
 # Named as in `quick_rows.QUICK`.
 FULL: dict[str, Covers] = {
-    "test_ahead::test_products_run_beside_a_scatter": only(topology=["v5p:2x2x1"]),
+    "test_loops::test_products_run_beside_a_scatter": only(topology=["v5p:2x2x1"]),
     "test_ahead::test_values_and_gradients_are_the_same_to_the_bit": apart_from(
         each("name", "check_vma"), name=["reverse=False, unroll=2", "reverse=True, unroll=1"]
     ),
