@@ -16,10 +16,12 @@ import jax
 from jax._src import callback as _callback
 from jax._src import clusters as _clusters
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import effects as _effects
 from jax._src import shard_map as _shard_map
+from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.experimental.pallas import tpu as pltpu
@@ -49,6 +51,7 @@ _TABLES: dict[str, Any] = {
     "dce": partial_eval.dce_rules,
 }
 _BEFORE_0_11 = jax.__version_info__ < (0, 11)
+shard_map_p = _shard_map.shard_map_p
 _waiting: list[tuple[core.Primitive, dict[str, Rule]]] = []
 _prepared = False
 
@@ -68,7 +71,7 @@ def prepare() -> None:
     # one, with the SparseCores of another beside it.
     _tpu_info.registry.setdefault("cpu", _simulated_info)
     if _BEFORE_0_11:
-        mlir.register_lowering(_shard_map.shard_map_p, _lower_shard_map)
+        mlir.register_lowering(shard_map_p, _lower_shard_map)
     for primitive, rules in _waiting:
         _register(primitive, rules)
     _waiting.clear()
@@ -172,6 +175,30 @@ def _lower_shard_map(
             "make all axes manual in one jax.shard_map, or use backend='xla' or JAX 0.11",
         )
     return _shard_map._shard_map_lowering(ctx, *args, **params)
+
+
+def in_order(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation has effects that others of the program could see."""
+    return not all(isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
+_SCOPES = {"remat2": "checkpoint"}  # names of calls in profiles, by their primitives
+
+
+def named_as(
+    eqn: core.JaxprEqn, within: Iterable[core.JaxprEqn]
+) -> contextlib.AbstractContextManager[Any]:
+    """Within this context what is traced has the source and the scopes of an equation.
+
+    within: the calls around the equation, which are scopes, too.
+    """
+    scopes = _source_info.current_name_stack()
+    for call in within:
+        name, kind = call.params.get("name"), call.primitive.name
+        called = f"{kind}({name})" if name else _SCOPES.get(kind, kind)
+        scopes = (scopes + call.source_info.name_stack).extend(called)
+    scopes += eqn.source_info.name_stack
+    return _source_info.user_context(eqn.source_info.traceback, name_stack=scopes)
 
 
 def forced_interpret_params() -> Any:

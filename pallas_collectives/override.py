@@ -16,7 +16,7 @@ from pallas_collectives.annotations import Tangent
 from pallas_collectives.backends import choice, overrides
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.lowering import ahead as lowering_ahead
-from pallas_collectives.lowering import primitives
+from pallas_collectives.lowering import bodies, primitives
 from pallas_collectives.overlap import split
 from pallas_collectives.wires import Wire
 
@@ -219,6 +219,7 @@ def _installed() -> Iterator[None]:
                 setattr(jax.lax, name, function)
             _compat.prepare()
             lowering_ahead.register()
+            bodies.register()
             for primitive in _bindable().values():
                 primitive.bind = functools.partial(_bind, primitive)  # hides the class's own
             _compat.register(_PVARY, transpose=_pvary_transpose)

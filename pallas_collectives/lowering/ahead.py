@@ -97,7 +97,7 @@ class Rewritten:
         self.loop, self.early, self.seconds, self.lax_keeps = loop, early, sums, lax_keeps
         self.in_pairs = loop.goes_in_pairs(early)
         self.late = {scatter: loop.to_ys(scatter) for scatter in late}  # and what hands them on
-        self.own = {scatter: loop.to_ys(scatter) for scatter in sums if scatter not in late}
+        self.own = {s: loop.to_ys(s) or [s] for s in sums if s not in late}
         # By number: what a turn does for the next one, and what it leaves to it.
         self.brought = [number for step in early for number in step.writes]
         self.asked = [-1 - k for k in range(len(self.brought))]
@@ -107,6 +107,12 @@ class Rewritten:
         self.types = {number: kind for step in behind for number, kind in step.types.items()}
         summed = {*loop.in_ys(behind)}
         self.shifted = [n for n in dict.fromkeys(numbers(loop.ys)) if n in summed]
+
+    def once(self, *args: jax.Array) -> list[Any]:
+        """The results of a loop of one turn that carries nothing on, of its xs."""
+        values = dict(zip(self.loop.x, args, strict=True))
+        self._compute(values)
+        return [x.val if isinstance(x, Value) else values[x] for x in self.loop.results]
 
     def run(self, *args: jax.Array) -> list[jax.Array]:
         """The results, of consts, carry and xs."""
@@ -179,12 +185,13 @@ class Rewritten:
         gradients = self.loop.gradients_of([*self.late, *self.own])
         late = {step for steps in self.late.values() for step in steps}
         handed_on = {step for steps in self.own.values() for step in steps}
+        tail = self.loop.behind(self.own) - handed_on
         computed: set[int] = set()
         last = next(reversed(self.own), None)
 
         def add(scatter: Step, gradient: int, run: Callable[[], None], now: float) -> None:
             brought = self.own.get(scatter) or self.late[scatter]
-            results = self.loop.in_ys(brought)
+            results = self.loop.in_ys(brought) or [*scatter.writes]
             chain.add(Sum(gradient, results, self.seconds[scatter], run), now)
 
         def add_late(now: float) -> None:
@@ -206,13 +213,14 @@ class Rewritten:
                 add(step, step.reads[0], functools.partial(run_all, self.own[step]), now)
                 if step is last:
                     add_late(now)
-            elif step not in handed_on and step not in late and step not in self.early:
+            elif not any(step in others for others in (handed_on, late, self.early, tail)):
                 run_all([step])
                 computed.update(step.writes)
                 if step.is_product and gradients.isdisjoint(step.writes):
                     chain.passed(step, then)
         ends = [*numbers(self.loop.results[: len(self.loop.carry)]), *self.made]
         chain.end(number for number in ends if number in computed)
+        run_all(step for step in self.loop.steps if step in tail)
 
     def _here(self, step: Step) -> dict[str, Any]:
         """What a collective that stays in its turn asks for, otherwise than it did."""

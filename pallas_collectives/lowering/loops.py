@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jax.extend import core
+
 from pallas_collectives import _compat
 from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.turns import Flat, Step, numbers
@@ -25,7 +27,7 @@ _WORTH = 0.1
 # How many times as long as a turn's products its collectives may take for a SparseCore to be worth
 # it, and what is said of others.
 _BARE = 4.0
-NO_PRODUCTS = "products of a loop's turn would hide too little of it"
+NO_PRODUCTS = "the products of its step, or of its loop's turn, would hide too little of it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,14 @@ class Loop:
         carry_to = n_consts + n_carry
         parts = reads[:n_consts], reads[n_consts:carry_to], reads[carry_to:]
         return cls(params, flat.steps, *parts, results)
+
+    @classmethod
+    def once(cls, program: core.ClosedJaxpr) -> "Loop":
+        """A program as the one turn of a loop that carries nothing on."""
+        flat = Flat()
+        reads = flat.numbers(len(program.jaxpr.invars))
+        results = flat.add(program, reads)
+        return cls({"length": 1}, flat.steps, (), (), reads, results)
 
     @functools.cached_property
     def _takes(self) -> dict[Step, float]:
@@ -96,9 +106,34 @@ class Loop:
         return busy - ends[-1] > _WORTH * ends[-1]
 
     def sums(self) -> dict[Step, float]:
-        """The scatters that a SparseCore runs and whose results only go to y: what each takes."""
-        takes = ((step, seconds) for step, seconds in self._takes.items() if step.scatters)
-        return {step: seconds for step, seconds in takes if seconds and self.to_ys(step)}
+        """The scatters that a SparseCore runs, and what each takes: those no product waits for."""
+        held = (scatter for scatter, behind in self._behind.items() if self._can_wait(behind))
+        return {scatter: self._takes[scatter] for scatter in held}
+
+    def behind(self, scatters: Iterable[Step]) -> set[Step]:
+        """The steps that need what a SparseCore's scatters bring."""
+        return {step for scatter in scatters for step in self._behind[scatter]}
+
+    @functools.cached_property
+    def _behind(self) -> dict[Step, list[Step]]:
+        found: dict[Step, list[Step]] = {
+            step: [] for step, seconds in self._takes.items() if step.scatters and seconds
+        }
+        come_of: dict[int, frozenset[Step]] = {}  # by number: the scatters it comes of
+        for step in self.steps:
+            comes = frozenset().union(*(come_of.get(x, ()) for x in numbers(step.reads)))
+            for scatter in comes:
+                found[scatter].append(step)
+            if step in found:
+                comes |= {step}
+            come_of.update(dict.fromkeys(step.writes, comes))
+        return found
+
+    def _can_wait(self, steps: Iterable[Step]) -> bool:
+        """Whether steps can be the last of a turn: none computes long, or must be in its order."""
+        chip = chips.current()
+        long = (s.seconds(chip) or s.is_opaque or self._takes.get(s) for s in steps)
+        return not any(long) and not any(_compat.in_order(s.eqn) for s in steps if s.eqn)
 
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""
@@ -161,7 +196,7 @@ class Loop:
     def to_ys(self, scatter: Step) -> list[Step]:
         """A scatter and the steps that hand its result on to y; none where others need it."""
         brought, chain = {*scatter.writes}, [scatter]
-        for step in self.steps:
+        for step in self._behind[scatter]:
             read = {*numbers(step.reads)}
             if step.hands_on and step.eqn is not None and read and read <= brought:
                 brought |= {*step.writes}

@@ -50,6 +50,7 @@ class Step:
     eqn: JaxprEqn | None
     reads: tuple[Any, ...]  # numbers, or `Value`s
     writes: tuple[int, ...]
+    within: tuple[JaxprEqn, ...] = ()  # the calls that it stood within
 
     @property
     def how(self) -> How | None:
@@ -97,13 +98,12 @@ class Step:
         read = [x.val if isinstance(x, Value) else values[x] for x in self.reads]
         if self.eqn is None:
             results = _compat.barrier(read)
-        elif wishes:
-            how = dataclasses.replace(self.eqn.params["how"], **wishes)
-            results = [self.eqn.primitive.bind(*read, **{**self.eqn.params, "how": how})]
         else:
-            primitive = self.eqn.primitive
-            with self.eqn.ctx.manager:
-                found = primitive.bind(*read, **primitive.get_bind_params(self.eqn.params))
+            primitive, params = self.eqn.primitive, self.eqn.params
+            if wishes:
+                params = {**params, "how": dataclasses.replace(params["how"], **wishes)}
+            with self.eqn.ctx.manager, _compat.named_as(self.eqn, self.within):
+                found = primitive.bind(*read, **primitive.get_bind_params(params))
             results = found if primitive.multiple_results else [found]
         values.update(zip(self.writes, results, strict=True))
 
@@ -167,8 +167,10 @@ class Flat:
         """Numbers of so many new values."""
         return tuple(itertools.islice(self._new, count))
 
-    def add(self, closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        """Adds a program's equations; the numbers of its results."""
+    def add(
+        self, closed: core.ClosedJaxpr, args: Sequence[Any], within: tuple[JaxprEqn, ...] = ()
+    ) -> list[Any]:
+        """Adds the equations of a program within so many calls; the numbers of its results."""
         jaxpr = closed.jaxpr
         known = dict(zip(jaxpr.constvars, map(Value, closed.consts), strict=True))
         known.update(zip(jaxpr.invars, args, strict=True))
@@ -182,10 +184,10 @@ class Flat:
             if inner is not None and holds_any(inner):
                 if eqn.params.get("differentiated") and eqn.params["prevent_cse"]:
                     reads = self._behind_barriers(reads, _asked_for(inner))
-                writes: Sequence[Any] = self.add(inner, reads)
+                writes: Sequence[Any] = self.add(inner, reads, (*within, eqn))
             else:
                 writes = self.numbers(len(eqn.outvars))
-                self.steps.append(Step(eqn, reads, tuple(writes)))
+                self.steps.append(Step(eqn, reads, tuple(writes), within))
             known.update(zip(eqn.outvars, writes, strict=True))
         return list(map(read, jaxpr.outvars))
 
