@@ -16,7 +16,7 @@ from pallas_collectives.annotations import DType, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
-from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.machinery.codec import TURNED, Codec
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
@@ -85,7 +85,7 @@ class Scratch(NamedTuple):
             return pltpu.VMEM((count, window + 1, *codec.packed_shape(piece)), jnp.int32)
 
         def leaves(bundle: Bundle, phase: int) -> Any:
-            summed = jnp.dtype(jnp.float32) if phase else left
+            summed = jnp.dtype(TURNED) if phase else left
             of = dtype if codec is None else summed
             piece = bundle.streams, *plan.piece_shape(bundle, phase)
             return None if of is None else pltpu.VMEM(piece, of)
