@@ -96,7 +96,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(block: tuple[int, ...], n: int, dtype: DType, codec: Codec) -> _Cut | None:
-    """The largest chunks for which there is room; None if there is none, or all are too coarse.
+    """The largest chunks for which there is room; None without room, or if all are too coarse.
 
     To the opposite device half of a message goes each way. All distances are one batch: else what
     comes from h - 1 positions away may be sent after hop h.
