@@ -176,6 +176,7 @@ _ALL_TO_ALL = (
     Algorithm(
         name="ring",
         launcher=Kernel("all_to_all", "ring"),
+        packed=Kernel("all_to_all_packed_ring", "ring"),
         reach=RING,
         sent="n²/8 blocks",
         steps="⌊n/2⌋",

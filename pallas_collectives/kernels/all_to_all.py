@@ -108,7 +108,7 @@ def ring(
 ) -> jax.Array:
     """Exchanges blocks over a ring; a block must be `sliceable` along either axis."""
     layout = _Layout.of(x, group.size, split_axis, concat_axis, halves=2)
-    schedules = _schedules(layout, group.size)
+    schedules = ring_schedules(layout.source.chunks, layout.block_bytes, group.size)
     return _passed_on(x, group, layout, schedules, on_line=False, vmem=vmem, interpret=interpret)
 
 
@@ -125,7 +125,7 @@ def line(
     chunk = min(CHUNK_BYTES, relay.line_message_bytes(group.size))
     layout = _Layout.of(x, group.size, split_axis, concat_axis, halves=1, chunk_bytes=chunk)
     farthest = group.size - 1
-    schedules = (_Schedule((RIGHT, LEFT), 1, farthest, farthest, layout.source.chunks),)
+    schedules = (Schedule((RIGHT, LEFT), 1, farthest, farthest, layout.source.chunks),)
     return _passed_on(x, group, layout, schedules, on_line=True, vmem=vmem, interpret=interpret)
 
 
@@ -133,7 +133,7 @@ def _passed_on(
     x: jax.Array,
     group: Group,
     layout: "_Layout",
-    schedules: tuple["_Schedule", ...],
+    schedules: tuple["Schedule", ...],
     *,
     on_line: bool,
     vmem: bool,
@@ -193,7 +193,7 @@ class _Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Schedule(relay.Schedule):
+class Schedule(relay.Schedule):
     """Attributes besides:
     cuts: message `number` of a direction is one of so many equal cuts of a block: that of its
       number; if `halved`, of cuts 2 * number and 2 * number + 1 each direction has one.
@@ -207,25 +207,28 @@ class _Schedule(relay.Schedule):
         """Blocks whose chunks are messages."""
         return dataclasses.replace(blocks, chunks=self.cuts)
 
-    def message(self, blocks: Blocks, ref: Ref, block: Number, number: Number, way: int) -> Ref:
+    def message(self, blocks: Blocks, ref: Ref, block: Number, message: "Message") -> Ref:
         """What travels of a block as one message."""
+        number, way = message.number, message.way
         return self.cut(blocks).at(ref, block, 2 * number + way if self.halved else number)
 
 
-def _schedules(layout: _Layout, n: int) -> tuple[_Schedule, ...]:
-    """That of all distances that have a shorter side, then one of n/2 if n is even."""
-    halves = layout.source.chunks
+def ring_schedules(halves: int, block_bytes: int, n: int) -> tuple[Schedule, ...]:
+    """That of all distances that have a shorter side, then one of n/2 if n is even.
+
+    `halves` of a block of so many bytes: of messages, two and two, if they are even.
+    """
     halved = halves % 2 == 0
     chunks = halves // 2 if halved else halves
     farthest = (n - 1) // 2
-    fitting = SLOT_BYTES * chunks // (4 * layout.block_bytes)
+    fitting = SLOT_BYTES * chunks // (4 * block_bytes)
     width = max(1, min(farthest, fitting, MAX_WIDTH))
     schedules = []
     if farthest:
-        schedules.append(_Schedule((RIGHT, LEFT), 1, farthest, width, chunks))
+        schedules.append(Schedule((RIGHT, LEFT), 1, farthest, width, chunks))
     if n % 2 == 0:
         directions = (RIGHT, LEFT) if halved else (RIGHT,)
-        schedules.append(_Schedule(directions, n // 2, n // 2, 1, halves, halved))
+        schedules.append(Schedule(directions, n // 2, n // 2, 1, halves, halved))
     return tuple(schedules)
 
 
@@ -254,14 +257,80 @@ def _ring_kernel(
     scratch: Scratch,
     *,
     layout: _Layout,
-    schedules: tuple[_Schedule, ...],
+    schedules: tuple[Schedule, ...],
     on_line: bool,
 ) -> None:
-    pairs = zip(schedules, scratch.relays, strict=True)
+    own_place = layout.target.at(o_ref, ring.me)
+    own_block = layout.source.at(x_ref, ring.me)
+    own_copy = pltpu.make_async_copy(own_block, own_place, scratch.copy_sem)
+    own_copy.start()
+
+    class Plain(Ends):
+        def leave(self, message: Message) -> tuple[Ref, Semaphore]:
+            part = message.schedule.message(layout.source, x_ref, message.receiver(ring), message)
+            return part, scratch.own_sem
+
+        def arrive(self, message: Message) -> tuple[Ref, Semaphore]:
+            part = message.schedule.message(layout.target, o_ref, message.sender(ring), message)
+            return part, scratch.final_sem
+
+    pass_on(ring, schedules, scratch.relays, Plain(), on_line=on_line)
+    with jax.named_scope("drain"):
+        sync.wait(scratch.final_sem, own_place, times=ring.size - 1)
+        sync.wait(scratch.own_sem, own_place, times=ring.size - 1)
+        own_copy.wait()
+
+
+class Message(NamedTuple):
+    """One of those that a device sends on, as it makes a hop."""
+
+    schedule: Schedule
+    number: Number  # its round
+    way: int  # of the schedule's directions
+    hop: Number
+    distance: Number  # from its sender to its receiver
+
+    def receiver(self, ring: Ring) -> Any:
+        """The block that it is, if we send it first."""
+        return ring.block(self.schedule.directions[self.way] * self.distance)
+
+    def sender(self, ring: Ring) -> Any:
+        """Whose it is, seen by us, who make its hop."""
+        return ring.block(-self.schedule.directions[self.way] * (self.hop - 1))
+
+
+class Ends:
+    """Where messages come from, and where they end."""
+
+    def leave(self, message: Message) -> tuple[Ref, Semaphore]:
+        """Our own, and what counts that it has left."""
+        raise NotImplementedError
+
+    def arrive(self, message: Message) -> tuple[Ref, Semaphore]:
+        """Its place downstream, where it ends with this hop, and what counts that it is there."""
+        raise NotImplementedError
+
+    def after(self, message: Message) -> None:
+        """Called when we have started a message's last hop."""
+
+
+def pass_on(
+    ring: Ring,
+    schedules: tuple[Schedule, ...],
+    relays: tuple[relay.Scratch | None, ...],
+    ends: Ends,
+    *,
+    on_line: bool = False,
+) -> None:
+    """Brings all messages of some schedules to their receivers.
+
+    What has left its sender and what has come to stay is not waited for.
+    """
+    pairs = zip(schedules, relays, strict=True)
     slots = {s: relay.Slots(ring, s, its) for s, its in pairs if its is not None}
 
     def move(
-        schedule: _Schedule,
+        schedule: Schedule,
         number: Number,
         hop: Number,
         distance: Number,
@@ -272,16 +341,15 @@ def _ring_kernel(
         """One hop of the message for a distance; `counts`: for each way, relayed and forwarded."""
 
         def pass_on(way: int, direction: int, relayed: Number, forwarded: Number) -> None:
+            message = Message(schedule, number, way, hop, distance)
             if first:
-                receiver = ring.block(direction * distance)
-                source = schedule.message(layout.source, x_ref, receiver, number, way)
-                sent = scratch.own_sem
+                source, sent = ends.leave(message)
             else:
                 source, sent = slots[schedule].arrived(way, forwarded)
             if last:
-                sender = ring.block(-direction * (hop - 1))
-                target = schedule.message(layout.target, o_ref, sender, number, way)
-                sync.remote_copy(source, target, sent, scratch.final_sem, ring.peer(direction))
+                target, come = ends.arrive(message)
+                sync.remote_copy(source, target, sent, come, ring.peer(direction))
+                ends.after(message)
             else:
                 slots[schedule].send(way, relayed, source, sent)
 
@@ -298,10 +366,6 @@ def _ring_kernel(
             after.append((relayed + one * (not last), forwarded + one * (not first)))
         return tuple(after)
 
-    own_place = layout.target.at(o_ref, ring.me)
-    own_block = layout.source.at(x_ref, ring.me)
-    own_copy = pltpu.make_async_copy(own_block, own_place, scratch.copy_sem)
-    own_copy.start()
     rounds = np.int32(schedules[0].cuts // (1 + schedules[0].halved))
     with jax.named_scope("pass_on"):
         zero = (np.int32(0), np.int32(0))
@@ -312,6 +376,3 @@ def _ring_kernel(
             for way, (relayed, forwarded) in enumerate(of_ways):
                 if schedule in slots:
                     slots[schedule].drain(way, relayed, forwarded)
-        sync.wait(scratch.final_sem, own_place, times=ring.size - 1)
-        sync.wait(scratch.own_sem, own_place, times=ring.size - 1)
-        own_copy.wait()

@@ -92,6 +92,12 @@ def sums(x: jax.Array, **how: Any) -> list[jax.Array]:
     return [add(x, **how) for add in SUMS]
 
 
+def swapped(x: np.ndarray, split: int = 0, concat: int = 0) -> np.ndarray:
+    """What each device is to have of everyone's operand, (n, *operand), by an all-to-all."""
+    cut = [np.split(each, len(x), axis=split) for each in x]
+    return np.stack([np.concatenate(blocks, axis=concat) for blocks in zip(*cut, strict=True)])
+
+
 def within(x: jax.Array, wire: Wire) -> jax.Array:
     """How far each number of x may be off when it has been sent once."""
     return wires.error_bound(x, wires.quantize(x, wire)[1], wire)

@@ -17,7 +17,7 @@ from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
-from wired_calls import KINDS, MOVED, WIRES, within
+from wired_calls import KINDS, MOVED, WIRES, swapped, within
 
 SLOW = pytest.mark.slow
 
@@ -41,12 +41,6 @@ def exchanged(
         return all_to_all_packed.direct(x, group, **at, codec=Codec(wire), **how)
 
     return np.asarray(harness.per_device(program, harness.mesh(len(x)), check_vma=False)(x))
-
-
-def swapped(x: np.ndarray, split: int, concat: int) -> np.ndarray:
-    """What each device is to have, of everyone's operand."""
-    cut = [np.split(each, len(x), axis=split) for each in x]
-    return np.stack([np.concatenate(blocks, axis=concat) for blocks in zip(*cut, strict=True)])
 
 
 def holds(

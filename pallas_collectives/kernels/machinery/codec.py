@@ -42,6 +42,9 @@ from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
 
 ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
 MOST_TILES = 8  # of a chunk: by the replay half as many are no quicker, and cost the core more
+# What a sum that stays within a kernel is kept as: float32, its bits as this, each tile turned as a
+# packed one is. So it is turned once, and not for each packed sum that it meets.
+TURNED = jnp.uint32
 # Tiles that the compiler does side by side: their conversions wait for one another's sums along
 # lanes, and with four the units have a fifth less idle time than with two.
 SIDE_BY_SIDE = (4, 2, 1)
@@ -83,7 +86,8 @@ class Codec:
     def combine(self, *sums: tuple[Any, ...]) -> None:
         """For each (out, *in) of `sums`: out = in[0] + in[1] + ..., in this order, in float32.
 
-        Refs are plain or packed, as their shapes tell, and lie in VMEM. `out` may be one of `in`.
+        Refs are plain, packed or `TURNED`, as their dtypes tell, and lie in VMEM. `out` may be one
+        of `in`. What is turned has the shape of what is plain.
         """
         for out, *terms in sums:
             self._over_tiles(out, terms, lambda *terms: functools.reduce(jnp.add, terms))
@@ -111,8 +115,8 @@ class Codec:
         """
         plain = next(ref for ref in (out, *terms) if not self._is_packed(ref))
         tiles = math.prod(plain.shape) // math.prod(self.tile)
-        # Turned if fewer are plain than packed; a term is turned in its own dtype or in float32.
-        turned = self._is_packed(out) or all(map(self._is_packed, terms))
+        # Turned if what is written is, or all that is read; a term is turned in its own dtype.
+        turned = not self._is_plain(out) or not any(map(self._is_plain, terms))
 
         def one(number: jax.Array) -> None:
             read = [self._read(ref, number, tiles, turned, most) for ref in terms]
@@ -128,12 +132,18 @@ class Codec:
     def _is_packed(self, ref: Ref) -> bool:
         return ref.dtype == jnp.int32
 
+    def _is_plain(self, ref: Ref) -> bool:
+        return ref.dtype not in (jnp.int32, TURNED)
+
     def _read(
         self, ref: Ref, number: jax.Array, tiles: int, turned: bool, most: np.float32 | None
     ) -> jax.Array:
         """A tile's numbers in float32: (group, ROWS) if they are to be turned, else its inverse."""
         if not self._is_packed(ref):
             numbers = ref[self._at(ref, number)].reshape(self.tile)
+            if ref.dtype == TURNED:
+                numbers = lax.bitcast_convert_type(self._halves(numbers, 1, 0), jnp.float32)
+                return numbers if turned else numbers.T
             return (numbers.T if turned else numbers).astype(jnp.float32)
         scales = lax.bitcast_convert_type(ref[self._scales(number, tiles), :], jnp.float32)
         if most is not None:
@@ -146,8 +156,13 @@ class Codec:
         self, ref: Ref, number: jax.Array, tiles: int, turned: bool, total: jax.Array
     ) -> None:
         if not self._is_packed(ref):
-            at, narrow = self._at(ref, number), total.astype(ref.dtype)
-            ref[at] = (narrow.T if turned else narrow).reshape(ref.at[at].shape)
+            at = self._at(ref, number)
+            if ref.dtype == TURNED:
+                kept = self._halves(lax.bitcast_convert_type(total, TURNED), 0, 1)
+            else:
+                narrow = total.astype(ref.dtype)
+                kept = narrow.T if turned else narrow
+            ref[at] = kept.reshape(ref.at[at].shape)
             return
         largest = _largest(total)
         steps = self._steps(largest)
@@ -160,6 +175,10 @@ class Codec:
         else:
             narrow = scaled.astype(self.wire.dtype)
         ref[self._numbers(number), :] = pltpu.bitcast(narrow, jnp.int32)
+
+    def _halves(self, numbers: jax.Array, cut: int, joined: int) -> jax.Array:
+        """A tile's parts of 128 along one dimension, side by side along the other."""
+        return jnp.concatenate(jnp.split(numbers, self.tile[1] // LANES, cut), joined)
 
     def _steps(self, largest: jax.Array) -> jax.Array:
         """Scales of groups with these largest magnitudes, which are finite and not all zeros."""
@@ -238,7 +257,9 @@ class Chunks:
 
 
 def _largest(total: jax.Array) -> jax.Array:
-    """(group, ROWS) -> (1, ROWS): the largest magnitude of each column; inf where one is NaN."""
-    magnitude = jnp.abs(total)
-    magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
-    return jnp.max(magnitude, axis=0, keepdims=True)
+    """(group, ROWS) -> (1, ROWS): the largest magnitude of each column; NaN where one is NaN.
+
+    As integers, magnitudes stand in the same order, and NaN beyond inf.
+    """
+    magnitude = lax.bitcast_convert_type(total, jnp.int32) & np.int32(0x7FFFFFFF)
+    return lax.bitcast_convert_type(jnp.max(magnitude, axis=0, keepdims=True), jnp.float32)

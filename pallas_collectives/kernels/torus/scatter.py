@@ -16,7 +16,7 @@ from pallas_collectives.annotations import DType, Number, Ref, Semaphore
 from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
-from pallas_collectives.kernels.machinery.codec import Codec
+from pallas_collectives.kernels.machinery.codec import TURNED, Codec
 from pallas_collectives.kernels.machinery.combine import combine
 from pallas_collectives.kernels.torus import shares, timetable
 from pallas_collectives.kernels.torus.devices import Field
@@ -26,6 +26,10 @@ from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
 # Slots of a channel for sums that arrive. One is being added to and sent on from, one is being
 # received into; the third lets upstream start before our send from the first has ended.
 SLOTS = 3
+
+# Streams of a bundle whose terms are brought at once where they are packed before they set out. The
+# others follow one by one: so the first are here, and on the wire, before all have been read.
+AT_FIRST = 2
 
 
 def window(plan: Shares, bundle: Bundle, phase: int) -> int:
@@ -85,7 +89,7 @@ class Scratch(NamedTuple):
             return pltpu.VMEM((count, window + 1, *codec.packed_shape(piece)), jnp.int32)
 
         def leaves(bundle: Bundle, phase: int) -> Any:
-            summed = jnp.dtype(jnp.float32) if phase else left
+            summed = jnp.dtype(TURNED) if phase else left
             of = dtype if codec is None else summed
             piece = bundle.streams, *plan.piece_shape(bundle, phase)
             return None if of is None else pltpu.VMEM(piece, of)
@@ -177,19 +181,22 @@ class Scatter(timetable.Stage):
         return self._left(b, 0, stream)
 
     def fetch_first(self) -> None:
-        """Starts to bring what is packed in section 0: before all else, where there is a codec."""
-        phase = len(self._rings) - 1
+        """Starts to bring what is packed first: before all else, where there is a codec."""
         for b, bundle in enumerate(self._plan.bundles):
+            first = min(AT_FIRST, bundle.streams_in(0))
+            sync.for_each(0, first, functools.partial(self._fetch_at_first, b))
 
-            def fetch(stream: Number, b: int = b) -> None:
-                for way, leg in enumerate(self._legs(b, phase, 0, stream)):
-                    self._fetch(leg, 0, way == 0)
-
-            sync.for_each(0, bundle.streams_in(0), fetch)
+    def _fetch_at_first(self, b: int, stream: Number) -> None:
+        """Starts to bring what a stream packs first of all."""
+        for way, leg in enumerate(self._legs(b, len(self._rings) - 1, 0, stream)):
+            self._fetch(leg, 0, way == 0)
 
     def begin(self, b: int, phase: int, section: Any, stream: Number) -> None:
         if phase + 1 < len(self._rings):
             self._finish(b, phase + 1, section, stream)
+        elif self._codec:
+            follows = (section == 0) & (stream + AT_FIRST < self._plan.bundles[b].streams_in(0))
+            only_if(follows, lambda: self._fetch_at_first(b, stream + AT_FIRST))
         for way, leg in enumerate(self._legs(b, phase, section, stream)):
             sets_out = True if leg.behind is None else leg.behind == 0
             held_up = b == 0 and not self._codec and self._plan.sections > 1

@@ -200,4 +200,4 @@ def vmem_bytes(scratch: Any) -> int:
 
 
 def _allocated(scratch: Any, space: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(scratch) if x.memory_space == space]
+    return [x for x in jax.tree.leaves(scratch) if getattr(x, "memory_space", None) == space]
