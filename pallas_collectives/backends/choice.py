@@ -149,14 +149,11 @@ def choose(
             raise BackendError(value, obstacle, _remedy(name, platform, [*asked]))
         return How("xla", fallback=obstacle, order=order)
     how = How(chosen, name is not None, "", algorithm, precise, order)
+    how = dataclasses.replace(how, beside=bool(beside_compute.value) and not how.strict)
     if chosen != "pallas":
         return how
     return dataclasses.replace(
-        how,
-        interpret=_interpret(platform),
-        across=slices.marked(),
-        beside=bool(beside_compute.value) and not how.strict,
-        ahead=_ahead(),
+        how, interpret=_interpret(platform), across=slices.marked(), ahead=_ahead()
     )
 
 

@@ -44,7 +44,7 @@ def _served(
 ) -> jax.Array:
     kept = near = ""
     if how.beside and how.wire is None:
-        kept, near = _kept(op), _near(op, how, *args, **params)
+        kept, near = _kept(op, how, *args, **params), _near(op, how, *args, **params)
     if kept or near:
         how = How("xla", fallback=kept or near)
     if how.backend != "xla":
@@ -69,19 +69,27 @@ def _served(
         return by_lax(*args, **params)
 
 
-def _kept(op: str) -> str:
+def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> str:
     """Why lax keeps a collective whose step matters; "" where it does not."""
     collective, _ = catalogue.primitives()[op]
+    if how.backend == "nccl":
+        return overlaps.by_xla_on_gpus(collective.name, _brought(*args, **params), how.awaited)
     return overlaps.by_xla(collective.name, chips.current())
 
 
 def _near(op: str, how: How, *args: jax.Array, **params: Any) -> str:
     """Why lax keeps a gather of a step for the product that reads it; "" where it need not."""
     collective, _ = catalogue.primitives()[op]
-    if how.awaited is None or collective.name != "all_gather":
+    if how.awaited is None or collective.name != "all_gather" or how.backend == "nccl":
         return ""
-    nbytes = args[0].nbytes * params["axis_size"]
+    nbytes = _brought(*args, **params)
     return overlaps.for_its_reader(nbytes, args[0].dtype, chips.current())
+
+
+def _brought(*args: jax.Array, **params: Any) -> int:
+    """Bytes that a gather brings; of others, those of an operand."""
+    gathers = "all_gather_dimension" in params
+    return args[0].nbytes * (params["axis_size"] if gathers else 1)
 
 
 def _adds(op: str) -> bool:

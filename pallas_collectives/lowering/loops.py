@@ -69,12 +69,12 @@ class Loop:
     def bare(self) -> list[Step]:
         """The gathers and scatters of a turn with too few products to run beside them.
 
-        Where more than plain products may fill a turn, as kernels do, what it takes is not known.
+        Where no product fills a turn, or more than plain ones, what it takes is not known.
         """
-        if any(step.is_opaque for step in self.steps):
+        products = self.elapsed(chips.current())[-1]
+        if not products or any(step.is_opaque for step in self.steps):
             return []
         there = [step for step, takes in self._takes.items() if takes]
-        products = self.elapsed(chips.current())[-1]
         return there if _BARE * products < sum(self._takes.values()) else []
 
     def early(self) -> list[Step]:

@@ -13,6 +13,7 @@ import harness
 import pallas_collectives as pc
 import recording
 from pallas_collectives import nccl
+from pallas_collectives.backends import choice
 from pallas_collectives.errors import AlgorithmError, DtypeError
 from pallas_collectives.nccl import ffi, group
 
@@ -283,6 +284,33 @@ def calls_out(by_nccl, f, x, runs=10):
         jax.block_until_ready(f(x))
         counts.append(ffi.counters.calls - before)
     return counts
+
+
+def test_lax_keeps_of_a_step_what_xla_runs_beside_compute(monkeypatch):
+    """Large gathers of weights with their gradients' sums, psums and permutes, of 4 MiB or more."""
+    monkeypatch.setattr(choice, "_usual", lambda platform: "nccl")
+
+    def loss(w, x):
+        x = jnp.tanh(x @ jax.lax.all_gather(w, "x", tiled=True))
+        x = jax.lax.ppermute(x, "x", [(i, (i + 1) % N) for i in range(N)])
+        awaited = jax.lax.all_gather(x, "x", tiled=True)
+        return jnp.sum(awaited**2) + jnp.sum(jax.lax.psum(x, "x"))
+
+    step = jax.grad(loss)
+    on, specs = harness.mesh(N), (P("x"), P("x"))
+    w, x = harness.random((1024, 1024), "float32"), harness.random((1024 * N, 1024), "float32", 1)
+    how = {"mesh": on, "in_specs": specs, "out_specs": P("x"), "check_vma": False}
+    want = jax.jit(jax.shard_map(lambda *args: step(*args), **how))(w, x)
+    with pc.override_lax():
+        got = jax.jit(jax.shard_map(step, **how))(w, x)
+    report = pc.override_report()
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-2)
+    assert {line.op for line in report.left} == {"all_gather", "psum_scatter", "psum", "ppermute"}
+    assert all("beside compute on GPUs" in line.why for line in report.left)
+    assert {line.op: line.times for line in report.replaced} == {"all_gather": 1, "psum_scatter": 1}
+    with pc.override_lax(everything=True):
+        jax.jit(jax.shard_map(lambda *args: step(*args), **how)).lower(w, x)
+    assert not pc.override_report().left
 
 
 @pytest.mark.gpu
