@@ -177,7 +177,7 @@ def _lower_shard_map(
     return _shard_map._shard_map_lowering(ctx, *args, **params)
 
 
-def in_order(eqn: core.JaxprEqn) -> bool:
+def has_effects(eqn: core.JaxprEqn) -> bool:
     """Whether an equation has effects that others of the program could see."""
     return not all(isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
 

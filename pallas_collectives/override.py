@@ -260,8 +260,9 @@ def _bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
     axes = axes if isinstance(axes, tuple) else (axes,)
     with choice.rebound(frozenset()):  # what the twin's rules bind is meant
         how = choice.choose(validation.named(axes), None, None)
-        adds = catalogue.primitives()[primitive.name][0].adds
-        how = choice.asked(how, args, adds=adds)
+        record = catalogue.primitives()[primitive.name][0]
+        if record.adds or record.name == "all_gather":
+            how = choice.asked(how, args, adds=record.adds)
         return primitives.with_twins(how, functools.partial(by_lax, **params), *args)
 
 

@@ -149,7 +149,8 @@ def choose(
             raise BackendError(value, obstacle, _remedy(name, platform, [*asked]))
         return How("xla", fallback=obstacle, order=order)
     how = How(chosen, name is not None, "", algorithm, precise, order)
-    how = dataclasses.replace(how, beside=bool(beside_compute.value) and not how.strict)
+    beside = bool(beside_compute.value) and not how.strict and order is None
+    how = dataclasses.replace(how, beside=beside)
     if chosen != "pallas":
         return how
     return dataclasses.replace(

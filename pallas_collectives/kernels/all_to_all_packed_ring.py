@@ -14,6 +14,9 @@ unpacked while others are on the wire. What a device does in each hop, on each o
 
 Of HBM that takes a read for each byte of the operand, a write for each of the result, and two of
 each for a packed byte that is passed on or comes to stay.
+
+Each message that comes to stay has a semaphore, of which there are so many: on 16 devices there is
+room for 256 MiB a device, and larger operands are packed before the kernel (`_cut`).
 """
 
 import functools

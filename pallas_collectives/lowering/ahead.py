@@ -58,8 +58,8 @@ def register() -> None:
     def lowering(
         ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
     ) -> Sequence[ir.Value]:
-        length = params["length"]  # a symbol in `jax.export`, where it may be any
-        if not isinstance(length, int) or length < 2 or not turns.holds_any(params["jaxpr"]):
+        length, symbols = params["length"], ctx.dim_var_values  # symbols as in `jax.export`
+        if symbols or length < 2 or not turns.holds_any(params["jaxpr"]):
             return by_jax(ctx, *args, **params)
         loop, mesh = Loop.of(params, len(args)), _compat.mesh_of(ctx)
         with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):

@@ -2,13 +2,14 @@
 
 XLA starts gathers as early as their operands are there, so none needs to be asked for ahead. But as
 in a loop (`lowering.ahead`), lax keeps what products would hide next to nothing of, and barriers
-keep sums of gradients under way beside products.
+keep sums of gradients under way beside products. The last sum has no product behind it.
 """
 
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
@@ -33,7 +34,7 @@ def register() -> None:
     def lowering(
         ctx: mlir.LoweringRuleContext, *args: ir.Value, jaxpr: core.Jaxpr, **params: Any
     ) -> Sequence[ir.Value]:
-        if turns.holds_any(core.ClosedJaxpr(jaxpr, ())):
+        if not ctx.dim_var_values and turns.holds_any(core.ClosedJaxpr(jaxpr, ())):
             jaxpr = _as_one(jaxpr)
         return by_jax(ctx, *args, jaxpr=jaxpr, **params)
 
@@ -46,9 +47,9 @@ def _as_one(jaxpr: core.Jaxpr) -> core.Jaxpr:
     variables = [v for v in jaxpr.outvars if isinstance(v, core.Var)]
     made = [v for v in dict.fromkeys(variables) if v not in {*jaxpr.invars}]
     closed = core.ClosedJaxpr(jaxpr.replace(outvars=made), ())
-    mesh = jaxpr.eqns[0].ctx
-    params = {"closed": closed}
-    eqn = core.new_jaxpr_eqn(jaxpr.invars, made, _body_p, params, jaxpr.effects, ctx=mesh)
+    with jax.sharding.use_abstract_mesh(jaxpr.eqns[0].ctx.cur_abstract_mesh):
+        params = {"closed": closed}
+        eqn = core.new_jaxpr_eqn(jaxpr.invars, made, _body_p, params, jaxpr.effects)
     return jaxpr.replace(eqns=[eqn])
 
 

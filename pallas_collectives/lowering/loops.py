@@ -106,34 +106,26 @@ class Loop:
         return busy - ends[-1] > _WORTH * ends[-1]
 
     def sums(self) -> dict[Step, float]:
-        """The scatters that a SparseCore runs, and what each takes: those no product waits for."""
-        held = (scatter for scatter, behind in self._behind.items() if self._can_wait(behind))
-        return {scatter: self._takes[scatter] for scatter in held}
+        """The scatters that a SparseCore runs and no product waits for: what each takes."""
+        chip, found = chips.current(), {}
+        waited: set[int] = set()  # what something reads that takes long, or has effects
+        for step in reversed(self.steps):
+            blocks, takes = not waited.isdisjoint(step.writes), self._takes.get(step)
+            if step.scatters and takes and not blocks:
+                found[step] = takes
+            has_effects = step.eqn is not None and _compat.has_effects(step.eqn)
+            if blocks or takes or has_effects or step.is_opaque or step.seconds(chip):
+                waited.update(numbers(step.reads))
+        return dict(reversed(found.items()))
 
     def behind(self, scatters: Iterable[Step]) -> set[Step]:
-        """The steps that need what a SparseCore's scatters bring."""
-        return {step for scatter in scatters for step in self._behind[scatter]}
-
-    @functools.cached_property
-    def _behind(self) -> dict[Step, list[Step]]:
-        found: dict[Step, list[Step]] = {
-            step: [] for step, seconds in self._takes.items() if step.scatters and seconds
-        }
-        come_of: dict[int, frozenset[Step]] = {}  # by number: the scatters it comes of
+        """The steps that need what scatters bring."""
+        brought, found = {number for scatter in scatters for number in scatter.writes}, set()
         for step in self.steps:
-            comes = frozenset().union(*(come_of.get(x, ()) for x in numbers(step.reads)))
-            for scatter in comes:
-                found[scatter].append(step)
-            if step in found:
-                comes |= {step}
-            come_of.update(dict.fromkeys(step.writes, comes))
+            if brought.intersection(numbers(step.reads)):
+                brought |= {*step.writes}
+                found.add(step)
         return found
-
-    def _can_wait(self, steps: Iterable[Step]) -> bool:
-        """Whether steps can be the last of a turn: none computes long, or must be in its order."""
-        chip = chips.current()
-        long = (s.seconds(chip) or s.is_opaque or self._takes.get(s) for s in steps)
-        return not any(long) and not any(_compat.in_order(s.eqn) for s in steps if s.eqn)
 
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""
@@ -196,15 +188,30 @@ class Loop:
     def to_ys(self, scatter: Step) -> list[Step]:
         """A scatter and the steps that hand its result on to y; none where others need it."""
         brought, chain = {*scatter.writes}, [scatter]
-        for step in self._behind[scatter]:
-            read = {*numbers(step.reads)}
-            if step.hands_on and step.eqn is not None and read and read <= brought:
+        for last in chain:
+            readers = (step for number in last.writes for step in self._readers.get(number, ()))
+            for step in readers:
+                if step in chain:
+                    continue
+                if (
+                    not step.hands_on
+                    or step.eqn is None
+                    or not brought.issuperset(numbers(step.reads))
+                ):
+                    return []
                 brought |= {*step.writes}
                 chain.append(step)
-            elif read & brought:
-                return []
         in_carry = brought.intersection(numbers(self.results[: len(self.carry)]))
         return [] if in_carry or not self.in_ys(chain) else chain
+
+    @functools.cached_property
+    def _readers(self) -> dict[int, list[Step]]:
+        """Of each value the steps that read it."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            for number in {*numbers(step.reads)}:
+                found.setdefault(number, []).append(step)
+        return found
 
     def gradients_of(self, scatters: Iterable[Step]) -> set[int]:
         """What these read, and what steps that only hand on make it of."""

@@ -182,8 +182,8 @@ class Flat:
             reads = tuple(map(read, eqn.invars))
             inner = _inner(eqn)
             if inner is not None and holds_any(inner):
-                if eqn.params.get("differentiated") and eqn.params["prevent_cse"]:
-                    reads = self._behind_barriers(reads, _asked_for(inner))
+                if eqn.params.get("differentiated"):
+                    reads = self._behind_barriers(reads, _asked_for(inner), eqn)
                 writes: Sequence[Any] = self.add(inner, reads, (*within, eqn))
             else:
                 writes = self.numbers(len(eqn.outvars))
@@ -191,14 +191,18 @@ class Flat:
             known.update(zip(eqn.outvars, writes, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _behind_barriers(self, reads: Sequence[Any], asked: Sequence[bool]) -> tuple[Any, ...]:
-        """What a checkpoint computes from, kept apart from the forward pass.
+    def _behind_barriers(
+        self, reads: Sequence[Any], asked: Sequence[bool], checkpoint: JaxprEqn
+    ) -> tuple[Any, ...]:
+        """What a checkpoint computes from, kept apart from the forward pass where it says so.
 
         What gathers bring has a barrier of its own, so that it waits for nothing else.
         """
+        apart = checkpoint.params["prevent_cse"]  # of all operands, or of each
+        apart = apart if isinstance(apart, tuple) else (apart,) * len(reads)
         behind = list(reads)
-        own = [[i] for i, alone in enumerate(asked) if alone]
-        others = [i for i, alone in enumerate(asked) if not alone]
+        own = [[i] for i, alone in enumerate(asked) if alone and apart[i]]
+        others = [i for i, alone in enumerate(asked) if not alone and apart[i]]
         for together in filter(None, [*own, others]):
             numbers = self.numbers(len(together))
             self.steps.append(Step(None, tuple(reads[i] for i in together), numbers))

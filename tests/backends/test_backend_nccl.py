@@ -286,7 +286,8 @@ def calls_out(by_nccl, f, x, runs=10):
     return counts
 
 
-def test_lax_keeps_of_a_step_what_xla_runs_beside_compute(monkeypatch):
+@pytest.mark.parametrize("by", ["override_lax", "overridden"])
+def test_lax_keeps_of_a_step_what_xla_runs_beside_compute(by, monkeypatch):
     """Large gathers of weights with their gradients' sums, psums and permutes, of 4 MiB or more."""
     monkeypatch.setattr(choice, "_usual", lambda platform: "nccl")
 
@@ -301,6 +302,14 @@ def test_lax_keeps_of_a_step_what_xla_runs_beside_compute(monkeypatch):
     w, x = harness.random((1024, 1024), "float32"), harness.random((1024 * N, 1024), "float32", 1)
     how = {"mesh": on, "in_specs": specs, "out_specs": P("x"), "check_vma": False}
     want = jax.jit(jax.shard_map(lambda *args: step(*args), **how))(w, x)
+    if by == "overridden":
+        pc.reset_counts()
+        got = jax.jit(pc.overridden(jax.shard_map(step, **how)))(w, x)
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-2)
+        assert {op: n for (op, by, _), n in pc.counts().items() if by == "nccl"} == {
+            "all_gather": 1, "reduce_scatter": 1,
+        }  # fmt: skip
+        return
     with pc.override_lax():
         got = jax.jit(jax.shard_map(step, **how))(w, x)
     report = pc.override_report()
@@ -311,6 +320,16 @@ def test_lax_keeps_of_a_step_what_xla_runs_beside_compute(monkeypatch):
     with pc.override_lax(everything=True):
         jax.jit(jax.shard_map(lambda *args: step(*args), **how)).lower(w, x)
     assert not pc.override_report().left
+
+
+def test_a_step_keeps_the_order_of_sums(monkeypatch):
+    monkeypatch.setattr(choice, "_usual", lambda platform: "nccl")
+    x = harness.random((N * 1024, 1024), "float32")
+    total = lambda x: pc.psum(x, "x", order="rank")  # noqa: E731
+    with pc.override_lax():
+        jax.jit(jax.shard_map(total, mesh=harness.mesh(N), in_specs=P("x"), out_specs=P()))(x)
+    report = pc.override_report()
+    assert report.replaced and not report.left
 
 
 @pytest.mark.gpu

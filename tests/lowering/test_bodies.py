@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.experimental import topologies
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -147,7 +148,8 @@ def test_what_next_to_nothing_would_hide_is_lax_to_the_bit(
     with pc.override_lax(keep=("psum",)):
         got = run(program)
     report = pc.override_report()
-    assert not report.replaced and all(loops.NO_PRODUCTS in x.why for x in report.left)
+    assert report.left and all(loops.NO_PRODUCTS in x.why for x in report.left)
+    assert not report.replaced
     jax.tree.map(np.testing.assert_array_equal, got, by_lax)
 
 
@@ -204,3 +206,39 @@ def test_profiles_have_the_scopes_of_the_program() -> None:
         patch.setattr(pc, "override_lax", contextlib.nullcontext)
         by_lax = scopes(4 * 256)
     assert few == many == by_lax and all("mine" in scope for scope in by_lax)
+
+
+def test_what_an_equation_asks_of_xla_holds_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(100.0, monkeypatch)
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        with set_xla_metadata(mine="1"):
+            x = x * 2
+        return jnp.tanh(x @ whole(w))
+
+    options: Any = {"mesh": harness.mesh(2), "in_specs": P("x"), "out_specs": P("x")}
+    x, w = jnp.ones((256, 128)), jnp.ones((128, 128))
+
+    def marked() -> int:
+        mapped = jax.shard_map(lambda x, w: step(x, w), **options)
+        return jax.jit(mapped).lower(x, w).as_text().count('mine = "1"')
+
+    by_lax = marked()
+    with pc.override_lax():
+        assert marked() == by_lax > 0
+    assert pc.override_report().left
+
+
+def test_shapes_may_be_symbols() -> None:
+    pytest.importorskip("libtpu")
+    (rows,) = export.symbolic_shape("rows")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+    mesh = Mesh(np.array(devices[:4]), ("x",))
+    options: Any = {"mesh": mesh, "in_specs": (P(), P("x")), "out_specs": P("x")}
+    step = jax.grad(lambda x, w: jnp.sum(jnp.tanh(x @ whole(w)).astype(jnp.float32)), argnums=1)
+    x, w = (jax.ShapeDtypeStruct((n, 4096), jnp.bfloat16) for n in (rows, 4096))
+    call = export.DisabledSafetyCheck.custom_call("tpu_custom_call")
+    with pc.override_lax():
+        run = jax.jit(jax.shard_map(step, **options, check_vma=False))
+        exported = export.export(run, platforms=["tpu"], disabled_checks=[call])(x, w)
+    assert "dot_general" in exported.mlir_module()
