@@ -206,7 +206,7 @@ class Loop:
 
     @functools.cached_property
     def _readers(self) -> dict[int, list[Step]]:
-        """Of each value the steps that read it."""
+        """The steps that read each value."""
         found: dict[int, list[Step]] = {}
         for step in self.steps:
             for number in {*numbers(step.reads)}:
