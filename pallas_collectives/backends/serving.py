@@ -42,11 +42,11 @@ def served(
 def _served(
     op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any
 ) -> jax.Array:
-    kept = near = ""
+    kept, beside = "", False
     if how.beside and how.wire is None:
-        kept, near = _kept(op, how, *args, **params), _near(op, how, *args, **params)
-    if kept or near:
-        how = How("xla", fallback=kept or near)
+        kept, beside = _kept(op, how, *args, **params)
+    if kept:
+        how = How("xla", fallback=kept)
     if how.backend != "xla":
         try:
             with tried():
@@ -59,7 +59,7 @@ def _served(
                 wire=how.wire,
                 wire_backward=how.wire_backward,
             )
-    plan = Plan(op=op, backend="xla", why=how.fallback, beside=bool(kept))
+    plan = Plan(op=op, backend="xla", why=how.fallback, beside=beside)
     if how.wire is not None or (how.order is not None and _adds(op)):
         result = run(op, how, *args, **params)  # raises what lax cannot mend, and then serves not
         note(plan)
@@ -69,27 +69,21 @@ def _served(
         return by_lax(*args, **params)
 
 
-def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> str:
-    """Why lax keeps a collective whose step matters; "" where it does not."""
-    collective, _ = catalogue.primitives()[op]
+def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool]:
+    """Why lax keeps a collective whose step matters, and whether XLA runs it beside compute.
+
+    "" where lax does not keep it.
+    """
+    name, chip = catalogue.primitives()[op][0].name, chips.current()
+    brought = args[0].nbytes * (params["axis_size"] if name == "all_gather" else 1)
     if how.backend == "nccl":
-        return overlaps.by_xla_on_gpus(collective.name, _brought(*args, **params), how.awaited)
-    return overlaps.by_xla(collective.name, chips.current())
-
-
-def _near(op: str, how: How, *args: jax.Array, **params: Any) -> str:
-    """Why lax keeps a gather of a step for the product that reads it; "" where it need not."""
-    collective, _ = catalogue.primitives()[op]
-    if how.awaited is None or collective.name != "all_gather" or how.backend == "nccl":
-        return ""
-    nbytes = _brought(*args, **params)
-    return overlaps.for_its_reader(nbytes, args[0].dtype, chips.current())
-
-
-def _brought(*args: jax.Array, **params: Any) -> int:
-    """Bytes that a gather brings; of others, those of an operand."""
-    gathers = "all_gather_dimension" in params
-    return args[0].nbytes * (params["axis_size"] if gathers else 1)
+        why = overlaps.by_xla_on_gpus(name, brought, how.awaited)
+        return why, bool(why)
+    if why := overlaps.by_xla(name, chip):
+        return why, True
+    if name == "all_gather" and how.awaited is not None:
+        return overlaps.for_its_reader(brought, args[0].dtype, chip), False
+    return "", False
 
 
 def _adds(op: str) -> bool:

@@ -340,7 +340,7 @@ def pass_on(
     ) -> Any:
         """One hop of the message for a distance; `counts`: for each way, relayed and forwarded."""
 
-        def pass_on(way: int, direction: int, relayed: Number, forwarded: Number) -> None:
+        def one_way(way: int, direction: int, relayed: Number, forwarded: Number) -> None:
             message = Message(schedule, number, way, hop, distance)
             if first:
                 source, sent = ends.leave(message)
@@ -356,7 +356,7 @@ def pass_on(
         after = []
         for way, (relayed, forwarded) in enumerate(counts):
             direction, one = schedule.directions[way], np.int32(1)
-            go = functools.partial(pass_on, way, direction, relayed, forwarded)
+            go = functools.partial(one_way, way, direction, relayed, forwarded)
             if on_line:  # its sender, and its receiver, are there
                 there = relay.on_line(ring, direction, hop, distance)
                 groups.only_if(there, go)

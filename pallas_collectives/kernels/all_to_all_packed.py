@@ -36,12 +36,12 @@ from pallas_collectives.annotations import (
     dma_semaphores,
 )
 from pallas_collectives.kernels.machinery import launch, sync
-from pallas_collectives.kernels.machinery.blocks import Chunking
+from pallas_collectives.kernels.machinery.blocks import Chunking, block_shape, whole_shape
 from pallas_collectives.kernels.machinery.channel import Channel, Semaphores
 from pallas_collectives.kernels.machinery.codec import MOST_TILES, Chunks, Codec
 from pallas_collectives.kernels.machinery.sync import Partners
 from pallas_collectives.kernels.torus.devices import axes_of
-from pallas_collectives.kernels.torus.sections import vmem_bytes
+from pallas_collectives.kernels.torus.sections import semaphores, vmem_bytes
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if, wrap, wrap_step
 
@@ -98,8 +98,7 @@ def _chunks(block: tuple[int, ...], n: int, dtype: DType, codec: Codec) -> Chunk
     for most in range(MOST_TILES, 0, -1):
         chunks = Chunks.of(block, codec, most)
         scratch = Scratch.of(chunks, n, dtype, codec)
-        semaphores = sum(math.prod(part.shape) for part in jax.tree.leaves(scratch[4:]))
-        if vmem_bytes(scratch) <= room and semaphores <= chip.kernel_semaphores:
+        if vmem_bytes(scratch) <= room and semaphores(scratch) <= chip.kernel_semaphores:
             return chunks
     return None
 
@@ -125,10 +124,9 @@ def direct(
 ) -> jax.Array:
     """Exchanges blocks of whole tiles of the codec's, as `all_to_all.direct` does."""
     assert not vmem, "chunks are packed on their way from HBM"
-    n, block = group.size, list(x.shape)
-    block[split_axis] //= n
-    result = [size * n if axis == concat_axis else size for axis, size in enumerate(block)]
-    chunks = _chunks(tuple(block), n, x.dtype, codec)
+    n = group.size
+    block = block_shape(x.shape, split_axis, n)
+    chunks = _chunks(block, n, x.dtype, codec)
     assert chunks is not None, "`sent_bytes` says so"
     how = {"chunks": chunks, "codec": codec, "split": split_axis, "concat": concat_axis}
     ahead = AHEAD if len(axes_of(group)) == 1 else AHEAD_ON_SEVERAL_AXES
@@ -136,14 +134,14 @@ def direct(
         functools.partial(_kernel, **how),
         group,
         x,
-        out_shape=jax.ShapeDtypeStruct(tuple(result), x.dtype),
+        out_shape=jax.ShapeDtypeStruct(whole_shape(block, concat_axis, n), x.dtype),
         scratch=Scratch.of(chunks, n, x.dtype, codec, ahead),
         barrier="everyone",
         prepare=functools.partial(_prepare, **how),
         name="all_to_all_packed",
         interpret=interpret,
         chunking=Chunking(chunks.count),
-        wire_bytes=(n - 1) * sent_bytes(tuple(block), n, x.dtype, codec) // n,
+        wire_bytes=(n - 1) * sent_bytes(block, n, x.dtype, codec) // n,
     )
 
 

@@ -41,7 +41,7 @@ from pallas_collectives.annotations import (
 )
 from pallas_collectives.kernels.all_to_all import Ends, Message, Schedule, pass_on, ring_schedules
 from pallas_collectives.kernels.machinery import launch, relay, sync
-from pallas_collectives.kernels.machinery.blocks import Chunking
+from pallas_collectives.kernels.machinery.blocks import Chunking, block_shape, whole_shape
 from pallas_collectives.kernels.machinery.codec import Chunks, Codec
 from pallas_collectives.kernels.torus.sections import semaphores, vmem_bytes
 from pallas_collectives.topology import chips
@@ -105,9 +105,11 @@ def _cut(block: tuple[int, ...], n: int, dtype: DType, codec: Codec) -> _Cut | N
     comes from h - 1 positions away may be sent after hop h.
     """
     chip = chips.current()
+    if n < 3:
+        return None
     for most in range(MOST_TILES, 0, -1):
         chunks = Chunks.of(block, codec, most)
-        if n < 3 or (n % 2 == 0 and chunks.count % 2):
+        if n % 2 == 0 and chunks.count % 2:
             continue
         sent = 4 * chunks.count * math.prod(codec.packed_shape(chunks.shape))
         schedules = ring_schedules(chunks.count, sent, n)
@@ -136,17 +138,16 @@ def ring(
 ) -> jax.Array:
     """Exchanges blocks of whole tiles of the codec's, as `all_to_all.ring` does."""
     assert not vmem, "chunks are packed on their way from HBM"
-    n, block = group.size, list(x.shape)
-    block[split_axis] //= n
-    result = [size * n if axis == concat_axis else size for axis, size in enumerate(block)]
-    cut = _cut(tuple(block), n, x.dtype, codec)
+    n = group.size
+    block = block_shape(x.shape, split_axis, n)
+    cut = _cut(block, n, x.dtype, codec)
     assert cut is not None, "`sent_bytes` says so"
     how: dict[str, Any] = {"cut": cut, "codec": codec, "split": split_axis, "concat": concat_axis}
     return launch.call(
         functools.partial(_kernel, **how),
         group,
         x,
-        out_shape=jax.ShapeDtypeStruct(tuple(result), x.dtype),
+        out_shape=jax.ShapeDtypeStruct(whole_shape(block, concat_axis, n), x.dtype),
         scratch=Scratch.of(*cut, n, x.dtype, codec),
         barrier="neighbours",
         name="all_to_all_packed_ring",

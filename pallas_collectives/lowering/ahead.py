@@ -38,13 +38,12 @@ from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Number
-from pallas_collectives.backends import slices
 from pallas_collectives.backends.plans import IN_PAIRS, IS_AHEAD, IS_BEHIND
-from pallas_collectives.lowering import turns
+from pallas_collectives.lowering import placed, turns
 from pallas_collectives.lowering.chain import Chain, Sum
 from pallas_collectives.lowering.loops import NO_PRODUCTS, Loop
 from pallas_collectives.lowering.turns import Step, Value, numbers
-from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology import chips
 
 Values = dict[int, Any]  # by their numbers in a `Loop`
 
@@ -61,14 +60,13 @@ def register() -> None:
         length, symbols = params["length"], ctx.dim_var_values  # symbols as in `jax.export`
         if symbols or length < 2 or not turns.holds_any(params["jaxpr"]):
             return by_jax(ctx, *args, **params)
-        loop, mesh = Loop.of(params, len(args)), _compat.mesh_of(ctx)
-        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
-            bare, early, late, sums = loop.bare(), loop.early(), loop.late(), loop.sums()
-        if bare:
-            rewritten = Rewritten(loop, lax_keeps=bare)
-        elif early or sums:
-            rewritten = Rewritten(loop, early, late, sums)
-        else:
+        loop = Loop.of(params, len(args))
+        with placed.devices_known(_compat.mesh_of(ctx)):
+            if bare := loop.bare():
+                rewritten = Rewritten(loop, lax_keeps=bare)
+            else:
+                rewritten = Rewritten(loop, loop.early(), loop.late(), loop.sums())
+        if not (bare or rewritten.early or rewritten.seconds):
             return by_jax(ctx, *args, **params)
         return mlir.lower_fun(rewritten.run, multiple_results=True)(ctx, *args)
 

@@ -15,11 +15,9 @@ from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
-from pallas_collectives.backends import slices
-from pallas_collectives.lowering import turns
+from pallas_collectives.lowering import placed, turns
 from pallas_collectives.lowering.ahead import Rewritten
 from pallas_collectives.lowering.loops import Loop
-from pallas_collectives.topology import placement
 
 # A program that another runs in its place, all of it.
 _body_p = core.Primitive("pallas_body")
@@ -56,11 +54,10 @@ def _as_one(jaxpr: core.Jaxpr) -> core.Jaxpr:
 def _lowered(
     ctx: mlir.LoweringRuleContext, *args: ir.Value, closed: core.ClosedJaxpr
 ) -> Sequence[ir.Value]:
-    loop, mesh = Loop.once(closed), _compat.mesh_of(ctx)
-    with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
-        bare, sums = loop.bare(), loop.sums()
-    if bare:
-        run = Rewritten(loop, lax_keeps=bare).once
-    else:
-        run = Rewritten(loop, sums=sums).once if sums else core.jaxpr_as_fun(closed)
+    loop, run = Loop.once(closed), core.jaxpr_as_fun(closed)
+    with placed.devices_known(_compat.mesh_of(ctx)):
+        if bare := loop.bare():
+            run = Rewritten(loop, lax_keeps=bare).once
+        elif sums := loop.sums():
+            run = Rewritten(loop, sums=sums).once
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)

@@ -44,21 +44,23 @@ class Loop:
     @classmethod
     def of(cls, params: dict[str, Any], count: int) -> "Loop":
         """The scan of a primitive with so many operands."""
-        n_consts, n_carry = _compat.scan_parts(params, count)
-        flat = Flat()
-        reads = flat.numbers(count)
-        results = flat.add(params["jaxpr"], reads)
-        carry_to = n_consts + n_carry
-        parts = reads[:n_consts], reads[n_consts:carry_to], reads[carry_to:]
-        return cls(params, flat.steps, *parts, results)
+        return cls._of(params["jaxpr"], params, *_compat.scan_parts(params, count))
 
     @classmethod
     def once(cls, program: core.ClosedJaxpr) -> "Loop":
         """A program as the one turn of a loop that carries nothing on."""
+        return cls._of(program, {"length": 1}, 0, 0)
+
+    @classmethod
+    def _of(
+        cls, turn: core.ClosedJaxpr, params: dict[str, Any], n_consts: int, n_carry: int
+    ) -> "Loop":
         flat = Flat()
-        reads = flat.numbers(len(program.jaxpr.invars))
-        results = flat.add(program, reads)
-        return cls({"length": 1}, flat.steps, (), (), reads, results)
+        reads = flat.numbers(len(turn.jaxpr.invars))
+        results = flat.add(turn, reads)
+        carry_to = n_consts + n_carry
+        parts = reads[:n_consts], reads[n_consts:carry_to], reads[carry_to:]
+        return cls(params, flat.steps, *parts, results)
 
     @functools.cached_property
     def _takes(self) -> dict[Step, float]:

@@ -1,7 +1,8 @@
 """Lowerings that need to know where the devices are: a mesh is known only where XLA compiles."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -11,6 +12,14 @@ from jax.interpreters.mlir import ir
 from pallas_collectives import _compat
 from pallas_collectives.backends import slices
 from pallas_collectives.topology import placement
+
+
+@contextlib.contextmanager
+def devices_known(mesh: Any) -> Iterator[None]:
+    """Within this context it is known where a mesh's devices are, as far as the mesh tells."""
+    with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
+        yield
+
 
 _programs: dict[str, Callable[..., Any]] = {}
 
@@ -32,7 +41,7 @@ def register(
         mesh = _compat.mesh_of(ctx)
         run = functools.partial(program, mesh=mesh) if takes_mesh else program
         lowered = mlir.lower_fun(run, multiple_results=primitive.multiple_results)
-        with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
+        with devices_known(mesh):
             return lowered(ctx, *args, **params)
 
     _programs[primitive.name] = program

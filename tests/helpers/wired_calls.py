@@ -19,6 +19,7 @@ from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus.packed_gather import PackedGather
 from pallas_collectives.replay import Machine, Report, replay
+from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
 BY_XLA = {"backend": "xla"}
@@ -247,3 +248,60 @@ def replayed(
     call = jax.shard_map(program, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False)
     shape = jax.ShapeDtypeStruct((elements // 128, 128), jnp.bfloat16)
     return replay(call, shape, machine=machine, races=races)
+
+
+def terms(n: int, tiles: int, columns: int = 128, kind: str = "normal") -> np.ndarray:
+    """An operand of n blocks of so many tiles for each device."""
+    return data(n, kind, rows=tiles * 128, columns=columns)
+
+
+def exchanged(
+    kernel: Callable[..., jax.Array],
+    x: np.ndarray,
+    wire: Wire = WIRES[0],
+    mode: str = "on_wait",
+    split: int = 0,
+    concat: int = 0,
+) -> np.ndarray:
+    """Every device's result of an all-to-all that packs, of x: (n, *operand)."""
+    group = Group(("x",), (len(x),))
+    how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode]}
+    at = {"split_axis": split, "concat_axis": concat}
+
+    def program(x: jax.Array) -> jax.Array:
+        return kernel(x, group, **at, codec=Codec(wire), **how)
+
+    return np.asarray(harness.per_device(program, harness.mesh(len(x)), check_vma=False)(x))
+
+
+def exchange_holds(
+    x: np.ndarray, got: np.ndarray, wire: Wire = WIRES[0], split: int = 0, concat: int = 0
+) -> bool:
+    """Whether every number is within half a step of what its sender had."""
+    bounds = np.asarray(jax.vmap(lambda x: within(x, wire))(jnp.asarray(x)))
+    want, allowed = swapped(x, split, concat), swapped(bounds, split, concat)
+    return bool((np.abs(got.astype(np.float64) - want) <= allowed).all())
+
+
+def check_exchange_compiled(kernel: Callable[..., jax.Array], generation: str, name: str) -> None:
+    """An all-to-all that packs, over eight devices: its blocks lie in place."""
+    group, how = Group(("x",), (8,)), {"vmem": False, "interpret": False}
+
+    def program(x: jax.Array) -> Any:
+        return [
+            kernel(x, group, split_axis=0, concat_axis=concat, codec=Codec(wire), **how)
+            for wire, concat in ((Wire("int8"), 0), (Wire("float8_e4m3fn", group=256), 1))
+        ]
+
+    check_compiled(program, generation, (16, 2, 512, 512), name)
+
+
+def check_compiled(
+    program: Callable[..., Any], generation: str, shape: tuple[int, ...], name: str
+) -> None:
+    """The kernel is there, of bfloat16, and nothing is laid out anew for it."""
+    pytest.importorskip("libtpu")
+    topology = harness.GENERATIONS[generation]
+    compiled = harness.compile_for_tpu(program, topology, shape, dtype=jnp.bfloat16)
+    assert name in compiled.text
+    assert {"copy", "transpose"}.isdisjoint(compiled.ops)

@@ -1,10 +1,10 @@
 """All-to-alls that pack in their kernel: each number within half a step, where it belongs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,11 +13,10 @@ import harness
 import pallas_collectives as pc
 import wired_calls
 from pallas_collectives.kernels import all_to_all_packed
-from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.replay import Machine, Report
-from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
-from wired_calls import KINDS, MOVED, WIRES, swapped, within
+from wired_calls import KINDS, MOVED, swapped, terms
+from wired_calls import exchange_holds as holds
 
 SLOW = pytest.mark.slow
 
@@ -29,32 +28,7 @@ def many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_to_all_packed, "AHEAD", 2)
 
 
-def exchanged(
-    x: np.ndarray, wire: Wire = WIRES[0], mode: str = "on_wait", split: int = 0, concat: int = 0
-) -> np.ndarray:
-    """Every device's result, of x: (n, *operand)."""
-    group = Group(("x",), (len(x),))
-    how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode]}
-    at = {"split_axis": split, "concat_axis": concat}
-
-    def program(x: jax.Array) -> jax.Array:
-        return all_to_all_packed.direct(x, group, **at, codec=Codec(wire), **how)
-
-    return np.asarray(harness.per_device(program, harness.mesh(len(x)), check_vma=False)(x))
-
-
-def holds(
-    x: np.ndarray, got: np.ndarray, wire: Wire = WIRES[0], split: int = 0, concat: int = 0
-) -> bool:
-    """Whether every number is within half a step of what its sender had."""
-    bounds = np.asarray(jax.vmap(lambda x: within(x, wire))(jnp.asarray(x)))
-    want, allowed = swapped(x, split, concat), swapped(bounds, split, concat)
-    return bool((np.abs(got.astype(np.float64) - want) <= allowed).all())
-
-
-def terms(n: int, tiles: int, columns: int = 128, kind: str = "normal") -> np.ndarray:
-    """An operand of n blocks of so many tiles for each device."""
-    return wired_calls.data(n, kind, rows=tiles * 128, columns=columns)
+exchanged = functools.partial(wired_calls.exchanged, all_to_all_packed.direct)
 
 
 @pytest.mark.usefixtures("many_rounds")
@@ -221,18 +195,4 @@ def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_compiles_for_every_generation(generation: str) -> None:
-    pytest.importorskip("libtpu")
-    group, how = Group(("x",), (8,)), {"vmem": False, "interpret": False}
-
-    def program(x: jax.Array) -> Any:
-        return [
-            all_to_all_packed.direct(
-                x, group, split_axis=0, concat_axis=concat, codec=Codec(wire), **how
-            )
-            for wire, concat in ((Wire("int8"), 0), (Wire("float8_e4m3fn", group=256), 1))
-        ]
-
-    topology, shape = harness.GENERATIONS[generation], (16, 2, 512, 512)
-    compiled = harness.compile_for_tpu(program, topology, shape, dtype=jnp.bfloat16)
-    assert "all_to_all_packed" in compiled.text
-    assert {"copy", "transpose"}.isdisjoint(compiled.ops)
+    wired_calls.check_exchange_compiled(all_to_all_packed.direct, generation, "all_to_all_packed")

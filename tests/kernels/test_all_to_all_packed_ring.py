@@ -1,5 +1,6 @@
 """All-to-alls that pack and go round a ring: each number within half a step, where it belongs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,10 @@ from pallas_collectives.kernels.all_to_all_packed_ring import _Packed
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.replay import Machine, Report
-from pallas_collectives.topology.groups import Group, only_if
+from pallas_collectives.topology.groups import only_if
 from pallas_collectives.wires import Wire
-from wired_calls import KINDS, MOVED, WIRES, within
+from wired_calls import KINDS, MOVED, terms
+from wired_calls import exchange_holds as holds
 
 SLOW = pytest.mark.slow
 
@@ -30,30 +32,7 @@ def many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_to_all_packed_ring, "MOST_TILES", 1)
 
 
-def exchanged(
-    x: np.ndarray, wire: Wire = WIRES[0], mode: str = "on_wait", split: int = 0, concat: int = 0
-) -> np.ndarray:
-    """Every device's result, of x: (n, *operand)."""
-    group = Group(("x",), (len(x),))
-    how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode]}
-    at = {"split_axis": split, "concat_axis": concat}
-
-    def program(x: jax.Array) -> jax.Array:
-        return all_to_all_packed_ring.ring(x, group, **at, codec=Codec(wire), **how)
-
-    return np.asarray(harness.per_device(program, harness.mesh(len(x)), check_vma=False)(x))
-
-
-def holds(x: np.ndarray, got: np.ndarray, wire: Wire = WIRES[0], **at: int) -> bool:
-    """Whether every number is within half a step of what its sender had."""
-    bounds = np.asarray(jax.vmap(lambda x: within(x, wire))(jnp.asarray(x)))
-    want, allowed = wired_calls.swapped(x, **at), wired_calls.swapped(bounds, **at)
-    return bool((np.abs(got.astype(np.float64) - want) <= allowed).all())
-
-
-def terms(n: int, tiles: int, columns: int = 128, kind: str = "normal") -> np.ndarray:
-    """An operand of n blocks of so many tiles for each device."""
-    return wired_calls.data(n, kind, rows=tiles * 128, columns=columns)
+exchanged = functools.partial(wired_calls.exchanged, all_to_all_packed_ring.ring)
 
 
 @pytest.mark.usefixtures("many_rounds")
@@ -146,7 +125,6 @@ def _of_another_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         wired_calls.another_tiles_scale,
         _one_semaphore_for_all_distances,
-        _packed_before_its_place_is_free,
         _of_another_sender,
     ],
 )
@@ -187,6 +165,13 @@ def test_no_schedule_has_a_race(pod: str) -> None:
 
 
 @pytest.mark.usefixtures("many_rounds")
+def test_what_is_packed_before_its_place_is_free_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all schedules: what has not left yet, a simulated one may have sent by then."""
+    _packed_before_its_place_is_free(monkeypatch)
+    assert replayed("v5p:4x4x4", 1, races=True, wire="int8", algorithm="ring").races
+
+
+@pytest.mark.usefixtures("many_rounds")
 def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     channel_faults.no_credits(monkeypatch)  # where another message may still be passed on from
     assert replayed("v5p:8x8x8", 2, races=True, wire="int8", algorithm="ring").races
@@ -194,18 +179,6 @@ def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_compiles_for_every_generation(generation: str) -> None:
-    pytest.importorskip("libtpu")
-    group, how = Group(("x",), (8,)), {"vmem": False, "interpret": False}
-
-    def program(x: jax.Array) -> Any:
-        return [
-            all_to_all_packed_ring.ring(
-                x, group, split_axis=0, concat_axis=concat, codec=Codec(wire), **how
-            )
-            for wire, concat in ((Wire("int8"), 0), (Wire("float8_e4m3fn", group=256), 1))
-        ]
-
-    topology, shape = harness.GENERATIONS[generation], (16, 2, 512, 512)
-    compiled = harness.compile_for_tpu(program, topology, shape, dtype=jnp.bfloat16)
-    assert "all_to_all_packed_ring" in compiled.text
-    assert {"copy", "transpose"}.isdisjoint(compiled.ops)
+    wired_calls.check_exchange_compiled(
+        all_to_all_packed_ring.ring, generation, "all_to_all_packed_ring"
+    )
