@@ -24,9 +24,6 @@ from pallas_collectives.kernels.machinery.product import Problem, Tiles
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Stream
 
-# Of a chip's VMEM, what a kernel's scratch and what the compiler keeps beside it may take together;
-# the rest is for registers that it spills.
-VMEM_SHARE = 7 / 8
 # Chunks of a block that a core may have: the more, the less there is at the end that nothing hides;
 # but each fetches the weights anew. The opposite device gets half from either side, but a single
 # one from one side.
@@ -266,7 +263,7 @@ def _cut(
         for columns, w_dtype in weights
     )
     chip = chips.current()
-    budget = int(chip.vmem_bytes * VMEM_SHARE) // len(problems)
+    budget = int(chip.vmem_bytes * chips.VMEM_SHARE) // len(problems)
     tiles = [product.choose_tiles(problem, budget, chip, cores, times) for problem in problems]
     blocks = Blocks(shape, axis=1, cut=1, chunks=down)
     fitting = tuple(t for t in tiles if t is not None)

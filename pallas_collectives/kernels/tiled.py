@@ -25,7 +25,6 @@ from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, spaces, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
 from pallas_collectives.kernels.machinery.combine import wide
-from pallas_collectives.kernels.matmul_plan import VMEM_SHARE
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 
@@ -67,7 +66,7 @@ def cut(rows: int, whole: int, row_bytes: int, resident_bytes: int, tile: int | 
     """
     chip = chips.current()
     # `launch` adds a quarter of the tiles.
-    room = int(chip.vmem_bytes * VMEM_SHARE * 4 / 5) - resident_bytes
+    room = int(chip.vmem_bytes * chips.VMEM_SHARE * 4 / 5) - resident_bytes
     if tile is None:
         units = rows // whole
         most = max(1, min(MOST_ROWS, room // row_bytes) // whole)

@@ -23,6 +23,9 @@ import jax
 from pallas_collectives.errors import BackendError
 
 MIB = 1 << 20
+# Of a chip's VMEM, what a kernel's scratch and what the compiler keeps beside it may take together;
+# the rest is for registers that it spills.
+VMEM_SHARE = 7 / 8
 US = 1e-6
 
 

@@ -45,7 +45,7 @@ from pallas_collectives.topology.groups import Ring, wrap_step
 class Semaphores(NamedTuple):
     """The semaphores of the channels of several streams: what to allocate, or refs to it."""
 
-    sent: Semaphore  # (*streams): own; the bytes that have left
+    sent: Any  # (*streams): own; the bytes that have left; None where a channel has another's
     arrived: Semaphore  # (*streams, window): signalled by upstream, number k % window by message k
     # (*streams): signalled by downstream, once for each message that may follow; None where
     # messages need none

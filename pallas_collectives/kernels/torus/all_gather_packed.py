@@ -3,7 +3,7 @@
              steps           bytes sent per link and direction      scratch
     ring     floor(n/2)      (n-1)/2 packed blocks                  20 MiB VMEM at the most
     line     n-1             at most n-1 packed blocks              20 MiB
-    torus    sum of n_a - 1  (n-1)/(2d) packed blocks               48 MiB
+    torus    sum of n_a - 1  (n-1)/(2d) packed blocks               48 MiB; over three, 7/8 of VMEM
 
 The own block comes to VMEM piece by piece, while other pieces are on the wire; each is packed there
 (see `codec`) and sent: along one axis both ways, along several one way round each. What arrives
@@ -114,7 +114,7 @@ def sent_bytes(
     _, plan = _seen_and_cut(axes, shape, axis, dtype, codec, chips.cores())
     tiles = math.prod(shape) // math.prod(codec.tile)
     few = len(axes) > 1 and tiles < TILES_FOR_AN_AXIS * len(axes)
-    room = 3 * chips.current().vmem_bytes // 4
+    room = sections.most_vmem(len(axes))
     if few or sections.vmem_bytes(Scratch.of(plan, dtype, codec)) > room:
         return 0
     pieces = [(bundle.pieces, plan.piece_shape(bundle, 0)) for bundle in plan.bundles]
@@ -193,7 +193,7 @@ def _kernel(
     codec: Codec,
 ) -> None:
     stage, _ = _stage(rings, *refs, plan=plan, codec=codec)
-    timetable.run(plan.on(rings[0].core), (stage, range(len(rings))))
+    timetable.run(plan.on(rings[0].core), (stage, plan.phases))
     stage.drain()
 
 

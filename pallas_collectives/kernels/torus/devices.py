@@ -71,26 +71,27 @@ class Field:
         stream: Number,
         body: Callable[[Any, Sequence[Any]], None],
     ) -> None:
-        """body(ref, place) for a stream's part of the blocks at a place: on an axis one, or None.
+        """body(ref, inside) for a stream's part of the blocks at a place: see `Shares.blocks`.
 
-        None is all, as one piece where blocks are numbered row-major; else they come one by one.
+        They come as one piece where blocks are numbered row-major, else one by one; `inside` is
+        their place among those at `place`.
         """
         numbers_ref = self.numbers_ref
         if numbers_ref is None:
-            body(self.plan.piece(self.ref, place, bundle, section, stream), place)
+            body(self.plan.piece(self.ref, place, bundle, section, stream), [None] * len(place))
             return
-        free = [axis for axis, number in enumerate(place) if number is None]
-        count = math.prod(self.plan.sizes[axis] for axis in free)
+        spans = [self.plan.span(axis, number) for axis, number in enumerate(place)]
+        free = [axis for axis, span in enumerate(spans) if span.size > 1]
 
         def one(j: Number, _: None) -> None:
-            here = list(place)
+            inside: list[Any] = [0] * len(place)
             for axis in reversed(free):
-                here[axis] = lax.rem(j, np.int32(self.plan.sizes[axis]))
-                j = lax.div(j, np.int32(self.plan.sizes[axis]))
+                inside[axis] = lax.rem(j, np.int32(spans[axis].size))
+                j = lax.div(j, np.int32(spans[axis].size))
             flat: Number = 0
-            for size, number in zip(self.plan.sizes, here, strict=True):
-                flat = flat * size + number
-            block = [numbers_ref[flat], *(0 for _ in here[1:])]
-            body(self.plan.piece(self.ref, block, bundle, section, stream), here)
+            for size, span, number in zip(self.plan.sizes, spans, inside, strict=True):
+                flat = flat * size + span.start + number
+            block = [numbers_ref[flat], *(0 for _ in place[1:])]
+            body(self.plan.piece(self.ref, block, bundle, section, stream), inside)
 
-        lax.fori_loop(0, count, one, None)
+        lax.fori_loop(0, math.prod(span.size for span in spans), one, None)

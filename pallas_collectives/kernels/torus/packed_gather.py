@@ -26,13 +26,14 @@ from pallas_collectives.kernels.machinery import channel as channels
 from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import Codec
-from pallas_collectives.kernels.torus import scatter, shares, timetable
+from pallas_collectives.kernels.torus import shares, timetable, windows
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Shares
 from pallas_collectives.topology.groups import Ring, only_if, wrap_step
 
 # Places of unpacked blocks for each way of a stream: while what is in one is copied to the result,
-# the other is unpacked to. By the replay of v5p 4 x 4 x 4 256 MiB take 10% less time than with one.
+# the other is unpacked to. By the replay of v5p 4 x 4 x 4 256 MiB take 10% less time than with one;
+# where the last phase goes in parts, 1.3% less, and one place does.
 PLAIN = 2
 
 
@@ -41,54 +42,72 @@ def _met(plan: Shares, bundle: Bundle, phase: int) -> int:
     return math.prod(plan.sizes[axis] for axis in bundle.order[:phase])
 
 
+def _sent(plan: Shares, bundle: Bundle, phase: int) -> int:
+    """How many of them a message holds."""
+    return _met(plan, bundle, phase) // plan.parts_along(phase)
+
+
+def _places(plan: Shares) -> int:
+    """How many of `PLAIN` there are."""
+    return PLAIN if plan.parts == 1 else 1
+
+
 class Scratch(NamedTuple):
     """What `PackedGather` takes beside its arrays. Ways: see `Shares.ways`."""
 
     # for each bundle and phase: VMEM
-    slots: list[Any]  # (streams * ways, 3 or fewer, blocks met, packed piece); written by upstream
+    # (streams * ways, 3 or fewer, blocks met, or a part of them, packed piece); written by upstream
+    slots: list[Any]
     semaphores: list[channels.Semaphores]  # (streams * ways)
     # for each bundle: VMEM
     held: list[Any]  # (streams, sections, blocks met, packed piece); sections: those under way
-    plain: list[Any]  # (streams * ways, PLAIN, piece): on its way from a slot to the result
-    kept_sems: Semaphore  # (phases - 1 or 1, all streams * ways): own; what stays is in `held`
-    plain_sems: Semaphore  # (all streams * ways, PLAIN): own; what was unpacked is in the result
+    plain: list[Any]  # (streams * ways, `_places`, message): on its way from a slot to the result
+    # (phases - 1, or 1 of one section, all streams * ways): own; what stays is in `held`
+    kept_sems: Semaphore
+    # (all streams * ways, `_places`): own; what was unpacked is in the result
+    plain_sems: Semaphore
 
     @classmethod
     def of(cls, plan: Shares, dtype: DType, codec: Codec) -> "Scratch":
         """What to allocate."""
         ways, phases = plan.ways, len(plan.sizes)
         each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
-        windows = [scatter.window(plan, bundle, phase) for bundle, phase in each]
+        slots_of = [windows.slots(plan, bundle, phase) for bundle, phase in each]
 
-        def packed(bundle: Bundle, phase: int, *leading: int) -> Any:
+        def packed(bundle: Bundle, blocks: int, *leading: int) -> Any:
             piece = codec.packed_shape(plan.piece_shape(bundle, 0))
-            return pltpu.VMEM((*leading, _met(plan, bundle, phase), *piece), jnp.int32)
+            return pltpu.VMEM((*leading, blocks, *piece), jnp.int32)
 
         return cls(
             slots=[
-                packed(bundle, phase, bundle.streams * ways, window)
-                for (bundle, phase), window in zip(each, windows, strict=True)
+                packed(bundle, _sent(plan, bundle, phase), bundle.streams * ways, window)
+                for (bundle, phase), window in zip(each, slots_of, strict=True)
             ],
-            semaphores=[
-                channels.Semaphores.of(
-                    bundle.streams * ways,
-                    window=window,
-                    credits=not scatter.is_paired(plan, bundle, phase),
-                )
-                for (bundle, phase), window in zip(each, windows, strict=True)
-            ],
+            semaphores=windows.semaphores(plan),
             held=[
-                packed(bundle, phases - 1, bundle.streams, min(bundle.sections, phases))
+                packed(
+                    bundle,
+                    _met(plan, bundle, phases - 1),
+                    bundle.streams,
+                    min(bundle.sections, timetable.ticks(plan)),
+                )
                 for bundle in plan.bundles
             ],
             plain=[
                 pltpu.VMEM(
-                    (bundle.streams * ways, PLAIN, *plan.piece_shape(bundle, phases - 1)), dtype
+                    (
+                        bundle.streams * ways,
+                        _places(plan),
+                        *plan.message_shape(bundle, phases - 1),
+                    ),
+                    dtype,
                 )
                 for bundle in plan.bundles
             ],
-            kept_sems=pltpu.SemaphoreType.DMA((max(1, phases - 1), plan.streams * ways)),
-            plain_sems=pltpu.SemaphoreType.DMA((plan.streams * ways, PLAIN)),
+            kept_sems=pltpu.SemaphoreType.DMA(
+                (1 if plan.sections == 1 else max(1, phases - 1), plan.streams * ways)
+            ),
+            plain_sems=pltpu.SemaphoreType.DMA((plan.streams * ways, _places(plan))),
         )
 
 
@@ -142,12 +161,12 @@ class PackedGather(timetable.Stage):
     of their own, and one send under way at a time. A message's slot is released when our send from
     it has ended and what stays here has left it (what was unpacked has, whether or not it is in the
     result yet); the order of both is that of `scatter.Scatter`, and so is the reason why pairs need
-    no credits where sections follow one another (`scatter.is_paired`): a message is kept before the
+    no credits where sections follow one another (`windows.is_paired`): a message is kept before the
     next one goes on. Both ways of one stream need them: on an even ring one way is a hop shorter,
     and at a section's end the last word from upstream is a hop too old for the next one's slot.
 
-    `held` is written by us alone. It has a part for each section that is under way: phase p has
-    section s in tick s + p at the latest, and section s + phases begins when s has ended.
+    `held` is written by us alone. It has a place for each section that is under way
+    (`timetable.ticks`).
     """
 
     keeps = True
@@ -180,7 +199,7 @@ class PackedGather(timetable.Stage):
         own, legs = self._held(b, phase, section, stream), self._legs(b, phase, section, stream)
         for leg in legs:
             only_if(leg.sends(0), functools.partial(self._send, leg, 0, own))
-        if phase == self._last:
+        if phase >= self._last:
             self._unpack(legs[0], -1, own, legs[0].channel.ring.me)
 
     def take(self, b: int, phase: int, hop: Number, section: Any, stream: Number) -> None:
@@ -196,7 +215,7 @@ class PackedGather(timetable.Stage):
             only_if(leg.comes(hop - 1), functools.partial(self._keep, leg, hop - 1))
 
     def end(self, b: int, section: Any, stream: Number) -> None:
-        self._finish(b, self._last, section, stream)
+        self._finish(b, self._plan.phases[-1], section, stream)
 
     def drain(self) -> None:
         """Waits until all is in the result: of no stream before others have been seen to."""
@@ -204,10 +223,10 @@ class PackedGather(timetable.Stage):
             sync.for_each(0, bundle.streams, functools.partial(self._drain, b))
 
     def _drain(self, b: int, stream: Number) -> None:
-        sections = self._plan.bundles[b].sections_of(stream)
+        parts = self._plan.parts_of(self._plan.bundles[b], self._last, stream)
         for leg in self._legs(b, self._last, 0, stream):
-            in_all = sections * leg.unpacks_in_all
-            for back in range(1, PLAIN + 1):
+            in_all = parts * leg.unpacks_in_all
+            for back in range(1, _places(self._plan) + 1):
                 only_if(in_all >= back, functools.partial(self._end_copy, leg, in_all - back))
 
     def take_last(self, b: int, phase: int, section: Any, stream: Number) -> None:
@@ -263,7 +282,8 @@ class PackedGather(timetable.Stage):
             sync.wait(self._kept_sem(leg), leg.channel.slot(0))
 
     def _kept_sem(self, leg: _Leg) -> Any:
-        return self._s.kept_sems.at[leg.phase, self._way(leg)]
+        phase = 0 if self._plan.sections == 1 else leg.phase
+        return self._s.kept_sems.at[phase, self._way(leg)]
 
     def _way(self, leg: _Leg) -> Any:
         """The leg's stream and way, among those of all bundles."""
@@ -271,7 +291,7 @@ class PackedGather(timetable.Stage):
 
     def _plain(self, leg: _Leg, count: Number) -> tuple[Ref, Semaphore]:
         """Where what a leg unpacks as number `count` is, and the semaphore of its copy."""
-        place = wrap_step(count, PLAIN)
+        place = wrap_step(count, _places(self._plan))
         sems = self._s.plain_sems.at[self._way(leg), place]
         return self._s.plain[leg.b].at[leg.row, place], sems
 
@@ -283,8 +303,8 @@ class PackedGather(timetable.Stage):
     def _unpack(self, leg: _Leg, hop: Number, packed: Ref, number: Any) -> None:
         """Unpacks the blocks of device `number` on the last axis, and starts to copy them."""
         bundle, rings, count = self._plan.bundles[leg.b], self._rings, leg.unpacked(hop)
-        plain, semaphore = self._plain(leg, count)
-        only_if(count >= PLAIN, functools.partial(self._end_copy, leg, count - PLAIN))
+        (plain, semaphore), places = self._plain(leg, count), _places(self._plan)
+        only_if(count >= places, functools.partial(self._end_copy, leg, count - places))
         *inner, axis = bundle.order
 
         def one(block: Number, _: None) -> None:
@@ -295,16 +315,16 @@ class PackedGather(timetable.Stage):
                 rest = lax.div(rest, np.int32(self._plan.sizes[other]))
             self._codec.unpack(self._plan.blocks(plain, here), packed.at[block])
 
-        lax.fori_loop(0, _met(self._plan, bundle, leg.phase), one, None)
-        place: list[Any] = [None] * len(rings)
+        lax.fori_loop(0, _sent(self._plan, bundle, leg.phase), one, None)
+        place = self._plan.met(bundle, leg.phase, leg.section)
         place[axis] = number
 
-        def copy(target: Ref, here: Sequence[Any]) -> None:
-            inside = [*here[:axis], 0, *here[axis + 1 :]]
+        def copy(target: Ref, inside: Sequence[Any]) -> None:
             source = self._plan.blocks(plain, inside)
             pltpu.make_async_copy(source, target, semaphore).start()
 
-        self._field.for_each_piece(place, bundle, leg.section, leg.stream, copy)
+        section = self._plan.section_of(leg.phase, leg.section)
+        self._field.for_each_piece(place, bundle, section, leg.stream, copy)
 
     def _held(self, b: int, phase: int, section: Any, stream: Number, number: Any = None) -> Any:
         """The blocks that device `number` (by default we) sends first in a phase, held here.
@@ -313,19 +333,24 @@ class PackedGather(timetable.Stage):
         the first axis innermost.
         """
         bundle = self._plan.bundles[b]
-        start: Any = 0
-        for later in range(phase, self._last):
+        along = self._plan.along(phase)
+        sent = _sent(self._plan, bundle, along)
+        start: Any = (phase - along) * sent
+        for later in range(along, self._last):
             ring = self._rings[bundle.order[later]]
-            place = ring.me if later > phase or number is None else number
-            start = start + place * _met(self._plan, bundle, later)
+            at = ring.me if later > along or number is None else number
+            start = start + at * _met(self._plan, bundle, later)
         ref = self._s.held[b]
-        part = lax.rem(section, np.int32(ref.shape[1])) if ref.shape[1] > 1 else 0
-        return ref.at[stream, part, pl.ds(start, _met(self._plan, bundle, phase))]
+        place = lax.rem(section, np.int32(ref.shape[1])) if ref.shape[1] > 1 else 0
+        return ref.at[stream, place, pl.ds(start, sent)]
 
     def _legs(self, b: int, phase: int, section: Any, stream: Number) -> list[_Leg]:
-        bundle, hops = self._plan.bundles[b], self._plan.hops(self._plan.bundles[b], phase)
-        axis, number = bundle.order[phase], b * len(self._rings) + phase
-        ring, paired = self._rings[axis], scatter.is_paired(self._plan, bundle, phase)
+        bundle, along = self._plan.bundles[b], self._plan.along(phase)
+        part = self._plan.part_of_all(along, section, phase - along)
+        parts = self._plan.parts_along(along)
+        axis, number = bundle.order[along], b * len(self._rings) + along
+        ring, paired = self._rings[axis], windows.is_paired(self._plan, bundle, along)
+        hops = self._plan.hops(bundle, phase)
 
         def leg(way: int, direction: Number, comes: Any, goes: Any) -> _Leg:
             row = stream * self._plan.ways + way
@@ -334,10 +359,11 @@ class PackedGather(timetable.Stage):
                 direction,
                 self._s.semaphores[number],
                 (row,),
-                arrivals=comes * bundle.sections_of(stream),
-                longest=0 if paired else hops * bundle.sections,
+                arrivals=comes * self._plan.parts_of(bundle, along, stream),
+                longest=0 if paired else hops * parts * bundle.sections,
                 slots=(self._s.slots[number], (row,)),
+                sent=windows.sent_by(self._plan, self._s.semaphores, b, along, row),
             )
-            return _Leg(b, phase, section, stream, row, way == 0, channel, comes, goes)
+            return _Leg(b, along, part, stream, row, way == 0, channel, comes, goes)
 
-        return [leg(*way) for way in shares.legs(self._plan, ring, bundle, phase, stream)]
+        return [leg(*way) for way in shares.legs(self._plan, ring, bundle, along, stream)]

@@ -201,8 +201,9 @@ def fits_packed(
         "codec": codec,
         "cores": chips.cores(),
     }
-    _, plan = sections.seen_and_cut(devices.axes_of(group), block, axis, dtype, of, **how)
-    return 4 * sections.vmem_bytes(of(plan)) <= 3 * chips.current().vmem_bytes
+    axes = devices.axes_of(group)
+    _, plan = sections.seen_and_cut(axes, block, axis, dtype, of, **how)
+    return sections.vmem_bytes(of(plan)) <= sections.most_vmem(len(axes))
 
 
 def _prepare(*refs: Any, plan: Shares, codec: Codec) -> Callable[[], None]:
@@ -247,7 +248,7 @@ def _scatter_kernel(
         copy(b, 0, stream).wait()
 
     stage = Scatter(plan, rings, operand, scratch.scatter, op=op, target=finish, codec=codec)
-    timetable.run(plan, (stage, range(len(rings))[::-1]))
+    timetable.run(plan, (stage, plan.phases[::-1]))
     if not vmem:
         for b, bundle in enumerate(plan.bundles):
             sync.for_each(0, bundle.streams, functools.partial(end_copy, b))
@@ -279,8 +280,7 @@ def _reduce_kernel(
     stage = Scatter(plan, rings, operand, scratch.scatter, op=op, target=finish)
     own = None if vmem else (stage.own, scratch.copy_sems)
     gather = all_gather.Gather(plan, rings, result, scratch.gather, own=own)
-    phases = range(len(rings))
-    timetable.run(plan, (stage, phases[::-1]), (gather, phases))
+    timetable.run(plan, (stage, plan.phases[::-1]), (gather, plan.phases))
 
 
 def _packed_kernel(
@@ -302,6 +302,5 @@ def _packed_kernel(
 
     how: dict[str, Any] = {"op": "sum", "target": finish, "codec": codec.within_hops, "last": codec}
     stage = Scatter(plan, rings, operand, scratch.scatter, **how)
-    phases = range(len(rings))
-    timetable.run(plan, (stage, phases[::-1]), (gather, phases))
+    timetable.run(plan, (stage, plan.phases[::-1]), (gather, plan.phases))
     gather.drain()

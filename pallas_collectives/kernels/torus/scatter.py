@@ -18,50 +18,29 @@ from pallas_collectives.kernels.machinery import sync
 from pallas_collectives.kernels.machinery.channel import Channel
 from pallas_collectives.kernels.machinery.codec import TURNED, Codec
 from pallas_collectives.kernels.machinery.combine import combine
-from pallas_collectives.kernels.torus import shares, timetable
+from pallas_collectives.kernels.torus import shares, timetable, windows
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Shares
 from pallas_collectives.topology.groups import LEFT, RIGHT, Ring, only_if
-
-# Slots of a channel for sums that arrive. One is being added to and sent on from, one is being
-# received into; the third lets upstream start before our send from the first has ended.
-SLOTS = 3
 
 # Streams of a bundle whose terms are brought at once where they are packed before they set out. The
 # others follow one by one: so the first are here, and on the wire, before all have been read.
 AT_FIRST = 2
 
 
-def window(plan: Shares, bundle: Bundle, phase: int) -> int:
-    """How many slots a channel has; nothing is sent on from them if one hop is all."""
-    return min(SLOTS, plan.sizes[bundle.order[phase]])
-
-
-def is_paired(plan: Shares, bundle: Bundle, phase: int) -> bool:
-    """Whether streams go in pairs, section by section; then three slots need no credits.
-
-    Before a device sends at hop t of a pair it has taken what came both ways at hop t - 1, and its
-    own sends of hop t - 1 have ended, both ways (`take`). So what upstream has taken of ours before
-    its hop t was sent when our sends of hop t - 2 had ended: those from the slot of message t - 3,
-    which message t takes. Before hop 0 a device has ended the section before, and begun it with us.
-    """
-    in_sections = plan.sections > 1 and not any(plan.lines)
-    return in_sections and plan.is_paired(bundle, phase)
-
-
 class Scratch(NamedTuple):
     """What `Scatter` takes beside its arrays. Ways: two where a torus has lines, else one."""
 
     # for each bundle and phase: VMEM
-    # (streams * ways, SLOTS or fewer, piece); written by upstream. Of packed pieces (`Codec`) there
-    # is one more behind these, which is our own: a term is packed there before it sets out
+    # (streams * ways, SLOTS or fewer, message); written by upstream. Of packed ones (`Codec`) that
+    # need credits there is one more behind these, our own: see `_packed`
     slots: list[Any]
     semaphores: list[channels.Semaphores]  # (streams * ways)
     # (streams, piece): what the phase leaves, of the section that it was in last; None of phase 0
     # where that is packed, in a place of the host's
     left: list[Any]
     # for each bundle: VMEM
-    terms: list[Any]  # (streams * ways, piece): our terms, on their way from HBM; none if there
+    terms: list[Any]  # (streams * ways, message): our terms, on their way from HBM; none if there
     term_sems: Semaphore  # (all streams * ways): own; a term is here
 
     @classmethod
@@ -80,13 +59,13 @@ class Scratch(NamedTuple):
         """
         ways, phases = plan.ways, len(plan.sizes)
         each = [(bundle, phase) for bundle in plan.bundles for phase in range(phases)]
-        pieces = [(bundle, plan.piece_shape(bundle, phase)) for bundle, phase in each]
-        windows = [window(plan, bundle, phase) for bundle, phase in each]
 
-        def slots(count: int, window: int, piece: tuple[int, ...]) -> Any:
+        def slots(bundle: Bundle, phase: int) -> Any:
+            count, message = windows.slots(plan, bundle, phase), plan.message_shape(bundle, phase)
             if codec is None:
-                return pltpu.VMEM((count, window, *piece), dtype)
-            return pltpu.VMEM((count, window + 1, *codec.packed_shape(piece)), jnp.int32)
+                return pltpu.VMEM((bundle.streams * ways, count, *message), dtype)
+            places = bundle.streams * ways, count + (not windows.is_paired(plan, bundle, phase))
+            return pltpu.VMEM((*places, *codec.packed_shape(message)), jnp.int32)
 
         def leaves(bundle: Bundle, phase: int) -> Any:
             summed = jnp.dtype(TURNED) if phase else left
@@ -95,22 +74,12 @@ class Scratch(NamedTuple):
             return None if of is None else pltpu.VMEM(piece, of)
 
         return cls(
-            slots=[
-                slots(bundle.streams * ways, window, piece)
-                for (bundle, piece), window in zip(pieces, windows, strict=True)
-            ],
-            semaphores=[
-                channels.Semaphores.of(
-                    bundle.streams * ways,
-                    window=window,
-                    credits=not is_paired(plan, bundle, phase),
-                )
-                for (bundle, phase), window in zip(each, windows, strict=True)
-            ],
+            slots=[slots(*of) for of in each],
+            semaphores=windows.semaphores(plan),
             left=[leaves(*of) for of in each],
             terms=[
-                pltpu.VMEM((bundle.streams * ways, *piece), dtype)
-                for bundle, piece in pieces[phases - 1 :: phases]
+                pltpu.VMEM((bundle.streams * ways, *plan.message_shape(bundle, phases - 1)), dtype)
+                for bundle in plan.bundles
                 if not vmem
             ],
             term_sems=pltpu.SemaphoreType.DMA((plan.streams * ways,)),
@@ -118,7 +87,7 @@ class Scratch(NamedTuple):
 
 
 class _Leg(NamedTuple):
-    """One way of a stream along one axis, in one section.
+    """One way of a stream along one axis, in one section; along the last, in a part of it.
 
     Round a ring we send our own term of the furthest block as message 0, and as message k our term
     added to what message k - 1 has brought, at hop k. Along a line messages number the owners, the
@@ -127,8 +96,8 @@ class _Leg(NamedTuple):
     """
 
     b: int
-    phase: int
-    section: Any
+    phase: int  # the number of the axis (`Shares.along`)
+    section: Any  # or the part's number among those of all sections (`Shares.part_of_all`)
     stream: Number
     row: Any  # of its slots and semaphores: the stream's way, among those of its bundle
     channel: Channel
@@ -152,7 +121,8 @@ class Scatter(timetable.Stage):
     another device, which may be there while we are in this one. A channel has one send under way at
     a time. Upstream may be ahead of us; a message's slot is released when our send from it has
     ended, or, of a section's last, when it is added to what the phase leaves. That is written again
-    a section later, when the next phase has sent all that it sends from it.
+    a section later, when the next phase has sent all that it sends from it. To messages, parts of a
+    section (`Shares.parts`) are sections of their own.
     """
 
     def __init__(
@@ -170,6 +140,7 @@ class Scatter(timetable.Stage):
         last: Codec | None = None,  # of the own block's sum, if that is packed too
     ) -> None:
         self._plan, self._rings, self._operand = plan, rings, operand
+        self.keeps = plan.parts > 1
         self._s, self._target, self._codec = scratch, target, codec
         plainly: Callable[..., None] = functools.partial(combine, op, vmem=True)
         self._combine = codec.combine if codec else plainly
@@ -188,12 +159,13 @@ class Scatter(timetable.Stage):
 
     def _fetch_at_first(self, b: int, stream: Number) -> None:
         """Starts to bring what a stream packs first of all."""
-        for way, leg in enumerate(self._legs(b, len(self._rings) - 1, 0, stream)):
+        for way, leg in enumerate(self._legs(b, self._plan.phases[-1], 0, stream)):
             self._fetch(leg, 0, way == 0)
 
     def begin(self, b: int, phase: int, section: Any, stream: Number) -> None:
-        if phase + 1 < len(self._rings):
-            self._finish(b, phase + 1, section, stream)
+        if phase + 1 in self._plan.phases:
+            if not self.keeps:
+                self._finish(b, phase + 1, section, stream)
         elif self._codec:
             follows = (section == 0) & (stream + AT_FIRST < self._plan.bundles[b].streams_in(0))
             only_if(follows, lambda: self._fetch_at_first(b, stream + AT_FIRST))
@@ -235,13 +207,22 @@ class Scatter(timetable.Stage):
         fetched, semaphore = self._fetched(leg)
         sync.wait(semaphore, fetched)
 
+    def take_last(self, b: int, phase: int, section: Any, stream: Number) -> None:
+        # All before any begins: meanwhile the terms come that set out next.
+        self._finish(b, phase, section, stream)
+
     def end(self, b: int, section: Any, stream: Number) -> None:
-        self._finish(b, 0, section, stream)
+        if not self.keeps:
+            self._finish(b, 0, section, stream)
 
     def _legs(self, b: int, phase: int, section: Any, stream: Number) -> list[_Leg]:
         bundle, ways = self._plan.bundles[b], self._plan.ways
-        axis, number = bundle.order[phase], b * len(self._rings) + phase
+        along, first = self._plan.along(phase), self._plan.phases[-1]
+        part = self._plan.part_of_all(along, section, first - phase)
+        axis, number = bundle.order[along], b * len(self._rings) + along
         ring, last = self._rings[axis], self._plan.sizes[axis] - 1
+        parts = self._plan.parts_along(along)
+        paired = windows.is_paired(self._plan, bundle, along)
 
         def leg(way: int, direction: Number, ahead: Any, behind: Any) -> _Leg:
             arrivals = ahead if behind is None else jnp.where(behind > 0, ahead + 1, 0)
@@ -251,11 +232,12 @@ class Scatter(timetable.Stage):
                 direction,
                 self._s.semaphores[number],
                 (row,),
-                arrivals=arrivals * bundle.sections_of(stream),
-                longest=0 if is_paired(self._plan, bundle, phase) else ring.size * bundle.sections,
+                arrivals=arrivals * self._plan.parts_of(bundle, along, stream),
+                longest=0 if paired else ring.size * parts * bundle.sections,
                 slots=(self._s.slots[number], (row,)),
+                sent=windows.sent_by(self._plan, self._s.semaphores, b, along, row),
             )
-            return _Leg(b, phase, section, stream, row, channel, ahead, arrivals, behind)
+            return _Leg(b, along, part, stream, row, channel, ahead, arrivals, behind)
 
         if not self._plan.lines[axis]:
             return [leg(0, shares.direction_of(stream), last, None)]
@@ -270,8 +252,7 @@ class Scatter(timetable.Stage):
         slot = channel.slot(goes)
         only_if(number > 0, lambda: channel.wait_sent(slot))
         if self._codec:
-            slots = self._s.slots[leg.b * len(self._rings) + leg.phase]
-            packed = slots.at[leg.row, channel.window]
+            packed = self._packed(leg, goes)
             self._add_term(leg, leg.ahead - number, (packed,), self._combine)
             channel.send(packed, slot, goes)
             return
@@ -281,6 +262,20 @@ class Scatter(timetable.Stage):
             channel.push(term, part(slot), goes)
 
         self._with_term(leg, leg.ahead - number, push)
+
+    def _packed(self, leg: _Leg, goes: Number) -> Ref:
+        """Where our own term is packed that sets out as message number `goes`, the section's first.
+
+        In a pair it is the slot of the message before, which was added to what its section leaves.
+        Upstream writes there again with its third message from this one on: at hop 2, or when it
+        has ended this section. By then it has taken, on the other way, what we have sent behind
+        `take` of hop 1, or all that we send in the section; and so this one has left.
+        """
+        window = leg.channel.window
+        if windows.is_paired(self._plan, self._plan.bundles[leg.b], leg.phase):
+            return leg.channel.slot(goes + window - 1)
+        slots = self._s.slots[leg.b * len(self._rings) + leg.phase]
+        return slots.at[leg.row, window]
 
     def _take(self, leg: _Leg, comes: Any, goes: Any) -> None:
         """Waits for a sum that is to go on, and for the end of the send before."""
@@ -315,15 +310,18 @@ class Scatter(timetable.Stage):
             only_if(~right, lambda: self._sum_up(legs, target, [1]))
 
         if phase:
-            into(self._left(b, phase, stream))
+            along = legs[0].phase
+            part = self._plan.met(self._plan.bundles[b], along, legs[0].section)
+            into(self._plan.blocks(self._left(b, along, stream), part))
         else:
             self._target(b, section, stream, into)
         for way, leg in enumerate(legs):
             self._end(leg)
             if self._codec:  # the term's place is free, and a packed one sets out from there
-                follows = leg._replace(section=section + 1)
+                follows = leg._replace(section=leg.section + 1)
                 fetch = functools.partial(self._fetch, follows, 0, way == 0)
-                only_if(section + 1 < self._plan.bundles[b].sections_of(stream), fetch)
+                parts = self._plan.parts_of(self._plan.bundles[b], leg.phase, stream)
+                only_if(follows.section < parts, fetch)
 
     def _sum_up(self, legs: list[_Leg], target: Ref, sides: Sequence[int] = (0, 1)) -> None:
         """target = our term + what has come, from these sides of a line."""
@@ -404,18 +402,18 @@ class Scatter(timetable.Stage):
         """
         bundle = self._plan.bundles[leg.b]
         axis = bundle.order[leg.phase]
-        place: list[Any] = [None] * len(self._rings)
+        place = self._plan.met(bundle, leg.phase, leg.section)
         place[axis] = self._rings[axis].block(leg.channel.direction * ahead)
         if leg.phase + 1 < len(self._rings):
             left = self._left(leg.b, leg.phase + 1, leg.stream)
             body(self._plan.blocks(left, place), lambda ref: ref)
             return
 
-        def with_piece(term: Ref, here: Sequence[Any]) -> None:
-            inside = [*here[:axis], 0, *here[axis + 1 :]]
+        def with_piece(term: Ref, inside: Sequence[Any]) -> None:
             body(term, lambda ref: self._plan.blocks(ref, inside))
 
-        self._operand.for_each_piece(place, bundle, leg.section, leg.stream, with_piece)
+        section = self._plan.section_of(leg.phase, leg.section)
+        self._operand.for_each_piece(place, bundle, section, leg.stream, with_piece)
 
     def _left(self, b: int, phase: int, stream: Number) -> Any:
         return self._s.left[b * len(self._rings) + phase].at[stream]

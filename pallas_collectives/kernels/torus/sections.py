@@ -1,5 +1,6 @@
 """How blocks of a torus' sums are cut: into sections whose scratch fits."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ HALVES_FROM_BYTES = 256 << 10
 SCRATCH_BYTES = 16 << 20  # of VMEM, and at most half of a core's
 # Where sums travel packed: by the replay of v5e, v5p and v6e 16 MiB take 5% to 12% longer.
 PACKED_SCRATCH_BYTES = 20 << 20
-# The same over several axes, where pieces are of all that the axes before have met: with 20 MiB
+# The same over two axes, where pieces are of all that the axis before has met: with 20 MiB
 # v5e 16 x 16 takes up to 30% longer.
 PACKED_TORUS_BYTES = 48 << 20
 
@@ -44,6 +45,12 @@ LEAST_TILES = 8
 # those of another. By the replay of v5p 4 x 4 x 4 a gather of 64 MiB takes 91 us so, 98 in one
 # section of six streams, and 114 in one of larger pieces.
 LEAST_TILES_ON_THREE = 1
+
+# Round three rings messages along the last axis have half of the blocks (`Shares.parts`). Slots and
+# terms take half of the VMEM so, and as many streams go as fit: by the replay of v5p 4 x 4 x 4 and
+# 64 MiB a gather takes 84 us in six, 89 in four without parts; a psum 167, and 208 in two.
+PARTS = 2
+STREAMS_IN_PARTS = ((6,), (4,), (2,))
 
 # As many sections at least where their phases load links unevenly.
 SECTIONS = 8
@@ -116,11 +123,11 @@ def plan_of(
         """Plans with pieces of up to so many units: of those that fit, the largest ones."""
         found: list[Shares] = []
         # No larger one fits: of what a piece takes, two thirds and more grow with its size.
-        taken = vmem_bytes(scratch_of(whole.in_sections(max(1, most) * whole.grain, streams)))
+        taken = vmem_bytes(scratch_of(cut_in(max(1, most) * whole.grain, streams)))
         for size in range(min(most, 1 + 3 * most * room // (2 * taken)), 0, -1):
             if found and 2 * size * whole.grain <= found[0].bundles[0].size:
                 break
-            plans = [whole.in_sections(size * whole.grain, streams, even) for even in (True, False)]
+            plans = [cut_in(size * whole.grain, streams, even=even) for even in (True, False)]
             found += [plan for plan in plans if fits(plan)]
         return found
 
@@ -139,15 +146,17 @@ def plan_of(
         of_a_tile = len(whole.bundles) > 1 and all(b.size == whole.grain for b in whole.bundles)
         if fits(whole) and not (uneven and halves) and (of_a_tile or not on_three):
             return whole
+    in_parts = on_three and not any(axis.chip or axis.line or axis.size % PARTS for axis in axes)
+    cut_in = functools.partial(whole.in_sections, parts=PARTS if in_parts else 1)
     units = whole.extent // whole.grain
     share = units // (orders * (SECTIONS if uneven else 1))
     # On lines both ways need several sections (see above).
     least = LEAST_TILES // 2 if there_and_back and any(whole.lines) else LEAST_TILES
     least = min(LEAST_TILES_ON_THREE if on_three else least, units // 2) if codec else 0
-    for counts in STREAMS_ON_LINES if on_three or any(whole.lines) else STREAMS:
-        fitting = [
-            plan for streams in counts for plan in coarsest(streams, max(least, share // streams))
-        ]
+    on_lines = STREAMS_ON_LINES if on_three or any(whole.lines) else STREAMS
+    for counts in STREAMS_IN_PARTS if in_parts else on_lines:
+        sizes = {count: least if in_parts else max(least, share // count) for count in counts}
+        fitting = [plan for streams, most in sizes.items() for plan in coarsest(streams, most)]
         if fitting:
             return min(fitting, key=lambda plan: _cost(plan, dtype))
     # Blocks that are too coarse to be cut so finely: as finely as they go.
@@ -172,8 +181,13 @@ def _tiles(block: tuple[int, ...], codec: Codec) -> int:
 def _room(codec: Codec | None, axes: int) -> int:
     """Bytes of VMEM that scratch may take, unless blocks are kept there."""
     if codec and axes > 1:
-        return min(PACKED_TORUS_BYTES, 3 * chips.current().vmem_bytes // 4)
+        return most_vmem(axes) if axes > 2 else min(PACKED_TORUS_BYTES, most_vmem(axes))
     return min(PACKED_SCRATCH_BYTES if codec else SCRATCH_BYTES, chips.current().vmem_bytes // 2)
+
+
+def most_vmem(axes: int) -> int:
+    """Bytes of VMEM that scratch of packed blocks may take over so many axes."""
+    return int((chips.VMEM_SHARE if axes > 2 else 3 / 4) * chips.current().vmem_bytes)
 
 
 def _cost(plan: Shares, dtype: DType) -> float:

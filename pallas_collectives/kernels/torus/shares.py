@@ -27,6 +27,7 @@ from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -99,6 +100,8 @@ class Shares:
       core: which of them this is.
       halfway: whether every stream of a gather goes both ways round a ring, too, as far as the
         opposite device: in half as many hops.
+      parts: in how many parts, 1 or 2, what a stream has met goes along the last axis, one after
+        the other: those of half of the places on the axis before. Each is a phase of its own.
     """
 
     sizes: tuple[int, ...]
@@ -113,6 +116,7 @@ class Shares:
     cores: int = 1
     core: Number = 0
     halfway: bool = False
+    parts: int = 1
 
     @classmethod
     def of(
@@ -180,7 +184,7 @@ class Shares:
         """What a core has of a block along the cut."""
         return self.block[self.cut] // self.cores
 
-    def in_sections(self, size: int, streams: int, even: bool = True) -> "Shares":
+    def in_sections(self, size: int, streams: int, even: bool = True, parts: int = 1) -> "Shares":
         """The same blocks in pieces of `size`, which go by in sections, a piece for each stream.
 
         Bundles have so many sections that all links carry about the same. What is left over are
@@ -204,11 +208,12 @@ class Shares:
         for order, count in zip(orders, small, strict=True):
             if count:
                 most = min(count, max(1, sections))
-                parts = max(n for n in range(1, most + 1) if count % n == 0)
-                add(order, count // parts * self.grain, 2 * parts, 2)
+                cuts = max(n for n in range(1, most + 1) if count % n == 0)
+                add(order, count // cuts * self.grain, 2 * cuts, 2)
         if odd := self.extent - start:
             add(orders[0], odd, 1, 1)
-        return dataclasses.replace(self, bundles=tuple(bundles))
+        plan = dataclasses.replace(self, bundles=tuple(bundles))
+        return dataclasses.replace(plan, parts=parts)
 
     @property
     def busiest(self) -> float:
@@ -230,6 +235,19 @@ class Shares:
     def sections(self) -> int:
         """The most sections of any bundle."""
         return max(bundle.sections for bundle in self.bundles)
+
+    @property
+    def phases(self) -> range:
+        """Those of a gather: one along each axis, and of the last one all `parts`."""
+        return range(len(self.sizes) - 1 + self.parts)
+
+    def along(self, phase: int) -> int:
+        """The number of the axis, in a bundle's order, that a phase goes along."""
+        return min(phase, len(self.sizes) - 1)
+
+    def parts_along(self, number: int) -> int:
+        """How many phases go along the axis of this number in a bundle's order."""
+        return self.parts if number + 1 == len(self.sizes) else 1
 
     @property
     def ways(self) -> int:
@@ -259,7 +277,7 @@ class Shares:
 
     def hops(self, bundle: Bundle, phase: int) -> int:
         """Hops of a bundle in a phase: along axis `bundle.order[phase]`, to all others on it."""
-        axis = bundle.order[phase]
+        axis = bundle.order[self.along(phase)]
         round_ring = self.halfway and not self.lines[axis]
         return self.sizes[axis] // 2 if round_ring else self.sizes[axis] - 1
 
@@ -275,10 +293,40 @@ class Shares:
         shape[self._cut_dimension] = bundle.size
         return tuple(shape)
 
+    def part_of_all(self, number: int, section: Number, part: int) -> Any:
+        """The number of a section's part along such an axis, among those of all sections."""
+        parts = self.parts_along(number)
+        return section if parts == 1 else section * parts + part
+
+    def section_of(self, number: int, part: Number) -> Any:
+        """The section that part number `part` of all belongs to."""
+        parts = self.parts_along(number)
+        return part if parts == 1 else lax.div(part, np.int32(parts))
+
+    def parts_of(self, bundle: Bundle, number: int, stream: Number) -> Any:
+        """How many of them a stream has in all."""
+        return self.parts_along(number) * bundle.sections_of(stream)
+
+    def message_shape(self, bundle: Bundle, number: int) -> tuple[int, ...]:
+        """The shape of what one message holds along the axis of this number in its order."""
+        shape = list(self.piece_shape(bundle, number))
+        if self.parts_along(number) > 1:
+            shape[self.at + bundle.order[number - 1]] //= self.parts
+        return tuple(shape)
+
+    def met(self, bundle: Bundle, number: int, part: Number) -> list[Any]:
+        """The places whose blocks such a message holds, one part of all: see `blocks`."""
+        place: list[Any] = [None] * len(self.sizes)
+        if self.parts_along(number) > 1:
+            before = bundle.order[number - 1]
+            size = self.sizes[before] // self.parts
+            place[before] = pl.ds(lax.rem(part, np.int32(self.parts)) * size, size)
+        return place
+
     def piece(
         self, ref: Ref, numbers: Sequence[Any], bundle: Bundle, section: Any, stream: Number
     ) -> Any:
-        """A stream's part of some of `ref`'s blocks: on each axis all (None), or one."""
+        """A stream's part of some of `ref`'s blocks: as in `blocks`."""
         start = bundle.start + (section * bundle.streams + stream) * bundle.size
         start += self.core * self.extent
         if not isinstance(start, int):
@@ -288,14 +336,23 @@ class Shares:
         return ref.at[tuple(index)]
 
     def blocks(self, ref: Ref, numbers: Sequence[Any]) -> Any:
-        """Some of `ref`'s blocks, or the part of them that `ref` has: on each axis all, or one."""
+        """Some of `ref`'s blocks, or the part of them that `ref` has.
+
+        They are those at some place: on each axis all (None), one (its number), or a span.
+        """
         return ref.at[tuple(self._index(ref, numbers))]
+
+    def span(self, axis: int, place: Any) -> Any:
+        """The places on an axis that a place says: see `blocks`."""
+        if place is None:
+            return pl.ds(0, self.sizes[axis])
+        return place if isinstance(place, pl.Slice) else pl.ds(place, 1)
 
     def _index(self, ref: Ref, numbers: Sequence[Any]) -> list[Any]:
         index = [pl.ds(0, size) for size in ref.shape]
         for axis, number in enumerate(numbers):
             if number is not None:
-                index[self.at + axis] = pl.ds(number, 1)
+                index[self.at + axis] = self.span(axis, number)
         return index
 
     @property

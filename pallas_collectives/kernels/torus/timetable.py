@@ -109,7 +109,7 @@ def run(plan: Shares, *stages: tuple[Stage, Sequence[int]]) -> None:
     of axes, and not with their lengths.
     """
     course = [(stage, phase) for stage, phases in stages for phase in phases]
-    if plan.sections > 1:
+    if plan.sections > 1 or plan.parts > 1:
         _run_sections(plan, course)
         return
 
@@ -161,12 +161,12 @@ def _run_sections(plan: Shares, course: Course) -> None:
     take turns besides.
     """
     pairs = -(-max(bundle.streams for bundle in plan.bundles) // 2)
-    together = plan.ways == 1  # see `scatter.is_paired`
+    together = plan.ways == 1  # see `windows.is_paired`
     turns, steps = _turns(plan, course)
-    numbers, bundles = reversed(range(len(turns))), range(len(plan.bundles))
-    in_turn = [(k, b) for k in numbers for b in bundles]
+    numbers, bundles = range(len(turns))[::-1], range(len(plan.bundles))
+    in_turn: list[tuple[int, Sequence[int]]] = [(k, bundles) for k in numbers]
     if not together:
-        in_turn.sort(key=lambda each: each[1])
+        in_turn = [(k, [b]) for b in bundles for k in numbers]
 
     def in_pair(
         pair: Number, b: int, section: Number, body: Callable[[Any], Any], here: Flag
@@ -180,9 +180,8 @@ def _run_sections(plan: Shares, course: Course) -> None:
 
     def see_to(tick: Number, step: Number, pair: Number, k: int, b: int) -> None:
         turn, section = turns[k], tick - turns[k].tick
-        for body in (_take_last, _begin) if _keeps(course, k) else (_begin,):
-            of_stream = functools.partial(body, course, b, k, section)
-            in_pair(pair, b, section, of_stream, step == turn.begin)
+        begin = functools.partial(_begin, course, b, k, section)
+        in_pair(pair, b, section, begin, step == turn.begin)
         if k == len(course):
             return
         stage, phase = course[k]
@@ -199,10 +198,17 @@ def _run_sections(plan: Shares, course: Course) -> None:
 
         lax.fori_loop(turn.done(step - 1, hops) + 1, turn.done(step, hops) + 1, go_on, None)
 
+    def take_last(tick: Number, step: Number, pair: Number, k: int, b: int) -> None:
+        section = tick - turns[k].tick
+        of_stream = functools.partial(_take_last, course, b, k, section)
+        in_pair(pair, b, section, of_stream, step == turns[k].begin)
+
     def in_step(tick: Number, step: Number) -> None:
         def of_pair(pair: Number, _: None) -> None:
-            for k, b in in_turn:
-                see_to(tick, step, pair, k, b)
+            for k, of_phase in in_turn:
+                for body in (take_last, see_to) if _keeps(course, k) else (see_to,):
+                    for b in of_phase:
+                        body(tick, step, pair, k, b)
 
         lax.fori_loop(0, pairs, of_pair, None)
 
@@ -231,12 +237,22 @@ class Turn:
         return jnp.clip(lax.div((step - self.begin) * hops, np.int32(self.span)), 0, hops)
 
 
-def _turns(plan: Shares, course: Course) -> tuple[list[Turn], int]:
+def ticks(plan: Shares) -> int:
+    """How many ticks a section of a gather takes, and so how many of them are under way at most.
+
+    It ends at the start of the tick behind them, before a section begins there (`_run_sections`).
+    """
+    turns, _ = _turns(plan, [(Stage, phase) for phase in plan.phases])
+    return turns[-1].tick
+
+
+def _turns(plan: Shares, course: Sequence[tuple[Any, int]]) -> tuple[list[Turn], int]:
     """The turns of all phases of the course and of its end, and the steps of a tick.
 
     Along the last axis of links a phase moves the most; those along the others go by quicker. So
     round rings two of these that follow one another have one tick, half of it each: the fewer ticks
     a section takes, the sooner all phases are under way, and the shorter links idle at the end.
+    Both parts of the last axis (`Shares.parts`) have one tick, too.
 
     Along a line a reduction loads the link behind j others from hop j on, a gather up to hop j. So
     a gather's hops come one step earlier: then the link carries one of both in each step.
@@ -246,7 +262,8 @@ def _turns(plan: Shares, course: Course) -> tuple[list[Turn], int]:
     on_lines, outermost = any(plan.lines), len(plan.sizes) - 1 - (plan.within is not None)
     inner, halves = [phase < outermost for _, phase in course], [0] * len(course)
     for k in range(0 if on_lines else len(course) - 1):
-        if inner[k] and inner[k + 1] and halves[k] != 2:
+        alike = inner[k] == inner[k + 1] and (inner[k] or plan.parts > 1)
+        if alike and halves[k] != 2:
             halves[k], halves[k + 1] = 1, 2
     parts = 2 if any(halves) else 1
     turns, tick = [], -1

@@ -116,7 +116,7 @@ def test_a_panel_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 def test_most_of_the_weights_stay_where_not_all_fit(chip: str) -> None:
     """So that products of few rows are not bound by HBM: each would fetch all of w anew."""
     rates, problem = chips.BY_NAME[chip], Problem(1, 256, 8192, 7168, BF16, BF16, BF16)
-    budget = int(rates.vmem_bytes * matmul_plan.VMEM_SHARE)
+    budget = int(rates.vmem_bytes * chips.VMEM_SHARE)
     tiles = product.choose_tiles(problem, budget, rates, times=8)
     assert tiles is not None and tiles.keep == "some"
     assert product.vmem(problem, tiles) <= budget
@@ -149,7 +149,7 @@ def test_products_are_added_up_wide(x_dtype: str, w_dtype: str, out_dtype: str) 
 @pytest.mark.parametrize("columns", [8192, 11008, 28672, 29568])
 def test_tiles_fit_and_feed_the_matrix_unit(chip: str, columns: int) -> None:
     problem = Problem(1, 2048, 8192, columns, BF16, BF16, BF16)
-    budget = int(chips.BY_NAME[chip].vmem_bytes * matmul_plan.VMEM_SHARE)
+    budget = int(chips.BY_NAME[chip].vmem_bytes * chips.VMEM_SHARE)
     tiles = product.choose_tiles(problem, budget, chips.BY_NAME[chip])
     assert tiles is not None
     assert product.vmem(problem, tiles) <= budget
@@ -161,7 +161,7 @@ def test_tiles_fit_and_feed_the_matrix_unit(chip: str, columns: int) -> None:
 
 @pytest.mark.parametrize("chip", chips.BY_NAME)
 def test_weights_stay_in_vmem_where_they_fit(chip: str) -> None:
-    budget = int(chips.BY_NAME[chip].vmem_bytes * matmul_plan.VMEM_SHARE)
+    budget = int(chips.BY_NAME[chip].vmem_bytes * chips.VMEM_SHARE)
 
     def kept(depth: int, columns: int) -> str:
         problem = Problem(1, 1024, depth, columns, BF16, BF16, BF16)
@@ -207,7 +207,7 @@ def test_tiles_of_sums_count_what_the_first_waits_for(
         group=Group(("x",), (n,)), block_bytes=2 * rows * columns, cores=1, terms=2,
     )  # fmt: skip
     (problem,), (tiles,), rates = plan.problems, plan.tiles, chips.current()
-    budget = int(rates.vmem_bytes * matmul_plan.VMEM_SHARE)
+    budget = int(rates.vmem_bytes * chips.VMEM_SHARE)
     steady = product.choose_tiles(problem, budget, rates, times=n * plan.chunks)
     assert steady is not None and tiles.keep == steady.keep == "all"
     assert (tiles.columns < steady.columns) == narrower

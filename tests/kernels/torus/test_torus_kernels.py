@@ -17,7 +17,7 @@ import channel_faults
 import harness
 import pallas_collectives
 from pallas_collectives.kernels.machinery import channel
-from pallas_collectives.kernels.torus import all_gather, reduce_scatter, scatter
+from pallas_collectives.kernels.torus import all_gather, reduce_scatter, windows
 from pallas_collectives.kernels.torus.shares import Shares
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
@@ -237,7 +237,7 @@ def test_sound_gather_is_not_caught() -> None:
 def test_few_semaphores_do_under_credits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_gather, "WINDOW", 2)
     assert not gather_is_caught("on_wait")
-    monkeypatch.setattr(scatter, "SLOTS", 2)
+    monkeypatch.setattr(windows, "SLOTS", 2)
     assert not sum_is_caught("on_wait")
 
 
@@ -272,7 +272,7 @@ def test_missing_receive_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_dropped_credit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     channel_faults.drop_credits(monkeypatch)
-    monkeypatch.setattr(scatter, "SLOTS", 1)
+    monkeypatch.setattr(windows, "SLOTS", 1)
     assert sum_is_caught("on_wait")
 
 

@@ -17,7 +17,7 @@ from test_torus_kernels import CASES, SLOW
 import harness
 import pallas_collectives
 from benchmarks import cases, replay_rows
-from pallas_collectives.kernels.torus import reduce_scatter, scatter, sections
+from pallas_collectives.kernels.torus import reduce_scatter, scatter, sections, windows
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.replay import Machine, Report, bound, replay
 from pallas_collectives.topology import chips
@@ -187,7 +187,7 @@ def test_rows_too_wide_for_scratch_are_cut_between_tiles(
     monkeypatch.setattr(View, "of_tiles", lambda *a: seen.append(a) or of_tiles(*a))
     assert not races_of_sections(op, 4, 4, columns=2048)
     assert set(seen) == {((8, 2048), 0)}
-    monkeypatch.setattr(scatter, "SLOTS", 2)
+    monkeypatch.setattr(windows, "SLOTS", 2)
     assert races_of_sections(op, 4, 4, columns=2048)
 
 
@@ -235,7 +235,7 @@ def test_wide_rows_are_summed_where_they_lie(
 def test_a_window_of_two_slots_without_credits_is_caught(
     monkeypatch: pytest.MonkeyPatch, in_sections: None, closing: None
 ) -> None:
-    monkeypatch.setattr(scatter, "SLOTS", 2)
+    monkeypatch.setattr(windows, "SLOTS", 2)
     assert races_of_sections("psum_scatter", 4, 4)
 
 

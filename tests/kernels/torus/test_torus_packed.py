@@ -23,6 +23,7 @@ from pallas_collectives.kernels.torus import (
     scatter,
     sections,
     shares,
+    windows,
 )
 from pallas_collectives.replay import Machine, Report
 from pallas_collectives.topology import placement
@@ -144,6 +145,23 @@ def test_sections_are_within_the_bound(
     check(op, sizes, lines, harness.ADVERSARIES[mode], rows=16 * 128)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "op, tiles, mode",
+    [
+        ("reduce_scatter", 16, "on_wait"),
+        pytest.param("all_reduce", 16, "on_wait", marks=SLOW),
+        pytest.param("all_reduce", 32, "eager", marks=SLOW),
+        pytest.param("reduce_scatter", 32, "on_wait", marks=SLOW),
+    ],
+)
+def test_parts_of_the_last_of_three_axes_are_within_the_bound(
+    op: str, tiles: int, mode: str
+) -> None:
+    """In one section, and in two."""
+    check(op, (2, 2, 2), (), harness.ADVERSARIES[mode], rows=tiles * 128)
+
+
 def replayed(op: str, pod: str, axes: tuple[str, ...], mib: float, **how: Any) -> Report:
     """The replay of a public call in bfloat16."""
     machine, races = Machine.named(pod), how.pop("races", False)
@@ -161,7 +179,9 @@ def replayed(op: str, pod: str, axes: tuple[str, ...], mib: float, **how: Any) -
     "op, pod, axes, mib",
     [
         ("all_reduce", "v5p:4x4x4", ("x", "y"), 8),
-        pytest.param("all_reduce", "v5p:4x4x4", ("x", "y", "z"), 32, marks=SLOW),
+        pytest.param("all_reduce", "v5p:4x4x4", ("x", "y", "z"), 64, marks=SLOW),
+        pytest.param("all_reduce", "7x:4x4x4", ("x", "y", "z"), 64, marks=SLOW),
+        ("reduce_scatter", "v5p:4x4x4", ("x", "y", "z"), 64),
         pytest.param("all_reduce", "v5e:4x4", ("x", "y"), 8, marks=SLOW),
         pytest.param("all_reduce", "7x:4x4x4", ("x", "core"), 8, marks=SLOW),
         pytest.param("reduce_scatter", "v5p:4x4x4", ("x", "y"), 64, marks=SLOW),
@@ -220,8 +240,14 @@ def _one_section_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_gather.PackedGather, "_held", first)
 
 
+def _packed_where_the_last_but_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the slot that upstream's next message but one comes to."""
+    packed = scatter.Scatter._packed
+    monkeypatch.setattr(scatter.Scatter, "_packed", lambda self, leg, n: packed(self, leg, n + 2))
+
+
 def _two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scatter, "SLOTS", 2)
+    monkeypatch.setattr(windows, "SLOTS", 2)
 
 
 def _blocks_kept_after_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +269,7 @@ def _blocks_kept_after_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     "fault, pod, mib, section",
     [
         (_one_section_held, "v5e:4x4", 8, 4),
+        (_packed_where_the_last_but_one_was, "v5p:4x4x4", 8, 1),
         (_two_slots, "v5p:4x4x4", 8, 1),
         (_blocks_kept_after_the_next_one_goes_on, "v5p:8x4x1", 8, 1),
     ],
