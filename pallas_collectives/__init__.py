@@ -70,6 +70,7 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives.overlap.split import pswapaxes_start as pswapaxes_start
     from pallas_collectives.overlap.split import ragged_all_to_all_start as ragged_all_to_all_start
     from pallas_collectives.overlap.split import reduce_scatter_start as reduce_scatter_start
+    from pallas_collectives.overlap.two_batches import two_batch_overlap as two_batch_overlap
     from pallas_collectives.override import overridden as overridden
     from pallas_collectives.override import override_lax as override_lax
     from pallas_collectives.simulation import simulate as simulate
@@ -141,6 +142,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "ragged_all_to_all_start",
         "reduce_scatter_start",
     ),
+    "overlap.two_batches": ("two_batch_overlap",),
     "override": (
         "overridden",
         "override_lax",

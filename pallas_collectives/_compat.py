@@ -306,23 +306,6 @@ def is_traced(x: object) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
-# Up to JAX 0.10 `lax.optimization_barrier` has all its results vary over the mesh axes that any of
-# its operands varies over: under `check_vma` what a loop carries on would change its type.
-_barrier_p = core.Primitive("optimization_barrier")
-_barrier_p.multiple_results = True
-_barrier_p.def_abstract_eval(lambda *avals: avals)
-_barrier_p.def_impl(lambda *values: jax.lax.optimization_barrier(values))
-register(
-    _barrier_p, lowering=lambda ctx, *args: lowering(jax.lax.optimization_barrier_p)(ctx, *args)
-)
-
-
-def barrier(values: Sequence[Any]) -> list[Any]:
-    """`lax.optimization_barrier`, for a program that is being lowered: types stay as they are."""
-    results: list[Any] = _barrier_p.bind(*values)
-    return results
-
-
 # What hands on a part of its operand, or all of it in another form.
 PARTS = frozenset(
     {

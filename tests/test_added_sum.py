@@ -24,7 +24,7 @@ from pallas_collectives.catalogue.records import (
 )
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.lowering import primitives
-from pallas_collectives.lowering.of_lax import LAX
+from pallas_collectives.lowering.primitives import LAX
 
 ANYWHERE = (ON_RING, ON_LINE)
 

@@ -21,7 +21,7 @@ from pallas_collectives.backends import algorithms, choice, pallas
 from pallas_collectives.catalogue.records import RING, Algorithm, Collective, Primitive
 from pallas_collectives.kernels.machinery import entry, launch, sync
 from pallas_collectives.lowering import primitives
-from pallas_collectives.lowering.of_lax import LAX
+from pallas_collectives.lowering.primitives import LAX
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 

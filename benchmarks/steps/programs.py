@@ -25,6 +25,7 @@ RATE = 1e-3  # at which summed gradients move the weights
 EXPERTS, CHOICES = 2, 2  # of a device; of a token
 
 Arrays = dict[str, Any]
+Wrap = Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]  # of a layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,14 +167,14 @@ def fsdp(devices: int, form: Form) -> Program:
     return Program(stepping(form, layer), (_weights(devices, 1), _tokens()), {"x": devices})
 
 
-def tensor(devices: int, form: Form) -> Program:
+def tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:
     """Heads and hidden units over the devices; between products, the sequence."""
     layer = functools.partial(_layer, gathered=_gather("x", 1), scattered=_scatter("x", 1))
     args = _weights(1, devices), _tokens(devices)
-    return Program(stepping(form, layer), args, {"x": devices})
+    return Program(stepping(form, wrap(layer)), args, {"x": devices})
 
 
-def fsdp_tensor(devices: int, form: Form) -> Program:
+def fsdp_tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:
     """Both: weights gathered over "data", tokens over "model", of 4 devices."""
     parts = devices // 4
     layer = functools.partial(
@@ -183,7 +184,7 @@ def fsdp_tensor(devices: int, form: Form) -> Program:
         scattered=_scatter("model", 1),
     )
     args = _weights(parts, 4), _tokens(4)
-    return Program(stepping(form, layer), args, {"data": parts, "model": 4})
+    return Program(stepping(form, wrap(layer)), args, {"data": parts, "model": 4})
 
 
 def data(devices: int, form: Form) -> Program:

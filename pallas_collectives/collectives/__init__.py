@@ -46,7 +46,7 @@ from pallas_collectives.collectives.reductions import psum as psum
 from pallas_collectives.collectives.reductions import psum_scatter as psum_scatter
 from pallas_collectives.collectives.reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.lowering import primitives, quantized
-from pallas_collectives.lowering.of_lax import LAX as LAX
+from pallas_collectives.lowering.primitives import LAX as LAX
 from pallas_collectives.validation import AxisName, Groups
 from pallas_collectives.wires import WireLike
 

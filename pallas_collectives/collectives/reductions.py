@@ -15,7 +15,7 @@ from pallas_collectives import validation
 from pallas_collectives.backends import choice
 from pallas_collectives.errors import WireError
 from pallas_collectives.lowering import primitives, quantized
-from pallas_collectives.lowering.of_lax import LAX
+from pallas_collectives.lowering.primitives import LAX
 from pallas_collectives.validation import AxisName, Groups
 from pallas_collectives.wires import WireLike
 

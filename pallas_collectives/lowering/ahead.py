@@ -42,6 +42,7 @@ from pallas_collectives.backends.plans import IN_PAIRS, IS_AHEAD, IS_BEHIND
 from pallas_collectives.lowering import placed, turns
 from pallas_collectives.lowering.chain import Chain, Sum
 from pallas_collectives.lowering.loops import NO_PRODUCTS, Loop
+from pallas_collectives.lowering.order import Timetable
 from pallas_collectives.lowering.turns import Step, Value, numbers
 from pallas_collectives.topology import chips
 
@@ -64,9 +65,11 @@ def register() -> None:
         with placed.devices_known(_compat.mesh_of(ctx)):
             if bare := loop.bare():
                 rewritten = Rewritten(loop, lax_keeps=bare)
+            elif in_order := loop.in_order():
+                rewritten = Rewritten(loop, in_order=in_order)
             else:
                 rewritten = Rewritten(loop, loop.early(), loop.late(), loop.sums())
-        if not (bare or rewritten.early or rewritten.seconds):
+        if not (bare or rewritten.in_order or rewritten.early or rewritten.seconds):
             return by_jax(ctx, *args, **params)
         return mlir.lower_fun(rewritten.run, multiple_results=True)(ctx, *args)
 
@@ -82,6 +85,7 @@ class Rewritten:
       late: the scatters to leave.
       sums: seconds that each scatter takes which a SparseCore runs; those of `late` are among them.
       lax_keeps: what lax is to serve.
+      in_order: a turn's steps in another order than they were written.
     """
 
     def __init__(
@@ -91,8 +95,10 @@ class Rewritten:
         late: Sequence[Step] = (),
         sums: Mapping[Step, float] = types.MappingProxyType({}),
         lax_keeps: Sequence[Step] = (),
+        in_order: Timetable | None = None,
     ):
         self.loop, self.early, self.seconds, self.lax_keeps = loop, early, sums, lax_keeps
+        self.in_order = in_order
         self.in_pairs = loop.goes_in_pairs(early)
         self.late = {scatter: loop.to_ys(scatter) for scatter in late}  # and what hands them on
         self.own = {s: loop.to_ys(s) or [s] for s in sums if s not in late}
@@ -178,6 +184,10 @@ class Rewritten:
 
     def _compute(self, values: Values) -> None:
         """Runs the rest of a turn, its sums and those left to it one behind the other."""
+        if self.in_order:
+            for step in self.in_order.steps:
+                step.run(values, **self._here(step))
+            return
         elapsed = self.loop.elapsed(chips.current())
         chain = Chain(values, elapsed[-1])
         gradients = self.loop.gradients_of([*self.late, *self.own])
@@ -221,10 +231,15 @@ class Rewritten:
         run_all(step for step in self.loop.steps if step in tail)
 
     def _here(self, step: Step) -> dict[str, Any]:
-        """What a collective that stays in its turn asks for, otherwise than it did."""
+        """What a collective that stays in its turn asks for, otherwise than it did.
+
+        JAX lowers the new loop as it would any other: what has been decided is not so twice.
+        """
         if step in self.lax_keeps:
             return {"ahead": "", "backend": "xla", "fallback": NO_PRODUCTS}
-        return {"ahead": ""} if step.how or step.scatters else {}
+        if self.in_order and step.awaited:
+            return {"ahead": "", "awaited": step not in self.in_order.away}
+        return {"ahead": ""} if step.how or step.scatters or step.awaited else {}
 
     def _sum(self, scatter: Step, gradient: jax.Array) -> Values:
         """What a scatter that was left makes of its gradient, as a part of y."""

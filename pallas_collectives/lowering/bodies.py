@@ -58,6 +58,8 @@ def _lowered(
     with placed.devices_known(_compat.mesh_of(ctx)):
         if bare := loop.bare():
             run = Rewritten(loop, lax_keeps=bare).once
+        elif in_order := loop.in_order():
+            run = Rewritten(loop, in_order=in_order).once
         elif sums := loop.sums():
             run = Rewritten(loop, sums=sums).once
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)

@@ -11,13 +11,15 @@ and what all turns would wait is more than the last one's scatter takes, which h
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core
 
 from pallas_collectives import _compat
-from pallas_collectives.lowering import turns
+from pallas_collectives.lowering import order, turns
+from pallas_collectives.lowering.order import Call, Timetable
 from pallas_collectives.lowering.turns import Flat, Step, numbers
 from pallas_collectives.topology import chips
 
@@ -78,6 +80,17 @@ class Loop:
             return []
         there = [step for step, takes in self._takes.items() if takes]
         return there if _BARE * products < sum(self._takes.values()) else []
+
+    def in_order(self) -> Timetable | None:
+        """The quickest order of a turn whose products wait for exchanges, some on a SparseCore.
+
+        None where they all stay on the core. Beside them it runs what weights need, in this turn.
+        """
+        chip = chips.current()
+        found = {s: turns.on_either(s, chip) for s in self.steps if s.awaited}
+        tokens = {step: Call(*seconds) for step, seconds in found.items() if seconds is not None}
+        weights = {s: Call(math.inf, takes) for s, takes in self._takes.items() if takes}
+        return order.best(self.steps, tokens, weights, chip) if tokens else None
 
     def early(self) -> list[Step]:
         """The gathers to ask for a turn ahead."""

@@ -8,6 +8,7 @@ backend. So ours means whatever lax's collective means in this JAX version.
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,11 @@ from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import bundles, many_operands, placed, remat
 from pallas_collectives.topology import placement
 from pallas_collectives.validation import AxisName, Groups
+
+# lax's functions as they were on import: `override_lax` may have put ours in their place since.
+LAX = types.SimpleNamespace(
+    **{name: getattr(lax, name) for name in catalogue.functions() if hasattr(lax, name)}
+)
 
 
 def _is_collective(eqn: JaxprEqn) -> bool:

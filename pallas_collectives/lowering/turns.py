@@ -4,16 +4,17 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives import _compat, catalogue
+from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval
 from pallas_collectives.backends import algorithms, canonical
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, UNSERVABLE, How
+from pallas_collectives.lowering import barrier
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.tuning import overlaps
 
@@ -24,7 +25,9 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
 }
 
-# What may take long, though it is no `dot_general`: kernels, and products of other kinds.
+_PRODUCT = "dot_general"
+
+# What may take long, though it is no such product: kernels, and products of other kinds.
 _OPAQUE = frozenset(
     {
         *("pallas_call", "core_map", "ffi_call", "pure_callback", "io_callback"),
@@ -32,6 +35,10 @@ _OPAQUE = frozenset(
         *("ragged_dot_general", "ragged_dot", "conv_general_dilated", "fft", "sort"),
     }
 )
+
+
+# Collectives of tokens between products.
+_EXCHANGES = "all_gather", "reduce_scatter", "all_reduce"
 
 
 class Value(NamedTuple):
@@ -62,6 +69,11 @@ class Step:
         """Whether it sums gradients of gathered weights, for a SparseCore."""
         return self.eqn is not None and _scatters(self.eqn) and isinstance(self.reads[0], int)
 
+    @property
+    def awaited(self) -> bool:
+        """Whether it exchanges what products have made and wait for, and may be on a SparseCore."""
+        return self.eqn is not None and _awaited(self.eqn) and isinstance(self.reads[0], int)
+
     def seconds(self, chip: chips.Chip) -> float:
         """What its products take at the least."""
         return _seconds(self.eqn, chip) if self.eqn is not None else 0.0
@@ -69,12 +81,22 @@ class Step:
     @property
     def is_product(self) -> bool:
         """Whether it is one for the matrix unit."""
-        return self.eqn is not None and self.eqn.primitive.name == "dot_general"
+        return self.eqn is not None and self.eqn.primitive.name == _PRODUCT
 
     @property
     def is_opaque(self) -> bool:
         """Whether it computes what `seconds` does not see."""
-        return self.eqn is not None and _is_opaque(self.eqn)
+        return self.eqn is not None and _holds(self.eqn, _OPAQUE)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it may take long, within its own programs too."""
+        return self.eqn is not None and _holds(self.eqn, _OPAQUE | {_PRODUCT})
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it sends anything, within its own programs too."""
+        return self.eqn is not None and exchanges(self.eqn)
 
     @property
     def types(self) -> dict[int, Any]:
@@ -97,7 +119,7 @@ class Step:
         """
         read = [x.val if isinstance(x, Value) else values[x] for x in self.reads]
         if self.eqn is None:
-            results = _compat.barrier(read)
+            results = barrier.barrier(read)
         else:
             primitive, params = self.eqn.primitive, self.eqn.params
             if wishes:
@@ -124,10 +146,22 @@ def _wishes(eqn: JaxprEqn, collective: str) -> How | None:
     return how if how.ahead == MAY_BE_AHEAD and not how.awaited else None
 
 
+def _awaited(eqn: JaxprEqn) -> bool:
+    if len(eqn.invars) != 1 or not any(eqn.primitive.name in _twins_of(op) for op in _EXCHANGES):
+        return False
+    how: How = eqn.params["how"]
+    by_name = validation.named(eqn.params.get("axes", ())) == tuple(eqn.params.get("axes", ()))
+    return how.ahead == MAY_BE_AHEAD and how.awaited is True and how.wire is None and by_name
+
+
 @functools.cache
 def _twins_of(collective: str) -> frozenset[str]:
     known = catalogue.primitives().items()
-    return frozenset(f"pallas_{n}" for n, (record, _) in known if record.name == collective)
+    return frozenset(
+        f"pallas_{name}"
+        for name, (record, primitive) in known
+        if record.name == collective and primitive.reduction in ("", "sum")
+    )
 
 
 def _inner(eqn: JaxprEqn) -> core.ClosedJaxpr | None:
@@ -137,9 +171,11 @@ def _inner(eqn: JaxprEqn) -> core.ClosedJaxpr | None:
 
 
 def holds_any(closed: core.ClosedJaxpr) -> bool:
-    """Whether a turn has gathers or scatters that another turn may begin."""
-    inner = ((eqn, _inner(eqn)) for eqn in closed.jaxpr.eqns)
-    return any(_how(eqn) or _scatters(eqn) or (x is not None and holds_any(x)) for eqn, x in inner)
+    """Whether a turn has collectives that another turn may begin, or that this one may reorder."""
+    return any(
+        _how(eqn) or _scatters(eqn) or _awaited(eqn) or (x is not None and holds_any(x))
+        for eqn, x in ((eqn, _inner(eqn)) for eqn in closed.jaxpr.eqns)
+    )
 
 
 def _asked_for(closed: core.ClosedJaxpr) -> list[bool]:
@@ -157,10 +193,15 @@ def _asked_for(closed: core.ClosedJaxpr) -> list[bool]:
 
 
 class Flat:
-    """The equations of a turn, those within calls among them where gathers are."""
+    """The equations of a turn, and in place of some calls those within them.
 
-    def __init__(self) -> None:
+    Args:
+      opens: whether such a call is, by its equation and its program; by default what holds gathers.
+    """
+
+    def __init__(self, opens: Callable[[JaxprEqn, core.ClosedJaxpr], bool] | None = None) -> None:
         self.steps: list[Step] = []
+        self._opens = opens or (lambda _, inner: holds_any(inner))
         self._new = itertools.count()
 
     def numbers(self, count: int) -> tuple[int, ...]:
@@ -181,7 +222,7 @@ class Flat:
         for eqn in jaxpr.eqns:
             reads = tuple(map(read, eqn.invars))
             inner = _inner(eqn)
-            if inner is not None and holds_any(inner):
+            if inner is not None and self._opens(eqn, inner):
                 if eqn.params.get("differentiated"):
                     reads = self._behind_barriers(reads, _asked_for(inner), eqn)
                 writes: Sequence[Any] = self.add(inner, reads, (*within, eqn))
@@ -218,21 +259,39 @@ def numbers(values: Iterable[Any]) -> Iterator[int]:
 def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
-    params, nbytes = step.eqn.params, _nbytes(_type(step.eqn.invars[0]))
-    op = "reduce_scatter" if step.scatters else "all_gather"
-    if overlaps.by_xla(op, chip) or params["how"].wire is not None:
-        return 0.0
     brought = _type(step.eqn.outvars[0])
     if step.how and overlaps.for_its_reader(_nbytes(brought), brought.dtype, chip):
         return 0.0
-    group = canonical.group_of(params["axis_name"], params["axis_index_groups"])
-    group = placement.arranged(group)
+    found = _decided(step, chip)
+    return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0
+
+
+def on_either(step: Step, chip: chips.Chip) -> tuple[float, float] | None:
+    """What an exchange that products wait for takes on the core, and on a SparseCore (modelled).
+
+    None if it does not run there.
+    """
+    here, there = _decided(step, chip), _decided(step, chip, awaited=False)
+    if not here or not there or not here.us or not there.us or not there.on_sparsecore:
+        return None
+    return here.us * 1e-6, there.us * 1e-6
+
+
+def _decided(step: Step, chip: chips.Chip, **wishes: Any) -> algorithms.Decision | None:
+    """What serves a collective, with some fields of its `How` others; None where lax does."""
+    assert step.eqn is not None
+    params, nbytes = step.eqn.params, _nbytes(_type(step.eqn.invars[0]))
+    op = next(op for op in _EXCHANGES if step.eqn.primitive.name in _twins_of(op))
+    how = dataclasses.replace(params["how"], **wishes)
+    if overlaps.by_xla(op, chip) or how.wire is not None:
+        return None
+    axes = params["axis_name"] if "axis_name" in params else params["axes"]
+    group = placement.arranged(canonical.group_of(axes, params.get("axis_index_groups")))
     block = catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size)
     try:
-        found = algorithms.decide(op, params["how"], block, group, cuts=nbytes)
+        return algorithms.decide(op, how, block, group, cuts=nbytes)
     except UNSERVABLE:  # lax will serve
-        return 0.0
-    return (found.us or 0.0) * 1e-6 if found.on_sparsecore else 0.0
+        return None
 
 
 def _type(x: core.Var | core.Literal) -> Any:
@@ -245,7 +304,7 @@ def _nbytes(aval: Aval) -> int:
 
 def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
     """What an equation's products take at the least, in those of loops as often as these turn."""
-    if eqn.primitive.name == "dot_general":
+    if eqn.primitive.name == _PRODUCT:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         types = [_type(v) for v in (*eqn.invars, *eqn.outvars)]
         flops = 2.0 * types[-1].size * math.prod(types[0].shape[d] for d in contracted)
@@ -257,9 +316,15 @@ def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
     return each * eqn.params["length"] if eqn.primitive.name == "scan" else each
 
 
-def _is_opaque(eqn: JaxprEqn) -> bool:
+def exchanges(eqn: JaxprEqn) -> bool:
+    """Whether an equation or one within it is a collective, lax's or ours."""
+    known = catalogue.primitives()
+    return _holds(eqn, frozenset(known) | {f"pallas_{name}" for name in known})
+
+
+def _holds(eqn: JaxprEqn, names: frozenset[str]) -> bool:
     inner = (e for jaxpr in _programs_of(eqn) for e in jaxpr.eqns)
-    return eqn.primitive.name in _OPAQUE or any(map(_is_opaque, inner))
+    return eqn.primitive.name in names or any(_holds(e, names) for e in inner)
 
 
 def _programs_of(eqn: JaxprEqn) -> list[core.Jaxpr]:

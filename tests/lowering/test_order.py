@@ -1,0 +1,247 @@
+"""The order of a turn whose products wait for exchanges: what stands beside what."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import harness
+import pallas_collectives as pc
+from benchmarks.steps import schedule
+from pallas_collectives.lowering import order, turns
+from pallas_collectives.lowering.order import Call
+
+SMALL, LARGE = 1 << 10, 1 << 20  # elements
+
+
+@dataclasses.dataclass(eq=False)
+class Fake:
+    """A step of a turn: so many seconds of products, by the model, and one result."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    takes: float = 0.0
+    size: int = SMALL
+    eqn: Any = True
+
+    @property
+    def types(self) -> dict[int, Any]:
+        of = {0: SMALL} | dict.fromkeys(self.writes, self.size)
+        return {number: jax.ShapeDtypeStruct((n,), jnp.float32) for number, n in of.items()}
+
+    def seconds(self, chip: Any) -> float:
+        del chip
+        return self.takes * order._COUNTED
+
+
+def best(steps: list[Any], tokens: dict[Any, Call], weights: dict[Any, Call] | None = None) -> Any:
+    any_chip: Any = None
+    return order.best(steps, tokens, weights or {}, any_chip)
+
+
+def halves() -> tuple[list[Any], dict[Any, Call]]:
+    """Two halves, each a norm, a product, an exchange, a product, and an exchange.
+
+    Products take 10 seconds, exchanges 5 on the core and 8 on a SparseCore.
+    """
+    steps: list[Any] = []
+    for first in (1, 101):
+        steps += [
+            Fake((0,), (first,)),
+            Fake((first,), (first + 1,), 10.0),
+            Fake((first + 1,), (first + 2,)),
+            Fake((first + 2,), (first + 3,), 10.0),
+            Fake((first + 3,), (first + 4,)),
+        ]
+    return steps, {steps[place]: Call(5.0, 8.0) for place in (2, 4, 7, 9)}
+
+
+def test_each_half_computes_while_the_other_exchanges() -> None:
+    found = best(*halves())
+    order_of = [step.writes[0] for step in found.steps if step.eqn is not None]
+    assert order_of == [1, 101, 2, 3, 102, 103, 4, 5, 104, 105]
+    assert sorted(step.writes[0] for step in found.away) == [3, 5, 103]
+    assert found.seconds == 40 + 5, "the last has nothing beside it, and is on the core"
+
+
+def test_barriers_hold_the_order() -> None:
+    """Each exchange is under way until a product is done that was started behind it."""
+    found = best(*halves())
+    for call in found.away:
+        behind = found.steps[found.steps.index(call) + 1 :]
+        ends = next(k for k, s in enumerate(behind) if {*call.writes} & {*s.reads})
+        assert behind[ends].eqn is None, "a barrier, before anything reads it"
+        assert any(step.takes for step in behind[:ends])
+
+
+def test_what_waits_for_nothing_else_stays_as_it_is() -> None:
+    steps, calls = halves()
+    alone = steps[:5]
+    assert best(alone, {s: c for s, c in calls.items() if s in alone}) is None
+
+
+def test_the_core_waits_where_the_next_exchange_then_has_a_product_beside_it() -> None:
+    """Products of 10 and 10 seconds beside exchanges of 12 and 8, which follow one another."""
+    steps: list[Any] = [
+        Fake((), (1,), 10.0),
+        first := Fake((1,), (2,)),
+        second := Fake((2,), (3,)),
+        Fake((3,), (4,), 10.0),
+        Fake((0,), (10,)),
+        Fake((10,), (11,), 10.0),
+        Fake((11,), (12,), 10.0),
+    ]
+    found = best(steps, {first: Call(12, 12), second: Call(8, 8)})
+    assert found.seconds == 10 + 12 + 10 + 10
+
+
+def test_what_is_larger_than_exchanges_is_in_no_barrier() -> None:
+    """XLA would have to keep it: scores of attention, which it computes piece by piece."""
+    steps, calls = halves()
+    scores = steps[6]
+    scores.size = LARGE
+    steps.insert(7, Fake(scores.writes, (106,), 10.0))
+    steps[8].reads = (106,)
+    found = best(steps, calls)
+    held = {n for step in found.steps if step.eqn is None for n in step.reads}
+    assert held and scores.writes[0] not in held
+
+
+def test_weights_are_brought_by_the_sparsecore_alone() -> None:
+    steps, calls = halves()
+    weight = Fake((0,), (50,))
+    steps = [weight, *steps, Fake((50, 105), (51,), 10.0)]
+    found = best(steps, calls, {weight: Call(math.inf, 9.0)})
+    assert weight in found.away and found.seconds == 50 + 5
+
+
+@st.composite
+def turns_of_any_kind(draw: Any) -> tuple[list[Any], dict[Any, Call]]:
+    steps: list[Any] = []
+    calls = {}
+    for number in range(1, draw(st.integers(1, 12))):
+        reads = draw(st.sets(st.integers(0, number - 1), max_size=3))
+        kind = draw(st.sampled_from(["light", "product", "exchange"]))
+        reads = reads if kind != "exchange" else {*sorted(reads)[:1]} or {0}
+        takes = draw(st.integers(1, 20)) if kind == "product" else 0
+        size = draw(st.sampled_from([SMALL, LARGE]))
+        steps.append(Fake(tuple(sorted(reads)), (number,), float(takes), size))
+        if kind == "exchange":
+            calls[steps[-1]] = Call(draw(st.integers(1, 20)), draw(st.integers(1, 20)))
+    return steps, calls
+
+
+@given(turns_of_any_kind())
+@settings(max_examples=200, deadline=None)
+def test_every_step_runs_once_behind_what_it_needs(turn: Any) -> None:
+    steps, calls = turn
+    found = best(steps, calls) if calls else None
+    on_core = sum(step.takes for step in steps) + sum(call.here for call in calls.values())
+    if found is None:
+        return
+    assert sum(step.takes for step in steps) <= found.seconds < on_core
+    there, ran_once = {0}, []
+    for step in found.steps:
+        assert {*step.reads} <= there
+        if step.eqn is not None:
+            ran_once.append(step)
+            there |= {*step.writes}
+    assert sorted(map(id, ran_once)) == sorted(map(id, steps))
+
+
+def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """Tokens are cut over devices between two pairs of products."""
+    for up, down in (("q", "o"), ("up", "down")):
+        seen = lax.all_gather(x / 2, "x", axis=1, tiled=True)
+        y = jnp.tanh(seen @ w[up]) @ w[down]
+        x = x + lax.psum_scatter(y, "x", scatter_dimension=1, tiled=True)
+    return x
+
+
+def gradient(form: str) -> Any:
+    """The gradient of two layers of two halves, in a scan or not."""
+    halved = jax.checkpoint(pc.two_batch_overlap(layer))
+
+    def loss(x: jax.Array, weights: Any) -> jax.Array:
+        if form == "scan":
+            x = lax.scan(lambda x, w: (halved(x, w), None), x, weights)[0]
+        else:
+            for row in range(2):
+                x = halved(x, jax.tree.map(lambda w, row=row: w[row], weights))
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+    return jax.grad(loss, (0, 1))
+
+
+SPECS = P(None, "x"), dict.fromkeys(("q", "o", "up", "down"), P(None, "x"))
+
+
+@pytest.mark.parametrize("form", ["scan", "unrolled"])
+def test_values_are_the_same_in_another_order(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 16, 128), np.float32)
+    weights = {k: 0.1 * rng.standard_normal((2, 256, 128), np.float32) for k in SPECS[1]}
+    mapped = jax.shard_map(
+        gradient(form), mesh=harness.mesh(2), in_specs=SPECS, out_specs=SPECS, check_vma=False
+    )
+    want = jax.jit(mapped)(x, weights)
+    found = []
+
+    def noted(*args: Any) -> Any:
+        found.append(by_model(*args))
+        return found[-1]
+
+    by_model = order.best
+    monkeypatch.setattr(order, "best", noted)
+    monkeypatch.setattr(turns, "_seconds", lambda e, _: float(e.primitive.name == "dot_general"))
+    monkeypatch.setattr(turns, "on_either", lambda step, chip: (2.0, 1.5))
+    jax.clear_caches()
+    with pc.override_lax():
+        got = jax.jit(mapped)(x, weights)
+    jax.clear_caches()
+    assert sum(bool(t) for t in found) == (2 if form == "scan" else 1), (
+        "a turn is put in order once"
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), got, want)
+
+
+def test_products_stand_beside_what_a_sparsecore_brings() -> None:
+    """In the program as it is compiled, between each call's start and its end."""
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+    mesh = Mesh(np.array(devices), ("x",))
+    shapes = (2, 4096, 2048), dict.fromkeys(SPECS[1], (2, 8192, 2048))
+    args = jax.tree.map(
+        lambda shape, spec: jax.ShapeDtypeStruct(
+            shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+        ),
+        shapes,
+        SPECS,
+        is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int),
+    )
+
+    def forward(x: jax.Array, weights: Any) -> jax.Array:
+        return lax.scan(lambda x, w: (pc.two_batch_overlap(layer)(x, w), None), x, weights)[0]
+
+    mapped = jax.shard_map(forward, mesh=mesh, in_specs=SPECS, out_specs=SPECS[0], check_vma=False)
+    with pc.override_lax():
+        text = jax.jit(mapped).lower(*args).compile().as_text()
+    (turn,) = [e for e in schedule.events(text, lambda *_: 0) if isinstance(e, schedule.Loop)]
+    starts = [e for e in turn.events if isinstance(e, schedule.Start)]
+    away = [start for start in starts if start.collective.engine == schedule.SPARSECORE]
+    beside = []
+    for start in away:
+        there = turn.events[turn.events.index(start) : turn.events.index(schedule.Done(start.key))]
+        beside.append(sum(e.cycles for e in there if isinstance(e, schedule.StepWork)))
+    assert len(starts) == 8 and len(away) >= 6
+    assert sum(cycles > 100_000 for cycles in beside) >= 4, beside
