@@ -57,9 +57,10 @@ def override_lax(
     gathers of weights with the sums of their gradients, `psum` and permutes, of 4 MiB and more: XLA
     runs these beside compute, and NCCL's calls of ours stop it. On v5p and v6e XLA would stop the
     core for them, and a SparseCore runs our kernels that move much data. Of gathers it runs those
-    of weights, which are asked for ahead, and of sums these gathers' derivatives. Tokens are
-    awaited at once, and would hold up the rest.
-    `override_report()` says what was replaced, and why the rest was not.
+    of weights, which are asked for ahead, and of sums these gathers' derivatives. Products wait for
+    tokens' exchanges at once; a SparseCore runs those beside which a turn has other products, as
+    with `two_batch_overlap` (`lowering.order`). `override_report()` says what was replaced, and why
+    the rest was not.
 
     Args:
       everything: replace also what XLA would run beside compute; and run all on the TensorCore.
@@ -73,7 +74,8 @@ def override_lax(
         needs first, and leave the scatter of its last gradient to the next turn, where a SparseCore
         runs these and their own turn has nothing to run beside them. This holds a second layer's
         weights and gradients in memory; `override_report()` says which, and how much. Other
-        scatters on a SparseCore are kept under way until later products are done.
+        scatters on a SparseCore are kept under way until later products are done, and a turn may be
+        put in another order. With False each turn stays as it was written.
 
     Raises:
       CollectiveError: a name that is not a collective's, or a flag that is not True or False.

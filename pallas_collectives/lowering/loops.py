@@ -90,7 +90,12 @@ class Loop:
         found = {s: turns.on_either(s, chip) for s in self.steps if s.awaited}
         tokens = {step: Call(*seconds) for step, seconds in found.items() if seconds is not None}
         weights = {s: Call(math.inf, takes) for s, takes in self._takes.items() if takes}
-        return order.best(self.steps, tokens, weights, chip) if tokens else None
+        effects = [
+            s for s in self.steps if s.eqn and not s.exchanges and _compat.has_effects(s.eqn)
+        ]
+        if not tokens or len(effects) > 1:  # these have an order of their own
+            return None
+        return order.best(self.steps, tokens, weights, chip)
 
     def early(self) -> list[Step]:
         """The gathers to ask for a turn ahead."""

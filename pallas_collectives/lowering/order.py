@@ -88,6 +88,7 @@ class _Turn:
         for place, step in enumerate(steps):
             for number in {*numbers(step.reads)} & self.makers.keys():
                 self.readers.setdefault(number, []).append(place)
+        self.missing = [len({*numbers(step.reads)} & self.makers.keys()) for step in steps]
         self.nbytes = self._sizes()
         self.largest = max(
             self.nbytes[n] for c in self.calls for n in (steps[c].reads[0], *steps[c].writes)
@@ -172,7 +173,7 @@ class _Run:
     def __init__(self, turn: _Turn, way: _Way) -> None:
         self._turn, self._here, self._waits = turn, way.here, {*way.waits}
         self._waitable: list[int] = []
-        self._missing = [len({*numbers(s.reads)} & turn.makers.keys()) for s in turn.steps]
+        self._missing = [*turn.missing]
         self._ready: list[tuple[bool, int]] = []  # for the core: products come last; a heap
         self._waiting: list[tuple[float, int]] = []  # calls, by where they are needed: a heap
         self._flying: int | None = None

@@ -170,6 +170,7 @@ QUICK: dict[str, Covers] = {
     "test_kernel_bodies::test_kernel_bodies_compile": once,
     "test_launch::test_operands_are_on_their_way_to_vmem_while_others_are_waited_for": once,
     "test_layer_scan::test_it_equals_a_scan_over_gathered_weights": each("depth"),
+    "test_two_batches::test_it_equals_the_layer": each("layer"),
     "test_matmul_on_tpus::test_the_shorter_of_wire_and_product_is_hidden": each("name", "op"),
     "test_matmul_on_tpus::test_transformer_sizes_compile_to_the_kernel_alone": once,
     "test_matmul_on_tpus::test_weights_that_stay_in_vmem_compile": once,
