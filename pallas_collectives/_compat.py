@@ -182,6 +182,12 @@ def has_effects(eqn: core.JaxprEqn) -> bool:
     return not all(isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
 
 
+def keeps_order(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation must stay behind those before it, whatever it reads: as with refs."""
+    in_order = _effects.ordered_effects.contains
+    return any(isinstance(e, _effects.JaxprInputEffect) or in_order(e) for e in eqn.effects)
+
+
 _SCOPES = {"remat2": "checkpoint"}  # names of calls in profiles, by their primitives
 
 

@@ -84,18 +84,18 @@ class Loop:
     def in_order(self) -> Timetable | None:
         """The quickest order of a turn whose products wait for exchanges, some on a SparseCore.
 
-        None where they all stay on the core. Beside them it runs what weights need, in this turn.
+        Beside them it runs what weights need, in this turn. None where all exchanges stay on the
+        core; where kernels fill the turn, of which it is not known what they take; and where
+        effects have an order of their own.
         """
+        others = (s.eqn for s in self.steps if s.eqn is not None and not s.exchanges)
+        if any(s.is_opaque for s in self.steps) or any(map(_compat.keeps_order, others)):
+            return None
         chip = chips.current()
         found = {s: turns.on_either(s, chip) for s in self.steps if s.awaited}
         tokens = {step: Call(*seconds) for step, seconds in found.items() if seconds is not None}
         weights = {s: Call(math.inf, takes) for s, takes in self._takes.items() if takes}
-        effects = [
-            s for s in self.steps if s.eqn and not s.exchanges and _compat.has_effects(s.eqn)
-        ]
-        if not tokens or len(effects) > 1:  # these have an order of their own
-            return None
-        return order.best(self.steps, tokens, weights, chip)
+        return order.best(self.steps, tokens, weights, chip) if tokens else None
 
     def early(self) -> list[Step]:
         """The gathers to ask for a turn ahead."""

@@ -20,7 +20,7 @@ from pallas_collectives.topology.chips import Chip
 # Products are counted at the matrix unit's full rate, and with the work between them take longer.
 _COUNTED = 0.8
 
-# How many steps are tried in other orders: these are a second or two of the time to lower.
+# How many steps are tried in other orders: that is 1 to 3 seconds of the time to lower.
 _TRIED = 400_000
 
 # What of the time with all tokens' exchanges on the core may be left. The second is for turns in
@@ -90,9 +90,8 @@ class _Turn:
                 self.readers.setdefault(number, []).append(place)
         self.missing = [len({*numbers(step.reads)} & self.makers.keys()) for step in steps]
         self.nbytes = self._sizes()
-        self.largest = max(
-            self.nbytes[n] for c in self.calls for n in (steps[c].reads[0], *steps[c].writes)
-        )
+        exchanged = (n for c in self.calls for n in (*steps[c].reads, *steps[c].writes))
+        self.largest = max(self.nbytes[n] for n in numbers(exchanged))
         self.needed = self._needed()
         self.partners = [self._partner(place) for place in range(len(steps))]
 
@@ -143,14 +142,15 @@ class _Turn:
                     way, found = other, tried
                     return
 
-        for call in self.calls:
+        tokens = [place for place, call in self.calls.items() if math.isfinite(call.here)]
+        for call in tokens:
             better(way._replace(here=way.here | {call}))
         place = -1
         while later := sorted({p for p in found.waitable if p > place}):
             place, *others = later
             waits = [{place}, *({place, other} for other in others[:3])]
             better(*(way._replace(waits=way.waits | more) for more in waits))
-        for call in self.calls:
+        for call in tokens:
             better(way._replace(here=way.here ^ {call}))
         return found
 

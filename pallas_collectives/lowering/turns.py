@@ -167,7 +167,9 @@ def _twins_of(collective: str) -> frozenset[str]:
 def _inner(eqn: JaxprEqn) -> core.ClosedJaxpr | None:
     """The program that an equation runs in its place, closed; None for all others."""
     inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
-    return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
+    if isinstance(inner, core.ClosedJaxpr) or inner is None:  # from JAX 0.12 on all are
+        return inner
+    return core.ClosedJaxpr(inner, ())
 
 
 def holds_any(closed: core.ClosedJaxpr) -> bool:
@@ -196,7 +198,7 @@ class Flat:
     """The equations of a turn, and in place of some calls those within them.
 
     Args:
-      opens: whether such a call is, by its equation and its program; by default what holds gathers.
+      opens: whether such a call is, by its equation and program; by default as `holds_any` says.
     """
 
     def __init__(self, opens: Callable[[JaxprEqn, core.ClosedJaxpr], bool] | None = None) -> None:

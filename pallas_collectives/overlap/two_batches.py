@@ -31,14 +31,14 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives import validation
+from pallas_collectives import _compat, validation
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.barrier import barrier
 from pallas_collectives.lowering.turns import Flat, Step, Value, numbers
 
 # Calls whose equations can stand in their place before derivatives are taken.
-_PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_PLAIN_CALLS = frozenset({"jit", "pjit"})
 
 
 def two_batch_overlap(layer: Callable[..., Any], *, axis: int = 0) -> Callable[..., Any]:
@@ -49,24 +49,25 @@ def two_batch_overlap(layer: Callable[..., Any], *, axis: int = 0) -> Callable[.
         lambda x, *rest: concatenate([layer(half, *rest) for half in split(x, 2, axis)], axis)
 
     Collectives of one half run beside products of the other: by lax where XLA does so on the chip,
-    by a SparseCore on v5p and v6e. Inside `jax.shard_map`; with `jax.lax`'s collectives, with
-    `override_lax`'s, or with those of this package. For several layers to go on without a wait
-    between them let `layer` be several layers.
+    under `override_lax` by a SparseCore on v5p and v6e. It is for the inside of `jax.shard_map`,
+    with `jax.lax`'s collectives or those of this package. For several layers to go on without a
+    wait between them let `layer` be several layers.
 
     Args:
-      layer: (x, *rest) -> results. Rows of a batch must not depend on one another, nor on how many
-        there are. Its collectives stand outside of `jax.checkpoint` and of loops: put these around
-        the function that this one returns.
+      layer: (x, *rest, **options) -> results. Rows of a batch must not depend on one another, nor
+        on how many there are. Its collectives stand outside of `jax.checkpoint` and of loops: put
+        these around the function that this one returns. What is no array goes by keyword.
       axis: the dimension of x, and of each result, that counts rows of the batch: an even number,
         and for the results those of x.
 
     Returns:
-      A function of the same arguments, where x is an array or a pytree of arrays. A result that
-      does not depend on x is given as it is. Gradients of `rest` are sums of those of both halves.
+      A function of the same arguments, where x, the first by position, is a pytree of arrays. A
+      result that does not depend on x, nor its shape on x's, is given as it is. Gradients of `rest`
+      are sums of those of both halves.
 
     Raises:
       CollectiveError: by that function: a batch that is no even number, a result that has no batch,
-        or collectives only where they cannot run beside the other half.
+        effects whose order would be lost, or collectives only where nothing can be beside them.
 
     Example, inside `jax.shard_map` over 8 devices, tokens cut over "x" between products:
       def layer(x, w):  # x: bf16[2, 256, 4096]
@@ -83,7 +84,7 @@ def two_batch_overlap(layer: Callable[..., Any], *, axis: int = 0) -> Callable[.
     """
 
     @functools.wraps(layer)
-    def run(x: Any, *rest: Any, **options: Any) -> Any:
+    def run(x: Any, /, *rest: Any, **options: Any) -> Any:
         rows = _rows(x, axis)
         half = functools.partial(lax.slice_in_dim, axis=axis)
         first = jax.tree.map(lambda leaf: half(leaf, 0, rows // 2), x)
@@ -92,11 +93,14 @@ def two_batch_overlap(layer: Callable[..., Any], *, axis: int = 0) -> Callable[.
         closed, shapes = traced(first, *rest)
         given, tree = [*map(jax.tree.leaves, (first, second, rest))], jax.tree.structure(shapes)
         found = _Layer.of(closed, len(given[0]))
-        for result, shape in zip(found.results, jax.tree.leaves(shapes), strict=True):
-            if result in found.at:
-                _check_result(shape.shape, axis, rows)
-        both = found.run(*given)
-        joined = [a if b is None else jnp.concatenate([a, b], axis) for a, b in both]
+        of_all = jax.tree.leaves(jax.eval_shape(functools.partial(layer, **options), x, *rest))
+        of_half, joined = jax.tree.leaves(shapes), []
+        for whole, part, (a, b) in zip(of_all, of_half, found.run(*given), strict=True):
+            if b is None and whole.shape == part.shape:
+                joined.append(a)
+                continue
+            _check_result(part.shape, axis, rows)
+            joined.append(jnp.concatenate([a, a if b is None else b], axis))
         return jax.tree.unflatten(tree, joined)
 
     return run
@@ -149,6 +153,7 @@ class _Layer(NamedTuple):
         flat = Flat(opens=_opens)
         reads = flat.numbers(len(closed.jaxpr.invars))
         results = flat.add(closed, reads)
+        _check_effects(flat.steps)
         _check_exchanges(flat.steps)
         at = dict.fromkeys(reads[:n_x], 0)
         shared: list[Step] = []
@@ -212,6 +217,15 @@ def _opens(eqn: JaxprEqn, inner: core.ClosedJaxpr) -> bool:
 
 def _only_exchanges(step: Step) -> bool:
     return step.exchanges and not step.computes
+
+
+def _check_effects(steps: Iterable[Step]) -> None:
+    """Checks that nothing but values says what comes first."""
+    others = (step.eqn for step in steps if step.eqn is not None and not step.exchanges)
+    if found := {eqn.primitive.name for eqn in others if _compat.keeps_order(eqn)}:
+        rule = "values alone must say what comes first, since two halves run in turn"
+        remedy = "write to references, and call back in order, outside of the layer"
+        raise CollectiveError(f"a layer with effects in order: {sorted(found)}", rule, remedy)
 
 
 def _check_exchanges(steps: Iterable[Step]) -> None:

@@ -84,6 +84,38 @@ def test_barriers_hold_the_order() -> None:
         assert any(step.takes for step in behind[:ends])
 
 
+def test_each_exchange_starts_in_front_of_the_product_beside_it() -> None:
+    """A barrier joins its operand with that product's; only then does XLA start it in time."""
+    found = best(*halves())
+    for call in found.away:
+        place = found.steps.index(call)
+        after = next(s for s in found.steps[place:] if s.eqn is not None and s.takes)
+        joined = [{*s.reads} for s in found.steps[:place] if s.eqn is None]
+        assert any({call.reads[0], after.reads[0]} <= numbers for numbers in joined)
+
+
+def test_the_core_exchanges_nothing_while_a_sparsecore_does() -> None:
+    """They would share the links: the core waits for what is under way."""
+    steps, calls = halves()
+    here = steps[9]
+    found = best(steps, calls | {here: Call(1.0, 80.0)})
+    place = found.steps.index(here)
+    ended = {n for s in found.steps[:place] if s.eqn is None for n in s.reads}
+    begun = [s for s in found.steps[:place] if s in found.away]
+    assert here not in found.away and len(begun) > 1
+    assert all({*s.writes} <= ended for s in begun)
+
+
+def test_what_is_needed_first_goes_first() -> None:
+    """Of two weights, the one that an earlier product reads."""
+    later, sooner = Fake((0,), (50,)), Fake((0,), (51,))
+    steps, calls = halves()
+    steps[3].reads = (3, 51)  # A's second product
+    steps = [later, sooner, *steps, Fake((105, 50), (52,), 10.0)]
+    found = best(steps, calls, {step: Call(math.inf, 4.0) for step in (later, sooner)})
+    assert found.steps.index(sooner) < found.steps.index(later)
+
+
 def test_what_waits_for_nothing_else_stays_as_it_is() -> None:
     steps, calls = halves()
     alone = steps[:5]

@@ -137,6 +137,51 @@ def test_results_without_a_batch_are_given_as_they_are() -> None:
     assert got["y"].tolist() == [total.tolist()] * 2
 
 
+def test_results_of_the_batchs_shape_have_all_rows() -> None:
+    """Also where their values do not depend on it; and constants are what they are."""
+    constant = np.arange(3, dtype=np.float32)
+
+    def layer(x: jax.Array) -> Any:
+        return lax.psum(x, "x"), jnp.zeros_like(x), jnp.ones(x.shape[:1]), jnp.asarray(constant)
+
+    x = jnp.arange(16.0).reshape(2, 4, 2)
+    got = jax.vmap(pc.two_batch_overlap(layer), axis_name="x")(x)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.vmap(layer, axis_name="x")(x))
+
+
+@pytest.mark.parametrize("form", ["scan", "once", "halves"])
+def test_an_inner_jit_may_close_over_arrays(form: str) -> None:
+    mask = np.tri(8, dtype=np.float32)
+
+    @jax.jit
+    def product(x: jax.Array) -> jax.Array:
+        return lax.psum(x @ mask, "x") / 4
+
+    body = pc.two_batch_overlap(product) if form == "halves" else product
+
+    def run(x: jax.Array) -> Any:
+        x = 2 * x
+        if form == "scan":
+            return lax.scan(lambda x, _: (body(x), None), x, length=2)[0]
+        return body(x)
+
+    specs: Any = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+    mapped = jax.shard_map(run, mesh=harness.mesh(2), **specs)
+    x = np.ones((4, 8), np.float32)
+    want = jax.jit(mapped)(x)
+    with pc.override_lax():
+        np.testing.assert_allclose(jax.jit(mapped)(x), want, rtol=1e-6)
+
+
+def test_a_layer_with_ordered_effects_is_refused() -> None:
+    def layer(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x[0, 0], ordered=True)
+        return x
+
+    with pytest.raises(CollectiveError, match=r"effects in order.*call back in order, outside"):
+        jax.jit(pc.two_batch_overlap(layer))(np.ones((2, 2), np.float32))
+
+
 def test_a_layer_without_collectives_is_the_same_layer() -> None:
     x = jnp.arange(12.0).reshape(3, 4)
     assert (pc.two_batch_overlap(lambda x: x * 2, axis=-1)(x) == x * 2).all()
