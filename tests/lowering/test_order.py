@@ -107,7 +107,7 @@ def test_the_core_exchanges_nothing_while_a_sparsecore_does() -> None:
 
 
 def test_what_is_needed_first_goes_first() -> None:
-    """Of two weights, the one that an earlier product reads."""
+    """Two weights: the one that an earlier product reads comes before the other."""
     later, sooner = Fake((0,), (50,)), Fake((0,), (51,))
     steps, calls = halves()
     steps[3].reads = (3, 51)  # A's second product
