@@ -11,11 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pallas_collectives.lowering.turns import Step
-
-# Products are counted at the matrix unit's full rate, and with the work between them take longer:
-# in the built-in steps 1.2 times as long by XLA's cycles, or more.
-_COUNTED = 0.8
+from pallas_collectives.lowering.turns import COUNTED, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Chain:
         self._join([which.gradient, *self._latest, *behind])
         which.run()
         self._latest = which.results
-        self._done = max(now, self._done) + _COUNTED * which.seconds
+        self._done = max(now, self._done) + COUNTED * which.seconds
 
     def _join(self, numbers: Iterable[int]) -> None:
         together = tuple(dict.fromkeys(numbers))

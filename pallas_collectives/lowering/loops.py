@@ -88,8 +88,7 @@ class Loop:
         core; where kernels fill the turn, of which it is not known what they take; and where
         effects have an order of their own.
         """
-        others = (s.eqn for s in self.steps if s.eqn is not None and not s.exchanges)
-        if any(s.is_opaque for s in self.steps) or any(map(_compat.keeps_order, others)):
+        if any(step.is_opaque or step.keeps_order for step in self.steps):
             return None
         chip = chips.current()
         found = {s: turns.on_either(s, chip) for s in self.steps if s.awaited}

@@ -14,11 +14,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pallas_collectives.lowering.turns import Step, numbers
+from pallas_collectives.lowering.turns import COUNTED, Step, numbers
 from pallas_collectives.topology.chips import Chip
-
-# Products are counted at the matrix unit's full rate, and with the work between them take longer.
-_COUNTED = 0.8
 
 # How many steps are tried in other orders: that is 1 to 3 seconds of the time to lower.
 _TRIED = 400_000
@@ -67,7 +64,7 @@ def best(
     Returns:
       None where the turn is no shorter than with all tokens' on the core, and weights' hidden.
     """
-    works = {step: step.seconds(chip) / _COUNTED for step in steps}
+    works = {step: step.seconds(chip) / COUNTED for step in steps}
     on_core = sum(works.values()) + sum(call.here for call in tokens.values())
     shortest = _Turn(steps, works, {**tokens, **weights}).shortest()
     worth = _WORTH_BESIDE_WEIGHTS if weights else _WORTH

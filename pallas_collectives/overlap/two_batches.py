@@ -31,7 +31,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives import _compat, validation
+from pallas_collectives import validation
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.barrier import barrier
@@ -94,13 +94,14 @@ def two_batch_overlap(layer: Callable[..., Any], *, axis: int = 0) -> Callable[.
         given, tree = [*map(jax.tree.leaves, (first, second, rest))], jax.tree.structure(shapes)
         found = _Layer.of(closed, len(given[0]))
         of_all = jax.tree.leaves(jax.eval_shape(functools.partial(layer, **options), x, *rest))
-        of_half, joined = jax.tree.leaves(shapes), []
-        for whole, part, (a, b) in zip(of_all, of_half, found.run(*given), strict=True):
-            if b is None and whole.shape == part.shape:
-                joined.append(a)
-                continue
-            _check_result(part.shape, axis, rows)
-            joined.append(jnp.concatenate([a, a if b is None else b], axis))
+        has_batch = []
+        for result, whole, part in zip(found.results, of_all, jax.tree.leaves(shapes), strict=True):
+            depends = not isinstance(result, Value) and result in found.at
+            has_batch.append(depends or whole.shape != part.shape)
+            if has_batch[-1]:
+                _check_result(part.shape, axis, rows)
+        both = zip(has_batch, found.run(*given), strict=True)
+        joined = [jnp.concatenate(halves, axis) if has else halves[0] for has, halves in both]
         return jax.tree.unflatten(tree, joined)
 
     return run
@@ -179,18 +180,16 @@ class _Layer(NamedTuple):
         return cls(reads[:n_x], reads[n_x:], results, at, shared, phases, handed_on)
 
     def run(self, first: Sequence[Any], second: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """Each result of both halves; None for the second where it depends on no batch."""
+        """Each result of both halves."""
         values = dict(zip(self.rest, rest, strict=True))
         for step in self.shared:
             step.run(values)
         ahead, behind = (values | dict(zip(self.x, x, strict=True)) for x in (first, second))
         for phase in range(len(self.phases) + 1):
             self._beside((ahead, phase), (behind, phase - 1))
-
-        def both(number: int) -> tuple[Any, Any]:
-            return ahead[number], behind[number] if number in self.at else None
-
-        return [(x.val, None) if isinstance(x, Value) else both(x) for x in self.results]
+        return [
+            (x.val, x.val) if isinstance(x, Value) else (ahead[x], behind[x]) for x in self.results
+        ]
 
     def _beside(self, *pair: tuple[dict[int, Any], int]) -> None:
         """Runs a phase of one half, and the one before it of the other."""
@@ -221,8 +220,7 @@ def _only_exchanges(step: Step) -> bool:
 
 def _check_effects(steps: Iterable[Step]) -> None:
     """Checks that nothing but values says what comes first."""
-    others = (step.eqn for step in steps if step.eqn is not None and not step.exchanges)
-    if found := {eqn.primitive.name for eqn in others if _compat.keeps_order(eqn)}:
+    if found := {step.eqn.primitive.name for step in steps if step.eqn and step.keeps_order}:
         rule = "values alone must say what comes first, since two halves run in turn"
         remedy = "write to references, and call back in order, outside of the layer"
         raise CollectiveError(f"a layer with effects in order: {sorted(found)}", rule, remedy)

@@ -41,7 +41,7 @@ class Fake:
 
     def seconds(self, chip: Any) -> float:
         del chip
-        return self.takes * order._COUNTED
+        return self.takes * turns.COUNTED
 
 
 def best(steps: list[Any], tokens: dict[Any, Call], weights: dict[Any, Call] | None = None) -> Any:
