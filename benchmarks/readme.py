@@ -351,6 +351,11 @@ def packing(_: Saved) -> str:
     return keeping.parts(keeping.load(), "experts")
 
 
+def halves(_: Saved) -> str:
+    """What of `tensor` two halves of its batch hide."""
+    return keeping.halves(keeping.load())
+
+
 def names(_: Saved) -> str:
     """The public names, a line each, linked to their source."""
     root, cells = Path(pallas_collectives.__file__).parents[1], []
@@ -375,6 +380,7 @@ TABLES: dict[str, Callable[[Saved], str]] = {
     "products": products,
     "steps": steps,
     "packing": packing,
+    "halves": halves,
 }
 
 

@@ -98,6 +98,29 @@ def parts(kept: Kept, program: str) -> str:
     return _by_topology(kept, list(_PARTS), texts)
 
 
+# Columns of `halves`, and the program and the collectives of each.
+_OF_HALVES = "benchmarks.steps.two_batches:"
+_HALVES = {
+    "lax": ("tensor", "lax"),
+    "`override_lax()`": ("tensor", "override"),
+    "two halves": (f"{_OF_HALVES}tensor", "override"),
+    "two halves, four layers in a turn": (f"{_OF_HALVES}tensor_at_once", "override"),
+}
+
+
+def halves(kept: Kept) -> str:
+    """Milliseconds of `tensor`, and its waits: by lax, under ours, and of two halves under ours."""
+
+    def texts(topology: str, form: Form) -> Iterator[str]:
+        for program, under in _HALVES.values():
+            of = kept.get(f"{topology}, {program}, {form}, {under}")
+            yield f"{_ms(of.time_us)} ({_ms(of.waits_us)})" if of else _MISSING
+
+    halved = {key.partition(",")[0] for key in kept if _OF_HALVES in key}
+    there = {key: of for key, of in kept.items() if key.partition(",")[0] in halved}
+    return _by_topology(there, [*_HALVES], texts)
+
+
 def _by_topology(
     kept: Kept, headers: Sequence[str], texts: Callable[[str, Form], Iterator[str]]
 ) -> str:

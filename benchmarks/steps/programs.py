@@ -169,9 +169,27 @@ def fsdp(devices: int, form: Form) -> Program:
 
 def tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:
     """Heads and hidden units over the devices; between products, the sequence."""
+    layer, args, axes = _over_heads(devices)
+    return Program(stepping(form, wrap(layer)), args, axes)
+
+
+def tensor_at_once(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:
+    """The same, all its layers in one turn."""
+    layer, (weights, tokens), axes = _over_heads(devices)
+
+    def layers(x: jax.Array, w: Arrays) -> jax.Array:
+        for i in range(LAYERS):
+            x = layer(x, {k: each[i] for k, each in w.items()})
+        return x
+
+    stacked = {k: jax.ShapeDtypeStruct((1, *w.shape), w.dtype) for k, w in weights.items()}
+    return Program(stepping(form, wrap(layers)), (stacked, tokens), axes)
+
+
+def _over_heads(devices: int) -> tuple[Callable[..., jax.Array], tuple[Any, Any], dict[str, int]]:
+    """A layer, its arguments, and its axis."""
     layer = functools.partial(_layer, gathered=_gather("x", 1), scattered=_scatter("x", 1))
-    args = _weights(1, devices), _tokens(devices)
-    return Program(stepping(form, wrap(layer)), args, {"x": devices})
+    return layer, (_weights(1, devices), _tokens(devices)), {"x": devices}
 
 
 def fsdp_tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:

@@ -59,21 +59,29 @@ def register() -> None:
         ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
     ) -> Sequence[ir.Value]:
         length, symbols = params["length"], ctx.dim_var_values  # symbols as in `jax.export`
-        if symbols or length < 2 or not turns.holds_any(params["jaxpr"]):
+        if symbols or not length or not turns.holds_any(params["jaxpr"]):
             return by_jax(ctx, *args, **params)
-        loop = Loop.of(params, len(args))
         with placed.devices_known(_compat.mesh_of(ctx)):
-            if bare := loop.bare():
-                rewritten = Rewritten(loop, lax_keeps=bare)
-            elif in_order := loop.in_order():
-                rewritten = Rewritten(loop, in_order=in_order)
-            else:
-                rewritten = Rewritten(loop, loop.early(), loop.late(), loop.sums())
-        if not (bare or rewritten.in_order or rewritten.early or rewritten.seconds):
+            found = rewritten(Loop.of(params, len(args)))
+        if found is None:
             return by_jax(ctx, *args, **params)
-        return mlir.lower_fun(rewritten.run, multiple_results=True)(ctx, *args)
+        return mlir.lower_fun(found.run, multiple_results=True)(ctx, *args)
 
     _compat.register(scan, lowering=lowering)
+
+
+def rewritten(loop: Loop) -> "Rewritten | None":
+    """A loop as it is best lowered, where it is known where devices are; None for as written.
+
+    What has but one turn asks for nothing ahead and leaves nothing.
+    """
+    if bare := loop.bare():
+        return Rewritten(loop, lax_keeps=bare)
+    if in_order := loop.in_order():
+        return Rewritten(loop, in_order=in_order)
+    early, late = (loop.early(), loop.late()) if loop.params["length"] > 1 else ([], [])
+    sums = loop.sums()
+    return Rewritten(loop, early, late, sums) if early or sums else None
 
 
 class Rewritten:

@@ -16,7 +16,7 @@ from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
 from pallas_collectives.lowering import placed, turns
-from pallas_collectives.lowering.ahead import Rewritten
+from pallas_collectives.lowering.ahead import rewritten
 from pallas_collectives.lowering.loops import Loop
 
 # A program that another runs in its place, all of it.
@@ -54,12 +54,7 @@ def _as_one(jaxpr: core.Jaxpr) -> core.Jaxpr:
 def _lowered(
     ctx: mlir.LoweringRuleContext, *args: ir.Value, closed: core.ClosedJaxpr
 ) -> Sequence[ir.Value]:
-    loop, run = Loop.once(closed), core.jaxpr_as_fun(closed)
     with placed.devices_known(_compat.mesh_of(ctx)):
-        if bare := loop.bare():
-            run = Rewritten(loop, lax_keeps=bare).once
-        elif in_order := loop.in_order():
-            run = Rewritten(loop, in_order=in_order).once
-        elif sums := loop.sums():
-            run = Rewritten(loop, sums=sums).once
+        found = rewritten(Loop.once(closed))
+    run = found.once if found else core.jaxpr_as_fun(closed)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)

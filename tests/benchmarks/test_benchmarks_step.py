@@ -176,6 +176,12 @@ def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         *(" 1.0 → 0.5 ", " 0.5 → 0.2 ", " 0.5 → 0.2 ", " 1.0 → 0.5 "),
     ]
 
+    halved = _row("override", 750.0, op="benchmarks.steps.two_batches:tensor, forward, scan")
+    list(keeping.saved(iter([halved])))
+    _, _, forward, gradient = keeping.halves(keeping.load()).splitlines()  # v4 has none
+    assert forward == "| v5e:4x4, forward | 2.0 (0.5) | 1.0 (0.2) | 0.8 (0.2) | – |"
+    assert gradient.count("–") == 4
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeping.metadata, "version", lambda _: "another")
         list(keeping.saved(iter([_row("override", 1000.0)])))
