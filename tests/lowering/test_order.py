@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import topologies
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +20,7 @@ import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
 from pallas_collectives.lowering import order, turns
+from pallas_collectives.lowering.loops import Loop
 from pallas_collectives.lowering.order import Call
 
 SMALL, LARGE = 1 << 10, 1 << 20  # elements
@@ -33,6 +35,11 @@ class Fake:
     takes: float = 0.0
     size: int = SMALL
     eqn: Any = True
+    awaited: bool = False
+    is_opaque: bool = False
+    keeps_order: bool = False
+    how: None = None
+    scatters: bool = False
 
     @property
     def types(self) -> dict[int, Any]:
@@ -155,6 +162,40 @@ def test_weights_are_brought_by_the_sparsecore_alone() -> None:
     steps = [weight, *steps, Fake((50, 105), (51,), 10.0)]
     found = best(steps, calls, {weight: Call(math.inf, 9.0)})
     assert weight in found.away and found.seconds == 50 + 5
+
+
+@pytest.mark.parametrize("kind", ["is_opaque", "keeps_order"])
+def test_a_turn_with_kernels_or_effects_in_an_order_stays_as_it_is(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kernels take is not known; and an effect may not pass what stands before it."""
+    steps, calls = halves()
+    for step in calls:
+        step.awaited = True
+    monkeypatch.setattr(turns, "on_either", lambda step, chip: calls[step])
+    turn = Loop({"length": 1}, steps, (), (), (), [])
+    assert turn.in_order() is not None
+    setattr(steps[0], kind, True)
+    assert turn.in_order() is None
+
+
+def test_what_goes_packed_is_in_no_order() -> None:
+    """A SparseCore packs nothing."""
+    x, w = jnp.ones((2, 16, 128)), {k: jnp.ones((128, 256)) for k in SPECS[1]}
+
+    def awaited(**how: Any) -> int:
+        mapped = jax.shard_map(
+            layer, mesh=harness.mesh(2), in_specs=SPECS, out_specs=SPECS[0], check_vma=False
+        )
+        with pc.override_lax(**how):
+            closed = jax.make_jaxpr(mapped)(x, w)
+        body = core.ClosedJaxpr(closed.jaxpr.eqns[0].params["jaxpr"], ())
+        flat = turns.Flat()
+        flat.add(body, flat.numbers(len(body.jaxpr.invars)))
+        return sum(step.awaited for step in flat.steps)
+
+    assert awaited() == 4
+    assert awaited(wire={"all_gather": "int8"}) == 2
 
 
 @st.composite
