@@ -45,15 +45,15 @@ def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
             )
 
 
-def dimension(x: jax.Array, axis: int) -> int:
-    """A dimension of x, counted from 0."""
-    if not -x.ndim <= axis < x.ndim:
+def dimension(ndim: int, axis: int) -> int:
+    """A dimension of an array that has so many, counted from 0."""
+    if not -ndim <= axis < ndim:
         raise CollectiveError(
             f"dimension {axis}",
-            f"it must lie in [{-x.ndim}, {x.ndim}) for this array",
+            f"it must lie in [{-ndim}, {ndim}) for this array",
             "count dimensions from 0, or from -1 backwards",
         )
-    return axis % x.ndim
+    return axis % ndim
 
 
 def spec_of(

@@ -49,7 +49,7 @@ def all_gather(
       >>> whole.is_fully_replicated, whole.tolist()
       (True, [0.0, 1.0, 2.0, 3.0])
     """
-    axis = laying.dimension(x, axis)
+    axis = laying.dimension(x.ndim, axis)
     before = laying.spec_of(x, axis, axis_name, spec)
     after = PartitionSpec(*(None if d == axis else s for d, s in enumerate(before)))
 
@@ -67,7 +67,8 @@ def psum_scatter(
     """Sums the rows of an array that are laid over a mesh axis, and leaves the sum laid over it.
 
     Args:
-      x: (n, ...): row p is device p's term, for the n devices of `axis_name`.
+      x: (k n, ...) for the n devices of `axis_name`: device p's term is the sum of the k rows
+        that it has.
       mesh: the mesh.
       axis_name: mesh axis, or tuple of axes, over which the rows of x and the result are laid.
       axis: the dimension of the sum, so of x without its first, that is laid over `axis_name`.
@@ -84,7 +85,7 @@ def psum_scatter(
       >>> tuple(total.sharding.spec), total.tolist()
       (('x',), [2.0, 2.0, 2.0, 2.0])
     """
-    axis = laying.dimension(x[0], axis)
+    axis = laying.dimension(x.ndim - 1, axis)
 
     def scatter(rows: jax.Array) -> jax.Array:
         term = rows.sum(axis=0, dtype=rows.dtype)  # one row, or a device's own few
@@ -101,7 +102,8 @@ def psum(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Ar
     """Sums the rows of an array that are laid over a mesh axis; every device gets the sum.
 
     Args:
-      x: (n, ...): row p is device p's term, for the n devices of `axis_name`.
+      x: (k n, ...) for the n devices of `axis_name`: device p's term is the sum of the k rows
+        that it has.
       mesh: the mesh.
       axis_name: mesh axis, or tuple of axes, over which the rows of x are laid.
       **how: see the module.
@@ -204,7 +206,10 @@ def all_to_all(
       >>> tuple(y.sharding.spec), bool((y == x).all())
       ((None, 'x'), True)
     """
-    split_axis, concat_axis = laying.dimension(x, split_axis), laying.dimension(x, concat_axis)
+    split_axis, concat_axis = (
+        laying.dimension(x.ndim, split_axis),
+        laying.dimension(x.ndim, concat_axis),
+    )
     before = laying.spec_of(x, concat_axis, axis_name, spec)
     if before[split_axis] is not None:
         raise CollectiveError(
@@ -363,7 +368,7 @@ def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int, **how
       Array([[0, 2],
              [1, 3]], dtype=int32)
     """
-    axis, rows = laying.dimension(x, axis), PartitionSpec(axis_name)
+    axis, rows = laying.dimension(x.ndim, axis), PartitionSpec(axis_name)
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     devices = math.prod(mesh.shape[name] for name in names)
     if axis == 0 or x.shape[0] != devices:
@@ -390,7 +395,7 @@ def _of_blocks(
     how: dict[str, Any],
 ) -> jax.Array:
     """A collective that leaves the blocks of an array laid out as they are."""
-    layout = laying.spec_of(x, laying.dimension(x, axis), axis_name, spec)
+    layout = laying.spec_of(x, laying.dimension(x.ndim, axis), axis_name, spec)
 
     def move(shard: jax.Array) -> jax.Array:
         return collective(shard, axis_name, argument, **how)

@@ -1,5 +1,6 @@
 """Signatures as lax has them, and arguments that no collective can serve."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
@@ -59,6 +62,18 @@ def test_no_collective_of_laxs_is_missing() -> None:
 
 def test_each_is_there_for_whole_arrays_too() -> None:
     assert set(vars(collectives.LAX)) <= set(vars(pc.sharded))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_whole_arrays_are_summed_as_they_lie(kind: AxisType) -> None:
+    """Rows that are laid over the axis, as `jax.device_put` leaves them, whatever its type."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    x = harness.random((4, 16, 128), "float32")
+    laid = jax.device_put(x, NamedSharding(mesh, P("x")))
+    for run in (pc.sharded.psum_scatter, pc.sharded.psum):
+        total = functools.partial(run, mesh=mesh, axis_name="x")
+        for got in (total(laid), jax.jit(total)(laid)):
+            np.testing.assert_allclose(got, x.sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_names_of_their_own() -> None:
