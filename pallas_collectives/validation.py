@@ -5,7 +5,7 @@ lax reports these mistakes later, in the compiler or on the devices, or less cle
 
 import functools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -240,3 +240,8 @@ def varying(tree: Any, axis_name: AxisName) -> Any:
     axes &= set(jax.sharding.get_abstract_mesh().axis_names)  # vmap's axes have no such types
 
     return jax.tree.map(lambda leaf: _compat.as_varying(jnp.asarray(leaf), axes), tree)
+
+
+def symbols(xs: Iterable[jax.Array]) -> tuple[Any, ...]:
+    """A shape of which not every size is known, as with `jax.export`; () if there is none."""
+    return next((x.shape for x in xs if not all(isinstance(n, int) for n in x.shape)), ())

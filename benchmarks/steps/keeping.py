@@ -112,9 +112,11 @@ def halves(kept: Kept) -> str:
     """Milliseconds of `tensor`, and its waits: by lax, under ours, and of two halves under ours."""
 
     def texts(topology: str, form: Form) -> Iterator[str]:
-        for program, under in _HALVES.values():
-            of = kept.get(f"{topology}, {program}, {form}, {under}")
-            yield f"{_ms(of.time_us)} ({_ms(of.waits_us)})" if of else _MISSING
+        keys = [f"{topology}, {program}, {form}, {under}" for program, under in _HALVES.values()]
+        found = [kept.get(key) for key in keys]
+        for of in found:
+            same = of and found[0] and of.libtpu == found[0].libtpu  # two compilers' do not compare
+            yield f"{_ms(of.time_us)} ({_ms(of.waits_us)})" if of and same else _MISSING
 
     halved = {key.partition(",")[0] for key in kept if _OF_HALVES in key}
     there = {key: of for key, of in kept.items() if key.partition(",")[0] in halved}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from pallas_collectives import catalogue
+from pallas_collectives import catalogue, validation
 from pallas_collectives.backends import canonical, choice, measured, slices, untyped
 from pallas_collectives.backends.counters import calling, lax_name, note, tried
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
@@ -43,7 +43,7 @@ def _served(
     op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any
 ) -> jax.Array:
     kept, beside = "", False
-    if how.beside and how.wire is None:
+    if how.beside and how.wire is None and not validation.symbols(args):
         kept, beside = _kept(op, how, *args, **params)
     if kept:
         how = How("xla", fallback=kept)
@@ -132,6 +132,9 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     if args[0].dtype == jax.dtypes.float0:
         rule = "tangents of integers hold no bytes to send"
         raise DtypeError(f"{lax_name(collective.name)} of float0", rule, "leave backend=None")
+    if found := validation.symbols(args):
+        rule = "a kernel's sizes must be known, and with `jax.export` some may be symbols"
+        raise UnservedError(f"{lax_name(collective.name)} of {found}", rule, "leave backend=None")
     operands = [untyped.untyped(x) for x in args]
     within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if how.backend == "pallas":

@@ -24,6 +24,7 @@ _barrier_p.def_impl(lambda *values: jax.lax.optimization_barrier(values))
 
 def barrier(values: Sequence[Any]) -> list[Any]:
     """The same values, each there once all of them are."""
+    _compat.prepare()
     results: list[Any] = _barrier_p.bind(*values)
     return results
 

@@ -60,7 +60,7 @@ def _bundles(xs: Sequence[jax.Array]) -> list[list[int]]:
     for i, x in enumerate(xs):
         kind = x.dtype, _compat.manual_type(x)
         bundle, size = filling.get(kind, ([], 0))
-        if x.nbytes > SMALL_BYTES:
+        if validation.symbols([x]) or x.nbytes > SMALL_BYTES:
             bundles.append([i])
             continue
         if not bundle or size + x.nbytes > BUNDLE_BYTES:

@@ -185,6 +185,7 @@ def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeping.metadata, "version", lambda _: "another")
         list(keeping.saved(iter([_row("override", 1000.0)])))
+    assert "1.0" not in keeping.halves(keeping.load())
     assert "→" not in keeping.table(keeping.load())  # two compilers' steps do not compare
 
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
+from pallas_collectives.errors import UnservedError
 from pallas_collectives.lowering import loops
 from turns_of_loops import fake, whole
 
@@ -242,3 +243,27 @@ def test_shapes_may_be_symbols() -> None:
         run = jax.jit(jax.shard_map(step, **options, check_vma=False))
         exported = export.export(run, platforms=["tpu"], disabled_checks=[call])(x, w)
     assert "dot_general" in exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    "name, op",
+    [("psum", "all_reduce"), ("psum_scatter", "reduce_scatter"), ("all_gather", "all_gather")],
+)
+def test_lax_serves_operands_whose_sizes_are_symbols(name: str, op: str) -> None:
+    """A kernel has sizes that are known; so a collective that names our backend is refused."""
+    (b,) = export.symbolic_shape("b")
+    rows = jax.ShapeDtypeStruct((4 * b, 128), jnp.float32)
+    options: Any = {"mesh": harness.mesh(2), "in_specs": P("x"), "out_specs": P("x")}
+
+    def exported(call: Any, **how: Any) -> Any:
+        fn = jax.shard_map(lambda x: call(x, "x", **how), **options, check_vma=False)
+        return export.export(jax.jit(fn), platforms=["cpu"])(rows)
+
+    tiled = {} if name == "psum" else {"tiled": True}
+    with pc.override_lax():
+        there = exported(getattr(lax, name), **tiled)
+    (line,) = pc.override_report().left
+    assert "some may be symbols" in line.why
+    assert f"stablehlo.{op}" in there.mlir_module()
+    with pytest.raises(UnservedError, match="leave backend=None"):
+        exported(getattr(pc, name), backend="pallas", **tiled)

@@ -1,6 +1,10 @@
 """`two_batch_overlap`: what a layer gives, halves in turn, and who may stand beside whom."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +18,7 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives.errors import CollectiveError
 
+ROOT = Path(__file__).parents[2]
 Arrays = dict[str, Any]
 PIECES = {"up": P(None, None, "x"), "down": P(None, "x"), "whole": P(None, "x")}
 DEPTH, BATCH, LENGTH, WIDTH = 2, 4, 8, 128
@@ -32,6 +37,35 @@ def summed(x: jax.Array, w: Arrays) -> jax.Array:
     """Tokens are everywhere, and so is one weight once it is gathered."""
     whole = lax.all_gather(w["whole"], "x", tiled=True)
     return x + lax.psum(jnp.tanh(x @ whole @ w["up"]) @ w["down"], "x") / 8
+
+
+FRESH = """
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+import pallas_collectives as pc
+
+mesh = Mesh(np.array(jax.devices()), ("x",))
+layer = lambda x, w: lax.psum(jnp.tanh(x @ w), "x") @ w
+loss = lambda run: lambda x, w: jnp.sum(jax.vmap(run, (0, None))(x, w) ** 2)
+mapped = lambda run: jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
+x, w = jnp.ones((3, 2, 8)), jnp.full((8, 8), 0.1)
+got, want = (jax.jit(mapped(jax.grad(loss(f))))(x, w) for f in (pc.two_batch_overlap(layer), layer))
+np.testing.assert_allclose(got, want, rtol=1e-6)
+"""
+
+
+def test_a_fresh_process_needs_nothing_else_of_the_package() -> None:
+    """Its barriers have their rules, whether or not anything of ours was called before."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def within_jit(x: jax.Array, w: Arrays) -> jax.Array:
