@@ -243,5 +243,5 @@ def varying(tree: Any, axis_name: AxisName) -> Any:
 
 
 def symbols(xs: Iterable[jax.Array]) -> tuple[Any, ...]:
-    """A shape of which not every size is known, as with `jax.export`; () if there is none."""
+    """The first shape of which not every size is known, as with `jax.export`; or ()."""
     return next((x.shape for x in xs if not all(isinstance(n, int) for n in x.shape)), ())
