@@ -265,5 +265,7 @@ def test_lax_serves_operands_whose_sizes_are_symbols(name: str, op: str) -> None
     (line,) = pc.override_report().left
     assert "some may be symbols" in line.why
     assert f"stablehlo.{op}" in there.mlir_module()
+    if name != "all_gather":  # what lax's primitives make of it has no kernel
+        assert exported(getattr(pc, name), backend="xla", order="rank", **tiled)
     with pytest.raises(UnservedError, match="leave backend=None"):
         exported(getattr(pc, name), backend="pallas", **tiled)
