@@ -1,7 +1,8 @@
 """`step`: a model's step, compiled by the real TPU compiler: which collectives the core waits for.
 
 Each program is compiled for each topology three times: with lax's collectives, under
-`override_lax()`, and under `override_lax(everything=True)` ("forced"); --under names some of these.
+`override_lax()`, and under `override_lax(everything=True)` ("forced"); --under names some of these,
+and wires, as int8, over which functions then send where `override_lax(wire=...)` takes it.
 XLA's scheduled program says what runs beside what, and how many cycles the core's own work takes; a
 replay of the whole step says what collectives take. All these times are modelled, not measured. No
 TPU is needed.
@@ -55,7 +56,9 @@ _PROGRAM = flags.DEFINE_list(
 _PASS = flags.DEFINE_list("pass", ["forward"], "forward, gradient, or both with a comma.")
 _LAYERS = flags.DEFINE_list("layers", ["scan"], "scan, unrolled, or both with a comma.")
 _UNDER = flags.DEFINE_list(
-    "under", list(compiling.UNDER), f"Whose collectives: {', '.join(compiling.UNDER)}."
+    "under",
+    list(compiling.UNDER),
+    f"Whose collectives: {', '.join(compiling.UNDER)}; or a wire: {', '.join(compiling.WIRES)}.",
 )
 _EACH = flags.DEFINE_bool("each", True, "Print each program's collectives.")
 _LEARN = flags.DEFINE_bool(
@@ -77,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             _named(_PASS.value, "pass", _PASSES), _named(_LAYERS.value, "layers", _LAYOUTS)
         )
     ]
-    under = _named(_UNDER.value, "under", tuple(compiling.UNDER))
+    under = _named(_UNDER.value, "under", (*compiling.UNDER, *compiling.WIRES))
     screen = Screen()
     if _LEARN.value:
         _need_compiler(compiles)

@@ -2,7 +2,7 @@
 
 XLA keeps the turns of a loop apart: what a turn starts it ends. Within a turn, as within what lies
 outside of loops, a collective can have beside it only what neither brings its operand nor needs its
-result. So no turn is shorter than
+result, and its own products. So no turn is shorter than
 
 * the core's own work;
 * chains of collectives that need one another, with the work between them, before and behind;
@@ -80,6 +80,7 @@ class _Part:
                 case Done(key, name) if key in started:
                     self._bits[name] = bit
                     collective, begun = started.pop(key)
+                    self._works.append((bit, collective.cycles / clock))
                     flying.append((bit, begun, collective))
         self.work = sum(core for _, core in self._works) - inner
         self._flights: dict[int, _Flight] = {}

@@ -4,6 +4,7 @@ As `benchmarks.compiled`, in a process of its own.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import signal
@@ -19,8 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import pallas_collectives
 from benchmarks import compiled
 from benchmarks.rows import Stepped
-from benchmarks.steps import bound, packing, programs, schedule, timeline, wires
+from benchmarks.steps import bound, packing, programs, schedule, timeline
+from benchmarks.steps import wires as step_wires
 from benchmarks.steps.programs import Form, Program
+from pallas_collectives import wires
 from pallas_collectives.backends import counters
 from pallas_collectives.replay import Machine
 
@@ -30,10 +33,12 @@ UNDER: dict[str, Callable[[], Any]] = {
     "override": pallas_collectives.override_lax,
     "forced": lambda: pallas_collectives.override_lax(everything=True),
 }
+WIRES = wires.DTYPES  # and over a narrower wire, wherever that is taken
+_SENDING = ("all_gather", "all_to_all", "ppermute", "psum", "psum_scatter", "ragged_all_to_all")
 
 
 class Task(NamedTuple):
-    """One program on one topology; a row for each of `under`, of `UNDER`."""
+    """One program on one topology; a row for each of `under`, of `UNDER` and `WIRES`."""
 
     topology: str
     program: str
@@ -96,7 +101,7 @@ def mesh_of(program: Program, devices: np.ndarray) -> Mesh:
 
 
 def lower(program: Program, devices: np.ndarray, under: str) -> Any:
-    """The program lowered for these devices, with the collectives of one of `UNDER`."""
+    """The program lowered for these devices, under one of `UNDER` or `WIRES`."""
     mesh = mesh_of(program, devices)
     spec = PartitionSpec(tuple(program.axes))
 
@@ -110,7 +115,11 @@ def lower(program: Program, devices: np.ndarray, under: str) -> Any:
         ),
         program.args,
     )
-    with UNDER[under]():
+    sending = dict.fromkeys(_SENDING, under)
+    over_wire = functools.partial(
+        pallas_collectives.override_lax, wire=sending, wire_backward=sending
+    )
+    with UNDER.get(under, over_wire)():
         return jax.jit(mapped).lower(*args)
 
 
@@ -130,7 +139,7 @@ def _figures(
 ) -> dict[str, Any]:
     machine = machine_of(task.topology, devices.size)
     placement = machine.placement_of(devices)
-    what_of = wires.programs(machine, placement, program.axes, plans)
+    what_of = step_wires.programs(machine, placement, program.axes, plans)
     text = compiled_.as_text()
     events = packing.marked(schedule.events(text, timeline.cycles_of(machine)), text)
     line = timeline.run(events, machine, placement, what_of)

@@ -58,6 +58,8 @@ class Collective:
       axes: the mesh axes that they lie along, where the text names them.
       members: the numbers of such devices, where it lists them; of a permute, the first pair's.
       shape: the shape of a kernel's first result.
+      operands: the shapes of a kernel's operands.
+      cycles: of the products that a kernel computes while it sends.
     """
 
     name: str
@@ -69,6 +71,8 @@ class Collective:
     axes: tuple[str, ...] = ()
     members: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
+    operands: tuple[tuple[int, ...], ...] = ()
+    cycles: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,12 +202,13 @@ class _Walk:
             yield Done(i.name, i.name)
         elif "tpu_custom_call" in i.rest and i.op == "custom-call":
             kernel = _by_kernel(i, CORE)
-            if kernel.op or _SENDS in i.rest:
+            cost = _COST.search(i.rest)
+            flops, nbytes = map(int, cost.groups()) if cost else (0, kernel.nbytes)
+            if kernel.op or _SENDS in i.rest:  # then the bytes are those of the wire
+                kernel = dataclasses.replace(kernel, cycles=self._cycles(flops, 0))
                 yield Start(i.name, kernel, i.name)
                 yield Done(i.name, i.name)
             else:
-                cost = _COST.search(i.rest)
-                flops, nbytes = map(int, cost.groups()) if cost else (0, kernel.nbytes)
                 yield StepWork(i.name, self._cycles(flops, nbytes))
         elif cycles := _CYCLES.search(i.rest):
             yield StepWork(i.name, int(cycles[1]))
@@ -291,17 +296,20 @@ class _Walk:
 def _by_kernel(i: Instruction, engine: str) -> Collective:
     found = re.search(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)', i.rest)
     kernel = found[1] if found else i.name
-    ops = [op for op in catalogue.COLLECTIVES if kernel.startswith(op)]
-    _, dims = next(iter(_ARRAY.findall(i.type)), ("", ""))
+    ops = [op for op in catalogue.COLLECTIVES if op in kernel]
+    shape = next(_shapes(i.type), ())
+    operands = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", i.rest)
     return Collective(
-        i.name,
-        max(ops, key=len, default=""),
-        kernel,
-        engine,
-        _arrays(i.type)[0],
-        0,
-        shape=tuple(int(d) for d in dims.split(",") if d),
+        *(i.name, max(ops, key=len, default=""), kernel, engine, _arrays(i.type)[0], 0),
+        shape=shape,
+        operands=tuple(_shapes(operands[1])) if operands else (),
     )
+
+
+def _shapes(types: str) -> Iterator[tuple[int, ...]]:
+    """The shapes of arrays."""
+    for _, dims in _ARRAY.findall(types):
+        yield tuple(int(d) for d in dims.split(",") if d)
 
 
 def cycles_of(found: tuple[Event, ...]) -> int:

@@ -5,7 +5,8 @@ its products or its bytes by the peak rates. Collectives are replayed with it
 (`replay.steps`): a kernel's own program, and for one of XLA's own that of our fastest, so that both
 are held to one model of the wire. An engine serves one collective at a time, in their order; all
 share the links. What the core waits for is exposed, and so is what it computes for collectives
-alone (`steps.packing`). A collective's time beside other work of the core is hidden.
+alone (`steps.packing`). A collective's time beside other work of the core is hidden, and of a
+kernel that multiplies while it sends the time of its products at the peak rate.
 """
 
 import collections
@@ -34,7 +35,7 @@ class Served:
       nbytes: bytes of one device's result.
       devices: that take part together.
       times: how often it runs.
-      each_us: the time of one.
+      each_us: the time of one, its own products included.
       waits_us: what the core waits in all turns together.
       beside: cycles of the core's work between start and end, in all turns, but for packing.
       beside_what: the names of the longest of that work.
@@ -108,14 +109,15 @@ def run(
       what_of: the stepped program of a collective, or its seconds.
     """
     flat, known = list(_flat(events)), dict[int, float]()
+    clock = machine.generation.clock
 
     def alone(what: Program) -> float:
         if id(what) not in known:
             known[id(what)] = steps.alone(what, machine, placement)
         return known[id(what)]
 
-    parts = [*_parts(flat, machine.generation.clock, what_of, alone)]
-    return _Account(flat).of(steps.run(parts, machine, placement))
+    parts = [*_parts(flat, clock, what_of, alone)]
+    return _Account(flat, clock * US).of(steps.run(parts, machine, placement))
 
 
 def _flat(events: Iterable[Event]) -> Iterator[StepWork | Start | Done]:
@@ -163,8 +165,9 @@ class _Flying(NamedTuple):
 class _Account:
     """Adds up a step's course."""
 
-    def __init__(self, events: list[StepWork | Start | Done]) -> None:
+    def __init__(self, events: list[StepWork | Start | Done], clock: float) -> None:
         self._events = events
+        self._clock = clock  # cycles in a microsecond
         self._line = Timeline()
         self._flying: dict[str, _Flying] = {}
 
@@ -199,8 +202,10 @@ class _Account:
                 each = took if alone else sum(span.end - span.begin for span in aside) / US
                 served.each_us = max(served.each_us, each)
                 served.times += 1
-                self._wait(served, took, on_core)
-                self._line.hidden_us += 0.0 if alone else each
+                own = min(took, c.cycles / self._clock)
+                self._line.compute_us += own
+                self._wait(served, took - own, on_core)
+                self._line.hidden_us += own if alone else each
                 lane = "wire" if alone else c.engine
                 self._draw(lane, "collective", f"{served.op} by {served.by}", aside or on_core)
                 self._flying[key] = _Flying(served, collections.Counter(), aside)

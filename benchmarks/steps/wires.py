@@ -1,6 +1,7 @@
 """What stands for a collective in the replay of a step: its kernel's program."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from jax.sharding import PartitionSpec
 import pallas_collectives
 from benchmarks.steps.schedule import SPARSECORE, Collective
 from pallas_collectives import catalogue
-from pallas_collectives.backends.plans import KernelPlan
+from pallas_collectives.backends.plans import KernelPlan, ProductPlan
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, steps
 from pallas_collectives.replay.program import Program
+from pallas_collectives.wires import Wire
 
 _DTYPE = np.dtype("uint16")  # of bfloat16's width
 _LARGE = 32 << 20  # bytes that a device sums or sends: from here on time grows with them alone
@@ -26,16 +28,32 @@ def programs(
     """What gives a collective's program, or the seconds that its bytes take on one link.
 
     A kernel's plan, of those that were followed while the step was lowered, says which algorithm
-    runs over which axes. One of XLA's own is replayed as our fastest would do it. What is no
-    collective, or does not say over which axes it goes, takes as long as its bytes on one link; a
+    runs over which axes and over which wire, and one with a product what is multiplied. One of
+    XLA's own is replayed as our fastest would do it. What is no collective, or does not say over
+    which axes it goes, takes as long as its bytes on one link; a
     ragged exchange sends as many rows as the catalogue's example does. A sum or ragged exchange of
     more than 32 MiB would be replayed for minutes: its seconds lie on the straight line through
     those of 16 and 32 MiB, and it leaves the links to others.
     """
+    plans = list(plans)
     known = [plan for plan in plans if isinstance(plan, KernelPlan)]
+    fused = [plan for plan in plans if isinstance(plan, ProductPlan) and plan.bind]
+
+    def program(body: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> Program:
+        nothing = PartitionSpec()
+        mapped = jax.shard_map(
+            body,
+            mesh=machine.mesh(axes),
+            in_specs=nothing,
+            out_specs=nothing,
+            check_vma=False,
+        )
+        return steps.program(mapped, *operands, machine=machine, placement=placement)
 
     @functools.cache
-    def stepped(op: str, over: tuple[str, ...], algorithm: str | None, block: int) -> Any:
+    def stepped(
+        op: str, over: tuple[str, ...], algorithm: str | None, wire: Wire | None, block: int
+    ) -> Program:
         n = int(np.prod([axes[name] for name in over]))
         record, example = catalogue.COLLECTIVES[op], catalogue.COLLECTIVES[op].example
         unit = record.block_bytes(_nbytes(example.operand(n, 1)), n)
@@ -43,23 +61,19 @@ def programs(
 
         def body(x: jax.Array) -> jax.Array:
             axis = over if len(over) > 1 else over[0]
-            dtype = "bfloat16" if record.adds else x.dtype
-            how: Any = {"backend": "pallas", "algorithm": algorithm}
+            dtype = "bfloat16" if record.adds or wire else x.dtype
+            how: Any = {"backend": "pallas", "algorithm": algorithm, "wire": wire}
             return example.call(pallas_collectives, x.astype(dtype), axis, **how)
 
-        nothing = PartitionSpec()
-        mesh = machine.mesh(axes)
-        mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False
-        )
-        operand = jax.ShapeDtypeStruct(example.operand(n, rows), _DTYPE)
-        return steps.program(mapped, operand, machine=machine, placement=placement)
+        return program(body, jax.ShapeDtypeStruct(example.operand(n, rows), _DTYPE))
 
     @functools.cache
-    def seconds(op: str, over: tuple[str, ...], algorithm: str | None, block: int) -> float:
+    def seconds(
+        op: str, over: tuple[str, ...], algorithm: str | None, wire: Wire | None, block: int
+    ) -> float:
         large = large_block(op, over)
         half, whole = (
-            steps.alone(stepped(op, over, algorithm, size), machine, placement)
+            steps.alone(stepped(op, over, algorithm, wire, size), machine, placement)
             for size in (large // 2, large)
         )
         return whole + (block / large - 1) * 2 * (whole - half)
@@ -69,15 +83,19 @@ def programs(
         timed = catalogue.COLLECTIVES[op].timed
         return _LARGE if timed else _LARGE // int(np.prod([axes[name] for name in over]))
 
+    multiplied = functools.cache(lambda plan: program(plan.bind, *plan.operands))
+
     def what_of(c: Collective) -> Program | float:
+        if product := _product(c, fused):
+            return multiplied(product)
         plan = _plan(c, known) if c.kernel else None
         over = plan.axes if plan else _over(c, axes)
         if c.op in catalogue.COLLECTIVES and over and set(over) <= set(axes):
-            algorithm = plan.algorithm if plan else None
+            algorithm, wire = (plan.algorithm, plan.wire) if plan else (None, None)
             block = _block(c, plan, axes, over)
             try:
                 timed = seconds if block > large_block(c.op, over) else stepped
-                return timed(c.op, over, algorithm, block)
+                return timed(c.op, over, algorithm, wire, block)
             except CollectiveError:  # XLA's own, which ours cannot do: say, to far devices
                 pass
         return c.nbytes / machine.generation.link_bandwidth
@@ -113,10 +131,26 @@ def _plan(c: Collective, plans: Sequence[KernelPlan]) -> KernelPlan | None:
     A SparseCore's sums have shapes of their own: a plan's engine tells them from the core's.
     """
     of_op = [plan for plan in plans if plan.op == c.op]
-    there = [plan for plan in of_op if plan.on_sparsecore == (c.engine == SPARSECORE)]
+    there = [
+        plan
+        for plan in of_op
+        if plan.on_sparsecore == (c.engine == SPARSECORE)
+        and (plan.wire is not None) == ("packed" in c.kernel)
+    ]
     by_bytes = [plan for plan in there if _result(plan) == c.nbytes]
     by_shape = [plan for plan in by_bytes if _fits(plan, c.shape)]
     return next(iter(by_shape or by_bytes or there or of_op), None)
+
+
+def _product(c: Collective, plans: Sequence[ProductPlan]) -> ProductPlan | None:
+    """The plan of a kernel that multiplies or adds beside its collective."""
+    of_op = [plan for plan in plans if plan.op == c.kernel]
+    sizes = [math.prod(shape) for shape in c.operands]
+
+    def fits(plan: ProductPlan) -> bool:
+        return sizes[-len(plan.operands) :] == [x.size for x in plan.operands]
+
+    return next((plan for plan in of_op if fits(plan)), next(iter(of_op), None))
 
 
 def _fits(plan: KernelPlan, shape: tuple[int, ...]) -> bool:

@@ -16,6 +16,10 @@ kernel says of itself. Counters count that object, and `explain` prints it.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 from pallas_collectives.annotations import Interpret
 from pallas_collectives.catalogue.records import Algorithm
@@ -162,6 +166,7 @@ class KernelPlan(Plan):
       axes: the mesh axes that the group lies along.
       chip: the TPU generation.
       torus: how the group lies on the links (see `tables.Entry`).
+      wire: the wire for which the kernel packs; None where it sends what it is given.
     """
 
     record: Algorithm
@@ -174,6 +179,7 @@ class KernelPlan(Plan):
     axes: tuple[str, ...]
     chip: str
     torus: str
+    wire: Wire | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,4 +218,11 @@ class ProductPlan(Plan):
     Its `algorithm` is `FUSED` (one kernel, or products beside copies between GPUs), `PIPELINED`
     (permutes and products of XLA) or `UNFUSED` (a collective and a product; the collective has a
     plan of its own).
+
+    Attributes:
+      bind: what binds the same, inside `jax.shard_map`; None before it is lowered.
+      operands: the types of what that is called with.
     """
+
+    bind: Callable[..., Any] | None = None
+    operands: tuple[jax.ShapeDtypeStruct, ...] = ()

@@ -176,7 +176,13 @@ def lowered(
         return _apart(op, *operands, spec=spec)
     with kernels.told() as chunking:
         results = (nccl_products if on_gpus else pallas_fused).kernel(op, *operands, spec=spec)
-    counters.note(dataclasses.replace(plan, chunking=tuple(chunking)))
+    primitive = _gather_p if op == GATHER else _scatter_p
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    bound: Any = {
+        "bind": functools.partial(primitive.bind, spec=spec, plan=plan),
+        "operands": types,
+    }
+    counters.note(dataclasses.replace(plan, chunking=tuple(chunking), **bound))
     return results
 
 

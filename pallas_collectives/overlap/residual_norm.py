@@ -370,7 +370,10 @@ def _lowered(
 ) -> Sequence[jax.Array]:
     """What a program computes in its place, once it is known where the devices are."""
     plan = _as_devices_lie(x, residual, spec)
-    counters.note(plan)
+    operands = x, residual, weight
+    types = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands)
+    bind = functools.partial(_norm_p.bind, spec=spec)
+    counters.note(dataclasses.replace(plan, bind=bind, operands=types))
     if plan.algorithm == FUSED:
         return _kernel(x, residual, weight, spec)
     return list(_apart(x, residual, weight, spec, _sum(x, spec)))

@@ -1,17 +1,21 @@
 """What `python -m benchmarks step` reads from schedules, and what it models of them."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
+import pallas_collectives as pc
 from benchmarks.cases import CASES
 from benchmarks.steps import bound, compiling, learning, schedule, timeline, wires
 from benchmarks.steps.schedule import CORE, DMA, SPARSECORE, Collective, Done, Loop, Start, StepWork
 from pallas_collectives import catalogue
+from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import KernelPlan
-from pallas_collectives.replay import Machine, steps
+from pallas_collectives.replay import Machine, replay, steps
 
 HLO = """
 %async (p: bf16[8,128]) -> (bf16[8,128], bf16[32,128]) {
@@ -68,6 +72,7 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %ragged-dot = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"5000","transcendentals":"0","bytes_accessed":"300"}}}
   %mine = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/mine/pallas_call"}
   %sends = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/sends/pallas_call"}, backend_config={"custom_call_config":{"has_communication":true}}
+  %multiplies = (bf16[32,128]{1,0}, bf16[32,256]{1,0}) custom-call(%x, %w), custom_call_target="tpu_custom_call", operand_layout_constraints={s32[17]{0}, bf16[8,128]{1,0}, bf16[128,256]{1,0}}, metadata={op_name="jit(f)/all_gather_matmul/pallas_call"}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"7000","transcendentals":"0","bytes_accessed":"900000"}}}
 }
 """  # noqa: E501
 
@@ -110,7 +115,38 @@ def test_events_of_a_schedule() -> None:
         StepWork("mine", 2048),
         Start("sends", Collective("sends", "", "sends", CORE, 2048, 0, shape=(8, 128))),
         Done("sends"),
+        # One that multiplies while it sends: its bytes are the wire's, and no work of the core.
+        Start("multiplies", MULTIPLIES),
+        Done("multiplies"),
     ]
+
+
+MULTIPLIES = Collective(
+    *("multiplies", "all_gather", "all_gather_matmul", CORE, 32 * 128 * 2, 0),
+    shape=(32, 128),
+    operands=((17,), (8, 128), (128, 256)),
+    cycles=700,
+)
+
+
+def test_products_within_a_kernel_are_the_cores_work() -> None:
+    """At 1.5 GHz: a kernel of 10 us computes 4 of them, and what it waits for is the rest."""
+    multiplies = dataclasses.replace(MULTIPLIES, cycles=6000)
+    events = [StepWork("w", 3000), Start("m", multiplies), Done("m")]
+    machine = Machine.named("v5e:4")
+    line = timeline.run(events, machine, machine.default_placement(4), lambda _: 10e-6)
+    assert (line.compute_us, line.waits_us) == pytest.approx((2 + 4, 6))
+    assert line.hidden_us == pytest.approx(4) and line.step_us == pytest.approx(12)
+    assert line.served["multiplies"].each_us == pytest.approx(10)
+    # In any order what needs its result comes behind all of it; what does not can be beside.
+    own = [StepWork("a", 100), *flight("m", 70, CORE)]
+    start = own[1]
+    assert isinstance(start, Start)
+    own[1] = dataclasses.replace(
+        start, name="m", collective=dataclasses.replace(start.collective, cycles=40)
+    )
+    own[2] = Done("m", "m")
+    assert least(own, {"m": ["a"]}) == 30 and least(own, {}) == 0
 
 
 def test_what_is_exposed_and_hidden() -> None:
@@ -262,6 +298,60 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
     assert axes((2, 2048, 4096), 1 << 25) == ("model",)
     assert axes((7,), 14) == ("model",)  # the first of the collective
     assert axes((2, 2048, 4096), 1 << 25, SPARSECORE) == ("sc",)
+
+
+def test_a_kernel_over_a_wire_is_replayed_over_it() -> None:
+    """What is packed has a plan of its own beside that of the same algorithm unpacked."""
+    machine, n = Machine.named("v5e:2x2"), 4
+    x = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
+
+    def gathered(**how: Any) -> Any:
+        def body(x: jax.Array) -> jax.Array:
+            return pc.all_gather(x, "x", tiled=True, backend="pallas", algorithm="torus", **how)
+
+        mesh, nothing = machine.mesh({"x": n}), PartitionSpec()
+        return jax.shard_map(body, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False)
+
+    with counters.recorded() as plans:
+        for how in ({}, {"wire": "int8"}):
+            replay(gathered(**how), x, machine=machine)
+    what_of = wires.programs(machine, np.arange(n), {"x": n}, plans)
+    us = [
+        steps.alone(
+            what_of(
+                Collective("g", "all_gather", f"all_gather_{kernel}", CORE, 4 << 21, 0, ("x",))
+            ),
+            machine,
+            np.arange(n),
+        )
+        for kernel in ("torus", "packed_torus")
+    ]
+    assert 0.5 < us[1] / us[0] < 0.75
+
+
+def test_a_product_is_replayed_with_its_collective() -> None:
+    """The one whose operands a kernel has, of several in a program."""
+    machine, n = Machine.named("v6e:2x2"), 4
+    x = jax.ShapeDtypeStruct((512, 512), "bfloat16")
+    ws = [jax.ShapeDtypeStruct((512, columns), "bfloat16") for columns in (256, 8192)]
+
+    def body(x: jax.Array, *ws: jax.Array) -> list[jax.Array]:
+        return [pc.all_gather_matmul(x, w, "x", algorithm="fused") for w in ws]
+
+    mesh, nothing = machine.mesh({"x": n}), PartitionSpec()
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False)
+    with counters.recorded() as plans:
+        replay(mapped, x, *ws, machine=machine)
+    what_of = wires.programs(machine, np.arange(n), {"x": n}, plans)
+
+    def seconds(columns: int) -> float:
+        operands = (17,), (1, 512, 512), (512, columns)
+        kernel = dataclasses.replace(MULTIPLIES, operands=operands, nbytes=1 << 21)
+        return steps.alone(what_of(kernel), machine, np.arange(n))
+
+    small, large = map(seconds, (256, 8192))
+    products = [2 * 2048 * 512 * c / machine.generation.matrix_rate for c in (256, 8192)]
+    assert small > 3 * products[0] and products[1] < large < 2 * products[1]
 
 
 def test_laxs_ragged_exchange_sends_what_ours_does() -> None:
