@@ -24,7 +24,7 @@ from pallas_collectives.wires import Wire
 # caches: what was traced without ours is traced again with them.
 _overridden = jax.make_user_context(frozenset())
 
-# Pairs of such a name and the wire of its calls.
+# Such a name, the argument that takes a wire, and the wire of its calls.
 _over = jax.make_user_context(frozenset())
 
 _lock = threading.Lock()
@@ -38,6 +38,7 @@ def override_lax(
     only: Iterable[str] | None = None,
     keep: Iterable[str] = (),
     wire: Mapping[str, Any] | None = None,
+    wire_backward: Mapping[str, Any] | None = None,
     ahead: bool = True,
 ) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
@@ -68,8 +69,10 @@ def override_lax(
       keep: functions to leave to lax.
       wire: in what narrower numbers functions send floats, by lax's names: {"psum": "int8"} (see
         `wires`). Where a wire would be slower, or cannot serve, it is left out, and counted
-        (`wire_counts`). Derivatives of these calls travel as they are; the sums that
-        `check_vma=True` adds to gradients use psum's wire.
+        (`wire_counts`): so for gathers of weights that run beside products as they are. The sums
+        that `check_vma=True` adds to gradients use psum's wire.
+      wire_backward: likewise, of these calls' derivatives, by the names of the calls. Without it
+        they travel as they are.
       ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
         needs first, and leave the scatter of its last gradient to the next turn, where a SparseCore
         runs these and their own turn has nothing to run beside them. This holds a second layer's
@@ -98,17 +101,18 @@ def override_lax(
       [2. 2.]
     """
     names = _names(everything=everything, only=only, keep=keep, ahead=ahead)
-    over = _checked_wires(wire)
-    if unused := sorted({name for name, _ in over} - names):
+    over = _checked_wires("wire", wire) | _checked_wires("wire_backward", wire_backward)
+    if unused := sorted({name for name, _, _ in over} - names):
         rule = "lax keeps that function, by `only` or `keep`"
         raise WireError(f"a wire for {unused[0]!r}", rule, "replace it, or leave its wire out")
+    wired = {name for name, argument, _ in over if argument == "wire"}
     with (
         _installed(),
         _overridden(names),
         _over(over),
         choice.beside_compute(not everything),
         choice.ahead(ahead),
-        overrides.told(frozenset(_CHOOSING) - names, dict(over)),
+        overrides.told(frozenset(_CHOOSING) - names, wired),
     ):
         yield
 
@@ -142,22 +146,25 @@ def _checked(argument: str, names: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def _checked_wires(given: Mapping[str, Any] | None) -> frozenset[tuple[str, Wire]]:
-    """The wires of functions by name; each may be left out."""
+def _checked_wires(
+    argument: str, given: Mapping[str, Any] | None
+) -> frozenset[tuple[str, str, Wire]]:
+    """The wires of functions by name, for an argument of theirs; each may be left out."""
     if given is not None and not isinstance(given, Mapping):
         rule = "it must map names of functions to wires"
-        raise WireError(f"wire={given!r}", rule, f"write it like {{'psum': {given!r}}}")
+        raise WireError(f"{argument}={given!r}", rule, f"write it like {{'psum': {given!r}}}")
     checked = []
     for name, value in (given or {}).items():
-        takes = [f for f in _CHOOSING if "wire" in inspect.signature(_ours(f)).parameters]
+        takes = [f for f in _CHOOSING if argument in inspect.signature(_ours(f)).parameters]
         if name not in takes:
             rule = f"the functions that take one are {', '.join(sorted(takes))}"
             raise WireError(f"a wire for {name!r}", rule, "use names from that list")
         found = wires.named(value)
         if found is None or found.key is not None:
             rule = "it must round to nearest, as a context has no key for each call"
-            raise WireError(f"wire={{{name!r}: {value!r}}}", rule, "write it like {'psum': 'int8'}")
-        checked.append((name, dataclasses.replace(found, optional=True)))
+            value = f"{argument}={{{name!r}: {value!r}}}"
+            raise WireError(value, rule, "write it like {'psum': 'int8'}")
+        checked.append((name, argument, dataclasses.replace(found, optional=True)))
     return frozenset(checked)
 
 
@@ -276,11 +283,14 @@ def _choosing(name: str) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         if name not in _overridden.value:
             return of_lax(*args, **kwargs)
-        if (wire := dict(_over.value).get(name)) is not None:
-            kwargs = {"wire": wire, **kwargs}
-        return ours(*args, **kwargs)
+        return ours(*args, **{**_wires_of(name), **kwargs})
 
     return function
+
+
+def _wires_of(name: str) -> dict[str, Wire]:
+    """The wires of a function's calls, by argument."""
+    return {argument: wire for function, argument, wire in _over.value if function == name}
 
 
 # Name -> lax's function and ours.
@@ -303,5 +313,6 @@ def _pvary_transpose(cotangent: Tangent, *args: Any, axes: Any) -> Any:
     if "psum" not in _overridden.value | choice.rebound.value:
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
-    how = choice.over_wires(choice.choose(axes, None, None), dict(_over.value).get("psum"), None)
+    how = choice.choose(axes, None, None)
+    how = choice.over_wires(how, _wires_of("psum").get("wire"), None)
     return primitives.with_twins(how, rule, cotangent, *args)

@@ -13,6 +13,7 @@ from pallas_collectives.backends.plans import (
     IN_PAIRS,
     IS_AHEAD,
     IS_BEHIND,
+    UNSERVABLE,
     Candidate,
     How,
     KernelPlan,
@@ -118,12 +119,14 @@ def launch(plan: KernelPlan, *operands: Any, **options: Any) -> jax.Array:
 
     What is noted is the plan with the kernel's own word on how it cuts data.
     """
-    packed = plan.record.packed if "codec" in options else True
+    codec = options.get("codec")
+    packed = plan.record.packed if codec else True
     assert packed, f"{plan.algorithm} packs nothing"
     launcher = plan.record.launcher if packed is True else packed
     with sparsecore.wanted(plan.on_sparsecore), kernels.told() as chunking:
         y: jax.Array = launcher(*operands, vmem=plan.vmem, **options)
-    counters.note(dataclasses.replace(plan, chunking=tuple(chunking)))
+    wire = codec.wire if codec else None
+    counters.note(dataclasses.replace(plan, chunking=tuple(chunking), wire=wire))
     return y
 
 
@@ -221,6 +224,15 @@ def decide(
     if why := overlaps.on_core(there.us, chip, on_core.us):
         return on_core._replace(engine_why=why)
     return there._replace(on_sparsecore=True)
+
+
+def decided(op: str, how: How, nbytes: int, group: Group) -> Decision | None:
+    """What serves a call of an operand of so many bytes; None where lax will."""
+    block = catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size)
+    try:
+        return decide(op, how, block, placement.arranged(group), cuts=nbytes)
+    except UNSERVABLE:
+        return None
 
 
 def _asked_of_core(how: How) -> str:

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import catalogue, validation
-from pallas_collectives.backends import canonical, choice, measured, slices, untyped
+from pallas_collectives.backends import canonical, choice, measured, slices, untyped, wire_ways
 from pallas_collectives.backends.counters import calling, lax_name, note, tried
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
 from pallas_collectives.errors import DtypeError, UnservedError
@@ -43,8 +43,10 @@ def _served(
     op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any
 ) -> jax.Array:
     kept, beside = "", False
-    if how.beside and how.wire is None and not validation.symbols(args):
+    if how.beside and not validation.symbols(args):
         kept, beside = _kept(op, how, *args, **params)
+    if kept and how.wire is not None:
+        wire_ways.note_left_out(catalogue.primitives()[op][0].name, how.wire, kept)
     if kept:
         how = How("xla", fallback=kept)
     if how.backend != "xla":
@@ -72,8 +74,10 @@ def _served(
 def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool]:
     """Why lax keeps a collective whose step matters, and whether XLA runs it beside compute.
 
-    "" where lax does not keep it.
+    "" where lax does not keep it. With a wire it keeps but what products do not wait for.
     """
+    if how.wire is not None and not (how.wire.optional and how.awaited is False):
+        return "", False
     name, chip = catalogue.primitives()[op][0].name, chips.current()
     brought = args[0].nbytes * (params["axis_size"] if name == "all_gather" else 1)
     if how.backend == "nccl":
@@ -81,7 +85,7 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
         return why, bool(why)
     if why := overlaps.by_xla(name, chip):
         return why, True
-    if name == "all_gather" and how.awaited is not None:
+    if name == "all_gather" and how.awaited is not None and how.wire is None:
         return overlaps.for_its_reader(brought, args[0].dtype, chip), False
     return "", False
 

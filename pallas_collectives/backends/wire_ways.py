@@ -93,6 +93,11 @@ class Way(NamedTuple):
 _NO_WAY = Way("", 0, 0.0, None)
 
 
+def gives_way(how: How) -> bool:
+    """Whether a call has no wire, or one that may be left out where that is better for its step."""
+    return how.wire is None or how.wire.optional
+
+
 def settled(
     op: str,
     x: jax.Array,
@@ -125,21 +130,22 @@ def settled(
         return None, plain, _NO_WAY
     if not wire.optional:
         wires.check(wire, x.dtype, op)
-    if why := wires.obstacle(wire, x.dtype) or _unfit(op, wire, group, how):
-        _note_left_out(op, wire, why)
+    why = wires.obstacle(wire, x.dtype) or _unfit(op, wire, group, how)
+    if why := why or _beside(op, x, group, how):
+        note_left_out(op, wire, why)
         return None, plain, _NO_WAY
     found = _ways(op, x, blocks, group, how, sent_by)
     way = _chosen(op, found, x.nbytes, how)
     bundled_later = catalogue.COLLECTIVES[op].sums_everywhere and placement.are_settled_later()
     if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
-        _note_left_out(op, wire, lost)
+        note_left_out(op, wire, lost)
         return None, plain, _NO_WAY
     us = _plain_us(op, x.nbytes, group, how.backend)
     if wire.optional and us is not None and way.us is not None and way.us >= us:
-        _note_left_out(op, wire, f"it would take {way.us:.1f} us, and {us:.1f} without")
+        note_left_out(op, wire, f"it would take {way.us:.1f} us, and {us:.1f} without")
         return None, plain, _NO_WAY
     if us is None and (why := _small(x, wire) or _linked(op, x, wire, how)):
-        _note_left_out(op, wire, why)
+        note_left_out(op, wire, why)
         return None, plain, _NO_WAY
     several = found if len(found) > 1 or way.algorithm else ()
     told = tuple(_told(op, w, way, wire, group.size, x.nbytes) for w in several)
@@ -162,7 +168,7 @@ def taken(op: str, x: jax.Array, sent: int, wire: Wire) -> Wire | None:
     if not wire.optional:
         wires.check(wire, x.dtype, op)
     if why := wires.obstacle(wire, x.dtype) or _lost(op, x, sent, wire) or _small(x, wire):
-        _note_left_out(op, wire, why)
+        note_left_out(op, wire, why)
         return None
     told: dict[str, Any] = {"wire": wire, "nbytes": x.nbytes, "sent": sent}
     counters.note(WirePlan(op=op, backend="", algorithm=str(wire), **told))
@@ -360,7 +366,20 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
     return ""
 
 
-def _note_left_out(op: str, wire: Wire, why: str) -> None:
+def _beside(op: str, x: jax.Array, group: Group, how: How) -> str:
+    """Why a call does not need its wire: what it moves is moved beside products; else "".
+
+    Kernels that pack run on the core. In `fsdp` for v6e:4x4 with int8 a step took 26.9 ms, for 19.0
+    with its gathers on a SparseCore as they are.
+    """
+    if not gives_way(how) or how.backend != "pallas" or how.awaited is not False:
+        return ""
+    found = algorithms.decided(op, dataclasses.replace(how, wire=None), x.nbytes, group)
+    return "a SparseCore runs it beside products" if found and found.on_sparsecore else ""
+
+
+def note_left_out(op: str, wire: Wire, why: str) -> None:
+    """Counts a wire that a call does without."""
     counters.note(WirePlan(op=op, backend="", algorithm=None, why=why, wire=wire))
 
 

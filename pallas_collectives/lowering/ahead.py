@@ -243,6 +243,8 @@ class Rewritten:
 
         JAX lowers the new loop as it would any other: what has been decided is not so twice.
         """
+        if step in self.lax_keeps and step.wired:
+            return {"ahead": "", "beside": False}
         if step in self.lax_keeps:
             return {"ahead": "", "backend": "xla", "fallback": NO_PRODUCTS}
         if self.in_order and step.awaited:

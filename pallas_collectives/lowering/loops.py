@@ -78,8 +78,10 @@ class Loop:
         products = self.elapsed(chips.current())[-1]
         if not products or any(step.is_opaque for step in self.steps):
             return []
-        there = [step for step, takes in self._takes.items() if takes]
-        return there if _BARE * products < sum(self._takes.values()) else []
+        chip = chips.current()
+        takes = {s: there or turns.by_xla(s, chip) for s, there in self._takes.items()}
+        bare = _BARE * products < sum(takes.values())
+        return [step for step, there in takes.items() if there] if bare else []
 
     def in_order(self) -> Timetable | None:
         """The quickest order of a turn whose products wait for exchanges, some on a SparseCore.

@@ -7,15 +7,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval
-from pallas_collectives.backends import algorithms, canonical
-from pallas_collectives.backends.plans import MAY_BE_AHEAD, UNSERVABLE, How
+from pallas_collectives.backends import algorithms, canonical, counters, serving, wire_ways
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, How, WirePlan
 from pallas_collectives.lowering import barrier
-from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
 
 # What runs another program in its place, by the parameter that holds it.
@@ -77,6 +78,12 @@ class Step:
     def awaited(self) -> bool:
         """Whether it exchanges what products have made and wait for, and may be on a SparseCore."""
         return self.eqn is not None and _awaited(self.eqn) and isinstance(self.reads[0], int)
+
+    @property
+    def wired(self) -> bool:
+        """Whether it is a collective with a wire."""
+        how = self.eqn.params.get("how") if self.eqn is not None else None
+        return isinstance(how, How) and how.wire is not None
 
     def seconds(self, chip: chips.Chip) -> float:
         """What its products take at the least."""
@@ -160,7 +167,8 @@ def _awaited(eqn: JaxprEqn) -> bool:
         return False
     how: How = eqn.params["how"]
     by_name = validation.named(eqn.params.get("axes", ())) == tuple(eqn.params.get("axes", ()))
-    return how.ahead == MAY_BE_AHEAD and how.awaited is True and how.wire is None and by_name
+    able = how.ahead == MAY_BE_AHEAD and by_name and wire_ways.gives_way(how)
+    return able and how.awaited is True
 
 
 @functools.cache
@@ -277,32 +285,60 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0
 
 
+def by_xla(step: Step, chip: chips.Chip) -> float:
+    """What a gather or scatter takes (modelled) that goes over its wire unless XLA can hide it.
+
+    0 for others.
+    """
+    assert step.eqn is not None
+    if not step.wired or not overlaps.by_xla(_op(step.eqn), chip):
+        return 0.0
+    found = _decided(step, chip, beside=False)
+    return (found.us or 0.0) * 1e-6 if found else 0.0
+
+
 def on_either(step: Step, chip: chips.Chip) -> tuple[float, float] | None:
     """What an exchange that products wait for takes on the core, and on a SparseCore (modelled).
 
-    None if it does not run there.
+    On the core it may go over a wire, which a SparseCore leaves out. None if it does not run there.
     """
     here, there = _decided(step, chip), _decided(step, chip, awaited=False)
     if not here or not there or not here.us or not there.us or not there.on_sparsecore:
         return None
-    return here.us * 1e-6, there.us * 1e-6
+    return (_wired_us(step) or here.us) * 1e-6, there.us * 1e-6
+
+
+def _wired_us(step: Step) -> float | None:
+    """What an exchange takes over its wire; None where it takes none."""
+    assert step.eqn is not None
+    params, (operand,) = dict(step.eqn.params), step.eqn.invars
+    how = params.pop("how")
+    if how.wire is None:
+        return None
+    aval = _type(operand)
+    run = functools.partial(
+        serving.run, step.eqn.primitive.name.removeprefix("pallas_"), how, **params
+    )
+    with counters.uncounted(), counters.recorded() as plans, step.eqn.ctx.manager:
+        jax.eval_shape(run, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return next((plan.wired_us for plan in plans if isinstance(plan, WirePlan)), None)
 
 
 def _decided(step: Step, chip: chips.Chip, **wishes: Any) -> algorithms.Decision | None:
     """What serves a collective, with some fields of its `How` others; None where lax does."""
     assert step.eqn is not None
     params, nbytes = step.eqn.params, _nbytes(_type(step.eqn.invars[0]))
-    op = next(op for op in _EXCHANGES if step.eqn.primitive.name in _twins_of(op))
-    how = dataclasses.replace(params["how"], **wishes)
-    if overlaps.by_xla(op, chip) or how.wire is not None:
+    op, how = _op(step.eqn), dataclasses.replace(params["how"], **wishes)
+    if (how.beside and overlaps.by_xla(op, chip)) or not wire_ways.gives_way(how):
         return None
     axes = params["axis_name"] if "axis_name" in params else params["axes"]
-    group = placement.arranged(canonical.group_of(axes, params.get("axis_index_groups")))
-    block = catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size)
-    try:
-        return algorithms.decide(op, how, block, group, cuts=nbytes)
-    except UNSERVABLE:  # lax will serve
-        return None
+    group = canonical.group_of(axes, params.get("axis_index_groups"))
+    return algorithms.decided(op, how, nbytes, group)
+
+
+def _op(eqn: JaxprEqn) -> str:
+    """The collective that one of `_EXCHANGES` is."""
+    return next(op for op in _EXCHANGES if eqn.primitive.name in _twins_of(op))
 
 
 def _type(x: core.Var | core.Literal) -> Any:

@@ -1,6 +1,7 @@
 """The order of a turn whose products wait for exchanges: what stands beside what."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -179,11 +180,11 @@ def test_a_turn_with_kernels_or_effects_in_an_order_stays_as_it_is(
     assert turn.in_order() is None
 
 
-def test_what_goes_packed_is_in_no_order() -> None:
-    """A SparseCore packs nothing."""
+def test_what_must_go_packed_is_in_no_order() -> None:
+    """A SparseCore packs nothing; a wire of `override_lax` may be left out."""
     x, w = jnp.ones((2, 16, 128)), {k: jnp.ones((128, 256)) for k in SPECS[1]}
 
-    def awaited(**how: Any) -> int:
+    def awaited(layer: Any = layer, **how: Any) -> int:
         mapped = jax.shard_map(
             layer, mesh=harness.mesh(2), in_specs=SPECS, out_specs=SPECS[0], check_vma=False
         )
@@ -195,7 +196,9 @@ def test_what_goes_packed_is_in_no_order() -> None:
         return sum(step.awaited for step in flat.steps)
 
     assert awaited() == 4
-    assert awaited(wire={"all_gather": "int8"}) == 2
+    assert awaited(wire={"all_gather": "int8"}) == 4
+    narrow = functools.partial(pc.all_gather, wire="int8")
+    assert awaited(functools.partial(layer, gather=narrow)) == 2
 
 
 @st.composite
@@ -232,10 +235,10 @@ def test_every_step_runs_once_behind_what_it_needs(turn: Any) -> None:
     assert sorted(map(id, ran_once)) == sorted(map(id, steps))
 
 
-def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+def layer(x: jax.Array, w: dict[str, jax.Array], gather: Any = None) -> jax.Array:
     """Tokens are cut over devices between two pairs of products."""
     for up, down in (("q", "o"), ("up", "down")):
-        seen = lax.all_gather(x / 2, "x", axis=1, tiled=True)
+        seen = (gather or lax.all_gather)(x / 2, "x", axis=1, tiled=True)
         y = jnp.tanh(seen @ w[up]) @ w[down]
         x = x + lax.psum_scatter(y, "x", scatter_dimension=1, tiled=True)
     return x
