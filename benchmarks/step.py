@@ -14,8 +14,8 @@ rule for lax's and ours (`steps.packing`). "Hidden" is what they take beside the
 "Hideable" is the most of it that the core's work could hide in any order of the program, by its
 data dependencies (`steps.bound`): what is awaited at once has nothing beside it.
 
-On TPUs and GPUs the programs also run, under lax and under `override_lax()`: the time of a step by
-the clock, and what is exposed by the profiler.
+On TPUs and GPUs the programs also run, under all of --under but "forced": the time of a step by the
+clock, and what is exposed by the profiler.
 
 By default one program is compiled for one topology, which takes about a minute; a line at the end
 says what is left out. A gradient's program takes a minute or more for each of --under.
@@ -98,9 +98,10 @@ def main(argv: Sequence[str]) -> int:
     mesh = devices.make_mesh((jax.device_count() if runs else 1,))
     kept = Results(screen, devices.environment(mesh), about, json_file)
     if runs:
-        count = len(_PROGRAM.value) * len(forms) * len(running.UNDER)
+        unders = [each for each in under if each != "forced"]  # which devices need not run
+        count = len(_PROGRAM.value) * len(forms) * len(unders)
         title = "Measured: a step by the clock, and what is exposed by the profiler."
-        kept.collect("ran", running.rows(_PROGRAM.value, forms), count, title)
+        kept.collect("ran", running.rows(_PROGRAM.value, forms, unders), count, title)
     if compiles:
         _compile(screen, kept, compiling.plan(where, _PROGRAM.value, forms, under), plot)
     if left := _left_out():

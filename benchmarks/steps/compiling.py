@@ -5,6 +5,7 @@ As `benchmarks.compiled`, in a process of its own.
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import signal
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,7 +25,7 @@ from benchmarks.rows import Stepped
 from benchmarks.steps import bound, packing, programs, schedule, timeline
 from benchmarks.steps import wires as step_wires
 from benchmarks.steps.programs import Form, Program
-from pallas_collectives import wires
+from pallas_collectives import catalogue, wires
 from pallas_collectives.backends import counters
 from pallas_collectives.replay import Machine
 
@@ -34,7 +36,6 @@ UNDER: dict[str, Callable[[], Any]] = {
     "forced": lambda: pallas_collectives.override_lax(everything=True),
 }
 WIRES = wires.DTYPES  # and over a narrower wire, wherever that is taken
-_SENDING = ("all_gather", "all_to_all", "ppermute", "psum", "psum_scatter", "ragged_all_to_all")
 
 
 class Task(NamedTuple):
@@ -115,12 +116,16 @@ def lower(program: Program, devices: np.ndarray, under: str) -> Any:
         ),
         program.args,
     )
-    sending = dict.fromkeys(_SENDING, under)
-    over_wire = functools.partial(
-        pallas_collectives.override_lax, wire=sending, wire_backward=sending
-    )
-    with UNDER.get(under, over_wire)():
+    with UNDER.get(under, functools.partial(_over, under))():
         return jax.jit(mapped).lower(*args)
+
+
+def _over(wire: str) -> Any:
+    """All of lax's functions that take a wire over this one, and their derivatives."""
+    functions = (f for f in catalogue.functions() if hasattr(lax, f))
+    ours = {f: inspect.signature(getattr(pallas_collectives, f)) for f in functions}
+    everywhere = {f: wire for f, signature in ours.items() if "wire" in signature.parameters}
+    return pallas_collectives.override_lax(wire=everywhere, wire_backward=everywhere)
 
 
 def machine_of(topology: str, n_devices: int) -> Machine:

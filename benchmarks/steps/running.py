@@ -15,16 +15,14 @@ from benchmarks.rows import Ran
 from benchmarks.steps import compiling, exposed, programs
 from benchmarks.steps.programs import Form, Program
 
-UNDER = ("lax", "override")
 
-
-def rows(names: Sequence[str], forms: Sequence[Form]) -> Iterator[Ran]:
-    """A row for each program, form, and one of `UNDER`, on all devices."""
+def rows(names: Sequence[str], forms: Sequence[Form], unders: Sequence[str]) -> Iterator[Ran]:
+    """A row for each program, form, and one of `unders`, as `compiling.Task` has them."""
     devices = np.array(jax.devices())
     for name in names:
         for form in forms:
             program = programs.named(name)(devices.size, form)
-            for under in UNDER:
+            for under in unders:
                 base = Ran(op=f"{name}, {form}", under=under, type="bfloat16", devices=devices.size)
                 try:
                     yield measured(base, program, devices)

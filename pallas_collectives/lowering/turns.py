@@ -309,7 +309,7 @@ def on_either(step: Step, chip: chips.Chip) -> tuple[float, float] | None:
 
 
 def _wired_us(step: Step) -> float | None:
-    """What an exchange takes over its wire; None where it takes none."""
+    """Microseconds of an exchange over its wire; None if it takes no wire."""
     assert step.eqn is not None
     params, (operand,) = dict(step.eqn.params), step.eqn.invars
     how = params.pop("how")
