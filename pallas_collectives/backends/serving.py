@@ -74,15 +74,17 @@ def _served(
 def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool]:
     """Why lax keeps a collective whose step matters, and whether XLA runs it beside compute.
 
-    "" where lax does not keep it. With a wire it keeps but what products do not wait for.
+    "" where lax does not keep it. It keeps no call with a wire but what is hidden, as it is.
     """
-    if how.wire is not None and not (how.wire.optional and how.awaited is False):
+    if not wire_ways.gives_way(how):
         return "", False
     name, chip = catalogue.primitives()[op][0].name, chips.current()
     brought = args[0].nbytes * (params["axis_size"] if name == "all_gather" else 1)
     if how.backend == "nccl":
         why = overlaps.by_xla_on_gpus(name, brought, how.awaited)
         return why, bool(why)
+    if how.wire is not None and how.awaited is not False:
+        return "", False
     if why := overlaps.by_xla(name, chip):
         return why, True
     if name == "all_gather" and how.awaited is not None and how.wire is None:
