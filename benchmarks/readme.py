@@ -353,7 +353,12 @@ def packing(_: Saved) -> str:
 
 def halves(_: Saved) -> str:
     """What of `tensor` two halves of its batch hide."""
-    return keeping.halves(keeping.load())
+    return keeping.ways(keeping.load(), keeping.HALVES)
+
+
+def narrow(_: Saved) -> str:
+    """What steps take over an int8 wire."""
+    return keeping.ways(keeping.load(), keeping.NARROW)
 
 
 def names(_: Saved) -> str:
@@ -381,6 +386,7 @@ TABLES: dict[str, Callable[[Saved], str]] = {
     "steps": steps,
     "packing": packing,
     "halves": halves,
+    "narrow": narrow,
 }
 
 

@@ -98,29 +98,51 @@ def parts(kept: Kept, program: str) -> str:
     return _by_topology(kept, list(_PARTS), texts)
 
 
-# Columns of `halves`, and the program and the collectives of each.
+# Columns of tables that compare ways, and the program and the collectives of each.
+Columns = dict[str, tuple[str, str]]
 _OF_HALVES = "benchmarks.steps.two_batches:"
-_HALVES = {
+HALVES: Columns = {
     "lax": ("tensor", "lax"),
     "`override_lax()`": ("tensor", "override"),
     "two halves": (f"{_OF_HALVES}tensor", "override"),
     "two halves, four layers in a turn": (f"{_OF_HALVES}tensor_at_once", "override"),
 }
+NARROW: Columns = {
+    "`tensor`, lax": ("tensor", "lax"),
+    "ours": ("tensor", "override"),
+    "int8": ("tensor", "int8"),
+    "int8, two halves": (f"{_OF_HALVES}tensor", "int8"),
+    "`fsdp_tensor`, lax": ("fsdp_tensor", "lax"),
+    "ours ": ("fsdp_tensor", "override"),
+    "int8 ": ("fsdp_tensor", "int8"),
+}
 
 
-def halves(kept: Kept) -> str:
-    """Milliseconds of `tensor`, and its waits: by lax, under ours, and of two halves under ours."""
+def ways(kept: Kept, columns: Columns) -> str:
+    """Milliseconds of a program, and its waits, in several ways, of which lax's is the first.
+
+    Topologies for which a column of its own is kept.
+    """
 
     def texts(topology: str, form: Form) -> Iterator[str]:
-        keys = [f"{topology}, {program}, {form}, {under}" for program, under in _HALVES.values()]
-        found = [kept.get(key) for key in keys]
-        for of in found:
-            same = of and found[0] and of.libtpu == found[0].libtpu  # two compilers' do not compare
+        first: Figures | None = None
+        for program, under in columns.values():
+            of = kept.get(f"{topology}, {program}, {form}, {under}")
+            first = of if under == "lax" else first
+            same = of and first and of.libtpu == first.libtpu  # two compilers' do not compare
             yield f"{_ms(of.time_us)} ({_ms(of.waits_us)})" if of and same else _MISSING
 
-    halved = {key.partition(",")[0] for key in kept if _OF_HALVES in key}
-    there = {key: of for key, of in kept.items() if key.partition(",")[0] in halved}
-    return _by_topology(there, [*_HALVES], texts)
+    own = {*columns.values()} - {*itertools.product(BUILT_IN, ("lax", "override"))}
+    where = set()
+    for key in kept:
+        topology, program, *_, under = key.split(", ")
+        if (program, under) in own:
+            where.add(topology)
+    there = {key: of for key, of in kept.items() if key.partition(", ")[0] in where}
+    return _by_topology(there, [*columns], texts)
+
+
+_FORMS = tuple(Form(gradient, unrolled=False) for gradient in (False, True))
 
 
 def _by_topology(
@@ -130,9 +152,8 @@ def _by_topology(
     where = {key.partition(",")[0] for key in kept}
     topologies = sorted(where, key=lambda name: order.index(timeline.chip_of(name).name))
     cells = []
-    for topology, gradient in itertools.product(topologies, (False, True)):
-        form = Form(gradient, unrolled=False)
-        name = f"{topology}, {'gradient' if gradient else 'forward'}"
+    for topology, form in itertools.product(topologies, _FORMS):
+        name = f"{topology}, {'gradient' if form.gradient else 'forward'}"
         cells.append((name, *texts(topology, form)))
     compilers = ", ".join(sorted({row.libtpu for row in kept.values()}))
     return grid((f"libtpu {compilers}", *headers), cells, (True,) * (1 + len(headers)))

@@ -1,6 +1,7 @@
 """`python -m benchmarks step`: programs through the compiler, kept rows, and runs."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -178,14 +179,20 @@ def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     halved = _row("override", 750.0, op="benchmarks.steps.two_batches:tensor, forward, scan")
     list(keeping.saved(iter([halved])))
-    _, _, forward, gradient = keeping.halves(keeping.load()).splitlines()  # v4 has none
+    halves = functools.partial(keeping.ways, columns=keeping.HALVES)
+    _, _, forward, gradient = halves(keeping.load()).splitlines()  # v4 has none
     assert forward == "| v5e:4x4, forward | 2.0 (0.5) | 1.0 (0.2) | 0.8 (0.2) | – |"
     assert gradient.count("–") == 4
+    narrow = functools.partial(keeping.ways, columns=keeping.NARROW)
+    assert len(narrow(keeping.load()).splitlines()) == 2
+    list(keeping.saved(iter([_row("int8", 600.0)])))
+    *_, forward, _ = narrow(keeping.load()).splitlines()
+    assert forward == "| v5e:4x4, forward | 2.0 (0.5) | 1.0 (0.2) | 0.6 (0.2) |" + 4 * " – |"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeping.metadata, "version", lambda _: "another")
         list(keeping.saved(iter([_row("override", 1000.0)])))
-    assert "1.0" not in keeping.halves(keeping.load())
+    assert "1.0" not in halves(keeping.load())
     assert "→" not in keeping.table(keeping.load())  # two compilers' steps do not compare
 
 
