@@ -194,6 +194,9 @@ def _over_heads(devices: int) -> tuple[Callable[..., jax.Array], tuple[Any, Any]
 
 def fsdp_tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:
     """Both: weights gathered over "data", tokens over "model", of 4 devices."""
+    if devices % 4:
+        rule = f"it takes a multiple of 4 devices, and there are {devices}"
+        raise FlagError("--program=fsdp_tensor", rule, "name another program")
     parts = devices // 4
     layer = functools.partial(
         _layer,

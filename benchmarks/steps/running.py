@@ -21,10 +21,10 @@ def rows(names: Sequence[str], forms: Sequence[Form], unders: Sequence[str]) -> 
     devices = np.array(jax.devices())
     for name in names:
         for form in forms:
-            program = programs.named(name)(devices.size, form)
             for under in unders:
                 base = Ran(op=f"{name}, {form}", under=under, type="bfloat16", devices=devices.size)
                 try:
+                    program = programs.named(name)(devices.size, form)
                     yield measured(base, program, devices)
                 except Exception as error:  # the other rows are wanted all the same
                     yield dataclasses.replace(base, error=f"{type(error).__name__}: {error}")

@@ -24,13 +24,17 @@ from pallas_collectives.topology import chips
 from pallas_collectives.topology.chips import US, Chip
 
 
+class OnOneLink(float):
+    """Seconds of a result's bytes on one link, where no more is known."""
+
+
 @dataclasses.dataclass
 class Served:
     """All turns of one collective of a program; times in microseconds.
 
     Attributes:
       op: the canonical collective, or the kernel's name if it is not a collective's.
-      by: the kernel's name; "lax" for XLA's own.
+      by: the kernel's name; "lax" for XLA's own; and whether its time is that `OnOneLink`.
       engine: where it runs.
       nbytes: bytes of one device's result.
       devices: that take part together.
@@ -117,7 +121,7 @@ def run(
         return known[id(what)]
 
     parts = [*_parts(flat, clock, what_of, alone)]
-    return _Account(flat, clock * US).of(steps.run(parts, machine, placement))
+    return _Account(flat, clock * US, what_of).of(steps.run(parts, machine, placement))
 
 
 def _flat(events: Iterable[Event]) -> Iterator[StepWork | Start | Done]:
@@ -165,9 +169,13 @@ class _Flying(NamedTuple):
 class _Account:
     """Adds up a step's course."""
 
-    def __init__(self, events: list[StepWork | Start | Done], clock: float) -> None:
-        self._events = events
-        self._clock = clock  # cycles in a microsecond
+    def __init__(
+        self,
+        events: list[StepWork | Start | Done],
+        clock: float,  # cycles in a microsecond
+        what_of: Callable[[Collective], Program | float],
+    ) -> None:
+        self._events, self._clock, self._what_of = events, clock, what_of
         self._line = Timeline()
         self._flying: dict[str, _Flying] = {}
 
@@ -221,6 +229,8 @@ class _Account:
 
     def _served(self, c: Collective) -> Served:
         by = c.kernel or "lax"
+        if isinstance(self._what_of(c), OnOneLink):
+            by += " (as its bytes on one link)"
         new = Served(c.op or c.kernel, by, c.engine, c.nbytes, c.devices)
         return self._line.served.setdefault(c.name, new)
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 import pallas_collectives
 from benchmarks.steps.schedule import SPARSECORE, Collective
+from benchmarks.steps.timeline import OnOneLink
 from pallas_collectives import catalogue
 from pallas_collectives.backends.plans import KernelPlan, ProductPlan
 from pallas_collectives.errors import CollectiveError
@@ -30,10 +31,10 @@ def programs(
     A kernel's plan, of those that were followed while the step was lowered, says which algorithm
     runs over which axes and over which wire, and one with a product what is multiplied. One of
     XLA's own is replayed as our fastest would do it. What is no collective, or does not say over
-    which axes it goes, takes as long as its bytes on one link; a
-    ragged exchange sends as many rows as the catalogue's example does. A sum or ragged exchange of
-    more than 32 MiB would be replayed for minutes: its seconds lie on the straight line through
-    those of 16 and 32 MiB, and it leaves the links to others.
+    which axes it goes, takes as long as its bytes `OnOneLink`; a ragged exchange sends as many rows
+    as the catalogue's example does. A sum or ragged exchange of more than 32 MiB would be replayed
+    for minutes: its seconds lie on the straight line through those of 16 and 32 MiB, and it leaves
+    the links to others.
     """
     plans = list(plans)
     known = [plan for plan in plans if isinstance(plan, KernelPlan)]
@@ -98,7 +99,7 @@ def programs(
                 return timed(c.op, over, algorithm, wire, block)
             except CollectiveError:  # XLA's own, which ours cannot do: say, to far devices
                 pass
-        return c.nbytes / machine.generation.link_bandwidth
+        return OnOneLink(c.nbytes / machine.generation.link_bandwidth)
 
     return what_of
 

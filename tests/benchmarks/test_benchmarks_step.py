@@ -21,6 +21,7 @@ from benchmarking import Bench
 from benchmarks import compare, compiled
 from benchmarks.results import Saved
 from benchmarks.rows import Ran, Stepped
+from benchmarks.settings import FlagError
 from benchmarks.steps import (
     compiling,
     exposed,
@@ -114,6 +115,13 @@ def test_built_in_programs_call_lax(
     assert f" {wanted.get(name, 'all_gather')}" in text
 
 
+def test_a_program_says_for_how_many_devices_it_is() -> None:
+    form = Form(gradient=False, unrolled=False)
+    for name in ("fsdp_tensor", "benchmarks.steps.two_batches:fsdp_tensor"):
+        with pytest.raises(FlagError, match="a multiple of 4 devices, and there are 2"):
+            programs.named(name)(2, form)
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -185,9 +193,9 @@ def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert gradient.count("–") == 4
     narrow = functools.partial(keeping.ways, columns=keeping.NARROW)
     assert len(narrow(keeping.load()).splitlines()) == 2
-    list(keeping.saved(iter([_row("int8", 600.0)])))
+    list(keeping.saved(iter([_row("int8", 800.0)])))
     *_, forward, _ = narrow(keeping.load()).splitlines()
-    assert forward == "| v5e:4x4, forward | 2.0 (0.5) | 1.0 (0.2) | 0.6 (0.2) |" + 4 * " – |"
+    assert forward == "| v5e:4x4, forward | 2.0 (0.5) | 1.0 (0.2) | 0.8 (0.2) |" + 4 * " – |"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keeping.metadata, "version", lambda _: "another")

@@ -170,6 +170,11 @@ def test_what_is_exposed_and_hidden() -> None:
     waits = [line.served[name].waits_us for name in "abcd"]
     assert waits == pytest.approx([6, 10, 0, 8], abs=to_tell)
     assert (line.served["a"].beside, line.served["a"].beside_what) == (6000, "w")
+    assert line.served["a"].by == "lax"
+    unknown = timeline.run(
+        events, machine, machine.default_placement(4), lambda _: timeline.OnOneLink(10e-6)
+    )
+    assert unknown.served["a"].by == "lax (as its bytes on one link)"
     lanes_of = {span.lane for span in line.spans}
     assert lanes_of == {CORE, DMA, "wire", SPARSECORE}
 
