@@ -25,6 +25,7 @@ RATE = 1e-3  # at which summed gradients move the weights
 EXPERTS, CHOICES = 2, 2  # of a device; of a token
 
 Arrays = dict[str, Any]
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 Wrap = Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]  # of a layer
 
 
@@ -72,19 +73,17 @@ def _layer(
     x: jax.Array,
     w: Arrays,
     *,
-    whole: Callable[[jax.Array], jax.Array] = lambda w: w,
-    gathered: Callable[[jax.Array], jax.Array] = lambda x: x,
-    scattered: Callable[[jax.Array], jax.Array] = lambda x: x,
+    into: Multiply = jnp.matmul,
+    out_of: Multiply = jnp.matmul,
     attend: Callable[..., jax.Array] = _attend,
 ) -> jax.Array:
-    """A layer: weights are made `whole`, tokens `gathered` for products and terms `scattered`."""
-    seen = gathered(_norm(x))
-    q, k, v = jnp.split((seen @ whole(w["qkv"])).reshape(*seen.shape[:2], -1, 3 * 128), 3, axis=-1)
-    x = x + scattered(attend(q, k, v).reshape(*seen.shape[:2], -1) @ whole(w["project"]))
+    """A layer: products that tokens go `into`, and those that terms of tokens come `out_of`."""
+    seen = into(_norm(x), w["qkv"])
+    q, k, v = jnp.split(seen.reshape(*seen.shape[:2], -1, 3 * 128), 3, axis=-1)
+    x = x + out_of(attend(q, k, v).reshape(*seen.shape[:2], -1), w["project"])
     if "route" in w:
         return x + _answers(_norm(x), w)
-    hidden = jax.nn.gelu(gathered(_norm(x)) @ whole(w["up"]))
-    return x + scattered(hidden @ whole(w["down"]))
+    return x + out_of(jax.nn.gelu(into(_norm(x), w["up"])), w["down"])
 
 
 def _answers(x: jax.Array, w: Arrays) -> jax.Array:
@@ -163,13 +162,27 @@ def _scatter(axis: str, dimension: int) -> Callable[[jax.Array], jax.Array]:
 
 def fsdp(devices: int, form: Form) -> Program:
     """Weights cut in pieces, one a device, gathered layer by layer; gradients are scattered."""
-    layer = functools.partial(_layer, whole=_gather("x", 0))
+    whole = _gather("x", 0)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ whole(w)
+
+    layer = functools.partial(_layer, into=product, out_of=product)
     return Program(stepping(form, layer), (_weights(devices, 1), _tokens()), {"x": devices})
 
 
-def tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:
-    """Heads and hidden units over the devices; between products, the sequence."""
-    layer, args, axes = _over_heads(devices)
+def tensor(
+    devices: int,
+    form: Form,
+    wrap: Wrap = lambda layer: layer,
+    into: Multiply | None = None,
+    out_of: Multiply | None = None,
+) -> Program:
+    """Heads and hidden units over the devices; between products, the sequence.
+
+    into, out_of: products with their collectives, if by something else than lax's (see `_layer`).
+    """
+    layer, args, axes = _over_heads(devices, into, out_of)
     return Program(stepping(form, wrap(layer)), args, axes)
 
 
@@ -186,9 +199,16 @@ def tensor_at_once(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -
     return Program(stepping(form, wrap(layers)), (stacked, tokens), axes)
 
 
-def _over_heads(devices: int) -> tuple[Callable[..., jax.Array], tuple[Any, Any], dict[str, int]]:
+def _over_heads(
+    devices: int, into: Multiply | None = None, out_of: Multiply | None = None
+) -> tuple[Callable[..., jax.Array], tuple[Any, Any], dict[str, int]]:
     """A layer, its arguments, and its axis."""
-    layer = functools.partial(_layer, gathered=_gather("x", 1), scattered=_scatter("x", 1))
+    gathered, scattered = _gather("x", 1), _scatter("x", 1)
+    layer = functools.partial(
+        _layer,
+        into=into or (lambda x, w: gathered(x) @ w),
+        out_of=out_of or (lambda x, w: scattered(x @ w)),
+    )
     return layer, (_weights(1, devices), _tokens(devices)), {"x": devices}
 
 
@@ -198,11 +218,11 @@ def fsdp_tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> P
         rule = f"it takes a multiple of 4 devices, and there are {devices}"
         raise FlagError("--program=fsdp_tensor", rule, "name another program")
     parts = devices // 4
+    whole, gathered, scattered = _gather("data", 0), _gather("model", 1), _scatter("model", 1)
     layer = functools.partial(
         _layer,
-        whole=_gather("data", 0),
-        gathered=_gather("model", 1),
-        scattered=_scatter("model", 1),
+        into=lambda x, w: gathered(x) @ whole(w),
+        out_of=lambda x, w: scattered(x @ whole(w)),
     )
     args = _weights(parts, 4), _tokens(4)
     return Program(stepping(form, wrap(layer)), args, {"data": parts, "model": 4})
