@@ -45,10 +45,12 @@ def _served(
     kept, beside = "", False
     if how.beside and not validation.symbols(args):
         kept, beside = _kept(op, how, *args, **params)
-    if kept and how.wire is not None:
-        wire_ways.note_left_out(catalogue.primitives()[op][0].name, how.wire, kept)
     if kept:
-        how = How("xla", fallback=kept)
+        wire = how.wire
+        if wire is not None and wire.scaled:  # without scales lax needs but a cast
+            wire_ways.note_left_out(catalogue.primitives()[op][0].name, wire, kept)
+            wire = None
+        how = How("xla", fallback=kept, wire=wire)
     if how.backend != "xla":
         try:
             with tried():

@@ -280,7 +280,11 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
     brought = _type(step.eqn.outvars[0])
-    if step.how and overlaps.for_its_reader(_nbytes(brought), brought.dtype, chip):
+    if (
+        step.how
+        and not step.wired
+        and overlaps.for_its_reader(_nbytes(brought), brought.dtype, chip)
+    ):
         return 0.0
     found = _decided(step, chip)
     return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0

@@ -193,3 +193,29 @@ def test_values_are_within_the_wires_error() -> None:
         for a, b in zip(gradients(**wires), exact, strict=True):
             off = np.abs(a - b).max() / np.abs(b).max()
             assert 0 < off < 0.02, (wires, off)
+
+
+def test_a_wire_without_scales_is_a_cast_on_any_engine() -> None:
+    """float32 as bfloat16: what runs beside products runs so over the wire, too."""
+    pytest.importorskip("libtpu")
+    for topology, by in (("v6e:4x4", ":sc"), ("v5e:4x4", "lax")):
+        on = harness.tpu_mesh(topology, {"x": DEVICES})
+
+        def step(x: jax.Array, w: jax.Array) -> jax.Array:
+            return x @ lax.all_gather(w, "x", tiled=True)
+
+        mapped = jax.shard_map(
+            step, mesh=on, in_specs=(P("x"), P("x")), out_specs=P("x"), check_vma=False
+        )
+        sharding = jax.NamedSharding(on, P("x"))
+        args = [
+            jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32, sharding=sharding)
+            for rows in (DEVICES * 4096, WIDTH)
+        ]
+        with pc.override_lax(wire={"all_gather": "bfloat16"}):
+            jax.jit(mapped).lower(*args)
+        report = pc.override_report()
+        (line,) = report.wires
+        assert (line.wire, line.why) == ("bfloat16", "")
+        (served,) = (*report.replaced, *report.left)
+        assert by in served.by, str(report)
