@@ -280,13 +280,12 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
     brought = _type(step.eqn.outvars[0])
-    if (
-        step.how
-        and not step.wired
-        and overlaps.for_its_reader(_nbytes(brought), brought.dtype, chip)
-    ):
+    as_it_is = step.how and not step.wired
+    if as_it_is and overlaps.for_its_reader(_nbytes(brought), brought.dtype, chip):
         return 0.0
-    found = _decided(step, chip)
+    if overlaps.by_xla(_op(step.eqn), chip):
+        return 0.0
+    found = _decided(step)
     return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0
 
 
@@ -298,16 +297,17 @@ def by_xla(step: Step, chip: chips.Chip) -> float:
     assert step.eqn is not None
     if not step.wired or not overlaps.by_xla(_op(step.eqn), chip):
         return 0.0
-    found = _decided(step, chip, beside=False)
+    found = _decided(step, beside=False)
     return (found.us or 0.0) * 1e-6 if found else 0.0
 
 
-def on_either(step: Step, chip: chips.Chip) -> tuple[float, float] | None:
+def on_either(step: Step) -> tuple[float, float] | None:
     """What an exchange that products wait for takes on the core, and on a SparseCore (modelled).
 
     On the core it may go over a wire, which a SparseCore leaves out. None if it does not run there.
+    Where XLA runs it beside compute, on 7x, ours stands for XLA's own.
     """
-    here, there = _decided(step, chip), _decided(step, chip, awaited=False)
+    here, there = _decided(step), _decided(step, awaited=False)
     if not here or not there or not here.us or not there.us or not there.on_sparsecore:
         return None
     return (_wired_us(step) or here.us) * 1e-6, there.us * 1e-6
@@ -329,12 +329,12 @@ def _wired_us(step: Step) -> float | None:
     return next((plan.wired_us for plan in plans if isinstance(plan, WirePlan)), None)
 
 
-def _decided(step: Step, chip: chips.Chip, **wishes: Any) -> algorithms.Decision | None:
-    """What serves a collective, with some fields of its `How` others; None where lax does."""
+def _decided(step: Step, **wishes: Any) -> algorithms.Decision | None:
+    """What would serve a collective, with some fields of its `How` others; None if lax must."""
     assert step.eqn is not None
     params, nbytes = step.eqn.params, _nbytes(_type(step.eqn.invars[0]))
     op, how = _op(step.eqn), dataclasses.replace(params["how"], **wishes)
-    if (how.beside and overlaps.by_xla(op, chip)) or not wire_ways.gives_way(how):
+    if not wire_ways.gives_way(how):
         return None
     axes = params["axis_name"] if "axis_name" in params else params["axes"]
     group = canonical.group_of(axes, params.get("axis_index_groups"))

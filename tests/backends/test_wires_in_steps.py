@@ -149,8 +149,8 @@ def test_what_a_wire_takes_is_what_its_ways_say() -> None:
         told: list[Any] = []
         by_model = turns.on_either
 
-        def noted(step: turns.Step, chip: Any) -> Any:
-            told.append(by_model(step, chip))
+        def noted(step: turns.Step) -> Any:
+            told.append(by_model(step))
             return told[-1]
 
         with pytest.MonkeyPatch.context() as patch, pc.override_lax(**wires):

@@ -173,7 +173,7 @@ def test_a_turn_with_kernels_or_effects_in_an_order_stays_as_it_is(
     steps, calls = halves()
     for step in calls:
         step.awaited = True
-    monkeypatch.setattr(turns, "on_either", lambda step, chip: calls[step])
+    monkeypatch.setattr(turns, "on_either", lambda step: calls[step])
     turn = Loop({"length": 1}, steps, (), (), (), [])
     assert turn.in_order() is not None
     setattr(steps[0], kind, True)
@@ -287,7 +287,7 @@ def test_values_are_the_same_in_another_order(form: str, monkeypatch: pytest.Mon
     by_model = order.best
     monkeypatch.setattr(order, "best", noted)
     monkeypatch.setattr(turns, "_seconds", lambda e, _: float(e.primitive.name == "dot_general"))
-    monkeypatch.setattr(turns, "on_either", lambda step, chip: (2.0, 1.5))
+    monkeypatch.setattr(turns, "on_either", lambda step: (2.0, 1.5))
     jax.clear_caches()
     with pc.override_lax():
         got = jax.jit(mapped)(x, weights)
