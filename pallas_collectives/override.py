@@ -60,7 +60,7 @@ def override_lax(
     core for them, and a SparseCore runs our kernels that move much data. Of gathers it runs those
     of weights, which are asked for ahead, and of sums these gathers' derivatives. Products wait for
     tokens' exchanges at once; a SparseCore runs those beside which a turn has other products, as
-    with `two_batch_overlap` (`lowering.order`). `override_report()` says what was replaced, and why
+    with `two_batch_overlap` (`lowering.order`), on 7x by XLA's calls. `override_report()` says what was replaced, and why
     the rest was not.
 
     Args:

@@ -59,7 +59,9 @@ SPARSECORE = "a SparseCore runs it beside products"
     "topology, why",
     [
         ("v6e:4x4", SPARSECORE),
-        ("v5e:4x4", "XLA runs all_gather beside compute on v5e"),
+        pytest.param(
+            *("v5e:4x4", "XLA runs all_gather beside compute on v5e"), marks=pytest.mark.full
+        ),
     ],
 )
 def test_weights_that_are_hidden_travel_as_they_are(topology: str, why: str) -> None:
@@ -111,6 +113,7 @@ def test_derivatives_have_wires_of_their_own() -> None:
     assert forward and backward and both == forward + backward
 
 
+@pytest.mark.full
 def test_a_turns_order_says_which_tokens_go_over_their_wire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

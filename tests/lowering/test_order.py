@@ -297,12 +297,16 @@ def test_values_are_the_same_in_another_order(form: str, monkeypatch: pytest.Mon
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), got, want)
 
 
-def test_products_stand_beside_what_a_sparsecore_brings() -> None:
-    """In the program as it is compiled, between each call's start and its end."""
+@pytest.mark.parametrize(
+    "topology", ["v6e:2x2", pytest.param("tpu7x:2x2x1", marks=pytest.mark.full)]
+)
+def test_products_stand_beside_what_a_sparsecore_brings(topology: str) -> None:
+    """In the program as it is compiled, between each call's start and its end; on 7x, lax's."""
     pytest.importorskip("libtpu")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices), ("x",))
-    shapes = (2, 4096, 2048), dict.fromkeys(SPECS[1], (2, 8192, 2048))
+    rows, width = 1024 * mesh.size, 2048 * mesh.size
+    shapes = (2, rows, 2048), dict.fromkeys(SPECS[1], (2, width, 2048))
     args = jax.tree.map(
         lambda shape, spec: jax.ShapeDtypeStruct(
             shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)
@@ -327,3 +331,4 @@ def test_products_stand_beside_what_a_sparsecore_brings() -> None:
         beside.append(sum(e.cycles for e in there if isinstance(e, schedule.StepWork)))
     assert len(starts) == 8 and len(away) >= 6
     assert sum(cycles > 100_000 for cycles in beside) >= 4, beside
+    assert all((start.collective.kernel == "") == topology.startswith("tpu7x") for start in away)
