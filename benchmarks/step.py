@@ -97,8 +97,8 @@ def main(argv: Sequence[str]) -> int:
         _need_compiler(compiles)
     mesh = devices.make_mesh((jax.device_count() if runs else 1,))
     kept = Results(screen, devices.environment(mesh), about, json_file)
-    if runs:
-        unders = [each for each in under if each != "forced"]  # which devices need not run
+    unders = [each for each in under if each != "forced"]  # which devices need not run
+    if runs and unders:
         count = len(_PROGRAM.value) * len(forms) * len(unders)
         title = "Measured: a step by the clock, and what is exposed by the profiler."
         kept.collect("ran", running.rows(_PROGRAM.value, forms, unders), count, title)

@@ -60,7 +60,7 @@ def override_lax(
     core for them, and a SparseCore runs our kernels that move much data. Of gathers it runs those
     of weights, which are asked for ahead, and of sums these gathers' derivatives. Products wait for
     tokens' exchanges at once; a SparseCore runs those beside which a turn has other products, as
-    with `two_batch_overlap` (`lowering.order`), on 7x by XLA's calls. `override_report()` says what was replaced, and why
+    with `two_batch_overlap` (`lowering.order`). `override_report()` says what was replaced, and why
     the rest was not.
 
     Args:
@@ -69,8 +69,9 @@ def override_lax(
       keep: functions to leave to lax.
       wire: in what narrower numbers functions send floats, by lax's names: {"psum": "int8"} (see
         `wires`). Where a wire would be slower, or cannot serve, it is left out, and counted
-        (`wire_counts`): so for gathers of weights that run beside products as they are. The sums
-        that `check_vma=True` adds to gradients use psum's wire.
+        (`wire_counts`): so for gathers of weights that run beside products as they are, and where a
+        turn's order is as short without, on 7x with XLA's own calls in it. The sums that
+        `check_vma=True` adds to gradients use psum's wire.
       wire_backward: likewise, of these calls' derivatives, by the names of the calls. Without it
         they travel as they are.
       ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
@@ -158,7 +159,7 @@ def _checked_wires(
         takes = [f for f in _CHOOSING if argument in inspect.signature(_ours(f)).parameters]
         if name not in takes:
             rule = f"the functions that take one are {', '.join(sorted(takes))}"
-            raise WireError(f"a wire for {name!r}", rule, "use names from that list")
+            raise WireError(f"{argument}={{{name!r}: {value!r}}}", rule, "use names from that list")
         found = wires.named(value)
         if found is None or found.key is not None:
             rule = "it must round to nearest, as a context has no key for each call"

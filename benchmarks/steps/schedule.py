@@ -296,7 +296,7 @@ class _Walk:
 def _by_kernel(i: Instruction, engine: str) -> Collective:
     found = re.search(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)', i.rest)
     kernel = found[1] if found else i.name
-    ops = [op for op in catalogue.COLLECTIVES if op in kernel]
+    ops = [op for op in catalogue.COLLECTIVES if kernel.startswith((op, f"matmul_{op}"))]
     shape = next(_shapes(i.type), ())
     operands = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", i.rest)
     return Collective(

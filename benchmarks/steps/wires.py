@@ -89,6 +89,8 @@ def programs(
     def what_of(c: Collective) -> Program | float:
         if product := _product(c, fused):
             return multiplied(product)
+        if c.kernel in {plan.op for plan in fused}:  # padded, or several pairs in one
+            return OnOneLink(c.nbytes / machine.generation.link_bandwidth)
         plan = _plan(c, known) if c.kernel else None
         over = plan.axes if plan else _over(c, axes)
         if c.op in catalogue.COLLECTIVES and over and set(over) <= set(axes):
@@ -145,13 +147,12 @@ def _plan(c: Collective, plans: Sequence[KernelPlan]) -> KernelPlan | None:
 
 def _product(c: Collective, plans: Sequence[ProductPlan]) -> ProductPlan | None:
     """The plan of a kernel that multiplies or adds beside its collective."""
-    of_op = [plan for plan in plans if plan.op == c.kernel]
     sizes = [math.prod(shape) for shape in c.operands]
 
     def fits(plan: ProductPlan) -> bool:
         return sizes[-len(plan.operands) :] == [x.size for x in plan.operands]
 
-    return next((plan for plan in of_op if fits(plan)), next(iter(of_op), None))
+    return next((plan for plan in plans if plan.op == c.kernel and fits(plan)), None)
 
 
 def _fits(plan: KernelPlan, shape: tuple[int, ...]) -> bool:

@@ -11,10 +11,17 @@ from jax.extend import core
 
 from pallas_collectives import catalogue, validation
 from pallas_collectives.backends import canonical, choice, measured, slices, untyped, wire_ways
-from pallas_collectives.backends.counters import calling, lax_name, note, tried
-from pallas_collectives.backends.plans import UNSERVABLE, How, Plan
+from pallas_collectives.backends.counters import (
+    calling,
+    lax_name,
+    note,
+    recorded,
+    tried,
+    uncounted,
+)
+from pallas_collectives.backends.plans import UNSERVABLE, How, Plan, WirePlan
 from pallas_collectives.errors import DtypeError, UnservedError
-from pallas_collectives.kernels.machinery import entry
+from pallas_collectives.kernels.machinery import entry, launch
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
 
@@ -42,15 +49,21 @@ def served(
 def _served(
     op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any
 ) -> jax.Array:
-    kept, beside = "", False
-    if how.beside and not validation.symbols(args):
+    kept, beside, symbols = "", False, validation.symbols(args)
+    if how.wire is not None and how.wire.optional and symbols:
+        why = f"sizes are symbols: {symbols}"
+        wire_ways.note_left_out(catalogue.primitives()[op][0].name, how.wire, why)
+        how = dataclasses.replace(how, wire=None)
+    elif how.beside and wire_ways.packs(how, args[0].dtype):
+        over = over_wire(op, how, *args, **params)
+        if over is None or not over.algorithm:  # it is left out, and lax may keep the call
+            how = dataclasses.replace(how, wire=None)
+            if over is not None:
+                note(over)
+    if how.beside and not symbols:
         kept, beside = _kept(op, how, *args, **params)
     if kept:
-        wire = how.wire
-        if wire is not None and wire.scaled:  # without scales lax needs but a cast
-            wire_ways.note_left_out(catalogue.primitives()[op][0].name, wire, kept)
-            wire = None
-        how = How("xla", fallback=kept, wire=wire)
+        how = How("xla", fallback=kept, wire=how.wire)
     if how.backend != "xla":
         try:
             with tried():
@@ -76,21 +89,20 @@ def _served(
 def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool]:
     """Why lax keeps a collective whose step matters, and whether XLA runs it beside compute.
 
-    "" where lax does not keep it. It keeps no call with a wire but what is hidden, as it is.
+    "" where lax does not keep it, nor what is packed for a wire. Without scales it casts.
     """
-    if not wire_ways.gives_way(how):
+    if wire_ways.packs(how, args[0].dtype):
         return "", False
     name, chip = catalogue.primitives()[op][0].name, chips.current()
-    brought = args[0].nbytes * (params["axis_size"] if name == "all_gather" else 1)
+    dtype = wire_ways.moved_dtype(how, args[0].dtype)
+    brought = args[0].size * dtype.itemsize * (params["axis_size"] if name == "all_gather" else 1)
     if how.backend == "nccl":
         why = overlaps.by_xla_on_gpus(name, brought, how.awaited)
         return why, bool(why)
-    if how.wire is not None and how.awaited is not False:
-        return "", False
     if why := overlaps.by_xla(name, chip):
         return why, True
-    if name == "all_gather" and how.awaited is not None and how.wire is None:
-        return overlaps.for_its_reader(brought, args[0].dtype, chip), False
+    if name == "all_gather" and how.awaited is not None:
+        return overlaps.for_its_reader(brought, dtype, chip), False
     return "", False
 
 
@@ -115,6 +127,14 @@ def backend_module(name: str) -> Any:
     from pallas_collectives.backends import pallas
 
     return pallas
+
+
+def over_wire(op: str, how: How, *args: Any, **params: Any) -> WirePlan | None:
+    """What becomes of a call's wire on the backend; None where nothing is sent. Runs nothing."""
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    with uncounted(), recorded() as plans:
+        launch.effects(functools.partial(run, op, how, **params), *types)
+    return next((plan for plan in plans if isinstance(plan, WirePlan)), None)
 
 
 def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_collectives import catalogue, wires
+from pallas_collectives.annotations import DType, DTypeLike
 from pallas_collectives.backends import algorithms, counters, ordered, slices
 from pallas_collectives.backends.plans import Candidate, How, WirePlan
 from pallas_collectives.backends.wire_costs import (
@@ -42,6 +43,7 @@ from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.tuning import overlaps
 from pallas_collectives.wires import Wire
 
 # From so many bytes of an operand a wire is taken where no times tell: smaller ones are latency.
@@ -96,6 +98,19 @@ _NO_WAY = Way("", 0, 0.0, None)
 def gives_way(how: How) -> bool:
     """Whether a call has no wire, or one that may be left out where that is better for its step."""
     return how.wire is None or how.wire.optional
+
+
+def packs(how: How, dtype: DTypeLike) -> bool:
+    """Whether numbers of a dtype may be packed for a wire; without scales it is but a cast."""
+    wire = how.wire
+    return wire is not None and wire.scaled and not wires.obstacle(wire, dtype)
+
+
+def moved_dtype(how: How, dtype: DTypeLike) -> DType:
+    """The dtype of what a call moves on any engine: its own, or that of a wire without scales."""
+    wire = how.wire
+    casts = wire is not None and not wire.scaled and not wires.obstacle(wire, dtype)
+    return jnp.dtype(wire.dtype if wire is not None and casts else dtype)
 
 
 def settled(
@@ -373,8 +388,16 @@ def _beside(op: str, x: jax.Array, group: Group, how: How) -> str:
     with its gathers on a SparseCore as they are.
     """
     assert how.wire is not None
-    packs = how.wire.optional and how.wire.scaled  # without scales it is a cast
-    if not packs or how.backend != "pallas" or how.awaited is not False:
+    if not (how.beside and how.wire.optional and how.wire.scaled):
+        return ""
+    chip, whole = chips.current(), catalogue.COLLECTIVES[op].result_bytes(x.nbytes, group.size)
+    if how.backend == "nccl":
+        return overlaps.by_xla_on_gpus(op, max(x.nbytes, whole), how.awaited)
+    if how.backend != "pallas" or how.awaited is not False:
+        return ""
+    if why := overlaps.by_xla(op, chip):
+        return why
+    if op == "all_gather" and overlaps.for_its_reader(whole, x.dtype, chip):
         return ""
     found = algorithms.decided(op, dataclasses.replace(how, wire=None), x.nbytes, group)
     return "a SparseCore runs it beside products" if found and found.on_sparsecore else ""

@@ -243,12 +243,15 @@ class Rewritten:
 
         JAX lowers the new loop as it would any other: what has been decided is not so twice.
         """
-        if step in self.lax_keeps and step.wired:
-            return {"ahead": "", "beside": False}
+        if step in self.lax_keeps and turns.wired(step):
+            return {"ahead": "", "awaited": True}
         if step in self.lax_keeps:
             return {"ahead": "", "backend": "xla", "fallback": NO_PRODUCTS}
         if self.in_order and step.awaited:
-            return {"ahead": "", "awaited": step not in self.in_order.away}
+            plain = {"wire": None} if step in self.in_order.unwired else {}
+            if plain:
+                turns.leave_out(step)
+            return {"ahead": "", "awaited": step not in self.in_order.away, **plain}
         return {"ahead": ""} if step.how or step.scatters or step.awaited else {}
 
     def _sum(self, scatter: Step, gradient: jax.Array) -> Values:

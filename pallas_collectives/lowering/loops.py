@@ -93,7 +93,7 @@ class Loop:
         if any(step.is_opaque or step.keeps_order for step in self.steps):
             return None
         chip = chips.current()
-        found = {s: turns.on_either(s) for s in self.steps if s.awaited}
+        found = {s: turns.on_either(s, chip) for s in self.steps if s.awaited}
         tokens = {step: Call(*seconds) for step, seconds in found.items() if seconds is not None}
         weights = {s: Call(math.inf, takes) for s, takes in self._takes.items() if takes}
         return order.best(self.steps, tokens, weights, chip) if tokens else None

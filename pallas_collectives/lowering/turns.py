@@ -7,15 +7,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval
-from pallas_collectives.backends import algorithms, canonical, counters, serving, wire_ways
+from pallas_collectives.backends import algorithms, canonical, serving, wire_ways
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, How, WirePlan
-from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import barrier
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
@@ -79,12 +77,6 @@ class Step:
     def awaited(self) -> bool:
         """Whether it exchanges what products have made and wait for, and may be on a SparseCore."""
         return self.eqn is not None and _awaited(self.eqn) and isinstance(self.reads[0], int)
-
-    @property
-    def wired(self) -> bool:
-        """Whether it is a collective with a wire."""
-        how = self.eqn.params.get("how") if self.eqn is not None else None
-        return isinstance(how, How) and how.wire is not None
 
     def seconds(self, chip: chips.Chip) -> float:
         """What its products take at the least."""
@@ -280,8 +272,8 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
     brought = _type(step.eqn.outvars[0])
-    as_it_is = step.how and not step.wired
-    if as_it_is and overlaps.for_its_reader(_nbytes(brought), brought.dtype, chip):
+    dtype = wire_ways.moved_dtype(step.eqn.params["how"], brought.dtype)
+    if step.how and overlaps.for_its_reader(brought.size * dtype.itemsize, dtype, chip):
         return 0.0
     if overlaps.by_xla(_op(step.eqn), chip):
         return 0.0
@@ -295,49 +287,60 @@ def by_xla(step: Step, chip: chips.Chip) -> float:
     0 for others.
     """
     assert step.eqn is not None
-    if not step.wired or not overlaps.by_xla(_op(step.eqn), chip):
+    if not overlaps.by_xla(_op(step.eqn), chip) or not wired(step):
         return 0.0
     found = _decided(step, beside=False)
     return (found.us or 0.0) * 1e-6 if found else 0.0
 
 
-def on_either(step: Step) -> tuple[float, float] | None:
-    """What an exchange that products wait for takes on the core, and on a SparseCore (modelled).
+def on_either(step: Step, chip: chips.Chip) -> tuple[float, float, float | None] | None:
+    """What an exchange that products wait for takes on the core, on a SparseCore, and over a wire.
 
-    On the core it may go over a wire, which a SparseCore leaves out. None if it does not run there.
-    Where XLA runs it beside compute, on 7x, ours stands for XLA's own.
+    In seconds (modelled). Over its wire it goes on the core; None if it takes none. None for all if
+    it does not run on a SparseCore; XLA's own do so on 7x, of which those with wires are in order.
     """
+    assert step.eqn is not None
+    over = wired(step)
+    if overlaps.by_xla(_op(step.eqn), chip) and not over:
+        return None
     here, there = _decided(step), _decided(step, awaited=False)
     if not here or not there or not here.us or not there.us or not there.on_sparsecore:
         return None
-    return (_wired_us(step) or here.us) * 1e-6, there.us * 1e-6
+    return here.us * 1e-6, there.us * 1e-6, over.wired_us * 1e-6 if over and over.wired_us else None
 
 
-def _wired_us(step: Step) -> float | None:
-    """Microseconds of an exchange over its wire; None if it takes no wire."""
+def wired(step: Step) -> WirePlan | None:
+    """The plan of the wire that a collective takes where nothing hides it; None if it has none."""
     assert step.eqn is not None
-    params, (operand,) = dict(step.eqn.params), step.eqn.invars
-    how = params.pop("how")
-    if how.wire is None:
+    how = dataclasses.replace(step.eqn.params["how"], awaited=True)
+    types = [_type(v) for v in step.eqn.invars]
+    if not wire_ways.packs(how, types[0].dtype):
         return None
-    aval = _type(operand)
-    run = functools.partial(
-        serving.run, step.eqn.primitive.name.removeprefix("pallas_"), how, **params
-    )
-    with counters.uncounted(), counters.recorded() as plans, step.eqn.ctx.manager:
-        launch.effects(run, jax.ShapeDtypeStruct(aval.shape, aval.dtype))  # builds no kernel
-    return next((plan.wired_us for plan in plans if isinstance(plan, WirePlan)), None)
+    params = {k: v for k, v in step.eqn.params.items() if k != "how"}
+    with step.eqn.ctx.manager:
+        plan = serving.over_wire(
+            step.eqn.primitive.name.removeprefix("pallas_"), how, *types, **params
+        )
+    return plan if plan and plan.algorithm else None
+
+
+def leave_out(step: Step) -> None:
+    """Counts the wire of a collective as left out."""
+    assert step.eqn is not None
+    why = "the order of its turn is as short without"
+    wire_ways.note_left_out(_op(step.eqn), step.eqn.params["how"].wire, why)
 
 
 def _decided(step: Step, **wishes: Any) -> algorithms.Decision | None:
     """What would serve a collective, with some fields of its `How` others; None if lax must."""
     assert step.eqn is not None
-    params, nbytes = step.eqn.params, _nbytes(_type(step.eqn.invars[0]))
+    params, operand = step.eqn.params, _type(step.eqn.invars[0])
     op, how = _op(step.eqn), dataclasses.replace(params["how"], **wishes)
     if not wire_ways.gives_way(how):
         return None
     axes = params["axis_name"] if "axis_name" in params else params["axes"]
     group = canonical.group_of(axes, params.get("axis_index_groups"))
+    nbytes = operand.size * wire_ways.moved_dtype(how, operand.dtype).itemsize
     return algorithms.decided(op, how, nbytes, group)
 
 

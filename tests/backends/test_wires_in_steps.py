@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
 import harness
@@ -17,7 +17,8 @@ import pallas_collectives as pc
 from pallas_collectives.lowering import order, turns
 
 NARROW = {"all_gather": "int8", "psum_scatter": "int8"}
-WIDTH, DEVICES, LAYERS = 4096, 16, 3
+WIDTH, LAYERS, DTYPE = 4096, 3, "bfloat16"
+DEVICES = 16
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -30,7 +31,8 @@ def layer(x: jax.Array, w: jax.Array) -> jax.Array:
 def built(topology: str, rows: int, *, gradient: bool = False, **wires: Any) -> dict[str, set[str]]:
     """Why wires are left out, by function; "" where they are taken. A scan of layers, for TPUs."""
     pytest.importorskip("libtpu")
-    on = harness.tpu_mesh(topology, {"x": DEVICES})
+    devices = len(harness._topology(topology).devices)
+    on = harness.tpu_mesh(topology, {"x": devices})
 
     def loss(x: jax.Array, weights: jax.Array) -> jax.Array:
         y, _ = lax.scan(lambda x, w: (layer(x, w), None), x, weights)
@@ -39,9 +41,9 @@ def built(topology: str, rows: int, *, gradient: bool = False, **wires: Any) -> 
     specs = P("x"), P(None, "x")
     run, out = (jax.grad(loss, (0, 1)), specs) if gradient else (loss, P())
     mapped = jax.shard_map(run, mesh=on, in_specs=specs, out_specs=out, check_vma=False)
-    shapes = (DEVICES * rows, WIDTH), (LAYERS, WIDTH, WIDTH)
+    shapes = (devices * rows, WIDTH), (LAYERS, WIDTH, WIDTH)
     args = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(on, spec))
+        jax.ShapeDtypeStruct(shape, DTYPE, sharding=jax.NamedSharding(on, spec))
         for shape, spec in zip(shapes, specs, strict=True)
     ]
     with pc.override_lax(**wires):
@@ -135,37 +137,100 @@ def test_a_turns_order_says_which_tokens_go_over_their_wire(
     assert {"", SPARSECORE} <= seen["all_gather"] | seen["psum_scatter"]
 
 
-def test_what_a_wire_takes_is_what_its_ways_say() -> None:
-    """In a turn's model the core takes the wire's time, and without one the collective's."""
+def test_what_a_wire_takes_is_what_its_ways_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a turn's model: on the core, on a SparseCore, and over the wire."""
+    told: list[Any] = []
+    by_model = turns.on_either
+
+    def noted(step: turns.Step, chip: Any) -> Any:
+        told.append(by_model(step, chip))
+        return told[-1]
+
+    monkeypatch.setattr(turns, "on_either", noted)
+    built("v6e:4x4", 512)
+    built("v6e:4x4", 512, wire=NARROW)
+    plain, narrow = told[:2], told[2:]
+    assert [times[:2] for times in plain] == [times[:2] for times in narrow]
+    assert all(times[2] is None for times in plain)
+    assert all(0.5 < times[2] / times[0] < 0.65 for times in narrow)
+
+
+@pytest.mark.parametrize(
+    "topology, dtype, wire",
+    [
+        ("v5e:4x4", "bfloat16", "bfloat16"),
+        pytest.param("v5e:4x4", "int32", "int8", marks=pytest.mark.full),
+        pytest.param("tpu7x:2x2x1", "bfloat16", "bfloat16", marks=pytest.mark.full),
+        pytest.param("v4:2x2x1", "bfloat16", "bfloat16", marks=pytest.mark.full),
+        pytest.param("v6e:4x4", "int32", "int8", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_wire_that_cannot_serve_changes_nothing(
+    topology: str, dtype: str, wire: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lax keeps what it would without one."""
+    monkeypatch.setattr("test_wires_in_steps.DTYPE", dtype)
+
+    def who(**wires: Any) -> tuple[Any, Any]:
+        built(topology, rows, **wires)
+        report = pc.override_report()
+        return report.replaced, report.left
+
+    assert who(wire=dict.fromkeys(NARROW, wire)) == who()
+    assert all(line.why for line in pc.override_report().wires)
+
+
+def test_a_turns_order_knows_that_a_cast_is_on_either_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """float32 over bfloat16 takes what bfloat16 does, there and here."""
+    told: list[Any] = []
+    by_model = turns.on_either
+
+    def noted(step: turns.Step, chip: Any) -> Any:
+        told.append(by_model(step, chip))
+        return told[-1]
+
+    monkeypatch.setattr(turns, "on_either", noted)
+    built("v6e:4x4", 512)
+    monkeypatch.setattr("test_wires_in_steps.DTYPE", "float32")
+    built("v6e:4x4", 512, wire=dict.fromkeys(NARROW, "bfloat16"))
+    assert len(told) == 4 and told[:2] == told[2:]
+
+
+def test_nothing_is_sent_to_one_device_and_nothing_left_out() -> None:
     pytest.importorskip("libtpu")
-    on = harness.tpu_mesh("v6e:4x4", {"x": DEVICES})
-    x = jax.ShapeDtypeStruct((DEVICES * 512, WIDTH), jnp.bfloat16)
+    on = harness.tpu_mesh("v5e:4x4", {"a": DEVICES, "b": 1})
+    gather = jax.shard_map(
+        lambda w: lax.all_gather(w, "b", tiled=True),
+        mesh=on,
+        in_specs=P("a"),
+        out_specs=P("a"),
+        check_vma=False,
+    )
+    sharding = jax.NamedSharding(on, P("a"))
+    with pc.override_lax(wire=NARROW):
+        jax.jit(gather).lower(jax.ShapeDtypeStruct((8192, WIDTH), "bfloat16", sharding=sharding))
+    assert pc.override_report().wires == ()
 
-    def seconds(**wires: Any) -> tuple[float, float]:
-        mapped = jax.shard_map(
-            lambda x: lax.all_gather(2 * x, "x", tiled=True) @ jnp.ones((WIDTH, 1), x.dtype),
-            mesh=on,
-            in_specs=P("x"),
-            out_specs=P(),
-            check_vma=False,
-        )
-        told: list[Any] = []
-        by_model = turns.on_either
 
-        def noted(step: turns.Step) -> Any:
-            told.append(by_model(step))
-            return told[-1]
-
-        with pytest.MonkeyPatch.context() as patch, pc.override_lax(**wires):
-            patch.setattr(turns, "on_either", noted)
-            spec = jax.NamedSharding(on, P("x"))
-            jax.jit(mapped).lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec))
-        (found,) = told
-        return found
-
-    (plain, away), (narrow, away_too) = seconds(), seconds(wire=NARROW)
-    assert away == away_too
-    assert 0.5 < narrow / plain < 0.65
+def test_sizes_that_are_symbols_go_without_a_wire() -> None:
+    on = harness.mesh(2)
+    (rows,) = export.symbolic_shape("a")
+    mapped = jax.shard_map(
+        lambda x: lax.all_gather(x, "x", tiled=True),
+        mesh=on,
+        in_specs=P("x"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    sharding = jax.NamedSharding(on, P("x"))
+    x = jax.ShapeDtypeStruct((2 * rows, 256), "float32", sharding=sharding)
+    with pc.override_lax(wire=NARROW):
+        export.export(jax.jit(mapped))(x)
+    (line,) = pc.override_report().wires
+    assert "symbols" in line.why
 
 
 def test_values_are_within_the_wires_error() -> None:

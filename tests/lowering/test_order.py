@@ -173,7 +173,7 @@ def test_a_turn_with_kernels_or_effects_in_an_order_stays_as_it_is(
     steps, calls = halves()
     for step in calls:
         step.awaited = True
-    monkeypatch.setattr(turns, "on_either", lambda step: calls[step])
+    monkeypatch.setattr(turns, "on_either", lambda step, chip: calls[step])
     turn = Loop({"length": 1}, steps, (), (), (), [])
     assert turn.in_order() is not None
     setattr(steps[0], kind, True)
@@ -287,7 +287,7 @@ def test_values_are_the_same_in_another_order(form: str, monkeypatch: pytest.Mon
     by_model = order.best
     monkeypatch.setattr(order, "best", noted)
     monkeypatch.setattr(turns, "_seconds", lambda e, _: float(e.primitive.name == "dot_general"))
-    monkeypatch.setattr(turns, "on_either", lambda step: (2.0, 1.5))
+    monkeypatch.setattr(turns, "on_either", lambda step, chip: (2.0, 1.5, None))
     jax.clear_caches()
     with pc.override_lax():
         got = jax.jit(mapped)(x, weights)
@@ -320,7 +320,9 @@ def test_products_stand_beside_what_a_sparsecore_brings(topology: str) -> None:
         return lax.scan(lambda x, w: (pc.two_batch_overlap(layer)(x, w), None), x, weights)[0]
 
     mapped = jax.shard_map(forward, mesh=mesh, in_specs=SPECS, out_specs=SPECS[0], check_vma=False)
-    with pc.override_lax():
+    by_xla = topology.startswith("tpu7x")  # whose calls are in order beside those with a wire
+    wire = dict.fromkeys(("all_gather", "psum_scatter"), "int8") if by_xla else None
+    with pc.override_lax(wire=wire):
         text = jax.jit(mapped).lower(*args).compile().as_text()
     (turn,) = [e for e in schedule.events(text, lambda *_: 0) if isinstance(e, schedule.Loop)]
     starts = [e for e in turn.events if isinstance(e, schedule.Start)]
@@ -329,6 +331,6 @@ def test_products_stand_beside_what_a_sparsecore_brings(topology: str) -> None:
     for start in away:
         there = turn.events[turn.events.index(start) : turn.events.index(schedule.Done(start.key))]
         beside.append(sum(e.cycles for e in there if isinstance(e, schedule.StepWork)))
-    assert len(starts) == 8 and len(away) >= 6
-    assert sum(cycles > 100_000 for cycles in beside) >= 4, beside
-    assert all((start.collective.kernel == "") == topology.startswith("tpu7x") for start in away)
+    assert len(starts) == 8 and len(away) >= (2 if by_xla else 6)
+    assert sum(cycles > 100_000 for cycles in beside) >= len(away) // 2 + 1, beside
+    assert all((start.collective.kernel == "") == by_xla for start in away)
