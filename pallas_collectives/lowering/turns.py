@@ -296,8 +296,8 @@ def by_xla(step: Step, chip: chips.Chip) -> float:
 def on_either(step: Step, chip: chips.Chip) -> tuple[float, float, float | None] | None:
     """What an exchange that products wait for takes on the core, on a SparseCore, and over a wire.
 
-    In seconds (modelled). Over its wire it goes on the core; None if it takes none. None for all if
-    it does not run on a SparseCore; XLA's own do so on 7x, of which those with wires are in order.
+    In seconds (modelled); over a wire it goes on the core, and without one that is None. None for
+    all if it does not run on a SparseCore. XLA's own do on 7x: those with wires are in order there.
     """
     assert step.eqn is not None
     over = wired(step)
