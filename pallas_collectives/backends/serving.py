@@ -50,16 +50,8 @@ def _served(
     op: str, how: How, by_lax: Callable[..., Any], *args: jax.Array, **params: Any
 ) -> jax.Array:
     kept, beside, symbols = "", False, validation.symbols(args)
-    if how.wire is not None and how.wire.optional and symbols:
-        why = f"sizes are symbols: {symbols}"
-        wire_ways.note_left_out(catalogue.primitives()[op][0].name, how.wire, why)
-        how = dataclasses.replace(how, wire=None)
-    elif how.beside and wire_ways.packs(how, args[0].dtype):
-        over = over_wire(op, how, *args, **params)
-        if over is None or not over.algorithm:  # it is left out, and lax may keep the call
-            how = dataclasses.replace(how, wire=None)
-            if over is not None:
-                note(over)
+    if how.wire is not None and how.wire.optional and (how.beside or symbols):
+        how = _without_idle_wire(op, how, *args, **params)
     if how.beside and not symbols:
         kept, beside = _kept(op, how, *args, **params)
     if kept:
@@ -84,6 +76,29 @@ def _served(
     note(plan)
     with choice.rebound(frozenset()):
         return by_lax(*args, **params)
+
+
+def _without_idle_wire(op: str, how: How, *args: jax.Array, **params: Any) -> How:
+    """The same, without a wire that may be left out and is: lax may keep the call then."""
+    assert how.wire is not None
+    plain, why = dataclasses.replace(how, wire=None), ""
+    if symbols := validation.symbols(args):
+        why = f"sizes are symbols: {symbols}"
+    elif not wire_ways.packs(how, args[0].dtype):
+        return how  # a cast, on any engine; or no wire for that dtype, as will be counted
+    elif how.backend == "nccl":
+        why, _ = _kept(op, plain, *args, **params)
+    elif how.backend == "pallas":
+        try:
+            over = over_wire(op, how, *args, **params)
+        except UNSERVABLE:
+            return how  # who serves in its place keeps the wire
+        if over is None:
+            return plain
+        why = "" if over.algorithm else over.why
+    if why:
+        wire_ways.note_left_out(catalogue.primitives()[op][0].name, how.wire, why)
+    return plain if why else how
 
 
 def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool]:

@@ -388,13 +388,10 @@ def _beside(op: str, x: jax.Array, group: Group, how: How) -> str:
     with its gathers on a SparseCore as they are.
     """
     assert how.wire is not None
-    if not (how.beside and how.wire.optional and how.wire.scaled):
+    packs = how.wire.optional and how.wire.scaled and how.backend == "pallas"
+    if not packs or not how.beside or how.awaited is not False:
         return ""
     chip, whole = chips.current(), catalogue.COLLECTIVES[op].result_bytes(x.nbytes, group.size)
-    if how.backend == "nccl":
-        return overlaps.by_xla_on_gpus(op, max(x.nbytes, whole), how.awaited)
-    if how.backend != "pallas" or how.awaited is not False:
-        return ""
     if why := overlaps.by_xla(op, chip):
         return why
     if op == "all_gather" and overlaps.for_its_reader(whole, x.dtype, chip):

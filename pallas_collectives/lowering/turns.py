@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval
 from pallas_collectives.backends import algorithms, canonical, serving, wire_ways
-from pallas_collectives.backends.plans import MAY_BE_AHEAD, How, WirePlan
+from pallas_collectives.backends.plans import MAY_BE_AHEAD, UNSERVABLE, How, WirePlan
 from pallas_collectives.lowering import barrier
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
@@ -317,10 +317,12 @@ def wired(step: Step) -> WirePlan | None:
     if not wire_ways.packs(how, types[0].dtype):
         return None
     params = {k: v for k, v in step.eqn.params.items() if k != "how"}
-    with step.eqn.ctx.manager:
-        plan = serving.over_wire(
-            step.eqn.primitive.name.removeprefix("pallas_"), how, *types, **params
-        )
+    op = step.eqn.primitive.name.removeprefix("pallas_")
+    try:
+        with step.eqn.ctx.manager:
+            plan = serving.over_wire(op, how, *types, **params)
+    except UNSERVABLE:
+        return None
     return plan if plan and plan.algorithm else None
 
 
