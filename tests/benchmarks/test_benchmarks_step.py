@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+import harness
+import pallas_collectives as pc
 from benchmarking import Bench
 from benchmarks import compare, compiled
 from benchmarks.results import Saved
@@ -113,6 +115,17 @@ def test_built_in_programs_call_lax(
     wanted = {"data": "psum", "ring_attention": "ppermute", "tensor": "reduce_scatter"}
     wanted["experts"] = "moe_route"
     assert f" {wanted.get(name, 'all_gather')}" in text
+
+
+@LIBTPU
+def test_products_of_a_step_that_are_fused() -> None:
+    devices: Any = np.array(harness._topology("v5p:2x2x2").devices)
+    form = Form(gradient=False, unrolled=False)
+    program = programs.named("benchmarks.steps.fused_products:tensor")(devices.size, form)
+    pc.reset_counts()
+    compiling.lower(program, devices, "override")
+    fused = {op for op, way, _ in pc.fusion_counts() if way == "fused"}
+    assert fused == {"all_gather_matmul", "matmul_reduce_scatter"}
 
 
 def test_a_program_says_for_how_many_devices_it_is() -> None:
