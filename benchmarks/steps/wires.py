@@ -63,7 +63,8 @@ def programs(
         def body(x: jax.Array) -> jax.Array:
             axis = over if len(over) > 1 else over[0]
             dtype = "bfloat16" if record.adds or wire else x.dtype
-            how: Any = {"backend": "pallas", "algorithm": algorithm, "wire": wire}
+            how: Any = {"backend": "pallas", "algorithm": algorithm}
+            how |= {"wire": wire} if wire else {}  # which not all collectives take
             return example.call(pallas_collectives, x.astype(dtype), axis, **how)
 
         return program(body, jax.ShapeDtypeStruct(example.operand(n, rows), _DTYPE))
