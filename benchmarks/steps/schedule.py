@@ -297,19 +297,19 @@ def _by_kernel(i: Instruction, engine: str) -> Collective:
     found = re.search(r'op_name="[^"]*?([^/"]+)/(?:pallas_call|mpmd_map)', i.rest)
     kernel = found[1] if found else i.name
     ops = [op for op in catalogue.COLLECTIVES if kernel.startswith((op, f"matmul_{op}"))]
-    shape = next(_shapes(i.type), ())
+    _, shape = next(_typed(i.type), ("", ()))
     operands = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", i.rest)
     return Collective(
         *(i.name, max(ops, key=len, default=""), kernel, engine, _arrays(i.type)[0], 0),
         shape=shape,
-        operands=tuple(_shapes(operands[1])) if operands else (),
+        operands=tuple(shape for _, shape in _typed(operands[1])) if operands else (),
     )
 
 
-def _shapes(types: str) -> Iterator[tuple[int, ...]]:
-    """The shapes of arrays."""
-    for _, dims in _ARRAY.findall(types):
-        yield tuple(int(d) for d in dims.split(",") if d)
+def _typed(types: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The dtype and shape of each array."""
+    for dtype, dims in _ARRAY.findall(types):
+        yield dtype, tuple(int(d) for d in dims.split(",") if d)
 
 
 def cycles_of(found: tuple[Event, ...]) -> int:
@@ -327,10 +327,10 @@ _BITS = re.compile(r"(?:pred|[a-z]+?(\d+))")
 def _arrays(type_: str) -> list[int]:
     """Bytes of each array of a type."""
     sizes = []
-    for dtype, dims in _ARRAY.findall(type_):
+    for dtype, shape in _typed(type_):
         bits = _BITS.match(dtype)
         width = int(bits[1] or 8) if bits else 8
-        sizes.append(math.prod(int(d) for d in dims.split(",") if d) * width // 8)
+        sizes.append(math.prod(shape) * width // 8)
     return sizes or [0]
 
 

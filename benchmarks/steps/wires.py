@@ -87,11 +87,13 @@ def programs(
 
     multiplied = functools.cache(lambda plan: program(plan.bind, *plan.operands))
 
+    @functools.cache
     def what_of(c: Collective) -> Program | float:
+        on_one_link = OnOneLink(c.nbytes / machine.generation.link_bandwidth)
         if product := _product(c, fused):
             return multiplied(product)
         if c.kernel in {plan.op for plan in fused}:  # padded, or several pairs in one
-            return OnOneLink(c.nbytes / machine.generation.link_bandwidth)
+            return on_one_link
         plan = _plan(c, known) if c.kernel else None
         over = plan.axes if plan else _over(c, axes)
         if c.op in catalogue.COLLECTIVES and over and set(over) <= set(axes):
@@ -102,7 +104,7 @@ def programs(
                 return timed(c.op, over, algorithm, wire, block)
             except CollectiveError:  # XLA's own, which ours cannot do: say, to far devices
                 pass
-        return OnOneLink(c.nbytes / machine.generation.link_bandwidth)
+        return on_one_link
 
     return what_of
 

@@ -388,8 +388,8 @@ def _beside(op: str, x: jax.Array, group: Group, how: How) -> str:
     with its gathers on a SparseCore as they are.
     """
     assert how.wire is not None
-    packs = how.wire.optional and how.wire.scaled and how.backend == "pallas"
-    if not packs or not how.beside or how.awaited is not False:
+    able = how.wire.optional and packs(how, x.dtype) and how.backend == "pallas"
+    if not able or not how.beside or how.awaited is not False:
         return ""
     chip, whole = chips.current(), catalogue.COLLECTIVES[op].result_bytes(x.nbytes, group.size)
     if why := overlaps.by_xla(op, chip):

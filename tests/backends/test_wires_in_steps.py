@@ -120,14 +120,7 @@ def test_a_turns_order_says_which_tokens_go_over_their_wire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is put on a SparseCore travels as it is, and what stays on the core is narrow."""
-    found = []
-
-    def noted(*args: Any) -> Any:
-        found.append(by_model(*args))
-        return found[-1]
-
-    by_model = order.best
-    monkeypatch.setattr(order, "best", noted)
+    found = harness.results_of(order, "best", monkeypatch)
     monkeypatch.setitem(globals(), "layer", pc.two_batch_overlap(layer))
     seen = built("v6e:4x4", 2048, wire=NARROW)
     (timetable,) = filter(None, found)
@@ -139,14 +132,7 @@ def test_a_turns_order_says_which_tokens_go_over_their_wire(
 
 def test_what_a_wire_takes_is_what_its_ways_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a turn's model: on the core, on a SparseCore, and over the wire."""
-    told: list[Any] = []
-    by_model = turns.on_either
-
-    def noted(step: turns.Step, chip: Any) -> Any:
-        told.append(by_model(step, chip))
-        return told[-1]
-
-    monkeypatch.setattr(turns, "on_either", noted)
+    told = harness.results_of(turns, "on_either", monkeypatch)
     built("v6e:4x4", 512)
     built("v6e:4x4", 512, wire=NARROW)
     plain, narrow = told[:2], told[2:]
@@ -172,27 +158,20 @@ def test_a_wire_that_cannot_serve_changes_nothing(
     """lax keeps what it would without one."""
     monkeypatch.setattr("test_wires_in_steps.DTYPE", dtype)
 
-    def who(**wires: Any) -> tuple[Any, Any]:
+    def report(**wires: Any) -> pc.OverrideReport:
         built(topology, rows, **wires)
-        report = pc.override_report()
-        return report.replaced, report.left
+        return pc.override_report()
 
-    assert who(wire=dict.fromkeys(NARROW, wire)) == who()
-    assert all(line.why for line in pc.override_report().wires)
+    over, plain = report(wire=dict.fromkeys(NARROW, wire)), report()
+    assert (over.replaced, over.left) == (plain.replaced, plain.left)
+    assert over.wires and all(line.why for line in over.wires)
 
 
 def test_a_turns_order_knows_that_a_cast_is_on_either_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """float32 over bfloat16 takes what bfloat16 does, there and here."""
-    told: list[Any] = []
-    by_model = turns.on_either
-
-    def noted(step: turns.Step, chip: Any) -> Any:
-        told.append(by_model(step, chip))
-        return told[-1]
-
-    monkeypatch.setattr(turns, "on_either", noted)
+    told = harness.results_of(turns, "on_either", monkeypatch)
     built("v6e:4x4", 512)
     monkeypatch.setattr("test_wires_in_steps.DTYPE", "float32")
     built("v6e:4x4", 512, wire=dict.fromkeys(NARROW, "bfloat16"))

@@ -313,3 +313,16 @@ def fails(error: type[Exception], match: str, program: Callable[[jax.Array], Any
     x = jax.ShapeDtypeStruct((3, 3, 6, 4), "float32")
     with pytest.raises(error, match=match):
         jax.eval_shape(per_device(program, mesh(3), jit=False), x)
+
+
+def results_of(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a function of a module gives from here on, call by call."""
+    found: list[Any] = []
+    function = getattr(module, name)
+
+    def noted(*args: Any) -> Any:
+        found.append(function(*args))
+        return found[-1]
+
+    monkeypatch.setattr(module, name, noted)
+    return found

@@ -296,14 +296,7 @@ def test_values_are_the_same_in_another_order(
         gradient(form), mesh=harness.mesh(2), in_specs=SPECS, out_specs=SPECS, check_vma=False
     )
     want = jax.jit(mapped)(x, weights)
-    found = []
-
-    def noted(*args: Any) -> Any:
-        found.append(by_model(*args))
-        return found[-1]
-
-    by_model = order.best
-    monkeypatch.setattr(order, "best", noted)
+    found = harness.results_of(order, "best", monkeypatch)
     monkeypatch.setattr(turns, "_seconds", lambda e, _: float(e.primitive.name == "dot_general"))
     monkeypatch.setattr(turns, "on_either", lambda step, chip: (2.0, 2.5, wire and 1.99))
     jax.clear_caches()
