@@ -16,7 +16,8 @@ from pallas_collectives.annotations import Tangent
 from pallas_collectives.backends import choice, overrides
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.lowering import ahead as lowering_ahead
-from pallas_collectives.lowering import bodies, primitives
+from pallas_collectives.lowering import bodies, fusing, primitives
+from pallas_collectives.overlap import primitives as products
 from pallas_collectives.overlap import split
 from pallas_collectives.wires import Wire
 
@@ -39,6 +40,7 @@ def override_lax(
     keep: Iterable[str] = (),
     wire: Mapping[str, Any] | None = None,
     wire_backward: Mapping[str, Any] | None = None,
+    fuse: bool = True,
     ahead: bool = True,
 ) -> Iterator[None]:
     """Within this context `jax.lax`'s collectives are ours, for code that calls `jax.lax.x`.
@@ -60,8 +62,10 @@ def override_lax(
     core for them, and a SparseCore runs our kernels that move much data. Of gathers it runs those
     of weights, which are asked for ahead, and of sums these gathers' derivatives. Products wait for
     tokens' exchanges at once; a SparseCore runs those beside which a turn has other products, as
-    with `two_batch_overlap` (`lowering.order`). `override_report()` says what was replaced, and why
-    the rest was not.
+    with `two_batch_overlap` (`lowering.order`). Or a gather of tokens and the products behind it, a
+    product and the psum_scatter behind it, run in one kernel (`lowering.fusing`), where a model of
+    the chip says that this is quicker. `override_report()` says what was replaced, and why the rest
+    was not.
 
     Args:
       everything: replace also what XLA would run beside compute; and run all on the TensorCore.
@@ -74,6 +78,10 @@ def override_lax(
         `check_vma=True` adds to gradients use psum's wire.
       wire_backward: likewise, of these calls' derivatives, by the names of the calls. Without it
         they travel as they are.
+      fuse: whether products may run in one kernel with tokens' exchanges. Such a kernel multiplies
+        as `all_gather_matmul` and `matmul_reduce_scatter` do, for which weights are (K, N) or
+        (N, K): it adds up in float32 as XLA does, but in an order of its own. With False XLA
+        multiplies all.
       ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
         needs first, and leave the scatter of its last gradient to the next turn, where a SparseCore
         runs these and their own turn has nothing to run beside them. This holds a second layer's
@@ -101,7 +109,7 @@ def override_lax(
       ...     print(jax.vmap(lambda x: jax.lax.psum(x, "x"), axis_name="x")(jnp.ones(2)))
       [2. 2.]
     """
-    names = _names(everything=everything, only=only, keep=keep, ahead=ahead)
+    names = _names(everything=everything, only=only, keep=keep, fuse=fuse, ahead=ahead)
     over = _checked_wires("wire", wire) | _checked_wires("wire_backward", wire_backward)
     if unused := sorted({name for name, _, _ in over} - names):
         rule = "lax keeps that function, by `only` or `keep`"
@@ -112,16 +120,17 @@ def override_lax(
         _overridden(names),
         _over(over),
         choice.beside_compute(not everything),
+        choice.fuse(fuse),
         choice.ahead(ahead),
         overrides.told(frozenset(_CHOOSING) - names, wired),
     ):
         yield
 
 
-def _names(*, everything: Any, only: Any, keep: Any, ahead: Any) -> frozenset[str]:
+def _names(*, only: Any, keep: Any, **flags: Any) -> frozenset[str]:
     """The functions to replace; all these arguments checked."""
-    validation.check_flag("everything", everything)
-    validation.check_flag("ahead", ahead)
+    for name, value in flags.items():
+        validation.check_flag(name, value)
     kept = _checked("keep", keep)
     if only is None:
         return frozenset(_CHOOSING) - kept
@@ -179,6 +188,7 @@ def overridden(
     everything: bool = False,
     only: Iterable[str] | None = None,
     keep: Iterable[str] = (),
+    fuse: bool = True,
     ahead: bool = True,
 ) -> Callable[..., Any]:
     """Returns fn with lax's collectives replaced by ours, wherever fn gets them from.
@@ -191,7 +201,7 @@ def overridden(
 
     Args:
       fn: any function.
-      everything, only, keep, ahead: as `override_lax`'s; what binds psum's primitive, such as
+      everything, only, keep, fuse, ahead: as `override_lax`'s; what binds psum's primitive, such as
         pmean, goes by "psum".
 
     Raises:
@@ -205,7 +215,7 @@ def overridden(
         raise CollectiveError(
             f"fn={fn!r}", "it must be a function", "pass the one that calls collectives"
         )
-    names = _names(everything=everything, only=only, keep=keep, ahead=ahead)
+    names = _names(everything=everything, only=only, keep=keep, fuse=fuse, ahead=ahead)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -213,6 +223,7 @@ def overridden(
             _installed(),
             choice.rebound(names),
             choice.beside_compute(not everything),
+            choice.fuse(fuse),
             choice.ahead(ahead),
         ):
             return fn(*args, **kwargs)
@@ -232,6 +243,7 @@ def _installed() -> Iterator[None]:
             _compat.prepare()
             lowering_ahead.register()
             bodies.register()
+            fusing.provide(products.in_one_kernel)
             for primitive in _bindable().values():
                 primitive.bind = functools.partial(_bind, primitive)  # hides the class's own
             _compat.register(_PVARY, transpose=_pvary_transpose)

@@ -48,6 +48,9 @@ beside_compute = jax.make_user_context(None)
 # Whether a loop's turn may ask for what the next one needs first, by `override_lax`.
 ahead = jax.make_user_context(False)
 
+# Whether products and tokens' exchanges may be one kernel, by `override_lax`.
+fuse = jax.make_user_context(False)
+
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
 # are where our own code means lax's.
 rebound = jax.make_user_context(frozenset())
@@ -154,7 +157,11 @@ def choose(
     if chosen != "pallas":
         return how
     return dataclasses.replace(
-        how, interpret=_interpret(platform), across=slices.marked(), ahead=_ahead()
+        how,
+        interpret=_interpret(platform),
+        across=slices.marked(),
+        fuses=bool(_ahead() and fuse.value),
+        ahead=_ahead(),
     )
 
 

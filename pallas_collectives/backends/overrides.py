@@ -12,7 +12,7 @@ from absl import logging
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.algorithms import KernelPlan
-from pallas_collectives.backends.plans import Plan, WirePlan
+from pallas_collectives.backends.plans import Plan, ProductPlan, WirePlan
 from pallas_collectives.tuning import overlaps
 
 
@@ -21,7 +21,8 @@ class Line:
     """Calls of one collective that were served alike.
 
     Attributes:
-      op: the first of lax's functions that binds what was called: "psum" also of a pmean.
+      op: the first of lax's functions that binds what was called: "psum" also of a pmean. Of calls
+        in one kernel with products "all_gather_matmul" or "matmul_reduce_scatter".
       by: "pallas" or "nccl", with the algorithm behind it; "lax". Of a call in several steps, as by
         an exchange over a wire, those of all.
       why: in a sentence.
@@ -260,6 +261,8 @@ def _exposed(plans: Iterable[Plan]) -> tuple[float | None, float | None]:
     for plan in plans:
         if plan.beside:
             continue
+        if isinstance(plan, ProductPlan):  # its time is mostly that of the product
+            return None, None
         us = plan.candidates[0].us if plan.candidates else None
         if us is None:
             return None, None

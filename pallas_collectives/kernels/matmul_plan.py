@@ -175,12 +175,15 @@ class ProductTiling:
 def wire_seconds(group: Group, block_bytes: int) -> float:
     """What it takes to pass blocks both ways round a ring or two, by the rates of the chip."""
     chip, n = chips.current(), group.size
-    # The devices of a chip that are not all in the ring have rings of their own, on the same links.
-    mesh = jax.sharding.get_abstract_mesh().shape
-    sharing = chip.devices_per_chip if math.prod(mesh.values()) > n and not group.chip else 1
-    link = chip.link_bandwidth * chip.link_efficiency / sharing / (2 if group.line else 1)
+    link = chip.link_bandwidth * chip.link_efficiency / sharing(group) / (2 if group.line else 1)
     link *= 1 if group.second is None else 2  # half of each block goes round either ring
     return (n - 1) / 2 * block_bytes / link + (n // 2) * (chip.hop_latency + chip.dma_latency)
+
+
+def sharing(group: Group) -> int:
+    """How many rings have the same links: one for each device of a chip, if not all are in it."""
+    alone = math.prod(jax.sharding.get_abstract_mesh().shape.values()) <= group.size
+    return 1 if alone or group.chip else chips.current().devices_per_chip
 
 
 def plan(

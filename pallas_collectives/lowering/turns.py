@@ -14,8 +14,10 @@ from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval
 from pallas_collectives.backends import algorithms, canonical, serving, wire_ways
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, UNSERVABLE, How, WirePlan
+from pallas_collectives.kernels import matmul_plan
 from pallas_collectives.lowering import barrier
 from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import overlaps
 
 # What runs another program in its place, by the parameter that holds it.
@@ -27,11 +29,14 @@ _CALLS = {
 
 _PRODUCT = "dot_general"
 
+# Products in one kernel with their collective.
+_FUSED = "pallas_all_gather_matmul", "pallas_matmul_reduce_scatter"
+
 # What may take long, though it is no such product: kernels, and products of other kinds.
 _OPAQUE = frozenset(
     {
         *("pallas_call", "core_map", "ffi_call", "pure_callback", "io_callback"),
-        *("pallas_all_gather_matmul", "pallas_matmul_reduce_scatter"),
+        *_FUSED,
         *("ragged_dot_general", "ragged_dot", "conv_general_dilated", "fft", "sort"),
     }
 )
@@ -293,6 +298,15 @@ def by_xla(step: Step, chip: chips.Chip) -> float:
     return (found.us or 0.0) * 1e-6 if found else 0.0
 
 
+def beside_by_xla(step: Step, chip: chips.Chip) -> float:
+    """What an exchange takes (modelled) that XLA runs beside products; 0 for others."""
+    assert step.eqn is not None
+    if not overlaps.by_xla(_op(step.eqn), chip):
+        return 0.0
+    found = _decided(step, beside=False)
+    return (found.us or 0.0) * 1e-6 if found else 0.0
+
+
 def on_either(step: Step, chip: chips.Chip) -> tuple[float, float, float | None] | None:
     """What an exchange that products wait for takes on the core, on a SparseCore, and over a wire.
 
@@ -326,10 +340,18 @@ def wired(step: Step) -> WirePlan | None:
     return plan if plan and plan.algorithm else None
 
 
-def leave_out(step: Step) -> None:
+def saved_by_wire(step: Step) -> float:
+    """The seconds that a collective's wire saves on the core (modelled); 0 for others."""
+    plan = wired(step)
+    assert step.eqn is not None
+    if plan is None or plan.us is None or plan.wired_us is None:
+        return 0.0
+    return (plan.us - plan.wired_us) * 1e-6 * matmul_plan.sharing(_group(step.eqn))
+
+
+def leave_out(step: Step, why: str) -> None:
     """Counts the wire of a collective as left out."""
     assert step.eqn is not None
-    why = "the order of its turn is as short without"
     wire_ways.note_left_out(_op(step.eqn), step.eqn.params["how"].wire, why)
 
 
@@ -340,10 +362,15 @@ def _decided(step: Step, **wishes: Any) -> algorithms.Decision | None:
     op, how = _op(step.eqn), dataclasses.replace(params["how"], **wishes)
     if not wire_ways.gives_way(how):
         return None
-    axes = params["axis_name"] if "axis_name" in params else params["axes"]
-    group = canonical.group_of(axes, params.get("axis_index_groups"))
     nbytes = operand.size * wire_ways.moved_dtype(how, operand.dtype).itemsize
-    return algorithms.decided(op, how, nbytes, group)
+    return algorithms.decided(op, how, nbytes, _group(step.eqn))
+
+
+def _group(eqn: JaxprEqn) -> Group:
+    """The devices of a collective."""
+    params = eqn.params
+    axes = params["axis_name"] if "axis_name" in params else params["axes"]
+    return canonical.group_of(axes, params.get("axis_index_groups"))
 
 
 def _op(eqn: JaxprEqn) -> str:
@@ -367,6 +394,13 @@ def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
         flops = 2.0 * types[-1].size * math.prod(types[0].shape[d] for d in contracted)
         nbytes = sum(map(_nbytes, types))
         return max(flops / chip.matrix_rate, nbytes / chip.hbm_bandwidth)
+    if eqn.primitive.name in _FUSED:
+        xs, outs = ([_type(v) for v in vs] for vs in (eqn.invars, eqn.outvars))
+        if eqn.primitive.name == _FUSED[0]:  # x, weights; gathered x, products
+            flops = sum(2.0 * out.size * xs[0].shape[-1] for out in outs[1:])
+        else:  # xs, weights; the sum's block
+            flops = sum(2.0 * x.size * outs[0].shape[-1] for x in xs[: len(xs) // 2])
+        return flops / chip.matrix_rate
     if eqn.primitive.name in _OPAQUE:
         return 0.0
     each = sum(_seconds(e, chip) for jaxpr in _programs_of(eqn) for e in jaxpr.eqns)

@@ -8,7 +8,8 @@ printed by `explain`. A backward pass binds products of its own, each with its o
 Model, per device, of blocks passed both ways round a ring of n, each with its share of the product:
 
     wire      (n-1)/2 blocks over a link
-    unfused   wire + the products by XLA: at `XLA_SHARE` of the peak rate, or HBM's for all operands
+    unfused   the wire, or what the table says of the collective if that is less, and the products
+              by XLA: at `XLA_SHARE` of the peak rate, or HBM's for all operands
     fused     the longer of the two, what nothing hides at the ends, and DMAs' latency for each
               chunk (`matmul_plan.ProductTiling.seconds`)
 
@@ -17,6 +18,7 @@ device (v4, v5p) both run the kernel, if the rows of a block can be halved. GPUs
 their own (`nccl_products.seconds`), and `as_gpus_reach` in place of `as_devices_lie`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -99,7 +101,7 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
         return refused(op, spec, str(error))
     if spec.wish:
         return _plan(op, spec, FUSED, "it was asked for")
-    return _faster(op, spec, cost(plan, group, block_bytes), "in one kernel")
+    return _faster(op, spec, cost(op, plan, spec, group, block_bytes), "in one kernel")
 
 
 _SEVERAL_SLICES = "the devices lie in several slices"
@@ -237,19 +239,37 @@ def obstacle(
     return ""
 
 
-def cost(plan: matmul_plan.ProductTiling, group: Group, block_bytes: int) -> Cost:
+def cost(
+    op: str, plan: matmul_plan.ProductTiling, spec: Spec, group: Group, block_bytes: int
+) -> Cost:
     """The seconds of a product and its collective, fused and apart.
 
     Args:
+      op: `GATHER` or `SCATTER`.
       plan: the plan of the products of one block.
-      group: the devices.
+      spec: see there.
+      group: the devices, in the order of the kernel's rings.
       block_bytes: bytes of a block on the wire.
     """
+    products = group.size * plan.cores * plan.chunks
+    product = sum(_xla_seconds(problem, products) for problem in plan.problems)
+    return Cost(plan.seconds(group, block_bytes), _alone(op, spec, group, block_bytes) + product)
+
+
+def _alone(op: str, spec: Spec, group: Group, block_bytes: int) -> float:
+    """What the collective takes on the core: over several axes of a torus less than round a ring.
+
+    It is the table's time, which has in it what every launch takes, the kernel's own, too: so it is
+    no more than the wire's, as `fused`.
+    """
+    collective, blocks = ("all_gather", 1) if op == GATHER else ("reduce_scatter", group.size)
+    how = dataclasses.replace(spec.how, algorithm=None, beside=False)
+    in_mesh = canonical.group_of(spec.axis_name)
+    found = algorithms.decided(collective, how, blocks * block_bytes, in_mesh)
     wire = matmul_plan.wire_seconds(group, block_bytes)
-    product = sum(
-        _xla_seconds(problem, group.size * plan.blocks.chunks) for problem in plan.problems
-    )
-    return Cost(plan.seconds(group, block_bytes), wire + product)
+    if not found or found.us is None:
+        return wire
+    return min(wire, found.us * 1e-6 * matmul_plan.sharing(group))
 
 
 def _xla_seconds(problem: Problem, chunks: int) -> float:

@@ -35,7 +35,7 @@ from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import FUSED, PIPELINED, UNFUSED, ProductPlan
 from pallas_collectives.kernels.machinery import launch as kernels
 from pallas_collectives.kernels.machinery.blocks import block_shape, whole_shape
-from pallas_collectives.lowering import placed, remat
+from pallas_collectives.lowering import fusing, placed, remat
 from pallas_collectives.overlap import array_products, fusion
 
 
@@ -223,6 +223,29 @@ def _scatter_shapes(*operands: Aval, spec: Spec) -> list[Any]:
 
 _gather_p = _primitive(GATHER, _gather_shapes)
 _scatter_p = _primitive(SCATTER, _scatter_shapes)
+
+
+def in_one_kernel(pair: fusing.Pair) -> fusing.Kernel | None:
+    """By what a pair of a turn runs as one, once the devices' places are known."""
+    op, primitive = (GATHER, _gather_p) if pair.gathers else (SCATTER, _scatter_p)
+    how = dataclasses.replace(
+        pair.how, wire=None, wire_backward=None, awaited=None, fuses=False, ahead=""
+    )
+    spec = Spec(
+        pair.axis_name,
+        pair.axis,
+        pair.out_dtype,
+        pair.transposed,
+        pair.precision,
+        how,
+        precise=how.precise,
+        keeps=pair.keeps,
+    )
+    plan = fusion.decide(op, pair.xs, pair.ws, spec)
+    if plan.algorithm != FUSED or fusion.as_devices_lie(plan, spec).algorithm != FUSED:
+        return None
+    fused, apart = (candidate.us or 0.0 for candidate in plan.candidates)
+    return fusing.Kernel(primitive, {"spec": spec, "plan": plan}, (apart - fused) * 1e-6)
 
 
 # Differentiation ----------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from jax.typing import DTypeLike
 from pallas_collectives import _compat
 from pallas_collectives.topology.chips import Chip
 
+# The engine of gathers that XLA fuses with products of its own, for which kernels are no products.
+IN_FUSIONS = "DMA"
+
 PATH = Path(__file__).parent / "overlaps.json"
 
 # A SparseCore takes some us longer to launch a kernel and to start its DMAs (assumed, see

@@ -1,0 +1,279 @@
+"""A turn's products in one kernel with the exchange of tokens before or behind them.
+
+    gathered = all_gather(x)      one kernel, `all_gather_matmul`, for all such products: it brings
+    y = gathered @ w              gathered, too, if something else needs it
+    y = psum_scatter(x @ w)       one kernel, `matmul_reduce_scatter`, of a sum of products as well
+
+Between products no order of a turn hides tokens' exchanges. A kernel that multiplies what has come
+while the rest is on the wire does. This is done behind derivatives, so that it finds those of
+products, too: x's is such a gather or scatter, and w's needs what is gathered.
+
+`overlap.primitives` says which pairs can be one kernel, and what that saves. It stands above this
+folder, so it hands its function down (`provide`).
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+from jax.extend.core import JaxprEqn
+
+from pallas_collectives import _compat
+from pallas_collectives._compat import Aval
+from pallas_collectives.annotations import DType
+from pallas_collectives.backends import wire_ways
+from pallas_collectives.backends.plans import How
+from pallas_collectives.lowering import turns
+from pallas_collectives.lowering.turns import Step, numbers
+
+# The collectives, and the parameters that name the dimension.
+_GATHER, _SCATTER = "pallas_all_gather", "pallas_reduce_scatter"
+_DIMENSIONS = {_GATHER: "all_gather_dimension", _SCATTER: "scatter_dimension"}
+
+_ADDITIONS = "add", "add_any"
+
+
+class Pair(NamedTuple):
+    """Products and their collective, as one kernel might run them.
+
+    Attributes:
+      gathers: whether the collective is a gather before products, or a scatter behind their sum.
+      how: what it asks for.
+      axis_name: its mesh axis or axes.
+      axis: the dimension of x that is gathered or scattered.
+      xs, ws: what is multiplied: one x for all ws where it is gathered, else one for each.
+      out_dtype, transposed, precision: see `_Product`.
+      keeps: whether what is gathered is wanted itself, too.
+    """
+
+    gathers: bool
+    how: How
+    axis_name: Any
+    axis: int
+    xs: tuple[Aval, ...]
+    ws: tuple[Aval, ...]
+    out_dtype: DType
+    transposed: bool
+    precision: Any
+    keeps: bool
+
+
+class Kernel(NamedTuple):
+    """What runs a pair: a primitive with its parameters, and the seconds that it saves."""
+
+    primitive: core.Primitive
+    params: dict[str, Any]
+    saves: float
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """What an equation of it has."""
+        return {"primitive": self.primitive, "params": self.params}
+
+
+KernelOf = Callable[[Pair], Kernel | None]
+_kernel_of: list[KernelOf] = []
+
+
+def provide(kernel_of: KernelOf) -> None:
+    """Makes this what says by which kernel a pair runs; None where it is quicker apart."""
+    _kernel_of[:] = [kernel_of]
+
+
+class Fused(NamedTuple):
+    """A turn's steps, kernels in place of pairs.
+
+    Attributes:
+      steps: in an order in which they can run, otherwise the program's.
+      saves: the seconds that kernels save.
+      unwired: the collectives in kernels that have a wire, and go without.
+    """
+
+    steps: list[Step]
+    saves: float
+    unwired: list[Step]
+
+
+def fused(steps: Sequence[Step], results: Sequence[Any]) -> Fused | None:
+    """A turn with kernels in place of the pairs that are quicker so; None where there are none.
+
+    Args:
+      steps: in the program's order.
+      results: what the turn hands on.
+    """
+    turn, saves = _Turn(steps, results), {}
+    for step in steps:
+        if step.awaited and (saved := turn.fuse(step)):
+            saves[step] = saved
+    if not saves:
+        return None
+    unwired = [step for step in saves if turns.wired(step)]
+    return Fused(_in_order(turn.steps), sum(saves.values()), unwired)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A step that multiplies x, of any rank, with w, of two.
+
+    Attributes:
+      x, w: their numbers.
+      types: those of x, w, and the product.
+      transposed: whether w is (N, K), not (K, N).
+      precision: as `jax.lax.dot_general`'s.
+    """
+
+    step: Step
+    x: int
+    w: int
+    types: tuple[Aval, Aval, Aval]
+    transposed: bool
+    precision: Any
+
+    @classmethod
+    def of(cls, step: Step) -> "_Product | None":
+        """None for other steps."""
+        if step.eqn is None or not step.is_product:
+            return None
+        left, right, out = _types(step.eqn)
+        (of_x, of_w), batches = step.eqn.params["dimension_numbers"]
+        if any(batches) or right.ndim != 2 or (of_x, len(of_w)) != ((left.ndim - 1,), 1):
+            return None
+        x, w = step.reads
+        if not (isinstance(x, int) and isinstance(w, int)):
+            return None
+        return cls(step, x, w, (left, right, out), of_w == (1,), step.eqn.params["precision"])
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What the products of one kernel have in common."""
+        return self.transposed, self.precision, self.types[2].dtype
+
+
+class _Turn:
+    """Steps, some of them in kernels."""
+
+    def __init__(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
+        self.steps = [*steps]
+        self._results = {*numbers(results)}
+        self._new = -1 - max((n for s in steps for n in s.writes), default=0)
+
+    def fuse(self, collective: Step) -> float:
+        """Puts a kernel in place of a collective and its products; the seconds that this saves."""
+        eqn = collective.eqn
+        assert eqn is not None
+        how, name = eqn.params["how"], eqn.primitive.name
+        (x, *_), whole = _types(eqn), eqn.params.get("axis_index_groups") is None
+        if name not in _DIMENSIONS or not whole or not eqn.params["tiled"] or not how.fuses:
+            return 0.0
+        if wire_ways.moved_dtype(how, x.dtype) != x.dtype:  # a cast, which no kernel has
+            return 0.0
+        return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
+
+    def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
+        (whole,) = gather.writes
+        behind = self._behind(gather)
+        readers = [*map(_Product.of, self._readers(whole))]
+        found = [p for p in readers if p and p.x == whole and p.w not in behind]
+        found = [p for p in found if p.kind == found[0].kind]
+        keeps = whole in self._results or len(found) < len(readers)
+        kernel = _kernel(eqn, found, _types(eqn)[:1], keeps=keeps)
+        if kernel is None:
+            return 0.0
+        reads = *gather.reads, *(p.w for p in found)
+        invars = eqn.invars[0], *(_eqn(p).invars[1] for p in found)
+        outvars = eqn.outvars[0], *(_eqn(p).outvars[0] for p in found)
+        self._new -= 1
+        writes = whole if keeps else self._new, *(p.step.writes[0] for p in found)
+        made = eqn.replace(invars=[*invars], outvars=[*outvars], **kernel.bound)
+        self._put(gather, Step(made, reads, writes, gather.within), [p.step for p in found])
+        return kernel.saves
+
+    def _scattered(self, scatter: Step, eqn: JaxprEqn) -> float:
+        terms = self._terms(scatter.reads[0])
+        found = [p for p in map(_Product.of, terms) if p]
+        if any(p.kind != found[0].kind for p in found):
+            return 0.0
+        kernel = _kernel(eqn, found, [p.types[0] for p in found], keeps=False)
+        if kernel is None:
+            return 0.0
+        reads = *(p.x for p in found), *(p.w for p in found)
+        invars = [_eqn(p).invars[i] for i in (0, 1) for p in found]
+        made = eqn.replace(invars=invars, **kernel.bound)
+        self._put(scatter, Step(made, reads, scatter.writes, scatter.within), terms)
+        return kernel.saves
+
+    def _terms(self, total: Any) -> list[Step]:
+        """The products and additions that make a value; none where something else needs them."""
+        step = next((s for s in self.steps if total in s.writes), None)
+        if step is None or step.eqn is None or total in self._results:
+            return []
+        if len(self._readers(total)) != 1 or len({*numbers(step.reads)}) < len(step.reads):
+            return []
+        if _Product.of(step):
+            return [step]
+        parts = [self._terms(x) for x in step.reads]
+        adds = step.eqn.primitive.name in _ADDITIONS and all(parts)
+        return [step, *(s for part in parts for s in part)] if adds else []
+
+    def _put(self, collective: Step, kernel: Step, others: Sequence[Step]) -> None:
+        kept = (kernel if step is collective else step for step in self.steps)
+        self.steps = [step for step in kept if step not in others]
+
+    def _readers(self, number: int) -> list[Step]:
+        return [step for step in self.steps if number in step.reads]
+
+    def _behind(self, first: Step) -> set[int]:
+        """All that needs what a step makes."""
+        found = {*first.writes}
+        for step in _in_order(self.steps):
+            if found.intersection(numbers(step.reads)):
+                found |= {*step.writes}
+        return found
+
+
+def _kernel(
+    eqn: JaxprEqn, products: Sequence[_Product], xs: Sequence[Aval], *, keeps: bool
+) -> Kernel | None:
+    """The kernel of products with a collective; None where they are quicker apart, or none."""
+    if not products or not _kernel_of:
+        return None
+    params, name, first = eqn.params, eqn.primitive.name, products[0]
+    ws = tuple(p.types[1] for p in products)
+    if len({_compat.varying(operand) for operand in (*xs, *ws)}) > 1:
+        return None  # of a kernel's operands all vary over the same axes
+    where = name == _GATHER, params["how"], params["axis_name"], params[_DIMENSIONS[name]]
+    kind = first.types[2].dtype, first.transposed, first.precision
+    with eqn.ctx.manager:
+        return _kernel_of[0](Pair(*where, tuple(xs), ws, *kind, keeps))
+
+
+def _types(eqn: JaxprEqn) -> tuple[Any, ...]:
+    return tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
+
+
+def _eqn(product: _Product) -> JaxprEqn:
+    assert product.step.eqn is not None
+    return product.step.eqn
+
+
+def _in_order(steps: Sequence[Step]) -> list[Step]:
+    """Steps, each behind those that it needs, and otherwise as they were."""
+    makers = {n: place for place, step in enumerate(steps) for n in step.writes}
+    needs = [{makers[n] for n in numbers(s.reads) if n in makers} for s in steps]
+    readers: list[list[int]] = [[] for _ in steps]
+    for place, makes in enumerate(needs):
+        for maker in makes:
+            readers[maker].append(place)
+    missing = [len(makes) for makes in needs]
+    ready = [place for place, count in enumerate(missing) if not count]
+    found = []
+    while ready:
+        place = heapq.heappop(ready)
+        found.append(steps[place])
+        for reader in readers[place]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
+    return found

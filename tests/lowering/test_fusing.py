@@ -1,0 +1,430 @@
+"""Products of a turn in one kernel with tokens' exchanges: which, what they give, and when not."""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export, lax
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives import _compat
+from pallas_collectives.lowering import ahead, fusing, loops, turns
+from pallas_collectives.lowering.turns import Step
+from pallas_collectives.overlap import fusion
+
+N, WIDTH, HIDDEN = 2, 128, 256
+Arrays = dict[str, Any]
+Layer = Callable[[jax.Array, Arrays], jax.Array]
+FUSED = {
+    "gathers": ("all_gather_matmul", "fused", ""),
+    "scatters": ("matmul_reduce_scatter", "fused", ""),
+}
+
+
+def gathered(x: jax.Array, dimension: int = 1) -> jax.Array:
+    return lax.all_gather(jnp.tanh(x), "x", axis=dimension, tiled=True)
+
+
+def scattered(y: jax.Array, dimension: int = 1) -> jax.Array:
+    return lax.psum_scatter(y, "x", scatter_dimension=dimension, tiled=True)
+
+
+def one(x: jax.Array, w: Arrays) -> jax.Array:
+    return x + scattered(jnp.tanh(gathered(x) @ w["up"]) @ w["down"])
+
+
+def gated(x: jax.Array, w: Arrays) -> jax.Array:
+    """Two products read what is gathered, which is read otherwise, too."""
+    seen = gathered(x)
+    hidden = jnp.tanh(seen @ w["up"]) * (seen @ w["gate"])
+    return x + scattered(hidden @ w["down"]) + jnp.sum(seen**2) * 1e-4
+
+
+def turned(x: jax.Array, w: Arrays) -> jax.Array:
+    """Weights are the other way round, and a sum of two products is scattered."""
+    seen = gathered(x)
+    by = functools.partial(jnp.einsum, "btk,nk->btn")
+    up = by(seen, w["up"].T)
+    return x + scattered(by(jnp.tanh(up), w["down"].T) + by(up, w["down"].T))
+
+
+def rows(x: jax.Array, w: Arrays) -> jax.Array:
+    """The dimension is the first."""
+    return x + scattered(jnp.tanh(gathered(x, 0) @ w["up"]) @ w["down"], 0)
+
+
+def within(x: jax.Array, w: Arrays) -> jax.Array:
+    """Behind calls of several kinds."""
+    return jax.jit(jax.checkpoint(jax.jit(one)))(x, w)
+
+
+LAYERS: dict[str, tuple[Layer, int, int]] = {  # and its kernels, of either kind
+    "one": (one, 1, 1),
+    "gated": (gated, 1, 1),
+    "turned": (turned, 1, 1),
+    "rows": (rows, 1, 1),
+    "within": (within, 1, 1),
+}
+
+
+def weights(dtype: Any) -> Arrays:
+    sizes = {"up": (WIDTH, HIDDEN), "gate": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    rng = np.random.default_rng(1)
+    scaled = {k: rng.standard_normal((2, *s)) / np.sqrt(s[0]) for k, s in sizes.items()}
+    return jax.tree.map(lambda w: w.astype(dtype), scaled)
+
+
+def forward(layer: Layer, *, scan: bool) -> Callable[..., jax.Array]:
+    def run(x: jax.Array, w: Arrays) -> jax.Array:
+        if scan:
+            return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+        for i in range(2):
+            x = layer(x, jax.tree.map(operator.itemgetter(i), w))
+        return x
+
+    return run
+
+
+def loss(run: Callable[..., jax.Array], x: jax.Array, w: Arrays) -> jax.Array:
+    return jnp.sum(run(x, w).astype(jnp.float32) ** 2)
+
+
+def on_devices(
+    program: Callable[..., Any], dtype: Any = "float32", *, check_vma: bool = False
+) -> Any:
+    """What a program makes of x and weights on the devices, jitted anew."""
+    x = np.random.default_rng(0).standard_normal((2 * N, 8 * N, WIDTH)).astype(dtype)
+    w = weights(dtype)
+    spec = P(None, "x")
+
+    def each(x: jax.Array, w: Arrays) -> Any:
+        found = program(x, w)
+        return jax.tree.map(lambda y: _varying(y)[None], found)
+
+    mapped = jax.shard_map(
+        each, mesh=harness.mesh(N), in_specs=(spec, P()), out_specs=P("x"), check_vma=check_vma
+    )
+    found = jax.jit(mapped)(x, w)
+    return jax.tree.map(lambda y: np.asarray(y, np.float32), found)
+
+
+def _varying(y: jax.Array) -> jax.Array:
+    missing = {"x"} - _compat.varying(y)
+    return lax.pcast(y, tuple(missing), to="varying") if missing else y
+
+
+@pytest.fixture
+def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are quicker than products and exchanges apart, whatever their sizes."""
+    monkeypatch.setattr(fusion, "cost", lambda *_: fusion.Cost(1e-6, 3e-6))
+
+
+@contextlib.contextmanager
+def counted(**how: Any) -> Iterator[dict[str, int]]:
+    """Within `override_lax`; how many kernels of either kind were built, at its end."""
+    found: dict[str, int] = {}
+    pc.reset_counts()
+    with pc.override_lax(**how):
+        yield found
+    found.update({kind: pc.fusion_counts().get(key, 0) for kind, key in FUSED.items()})
+
+
+def close(got: Any, want: Any, dtype: Any = "float32") -> None:
+    some = 2e-5 if dtype == "float32" else 4e-2
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=some, atol=some * float(np.max(np.abs(b))))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.usefixtures("quicker")
+def test_a_layer_gives_what_it_gives_by_lax(layer: str, scan: bool) -> None:
+    each, gathers, scatters = LAYERS[layer]
+    run = forward(each, scan=scan)
+    want = on_devices(run)
+    with counted() as kernels:
+        got = on_devices(run)
+    close(got, want)
+    assert kernels == {"gathers": gathers, "scatters": scatters}  # equal ones are built once
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("check_vma", [False, True], ids=["", "vma"])
+@pytest.mark.usefixtures("quicker")
+def test_gradients_are_in_kernels_too(layer: str, check_vma: bool) -> None:
+    """Of a rematerialised scan: forward, and backward one of each kind for the other."""
+    each, _, _ = LAYERS[layer]
+    run = functools.partial(loss, forward(jax.checkpoint(each), scan=True))
+    gradient = jax.grad(run, (0, 1))
+    want = on_devices(gradient, check_vma=check_vma)
+    with counted() as kernels:
+        got = on_devices(gradient, check_vma=check_vma)
+    close(got, want)
+    assert kernels["gathers"] >= 2 and kernels["scatters"] >= 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("mode", harness.ADVERSARIES)
+@pytest.mark.usefixtures("quicker")
+def test_no_kernel_races_in_its_turn(dtype: str, mode: str) -> None:
+    run = functools.partial(loss, forward(jax.checkpoint(gated), scan=True))
+    want = on_devices(jax.grad(run), dtype)
+    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]), counted() as kernels:
+        got = on_devices(jax.grad(run), dtype)
+    close(got, want, dtype)
+    assert all(kernels.values())
+
+
+@pytest.mark.usefixtures("quicker")
+def test_a_mapped_layer_is_in_kernels() -> None:
+    def run(x: jax.Array, w: Arrays) -> jax.Array:
+        return jax.vmap(forward(one, scan=True), (0, None))(x[:, None], w)[:, 0]
+
+    want = on_devices(run)
+    with counted() as kernels:
+        close(on_devices(run), want)
+    assert kernels == {"gathers": 1, "scatters": 1}
+
+
+@pytest.mark.usefixtures("quicker")
+def test_overridden_programs_have_kernels() -> None:
+    run = forward(one, scan=True)
+    want = on_devices(run)
+    for fuse in (True, False):
+        pc.reset_counts()
+        close(on_devices(pc.overridden(run, fuse=fuse)), want)
+        assert pc.fusion_counts().get(FUSED["gathers"], 0) == fuse
+
+
+def chained(x: jax.Array, w: Arrays) -> jax.Array:
+    """The second weights are made of what the first product gives."""
+    seen = gathered(x)
+    first = seen @ w["up"]
+    return x + scattered(first @ w["down"]) + jnp.sum(seen @ (w["up"] * jnp.mean(first)))
+
+
+@pytest.mark.usefixtures("quicker")
+def test_what_a_kernel_would_wait_for_itself_stays_out_of_it() -> None:
+    run = forward(chained, scan=True)
+    want = on_devices(run)
+    with counted() as kernels:
+        close(on_devices(run), want)
+    assert kernels == {"gathers": 1, "scatters": 1}
+
+
+def read_twice(x: jax.Array, w: Arrays) -> jax.Array:
+    """Something else needs the product."""
+    y = jnp.tanh(x) @ w["up"] @ w["down"]
+    return x + scattered(jnp.tile(y, (1, N, 1))) + jnp.sum(y)
+
+
+def in_groups(x: jax.Array, w: Arrays) -> jax.Array:
+    groups = [[i] for i in range(N)]
+    seen = lax.all_gather(jnp.tanh(x), "x", axis=1, tiled=True, axis_index_groups=groups)
+    return x + seen @ w["up"] @ w["down"]
+
+
+def stacked(x: jax.Array, w: Arrays) -> jax.Array:
+    """A gather that adds a dimension."""
+    return x + (lax.all_gather(jnp.tanh(x), "x") @ w["up"] @ w["down"])[0]
+
+
+def of_weights(x: jax.Array, w: Arrays) -> jax.Array:
+    """What is gathered was not computed: a SparseCore, or XLA, runs it beside products."""
+    return x + lax.all_gather(w["up"][:64], "x", tiled=True)[:, :1].T @ jnp.ones((WIDTH, WIDTH))
+
+
+def batched(x: jax.Array, w: Arrays) -> jax.Array:
+    """Each row of the batch has weights of its own."""
+    square = jnp.broadcast_to(w["up"] @ w["down"], (len(x), WIDTH, WIDTH))
+    return x + scattered(jnp.einsum("btk,bkn->btn", gathered(x), square))
+
+
+APART: dict[str, tuple[Layer, dict[str, Any]]] = {
+    "in groups": (in_groups, {}),
+    "batched": (batched, {}),
+    "stacked": (stacked, {}),
+    "of weights": (of_weights, {}),
+    "fuse=False": (one, {"fuse": False}),
+    "ahead=False": (one, {"ahead": False}),
+    "everything": (one, {"everything": True}),
+    "kept": (one, {"keep": ["all_gather", "psum_scatter"]}),
+    "a cast": (one, {"wire": {"all_gather": "bfloat16", "psum_scatter": "bfloat16"}}),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.usefixtures("quicker")
+def test_what_stays_apart(name: str) -> None:
+    layer, how = APART[name]
+    run = forward(layer, scan=True)
+    want = on_devices(run)
+    with counted(**how) as kernels:
+        got = on_devices(run)
+    close(got, want, "bfloat16" if name == "a cast" else "float32")
+    assert not any(kernels.values())
+
+
+@pytest.mark.usefixtures("quicker")
+def test_a_product_that_something_else_needs_is_not_scattered_in_a_kernel() -> None:
+    run = forward(read_twice, scan=True)
+    want = on_devices(run)
+    with counted() as kernels:
+        close(on_devices(run), want)
+    assert kernels["scatters"] == 0
+
+
+def test_small_products_stay_apart() -> None:
+    """By the model of the chip, which nothing stands in for here."""
+    run = forward(one, scan=True)
+    with counted() as kernels:
+        on_devices(run)
+    assert not any(kernels.values())
+
+
+@pytest.mark.usefixtures("quicker")
+def test_effects_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn with some that are ordered is left as it is; others do not matter."""
+
+    def told(x: jax.Array, w: Arrays) -> jax.Array:
+        jax.debug.print("{}", jnp.sum(x) > 1e9)
+        return one(x, w)
+
+    for ordered in (False, True):
+        if ordered:
+            monkeypatch.setattr(Step, "keeps_order", property(lambda step: step.is_product))
+        with counted() as kernels:
+            on_devices(forward(told, scan=True))
+        assert bool(kernels["gathers"]) != ordered
+
+
+@pytest.mark.usefixtures("quicker")
+def test_an_exported_program_of_any_size_has_none() -> None:
+    """`jax.export` with symbols: a kernel's sizes must be known."""
+    (size,) = export.symbolic_shape("b")
+    mapped = jax.shard_map(
+        forward(one, scan=True),
+        mesh=harness.mesh(N),
+        in_specs=(P(None, "x"), P()),
+        out_specs=P(None, "x"),
+        check_vma=False,
+    )
+    args = jax.ShapeDtypeStruct((size, 8 * N, WIDTH), jnp.float32), weights("float32")
+    with counted() as kernels:
+        export.export(jax.jit(mapped))(*args)
+    assert not any(kernels.values())
+
+
+@pytest.mark.usefixtures("quicker")
+def test_the_report_says_what_runs_in_a_kernel() -> None:
+    with counted():
+        on_devices(forward(one, scan=True))
+    lines = {line.op: line for line in pc.override_report().replaced}
+    assert set(lines) == {op for op, _, _ in FUSED.values()}
+    for line in lines.values():
+        assert line.by == "pallas fused" and "in one kernel" in line.why
+        assert line.before_us is line.after_us is None
+
+
+# The choice of a turn ----------------------------------------------------------------------------
+
+
+def turns_chosen(monkeypatch: pytest.MonkeyPatch, topology: str, layer: Layer, **how: Any) -> str:
+    """What is chosen of a turn of large layers, for TPUs."""
+    pytest.importorskip("libtpu")
+    devices = len(harness._topology(topology).devices)
+    found = harness.results_of(ahead, "rewritten", monkeypatch)
+    on = harness.tpu_mesh(topology, {"x": devices})
+    mapped = jax.shard_map(
+        forward(layer, scan=True), mesh=on, in_specs=(P(None, "x"), P()), out_specs=P(None, "x"),
+        check_vma=False,
+    )  # fmt: skip
+    shape, width = (2, 2048, 4096), 16384 // devices
+    sizes = {"up": (4, 4096, width), "down": (4, width, 4096)}
+
+    def typed(shape: tuple[int, ...], spec: P) -> Any:
+        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(on, spec))
+
+    args = typed(shape, P(None, "x")), {k: typed(s, P()) for k, s in sizes.items()}
+    pc.reset_counts()
+    with pc.override_lax(**how):
+        jax.jit(mapped).lower(*args)
+    chosen = [each for each in found if each is not None]
+    if any(way == "fused" for _, way, _ in pc.fusion_counts()):
+        return "kernels"
+    return "order" if any(each.in_order for each in chosen) else "as written"
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x2", "tpu7x:2x2x1"])
+def test_a_layer_whose_products_wait_is_in_kernels(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert turns_chosen(monkeypatch, topology, one) == "kernels"
+
+
+@pytest.mark.parametrize(
+    "topology, chosen", [("v5p:2x2x2", "order"), ("tpu7x:2x2x1", "as written")]
+)
+def test_two_halves_hide_more_than_kernels(
+    topology: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On v5p in an order of ours; on 7x XLA runs an exchange beside the other half's products."""
+    halves = pc.two_batch_overlap(one)
+    assert turns_chosen(monkeypatch, topology, halves) == chosen
+
+
+def weighted(x: jax.Array, w: Arrays) -> jax.Array:
+    """A weight is gathered, too."""
+    down = lax.all_gather(w["down"][: len(w["down"]) // 16], "x", tiled=True)
+    return x + scattered(jnp.tanh(gathered(x) @ w["up"]) @ down)
+
+
+def test_xla_fuses_weights_gathers_with_products_and_not_with_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert turns_chosen(monkeypatch, "v5e:4x4", weighted) == "as written"
+
+
+@pytest.mark.parametrize("topology, chosen", [("v5p:2x2x2", "kernels"), ("v6e:4x4", "as written")])
+def test_a_wire_is_taken_where_it_saves_more(
+    topology: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is counted as left out. On v6e the wire takes longer than the products."""
+    monkeypatch.setattr(loops.Loop, "in_order", lambda _: None)
+    wire = {"all_gather": "int8", "psum_scatter": "int8"}
+    saved = turns.saved_by_wire
+    share = 0.5 if chosen == "kernels" else 1.0  # of what it would save
+    monkeypatch.setattr(turns, "saved_by_wire", lambda step: share * saved(step))
+    assert turns_chosen(monkeypatch, topology, one, wire=wire) == chosen
+    whys = {why for _, _, why in pc.wire_counts()}
+    said = "in one kernel with its product it takes less time"
+    assert (said in whys) == (chosen == "kernels")
+
+
+# The order of steps -------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 11), max_size=3), max_size=12), st.randoms())
+@settings(max_examples=200, deadline=None)
+def test_steps_come_behind_what_they_need(reads: list[list[int]], chance: Any) -> None:
+    """Whatever order they stand in; and as they stand where that is in order already."""
+    steps = [Step(None, tuple(r % (i + 1) for r in each), (i + 1,)) for i, each in enumerate(reads)]
+    assert fusing._in_order(steps) == steps
+    chance.shuffle(steps)
+    found = fusing._in_order(steps)
+    assert len(found) == len(steps)
+    made = {0}
+    for step in found:
+        assert made.issuperset(step.reads)
+        made |= {*step.writes}
