@@ -171,18 +171,9 @@ def fsdp(devices: int, form: Form) -> Program:
     return Program(stepping(form, layer), (_weights(devices, 1), _tokens()), {"x": devices})
 
 
-def tensor(
-    devices: int,
-    form: Form,
-    wrap: Wrap = lambda layer: layer,
-    into: Multiply | None = None,
-    out_of: Multiply | None = None,
-) -> Program:
-    """Heads and hidden units over the devices; between products, the sequence.
-
-    into, out_of: products with their collectives, if by something else than lax's (see `_layer`).
-    """
-    layer, args, axes = _over_heads(devices, into, out_of)
+def tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:
+    """Heads and hidden units over the devices; between products, the sequence."""
+    layer, args, axes = _over_heads(devices)
     return Program(stepping(form, wrap(layer)), args, axes)
 
 
@@ -200,14 +191,14 @@ def tensor_at_once(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -
 
 
 def _over_heads(
-    devices: int, into: Multiply | None = None, out_of: Multiply | None = None
+    devices: int,
 ) -> tuple[Callable[..., jax.Array], tuple[Any, Any], dict[str, int]]:
     """A layer, its arguments, and its axis."""
     gathered, scattered = _gather("x", 1), _scatter("x", 1)
     layer = functools.partial(
         _layer,
-        into=into or (lambda x, w: gathered(x) @ w),
-        out_of=out_of or (lambda x, w: scattered(x @ w)),
+        into=lambda x, w: gathered(x) @ w,
+        out_of=lambda x, w: scattered(x @ w),
     )
     return layer, (_weights(1, devices), _tokens(devices)), {"x": devices}
 

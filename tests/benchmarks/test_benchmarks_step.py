@@ -121,7 +121,7 @@ def test_built_in_programs_call_lax(
 def test_products_of_a_step_that_are_fused() -> None:
     devices: Any = np.array(harness._topology("v5p:2x2x2").devices)
     form = Form(gradient=False, unrolled=False)
-    program = programs.named("benchmarks.steps.fused_products:tensor")(devices.size, form)
+    program = programs.named("tensor")(devices.size, form)
     pc.reset_counts()
     compiling.lower(program, devices, "override")
     fused = {op for op, way, _ in pc.fusion_counts() if way == "fused"}
