@@ -27,6 +27,8 @@ from pallas_collectives.backends import wire_ways
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.turns import Step, numbers
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import overlaps
 
 # The collectives, and the parameters that name the dimension.
 _GATHER, _SCATTER = "pallas_all_gather", "pallas_reduce_scatter"
@@ -172,7 +174,10 @@ class _Turn:
         return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
 
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
-        (whole,) = gather.writes
+        (whole,), brought = gather.writes, _types(eqn)[-1]
+        nbytes = brought.size * brought.dtype.itemsize
+        if overlaps.for_its_reader(nbytes, brought.dtype, chips.current()):
+            return 0.0  # lax keeps it
         behind = self._behind(gather)
         readers = [*map(_Product.of, self._readers(whole))]
         found = [p for p in readers if p and p.x == whole and p.w not in behind]
