@@ -153,14 +153,14 @@ def choose(
         return How("xla", fallback=obstacle, order=order)
     how = How(chosen, name is not None, "", algorithm, precise, order)
     beside = bool(beside_compute.value) and not how.strict and order is None
-    how = dataclasses.replace(how, beside=beside)
+    fuses = beside and fuse.value and bool(_ahead())
+    how = dataclasses.replace(how, beside=beside, fuses=fuses)
     if chosen != "pallas":
         return how
     return dataclasses.replace(
         how,
         interpret=_interpret(platform),
         across=slices.marked(),
-        fuses=bool(_ahead() and fuse.value),
         ahead=_ahead(),
     )
 

@@ -66,8 +66,8 @@ class How:
       awaited: whether products wait for the result at once, as for tokens, which were computed
         right before, and not for weights, nor for gradients of gathered ones: a SparseCore, which
         serves one at a time, is left free. None for a call outside of a step, or that is started.
-      fuses: whether one kernel may run it with a product, where that is quicker (see
-        `lowering.fusing`).
+      fuses: whether it may run in one kernel with a product, or beside it on GPUs, where that is
+        quicker (see `lowering.fusing`).
       ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `IS_AHEAD`, `IN_PAIRS` or
         `IS_BEHIND` (see `lowering.ahead`); else "".
     """

@@ -256,6 +256,9 @@ class Rewritten:
 
         JAX lowers the new loop as it would any other: what has been decided is not so twice.
         """
+        return self._wishes(step) | ({"fuses": False} if step.fuses else {})
+
+    def _wishes(self, step: Step) -> dict[str, Any]:
         if step in self.lax_keeps and turns.wired(step):
             return {"ahead": "", "awaited": True}
         if step in self.lax_keeps:

@@ -1,5 +1,7 @@
 """A turn's products in one kernel with the exchange of tokens before or behind them.
 
+On GPUs, products beside copies:
+
     gathered = all_gather(x)      one kernel, `all_gather_matmul`, for all such products: it brings
     y = gathered @ w              gathered, too, if something else needs it
     y = psum_scatter(x @ w)       one kernel, `matmul_reduce_scatter`, of a sum of products as well
@@ -25,7 +27,6 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import wire_ways
 from pallas_collectives.backends.plans import How
-from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.turns import Step, numbers
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
@@ -107,11 +108,11 @@ def fused(steps: Sequence[Step], results: Sequence[Any]) -> Fused | None:
     """
     turn, saves = _Turn(steps, results), {}
     for step in steps:
-        if step.awaited and (saved := turn.fuse(step)):
+        if step.fuses and (saved := turn.fuse(step)):
             saves[step] = saved
     if not saves:
         return None
-    unwired = [step for step in saves if turns.wired(step)]
+    unwired = [step for step in saves if _packs(step)]
     return Fused(_in_order(turn.steps), sum(saves.values()), unwired)
 
 
@@ -167,7 +168,7 @@ class _Turn:
         assert eqn is not None
         how, name = eqn.params["how"], eqn.primitive.name
         (x, *_), whole = _types(eqn), eqn.params.get("axis_index_groups") is None
-        if name not in _DIMENSIONS or not whole or not eqn.params["tiled"] or not how.fuses:
+        if name not in _DIMENSIONS or not whole or not eqn.params["tiled"]:
             return 0.0
         if wire_ways.moved_dtype(how, x.dtype) != x.dtype:  # a cast, which no kernel has
             return 0.0
@@ -175,8 +176,11 @@ class _Turn:
 
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
         (whole,), brought = gather.writes, _types(eqn)[-1]
-        nbytes = brought.size * brought.dtype.itemsize
-        if overlaps.for_its_reader(nbytes, brought.dtype, chips.current()):
+        nbytes, on_tpus = (
+            brought.size * brought.dtype.itemsize,
+            eqn.params["how"].backend == "pallas",
+        )
+        if on_tpus and overlaps.for_its_reader(nbytes, brought.dtype, chips.current()):
             return 0.0  # lax keeps it
         behind = self._behind(gather)
         readers = [*map(_Product.of, self._readers(whole))]
@@ -252,6 +256,12 @@ def _kernel(
     kind = first.types[2].dtype, first.transposed, first.precision
     with eqn.ctx.manager:
         return _kernel_of[0](Pair(*where, tuple(xs), ws, *kind, keeps))
+
+
+def _packs(collective: Step) -> bool:
+    """Whether it has a wire for which its numbers would be packed."""
+    assert collective.eqn is not None
+    return wire_ways.packs(collective.eqn.params["how"], _types(collective.eqn)[0].dtype)
 
 
 def _types(eqn: JaxprEqn) -> tuple[Any, ...]:

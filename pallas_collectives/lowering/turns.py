@@ -83,6 +83,11 @@ class Step:
         """Whether it exchanges what products have made and wait for, and may be on a SparseCore."""
         return self.eqn is not None and _awaited(self.eqn) and isinstance(self.reads[0], int)
 
+    @property
+    def fuses(self) -> bool:
+        """Whether it exchanges so, and may be run with a product."""
+        return self.eqn is not None and _fuses(self.eqn) and isinstance(self.reads[0], int)
+
     def seconds(self, chip: chips.Chip) -> float:
         """What its products take at the least."""
         return _seconds(self.eqn, chip) if self.eqn is not None else 0.0
@@ -169,6 +174,13 @@ def _awaited(eqn: JaxprEqn) -> bool:
     return able and how.awaited is True
 
 
+def _fuses(eqn: JaxprEqn) -> bool:
+    if not any(eqn.primitive.name in _twins_of(op) for op in _EXCHANGES):
+        return False
+    how: How = eqn.params["how"]
+    return how.fuses and how.awaited is True and wire_ways.gives_way(how)
+
+
 @functools.cache
 def _twins_of(collective: str) -> frozenset[str]:
     known = catalogue.primitives().items()
@@ -188,9 +200,16 @@ def _inner(eqn: JaxprEqn) -> core.ClosedJaxpr | None:
 
 
 def holds_any(closed: core.ClosedJaxpr) -> bool:
-    """Whether a turn has collectives that another turn may begin, or that this one may reorder."""
+    """Whether a turn has collectives that another turn may begin, or that this one may reorder.
+
+    Or that may run with a product.
+    """
     return any(
-        _how(eqn) or _scatters(eqn) or _awaited(eqn) or (x is not None and holds_any(x))
+        _how(eqn)
+        or _scatters(eqn)
+        or _awaited(eqn)
+        or _fuses(eqn)
+        or (x is not None and holds_any(x))
         for eqn, x in ((eqn, _inner(eqn)) for eqn in closed.jaxpr.eqns)
     )
 

@@ -242,7 +242,9 @@ def in_one_kernel(pair: fusing.Pair) -> fusing.Kernel | None:
         keeps=pair.keeps,
     )
     plan = fusion.decide(op, pair.xs, pair.ws, spec)
-    if plan.algorithm != FUSED or fusion.as_devices_lie(plan, spec).algorithm != FUSED:
+    if plan.algorithm == FUSED and plan.backend == "pallas":  # on GPUs `lowered` knows the devices
+        plan = fusion.as_devices_lie(plan, spec)
+    if plan.algorithm != FUSED:
         return None
     fused, apart = (candidate.us or 0.0 for candidate in plan.candidates)
     return fusing.Kernel(primitive, {"spec": spec, "plan": plan}, (apart - fused) * 1e-6)

@@ -347,6 +347,36 @@ def test_the_report_says_what_runs_in_a_kernel() -> None:
         assert line.before_us is line.after_us is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+def test_on_gpus_products_run_beside_copies(scan: bool) -> None:
+    """Captured or not, forward and with its gradient; large enough for the model to want it."""
+    n = jax.device_count()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    sizes = {"up": (2, 4096, 8192 // n), "down": (2, 8192 // n, 4096)}
+    key = jax.random.key(0)
+    w = {k: jax.random.normal(key, s, jnp.bfloat16) * s[1] ** -0.5 for k, s in sizes.items()}
+    x = jax.random.normal(key, (2, 4096, 4096), jnp.bfloat16)
+    run = functools.partial(loss, forward(jax.checkpoint(one), scan=scan))
+    specs = {"in_specs": (P(None, "x"), P()), "out_specs": (P(None, "x"), P("x"))}
+
+    def gradients(x: jax.Array, w: Arrays) -> Any:
+        moved, made = jax.grad(run, (0, 1))(x, w)
+        return moved, jax.tree.map(lambda y: y[None], made)
+
+    def results() -> Any:
+        mapped = jax.shard_map(gradients, mesh=mesh, check_vma=False, **specs)
+        found = jax.jit(lambda *args: mapped(*args))(x, w)
+        return jax.tree.map(lambda y: np.asarray(y, np.float32), found)
+
+    want = results()
+    for fuse in (True, False):
+        with counted(fuse=fuse) as kernels:
+            got = results()
+        close(got, want, "bfloat16")
+        assert all(kernels.values()) == fuse
+
+
 # The choice of a turn ----------------------------------------------------------------------------
 
 
