@@ -351,8 +351,8 @@ def array_type(shape: Iterable[int], dtype: DTypeLike) -> Aval:
 
 
 def manual_type(x: Any) -> Any:
-    """What check_vma knows of an array, or type: where it varies, is reduced or unreduced."""
-    return (x if isinstance(x, Aval) else jax.typeof(x)).mat
+    """What check_vma knows of an array: over which axes it varies, is reduced or unreduced."""
+    return jax.typeof(x).mat
 
 
 def only_varying(aval: Aval) -> Aval:

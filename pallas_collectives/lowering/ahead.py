@@ -83,8 +83,7 @@ def rewritten(loop: Loop) -> "Rewritten | None":
     if bare := loop.bare():
         return Rewritten(loop, lax_keeps=bare)
     in_order, fused = loop.in_order(), loop.fused()
-    saves = max(in_order.saves if in_order else 0.0, loop.saved_by_wires())
-    if fused and fused.saves < _BEYOND * saves:
+    if fused and fused.saves < _BEYOND * max(in_order.saves if in_order else 0.0, fused.lost):
         fused = None
     if fused:
         loop = fused.loop
@@ -256,9 +255,10 @@ class Rewritten:
 
         JAX lowers the new loop as it would any other: what has been decided is not so twice.
         """
-        return self._wishes(step) | ({"fuses": False} if step.fuses else {})
+        return self._otherwise(step) | ({"fuses": False} if step.fuses else {})
 
-    def _wishes(self, step: Step) -> dict[str, Any]:
+    def _otherwise(self, step: Step) -> dict[str, Any]:
+        """The same, but for whether it runs with a product."""
         if step in self.lax_keeps and turns.wired(step):
             return {"ahead": "", "awaited": True}
         if step in self.lax_keeps:

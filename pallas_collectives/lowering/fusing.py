@@ -1,14 +1,13 @@
 """A turn's products in one kernel with the exchange of tokens before or behind them.
 
-On GPUs, products beside copies:
-
     gathered = all_gather(x)      one kernel, `all_gather_matmul`, for all such products: it brings
     y = gathered @ w              gathered, too, if something else needs it
     y = psum_scatter(x @ w)       one kernel, `matmul_reduce_scatter`, of a sum of products as well
 
 Between products no order of a turn hides tokens' exchanges. A kernel that multiplies what has come
-while the rest is on the wire does. This is done behind derivatives, so that it finds those of
-products, too: x's is such a gather or scatter, and w's needs what is gathered.
+while the rest is on the wire does; on GPUs products run beside copies. This is done behind
+derivatives, so that it finds those of products, too: x's is such a gather or scatter, and w's needs
+what is gathered.
 
 `overlap.primitives` says which pairs can be one kernel, and what that saves. It stands above this
 folder, so it hands its function down (`provide`).
@@ -22,11 +21,11 @@ from typing import Any, NamedTuple
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives import _compat
 from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import wire_ways
 from pallas_collectives.backends.plans import How
+from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.turns import Step, numbers
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
@@ -85,7 +84,7 @@ def provide(kernel_of: KernelOf) -> None:
     _kernel_of[:] = [kernel_of]
 
 
-class Fused(NamedTuple):
+class FusedSteps(NamedTuple):
     """A turn's steps, kernels in place of pairs.
 
     Attributes:
@@ -99,7 +98,7 @@ class Fused(NamedTuple):
     unwired: list[Step]
 
 
-def fused(steps: Sequence[Step], results: Sequence[Any]) -> Fused | None:
+def fused(steps: Sequence[Step], results: Sequence[Any]) -> FusedSteps | None:
     """A turn with kernels in place of the pairs that are quicker so; None where there are none.
 
     Args:
@@ -112,8 +111,8 @@ def fused(steps: Sequence[Step], results: Sequence[Any]) -> Fused | None:
             saves[step] = saved
     if not saves:
         return None
-    unwired = [step for step in saves if _packs(step)]
-    return Fused(_in_order(turn.steps), sum(saves.values()), unwired)
+    unwired = [step for step in saves if (turns.wired if step.awaited else _packs)(step)]
+    return FusedSteps(_in_order(turn.steps), sum(saves.values()), unwired)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,15 +120,15 @@ class _Product:
     """A step that multiplies x, of any rank, with w, of two.
 
     Attributes:
-      x, w: their numbers.
+      x, w: their numbers, or constants.
       types: those of x, w, and the product.
       transposed: whether w is (N, K), not (K, N).
       precision: as `jax.lax.dot_general`'s.
     """
 
     step: Step
-    x: int
-    w: int
+    x: Any
+    w: Any
     types: tuple[Aval, Aval, Aval]
     transposed: bool
     precision: Any
@@ -143,10 +142,9 @@ class _Product:
         (of_x, of_w), batches = step.eqn.params["dimension_numbers"]
         if any(batches) or right.ndim != 2 or (of_x, len(of_w)) != ((left.ndim - 1,), 1):
             return None
+        precision = step.eqn.params["precision"]
         x, w = step.reads
-        if not (isinstance(x, int) and isinstance(w, int)):
-            return None
-        return cls(step, x, w, (left, right, out), of_w == (1,), step.eqn.params["precision"])
+        return cls(step, x, w, (left, right, out), of_w == (1,), precision)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -160,7 +158,7 @@ class _Turn:
     def __init__(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
         self.steps = [*steps]
         self._results = {*numbers(results)}
-        self._new = -1 - max((n for s in steps for n in s.writes), default=0)
+        self._count = 1 + max((n for s in steps for n in s.writes), default=0)
 
     def fuse(self, collective: Step) -> float:
         """Puts a kernel in place of a collective and its products; the seconds that this saves."""
@@ -176,32 +174,32 @@ class _Turn:
 
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
         (whole,), brought = gather.writes, _types(eqn)[-1]
-        nbytes, on_tpus = (
-            brought.size * brought.dtype.itemsize,
-            eqn.params["how"].backend == "pallas",
-        )
+        on_tpus = eqn.params["how"].backend == "pallas"
+        nbytes = brought.size * brought.dtype.itemsize
         if on_tpus and overlaps.for_its_reader(nbytes, brought.dtype, chips.current()):
             return 0.0  # lax keeps it
-        behind = self._behind(gather)
         readers = [*map(_Product.of, self._readers(whole))]
-        found = [p for p in readers if p and p.x == whole and p.w not in behind]
+        found = [p for p in readers if p is not None]
+        behind = self._behind(gather) if found else set()
+        found = [p for p in found if behind.isdisjoint(numbers([p.w]))]
         found = [p for p in found if p.kind == found[0].kind]
         keeps = whole in self._results or len(found) < len(readers)
         kernel = _kernel(eqn, found, _types(eqn)[:1], keeps=keeps)
         if kernel is None:
             return 0.0
+        if not keeps:  # nothing reads it, so it need have no number of its own
+            whole, self._count = self._count, self._count + 1
         reads = *gather.reads, *(p.w for p in found)
+        writes = whole, *(p.step.writes[0] for p in found)
         invars = eqn.invars[0], *(_eqn(p).invars[1] for p in found)
         outvars = eqn.outvars[0], *(_eqn(p).outvars[0] for p in found)
-        self._new -= 1
-        writes = whole if keeps else self._new, *(p.step.writes[0] for p in found)
         made = eqn.replace(invars=[*invars], outvars=[*outvars], **kernel.bound)
-        self._put(gather, Step(made, reads, writes, gather.within), [p.step for p in found])
+        self._put(gather, Step(made, reads, writes, gather.within), {p.step for p in found})
         return kernel.saves
 
     def _scattered(self, scatter: Step, eqn: JaxprEqn) -> float:
         terms = self._terms(scatter.reads[0])
-        found = [p for p in map(_Product.of, terms) if p]
+        found = [p for p in map(_Product.of, terms) if p is not None]
         if any(p.kind != found[0].kind for p in found):
             return 0.0
         kernel = _kernel(eqn, found, [p.types[0] for p in found], keeps=False)
@@ -210,28 +208,34 @@ class _Turn:
         reads = *(p.x for p in found), *(p.w for p in found)
         invars = [_eqn(p).invars[i] for i in (0, 1) for p in found]
         made = eqn.replace(invars=invars, **kernel.bound)
-        self._put(scatter, Step(made, reads, scatter.writes, scatter.within), terms)
+        self._put(scatter, Step(made, reads, scatter.writes, scatter.within), {*terms})
         return kernel.saves
 
     def _terms(self, total: Any) -> list[Step]:
-        """The products and additions that make a value; none where something else needs them."""
-        step = next((s for s in self.steps if total in s.writes), None)
-        if step is None or step.eqn is None or total in self._results:
-            return []
-        if len(self._readers(total)) != 1 or len({*numbers(step.reads)}) < len(step.reads):
-            return []
-        if _Product.of(step):
-            return [step]
-        parts = [self._terms(x) for x in step.reads]
-        adds = step.eqn.primitive.name in _ADDITIONS and all(parts)
-        return [step, *(s for part in parts for s in part)] if adds else []
+        """The products, and additions of two of them, that make a value and nothing else.
 
-    def _put(self, collective: Step, kernel: Step, others: Sequence[Step]) -> None:
+        None where it is made of something else, too, or where something else needs any of them.
+        """
+        makers = {number: step for step in self.steps for number in step.writes}
+        found, wanted = [], [total]
+        for value in wanted:
+            step = makers.get(value) if isinstance(value, int) else None
+            if step is None or value in self._results or len(self._readers(value)) != 1:
+                return []
+            found.append(step)
+            if _Product.of(step) is None:
+                adds = step.eqn is not None and step.eqn.primitive.name in _ADDITIONS
+                if not adds or step.reads[0] == step.reads[1]:
+                    return []
+                wanted += step.reads
+        return found
+
+    def _put(self, collective: Step, kernel: Step, others: set[Step]) -> None:
         kept = (kernel if step is collective else step for step in self.steps)
         self.steps = [step for step in kept if step not in others]
 
     def _readers(self, number: int) -> list[Step]:
-        return [step for step in self.steps if number in step.reads]
+        return [step for step in self.steps if number in numbers(step.reads)]
 
     def _behind(self, first: Step) -> set[int]:
         """All that needs what a step makes."""
@@ -246,20 +250,19 @@ def _kernel(
     eqn: JaxprEqn, products: Sequence[_Product], xs: Sequence[Aval], *, keeps: bool
 ) -> Kernel | None:
     """The kernel of products with a collective; None where they are quicker apart, or none."""
-    if not products or not _kernel_of:
+    if not products:
         return None
     params, name, first = eqn.params, eqn.primitive.name, products[0]
     ws = tuple(p.types[1] for p in products)
-    if len({_compat.varying(operand) for operand in (*xs, *ws)}) > 1:
-        return None  # of a kernel's operands all vary over the same axes
     where = name == _GATHER, params["how"], params["axis_name"], params[_DIMENSIONS[name]]
     kind = first.types[2].dtype, first.transposed, first.precision
+    (kernel_of,) = _kernel_of
     with eqn.ctx.manager:
-        return _kernel_of[0](Pair(*where, tuple(xs), ws, *kind, keeps))
+        return kernel_of(Pair(*where, tuple(xs), ws, *kind, keeps))
 
 
 def _packs(collective: Step) -> bool:
-    """Whether it has a wire for which its numbers would be packed."""
+    """Whether it has a wire for which its numbers would be packed, as far as GPUs' plans tell."""
     assert collective.eqn is not None
     return wire_ways.packs(collective.eqn.params["how"], _types(collective.eqn)[0].dtype)
 

@@ -101,10 +101,6 @@ class Loop:
         saves = found.saves - self._hidden_by_xla()
         return Fused(loop, saves, found.unwired) if saves > 0 else None
 
-    def saved_by_wires(self) -> float:
-        """The seconds that wires save of exchanges that products wait for."""
-        return sum(turns.saved_by_wire(step) for step in self.steps if step.awaited)
-
     def _hidden_by_xla(self) -> float:
         """The seconds of tokens' exchanges that XLA can run beside other products."""
         chip = chips.current()
@@ -282,10 +278,16 @@ class Fused(NamedTuple):
 
     Attributes:
       loop: that is so.
-      saves: seconds, against all tokens' collectives on the core, without wires.
+      saves: seconds, against all tokens' collectives on the core without wires; less what XLA would
+        have hidden.
       unwired: the collectives in kernels that have a wire, and go without.
     """
 
     loop: Loop
     saves: float
     unwired: Sequence[Step]
+
+    @property
+    def lost(self) -> float:
+        """The seconds that these wires would have saved."""
+        return sum(turns.saved_by_wire(step) for step in self.unwired if step.awaited)

@@ -310,11 +310,7 @@ def by_xla(step: Step, chip: chips.Chip) -> float:
 
     0 for others.
     """
-    assert step.eqn is not None
-    if not overlaps.by_xla(_op(step.eqn), chip) or not wired(step):
-        return 0.0
-    found = _decided(step, beside=False)
-    return (found.us or 0.0) * 1e-6 if found else 0.0
+    return beside_by_xla(step, chip) if wired(step) else 0.0
 
 
 def beside_by_xla(step: Step, chip: chips.Chip) -> float:

@@ -235,8 +235,26 @@ def test_what_a_kernel_would_wait_for_itself_stays_out_of_it() -> None:
 
 def read_twice(x: jax.Array, w: Arrays) -> jax.Array:
     """Something else needs the product."""
-    y = jnp.tanh(x) @ w["up"] @ w["down"]
-    return x + scattered(jnp.tile(y, (1, N, 1))) + jnp.sum(y)
+    y = jnp.tile(jnp.tanh(x), (1, N, 1)) @ w["up"] @ w["down"]
+    return x + scattered(y) + jnp.sum(y)
+
+
+def with_another(x: jax.Array, w: Arrays) -> jax.Array:
+    """The sum is not of products alone."""
+    y = jnp.tile(jnp.tanh(x), (1, N, 1))
+    return x + scattered(y @ w["up"] @ w["down"] + y)
+
+
+def doubled(x: jax.Array, w: Arrays) -> jax.Array:
+    """A sum of one product with itself, which a kernel would compute twice."""
+    y = jnp.tile(jnp.tanh(x), (1, N, 1)) @ w["up"] @ w["down"]
+    return x + scattered(y + y)
+
+
+def both_ways(x: jax.Array, w: Arrays) -> jax.Array:
+    """Sums of products with weights that lie one way and the other."""
+    y = jnp.tile(jnp.tanh(x), (1, N, 1)) @ w["up"]
+    return x + scattered(y @ w["down"] + jnp.einsum("btk,nk->btn", y, 2 * w["down"].T))
 
 
 def in_groups(x: jax.Array, w: Arrays) -> jax.Array:
@@ -261,9 +279,28 @@ def batched(x: jax.Array, w: Arrays) -> jax.Array:
     return x + scattered(jnp.einsum("btk,bkn->btn", gathered(x), square))
 
 
+def diagonal(x: jax.Array, w: Arrays) -> jax.Array:
+    """A product for each token, with its own weights."""
+    seen = gathered(x)
+    of_each = jnp.broadcast_to(w["up"][:, 0], seen.shape)
+    return x + jnp.sum(jnp.einsum("btk,btk->bt", seen, of_each)) * 1e-3
+
+
+def split(x: jax.Array, w: Arrays) -> jax.Array:
+    """Weights of three dimensions."""
+    heads = w["up"].reshape(WIDTH, 2, -1)
+    return x + jnp.sum(jnp.einsum("btk,khn->bthn", gathered(x), heads)) * 1e-3
+
+
 APART: dict[str, tuple[Layer, dict[str, Any]]] = {
     "in groups": (in_groups, {}),
     "batched": (batched, {}),
+    "diagonal": (diagonal, {}),
+    "split": (split, {}),
+    "read twice": (read_twice, {}),
+    "with another": (with_another, {}),
+    "doubled": (doubled, {}),
+    "both ways": (both_ways, {}),
     "stacked": (stacked, {}),
     "of weights": (of_weights, {}),
     "fuse=False": (one, {"fuse": False}),
@@ -286,13 +323,88 @@ def test_what_stays_apart(name: str) -> None:
     assert not any(kernels.values())
 
 
+def handed_on(x: jax.Array, w: Arrays) -> Any:
+    """What is gathered, and a product, are results of the turn as well."""
+    seen = gathered(x)
+    y = seen @ w["up"] @ w["down"]
+    return x + scattered(y), (seen, y)
+
+
+def of_one_gather(x: jax.Array, w: Arrays) -> jax.Array:
+    """Two products of it, whose weights lie otherwise: one is in the kernel."""
+    seen = gathered(x)
+    square = w["up"] @ w["down"]
+    return x + jnp.sum(seen @ square * jnp.einsum("btk,nk->btn", seen, square)) * 1e-4
+
+
+CONSTANT = np.random.default_rng(3).standard_normal((WIDTH, WIDTH)).astype("float32") / WIDTH
+
+
+def by_constants(x: jax.Array, w: Arrays) -> jax.Array:
+    """Weights that a jitted function closes over."""
+    del w
+    return x + jax.jit(lambda x: scattered(gathered(x) @ CONSTANT @ CONSTANT))(x)
+
+
+def squared(x: jax.Array, w: Arrays) -> jax.Array:
+    """One array on both sides."""
+    square = jnp.tanh(w["up"] @ w["down"]) + x[0, 0]
+    return x + scattered(square @ square, 0)[None, : x.shape[1]]
+
+
+@pytest.mark.parametrize(
+    "layer, gathers, scatters",
+    [(of_one_gather, 1, 0), (by_constants, 1, 1), (squared, 0, 1)],
+)
 @pytest.mark.usefixtures("quicker")
-def test_a_product_that_something_else_needs_is_not_scattered_in_a_kernel() -> None:
-    run = forward(read_twice, scan=True)
+def test_other_pairs(layer: Layer, gathers: int, scatters: int) -> None:
+    run = forward(layer, scan=True)
     want = on_devices(run)
     with counted() as kernels:
         close(on_devices(run), want)
-    assert kernels["scatters"] == 0
+    assert kernels == {"gathers": gathers, "scatters": scatters}
+
+
+@pytest.mark.usefixtures("quicker")
+def test_results_of_a_turn_are_there_beside_its_kernels() -> None:
+    def run(x: jax.Array, w: Arrays) -> Any:
+        return lax.scan(handed_on, x, w)
+
+    want = on_devices(run)
+    with counted() as kernels:
+        close(on_devices(run), want)
+    assert kernels["gathers"] == 1 and kernels["scatters"] == 0
+
+
+@pytest.mark.usefixtures("quicker")
+def test_a_long_chain_before_a_scatter_is_lowered() -> None:
+    """It is no product, and no reason to look far; sums of many products are in one kernel."""
+
+    def chain(x: jax.Array, w: Arrays) -> jax.Array:
+        y = jnp.tile(x, (1, N, 1))
+        for _ in range(1500):
+            y = jnp.sin(y)
+        return scattered(y)
+
+    def many(x: jax.Array, w: Arrays) -> jax.Array:
+        y = jnp.tile(x, (1, N, 1))
+        total = y @ w["up"][0]
+        for i in range(300):
+            total = total + (y + i) @ w["up"][0]
+        return scattered(total)
+
+    for program, wanted in ((chain, 0), (many, 1)):
+        with counted() as kernels:
+            lowered_here(program)
+        assert kernels["scatters"] == wanted
+
+
+def lowered_here(program: Callable[..., Any]) -> None:
+    spec = P(None, "x")
+    mapped = jax.shard_map(
+        program, mesh=harness.mesh(N), in_specs=(spec, P()), out_specs=spec, check_vma=False
+    )
+    jax.jit(mapped).lower(jnp.ones((2, 8 * N, WIDTH)), weights("float32"))
 
 
 def test_small_products_stay_apart() -> None:
