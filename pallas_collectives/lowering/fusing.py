@@ -99,7 +99,7 @@ class FusedSteps(NamedTuple):
 
 
 def fused(steps: Sequence[Step], results: Sequence[Any]) -> FusedSteps | None:
-    """A turn with kernels in place of the pairs that are quicker so; None where there are none.
+    """A turn with kernels in place of the pairs that are quicker so; None where no pair is.
 
     Args:
       steps: in the program's order.

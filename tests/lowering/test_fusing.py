@@ -164,7 +164,7 @@ def test_a_layer_gives_what_it_gives_by_lax(layer: str, scan: bool) -> None:
 @pytest.mark.parametrize("check_vma", [False, True], ids=["", "vma"])
 @pytest.mark.usefixtures("quicker")
 def test_gradients_are_in_kernels_too(layer: str, check_vma: bool) -> None:
-    """Of a rematerialised scan: forward, and backward one of each kind for the other."""
+    """Backward each kind's derivative is the other."""
     each, _, _ = LAYERS[layer]
     run = functools.partial(loss, forward(jax.checkpoint(each), scan=True))
     gradient = jax.grad(run, (0, 1))
