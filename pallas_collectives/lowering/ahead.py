@@ -39,7 +39,7 @@ from jax.interpreters.mlir import ir
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Number
 from pallas_collectives.backends.plans import IN_PAIRS, IS_AHEAD, IS_BEHIND
-from pallas_collectives.lowering import placed, turns
+from pallas_collectives.lowering import collective_times, placed, turns
 from pallas_collectives.lowering.chain import Chain, Sum
 from pallas_collectives.lowering.loops import NO_PRODUCTS, Loop
 from pallas_collectives.lowering.order import Timetable
@@ -88,7 +88,7 @@ def rewritten(loop: Loop) -> "Rewritten | None":
     if fused:
         loop = fused.loop
         for step in fused.unwired:
-            turns.leave_out(step, "in one kernel with its product it takes less time")
+            collective_times.leave_out(step, "in one kernel with its product it takes less time")
     elif in_order:
         return Rewritten(loop, in_order=in_order)
     early, late = (loop.early(), loop.late()) if loop.params["length"] > 1 else ([], [])
@@ -259,14 +259,14 @@ class Rewritten:
 
     def _otherwise(self, step: Step) -> dict[str, Any]:
         """The same, but for whether it runs with a product."""
-        if step in self.lax_keeps and turns.wired(step):
+        if step in self.lax_keeps and collective_times.wired(step):
             return {"ahead": "", "awaited": True}
         if step in self.lax_keeps:
             return {"ahead": "", "backend": "xla", "fallback": NO_PRODUCTS}
         if self.in_order and step.awaited:
             plain = {"wire": None} if step in self.in_order.unwired else {}
             if plain:
-                turns.leave_out(step, "the order of its turn is as short without")
+                collective_times.leave_out(step, "the order of its turn is as short without")
             return {"ahead": "", "awaited": step not in self.in_order.away, **plain}
         return {"ahead": ""} if step.how or step.scatters or step.awaited else {}
 

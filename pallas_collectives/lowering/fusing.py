@@ -25,8 +25,8 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import wire_ways
 from pallas_collectives.backends.plans import How
-from pallas_collectives.lowering import turns
-from pallas_collectives.lowering.turns import Step, numbers
+from pallas_collectives.lowering import collective_times
+from pallas_collectives.lowering.turns import Step, numbers, type_of
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
 
@@ -111,7 +111,7 @@ def fused(steps: Sequence[Step], results: Sequence[Any]) -> FusedSteps | None:
             saves[step] = saved
     if not saves:
         return None
-    unwired = [step for step in saves if (turns.wired if step.awaited else _packs)(step)]
+    unwired = [step for step in saves if (collective_times.wired if step.awaited else _packs)(step)]
     return FusedSteps(_in_order(turn.steps), sum(saves.values()), unwired)
 
 
@@ -268,7 +268,7 @@ def _packs(collective: Step) -> bool:
 
 
 def _types(eqn: JaxprEqn) -> tuple[Any, ...]:
-    return tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
+    return tuple(map(type_of, (*eqn.invars, *eqn.outvars)))
 
 
 def _eqn(product: _Product) -> JaxprEqn:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_collectives import _compat
-from pallas_collectives.lowering import fusing, order, turns
+from pallas_collectives.lowering import collective_times, fusing, order
 from pallas_collectives.lowering.order import Call, Timetable
 from pallas_collectives.lowering.turns import Flat, Step, numbers
 from pallas_collectives.topology import chips
@@ -69,7 +69,7 @@ class Loop:
     def _takes(self) -> dict[Step, float]:
         """What gathers and scatters take on a SparseCore; first read where devices are known."""
         chip = chips.current()
-        return {s: turns.under_way(s, chip) for s in self.steps if s.how or s.scatters}
+        return {s: collective_times.under_way(s, chip) for s in self.steps if s.how or s.scatters}
 
     def bare(self) -> list[Step]:
         """The gathers and scatters of a turn with too few products to run beside them.
@@ -80,7 +80,7 @@ class Loop:
         if not products or any(step.is_opaque for step in self.steps):
             return []
         chip = chips.current()
-        takes = {s: there or turns.by_xla(s, chip) for s, there in self._takes.items()}
+        takes = {s: there or collective_times.by_xla(s, chip) for s, there in self._takes.items()}
         bare = _BARE * products < sum(takes.values())
         return [step for step, there in takes.items() if there] if bare else []
 
@@ -108,7 +108,7 @@ class Loop:
     def _hidden_by_xla(self) -> float:
         """The seconds of tokens' exchanges that XLA can run beside other products."""
         chip = chips.current()
-        takes = {s: turns.beside_by_xla(s, chip) for s in self.steps if s.awaited}
+        takes = {s: collective_times.beside_by_xla(s, chip) for s in self.steps if s.awaited}
         away = {s: seconds for s, seconds in takes.items() if seconds}
         return order.hidden(self.steps, away, chip) if away else 0.0
 
@@ -122,7 +122,7 @@ class Loop:
         if any(step.is_opaque or step.keeps_order for step in self.steps):
             return None
         chip = chips.current()
-        found = {s: turns.on_either(s, chip) for s in self.steps if s.awaited}
+        found = {s: collective_times.on_either(s, chip) for s in self.steps if s.awaited}
         tokens = {step: Call(*seconds) for step, seconds in found.items() if seconds is not None}
         weights = {s: Call(math.inf, takes) for s, takes in self._takes.items() if takes}
         return order.best(self.steps, tokens, weights, chip) if tokens else None
@@ -294,4 +294,4 @@ class Fused(NamedTuple):
     @property
     def lost(self) -> float:
         """The seconds that these wires would have saved."""
-        return sum(turns.saved_by_wire(step) for step in self.unwired if step.awaited)
+        return sum(collective_times.saved_by_wire(step) for step in self.unwired if step.awaited)

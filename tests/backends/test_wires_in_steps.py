@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives.lowering import order, turns
+from pallas_collectives.lowering import collective_times, order
 
 NARROW = {"all_gather": "int8", "psum_scatter": "int8"}
 WIDTH, LAYERS, DTYPE = 4096, 3, "bfloat16"
@@ -132,7 +132,7 @@ def test_a_turns_order_says_which_tokens_go_over_their_wire(
 
 def test_what_a_wire_takes_is_what_its_ways_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a turn's model: on the core, on a SparseCore, and over the wire."""
-    told = harness.results_of(turns, "on_either", monkeypatch)
+    told = harness.results_of(collective_times, "on_either", monkeypatch)
     built("v6e:4x4", 512)
     built("v6e:4x4", 512, wire=NARROW)
     plain, narrow = told[:2], told[2:]
@@ -171,7 +171,7 @@ def test_a_turns_order_knows_that_a_cast_is_on_either_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """float32 over bfloat16 takes what bfloat16 does, there and here."""
-    told = harness.results_of(turns, "on_either", monkeypatch)
+    told = harness.results_of(collective_times, "on_either", monkeypatch)
     built("v6e:4x4", 512)
     monkeypatch.setattr("test_wires_in_steps.DTYPE", "float32")
     built("v6e:4x4", 512, wire=dict.fromkeys(NARROW, "bfloat16"))

@@ -5,7 +5,7 @@ import pytest
 from jax import lax
 
 import pallas_collectives as pc
-from pallas_collectives.lowering import turns
+from pallas_collectives.lowering import collective_times, turns
 
 SAYS = "a loop's turn asks for it for the next one"
 LEAVES = "a loop's turn leaves it to the next one"
@@ -14,7 +14,7 @@ LEAVES = "a loop's turn leaves it to the next one"
 def fake(seconds: float, patch: pytest.MonkeyPatch) -> None:
     """Products take a second each, and collectives that many."""
     patch.setattr(turns, "_seconds", lambda eqn, _: float(eqn.primitive.name == "dot_general"))
-    patch.setattr(turns, "under_way", lambda step, chip: seconds)
+    patch.setattr(collective_times, "under_way", lambda step, chip: seconds)
 
 
 def whole(w: jax.Array) -> jax.Array:

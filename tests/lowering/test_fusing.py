@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from pallas_collectives import _compat
-from pallas_collectives.lowering import ahead, fusing, loops, turns
+from pallas_collectives.lowering import ahead, collective_times, fusing, loops
 from pallas_collectives.lowering.turns import Step
 from pallas_collectives.overlap import fusion
 from pallas_collectives.tuning import overlaps
@@ -576,9 +576,9 @@ def test_a_wire_is_taken_where_it_saves_more(
     """Else it is counted as left out. On v6e the wire takes longer than the products."""
     monkeypatch.setattr(loops.Loop, "in_order", lambda _: None)
     wire = {"all_gather": "int8", "psum_scatter": "int8"}
-    saved = turns.saved_by_wire
+    saved = collective_times.saved_by_wire
     share = 0.5 if chosen == "kernels" else 1.0  # of what it would save
-    monkeypatch.setattr(turns, "saved_by_wire", lambda step: share * saved(step))
+    monkeypatch.setattr(collective_times, "saved_by_wire", lambda step: share * saved(step))
     assert turns_chosen(monkeypatch, topology, one, wire=wire) == chosen
     whys = {why for _, _, why in pc.wire_counts()}
     said = "in one kernel with its product it takes less time"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
-from pallas_collectives.lowering import loops, turns
+from pallas_collectives.lowering import collective_times, loops
 from pallas_collectives.topology import placement
 from turns_of_loops import LEAVES, asked, fake, whole
 
@@ -192,13 +192,13 @@ def test_what_collectives_take_is_asked_where_devices_are_known(
 ) -> None:
     """What a ring takes depends on where on the torus its devices are."""
     pytest.importorskip("libtpu")
-    known, by_model = [], turns.under_way
+    known, by_model = [], collective_times.under_way
 
     def under_way(*step_and_chip: Any) -> float:
         known.append(placement.in_scope() is not None)
         return by_model(*step_and_chip)
 
-    monkeypatch.setattr(turns, "under_way", under_way)
+    monkeypatch.setattr(collective_times, "under_way", under_way)
     lowered(gradient(and_after))
     assert known and all(known)
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
-from pallas_collectives.lowering import order, turns
+from pallas_collectives.lowering import collective_times, order, turns
 from pallas_collectives.lowering.loops import Loop
 from pallas_collectives.lowering.order import Call
 
@@ -186,7 +186,7 @@ def test_a_turn_with_kernels_or_effects_in_an_order_stays_as_it_is(
     steps, calls = halves()
     for step in calls:
         step.awaited = True
-    monkeypatch.setattr(turns, "on_either", lambda step, chip: calls[step])
+    monkeypatch.setattr(collective_times, "on_either", lambda step, chip: calls[step])
     turn = Loop({"length": 1}, steps, (), (), (), [])
     assert turn.in_order() is not None
     setattr(steps[0], kind, True)
@@ -298,7 +298,7 @@ def test_values_are_the_same_in_another_order(
     want = jax.jit(mapped)(x, weights)
     found = harness.results_of(order, "best", monkeypatch)
     monkeypatch.setattr(turns, "_seconds", lambda e, _: float(e.primitive.name == "dot_general"))
-    monkeypatch.setattr(turns, "on_either", lambda step, chip: (2.0, 2.5, wire and 1.99))
+    monkeypatch.setattr(collective_times, "on_either", lambda step, chip: (2.0, 2.5, wire and 1.99))
     jax.clear_caches()
     over = wire and dict.fromkeys(("all_gather", "psum_scatter"), wire)
     with pc.override_lax(wire=over, wire_backward=over):

@@ -1,0 +1,111 @@
+"""What serves the collectives of a turn, and what they take: on each engine, and over a wire."""
+
+import dataclasses
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from pallas_collectives.backends import algorithms, canonical, serving, wire_ways
+from pallas_collectives.backends.plans import UNSERVABLE, WirePlan
+from pallas_collectives.kernels import matmul_plan
+from pallas_collectives.lowering import turns
+from pallas_collectives.lowering.turns import Step
+from pallas_collectives.topology import chips
+from pallas_collectives.topology.groups import Group
+from pallas_collectives.tuning import overlaps
+
+
+def under_way(step: Step, chip: chips.Chip) -> float:
+    """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
+    assert step.eqn is not None
+    brought = turns.type_of(step.eqn.outvars[0])
+    dtype = wire_ways.moved_dtype(step.eqn.params["how"], brought.dtype)
+    if step.how and overlaps.for_its_reader(brought.size * dtype.itemsize, dtype, chip):
+        return 0.0
+    if overlaps.by_xla(turns.collective_of(step.eqn), chip):
+        return 0.0
+    found = _decided(step)
+    return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0
+
+
+def by_xla(step: Step, chip: chips.Chip) -> float:
+    """What a gather or scatter takes (modelled) that goes over its wire unless XLA can hide it.
+
+    0 for others.
+    """
+    return beside_by_xla(step, chip) if wired(step) else 0.0
+
+
+def beside_by_xla(step: Step, chip: chips.Chip) -> float:
+    """What an exchange takes (modelled) that XLA runs beside products; 0 for others."""
+    assert step.eqn is not None
+    if not overlaps.by_xla(turns.collective_of(step.eqn), chip):
+        return 0.0
+    found = _decided(step, beside=False)
+    return (found.us or 0.0) * 1e-6 if found else 0.0
+
+
+def on_either(step: Step, chip: chips.Chip) -> tuple[float, float, float | None] | None:
+    """What an exchange that products wait for takes on the core, on a SparseCore, and over a wire.
+
+    In seconds (modelled); over a wire it goes on the core, and without one that is None. None for
+    all if it does not run on a SparseCore. XLA's own do on 7x: those with wires are in order there.
+    """
+    assert step.eqn is not None
+    over = wired(step)
+    if overlaps.by_xla(turns.collective_of(step.eqn), chip) and not over:
+        return None
+    here, there = _decided(step), _decided(step, awaited=False)
+    if not here or not there or not here.us or not there.us or not there.on_sparsecore:
+        return None
+    return here.us * 1e-6, there.us * 1e-6, over.wired_us * 1e-6 if over and over.wired_us else None
+
+
+def wired(step: Step) -> WirePlan | None:
+    """The plan of the wire that a collective takes where nothing hides it; None if it has none."""
+    assert step.eqn is not None
+    how = dataclasses.replace(step.eqn.params["how"], awaited=True)
+    types = [turns.type_of(v) for v in step.eqn.invars]
+    if not wire_ways.packs(how, types[0].dtype):
+        return None
+    params = {k: v for k, v in step.eqn.params.items() if k != "how"}
+    op = step.eqn.primitive.name.removeprefix("pallas_")
+    try:
+        with step.eqn.ctx.manager:
+            plan = serving.over_wire(op, how, *types, **params)
+    except UNSERVABLE:
+        return None
+    return plan if plan and plan.algorithm else None
+
+
+def saved_by_wire(step: Step) -> float:
+    """The seconds that a collective's wire saves on the core (modelled); 0 for others."""
+    plan = wired(step)
+    assert step.eqn is not None
+    if plan is None or plan.us is None or plan.wired_us is None:
+        return 0.0
+    return (plan.us - plan.wired_us) * 1e-6 * matmul_plan.sharing(_group(step.eqn))
+
+
+def leave_out(step: Step, why: str) -> None:
+    """Counts the wire of a collective as left out."""
+    assert step.eqn is not None
+    wire_ways.note_left_out(turns.collective_of(step.eqn), step.eqn.params["how"].wire, why)
+
+
+def _decided(step: Step, **wishes: Any) -> algorithms.Decision | None:
+    """What would serve a collective, with some fields of its `How` others; None if lax must."""
+    assert step.eqn is not None
+    params, operand = step.eqn.params, turns.type_of(step.eqn.invars[0])
+    op, how = turns.collective_of(step.eqn), dataclasses.replace(params["how"], **wishes)
+    if not wire_ways.gives_way(how):
+        return None
+    nbytes = operand.size * wire_ways.moved_dtype(how, operand.dtype).itemsize
+    return algorithms.decided(op, how, nbytes, _group(step.eqn))
+
+
+def _group(eqn: JaxprEqn) -> Group:
+    """The devices of a collective."""
+    params = eqn.params
+    axes = params["axis_name"] if "axis_name" in params else params["axes"]
+    return canonical.group_of(axes, params.get("axis_index_groups"))
