@@ -68,7 +68,8 @@ def override_lax(
     was not.
 
     Args:
-      everything: replace also what XLA would run beside compute; and run all on the TensorCore.
+      everything: replace also what XLA would run beside compute; and run all on the TensorCore,
+        each on its own, in no kernel with products.
       only: the functions to replace, by lax's names ("all_gather", ...); all by default.
       keep: functions to leave to lax.
       wire: in what narrower numbers functions send floats, by lax's names: {"psum": "int8"} (see
@@ -162,7 +163,7 @@ def _checked_wires(
     """The wires of functions by name, for an argument of theirs; each may be left out."""
     if given is not None and not isinstance(given, Mapping):
         rule = "it must map names of functions to wires"
-        raise WireError(f"{argument}={given!r}", rule, f"write it like {{'psum': {given!r}}}")
+        raise WireError(f"{argument}={given!r}", rule, "write it like {'psum': 'int8'}")
     checked = []
     for name, value in (given or {}).items():
         takes = [f for f in _CHOOSING if argument in inspect.signature(_ours(f)).parameters]

@@ -243,7 +243,7 @@ def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> No
     [
         ((None, None), "psum by lax: so"),
         ((0.0, 0.0), "psum by lax, does not stop the core (modelled): so"),
-        ((6.2, 6.2), "psum by lax, stops the core for 6 us, as lax's is taken to (modelled): so"),
+        ((6.2, 6.2), "psum by lax, stops the core for 6 us, as long as lax's (modelled): so"),
         ((80.0, 0.0), "psum by lax, stops the core 80 -> 0 us (modelled): so"),
     ],
 )

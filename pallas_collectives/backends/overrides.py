@@ -120,7 +120,7 @@ def _stops(line: Line) -> str:
         return f", stops the core {before} -> {after} us (modelled)"
     if not line.after_us:
         return ", does not stop the core (modelled)"
-    return f", stops the core for {after} us, as lax's is taken to (modelled)"
+    return f", stops the core for {after} us, as long as lax's (modelled)"
 
 
 def _count(lines: tuple[Line, ...]) -> int:

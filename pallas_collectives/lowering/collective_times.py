@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives.backends import algorithms, canonical, serving, wire_ways
+from pallas_collectives.backends import algorithms, canonical, counters, serving, wire_ways
 from pallas_collectives.backends.plans import UNSERVABLE, WirePlan
 from pallas_collectives.kernels import matmul_plan
 from pallas_collectives.lowering import turns
@@ -90,7 +90,9 @@ def saved_by_wire(step: Step) -> float:
 def leave_out(step: Step, why: str) -> None:
     """Counts the wire of a collective as left out."""
     assert step.eqn is not None
-    wire_ways.note_left_out(turns.collective_of(step.eqn), step.eqn.params["how"].wire, why)
+    op = turns.collective_of(step.eqn)
+    with counters.calling(counters.lax_name(op)):
+        wire_ways.note_left_out(op, step.eqn.params["how"].wire, why)
 
 
 def _decided(step: Step, **wishes: Any) -> algorithms.Decision | None:

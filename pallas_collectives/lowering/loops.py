@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_collectives import _compat
-from pallas_collectives.lowering import collective_times, fusing, order
+from pallas_collectives.lowering import collective_times, fusing, order, turns
 from pallas_collectives.lowering.order import Call, Timetable
 from pallas_collectives.lowering.turns import Flat, Step, numbers
 from pallas_collectives.topology import chips
@@ -63,7 +63,7 @@ class Loop:
         results = flat.add(turn, reads)
         carry_to = n_consts + n_carry
         parts = reads[:n_consts], reads[n_consts:carry_to], reads[carry_to:]
-        return cls(params, flat.steps, *parts, results)
+        return cls(params, _with_tokens(flat.steps, parts[1]), *parts, results)
 
     @functools.cached_property
     def _takes(self) -> dict[Step, float]:
@@ -275,6 +275,23 @@ class Loop:
         """What these write of y."""
         ys = {*numbers(self.ys)}
         return [number for step in steps for number in step.writes if number in ys]
+
+
+def _with_tokens(steps: Iterable[Step], carry: Iterable[int]) -> list[Step]:
+    """Steps, of which gathers of what was computed are awaited, as those of tokens.
+
+    While a call or a turn is traced, its operands may be weights (`choice.asked`). Here it is known
+    which of them were computed before, or are handed from turn to turn.
+    """
+    handed, found = {*carry}, []
+    for step in steps:
+        first = not handed.isdisjoint(numbers(step.reads[:1]))  # others may be places
+        if step.hands_on and len(step.writes) == len(step.reads):  # a barrier hands on each
+            handed |= {w for r, w in zip(step.reads, step.writes, strict=True) if r in handed}
+        elif first or not step.hands_on:
+            handed |= {*step.writes}
+        found.append(turns.awaiting(step) if first else step)
+    return found
 
 
 class Fused(NamedTuple):

@@ -146,6 +146,17 @@ class Step:
         values.update(zip(self.writes, results, strict=True))
 
 
+def awaiting(step: Step) -> Step:
+    """The same; a gather of a step is one whose result products wait for (`How.awaited`)."""
+    if step.eqn is None or step.eqn.primitive.name not in _twins_of("all_gather"):
+        return step
+    how: How = step.eqn.params["how"]
+    if how.awaited is not False:
+        return step
+    params = {**step.eqn.params, "how": dataclasses.replace(how, awaited=True)}
+    return dataclasses.replace(step, eqn=step.eqn.replace(params=params))
+
+
 def _how(eqn: JaxprEqn) -> How | None:
     return _wishes(eqn, "all_gather")
 

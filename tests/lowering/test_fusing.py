@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from pallas_collectives import _compat
-from pallas_collectives.lowering import ahead, collective_times, fusing, loops
+from pallas_collectives.lowering import ahead, collective_times, fusing, loops, turns
 from pallas_collectives.lowering.turns import Step
 from pallas_collectives.overlap import fusion
 from pallas_collectives.tuning import overlaps
@@ -363,6 +363,31 @@ def test_other_pairs(layer: Layer, gathers: int, scatters: int) -> None:
     with counted() as kernels:
         close(on_devices(run), want)
     assert kernels == {"gathers": gathers, "scatters": scatters}
+
+
+@pytest.mark.usefixtures("quicker")
+def test_what_a_turn_hands_on_is_tokens() -> None:
+    """It is an argument of the turn, as weights are; in a plain program that is not told apart."""
+
+    def plain(x: jax.Array, w: Arrays) -> jax.Array:
+        seen = lax.all_gather(x, "x", axis=1, tiled=True)
+        return x + scattered(jnp.tanh(seen @ w["up"]) @ w["down"])
+
+    for scan in (True, False):
+        run = forward(jax.checkpoint(plain), scan=scan)
+        want = on_devices(run)
+        with counted() as kernels:
+            close(on_devices(run), want)
+        assert kernels == {"gathers": 1, "scatters": 1}  # the second layer's, if unrolled
+
+
+def test_weights_pass_a_barrier_with_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value is what it was before."""
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(turns, "awaiting", lambda step: told.append(step.reads) or step)
+    steps = [Step(None, (1, 2), (3, 4)), Step(None, (4,), (5,)), Step(None, (3,), (6,))]
+    assert loops._with_tokens(steps, [1]) == steps
+    assert told == [(1, 2), (3,)]
 
 
 @pytest.mark.usefixtures("quicker")
