@@ -278,17 +278,17 @@ class Loop:
 
 
 def _with_tokens(steps: Iterable[Step], carry: Iterable[int]) -> list[Step]:
-    """Steps, of which gathers of what was computed are awaited, as those of tokens.
+    """Steps, of which gathers of what the last turn hands on are awaited, as those of tokens.
 
-    While a call or a turn is traced, its operands may be weights (`choice.asked`). Here it is known
-    which of them were computed before, or are handed from turn to turn.
+    While a turn is traced, that is an operand like weights (`choice.asked`).
     """
     handed, found = {*carry}, []
     for step in steps:
         first = not handed.isdisjoint(numbers(step.reads[:1]))  # others may be places
         if step.hands_on and len(step.writes) == len(step.reads):  # a barrier hands on each
-            handed |= {w for r, w in zip(step.reads, step.writes, strict=True) if r in handed}
-        elif first or not step.hands_on:
+            pairs = zip(step.reads, step.writes, strict=True)
+            handed |= {made for read, made in pairs if isinstance(read, int) and read in handed}
+        elif step.hands_on and first:
             handed |= {*step.writes}
         found.append(turns.awaiting(step) if first else step)
     return found

@@ -29,7 +29,10 @@ def layer(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def built(topology: str, rows: int, *, gradient: bool = False, **wires: Any) -> dict[str, set[str]]:
-    """Why wires are left out, by function; "" where they are taken. A scan of layers, for TPUs."""
+    """Why wires are left out, by function; "" where they are taken. A scan of layers, for TPUs.
+
+    Products stay out of kernels, which have no wires (`tests/lowering/test_fusing.py`).
+    """
     pytest.importorskip("libtpu")
     devices = len(harness._topology(topology).devices)
     on = harness.tpu_mesh(topology, {"x": devices})
@@ -46,7 +49,7 @@ def built(topology: str, rows: int, *, gradient: bool = False, **wires: Any) -> 
         jax.ShapeDtypeStruct(shape, DTYPE, sharding=jax.NamedSharding(on, spec))
         for shape, spec in zip(shapes, specs, strict=True)
     ]
-    with pc.override_lax(**wires):
+    with pc.override_lax(fuse=False, **wires):
         jax.jit(mapped).lower(*args)
     found: dict[str, set[str]] = {}
     for line in pc.override_report().wires:
