@@ -158,10 +158,7 @@ def choose(
     if chosen != "pallas":
         return how
     return dataclasses.replace(
-        how,
-        interpret=_interpret(platform),
-        across=slices.marked(),
-        ahead=_ahead(),
+        how, interpret=_interpret(platform), across=slices.marked(), ahead=_ahead()
     )
 
 

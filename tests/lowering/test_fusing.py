@@ -1,9 +1,7 @@
 """Products of a turn in one kernel with tokens' exchanges: which, what they give, and when not."""
 
-import contextlib
 import functools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,31 +16,27 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives import _compat
-from pallas_collectives.lowering import ahead, collective_times, fusing, loops, turns
+from layers_in_kernels import (
+    FUSED,
+    WIDTH,
+    Arrays,
+    Layer,
+    N,
+    close,
+    counted,
+    forward,
+    gathered,
+    loss,
+    lowered,
+    on_devices,
+    one,
+    scattered,
+    weights,
+)
+from pallas_collectives.lowering import fusing, loops, turns
 from pallas_collectives.lowering.turns import Step
 from pallas_collectives.overlap import fusion
 from pallas_collectives.tuning import overlaps
-
-N, WIDTH, HIDDEN = 2, 128, 256
-Arrays = dict[str, Any]
-Layer = Callable[[jax.Array, Arrays], jax.Array]
-FUSED = {
-    "gathers": ("all_gather_matmul", "fused", ""),
-    "scatters": ("matmul_reduce_scatter", "fused", ""),
-}
-
-
-def gathered(x: jax.Array, dimension: int = 1) -> jax.Array:
-    return lax.all_gather(jnp.tanh(x), "x", axis=dimension, tiled=True)
-
-
-def scattered(y: jax.Array, dimension: int = 1) -> jax.Array:
-    return lax.psum_scatter(y, "x", scatter_dimension=dimension, tiled=True)
-
-
-def one(x: jax.Array, w: Arrays) -> jax.Array:
-    return x + scattered(jnp.tanh(gathered(x) @ w["up"]) @ w["down"])
 
 
 def gated(x: jax.Array, w: Arrays) -> jax.Array:
@@ -70,59 +64,7 @@ def within(x: jax.Array, w: Arrays) -> jax.Array:
     return jax.jit(jax.checkpoint(jax.jit(one)))(x, w)
 
 
-LAYERS: dict[str, tuple[Layer, int, int]] = {  # and its kernels, of either kind
-    "one": (one, 1, 1),
-    "gated": (gated, 1, 1),
-    "turned": (turned, 1, 1),
-    "rows": (rows, 1, 1),
-    "within": (within, 1, 1),
-}
-
-
-def weights(dtype: Any) -> Arrays:
-    sizes = {"up": (WIDTH, HIDDEN), "gate": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    rng = np.random.default_rng(1)
-    scaled = {k: rng.standard_normal((2, *s)) / np.sqrt(s[0]) for k, s in sizes.items()}
-    return jax.tree.map(lambda w: w.astype(dtype), scaled)
-
-
-def forward(layer: Layer, *, scan: bool) -> Callable[..., jax.Array]:
-    def run(x: jax.Array, w: Arrays) -> jax.Array:
-        if scan:
-            return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
-        for i in range(2):
-            x = layer(x, jax.tree.map(operator.itemgetter(i), w))
-        return x
-
-    return run
-
-
-def loss(run: Callable[..., jax.Array], x: jax.Array, w: Arrays) -> jax.Array:
-    return jnp.sum(run(x, w).astype(jnp.float32) ** 2)
-
-
-def on_devices(
-    program: Callable[..., Any], dtype: Any = "float32", *, check_vma: bool = False
-) -> Any:
-    """What a program makes of x and weights on the devices, jitted anew."""
-    x = np.random.default_rng(0).standard_normal((2 * N, 8 * N, WIDTH)).astype(dtype)
-    w = weights(dtype)
-    spec = P(None, "x")
-
-    def each(x: jax.Array, w: Arrays) -> Any:
-        found = program(x, w)
-        return jax.tree.map(lambda y: _varying(y)[None], found)
-
-    mapped = jax.shard_map(
-        each, mesh=harness.mesh(N), in_specs=(spec, P()), out_specs=P("x"), check_vma=check_vma
-    )
-    found = jax.jit(mapped)(x, w)
-    return jax.tree.map(lambda y: np.asarray(y, np.float32), found)
-
-
-def _varying(y: jax.Array) -> jax.Array:
-    missing = {"x"} - _compat.varying(y)
-    return lax.pcast(y, tuple(missing), to="varying") if missing else y
+LAYERS = {layer.__name__: layer for layer in (one, gated, turned, rows, within)}
 
 
 @pytest.fixture
@@ -131,33 +73,16 @@ def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "cost", lambda *_: fusion.Cost(1e-6, 3e-6))
 
 
-@contextlib.contextmanager
-def counted(**how: Any) -> Iterator[dict[str, int]]:
-    """Within `override_lax`; how many kernels of either kind were built, at its end."""
-    found: dict[str, int] = {}
-    pc.reset_counts()
-    with pc.override_lax(**how):
-        yield found
-    found.update({kind: pc.fusion_counts().get(key, 0) for kind, key in FUSED.items()})
-
-
-def close(got: Any, want: Any, dtype: Any = "float32") -> None:
-    some = 2e-5 if dtype == "float32" else 4e-2
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=some, atol=some * float(np.max(np.abs(b))))
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 @pytest.mark.usefixtures("quicker")
 def test_a_layer_gives_what_it_gives_by_lax(layer: str, scan: bool) -> None:
-    each, gathers, scatters = LAYERS[layer]
-    run = forward(each, scan=scan)
+    run = forward(LAYERS[layer], scan=scan)
     want = on_devices(run)
     with counted() as kernels:
         got = on_devices(run)
     close(got, want)
-    assert kernels == {"gathers": gathers, "scatters": scatters}  # equal ones are built once
+    assert kernels == {"gathers": 1, "scatters": 1}  # equal ones are built once
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -165,8 +90,7 @@ def test_a_layer_gives_what_it_gives_by_lax(layer: str, scan: bool) -> None:
 @pytest.mark.usefixtures("quicker")
 def test_gradients_are_in_kernels_too(layer: str, check_vma: bool) -> None:
     """Backward each kind's derivative is the other."""
-    each, _, _ = LAYERS[layer]
-    run = functools.partial(loss, forward(jax.checkpoint(each), scan=True))
+    run = functools.partial(loss, forward(jax.checkpoint(LAYERS[layer]), scan=True))
     gradient = jax.grad(run, (0, 1))
     want = on_devices(gradient, check_vma=check_vma)
     with counted() as kernels:
@@ -513,38 +437,6 @@ def test_on_gpus_products_run_beside_copies(scan: bool) -> None:
         assert all(kernels.values()) == fuse
 
 
-# The choice of a turn ----------------------------------------------------------------------------
-
-
-def lowered(topology: str, program: Callable[..., Any], **how: Any) -> Any:
-    """A program of x and the weights of large layers, for TPUs."""
-    pytest.importorskip("libtpu")
-    devices = len(harness._topology(topology).devices)
-    on = harness.tpu_mesh(topology, {"x": devices})
-    mapped = jax.shard_map(
-        program, mesh=on, in_specs=(P(None, "x"), P()), out_specs=P(None, "x"), check_vma=False
-    )
-    width = 16384 // devices
-    sizes = {"up": (4, 4096, width), "down": (4, width, 4096)}
-
-    def typed(shape: tuple[int, ...], spec: P) -> Any:
-        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(on, spec))
-
-    x = typed((2, 2048, 4096), P(None, "x"))
-    pc.reset_counts()
-    with pc.override_lax(**how):
-        return jax.jit(mapped).lower(x, {k: typed(shape, P()) for k, shape in sizes.items()})
-
-
-def turns_chosen(monkeypatch: pytest.MonkeyPatch, topology: str, layer: Layer, **how: Any) -> str:
-    """What is chosen of the turn of a scan."""
-    found = harness.results_of(ahead, "rewritten", monkeypatch)
-    lowered(topology, forward(layer, scan=True), **how)
-    if any(way == "fused" for _, way, _ in pc.fusion_counts()):
-        return "kernels"
-    return "order" if any(each and each.in_order for each in found) else "as written"
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "topology, kernels",
@@ -561,52 +453,6 @@ def test_kernels_compile_within_a_model(topology: str, kernels: list[str]) -> No
     run = functools.partial(loss, forward(jax.checkpoint(one), scan=True))
     text = lowered(topology, jax.grad(run)).compile().as_text()
     assert [kind for kind, (kernel, _, _) in FUSED.items() if kernel in text] == kernels
-
-
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x2", "tpu7x:2x2x1"])
-def test_a_layer_whose_products_wait_is_in_kernels(
-    topology: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert turns_chosen(monkeypatch, topology, one) == "kernels"
-
-
-@pytest.mark.parametrize(
-    "topology, chosen", [("v5p:2x2x2", "order"), ("tpu7x:2x2x1", "as written")]
-)
-def test_two_halves_hide_more_than_kernels(
-    topology: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On v5p in an order of ours; on 7x XLA runs an exchange beside the other half's products."""
-    halves = pc.two_batch_overlap(one)
-    assert turns_chosen(monkeypatch, topology, halves) == chosen
-
-
-def weighted(x: jax.Array, w: Arrays) -> jax.Array:
-    """A weight is gathered, too."""
-    down = lax.all_gather(w["down"][: len(w["down"]) // 16], "x", tiled=True)
-    return x + scattered(jnp.tanh(gathered(x) @ w["up"]) @ down)
-
-
-def test_xla_fuses_weights_gathers_with_products_and_not_with_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert turns_chosen(monkeypatch, "v5e:4x4", weighted) == "as written"
-
-
-@pytest.mark.parametrize("topology, chosen", [("v5p:2x2x2", "kernels"), ("v6e:4x4", "as written")])
-def test_a_wire_is_taken_where_it_saves_more(
-    topology: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it is counted as left out. On v6e the wire takes longer than the products."""
-    monkeypatch.setattr(loops.Loop, "in_order", lambda _: None)
-    wire = {"all_gather": "int8", "psum_scatter": "int8"}
-    saved = collective_times.saved_by_wire
-    share = 0.5 if chosen == "kernels" else 1.0  # of what it would save
-    monkeypatch.setattr(collective_times, "saved_by_wire", lambda step: share * saved(step))
-    assert turns_chosen(monkeypatch, topology, one, wire=wire) == chosen
-    whys = {why for _, _, why in pc.wire_counts()}
-    said = "in one kernel with its product it takes less time"
-    assert (said in whys) == (chosen == "kernels")
 
 
 # The order of steps -------------------------------------------------------------------------------
