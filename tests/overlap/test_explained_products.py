@@ -87,6 +87,12 @@ def test_explain_prints_both_times_and_what_serves_the_collective() -> None:
     assert "all_gather of 4096 bytes a device" in str(small) and not large.inside
 
 
+def test_a_simulated_devices_product_and_gather_are_timed_by_the_same_links() -> None:
+    """Its tables are another chip's, whose links are faster than those of its kernels' model."""
+    found = pc.explain(GATHER, shape=(1024, 256), columns=256, devices=8)
+    assert found.algorithm == "fused", found
+
+
 def test_explain_takes_the_order_of_a_product_and_of_its_sum() -> None:
     of: dict[str, Any] = {"shape": (2048, 4096), "dtype": "bfloat16", "columns": 4096}
     free, ranked = (
