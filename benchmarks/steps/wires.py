@@ -1,5 +1,6 @@
 """What stands for a collective in the replay of a step: its kernel's program."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,7 @@ def programs(
     the links to others.
     """
     plans = list(plans)
-    known = [plan for plan in plans if isinstance(plan, KernelPlan)]
+    known = [part for plan in plans if isinstance(plan, KernelPlan) for part in _kernels(plan)]
     fused = [plan for plan in plans if isinstance(plan, ProductPlan) and plan.bind]
 
     def program(body: Callable[..., Any], *operands: jax.ShapeDtypeStruct) -> Program:
@@ -129,6 +130,16 @@ def _block(
     if plan and not record.timed:  # its result may have room for more than comes
         return record.block_bytes(plan.nbytes, n)
     return record.block_bytes(c.nbytes * n // record.result_bytes(n, n), n)
+
+
+def _kernels(plan: KernelPlan) -> list[KernelPlan]:
+    """The plans of a plan's kernels: on a SparseCore a sum is scattered by one, gathered by one."""
+    if plan.op != "all_reduce" or not plan.on_sparsecore:
+        return [plan]
+    algorithm = plan.algorithm.replace("ring", "bidirectional")
+    scatter = dataclasses.replace(plan, op="reduce_scatter", algorithm=algorithm)
+    part = plan.nbytes // plan.devices
+    return [scatter, dataclasses.replace(scatter, op="all_gather", nbytes=part, shape=())]
 
 
 def _plan(c: Collective, plans: Sequence[KernelPlan]) -> KernelPlan | None:
