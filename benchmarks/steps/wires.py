@@ -136,7 +136,7 @@ def _kernels(plan: KernelPlan) -> list[KernelPlan]:
     """The plans of a plan's kernels: on a SparseCore a sum is scattered by one, gathered by one."""
     if plan.op != "all_reduce" or not plan.on_sparsecore:
         return [plan]
-    algorithm = plan.algorithm.replace("ring", "bidirectional")
+    algorithm = (plan.algorithm or "").replace("ring", "bidirectional")
     scatter = dataclasses.replace(plan, op="reduce_scatter", algorithm=algorithm)
     part = plan.nbytes // plan.devices
     return [scatter, dataclasses.replace(scatter, op="all_gather", nbytes=part, shape=())]

@@ -232,9 +232,9 @@ def call_many(
     def run(*arrays: Any) -> Any:
         return compiled(*jax.tree.map(spaces.operand, arrays))
 
-    read = jax.tree.map(
-        sparsecore.whole_registers if sharing else lambda x: x, (tables, [*scalars])
-    )
+    read: Any = tables, [*scalars]
+    if sparsecore.is_wanted():
+        read = jax.tree.map(functools.partial(sparsecore.table, group.axes[0], sharing), read)
     results, _ = unchecked(run)(*read, list(operands))
     return tuple(results)
 

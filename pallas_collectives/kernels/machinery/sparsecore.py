@@ -44,6 +44,10 @@ LANES = 16  # numbers of 32 bits in a vector subcore's register
 # For copies and for sums (see `as_long_as`).
 _AS_XLA_RECKONS, _AS_XLA_RECKONS_SUMS = 4.0, 12.0
 
+# A second result, which nobody writes or reads. XLA fuses a call's only result with a
+# `dynamic_update_slice` that alone reads it, keeps that fusion on the TensorCore, and aborts.
+_NOT_ALONE = jax.ShapeDtypeStruct((LANES,), jnp.int32)
+
 _wanted = contextvars.ContextVar("on_sparsecore", default=False)
 
 
@@ -141,7 +145,17 @@ def as_long_as(wire_bytes: int, chip: Chip, links: int, *, sums: bool) -> int:
     return round(times * time_on_links * chip.hbm_bandwidth)
 
 
-def whole_registers(table: jax.Array) -> jax.Array:
+def table(axis_name: str, sharing: int, values: jax.Array) -> jax.Array:
+    """A table, or scalars, as a kernel there reads them.
+
+    XLA keeps a constant that a loop's turns read where no SparseCore finds it, and ends with an
+    error. So constants are added to what it does not know to be 0.
+    """
+    values = values + jnp.minimum(lax.axis_index(axis_name), 0)
+    return _whole_registers(values) if sharing else values
+
+
+def _whole_registers(table: jax.Array) -> jax.Array:
     """A table for scalar memory of a vector subcore, which reads register by register."""
     return jnp.pad(table, (0, -table.size % LANES))
 
@@ -186,11 +200,16 @@ def kernel(
       Takes lists of tables, scalars and operands; gives lists of results and of buffers.
     """
 
+    of_body, buffers = results
+    alone = len(of_body) + len(buffers) == 1
+    results = of_body, [*buffers, *([_NOT_ALONE] if alone else [])]
+
     def run(tables: Sequence[Any], scalars: Sequence[Any], operands: Sequence[Any]) -> Any:
         read = [*tables, *scalars]
 
         def on_core(sources: Any, operand_refs: Any, result_refs: Any, *rest: Any) -> None:
-            buffer_refs, table_refs, *own = rest
+            (*buffer_refs,), table_refs, *own = rest
+            del buffer_refs[len(buffers) :]
             for source, target in zip(sources, table_refs, strict=True):
                 (_by_registers if sharing else pltpu.sync_copy)(source, target)
             for k, result in aliases.items():

@@ -197,6 +197,22 @@ def test_compiles_to_an_asynchronous_call(op: str, algorithm: str, generation: s
         assert not [array for array in arrays if re.search(r"S\([13456]\)", array)]
 
 
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("op, algorithm", [served for served in SERVED if served not in SUMS])
+def test_what_only_updates_a_slice_compiles(op: str, algorithm: str, generation: str) -> None:
+    """As keys and values that go to a cache: XLA must not fuse a call with such an update."""
+    pytest.importorskip("libtpu")
+    call, operand = call_of(op, f"{algorithm}:sc"), catalogue.COLLECTIVES[op].example.operand
+
+    def program(xs: jax.Array) -> jax.Array:
+        return jax.lax.map(call, xs)  # a loop whose turns write what they stack
+
+    topology = GENERATIONS[generation]
+    shape = (3, *operand(4, 64))
+    text = harness.compile_for_tpu(program, topology, shape, sizes=(4, 2)).text
+    assert 'async_execution_thread="sparsecore"' in text
+
+
 def test_two_calls_in_flight_and_the_tensorcores_have_ids_that_differ() -> None:
     pytest.importorskip("libtpu")
 
