@@ -134,7 +134,7 @@ def _block(
 
 def _kernels(plan: KernelPlan) -> list[KernelPlan]:
     """The plans of a plan's kernels: on a SparseCore a sum is scattered by one, gathered by one."""
-    if plan.op != "all_reduce" or not plan.on_sparsecore:
+    if not plan.on_sparsecore or not catalogue.COLLECTIVES[plan.op].sums_everywhere:
         return [plan]
     algorithm = (plan.algorithm or "").replace("ring", "bidirectional")
     scatter = dataclasses.replace(plan, op="reduce_scatter", algorithm=algorithm)

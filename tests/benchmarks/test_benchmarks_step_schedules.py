@@ -334,6 +334,27 @@ def test_a_kernel_over_a_wire_is_replayed_over_it() -> None:
     assert 0.5 < us[1] / us[0] < 0.75
 
 
+def test_a_sparsecores_sum_is_replayed_as_its_two_kernels() -> None:
+    machine, n = Machine.named("v5p:2x2x1"), 4
+    x = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
+
+    def body(x: jax.Array) -> jax.Array:
+        return pc.psum(x, "x", backend="pallas", algorithm="ring:sc")
+
+    mesh, nothing = machine.mesh({"x": n}), PartitionSpec()
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=nothing, out_specs=nothing, check_vma=False)
+    with counters.recorded() as plans:
+        whole = 1e6 * replay(mapped, x, machine=machine).time
+    what_of = wires.programs(machine, np.arange(n), {"x": n}, plans)
+
+    def us(op: str, nbytes: int) -> float:
+        kernel = Collective("k", op, f"{op}_bidirectional", SPARSECORE, nbytes, 0)
+        return 1e6 * steps.alone(what_of(kernel), machine, np.arange(n))
+
+    halves = us("reduce_scatter", 1 << 19) + us("all_gather", 1 << 21)
+    assert halves == pytest.approx(whole, rel=0.25)
+
+
 def test_a_product_is_replayed_with_its_collective() -> None:
     """The one whose operands a kernel has, of several in a program."""
     machine, n = Machine.named("v6e:2x2"), 4
