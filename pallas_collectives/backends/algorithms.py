@@ -10,6 +10,7 @@ import jax
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import (
+    FOR_PRODUCTS,
     IN_PAIRS,
     IS_AHEAD,
     IS_BEHIND,
@@ -104,6 +105,7 @@ def choose(
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
         engine_why="" if suffix == "sc" else engine_why,
+        for_products=how.ahead in (IS_AHEAD, IN_PAIRS, FOR_PRODUCTS),
         shape=operand.shape,
         nbytes=operand.nbytes,
         devices=group.size,
@@ -123,7 +125,8 @@ def launch(plan: KernelPlan, *operands: Any, **options: Any) -> jax.Array:
     packed = plan.record.packed if codec else True
     assert packed, f"{plan.algorithm} packs nothing"
     launcher = plan.record.launcher if packed is True else packed
-    with sparsecore.wanted(plan.on_sparsecore), kernels.told() as chunking:
+    engine = sparsecore.wanted(plan.on_sparsecore, for_products=plan.for_products)
+    with engine, kernels.told() as chunking:
         y: jax.Array = launcher(*operands, vmem=plan.vmem, **options)
     wire = codec.wire if codec else None
     counters.note(dataclasses.replace(plan, chunking=tuple(chunking), wire=wire))

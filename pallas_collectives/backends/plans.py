@@ -37,8 +37,10 @@ from pallas_collectives.wires import Wire
 NAMES = ("pallas", "nccl", "xla")
 
 # Of a call in a loop (`How.ahead`): another turn than its own may begin it; the turn before begins
-# it, as for weights, also where turns go in pairs; the turn behind begins it, as for gradients.
+# it, as for weights, also where turns go in pairs; the turn behind begins it, as for gradients. Or
+# its own turn begins it, and nothing but products reads it.
 MAY_BE_AHEAD, IS_AHEAD, IN_PAIRS, IS_BEHIND = "may be", "is", "in pairs", "behind"
+FOR_PRODUCTS = "for products"
 
 # What a backend raises for a call that lax can serve in its place.
 UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
@@ -68,8 +70,8 @@ class How:
         serves one at a time, is left free. None for a call outside of a step, or that is started.
       fuses: whether it may run in one kernel with a product, or beside it on GPUs, where that is
         quicker (see `lowering.fusing`).
-      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `IS_AHEAD`, `IN_PAIRS` or
-        `IS_BEHIND` (see `lowering.ahead`); else "".
+      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `IS_AHEAD`, `IN_PAIRS`,
+        `IS_BEHIND` or `FOR_PRODUCTS` (see `lowering.ahead`); else "".
     """
 
     backend: str
@@ -164,6 +166,7 @@ class KernelPlan(Plan):
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       engine_why: why the TensorCore runs it; "" if a SparseCore does.
+      for_products: whether it is known that nothing but products, or a loop's next turn, reads it.
       shape, nbytes: shape and bytes of one device's operand, as it is laid out for the kernel.
       devices: devices in the group.
       axes: the mesh axes that the group lies along.
@@ -176,6 +179,7 @@ class KernelPlan(Plan):
     vmem: bool
     on_sparsecore: bool
     engine_why: str = ""
+    for_products: bool = False
     shape: tuple[int, ...]
     nbytes: int
     devices: int

@@ -209,6 +209,12 @@ class Loop:
                     found.append(number)
         return found or [len(self.steps) - 1]
 
+    def feeds_products(self, gather: Step) -> bool:
+        """Whether products alone read what a gather, of weights or of tokens, brings."""
+        if not (gather.how or gather.awaited) or self._is_kept(gather):
+            return False
+        return all(self.steps[k].multiplies for k in self._uses(gather))
+
     def _is_kept(self, gather: Step) -> bool:
         """Whether what a gather brings is a result, too: of a turn, or kept for derivatives."""
         brought = {*gather.writes}

@@ -95,6 +95,11 @@ class Step:
         return self.eqn is not None and self.eqn.primitive.name == _PRODUCT
 
     @property
+    def multiplies(self) -> bool:
+        """The same, alone or in one kernel with its collective."""
+        return self.eqn is not None and self.eqn.primitive.name in (_PRODUCT, *_FUSED)
+
+    @property
     def is_opaque(self) -> bool:
         """Whether it computes what `seconds` does not see."""
         return self.eqn is not None and _holds(self.eqn, _OPAQUE)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
+from pallas_collectives.backends import counters
 from pallas_collectives.lowering import collective_times, loops
 from pallas_collectives.topology import placement
 from turns_of_loops import LEAVES, asked, fake, whole
@@ -145,6 +146,32 @@ def test_what_is_asked_for_ahead(
     pytest.importorskip("libtpu")
     lowered(run, topology, depth, **options)
     assert asked() == count
+
+
+def over_stacked(x: jax.Array, w: jax.Array) -> Any:
+    """Gathered weights that a turn stacks, beside products that do not read them."""
+
+    def turn(x: jax.Array, w: jax.Array) -> Any:
+        for _ in range(8):
+            x = jnp.tanh(x @ jnp.ones((4096, 4096), x.dtype))
+        return x, whole(w)
+
+    y, stacked = lax.scan(turn, x, w)
+    return y, stacked
+
+
+@pytest.mark.parametrize(
+    "run, alone", [(over(and_after), True), (over_kept, False), (over_stacked, False)]
+)
+def test_a_kernel_is_told_where_products_alone_read_its_result(run: Any, alone: bool) -> None:
+    pytest.importorskip("libtpu")
+    with counters.recorded(built=True) as plans:
+        compiled = lowered(run).compile() if run is over_stacked else lowered(run)
+    gathers = [plan for plan in plans if plan.op == "all_gather"]
+    assert gathers and all(plan.on_sparsecore for plan in gathers)
+    assert {plan.for_products for plan in gathers} == {alone}
+    if run is over_stacked:
+        assert 'async_execution_thread="sparsecore"' in compiled.as_text()
 
 
 def test_a_loop_of_any_length_is_exported_as_it_was_written() -> None:
