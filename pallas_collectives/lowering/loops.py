@@ -216,11 +216,16 @@ class Loop:
         return all(self.steps[k].multiplies for k in self._uses(gather))
 
     def _is_kept(self, gather: Step) -> bool:
-        """Whether what a gather brings is a result, too: of a turn, or kept for derivatives."""
+        """Whether what a gather brings is a result, too: of a turn, or kept for derivatives.
+
+        Or it updates what is carried on, as keys and values do a cache.
+        """
         brought = {*gather.writes}
         for step in self.steps:
-            if step.hands_on and brought.intersection(numbers(step.reads)):
-                brought |= {*step.writes}
+            if brought.intersection(numbers(step.reads)):
+                if step.updates:
+                    return True
+                brought |= {*step.writes} if step.hands_on else set()
         return not brought.isdisjoint(numbers(self.results))
 
     def of_xs(self, gathers: Iterable[Step]) -> list[Step]:

@@ -131,6 +131,12 @@ class Step:
         """Whether it only hands on parts of what it reads."""
         return self.eqn is None or self.eqn.primitive.name in _compat.PARTS
 
+    @property
+    def updates(self) -> bool:
+        """Whether it writes a slice of what it reads, and computes nothing."""
+        updates = self.eqn is not None and _holds(self.eqn, frozenset({"dynamic_update_slice"}))
+        return updates and not self.computes
+
     def run(self, values: dict[int, Any], **wishes: Any) -> None:
         """Adds its results.
 

@@ -115,6 +115,18 @@ def over_kept(x: jax.Array, w: jax.Array) -> Any:
     return y + kept[:, : len(x)].sum(0)
 
 
+def over_updates(x: jax.Array, w: jax.Array) -> Any:
+    """Gathered weights that a product reads first, and that a turn writes into what it carries."""
+
+    def turn(state: Any, w: jax.Array) -> Any:
+        (x, cache), gathered = state, whole(w)
+        x = jnp.tanh(jnp.tanh(x @ gathered) @ jnp.ones((4096, 4096), x.dtype))
+        return (x, lax.dynamic_update_index_in_dim(cache, gathered, 0, 0)), None
+
+    y, cache = lax.scan(turn, (x, jnp.zeros((2, 4096, 4096), x.dtype)), w)[0]
+    return y + cache[0, : len(x)]
+
+
 @pytest.mark.parametrize(
     "run, topology, depth, options, count",
     [
@@ -127,6 +139,7 @@ def over_kept(x: jax.Array, w: jax.Array) -> Any:
         (over(of_carry), "v6e:2x2", 4, {}, 0),
         (over_consts, "v6e:2x2", 4, {}, 0),
         (over_kept, "v6e:2x2", 4, {}, 0),
+        (over_updates, "v6e:2x2", 4, {}, 0),
     ],
     ids=[
         "first",
@@ -138,6 +151,7 @@ def over_kept(x: jax.Array, w: jax.Array) -> Any:
         "of the carry",
         "of consts",
         "kept",
+        "an update",
     ],
 )
 def test_what_is_asked_for_ahead(
@@ -161,7 +175,13 @@ def over_stacked(x: jax.Array, w: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize(
-    "run, alone", [(over(and_after), True), (over_kept, False), (over_stacked, False)]
+    "run, alone",
+    [
+        (over(and_after), True),
+        (over_kept, False),
+        (over_stacked, False),
+        (over_updates, False),
+    ],
 )
 def test_a_kernel_is_told_where_products_alone_read_its_result(run: Any, alone: bool) -> None:
     pytest.importorskip("libtpu")

@@ -200,7 +200,10 @@ def test_compiles_to_an_asynchronous_call(op: str, algorithm: str, generation: s
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("op, algorithm", [served for served in SERVED if served not in SUMS])
 def test_what_only_updates_a_slice_compiles(op: str, algorithm: str, generation: str) -> None:
-    """As keys and values that go to a cache: XLA must not fuse a call with such an update."""
+    """As keys and values that go to a cache: XLA must not fuse a call with such an update.
+
+    And in a loop tables are constants.
+    """
     pytest.importorskip("libtpu")
     call, operand = call_of(op, f"{algorithm}:sc"), catalogue.COLLECTIVES[op].example.operand
 
