@@ -161,15 +161,18 @@ def test_the_interpreter_agrees(case: Case) -> None:
 def test_the_race_in_jaxs_all_gather_shows_in_its_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which the judge names: see `test_replay_races`. Blocks are sent on before they have come."""
+    """Which the judge names: see `test_replay_races`. Blocks are sent on before they have come.
+
+    On one run of 150 the interpreter's threads take an order in which they have.
+    """
     launched = pl.pallas_call
     params = pltpu.InterpretParams(dma_execution_mode="on_wait")
     monkeypatch.setattr(pl, "pallas_call", lambda *a, **k: launched(*a, **k, interpret=params))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
     x = np.arange(4 * 32 * 128, dtype=np.float32).reshape(-1, 128)
     rows = jax.device_put(x, jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
-    gathered = np.asarray(replay_kernels.shipped_all_gather(rows, mesh))
-    assert np.isnan(gathered).any()
+    runs = (np.asarray(replay_kernels.shipped_all_gather(rows, mesh)) for _ in range(20))
+    assert any(np.isnan(gathered).any() for gathered in runs)
 
 
 def test_what_cannot_be_judged_names_primitive_and_line() -> None:
