@@ -84,7 +84,25 @@ def saved_by_wire(step: Step) -> float:
     assert step.eqn is not None
     if plan is None or plan.us is None or plan.wired_us is None:
         return 0.0
-    return (plan.us - plan.wired_us) * 1e-6 * matmul_plan.sharing(_group(step.eqn))
+    return (plan.us - plan.wired_us) * 1e-6 * matmul_plan.sharing(group(step.eqn))
+
+
+def longer_in_two(total: Step) -> float | None:
+    """The seconds that a scatter and a gather take longer on the core than their psum (modelled).
+
+    None where lax must serve any of them.
+    """
+    assert total.eqn is not None
+    operand, devices = turns.type_of(total.eqn.invars[0]), group(total.eqn)
+    how = dataclasses.replace(total.eqn.params["how"], wire=None, algorithm=None, beside=False)
+    nbytes = operand.size * operand.dtype.itemsize
+    sizes = {"reduce_scatter": nbytes, "all_gather": nbytes // devices.size, "all_reduce": nbytes}
+    found = (algorithms.decided(op, how, size, devices) for op, size in sizes.items())
+    times = [decision.us for decision in found if decision and decision.us]
+    if len(times) < len(sizes):
+        return None
+    scatter, gather, psum = times
+    return (scatter + gather - psum) * 1e-6 * matmul_plan.sharing(devices)
 
 
 def leave_out(step: Step, why: str) -> None:
@@ -103,10 +121,10 @@ def _decided(step: Step, **wishes: Any) -> algorithms.Decision | None:
     if not wire_ways.gives_way(how):
         return None
     nbytes = operand.size * wire_ways.moved_dtype(how, operand.dtype).itemsize
-    return algorithms.decided(op, how, nbytes, _group(step.eqn))
+    return algorithms.decided(op, how, nbytes, group(step.eqn))
 
 
-def _group(eqn: JaxprEqn) -> Group:
+def group(eqn: JaxprEqn) -> Group:
     """The devices of a collective."""
     params = eqn.params
     axes = params["axis_name"] if "axis_name" in params else params["axes"]

@@ -3,6 +3,7 @@
     gathered = all_gather(x)      one kernel, `all_gather_matmul`, for all such products: it brings
     y = gathered @ w              gathered, too, if something else needs it
     y = psum_scatter(x @ w)       one kernel, `matmul_reduce_scatter`, of a sum of products as well
+    y = psum(x @ w)               that kernel, and a gather
 
 Between products no order of a turn hides tokens' exchanges. A kernel that multiplies what has come
 while the rest is on the wire does; on GPUs products run beside copies. This is done behind
@@ -25,7 +26,8 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import wire_ways
 from pallas_collectives.backends.plans import How
-from pallas_collectives.lowering import collective_times
+from pallas_collectives.lowering import collective_times, turns
+from pallas_collectives.lowering.sums_in_two import in_two
 from pallas_collectives.lowering.turns import Step, numbers, type_of
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
@@ -164,13 +166,13 @@ class _Turn:
         """Puts a kernel in place of a collective and its products; the seconds that this saves."""
         eqn = collective.eqn
         assert eqn is not None
-        how, name = eqn.params["how"], eqn.primitive.name
         (x, *_), whole = _types(eqn), eqn.params.get("axis_index_groups") is None
-        if name not in _DIMENSIONS or not whole or not eqn.params["tiled"]:
+        if not whole or not eqn.params.get("tiled", True):
             return 0.0
-        if wire_ways.moved_dtype(how, x.dtype) != x.dtype:  # a cast, which no kernel has
+        if wire_ways.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:  # a cast: no kernel has it
             return 0.0
-        return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
+        put = {"all_gather": self._gathered, "reduce_scatter": self._scattered}
+        return put.get(turns.collective_of(eqn), self._summed)(collective, eqn)
 
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
         (whole,), brought = gather.writes, _types(eqn)[-1]
@@ -210,6 +212,24 @@ class _Turn:
         made = eqn.replace(invars=invars, **kernel.bound)
         self._put(scatter, Step(made, reads, scatter.writes, scatter.within), {*terms})
         return kernel.saves
+
+    def _summed(self, total: Step, eqn: JaxprEqn) -> float:
+        """A scatter with its products in one kernel, and a gather, in place of a sum."""
+        longer, devices = collective_times.longer_in_two(total), collective_times.group(eqn).size
+        (*rows, _), before = _types(eqn)[0].shape, self.steps
+        axis = next((axis for axis, size in enumerate(rows) if size % devices == 0), None)
+        if axis is None or longer is None or len(eqn.invars) > 1:
+            return 0.0
+        scatter, gather = in_two(total, axis, self._count)
+        assert scatter.eqn is not None
+        pairs = ((scatter, gather) if step is total else (step,) for step in before)
+        self.steps = [step for both in pairs for step in both]
+        saves = self._scattered(scatter, scatter.eqn) - longer
+        if saves <= 0:
+            self.steps = before
+            return 0.0
+        self._count += 1
+        return saves
 
     def _terms(self, total: Any) -> list[Step]:
         """The products, and additions of two of them, that make a value and nothing else.
