@@ -10,7 +10,6 @@ import jax
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.plans import (
-    FOR_PRODUCTS,
     IN_PAIRS,
     IS_AHEAD,
     IS_BEHIND,
@@ -105,7 +104,7 @@ def choose(
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
         engine_why="" if suffix == "sc" else engine_why,
-        for_products=how.ahead in (IS_AHEAD, IN_PAIRS, FOR_PRODUCTS),
+        for_products=how.for_products,
         shape=operand.shape,
         nbytes=operand.nbytes,
         devices=group.size,

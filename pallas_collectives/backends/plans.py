@@ -40,7 +40,6 @@ NAMES = ("pallas", "nccl", "xla")
 # it, as for weights, also where turns go in pairs; the turn behind begins it, as for gradients. Or
 # its own turn begins it, and nothing but products reads it.
 MAY_BE_AHEAD, IS_AHEAD, IN_PAIRS, IS_BEHIND = "may be", "is", "in pairs", "behind"
-FOR_PRODUCTS = "for products"
 
 # What a backend raises for a call that lax can serve in its place.
 UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
@@ -70,8 +69,9 @@ class How:
         serves one at a time, is left free. None for a call outside of a step, or that is started.
       fuses: whether it may run in one kernel with a product, or beside it on GPUs, where that is
         quicker (see `lowering.fusing`).
-      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `IS_AHEAD`, `IN_PAIRS`,
-        `IS_BEHIND` or `FOR_PRODUCTS` (see `lowering.ahead`); else "".
+      ahead: for a gather or scatter in a loop, `MAY_BE_AHEAD`, `IS_AHEAD`, `IN_PAIRS` or
+        `IS_BEHIND` (see `lowering.ahead`); else "".
+      for_products: whether it is known that products alone read the result.
     """
 
     backend: str
@@ -90,6 +90,7 @@ class How:
     awaited: bool | None = None
     fuses: bool = False
     ahead: str = ""
+    for_products: bool = False
 
     @property
     def strict(self) -> bool:
@@ -166,7 +167,7 @@ class KernelPlan(Plan):
       vmem: whether operands and result are kept in VMEM while it runs.
       on_sparsecore: whether a SparseCore runs it, and not the TensorCore.
       engine_why: why the TensorCore runs it; "" if a SparseCore does.
-      for_products: whether it is known that nothing but products, or a loop's next turn, reads it.
+      for_products: as in `How`.
       shape, nbytes: shape and bytes of one device's operand, as it is laid out for the kernel.
       devices: devices in the group.
       axes: the mesh axes that the group lies along.

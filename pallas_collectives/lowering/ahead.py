@@ -38,7 +38,7 @@ from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Number
-from pallas_collectives.backends.plans import FOR_PRODUCTS, IN_PAIRS, IS_AHEAD, IS_BEHIND
+from pallas_collectives.backends.plans import IN_PAIRS, IS_AHEAD, IS_BEHIND
 from pallas_collectives.lowering import collective_times, placed, turns
 from pallas_collectives.lowering.chain import Chain, Sum
 from pallas_collectives.lowering.loops import NO_PRODUCTS, Loop
@@ -197,9 +197,9 @@ class Rewritten:
             for number, x in xs.items()
             if number in needed
         }
-        asks = IN_PAIRS if self.in_pairs else IS_AHEAD
+        asks = {"ahead": IN_PAIRS if self.in_pairs else IS_AHEAD}
         for step in asking:
-            step.run(values, **({"ahead": asks} if step in self.early else {}))
+            step.run(values, **(asks | self._read(step) if step in self.early else {}))
         return [values[number] for number in self.brought]
 
     def _compute(self, values: Values) -> None:
@@ -263,13 +263,17 @@ class Rewritten:
             return {"ahead": "", "awaited": True}
         if step in self.lax_keeps:
             return {"ahead": "", "backend": "xla", "fallback": NO_PRODUCTS}
-        there = FOR_PRODUCTS if self.loop.feeds_products(step) else ""
+        there = {"ahead": "", **self._read(step)}
         if self.in_order and step.awaited:
             plain = {"wire": None} if step in self.in_order.unwired else {}
             if plain:
                 collective_times.leave_out(step, "the order of its turn is as short without")
-            return {"ahead": there, "awaited": step not in self.in_order.away, **plain}
-        return {"ahead": there} if step.how or step.scatters or step.awaited else {}
+            return {"awaited": step not in self.in_order.away, **there, **plain}
+        return there if step.how or step.scatters or step.awaited else {}
+
+    def _read(self, step: Step) -> dict[str, Any]:
+        """What a collective is told of those that read its result."""
+        return {"for_products": self.loop.feeds_products(step)}
 
     def _sum(self, scatter: Step, gradient: jax.Array) -> Values:
         """What a scatter that was left makes of its gradient, as a part of y."""

@@ -114,7 +114,7 @@ def fused(steps: Sequence[Step], results: Sequence[Any]) -> FusedSteps | None:
     if not saves:
         return None
     unwired = [step for step in saves if (collective_times.wired if step.awaited else _packs)(step)]
-    return FusedSteps(_in_order(turn.steps), sum(saves.values()), unwired)
+    return FusedSteps(turn.steps, sum(saves.values()), unwired)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +154,28 @@ class _Product:
         return self.transposed, self.precision, self.types[2].dtype
 
 
+def weights_of(step: Step) -> int | None:
+    """What a product multiplies tokens with, if a value of its turn; None of other steps."""
+    product = _Product.of(step)
+    return product.w if product and isinstance(product.w, int) else None
+
+
 class _Turn:
     """Steps, some of them in kernels."""
 
     def __init__(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
-        self.steps = [*steps]
+        self._places = {step: place for place, step in enumerate(steps)}
         self._results = {*numbers(results)}
         self._count = 1 + max((n for s in steps for n in s.writes), default=0)
+        self._makers = {number: step for step in steps for number in step.writes}
+        self._read_by: dict[int, dict[Step, None]] = {}
+        for step in steps:
+            self._note(step)
+
+    @property
+    def steps(self) -> list[Step]:
+        """In an order in which they can run, otherwise the program's."""
+        return _in_order(sorted(self._places, key=self._places.__getitem__))
 
     def fuse(self, collective: Step) -> float:
         """Puts a kernel in place of a collective and its products; the seconds that this saves."""
@@ -196,50 +211,53 @@ class _Turn:
         invars = eqn.invars[0], *(_eqn(p).invars[1] for p in found)
         outvars = eqn.outvars[0], *(_eqn(p).outvars[0] for p in found)
         made = eqn.replace(invars=[*invars], outvars=[*outvars], **kernel.bound)
-        self._put(gather, Step(made, reads, writes, gather.within), {p.step for p in found})
+        self._put([gather, *(p.step for p in found)], [Step(made, reads, writes, gather.within)])
         return kernel.saves
 
     def _scattered(self, scatter: Step, eqn: JaxprEqn) -> float:
-        terms = self._terms(scatter.reads[0])
-        found = [p for p in map(_Product.of, terms) if p is not None]
-        if any(p.kind != found[0].kind for p in found):
-            return 0.0
-        kernel = _kernel(eqn, found, [p.types[0] for p in found], keeps=False)
-        if kernel is None:
-            return 0.0
-        reads = *(p.x for p in found), *(p.w for p in found)
-        invars = [_eqn(p).invars[i] for i in (0, 1) for p in found]
-        made = eqn.replace(invars=invars, **kernel.bound)
-        self._put(scatter, Step(made, reads, scatter.writes, scatter.within), {*terms})
-        return kernel.saves
+        return self._multiplied(self._terms(scatter.reads[0]), scatter, scatter)
 
     def _summed(self, total: Step, eqn: JaxprEqn) -> float:
         """A scatter with its products in one kernel, and a gather, in place of a sum."""
-        longer, devices = collective_times.longer_in_two(total), collective_times.group(eqn).size
-        (*rows, _), before = _types(eqn)[0].shape, self.steps
+        (*rows, _), devices = _types(eqn)[0].shape or (0,), collective_times.group(eqn).size
         axis = next((axis for axis, size in enumerate(rows) if size % devices == 0), None)
-        if axis is None or longer is None or len(eqn.invars) > 1:
+        terms = self._terms(total.reads[0]) if len(eqn.invars) == 1 else []
+        longer = collective_times.longer_in_two(total) if terms and axis is not None else None
+        if axis is None or longer is None:
             return 0.0
         scatter, gather = in_two(total, axis, self._count)
-        assert scatter.eqn is not None
-        pairs = ((scatter, gather) if step is total else (step,) for step in before)
-        self.steps = [step for both in pairs for step in both]
-        saves = self._scattered(scatter, scatter.eqn) - longer
-        if saves <= 0:
-            self.steps = before
-            return 0.0
         self._count += 1
-        return saves
+        return self._multiplied(terms, total, scatter, gather, longer=longer)
+
+    def _multiplied(
+        self, terms: Sequence[Step], total: Step, scatter: Step, *behind: Step, longer: float = 0.0
+    ) -> float:
+        """Products and a scatter of their sum in one kernel, in place of a total and these terms.
+
+        behind: what follows that kernel; longer: the seconds that it takes, less the total's.
+        """
+        found = [p for p in map(_Product.of, terms) if p is not None]
+        if any(p.kind != found[0].kind for p in found):
+            return 0.0
+        assert scatter.eqn is not None
+        kernel = _kernel(scatter.eqn, found, [p.types[0] for p in found], keeps=False)
+        if kernel is None or kernel.saves <= longer:
+            return 0.0
+        reads = *(p.x for p in found), *(p.w for p in found)
+        invars = [_eqn(p).invars[i] for i in (0, 1) for p in found]
+        made = scatter.eqn.replace(invars=invars, **kernel.bound)
+        fused = Step(made, reads, scatter.writes, scatter.within)
+        self._put([total, *terms], [fused, *behind])
+        return kernel.saves - longer
 
     def _terms(self, total: Any) -> list[Step]:
         """The products, and additions of two of them, that make a value and nothing else.
 
         None where it is made of something else, too, or where something else needs any of them.
         """
-        makers = {number: step for step in self.steps for number in step.writes}
         found, wanted = [], [total]
         for value in wanted:
-            step = makers.get(value) if isinstance(value, int) else None
+            step = self._makers.get(value) if isinstance(value, int) else None
             if step is None or value in self._results or len(self._readers(value)) != 1:
                 return []
             found.append(step)
@@ -250,19 +268,32 @@ class _Turn:
                 wanted += step.reads
         return found
 
-    def _put(self, collective: Step, kernel: Step, others: set[Step]) -> None:
-        kept = (kernel if step is collective else step for step in self.steps)
-        self.steps = [step for step in kept if step not in others]
+    def _put(self, others: Sequence[Step], kernels: Sequence[Step]) -> None:
+        """Puts steps in place of others, the first of which has their place."""
+        place = self._places[others[0]]
+        for step in others:
+            del self._places[step]
+            for number in numbers(step.reads):
+                self._read_by[number].pop(step, None)
+        for step in kernels:
+            self._places[step] = place
+            self._note(step)
+
+    def _note(self, step: Step) -> None:
+        self._makers.update(dict.fromkeys(step.writes, step))
+        for number in numbers(step.reads):
+            self._read_by.setdefault(number, {})[step] = None
 
     def _readers(self, number: int) -> list[Step]:
-        return [step for step in self.steps if number in numbers(step.reads)]
+        return [*self._read_by.get(number, ())]
 
     def _behind(self, first: Step) -> set[int]:
         """All that needs what a step makes."""
-        found = {*first.writes}
-        for step in _in_order(self.steps):
-            if found.intersection(numbers(step.reads)):
-                found |= {*step.writes}
+        found, wanted = {*first.writes}, [*first.writes]
+        for number in wanted:
+            new = {n for step in self._readers(number) for n in step.writes} - found
+            found |= new
+            wanted += new
         return found
 
 

@@ -288,21 +288,32 @@ class Loop:
         return [number for step in steps for number in step.writes if number in ys]
 
 
-def _with_tokens(steps: Iterable[Step], carry: Iterable[int]) -> list[Step]:
+def _with_tokens(steps: Sequence[Step], carry: Iterable[int]) -> list[Step]:
     """Steps, of which gathers of what the last turn hands on are awaited, as those of tokens.
 
-    While a turn is traced, that is an operand like weights (`choice.asked`).
+    While a turn is traced, that is an operand like weights (`choice.asked`). Weights it is where a
+    product takes it for that, as where a loop's turns are steps of training.
     """
+    weights = {fusing.weights_of(step) for step in steps}
+    for step in reversed(steps):
+        weights |= {read for read, made in _handed_on(step) if made in weights}
     handed, found = {*carry}, []
     for step in steps:
         first = not handed.isdisjoint(numbers(step.reads[:1]))  # others may be places
-        if step.hands_on and len(step.writes) == len(step.reads):  # a barrier hands on each
-            pairs = zip(step.reads, step.writes, strict=True)
-            handed |= {made for read, made in pairs if isinstance(read, int) and read in handed}
-        elif step.hands_on and first:
-            handed |= {*step.writes}
-        found.append(turns.awaiting(step) if first else step)
+        handed |= {made for read, made in _handed_on(step) if read in handed}
+        tokens = first and weights.isdisjoint(step.writes)
+        found.append(turns.awaiting(step) if tokens else step)
     return found
+
+
+def _handed_on(step: Step) -> list[tuple[int, int]]:
+    """What a step reads and hands on, each with the number that it has behind it."""
+    if not step.hands_on:
+        return []
+    each = len(step.writes) == len(step.reads)  # as a barrier does
+    reads = step.reads if each else step.reads[:1] * len(step.writes)
+    pairs = zip(reads, step.writes, strict=True)
+    return [(read, made) for read, made in pairs if isinstance(read, int)]
 
 
 class Fused(NamedTuple):

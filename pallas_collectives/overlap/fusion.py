@@ -101,7 +101,8 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
         return refused(op, spec, str(error))
     if spec.wish:
         return _plan(op, spec, FUSED, "it was asked for")
-    return _faster(op, spec, cost(op, plan, spec, group, block_bytes), "in one kernel")
+    modelled = cost(op, plan, spec, group, block_bytes, operands if len(xs) > 1 else ())
+    return _faster(op, spec, modelled, "in one kernel")
 
 
 _SEVERAL_SLICES = "the devices lie in several slices"
@@ -240,7 +241,12 @@ def obstacle(
 
 
 def cost(
-    op: str, plan: matmul_plan.ProductTiling, spec: Spec, group: Group, block_bytes: int
+    op: str,
+    plan: matmul_plan.ProductTiling,
+    spec: Spec,
+    group: Group,
+    block_bytes: int,
+    joined: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> Cost:
     """The seconds of a product and its collective, fused and apart.
 
@@ -250,10 +256,13 @@ def cost(
       spec: see there.
       group: the devices, in the order of the kernel's rings.
       block_bytes: bytes of a block on the wire.
+      joined: operands that are first laid side by side, in a pass of their own.
     """
     products = group.size * plan.cores * plan.chunks
     product = sum(_xla_seconds(problem, products) for problem in plan.problems)
-    return Cost(plan.seconds(group, block_bytes), _alone(op, spec, group, block_bytes) + product)
+    passed = 2 * sum(x.size * x.dtype.itemsize for x in joined) / chips.current().hbm_bandwidth
+    fused = plan.seconds(group, block_bytes) + passed
+    return Cost(fused, _alone(op, spec, group, block_bytes) + product)
 
 
 def _alone(op: str, spec: Spec, group: Group, block_bytes: int) -> float:

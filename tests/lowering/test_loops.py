@@ -174,10 +174,45 @@ def over_stacked(x: jax.Array, w: jax.Array) -> Any:
     return y, stacked
 
 
+def over_set(x: jax.Array, w: jax.Array) -> Any:
+    """Gathered weights that no product reads, and that a turn sets in what it carries."""
+
+    def turn(state: Any, w: jax.Array) -> Any:
+        x, cache = state
+        x = jnp.tanh(x @ jnp.ones((4096, 4096), x.dtype))
+        return (x, cache.at[0].set(whole(w))), None
+
+    y, cache = lax.scan(turn, (x, jnp.zeros((2, 4096, 4096), x.dtype)), w)[0]
+    return y + cache[0, : len(x)]
+
+
+def read_twice(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Gathered weights that a product reads, and something else."""
+    gathered = whole(w)
+    y = jnp.tanh(jnp.tanh(x @ gathered) @ jnp.ones((4096, 4096), x.dtype))
+    return y + jnp.sum(jnp.abs(gathered), 0)
+
+
+def of_training(ws: jax.Array, xs: jax.Array) -> jax.Array:
+    """Each turn is a step of training: what it hands on is weights."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.tanh(jnp.tanh(x @ whole(w)) @ jnp.ones((4096, 4096), x.dtype))
+        return jnp.sum(jnp.sort(y[:1, :128].astype(jnp.float32))) + jnp.sum(y.astype(jnp.float32))
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return w - 1e-3 * jax.grad(loss)(w, x), None
+
+    return lax.scan(step, ws[:1024], jnp.stack([ws, ws]) + jnp.sum(xs))[0]
+
+
 @pytest.mark.parametrize(
     "run, alone",
     [
         (over(and_after), True),
+        (of_training, True),
+        (over(read_twice), False),
+        (over_set, False),
         (over_kept, False),
         (over_stacked, False),
         (over_updates, False),
@@ -186,12 +221,12 @@ def over_stacked(x: jax.Array, w: jax.Array) -> Any:
 def test_a_kernel_is_told_where_products_alone_read_its_result(run: Any, alone: bool) -> None:
     pytest.importorskip("libtpu")
     with counters.recorded(built=True) as plans:
-        compiled = lowered(run).compile() if run is over_stacked else lowered(run)
+        found = lowered(run)
     gathers = [plan for plan in plans if plan.op == "all_gather"]
     assert gathers and all(plan.on_sparsecore for plan in gathers)
     assert {plan.for_products for plan in gathers} == {alone}
-    if run is over_stacked:
-        assert 'async_execution_thread="sparsecore"' in compiled.as_text()
+    if run in (over_stacked, over_set):
+        assert 'async_execution_thread="sparsecore"' in found.compile().as_text()
 
 
 def test_a_loop_of_any_length_is_exported_as_it_was_written() -> None:

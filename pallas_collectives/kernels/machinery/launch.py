@@ -234,7 +234,7 @@ def call_many(
 
     read: Any = tables, [*scalars]
     if sparsecore.is_wanted():
-        read = jax.tree.map(functools.partial(sparsecore.table, group.axes[0], sharing), read)
+        read = jax.tree.map(functools.partial(sparsecore.table, group.axes, sharing), read)
     results, _ = unchecked(run)(*read, list(operands))
     return tuple(results)
 

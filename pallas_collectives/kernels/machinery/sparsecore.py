@@ -57,7 +57,7 @@ _for_products = contextvars.ContextVar("for_products", default=False)
 def wanted(here: bool = True, *, for_products: bool = False) -> Iterator[None]:
     """Within this context kernels are launched on a SparseCore, if `here`.
 
-    for_products: no `dynamic_update_slice` reads their results.
+    for_products: products alone read their results.
     """
     tokens = _wanted.set(here), _for_products.set(for_products)
     try:
@@ -151,13 +151,13 @@ def as_long_as(wire_bytes: int, chip: Chip, links: int, *, sums: bool) -> int:
     return round(times * time_on_links * chip.hbm_bandwidth)
 
 
-def table(axis_name: str, sharing: int, values: jax.Array) -> jax.Array:
-    """A table, or scalars, as a kernel there reads them.
+def table(axes: tuple[str, ...], sharing: int, values: jax.Array) -> jax.Array:
+    """A table, or scalars, as a kernel there reads them; axes: of the mesh, more than one device.
 
     XLA keeps a constant that a loop's turns read where no SparseCore finds it, and ends with an
     error. So constants are added to what it does not know to be 0.
     """
-    values = values + jnp.minimum(lax.axis_index(axis_name), 0)
+    values = values + jnp.minimum(lax.axis_index(axes), 0)
     return _whole_registers(values) if sharing else values
 
 

@@ -216,6 +216,21 @@ def test_what_only_updates_a_slice_compiles(op: str, algorithm: str, generation:
     assert 'async_execution_thread="sparsecore"' in text
 
 
+@pytest.mark.parametrize("algorithm", ["everyone", "partners"])
+def test_tables_in_loops_compile_where_an_axis_has_one_device(algorithm: str) -> None:
+    pytest.importorskip("libtpu")
+    pairs = [(d, (d + 1) % 8) for d in range(8)]
+
+    def shift(x: jax.Array) -> jax.Array:
+        return pc.ppermute(x, ("x", "y"), pairs, algorithm=f"{algorithm}:sc", backend="pallas")
+
+    def program(xs: jax.Array) -> jax.Array:
+        return jax.lax.map(shift, xs)
+
+    text = harness.compile_for_tpu(program, "v5p:2x2x2", (3, 64, 128), sizes=(1, 8)).text
+    assert 'async_execution_thread="sparsecore"' in text
+
+
 def test_two_calls_in_flight_and_the_tensorcores_have_ids_that_differ() -> None:
     pytest.importorskip("libtpu")
 
