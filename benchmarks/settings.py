@@ -115,11 +115,11 @@ def parse_topology(text: str, flag: str) -> str:
 
 
 def parse_slice(text: str, flag: str) -> str:
-    """The name of a TPU topology that exists, for the compiler."""
+    """A TPU topology of a size that pods have, by the compiler's name."""
     if chips.slice_of(parse_topology(text, flag)) is None:
         rule = f"it must be a slice of a pod of {', '.join(chips.BY_NAME)}"
         raise FlagError(f"{flag}={text}", rule, "write it like v5e:4x4")
-    return text
+    return chips.compilers_name(text)
 
 
 def parse_dtype(text: str) -> str:

@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         kept.collect("ran", running.rows(_PROGRAM.value, forms, unders), count, title)
     if compiles:
         _compile(screen, kept, compiling.plan(where, _PROGRAM.value, forms, under), plot)
-    if left := _left_out():
+    if left := _left_out(where):
         screen.say(f"Left out: {left}.")
     return int(kept.failed)
 
@@ -127,10 +127,10 @@ def _compile(screen: Screen, kept: Results, tasks: Sequence[compiling.Task], plo
         lanes.save(plot, rows)
 
 
-def _left_out() -> str:
+def _left_out(where: Sequence[str]) -> str:
     """What flags would add to what was asked for."""
     whole = (
-        ("topology", _TOPOLOGY.value, _TOPOLOGIES),
+        ("topology", where, _TOPOLOGIES),
         ("program", _PROGRAM.value, tuple(programs.BUILT_IN)),
         ("pass", _PASS.value, _PASSES),
         ("layers", _LAYERS.value, _LAYOUTS),

@@ -277,3 +277,9 @@ def slice_of(name: str) -> tuple[Chip, tuple[int, ...]] | None:
     if len(shape) > chip.dims or not 0 < math.prod(shape) <= chip.largest:
         return None
     return chip, shape + (1,) * (chip.dims - len(shape))
+
+
+def compilers_name(name: str) -> str:
+    """A topology's name as the TPU compiler has it: 'tpu7x:2x2x1' for '7x:2x2x1'."""
+    bare = name.removeprefix("tpu")
+    return f"tpu{bare}" if bare.startswith("7x") else bare

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from pallas_collectives.replay.machine import GENERATIONS
+from pallas_collectives.topology import chips
 from pallas_collectives.verify import asked, programs
 from pallas_collectives.verify.asked import AskError, Axes
 
@@ -82,11 +83,10 @@ def _devices(generation: str, n: int) -> np.ndarray | None:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu compiles only: it need not look for
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a TPU, nor have the machine alone
     for name in asked.slices(generation):
-        kind, _, shape = name.partition(":")
-        size = int(np.prod([int(k) for k in shape.split("x")]))
+        size = int(np.prod([int(k) for k in name.partition(":")[2].split("x")]))
         if size * 2 < n or size > n:
             continue
-        libtpus = f"{'tpu7x' if kind == '7x' else kind}:{shape}"
+        libtpus = chips.compilers_name(name)
         try:
             found = topologies.get_topology_desc(platform="tpu", topology_name=libtpus)
         except jax.errors.JaxRuntimeError:  # some libtpus know whole hosts of 2x2 chips only

@@ -157,7 +157,13 @@ def _row(under: str, us: float, **others: Any) -> Stepped:
     return Stepped(**{**base, "under": under, "hideable_us": 0.0, "temp": 0, **figures, **others})
 
 
-def test_only_what_is_named_is_compiled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "given, compiled_for",
+    [("v5e:2x2", "v5e:2x2"), ("7x:2x2x1", "tpu7x:2x2x1"), ("tpu7x:2x2x1", "tpu7x:2x2x1")],
+)
+def test_only_what_is_named_is_compiled(
+    given: str, compiled_for: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[compiling.Task] = []
 
     def rows(tasks: list[compiling.Task]) -> Iterator[Stepped]:
@@ -166,9 +172,10 @@ def test_only_what_is_named_is_compiled(bench: Bench, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(compiling, "rows", rows)
     monkeypatch.setattr(compiled, "is_available", lambda: True)
-    status, out, _ = bench("step", "--program=tensor", "--topology=v5e:2x2", "--under=lax,forced")
+    flags = "--program=tensor", f"--topology={given}", "--under=lax,forced"
+    status, out, _ = bench("step", *flags)
     assert status == 0 and "--under=override" in out
-    assert asked == [compiling.Task("v5e:2x2", "tensor", False, False, ["lax", "forced"])]
+    assert asked == [compiling.Task(compiled_for, "tensor", False, False, ["lax", "forced"])]
 
 
 @LIBTPU
