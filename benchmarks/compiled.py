@@ -9,6 +9,7 @@ ours and lax's alike.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -20,7 +21,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ import pallas_collectives
 from benchmarks import baseline, devices
 from benchmarks.cases import LANES, Case, chosen, layouts
 from benchmarks.rows import Compiled
-from benchmarks.settings import Settings
+from benchmarks.settings import FlagError, Settings
 from pallas_collectives.errors import CollectiveError
 
 SIZE = 256 << 20  # bytes of the full array, by default: more than any TPU's VMEM
@@ -93,6 +94,7 @@ def elsewhere(module: str, tasks: Sequence[Any]) -> Generator[dict[str, Any]]:
 
     Raises:
       CompilerError: that process failed.
+      FlagError: it refuses a flag (`refusing`).
     """
     if not tasks:
         return
@@ -104,9 +106,21 @@ def elsewhere(module: str, tasks: Sequence[Any]) -> Generator[dict[str, Any]]:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            yield json.loads(line)
+            row = json.loads(line)
+            if "flag" in row:
+                raise FlagError(*row["flag"])
+            yield row
     if process.returncode:
         raise CompilerError(f"the TPU compiler's process ended with {process.returncode}")
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Within this context of that process a FlagError becomes a line, and `elsewhere` raises it."""
+    try:
+        yield
+    except FlagError as error:
+        print(json.dumps({"flag": error.said}), flush=True)
 
 
 def main() -> None:

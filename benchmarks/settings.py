@@ -26,6 +26,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 class FlagError(CollectiveError):
     """A flag whose value makes no sense."""
 
+    def __init__(self, value: str, rule: str, remedy: str) -> None:
+        super().__init__(value, rule, remedy)
+        self.said = (value, rule, remedy)  # for another process to raise it again
+
 
 def parse_steps(first: str, last: str, factor: str) -> tuple[int, ...]:
     """The sizes of nccl-tests' -b, -e and -f; a last size or a factor left out is as there."""

@@ -100,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
     unders = [each for each in under if each != "forced"]  # which devices need not run
     if runs and unders:
         count = len(_PROGRAM.value) * len(forms) * len(unders)
+        for name, form in itertools.product(_PROGRAM.value, forms):
+            programs.check(name, jax.device_count(), form)
         title = "Measured: a step by the clock, and what is exposed by the profiler."
         kept.collect("ran", running.rows(_PROGRAM.value, forms, unders), count, title)
     if compiles:

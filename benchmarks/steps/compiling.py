@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import pallas_collectives
 from benchmarks import compiled
 from benchmarks.rows import Stepped
+from benchmarks.settings import FlagError
 from benchmarks.steps import bound, packing, programs, schedule, timeline
 from benchmarks.steps import wires as step_wires
 from benchmarks.steps.programs import Form, Program
@@ -47,6 +48,11 @@ class Task(NamedTuple):
     unrolled: bool
     under: Sequence[str] = tuple(UNDER)
 
+    @property
+    def form(self) -> Form:
+        """How the program is run."""
+        return Form(self.gradient, self.unrolled)
+
 
 def plan(
     topologies: Sequence[str], names: Sequence[str], forms: Sequence[Form], under: Sequence[str]
@@ -61,6 +67,7 @@ def rows(tasks: Sequence[Task]) -> Iterator[Stepped]:
 
     Raises:
       CompilerError: that process failed.
+      FlagError: what `check` raises.
     """
     return (Stepped(**row) for row in compiled.elsewhere("benchmarks.steps.compiling", tasks))
 
@@ -68,24 +75,48 @@ def rows(tasks: Sequence[Task]) -> Iterator[Stepped]:
 def main() -> None:
     """Prints rows of JSON for each task wanted."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for task in json.loads(sys.argv[1]):
-        for row in rows_of(Task(*task)):
+    tasks = [Task(*task) for task in json.loads(sys.argv[1])]
+    with compiled.refusing():
+        check(tasks)
+        for row in itertools.chain.from_iterable(map(rows_of, tasks)):
             print(json.dumps(dataclasses.asdict(row)), flush=True)
+
+
+def check(tasks: Sequence[Task]) -> None:
+    """Checks topologies and programs before anything is compiled.
+
+    Raises:
+      FlagError: the compiler has no such topology, or a program refuses its devices.
+    """
+    for task in tasks:
+        programs.check(task.program, devices_of(task.topology).size, task.form)
+
+
+@functools.cache
+def devices_of(topology: str) -> np.ndarray:
+    """The devices of a topology, as the compiler shows them.
+
+    Raises:
+      FlagError: it has no such topology.
+    """
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except jax.errors.JaxRuntimeError as error:
+        rule = f"it must be a slice that the TPU compiler has, which says {str(error).strip()}"
+        raise FlagError(f"--topology={topology}", rule, "name another, such as v5e:4x4") from None
+    return np.array(found.devices)
 
 
 def rows_of(task: Task) -> Iterator[Stepped]:
     """A row for each of the task's `under`; equal programs are compiled and replayed once."""
-    form = Form(task.gradient, task.unrolled)
     done: dict[str, dict[str, Any]] = {}  # program -> its figures
     for under in task.under:
         row = Stepped(
-            op=f"{task.program}, {form}", topology=task.topology, under=under, type="bfloat16"
+            op=f"{task.program}, {task.form}", topology=task.topology, under=under, type="bfloat16"
         )
         try:
-            devices: Any = np.array(
-                topologies.get_topology_desc(platform="tpu", topology_name=task.topology).devices
-            )
-            program = programs.named(task.program)(devices.size, form)
+            devices = devices_of(task.topology)
+            program = programs.named(task.program)(devices.size, task.form)
             with counters.recorded(built=True) as plans:
                 lowered = lower(program, devices, under)
             text = lowered.as_text()

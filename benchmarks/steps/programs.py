@@ -9,6 +9,7 @@ by its `moe`, over lax's collectives or over ours.
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -276,14 +277,44 @@ def named(name: str) -> Callable[[int, Form], Program]:
     """A built-in program, or a function "package.module:function" of (devices, form).
 
     Raises:
-      FlagError: no program has the name.
+      FlagError: no program has the name, or the function is of other arguments; when called: its
+        result is no `Program`.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, _, function = name.partition(":")
     try:
-        found: Callable[[int, Form], Program] = getattr(importlib.import_module(module), function)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         rule = f"it must be one of {', '.join(BUILT_IN)}, or package.module:function ({error})"
         raise FlagError(f"--program={name}", rule, "name one that can be imported") from None
-    return found
+    rule = f"it must take (devices, form) and return a {__name__}.Program"
+    try:
+        inspect.signature(found).bind(1, Form(gradient=False, unrolled=False))
+    except (TypeError, ValueError) as error:
+        raise FlagError(f"--program={name}", f"{rule} ({error})", _REMEDY) from None
+
+    def checked(devices: int, form: Form) -> Program:
+        program = found(devices, form)
+        if not isinstance(program, Program):
+            raise FlagError(f"--program={name}", f"{rule}, not {program!r:.60}", _REMEDY)
+        return program
+
+    return checked
+
+
+_REMEDY = f"write it as `fsdp` in {__name__} is"
+
+
+def check(name: str, devices: int, form: Form) -> None:
+    """Checks a program for so many devices; what goes wrong within it is for its rows to say.
+
+    Raises:
+      FlagError: what `named` and the program raise.
+    """
+    try:
+        named(name)(devices, form)
+    except FlagError:
+        raise
+    except Exception:
+        return

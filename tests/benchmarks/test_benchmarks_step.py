@@ -143,11 +143,50 @@ def test_a_program_says_for_how_many_devices_it_is() -> None:
         (["--topology=v5e:4x4x4"], "it must be a slice of a pod of v4, v5e"),
         (["--pass=backward"], "it must be one of forward, gradient"),
         (["--under=ours"], "it must be one of lax, override"),
+        (["--program=os:getcwd"], "(devices, form) and return a benchmarks.steps.programs.Program"),
+        (["--program=os:sep"], "it must take (devices, form)"),
     ],
 )
 def test_flags_are_checked(bench: Bench, flags: list[str], message: str) -> None:
     status, _, err = bench("step", *flags)
     assert status == 2 and message in err
+
+
+def nothing(devices: int, form: Form) -> Any:
+    """No program."""
+
+
+def broken(devices: int, form: Form) -> Any:
+    """A program that goes wrong by itself."""
+    raise TypeError(f"{devices} are too many")
+
+
+@LIBTPU
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--topology=v6e:2x2,v5e:3x3"], "--topology=v5e:3x3: it must be a slice that the TPU"),
+        (["--topology=v5e:3x3", "--learn"], "--topology=v5e:3x3: it must be a slice that the TPU"),
+        (["--program=fsdp,test_benchmarks_step:nothing"], "Program, not None; write it as"),
+        (["--topology=v6e:1x2", "--program=fsdp_tensor"], "a multiple of 4 devices"),
+    ],
+)
+def test_what_the_compiler_and_programs_refuse_is_said_before_anything_is_compiled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the compiler's process
+    status, out, err = bench("step", *flags)
+    assert (status, out) == (2, "") and message in err
+    assert len(err.splitlines()) == 1
+
+
+@LIBTPU
+def test_what_goes_wrong_within_a_program_is_said_by_its_rows() -> None:
+    programs.check("test_benchmarks_step:broken", 4, Form(gradient=False, unrolled=False))
+    (row,) = compiling.rows_of(
+        compiling.Task("v6e:2x2", "test_benchmarks_step:broken", False, False, ["lax"])
+    )
+    assert row.error == "TypeError: 4 are too many"
 
 
 def _row(under: str, us: float, **others: Any) -> Stepped:
