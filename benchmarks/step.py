@@ -43,6 +43,9 @@ from benchmarks.tables import Screen
 _FILES = ("json", "plot")
 for _flag in (*_FILES, "save"):
     flags.declare_key_flag(_flag, flags.FLAGS)
+flags.FLAGS["plot"].help = (  # sweep's own is of other pictures
+    "PNG of each program's time line as lanes: the core's work and waits, and what runs beside it."
+)
 _TOPOLOGIES = ("v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1")
 _PASSES, _LAYOUTS = ("forward", "gradient"), ("scan", "unrolled")
 _TOPOLOGY = flags.DEFINE_list(
@@ -122,9 +125,13 @@ def _compile(screen: Screen, kept: Results, tasks: Sequence[compiling.Task], plo
     made = keeping.saved(made) if flags.FLAGS.save else made
     kept.collect("steps", made, sum(len(task.under) for task in tasks), title)
     rows = [row for row in kept.parts["steps"] if isinstance(row, Stepped)]
-    if _EACH.value:
-        for row in rows:
+    there = [row for row in rows if not row.error]
+    if there:
+        screen.say(_LEGEND)
+    if there and _EACH.value:
+        for row in there:
             _show(screen, row)
+        screen.say(_LEGEND_OF_EACH)
     if plot:
         lanes.save(plot, rows)
 
@@ -159,6 +166,13 @@ def _named(values: Sequence[str], flag: str, known: Sequence[str]) -> Sequence[s
     return values
 
 
+_LEGEND = """\
+under: override is override_lax(), forced is override_lax(everything=True).
+exposed: waits and packing, which is work for collectives alone; hideable: the most to be hidden.
+beside compute: how many calls run while the core does other work, of how many."""
+_LEGEND_OF_EACH = """\
+us each: one call; waits us: the core's wait for all of them together.
+kcycles beside: the core's work during one call, in thousands of cycles; of: the longest of it."""
 _HEADERS = (
     *("collective", "MiB", "devices", "by", "engine", "times"),
     *("us each", "waits us", "kcycles beside", "of"),
@@ -166,8 +180,6 @@ _HEADERS = (
 
 
 def _show(screen: Screen, row: Stepped) -> None:
-    if row.error:
-        return
     screen.say()
     screen.say(f"{row.topology}, {row.op}, {row.under}:")
     cells = [

@@ -153,3 +153,9 @@ def test_help_is_that_of_the_command() -> None:
     assert done.status == 0
     assert "products with their collective in one kernel" in done.out
     assert "--shapes" in done.out and "--collective" not in done.out
+
+
+def test_each_command_says_what_its_plot_shows() -> None:
+    step, sweep = (finish(start(*command, "--help")).out for command in (["step"], []))
+    assert "time line as lanes" in step and "against size" not in step
+    assert "time line as lanes" not in sweep and "against size" in sweep

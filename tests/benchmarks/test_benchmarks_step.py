@@ -214,6 +214,8 @@ def test_only_what_is_named_is_compiled(
     flags = "--program=tensor", f"--topology={given}", "--under=lax,forced"
     status, out, _ = bench("step", *flags)
     assert status == 0 and "--under=override" in out
+    for word in ("forced is", "beside compute:", "hideable:", "kcycles beside:", "; of:"):
+        assert out.count(word) == 1
     assert asked == [compiling.Task(compiled_for, "tensor", False, False, ["lax", "forced"])]
 
 
