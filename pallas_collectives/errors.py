@@ -32,6 +32,10 @@ class UnservedError(BackendError):
     """A collective that a backend has no function for."""
 
 
+class StartedError(CollectiveError, AttributeError):
+    """An attribute of a collective's result that is asked for before the result is."""
+
+
 class DtypeError(CollectiveError, TypeError):
     """A dtype that the backend cannot move or reduce."""
 

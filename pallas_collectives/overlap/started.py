@@ -4,22 +4,48 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from pallas_collectives.backends import canonical, choice, flights
 from pallas_collectives.backends.plans import How
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, StartedError
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups, varying
 
+if TYPE_CHECKING:
+    _NoArray = object  # so that a type checker finds what is refused below
+else:
 
-class Started:
+    class _NoArray(NDArrayOperatorsMixin):
+        """Refuses what arrays have, and says to call `done()` first."""
+
+        __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
+
+        def __array_ufunc__(self, *_, **__):  # all operators, and numpy's functions
+            raise CollectiveError(*_too_early("a collective under way, used as an array"))
+
+        __array__ = __getitem__ = __array_ufunc__
+        # JAX asks for it before it refuses what is no array. To an AttributeError it is deaf.
+        __jax_array__ = property(__array_ufunc__)
+
+        def __getattr__(self, name):
+            raise StartedError(*_too_early(f"{name} of a collective under way"))
+
+
+def _too_early(what: str) -> tuple[str, str, str]:
+    return what, "its result must be asked for before it is used", "call .done() first"
+
+
+class Started(_NoArray):
     """A collective under way: a result that is still to come.
+
+    Used as an array it raises a CollectiveError.
 
     Example:
       >>> def sum_and_square(x):

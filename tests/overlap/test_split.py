@@ -1,7 +1,9 @@
 """Collectives in two halves: values, gradients, batching, order, on GPUs and over a host's wire."""
 
+import copy
 import functools
 import gc
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import pallas_collectives as pc
 from in_halves import AT_ONCE, EVERY, FORMS, SHIFT, N, on_devices, split, whole
 from pallas_collectives.backends import flights, ordered
 from pallas_collectives.errors import CollectiveError
+from pallas_collectives.overlap.started import Started
 from pallas_collectives.topology.groups import Group
 
 
@@ -314,6 +317,41 @@ def test_bad_input_is_refused_as_by_the_whole_collective():
             on_devices(lambda x, start=start: start(x).done(), x)
     with pytest.raises(CollectiveError, match="after='y': it must be arrays"):
         on_devices(lambda x: pc.psum_start(x, "x").done(after="y"), x)
+
+
+TOO_EARLY = {
+    "operator": lambda started, x: started + 1,
+    "operator of an array": lambda started, x: x * started,
+    "product of a constant": lambda started, x: np.ones((5, 3), np.float32) @ started,
+    "comparison": lambda started, x: started < 1,
+    "index": lambda started, x: started[0],
+    "unpacked": lambda started, x: [*started],
+    "function of jax": lambda started, x: jnp.sin(started),
+    "function of numpy": lambda started, x: np.sin(started),
+    "conversion": lambda started, x: np.asarray(started),
+    "collective": lambda started, x: pc.psum(started, "x"),
+    "argument of jit": lambda started, x: jax.jit(jnp.sin)(started),
+    "carry": lambda started, x: jax.lax.fori_loop(0, 2, lambda _, c: c, started),
+    "result": lambda started, x: started,
+    "shape": lambda started, x: started.shape,
+    "method": lambda started, x: started.astype("float32"),
+}
+
+
+@pytest.mark.parametrize("use", TOO_EARLY)
+def test_a_result_that_is_used_before_it_is_asked_for_is_refused(use):
+    x = harness.random((N, 3, 5), "float32")
+    with pytest.raises(CollectiveError, match=r"before it is used; call .done\(\) first"):
+        on_devices(lambda x: TOO_EARLY[use](pc.psum_start(x, "x"), x), x)
+
+
+def test_a_started_collective_is_an_object_like_others():
+    started = Started.of(np.ones(3))
+    assert not any(hasattr(started, name) for name in ("shape", "_repr_html_", "__len__"))
+    assert started in [started] and {started: 1}[started] == 1 and started != Started.of(np.ones(3))
+    for copied in (copy.copy(started), copy.deepcopy(started), pickle.loads(pickle.dumps(started))):
+        np.testing.assert_array_equal(copied.done(), np.ones(3))
+    assert jax.tree.leaves([started]) == [started]
 
 
 BOTH_AT_ONCE = {
