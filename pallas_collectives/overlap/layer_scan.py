@@ -71,7 +71,8 @@ def scan_gathered(
       ahead, and scatter each gradient while the next one is computed.
 
     Raises:
-      CollectiveError: no weights, or weights with different numbers of layers.
+      CollectiveError: no weights, or weights with different numbers of layers; a layer that returns
+        more than the carry.
       UnboundAxisError: no mesh in scope has the axis.
 
     Example, inside `jax.shard_map` over 8 devices:
@@ -129,14 +130,24 @@ def _forward(
     def turn(state: Any, following: Any) -> tuple[Any, Any]:
         carry, whole = state
         ahead = _gather(following, axis_name)
-        result = layer(ahead.before(carry), whole)
+        result = _through(layer, ahead.before(carry), whole)
         return (result, ahead.done(after=result)), carry
 
     first = _gather(_at(weights, 0), axis_name).done()
     (last, whole), inputs = lax.scan(
         turn, (carry, first), _at(weights, slice(1, None)), unroll=unroll
     )
-    return layer(last, whole), (weights, inputs, last)
+    return _through(layer, last, whole), (weights, inputs, last)
+
+
+def _through(layer: Layer, carry: Any, whole: Any) -> Any:
+    """The carry behind a layer."""
+    result = layer(carry, whole)
+    gives, takes = (str(jax.tree.structure(tree)) for tree in (result, carry))
+    if gives != takes:
+        value, rule = f"layer gives {gives}", f"it must give the carry alone, which is {takes}"
+        raise CollectiveError(value, rule, "return x, and not (x, None) as for jax.lax.scan")
+    return result
 
 
 def _backward(

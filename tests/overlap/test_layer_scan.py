@@ -187,3 +187,12 @@ def test_weights_without_layers_are_refused() -> None:
     harness.fails(
         CollectiveError, "first dimension of each is the number of layers.*stack the layers", run
     )
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_layer_as_lax_scan_has_them_is_refused(depth: int) -> None:
+    def run(x: jax.Array) -> jax.Array:
+        return pc.scan_gathered(lambda x, w: (x @ w, None), x, jnp.ones((depth, 8, 16)), "x")
+
+    with pytest.raises(CollectiveError, match=r"give the carry alone.* return x, and not "):
+        jax.vmap(run, axis_name="x")(jnp.ones((2, 4, 16)))
