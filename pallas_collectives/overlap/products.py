@@ -93,7 +93,8 @@ def all_gather_matmul(
     """
     validation.check_flag("return_gathered", return_gathered)
     several = isinstance(ws, list | tuple)
-    x, weights = jnp.asarray(x_shard), [jnp.asarray(w) for w in (ws if several else [ws])]
+    x = _array("x_shard", x_shard)
+    weights = [_array("ws", w) for w in (ws if several else [ws])]
     contracted = validation.size_of(axis_name) * x.shape[-1] if _is_last(gather_axis, x) else None
     axis = _check_operands("gather_axis", gather_axis, x, weights, axis_name, contracted)
     over = {"wire": wire, "wire_backward": wire_backward}
@@ -165,7 +166,7 @@ def matmul_reduce_scatter(
       >>> jax.vmap(lambda x, w: pc.matmul_reduce_scatter(x, w, "x"), axis_name="x")(x, w).shape
       (2, 2, 5)
     """
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x, w = _array("x", x), _array("w", w)
     axis = _check_operands("scatter_axis", scatter_axis, x, [w], axis_name)
     n = validation.size_of(axis_name)
     size = w.shape[1] if axis == x.ndim - 1 else x.shape[axis]
@@ -187,6 +188,17 @@ def matmul_reduce_scatter(
         rule = "a mean of integers is not an integer"
         raise DtypeError(f"reduce='mean' of {spec.out_dtype}", rule, "pass a floating dtype")
     return primitives.matmul_reduce_scatter([x], [w], spec, **over)
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    """An argument as an array."""
+    try:
+        return jnp.asarray(value)
+    except CollectiveError:
+        raise  # which says more
+    except (TypeError, ValueError):
+        rule = "it must be an array"
+        raise CollectiveError(f"{name}={value!r}", rule, "pass one of numbers") from None
 
 
 def _is_last(axis: int, x: jax.Array) -> bool:

@@ -321,6 +321,21 @@ def test_errors_name_value_rule_and_remedy(
         per_device(run, *operands)
 
 
+@pytest.mark.parametrize(
+    "op, operands, name",
+    [
+        (GATHER, (None, jnp.ones((8, 8))), "x_shard=None"),
+        (GATHER, (jnp.ones((16, 8)), None), "ws=None"),
+        (GATHER, (jnp.ones((16, 8)), [jnp.ones((8, 8)), "w"]), "ws='w'"),
+        (SCATTER, (None, jnp.ones((8, 8))), "x=None"),
+        (SCATTER, (jnp.ones((16, 8)), {}), "w={}"),
+    ],
+)
+def test_errors_name_the_operand_that_is_no_array(op: str, operands: Any, name: str) -> None:
+    with pytest.raises(errors.CollectiveError, match=f"^{name}: it must be an array; "):
+        getattr(pc, op)(*operands, "x")
+
+
 def test_the_benchmark_says_what_is_hidden() -> None:
     """On v5e nearly all of the shorter of product and collective; a row says if a bound forbids."""
     from benchmarks import fused
