@@ -248,6 +248,7 @@ MESH = AbstractMesh((2,), ("x",))
     "arguments, message",
     [
         ({"op": "scan", "nbytes": 1, "devices": 2}, "op='scan': it must be one of all_gather"),
+        ({"op": "moe.dispatch", "nbytes": 1, "devices": 2}, "pallas_collectives.moe.explain"),
         ({"op": "psum", "devices": 2}, "nbytes or as shape"),
         ({"op": "psum", "nbytes": 1, "shape": (1,), "devices": 2}, "give one of them"),
         ({"op": "psum", "nbytes": 1}, "mesh and axis_name or by a number"),

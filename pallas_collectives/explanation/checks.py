@@ -127,9 +127,8 @@ def check(
 ) -> None:
     known = sorted([*catalogue.functions(), *split.NAMES, *PRODUCTS])
     if op not in known:
-        raise CollectiveError(
-            f"op={op!r}", f"it must be one of {', '.join(known)}", "name one of them"
-        )
+        remedy = "name one of them, or ask pallas_collectives.moe.explain about moe"
+        raise CollectiveError(f"op={op!r}", f"it must be one of {', '.join(known)}", remedy)
     if (nbytes is None) == (shape is None):
         rule = "the operand's size is given either as nbytes or as shape and dtype"
         raise CollectiveError(f"nbytes={nbytes}, shape={shape}", rule, "give one of them")
