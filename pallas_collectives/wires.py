@@ -135,21 +135,24 @@ class Wire:
 
 
 # What an argument `wire` may be: see `named`.
-WireLike: TypeAlias = str | Wire | None
+WireLike: TypeAlias = DTypeLike | Wire | None
 
 
 def named(wire: WireLike) -> Wire | None:
-    """The wire that an argument means: a `Wire`, the name of a dtype, "auto", or None.
+    """The wire that an argument means: a `Wire`, a dtype or its name, "auto", or None.
 
     Raises:
       WireError: it is something else.
     """
     if wire is None or isinstance(wire, Wire):
         return wire
-    if not isinstance(wire, str):
-        rule = "it must be a Wire, the name of a dtype, 'auto' or None"
-        raise WireError(f"wire={wire!r}", rule, "write it like 'int8'")
-    return Wire("int8", optional=True) if wire == "auto" else Wire(wire)
+    if isinstance(wire, str):
+        return Wire("int8", optional=True) if wire == "auto" else Wire(wire)
+    try:
+        return Wire(jnp.dtype(wire).name)
+    except TypeError:
+        rule = "it must be a Wire, a dtype or its name, 'auto' or None"
+        raise WireError(f"wire={wire!r}", rule, "write it like 'int8'") from None
 
 
 def _is_key(key: object) -> bool:

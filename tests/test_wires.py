@@ -196,6 +196,13 @@ def test_wires_that_are_none(wrong: dict[str, Any], match: str) -> None:
         Wire(**wrong)
 
 
+def test_dtypes_are_names_of_wires() -> None:
+    for dtype in (jnp.int8, np.int8, np.dtype("int8")):
+        assert wires.named(dtype) == Wire("int8")
+    assert wires.named(jnp.bfloat16) == Wire("bfloat16")
+    assert wires.named(jnp.float8_e5m2) == Wire("float8_e5m2")
+
+
 def test_names_of_wires() -> None:
     assert wires.named(None) is None
     assert wires.named("int8") == Wire("int8") == pc.Wire("int8")
