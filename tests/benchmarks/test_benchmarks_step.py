@@ -156,6 +156,11 @@ def nothing(devices: int, form: Form) -> Any:
     """No program."""
 
 
+def choosy(devices: int, form: Form) -> Program:
+    """A program for few devices."""
+    raise FlagError("--program=choosy", f"it takes 3 devices, and there are {devices}", "take 3")
+
+
 def broken(devices: int, form: Form) -> Any:
     """A program that goes wrong by itself."""
     raise TypeError(f"{devices} are too many")
@@ -168,7 +173,7 @@ def broken(devices: int, form: Form) -> Any:
         (["--topology=v6e:2x2,v5e:3x3"], "--topology=v5e:3x3: it must be a slice that the TPU"),
         (["--topology=v5e:3x3", "--learn"], "--topology=v5e:3x3: it must be a slice that the TPU"),
         (["--program=fsdp,test_benchmarks_step:nothing"], "Program, not None; write it as"),
-        (["--topology=v6e:1x2", "--program=fsdp_tensor"], "a multiple of 4 devices"),
+        (["--program=fsdp,test_benchmarks_step:choosy"], "it takes 3 devices, and there are 4"),
     ],
 )
 def test_what_the_compiler_and_programs_refuse_is_said_before_anything_is_compiled(
