@@ -144,7 +144,7 @@ def settled(
     if group.size == 1:  # nothing is sent
         return None, plain, _NO_WAY
     if not wire.optional:
-        wires.check(wire, x.dtype, op)
+        wires.check(wire, x.dtype, counters.lax_name(op))
     why = wires.obstacle(wire, x.dtype) or _unfit(op, wire, group, how)
     if why := why or _beside(op, x, group, how):
         note_left_out(op, wire, why)
@@ -157,7 +157,7 @@ def settled(
         return None, plain, _NO_WAY
     us = _plain_us(op, x.nbytes, group, how.backend)
     if wire.optional and us is not None and way.us is not None and way.us >= us:
-        note_left_out(op, wire, f"it would take {way.us:.1f} us, and {us:.1f} without")
+        note_left_out(op, wire, _no_quicker(way.us, us))
         return None, plain, _NO_WAY
     if us is None and (why := _small(x, wire) or _linked(op, x, wire, how)):
         note_left_out(op, wire, why)
@@ -174,6 +174,13 @@ def settled(
     return wire, plain, way
 
 
+def _no_quicker(wired_us: float, us: float) -> str:
+    """Why a wire is left out that takes as long as nothing, or longer, in a sentence."""
+    wired, plain = f"{wired_us:.1f}", f"{us:.1f}"
+    without = "no less than without" if wired == plain else f"and {plain} without"
+    return f"it would take {wired} us, {without}"
+
+
 def taken(op: str, x: jax.Array, sent: int, wire: Wire) -> Wire | None:
     """The wire that an array takes in `sent` bytes, if any, where no table tells; counted.
 
@@ -181,7 +188,7 @@ def taken(op: str, x: jax.Array, sent: int, wire: Wire) -> Wire | None:
       DtypeError, WireError: it was named and cannot be had, or loses.
     """
     if not wire.optional:
-        wires.check(wire, x.dtype, op)
+        wires.check(wire, x.dtype, counters.lax_name(op))
     if why := wires.obstacle(wire, x.dtype) or _lost(op, x, sent, wire) or _small(x, wire):
         note_left_out(op, wire, why)
         return None
@@ -199,7 +206,9 @@ def _lost(op: str, x: jax.Array, sent: int, wire: Wire) -> str:
         # A sum's groups are of the flattened operand.
         larger = "sum more numbers at a time" if _adds(op) else "make rows longer"
         remedy = f"leave wire=None, or wire='auto' to have it left out; or {larger}"
-        raise WireError(f"wire {wire} for {op} of {x.dtype}{list(x.shape)}", lost, remedy)
+        raise WireError(
+            f"wire {wire} for {counters.lax_name(op)} of {x.dtype}{list(x.shape)}", lost, remedy
+        )
     return lost
 
 
@@ -357,10 +366,11 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
     """Why a wire cannot serve a call; "" if it can. Raises where the wire was named."""
     if not _adds(op) or not wire.scaled:
         return ""
+    called = counters.lax_name(op)
     if wire.group == "row":
         why = "a sum's scale groups are cut from the flattened operand, which has no rows"
         if not wire.optional:
-            raise WireError(f"wire {wire} for {op}", why, "take groups of 128 or 256")
+            raise WireError(f"wire {wire} for {called}", why, "take groups of 128 or 256")
         return why
     once = _once(op)
     if how.algorithm not in (None, *once):
@@ -371,12 +381,14 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
         if why and not wire.optional:
             alike = GATHER if how.algorithm == "one_shot" and GATHER in once else EXCHANGE
             remedy = f"leave algorithm=None, or name {alike!r}: it quantises each term once"
-            raise AlgorithmError(f"algorithm={how.algorithm!r} for {op}", why, remedy)
+            raise AlgorithmError(f"algorithm={how.algorithm!r} for {called}", why, remedy)
         return why
     if how.order is not None:
         why = "groups have a scale together, so that bits depend on an element's neighbours"
         if not wire.optional:
-            raise WireError(f"wire {wire} for {op} with order={how.order!r}", why, "leave one out")
+            raise WireError(
+                f"wire {wire} for {called} with order={how.order!r}", why, "leave one out"
+            )
         return why
     return ""
 
