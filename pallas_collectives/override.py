@@ -123,7 +123,7 @@ def override_lax(
         choice.beside_compute(not everything),
         choice.fuse(fuse),
         choice.ahead(ahead),
-        overrides.told(frozenset(_CHOOSING) - names, wired),
+        overrides.told(wired),
     ):
         yield
 
@@ -277,11 +277,13 @@ def _bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
     """lax's bind, or the twin's within `overridden`."""
     by_lax = functools.partial(type(primitive).bind, primitive)
     names = choice.rebound.value
-    if not names or _function_of(primitive.name) not in names:
+    if (function := _function_of(primitive.name)) not in names:
+        if function in _overridden.value and not choice.means_lax.get():
+            overrides.note_unreached(function)
         return by_lax(*args, **params)
     axes = params.get("axes", params.get("axis_name"))
     axes = axes if isinstance(axes, tuple) else (axes,)
-    with choice.rebound(frozenset()):  # what the twin's rules bind is meant
+    with choice.meaning_lax():  # what the twin's rules bind is meant
         how = choice.choose(validation.named(axes), None, None)
         record = catalogue.primitives()[primitive.name][0]
         if record.adds or record.name == "all_gather":
@@ -296,6 +298,7 @@ def _choosing(name: str) -> Callable[..., Any]:
     @functools.wraps(of_lax)
     def function(*args: Any, **kwargs: Any) -> Any:
         if name not in _overridden.value:
+            overrides.note_kept(name)
             return of_lax(*args, **kwargs)
         return ours(*args, **{**_wires_of(name), **kwargs})
 
@@ -325,6 +328,7 @@ _LAX_PVARY_TRANSPOSE = _compat.rule(_PVARY, "transpose")
 
 def _pvary_transpose(cotangent: Tangent, *args: Any, axes: Any) -> Any:
     if "psum" not in _overridden.value | choice.rebound.value:
+        overrides.note_kept("psum")
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
     how = choice.choose(axes, None, None)

@@ -1,7 +1,8 @@
 """What `override_lax` replaces, for whom, and for how long."""
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -241,17 +242,39 @@ def test_a_sparsecore_runs_what_moves_much_where_xla_would_stop_the_core() -> No
 @pytest.mark.parametrize(
     "us, said",
     [
-        ((None, None), "psum by lax: so"),
-        ((0.0, 0.0), "psum by lax, does not stop the core (modelled): so"),
-        ((6.2, 6.2), "psum by lax, stops the core for 6 us, as long as lax's (modelled): so"),
-        ((80.0, 0.0), "psum by lax, stops the core 80 -> 0 us (modelled): so"),
+        ((None, None), ""),
+        ((0.0, 0.0), ", does not stop the core (modelled)"),
+        ((6.2, 6.2), ", stops the core for 6 us, as long as lax's (modelled)"),
+        ((80.0, 0.0), ", stops the core 80 -> 0 us (modelled)"),
     ],
 )
 def test_a_line_says_for_how_long_the_core_is_stopped(
     us: tuple[float | None, float | None], said: str
 ) -> None:
-    report = overrides.OverrideReport((overrides.Line("psum", "lax", "so", 1, 4, *us),))
-    assert str(report).endswith(f"\n  1 x {said}")
+    report = overrides.OverrideReport((overrides.Line("psum", "ours", "so", 1, 4, *us),))
+    assert f"\n  1 x psum of 4 bytes by ours{said}: so\n" in str(report)
+
+
+def test_sums_over_calls_are_told_from_what_one_takes_and_whose_times_they_are() -> None:
+    two = overrides.Line("psum", "ours", "modelled 4.8 us", 2, 8, 9.6, 9.6)
+    of_two = functools.partial(overrides.OnWire, "psum", "int8", times=2, nbytes=8)
+    wires = of_two(why="", sent=6), of_two(why="so", sent=0)
+    of_v5e = str(overrides.OverrideReport((two,), wires=wires, chip="v5e")).splitlines()
+    assert of_v5e[1:] == [
+        "  2 x psum of 8 bytes in all by ours, stops the core for 10 us in all, as long as lax's"
+        " (modelled); each: modelled 4.8 us",
+        "  2 x psum over wire int8: 6 bytes in place of 8 in all",
+        "  2 x psum without its wire int8; each: so",
+        "  a call in a loop counts once, with the time of one turn; modelled times are of v5e",
+    ]
+
+
+def test_simulated_devices_are_compared_with_nothing_and_a_chip_stands_for_them() -> None:
+    with pc.override_lax():
+        run(lambda x: jax.lax.psum(x, "x") + jax.lax.psum(2 * x, "x"))
+    _, line, note = str(pc.override_report()).splitlines()
+    assert line.startswith("  1 x psum of 4096 bytes by pallas ") and "stops" not in line
+    assert note.endswith("; modelled times are of v5p, which stands for simulated devices")
 
 
 @pytest.mark.full
@@ -317,26 +340,80 @@ def test_what_is_no_function_has_no_collectives() -> None:
             pass
 
 
-def test_a_context_that_replaces_nothing_warns_once(
+@pytest.fixture
+def warnings(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[..., list[str]]:
+    """What is warned of as a function runs under `override_lax`, in a process that is new to it."""
     monkeypatch.setattr(overrides, "_ever_replaced", False)
     monkeypatch.setattr(overrides, "_told", set())
 
-    def warnings(fn: Any) -> list[str]:
+    def warned(fn: Callable[[], Any], **options: Any) -> list[str]:
         caplog.clear()
-        with pc.override_lax():
-            run(fn)
+        with pc.override_lax(**options):
+            fn()
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
-    (warning,) = warnings(lambda x: bound_before(x, "x"))
-    assert "jax.jit with shardings" in warning and "from jax.lax import psum" in warning
-    assert not warnings(lambda x: bound_before(x, "x"))
-    assert not warnings(doubled_sum)
+    return warned
+
+
+def test_calls_out_of_reach_are_told_each_time(warnings: Callable[..., list[str]]) -> None:
+    """Also where an earlier context has replaced some, as in a notebook."""
+
+    def both(x: jax.Array) -> jax.Array:
+        return bound_before(x, "x") + jax.lax.pmax(x, "x")
+
+    for _ in range(2):
+        (warning,) = warnings(lambda: run(lambda x: bound_before(x, "x")))
+        assert "0 replaced, 0 left to lax" in warning and "pallas_collectives.overridden" in warning
+        assert "out of reach: psum, by a name bound before (`from jax.lax import psum`)" in warning
+        assert pc.override_report().unreached == ("psum",)
+        assert not warnings(lambda: run(doubled_sum))
+        assert pc.override_report().unreached == ()
     (line,) = pc.override_report().replaced
     assert (line.op, line.times, line.nbytes) == ("psum", 1, 8 * 128 * 4)
-    monkeypatch.setattr(overrides, "_told", set())
-    assert not warnings(lambda x: bound_before(x, "x")), "an earlier program may hold ours"
+    (warning,) = warnings(lambda: run(both))
+    assert "1 replaced, 0 left to lax" in warning and "out of reach: psum, by" in warning
+    assert not warnings(lambda: run(both)), "told already"
+
+
+def test_programs_without_calls_are_warned_of_until_some_were_replaced(
+    warnings: Callable[..., list[str]],
+) -> None:
+    def sharded() -> None:
+        jax.jit(lambda x: x + 1)(np.ones(3))
+
+    (warning,) = warnings(sharded)
+    assert "programs built: 1, calls in them that it replaces: none" in warning
+    assert "under jax.jit with shardings XLA makes the collectives" in warning
+    assert not warnings(sharded), "told already"
+    warnings(lambda: run(doubled_sum))
+    overrides._told.clear()
+    assert not warnings(sharded), "a step that is compiled already may hold ours"
+
+
+def test_what_only_and_keep_leave_is_told_and_not_warned_of(
+    warnings: Callable[..., list[str]],
+) -> None:
+    for options in ({"keep": ["psum"]}, {"only": ["pmax"]}):
+        assert not warnings(lambda: run(doubled_sum), **options)
+        assert pc.override_report().kept == ("psum",), "and no function that nobody called"
+        assert pc.override_report().unreached == ()
+        assert "left to lax by only= or keep=, and not counted: psum" in str(pc.override_report())
+
+
+def test_a_context_without_programs_says_why(
+    warnings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overrides, "_last", overrides.OverrideReport(ended=False))
+    assert "no context has ended yet" in str(pc.override_report())
+    step = harness.per_device(doubled_sum, harness.mesh(2))
+    x = harness.random((2, 8, 128), "float32")
+    warnings(lambda: step(x))
+    assert pc.override_report().replaced
+    for nothing_new in (lambda: step(x), lambda: jax.jit(doubled_sum)):
+        assert not warnings(nothing_new)
+        assert "no program was built: each was compiled before" in str(pc.override_report())
 
 
 def test_wires_of_functions_by_name() -> None:

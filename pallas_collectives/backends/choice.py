@@ -10,6 +10,7 @@ with a warning the first time and a count each time (`fallback_counts`).
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import importlib.util
 import os
@@ -52,8 +53,20 @@ ahead = jax.make_user_context(False)
 fuse = jax.make_user_context(False)
 
 # The functions of lax's whose primitives are ours, whoever binds them; set by `overridden`. None
-# are where our own code means lax's.
+# are where our own code means lax's, and says so by `meaning_lax`.
 rebound = jax.make_user_context(frozenset())
+means_lax: contextvars.ContextVar[bool] = contextvars.ContextVar("means_lax", default=False)
+
+
+@contextlib.contextmanager
+def meaning_lax() -> Iterator[None]:
+    """Within this context our own code binds lax's collectives, and means these."""
+    token = means_lax.set(True)
+    try:
+        with rebound(frozenset()):
+            yield
+    finally:
+        means_lax.reset(token)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
 """What `override_lax` did: told once as a context ends, and kept as data."""
 
 import contextlib
+import contextvars
 import dataclasses
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 from absl import logging
@@ -13,7 +15,8 @@ from pallas_collectives import catalogue
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.algorithms import KernelPlan
 from pallas_collectives.backends.plans import Plan, ProductPlan, WirePlan
-from pallas_collectives.tuning import overlaps
+from pallas_collectives.topology import chips
+from pallas_collectives.tuning import choice, overlaps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Line:
       by: "pallas" or "nccl", with the algorithm behind it; "lax". Of a call in several steps, as by
         an exchange over a wire, those of all.
       why: in a sentence.
-      times: how many calls were built; equal ones in one program are built once.
+      times: how many calls were built; equal ones in one program are built once, and one in a loop
+        is one.
       nbytes: bytes of a device's operands, in all; 0 where that is not known.
       before_us: modelled microseconds for which lax's would stop the core, in all: as long as ours
         takes alone, or 0 where XLA runs it beside compute. None where there is no figure.
@@ -64,8 +68,9 @@ class OnWire:
 
     def __str__(self) -> str:
         if self.why:
-            return f"{self.times} x {self.op} without its wire {self.wire}: {self.why}"
-        share = f"{self.sent} bytes in place of {self.nbytes}"
+            without = f"{self.times} x {self.op} without its wire {self.wire}"
+            return f"{without}{_each(self.times)}: {self.why}"
+        share = f"{self.sent} bytes in place of {self.nbytes}{_in_all(self.times)}"
         return f"{self.times} x {self.op} over wire {self.wire}: {share}"
 
 
@@ -77,9 +82,14 @@ class OverrideReport:
       replaced: those that ours serve.
       left: those that lax serves.
       programs: how many programs were built.
-      kept: the functions that `only=` and `keep=` left to lax; their calls are not noted.
+      kept: the functions that were called by name and that `only=` or `keep=` left to lax; these
+        calls are not counted.
       wires: what became of the wires that `wire=` names.
       unused: functions named in `wire=` that no program called.
+      unreached: lax's functions that were called all the same, by names bound before or by JAX
+        itself; none are told where there are `kept` ones.
+      chip: the chip with whose times kernels were chosen; "" where none was.
+      ended: whether it is of a context; False before the first one has ended.
 
     Example:
       >>> with pc.override_lax():
@@ -88,7 +98,7 @@ class OverrideReport:
       >>> report.replaced, report.left, report.programs
       ((), (), 0)
       >>> print(report)
-      override_lax: programs built: 0, collectives in them: 0
+      override_lax: no program was built: each was compiled before, or is called outside the `with`
     """
 
     replaced: tuple[Line, ...] = ()
@@ -97,18 +107,55 @@ class OverrideReport:
     kept: tuple[str, ...] = ()
     wires: tuple[OnWire, ...] = ()
     unused: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
+    chip: str = ""
+    ended: bool = True
 
     def __str__(self) -> str:
-        kept = f"; only= and keep= leave to lax: {', '.join(self.kept)}" if self.kept else ""
-        told = f"{_count(self.replaced)} replaced, {_count(self.left)} left to lax"
-        if not self.replaced and not self.left:
-            told = f"programs built: {self.programs}, collectives in them: 0"
-        lines = [f"override_lax: {told}{kept}"]
-        for line in (*self.replaced, *self.left):
-            lines.append(f"  {line.times} x {line.op} by {line.by}{_stops(line)}: {line.why}")
+        lines = [f"override_lax: {self._summary()}"]
+        simulated = self.chip == chips.SIMULATED.name
+        for line in (found := (*self.replaced, *self.left)):
+            nbytes = f" of {line.nbytes} bytes{_in_all(line.times)}" if line.nbytes else ""
+            stops = "" if simulated else _stops(line)
+            served = f"  {line.times} x {line.op}{nbytes} by {line.by}{stops}"
+            lines.append(f"{served}{_each(line.times)}: {line.why}")
         lines += [f"  {line}" for line in self.wires]
         lines += [f"  wire= for {name} was unused: no {name} was built" for name in self.unused]
+        if self.kept:
+            names = ", ".join(self.kept)
+            lines.append(f"  left to lax by only= or keep=, and not counted: {names}")
+        if self.unreached:
+            how = "by a name bound before (`from jax.lax import psum`), or by JAX in a derivative"
+            names = f"{', '.join(self.unreached)}, {how}"
+            lines.append(f"  called, but out of reach: {names}: use pallas_collectives.overridden")
+        if found:
+            stands = f"{choice.STAND_IN}, which stands for simulated devices"
+            whose = f"; modelled times are of {stands if simulated else self.chip}"
+            times = f", with the time of one turn{whose}" if self.chip else ""
+            lines.append(f"  a call in a loop counts once{times}")
         return "\n".join(lines)
+
+    def _summary(self) -> str:
+        """How many calls became what; or why nothing is told."""
+        if not self.ended:
+            return "no context has ended yet: ask after the `with`"
+        if self.replaced or self.left or self.kept or self.unreached:
+            return f"{_count(self.replaced)} replaced, {_count(self.left)} left to lax"
+        if not self.programs:
+            return "no program was built: each was compiled before, or is called outside the `with`"
+        return (
+            f"programs built: {self.programs}, calls in them that it replaces: none. Programs that "
+            "were compiled before are not built again; under jax.jit with shardings XLA makes the "
+            "collectives: call them in jax.shard_map"
+        )
+
+
+def _each(times: int) -> str:
+    return "; each" if times > 1 else ""
+
+
+def _in_all(times: int) -> str:
+    return " in all" if times > 1 else ""
 
 
 def _stops(line: Line) -> str:
@@ -116,20 +163,31 @@ def _stops(line: Line) -> str:
     if line.before_us is None or line.after_us is None:
         return ""
     before, after = f"{line.before_us:.0f}", f"{line.after_us:.0f}"
+    us = f"us{_in_all(line.times)}"
     if before != after:
-        return f", stops the core {before} -> {after} us (modelled)"
+        return f", stops the core {before} -> {after} {us} (modelled)"
     if not line.after_us:
         return ", does not stop the core (modelled)"
-    return f", stops the core for {after} us, as long as lax's (modelled)"
+    return f", stops the core for {after} {us}, as long as lax's (modelled)"
 
 
 def _count(lines: tuple[Line, ...]) -> int:
     return sum(line.times for line in lines)
 
 
-_last = OverrideReport()
+_last = OverrideReport(ended=False)
 _ever_replaced = False
 _told: set[str] = set()
+
+
+class _Called(NamedTuple):
+    """Names of lax's functions whose calls stay lax's: kept ones, and those out of reach."""
+
+    kept: set[str]
+    unreached: set[str]
+
+
+_called: contextvars.ContextVar[_Called | None] = contextvars.ContextVar("called", default=None)
 
 _programs = threading.local()  # how many this thread has lowered
 
@@ -158,38 +216,52 @@ def override_report() -> OverrideReport:
     return _last
 
 
+def note_kept(name: str) -> None:
+    """Notes a call, by name, of a function that lax keeps."""
+    if (called := _called.get()) is not None:
+        called.kept.add(name)
+
+
+def note_unreached(name: str) -> None:
+    """Notes that lax's primitive of a function is bound, where ours should be."""
+    if (called := _called.get()) is not None:
+        called.unreached.add(name)
+
+
 @contextlib.contextmanager
-def told(kept: Iterable[str], wired: Iterable[str]) -> Iterator[None]:
+def told(wired: Iterable[str]) -> Iterator[None]:
     """Within this context what is built is noted; at its end it is told, each news once.
 
-    A context in which programs were built without any collective of ours is warned of, unless one
-    before has replaced some: then a program that is there already may hold them. Nor is it where
-    functions were left to lax by name, `kept`. Those of `wired` have a wire.
+    Calls that it did not reach are warned of: each time where it found no others. Programs without
+    calls are until a context has replaced some, as one compiled before may hold these. The
+    functions of `wired` have a wire.
     """
     global _last, _ever_replaced
-    before = getattr(_programs, "number", 0)
-    with counters.recorded(built=True) as plans:
-        yield
+    before, outer, called = getattr(_programs, "number", 0), _called.get(), _Called(set(), set())
+    token = _called.set(called)
+    try:
+        with counters.recorded(built=True) as plans:
+            yield
+    finally:
+        _called.reset(token)
+        if outer is not None:
+            outer.kept.update(called.kept)
+            outer.unreached.update(called.unreached)
     report = _report(plans, getattr(_programs, "number", 0) - before)
     unused = tuple(sorted(name for name in wired if _bound(name) not in _with_wires(plans)))
-    report = _last = dataclasses.replace(report, kept=tuple(sorted(kept)), unused=unused)
+    kept = tuple(sorted(called.kept))  # lax's primitives are bound for these, too
+    unreached = () if kept else tuple(sorted(called.unreached))
+    report = _last = dataclasses.replace(report, kept=kept, unused=unused, unreached=unreached)
     _ever_replaced = _ever_replaced or bool(report.replaced)
-    text = str(report)
-    if text in _told:
+    found, text = report.replaced or report.left, str(report)
+    if text in _told and (found or not unreached):
         return
-    if report.replaced or report.left:
-        _told.add(text)
+    _told.add(text)
+    nothing = report.programs and not found and not kept and not _ever_replaced
+    if (unreached or nothing) and jax.device_count() > 1:
+        logging.warning("pallas_collectives: %s", text)
+    elif found:
         logging.info("pallas_collectives: %s", text)
-    elif report.programs and not report.kept and not _ever_replaced and jax.device_count() > 1:
-        _told.add(text)
-        logging.warning(
-            "pallas_collectives: override_lax has replaced nothing: %d programs were built in its "
-            "context, and none has a collective that was called by its name in jax.lax. Under "
-            "jax.jit with shardings XLA makes the collectives: call them in jax.shard_map. Names "
-            "that were bound before, as by `from jax.lax import psum`, are lax's still: use "
-            "pallas_collectives.overridden",
-            report.programs,
-        )
 
 
 def _bound(name: str) -> str:
@@ -230,7 +302,8 @@ def _report(plans: list[Plan], programs: int) -> OverrideReport:
         OnWire(*key, len(same), sum(p.nbytes for p in same), sum(p.sent for p in same))
         for key, same in on_wires.items()
     )
-    return OverrideReport(lines(True), lines(False), programs, wires=told)
+    on = " and ".join(sorted({plan.chip for plan in plans if isinstance(plan, KernelPlan)}))
+    return OverrideReport(lines(True), lines(False), programs, wires=told, chip=on)
 
 
 def _named(plan: Plan) -> str:

@@ -74,7 +74,7 @@ def _served(
         note(plan)
         return result
     note(plan)
-    with choice.rebound(frozenset()):
+    with choice.meaning_lax():
         return by_lax(*args, **params)
 
 
@@ -159,7 +159,7 @@ def run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
       DtypeError, ReachError, SliceError: the backend cannot take the dtype, or cannot write to the
         devices.
     """
-    with choice.rebound(frozenset()):
+    with choice.meaning_lax():
         return _run(op, how, *args, **params)
 
 

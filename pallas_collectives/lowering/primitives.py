@@ -68,7 +68,7 @@ def with_twins(how: How, fn: Callable[..., Any], *args: Any, op: str = "") -> An
         results = others, out_tree, arrays  # no array, which would leave this trace
         return [leaf for leaf, is_array in zip(flat, arrays, strict=True) if is_array]
 
-    with choice.rebound(frozenset()):
+    with choice.meaning_lax():
         closed = jax.make_jaxpr(recorded)(*(leaves[i] for i in traced))
     if not any(map(_is_collective, closed.jaxpr.eqns)):
         return fn(*args)  # nothing to replace: psum(1, "x") is a number

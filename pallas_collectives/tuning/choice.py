@@ -42,7 +42,7 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # larger ones would take from VMEM what XLA keeps there between operations.
 VMEM_UP_TO_BYTES = 1 << 20
 # Whose times stand for a chip without times: simulated devices reach each other as v5p's do.
-_STAND_IN = "v5p"
+STAND_IN = "v5p"
 
 _table_in_scope = jax.make_user_context(None)
 
@@ -228,7 +228,7 @@ def _entries(
     """
     name = chip.name
     if not table.measured and not any(key[1] == name for key in table.families):
-        name = _STAND_IN
+        name = STAND_IN
     if (own := table.entries.get((op, name, torus, devices))) is not None:
         yield (own,)
     for family in () if table.measured else tables.families_like(torus):
