@@ -153,6 +153,7 @@ def test_use_backend_within() -> None:
         run()
     assert built() == {("psum_invariant", "xla")}
     assert not pc.fallback_counts()
+    assert not pc.override_report().unreached, "our own code has lax serve"
 
 
 def test_names_bound_before_are_out_of_reach() -> None:
@@ -375,6 +376,18 @@ def test_calls_out_of_reach_are_told_each_time(warnings: Callable[..., list[str]
     (warning,) = warnings(lambda: run(both))
     assert "1 replaced, 0 left to lax" in warning and "out of reach: psum, by" in warning
     assert not warnings(lambda: run(both)), "told already"
+
+
+def test_sums_that_jax_adds_without_lax_are_told(warnings: Callable[..., list[str]]) -> None:
+    """With `check_vma=False`, those of operands that `in_specs` replicate."""
+    x = harness.random((2, 8, 128), "float32")
+    specs: dict[str, Any] = {"in_specs": (P(), P("x")), "out_specs": P(), "check_vma": False}
+    loss = jax.shard_map(
+        lambda w, x: jax.lax.pmean(jnp.sum(w * x), "x"), mesh=harness.mesh(2), **specs
+    )
+    (warning,) = warnings(lambda: jax.jit(jax.grad(loss))(x[0], x))
+    assert "out of reach: psum, by" in warning and "or by JAX in a derivative" in warning
+    assert pc.override_report().replaced
 
 
 def test_programs_without_calls_are_warned_of_until_some_were_replaced(
