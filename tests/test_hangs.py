@@ -13,7 +13,7 @@ PROLOGUE = """
     x = np.ones((32, 128), np.float32)
     def run(f):
         shard = jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-        print(jax.jit(shard)(x).shape)
+        print(np.asarray(jax.jit(shard)(x)).shape)
 """
 
 CASES = {
@@ -86,3 +86,35 @@ def test_too_few_threads_to_simulate_are_refused_where_that_hangs() -> None:
     assert done.returncode == 1
     assert "set PJRT_NPROC=" in done.stdout
     assert "BackendError" in done.stderr
+
+
+def test_rows_that_nobody_sends_are_refused_on_simulated_devices() -> None:
+    """One device expects a row too many of the last; clipped to what there is, 99 rows are 8."""
+    program = (
+        PROLOGUE
+        + """
+    def exchange(rows, received):
+        me, ones = jax.lax.axis_index("x"), np.ones(4, np.int32)
+        received = jax.numpy.where(me == 2, received, ones)
+        tables = np.arange(4), ones, jax.numpy.full(4, me), received
+        return pc.ragged_all_to_all(rows, 0 * rows, *tables, axis_name="x", algorithm="direct")
+
+    def everything(rows):
+        all_rows, none = np.full(4, 99), np.zeros(4, np.int32)
+        return pc.ragged_all_to_all(rows, rows, none, all_rows, none, all_rows // 9, axis_name="x")
+
+    run(lambda a: exchange(a, np.int32([1, 1, 1, 1])))
+    run(everything)
+    run(lambda a: exchange(a, np.int32([1, 1, 1, 2])))
+    jax.effects_barrier()
+    """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith("(32, 128)\n(32, 128)\n") and done.returncode
+    wanted = "CollectiveError: recv_sizes=[1, 1, 1, 2] of device 2: they must be what is sent to it"
+    assert f"{wanted}, [1, 1, 1, 1]" in done.stderr

@@ -118,14 +118,21 @@ def test_built_in_programs_call_lax(
 
 
 @LIBTPU
-def test_products_of_a_step_that_are_fused() -> None:
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("tensor", {"all_gather_matmul", "matmul_reduce_scatter"}),
+        ("benchmarks.steps.sums:tensor", {"matmul_reduce_scatter"}),
+    ],
+)
+def test_products_of_a_step_that_are_fused(name: str, wanted: set[str]) -> None:
     devices: Any = np.array(harness._topology("v5p:2x2x2").devices)
-    form = Form(gradient=False, unrolled=False)
-    program = programs.named("tensor")(devices.size, form)
+    form = Form(gradient=name != "tensor", unrolled=False)
+    program = programs.named(name)(devices.size, form)
     pc.reset_counts()
     compiling.lower(program, devices, "override")
     fused = {op for op, way, _ in pc.fusion_counts() if way == "fused"}
-    assert fused == {"all_gather_matmul", "matmul_reduce_scatter"}
+    assert fused == wanted
 
 
 def test_a_program_says_for_how_many_devices_it_is() -> None:

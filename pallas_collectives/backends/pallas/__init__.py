@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_collectives.backends import algorithms, nested, ordered
-from pallas_collectives.backends.pallas import packing
+from pallas_collectives.backends.pallas import packing, received
 from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
 from pallas_collectives.backends.pallas.reductions import requantized_reduce as requantized_reduce
@@ -97,10 +97,14 @@ def ragged_all_to_all(
     group = placement.arranged(group)
     plan = algorithms.choose("ragged_all_to_all", how, operand, group)
     rows, rows_init = packing.rows_of(operand), packing.rows_of(output)
-    begin, sizes, targets, received = map(_as_int32, tables)
-    given = [sizes, targets, received]
+    begin, sizes, targets, expected = map(_as_int32, tables)
     if plan.record.takes_everyones:
         given = [*_tables_of_all(jnp.stack([sizes, targets]), group, how)]
+    else:
+        if how.interpret:
+            most = min(len(operand), len(output))
+            expected = received.checked(sizes, expected, most, group)
+        given = [sizes, targets, expected]
     y = algorithms.launch(plan, rows, rows_init, begin, *given, group, interpret=how.interpret)
     return packing.from_rows(y, output)
 
