@@ -1,5 +1,6 @@
 """Which collectives of a step a SparseCore runs, and which the core."""
 
+import functools
 from typing import Any
 
 import jax
@@ -66,11 +67,22 @@ def test_what_is_worth_a_sparsecores_time() -> None:
     assert "300 us for it, and the core takes 140" in overlaps.on_core(300.0, v6e, 140.0)
 
 
+def served(topology: str, fn: Any, *sizes: int) -> list[str]:
+    """The backends that serve what a program of arrays of so many bytes calls."""
+    pytest.importorskip("libtpu")
+    mesh, given = harness.tpu_mesh(topology, {"x": len(harness._topology(topology).devices)}), P()
+    placed = jax.NamedSharding(mesh, given)
+    shapes = (jax.ShapeDtypeStruct((n // 256, 128), "bfloat16", sharding=placed) for n in sizes)
+    run = jax.shard_map(fn, mesh=mesh, in_specs=given, out_specs=given, check_vma=False)
+    with counters.recorded(built=True) as plans, pc.override_lax():
+        jax.jit(run).lower(*shapes)
+    return [plan.backend for plan in plans]
+
+
 @pytest.mark.full
 def test_what_xla_gathers_into_cmem_stays_laxs() -> None:
     """In a step; what is started by name is as it was, and what is more than CMEM has room for."""
-    pytest.importorskip("libtpu")
-    mesh, small, large = harness.tpu_mesh("v4:2x2x1", {"x": 8}), 1 << 20, 8 << 20
+    by, small, large = functools.partial(served, "v4:2x2x1"), 1 << 20, 8 << 20
 
     def step(*weights: jax.Array) -> Any:
         return [lax.all_gather(w, "x", tiled=True) for w in weights]
@@ -78,16 +90,21 @@ def test_what_xla_gathers_into_cmem_stays_laxs() -> None:
     def started(w: jax.Array) -> Any:
         return pc.all_gather_start(w, "x", tiled=True).done()
 
-    def by(fn: Any, *sizes: int) -> list[str]:
-        given = jax.NamedSharding(mesh, P())
-        shapes = (jax.ShapeDtypeStruct((n // 256, 128), "bfloat16", sharding=given) for n in sizes)
-        run = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        with counters.recorded(built=True) as plans, pc.override_lax():
-            jax.jit(run).lower(*shapes)
-        return [plan.backend for plan in plans]
-
     assert by(step, small, large) == ["xla", "pallas"]
     assert by(started, small) == ["pallas"]
+
+
+@pytest.mark.parametrize(
+    "topology, kept", [("v5e:2x2", True), ("v6e:2x2", True), ("v5p:2x2x1", False)]
+)
+def test_what_xla_sums_in_vmem_stays_laxs(topology: str, kept: bool) -> None:
+    """Small sums, whose latency counts, and larger ones than VMEM has room for are kernels'."""
+
+    def step(*terms: jax.Array) -> Any:
+        return [lax.psum(jnp.tanh(x), "x") for x in terms]
+
+    sizes = [1 << 20, 8 << 20, 64 << 20]
+    assert served(topology, step, *sizes) == ["pallas", "xla" if kept else "pallas", "pallas"]
 
 
 @pytest.mark.full
@@ -123,7 +140,7 @@ def test_lax_serves_what_finds_no_room_in_vmem(monkeypatch: pytest.MonkeyPatch) 
 
     pc.reset_counts()
     with pc.override_lax():
-        assert not engines(step, (2048, 2048))
+        assert not engines(step, (1024, 1024))
     assert any("no room" in reason for reason in pc.fallback_counts())
     with pytest.raises(VmemError, match="no room"):
         engines(lambda x: pc.psum(x, "x", algorithm="ring"), (2048, 2048))
