@@ -56,16 +56,17 @@ def override_lax(
     It makes no step longer. lax keeps the collectives that XLA runs beside compute
     (`tuning.overlaps`), where ours would stop the core: permutes and ragged exchanges on all chips;
     gathers on v5e; gathers and sums on 7x; and on v4 gathers that XLA puts in CMEM. It keeps large
-    gathers of float32, of which XLA sends half the bytes where products read them. On GPUs it keeps
-    gathers of weights with the sums of their gradients, `psum` and permutes, of 4 MiB and more: XLA
-    runs these beside compute, and NCCL's calls of ours stop it. On v5p and v6e XLA would stop the
-    core for them, and a SparseCore runs our kernels that move much data. Of gathers it runs those
-    of weights, which are asked for ahead, and of sums these gathers' derivatives. Products wait for
-    tokens' exchanges at once; a SparseCore runs those beside which a turn has other products, as
-    with `two_batch_overlap` (`lowering.order`). Or a gather of tokens and the products behind it, a
-    product and the psum_scatter behind it, run in one kernel (`lowering.fusing`), where a model of
-    the chip says that this is quicker. `override_report()` says what was replaced, and why the rest
-    was not.
+    gathers of float32, of which XLA sends half the bytes where products read them; and on v5e and
+    v6e sums by name of 4 to 32 MiB, which XLA has in VMEM. On GPUs it keeps gathers of weights with
+    the sums of their gradients, `psum` and permutes, of 4 MiB and more: XLA runs these beside
+    compute, and NCCL's calls of ours stop it. On v5p and v6e XLA would stop the core for them, and
+    a SparseCore runs our kernels that move much data. Of gathers it runs those of weights, which
+    are asked for ahead, and of sums these gathers' derivatives. Products wait for tokens' exchanges
+    at once; a SparseCore runs those beside which a turn has other products, as with
+    `two_batch_overlap` (`lowering.order`). Or a gather of tokens and the products behind it, or a
+    product and the psum_scatter behind it, run in one kernel, and a psum of products as that kernel
+    and a gather, where a model of the chip says that this is quicker (`lowering.fusing`).
+    `override_report()` says what was replaced, and why the rest was not.
 
     Args:
       everything: replace also what XLA would run beside compute; and run all on the TensorCore,
@@ -277,12 +278,13 @@ def _bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
     """lax's bind, or the twin's within `overridden`."""
     by_lax = functools.partial(type(primitive).bind, primitive)
     names = choice.rebound.value
-    if (function := _function_of(primitive.name)) not in names:
-        if function in _overridden.value and not choice.means_lax.get():
-            overrides.note_unreached(function)
-        return by_lax(*args, **params)
     axes = params.get("axes", params.get("axis_name"))
     axes = axes if isinstance(axes, tuple) else (axes,)
+    if (function := _function_of(primitive.name)) not in names:
+        on_mesh = {*validation.named(axes)} & {*jax.sharding.get_abstract_mesh().axis_names}
+        if on_mesh and function in _overridden.value and not choice.means_lax.get():
+            overrides.note_unreached(function)
+        return by_lax(*args, **params)
     with choice.meaning_lax():  # what the twin's rules bind is meant
         how = choice.choose(validation.named(axes), None, None)
         record = catalogue.primitives()[primitive.name][0]
@@ -297,6 +299,8 @@ def _choosing(name: str) -> Callable[..., Any]:
 
     @functools.wraps(of_lax)
     def function(*args: Any, **kwargs: Any) -> Any:
+        if choice.means_lax.get():
+            return of_lax(*args, **kwargs)
         if name not in _overridden.value:
             overrides.note_kept(name)
             return of_lax(*args, **kwargs)

@@ -150,7 +150,7 @@ def named(wire: WireLike) -> Wire | None:
         return Wire("int8", optional=True) if wire == "auto" else Wire(wire)
     try:
         return Wire(jnp.dtype(wire).name)
-    except TypeError:
+    except (TypeError, ValueError):
         rule = "it must be a Wire, a dtype or its name, 'auto' or None"
         raise WireError(f"wire={wire!r}", rule, "write it like 'int8'") from None
 

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 PROLOGUE = """
     import jax, numpy as np
     import pallas_collectives as pc
@@ -88,24 +90,38 @@ def test_too_few_threads_to_simulate_are_refused_where_that_hangs() -> None:
     assert "BackendError" in done.stderr
 
 
-def test_rows_that_nobody_sends_are_refused_on_simulated_devices() -> None:
-    """One device expects a row too many of the last; clipped to what there is, 99 rows are 8."""
+@pytest.mark.parametrize("sizes, groups", [((4,), None), ((2, 2), None), ((4,), [[0, 1], [2, 3]])])
+def test_rows_that_nobody_sends_are_refused_on_simulated_devices(
+    sizes: tuple[int, ...], groups: list[list[int]] | None
+) -> None:
+    """The last device expects a row too many; clipped to what there is, 99 rows are 8."""
     program = (
         PROLOGUE
+        + f"""
+    names, groups = ("y", "x")[-{len(sizes)}:], {groups}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape({sizes}), names)
+    n = {2 if groups else sizes[-1]}
+    """
         + """
-    def exchange(rows, received):
-        me, ones = jax.lax.axis_index("x"), np.ones(4, np.int32)
-        received = jax.numpy.where(me == 2, received, ones)
-        tables = np.arange(4), ones, jax.numpy.full(4, me), received
-        return pc.ragged_all_to_all(rows, 0 * rows, *tables, axis_name="x", algorithm="direct")
+    def run(f):
+        specs = {"in_specs": P(names), "out_specs": P(names)}
+        print(np.asarray(jax.jit(jax.shard_map(f, mesh=mesh, check_vma=False, **specs))(x)).shape)
+
+    def exchange(rows, more):
+        me, ones = jax.lax.axis_index("x") % n, jax.numpy.ones(n, int)
+        is_last = jax.lax.axis_index(names) == 3
+        tables = np.arange(n), ones, jax.numpy.full(n, me), ones.at[-1].add(more * is_last)
+        how = {"axis_name": "x", "axis_index_groups": groups, "algorithm": "direct"}
+        return pc.ragged_all_to_all(rows, 0 * rows, *tables, **how)
 
     def everything(rows):
-        all_rows, none = np.full(4, 99), np.zeros(4, np.int32)
-        return pc.ragged_all_to_all(rows, rows, none, all_rows, none, all_rows // 9, axis_name="x")
+        whole, none = np.full(n, 99), np.zeros(n, np.int32)
+        tables = none, whole, none, whole // 9
+        return pc.ragged_all_to_all(rows, rows, *tables, axis_name="x", axis_index_groups=groups)
 
-    run(lambda a: exchange(a, np.int32([1, 1, 1, 1])))
+    run(lambda a: exchange(a, 0))
     run(everything)
-    run(lambda a: exchange(a, np.int32([1, 1, 1, 2])))
+    run(lambda a: exchange(a, 1))
     jax.effects_barrier()
     """
     )
@@ -116,5 +132,6 @@ def test_rows_that_nobody_sends_are_refused_on_simulated_devices() -> None:
         timeout=60,
     )
     assert done.stdout.startswith("(32, 128)\n(32, 128)\n") and done.returncode
-    wanted = "CollectiveError: recv_sizes=[1, 1, 1, 2] of device 2: they must be what is sent to it"
-    assert f"{wanted}, [1, 1, 1, 1]" in done.stderr
+    ones = [1] * (2 if groups else sizes[-1])
+    wanted = f"CollectiveError: recv_sizes={[*ones[:-1], 2]} of device {len(ones) - 1}: they must"
+    assert f"{wanted} be what is sent to it, {ones}" in done.stderr

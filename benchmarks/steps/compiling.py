@@ -102,7 +102,8 @@ def devices_of(topology: str) -> np.ndarray:
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except jax.errors.JaxRuntimeError as error:
-        rule = f"it must be a slice that the TPU compiler has, which says {str(error).strip()}"
+        said = " ".join(str(error).split())
+        rule = f"it must be a slice that the TPU compiler has, which says {said}"
         raise FlagError(f"--topology={topology}", rule, "name another, such as v5e:4x4") from None
     return np.array(found.devices)
 

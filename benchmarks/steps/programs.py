@@ -267,6 +267,8 @@ def ring_attention(devices: int, form: Form) -> Program:
     return Program(stepping(form, layer), (_weights(1, 1), _tokens(batch=1)), {"x": devices})
 
 
+_REMEDY = f"write it as `fsdp` in {__name__} is"
+
 BUILT_IN: dict[str, Callable[[int, Form], Program]] = {
     program.__name__: program
     for program in (fsdp, tensor, fsdp_tensor, experts, ring_attention, data)
@@ -301,9 +303,6 @@ def named(name: str) -> Callable[[int, Form], Program]:
         return program
 
     return checked
-
-
-_REMEDY = f"write it as `fsdp` in {__name__} is"
 
 
 def check(name: str, devices: int, form: Form) -> None:

@@ -1,4 +1,4 @@
-"""A built-in step whose products' terms are added by `psum`: heads and hidden units over the
+"""A step whose products' terms are added by `psum`: heads and hidden units over the
 devices, all tokens on each. For `step --program=benchmarks.steps.sums:tensor`.
 """
 

@@ -82,12 +82,12 @@ class OverrideReport:
       replaced: those that ours serve.
       left: those that lax serves.
       programs: how many programs were built.
-      kept: the functions that were called by name and that `only=` or `keep=` left to lax; these
-        calls are not counted.
+      kept: the functions that were called, also by derivatives, and that `only=` or `keep=` left to
+        lax; these calls are not counted.
       wires: what became of the wires that `wire=` names.
       unused: functions named in `wire=` that no program called.
       unreached: lax's functions that were called all the same, by names bound before or by JAX
-        itself; none are told where there are `kept` ones.
+        itself.
       chip: the chip with whose times kernels were chosen; "" where none was.
       ended: whether it is of a context; False before the first one has ended.
 
@@ -127,7 +127,8 @@ class OverrideReport:
         if self.unreached:
             how = "by a name bound before (`from jax.lax import psum`), or by JAX in a derivative"
             names = f"{', '.join(self.unreached)}, {how}"
-            lines.append(f"  called, but out of reach: {names}: use pallas_collectives.overridden")
+            remedy = "use pallas_collectives.overridden, of the gradient"
+            lines.append(f"  called, but out of reach: {names}: {remedy}")
         if found:
             stands = f"{choice.STAND_IN}, which stands for simulated devices"
             whose = f"; modelled times are of {stands if simulated else self.chip}"
@@ -232,9 +233,9 @@ def note_unreached(name: str) -> None:
 def told(wired: Iterable[str]) -> Iterator[None]:
     """Within this context what is built is noted; at its end it is told, each news once.
 
-    Calls that it did not reach are warned of: each time where it found no others. Programs without
-    calls are until a context has replaced some, as one compiled before may hold these. The
-    functions of `wired` have a wire.
+    Calls that it did not reach are warned of where it found no others. Programs without calls are
+    until a context has replaced some, as one compiled before may hold these. The functions of
+    `wired` have a wire.
     """
     global _last, _ever_replaced
     before, outer, called = getattr(_programs, "number", 0), _called.get(), _Called(set(), set())
@@ -245,12 +246,11 @@ def told(wired: Iterable[str]) -> Iterator[None]:
     finally:
         _called.reset(token)
         if outer is not None:
-            outer.kept.update(called.kept)
             outer.unreached.update(called.unreached)
     report = _report(plans, getattr(_programs, "number", 0) - before)
     unused = tuple(sorted(name for name in wired if _bound(name) not in _with_wires(plans)))
     kept = tuple(sorted(called.kept))  # lax's primitives are bound for these, too
-    unreached = () if kept else tuple(sorted(called.unreached))
+    unreached = tuple(sorted(called.unreached - {*map(_bound, kept)}))
     report = _last = dataclasses.replace(report, kept=kept, unused=unused, unreached=unreached)
     _ever_replaced = _ever_replaced or bool(report.replaced)
     found, text = report.replaced or report.left, str(report)
@@ -258,7 +258,7 @@ def told(wired: Iterable[str]) -> Iterator[None]:
         return
     _told.add(text)
     nothing = report.programs and not found and not kept and not _ever_replaced
-    if (unreached or nothing) and jax.device_count() > 1:
+    if (nothing or (unreached and not found)) and jax.device_count() > 1:
         logging.warning("pallas_collectives: %s", text)
     elif found:
         logging.info("pallas_collectives: %s", text)

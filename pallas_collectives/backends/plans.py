@@ -37,8 +37,7 @@ from pallas_collectives.wires import Wire
 NAMES = ("pallas", "nccl", "xla")
 
 # Of a call in a loop (`How.ahead`): another turn than its own may begin it; the turn before begins
-# it, as for weights, also where turns go in pairs; the turn behind begins it, as for gradients. Or
-# its own turn begins it, and nothing but products reads it.
+# it, as for weights, also where turns go in pairs; the turn behind begins it, as for gradients.
 MAY_BE_AHEAD, IS_AHEAD, IN_PAIRS, IS_BEHIND = "may be", "is", "in pairs", "behind"
 
 # What a backend raises for a call that lax can serve in its place.

@@ -118,7 +118,7 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
         return why, True
     if name == "all_gather" and how.awaited is not None:
         return overlaps.for_its_reader(brought, dtype, chip), False
-    if name == "all_reduce" and how.awaited:
+    if name == "all_reduce" and how.awaited and _adds(op):
         return overlaps.for_its_maker(brought, chip), False
     return "", False
 

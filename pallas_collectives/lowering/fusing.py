@@ -181,13 +181,15 @@ class _Turn:
         """Puts a kernel in place of a collective and its products; the seconds that this saves."""
         eqn = collective.eqn
         assert eqn is not None
-        (x, *_), whole = _types(eqn), eqn.params.get("axis_index_groups") is None
-        if not whole or not eqn.params.get("tiled", True):
+        (x, *_), name = _types(eqn), eqn.primitive.name
+        if eqn.params.get("axis_index_groups") or not eqn.params.get("tiled", True):
             return 0.0
         if wire_ways.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:  # a cast: no kernel has it
             return 0.0
-        put = {"all_gather": self._gathered, "reduce_scatter": self._scattered}
-        return put.get(turns.collective_of(eqn), self._summed)(collective, eqn)
+        if name in _DIMENSIONS:
+            return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
+        # No kernel's gather gives what is typed as equal on all devices.
+        return self._summed(collective, eqn) if turns.collective_of(eqn) == "all_reduce" else 0.0
 
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
         (whole,), brought = gather.writes, _types(eqn)[-1]
@@ -197,8 +199,7 @@ class _Turn:
             return 0.0  # lax keeps it
         readers = [*map(_Product.of, self._readers(whole))]
         found = [p for p in readers if p is not None]
-        behind = self._behind(gather) if found else set()
-        found = [p for p in found if behind.isdisjoint(numbers([p.w]))]
+        found = [p for p in found if not self._needs(p.w, gather)]
         found = [p for p in found if p.kind == found[0].kind]
         keeps = whole in self._results or len(found) < len(readers)
         kernel = _kernel(eqn, found, _types(eqn)[:1], keeps=keeps)
@@ -218,7 +219,12 @@ class _Turn:
         return self._multiplied(self._terms(scatter.reads[0]), scatter, scatter)
 
     def _summed(self, total: Step, eqn: JaxprEqn) -> float:
-        """A scatter with its products in one kernel, and a gather, in place of a sum."""
+        """A scatter with its products in one kernel, and a gather, in place of a sum.
+
+        On GPUs XLA runs sums beside compute, and no table has NCCL's times.
+        """
+        if eqn.params["how"].backend != "pallas":
+            return 0.0
         (*rows, _), devices = _types(eqn)[0].shape or (0,), collective_times.group(eqn).size
         axis = next((axis for axis, size in enumerate(rows) if size % devices == 0), None)
         terms = self._terms(total.reads[0]) if len(eqn.invars) == 1 else []
@@ -287,14 +293,18 @@ class _Turn:
     def _readers(self, number: int) -> list[Step]:
         return [*self._read_by.get(number, ())]
 
-    def _behind(self, first: Step) -> set[int]:
-        """All that needs what a step makes."""
-        found, wanted = {*first.writes}, [*first.writes]
+    def _needs(self, value: Any, first: Step) -> bool:
+        """Whether a value is made of what a step makes."""
+        wanted = [*numbers([value])]
+        found = {*wanted}
         for number in wanted:
-            new = {n for step in self._readers(number) for n in step.writes} - found
+            maker = self._makers.get(number)
+            if maker is first:
+                return True
+            new = {*numbers(maker.reads)} - found if maker else set()
             found |= new
             wanted += new
-        return found
+        return False
 
 
 def _kernel(

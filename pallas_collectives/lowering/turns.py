@@ -190,8 +190,7 @@ def _awaited(eqn: JaxprEqn) -> bool:
     if len(eqn.invars) != 1 or not any(eqn.primitive.name in _twins_of(op) for op in _EXCHANGES):
         return False
     how: How = eqn.params["how"]
-    by_name = validation.named(eqn.params.get("axes", ())) == tuple(eqn.params.get("axes", ()))
-    able = how.ahead == MAY_BE_AHEAD and by_name and wire_ways.gives_way(how)
+    able = how.ahead == MAY_BE_AHEAD and _by_name(eqn) and wire_ways.gives_way(how)
     return able and how.awaited is True
 
 
@@ -199,7 +198,14 @@ def _fuses(eqn: JaxprEqn) -> bool:
     if not any(eqn.primitive.name in _twins_of(op) for op in _EXCHANGES):
         return False
     how: How = eqn.params["how"]
-    return how.fuses and how.awaited is True and wire_ways.gives_way(how)
+    able = how.fuses and _by_name(eqn) and wire_ways.gives_way(how)
+    return able and how.awaited is True
+
+
+def _by_name(eqn: JaxprEqn) -> bool:
+    """Whether all axes are the mesh's; numbers are dimensions that vmap made."""
+    axes = tuple(eqn.params.get("axes", ()))
+    return validation.named(axes) == axes
 
 
 @functools.cache

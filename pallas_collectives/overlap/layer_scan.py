@@ -143,7 +143,8 @@ def _forward(
 def _through(layer: Layer, carry: Any, whole: Any) -> Any:
     """The carry behind a layer."""
     result = layer(carry, whole)
-    gives, takes = (str(jax.tree.structure(tree)) for tree in (result, carry))
+    gives: Any = jax.tree.structure(result)
+    takes: Any = jax.tree.structure(carry)
     if gives != takes:
         value, rule = f"layer gives {gives}", f"it must give the carry alone, which is {takes}"
         raise CollectiveError(value, rule, "return x, and not (x, None) as for jax.lax.scan")

@@ -339,7 +339,8 @@ def _by_lax(
 
 
 def _abstract_eval(*avals: Aval, spec: Spec) -> tuple[list[Aval], frozenset[Any]]:
-    outs = jax.make_jaxpr(functools.partial(_by_lax, spec=spec))(*avals).out_avals
+    with choice.meaning_lax():
+        outs = jax.make_jaxpr(functools.partial(_by_lax, spec=spec))(*avals).out_avals
     shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
     return outs, _effects(shapes, spec, jax.sharding.get_abstract_mesh())
 

@@ -31,6 +31,7 @@ else:
             raise CollectiveError(*_too_early("a collective under way, used as an array"))
 
         __array__ = __getitem__ = __array_ufunc__
+        __bool__ = __int__ = __float__ = __complex__ = __index__ = __array_ufunc__
         # JAX asks for it before it refuses what is no array. To an AttributeError it is deaf.
         __jax_array__ = property(__array_ufunc__)
 

@@ -113,11 +113,11 @@ def for_its_reader(nbytes: int, dtype: DTypeLike, chip: Chip) -> str:
 
 
 def for_its_maker(nbytes: int, chip: Chip) -> str:
-    """Why lax keeps a sum of so many bytes, which products have made; "" where it need not.
+    """Why lax keeps a sum, called by name, of so many bytes; "" where it need not.
 
     A kernel's operand and result lie in HBM, and in one layout. By `step`, for v6e:4x4 with its
-    gradient, `benchmarks.steps.sums:tensor` took 17.0 ms with kernels, for 14.9: a product took 72
-    us in place of 15, and XLA copied results.
+    gradient, `benchmarks.steps.sums:tensor` took 17.0 ms with kernels, for 14.9: a product whose
+    result went to HBM took 72 us, for 15, and XLA copied sums.
     """
     if chip.name not in _SUMS_IN_VMEM or not _WIDE <= nbytes <= _NEAR:
         return ""

@@ -116,6 +116,31 @@ def test_no_kernel_races_in_its_turn(dtype: str, mode: str) -> None:
     assert kernels["scatters"]
 
 
+def over_both(x: jax.Array, w: Arrays) -> jax.Array:
+    """Sums over what vmap maps, and over devices."""
+
+    def each(x: jax.Array) -> jax.Array:
+        return lax.pmean(jnp.tanh(x @ w["up"]) @ w["down"], ("v", "x"))
+
+    return x + jax.vmap(each, axis_name="v")(x)
+
+
+def invarying(x: jax.Array, w: Arrays) -> jax.Array:
+    """A gather whose result is typed as equal on all devices."""
+    seen = lax.all_gather(jnp.tanh(x), "x", axis=1, tiled=True, to="invarying")
+    return x + jnp.sum(seen @ w["up"] @ w["down"])
+
+
+@pytest.mark.parametrize("layer", [over_both, invarying])
+@pytest.mark.parametrize("check_vma", [False, True], ids=["", "vma"])
+def test_what_no_kernel_gives_is_lowered(layer: Layer, check_vma: bool) -> None:
+    run = forward(layer, scan=False)
+    want = on_devices(run, check_vma=check_vma)
+    with counted() as kernels:
+        close(on_devices(run, check_vma=check_vma), want)
+    assert not any(kernels.values())
+
+
 def test_a_mapped_layer_is_in_kernels() -> None:
     def run(x: jax.Array, w: Arrays) -> jax.Array:
         return jax.vmap(forward(one, scan=True), (0, None))(x[:, None], w)[:, 0]
@@ -196,3 +221,14 @@ def test_they_compile_within_a_model(topology: str) -> None:
     run = functools.partial(loss, forward(jax.checkpoint(one), scan=True))
     text = lowered(topology, jax.grad(run)).compile().as_text()
     assert "matmul_reduce_scatter" in text
+
+
+@pytest.mark.parametrize("topology, whole", [("v5p:2x2x2", True), ("v6e:4x4", False)])
+def test_a_sum_over_corners_takes_less_than_its_two_parts(
+    topology: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chips at the corners of 4 x 4 have two links, which a scatter and a gather fill twice."""
+    monkeypatch.undo()  # as it is
+    found = harness.results_of(collective_times, "longer_in_two", monkeypatch)
+    lowered(topology, forward(one, scan=True))
+    assert found and all((longer < 2e-5) == whole for longer in found)

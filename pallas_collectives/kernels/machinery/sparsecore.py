@@ -152,10 +152,11 @@ def as_long_as(wire_bytes: int, chip: Chip, links: int, *, sums: bool) -> int:
 
 
 def table(axes: tuple[str, ...], sharing: int, values: jax.Array) -> jax.Array:
-    """A table, or scalars, as a kernel there reads them; axes: of the mesh, more than one device.
+    """A table, or scalars, as a kernel there reads them.
 
     XLA keeps a constant that a loop's turns read where no SparseCore finds it, and ends with an
-    error. So constants are added to what it does not know to be 0.
+    error. So constants are added to what it does not know to be 0. Args: `axes`, of the mesh, have
+    more than one device together.
     """
     values = values + jnp.minimum(lax.axis_index(axes), 0)
     return _whole_registers(values) if sharing else values

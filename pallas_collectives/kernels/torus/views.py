@@ -75,8 +75,9 @@ class View:
             *before, rows, columns = shape
             high = _high(rows)
             tiles = y.reshape(*before, rows // high, columns // LANES, high, LANES)
-            y = jnp.swapaxes(tiles, -3, -2)
-        return lax.optimization_barrier(y.reshape(shape))
+            y = jnp.swapaxes(tiles, -3, -2).reshape(shape)
+            y = lax.optimization_barrier(y)  # or XLA copies what a backward pass adds, twice
+        return y.reshape(shape)
 
 
 def _high(rows: int) -> int:
