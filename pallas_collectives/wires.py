@@ -149,10 +149,11 @@ def named(wire: WireLike) -> Wire | None:
     if isinstance(wire, str):
         return Wire("int8", optional=True) if wire == "auto" else Wire(wire)
     try:
-        return Wire(jnp.dtype(wire).name)
+        dtype = jnp.dtype(wire)
     except (TypeError, ValueError):
         rule = "it must be a Wire, a dtype or its name, 'auto' or None"
         raise WireError(f"wire={wire!r}", rule, "write it like 'int8'") from None
+    return Wire(dtype.name)
 
 
 def _is_key(key: object) -> bool:

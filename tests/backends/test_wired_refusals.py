@@ -60,6 +60,7 @@ def test_without_a_wire_programs_are_what_they_were() -> None:
         (lambda x: pc.psum(x, "x", wire="int8", order="rank"), WireError, "neighbours"),
         (lambda x: pc.psum(x, "x", wire=np.ones(3)), WireError, "a dtype or its name"),
         (lambda x: pc.psum(x, "x", wire=jnp.int32), WireError, "dtype='int32' of a wire"),
+        (lambda x: pc.psum(x, "x", wire={"psum": "int8"}), WireError, "a dtype or its name"),
         (lambda x: pc.all_gather(x, "x", dequantize="no"), CollectiveError, "True or False"),
         (lambda x: pc.psum(x, "x", return_residue="no"), CollectiveError, "True or False"),
         (
