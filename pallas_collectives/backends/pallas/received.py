@@ -29,7 +29,7 @@ def checked(sizes: jax.Array, received: jax.Array, most: int, group: Group) -> j
     with choice.meaning_lax():
         tables = lax.all_gather(mine, group.axes, axis_index_groups=group.index_groups)
         tables = lax.all_gather(tables, mesh)
-    return jax.pure_callback(_compare, received, tables, received)
+    return jax.pure_callback(_compare, received, tables, received, vmap_method="sequential")
 
 
 def _compare(everyones: jax.Array, received: jax.Array) -> np.ndarray:
