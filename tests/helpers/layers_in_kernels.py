@@ -94,6 +94,15 @@ def close(got: Any, want: Any, dtype: Any = "float32") -> None:
         np.testing.assert_allclose(a, b, rtol=some, atol=some * float(np.max(np.abs(b))))
 
 
+def like_laxs(program: Callable[..., Any], *, check_vma: bool = False) -> dict[str, int]:
+    """How many kernels of either kind are built for a program, which gives what it does by lax."""
+    want = on_devices(program, check_vma=check_vma)
+    with counted() as kernels:
+        got = on_devices(program, check_vma=check_vma)
+    close(got, want)
+    return kernels
+
+
 def lowered(topology: str, program: Callable[..., Any], **how: Any) -> Any:
     """A program of x and the weights of large layers, for TPUs."""
     pytest.importorskip("libtpu")

@@ -26,6 +26,7 @@ from layers_in_kernels import (
     counted,
     forward,
     gathered,
+    like_laxs,
     loss,
     lowered,
     on_devices,
@@ -78,11 +79,7 @@ def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quicker")
 def test_a_layer_gives_what_it_gives_by_lax(layer: str, scan: bool) -> None:
     run = forward(LAYERS[layer], scan=scan)
-    want = on_devices(run)
-    with counted() as kernels:
-        got = on_devices(run)
-    close(got, want)
-    assert kernels == {"gathers": 1, "scatters": 1}  # equal ones are built once
+    assert like_laxs(run) == {"gathers": 1, "scatters": 1}  # equal ones are built once
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -92,10 +89,7 @@ def test_gradients_are_in_kernels_too(layer: str, check_vma: bool) -> None:
     """Backward each kind's derivative is the other."""
     run = functools.partial(loss, forward(jax.checkpoint(LAYERS[layer]), scan=True))
     gradient = jax.grad(run, (0, 1))
-    want = on_devices(gradient, check_vma=check_vma)
-    with counted() as kernels:
-        got = on_devices(gradient, check_vma=check_vma)
-    close(got, want)
+    kernels = like_laxs(gradient, check_vma=check_vma)
     assert sum(kernels.values()) >= 3 and all(kernels.values())
 
 
@@ -125,10 +119,7 @@ def test_a_mapped_layer_is_in_kernels() -> None:
     def run(x: jax.Array, w: Arrays) -> jax.Array:
         return jax.vmap(forward(one, scan=True), (0, None))(x[:, None], w)[:, 0]
 
-    want = on_devices(run)
-    with counted() as kernels:
-        close(on_devices(run), want)
-    assert kernels == {"gathers": 1, "scatters": 1}
+    assert like_laxs(run) == {"gathers": 1, "scatters": 1}
 
 
 @pytest.mark.usefixtures("quicker")
@@ -151,10 +142,7 @@ def chained(x: jax.Array, w: Arrays) -> jax.Array:
 @pytest.mark.usefixtures("quicker")
 def test_what_a_kernel_would_wait_for_itself_stays_out_of_it() -> None:
     run = forward(chained, scan=True)
-    want = on_devices(run)
-    with counted() as kernels:
-        close(on_devices(run), want)
-    assert kernels == {"gathers": 1, "scatters": 1}
+    assert like_laxs(run) == {"gathers": 1, "scatters": 1}
 
 
 def read_twice(x: jax.Array, w: Arrays) -> jax.Array:
@@ -283,10 +271,7 @@ def squared(x: jax.Array, w: Arrays) -> jax.Array:
 @pytest.mark.usefixtures("quicker")
 def test_other_pairs(layer: Layer, gathers: int, scatters: int) -> None:
     run = forward(layer, scan=True)
-    want = on_devices(run)
-    with counted() as kernels:
-        close(on_devices(run), want)
-    assert kernels == {"gathers": gathers, "scatters": scatters}
+    assert like_laxs(run) == {"gathers": gathers, "scatters": scatters}
 
 
 @pytest.mark.usefixtures("quicker")
@@ -298,10 +283,7 @@ def test_what_a_turn_hands_on_is_tokens() -> None:
         return x + scattered(jnp.tanh(seen @ w["up"]) @ w["down"])
 
     run = forward(jax.checkpoint(plain), scan=True)
-    want = on_devices(run)
-    with counted() as kernels:
-        close(on_devices(run), want)
-    assert kernels == {"gathers": 1, "scatters": 1}
+    assert like_laxs(run) == {"gathers": 1, "scatters": 1}
 
 
 def test_weights_pass_a_barrier_with_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,18 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
-from layers_in_kernels import Arrays, Layer, N, close, counted, forward, loss, lowered, on_devices
+from layers_in_kernels import (
+    Arrays,
+    Layer,
+    N,
+    close,
+    counted,
+    forward,
+    like_laxs,
+    loss,
+    lowered,
+    on_devices,
+)
 from pallas_collectives.lowering import collective_times
 from pallas_collectives.overlap import fusion
 
@@ -61,11 +72,7 @@ def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("check_vma", [False, True], ids=["", "vma"])
 def test_a_layer_gives_what_it_gives_by_lax(layer: str, scan: bool, check_vma: bool) -> None:
     run = forward(LAYERS[layer], scan=scan)
-    want = on_devices(run, check_vma=check_vma)
-    with counted() as kernels:
-        got = on_devices(run, check_vma=check_vma)
-    close(got, want)
-    assert kernels == KERNEL
+    assert like_laxs(run, check_vma=check_vma) == KERNEL
 
 
 @pytest.mark.parametrize(
@@ -76,11 +83,7 @@ def test_gradients_are_those_of_lax(layer: str, check_vma: bool) -> None:
     """What is computed again is in the kernel, too; no derivative here is a sum of products."""
     run = functools.partial(loss, forward(jax.checkpoint(LAYERS[layer]), scan=True))
     gradient = jax.grad(run, (0, 1))
-    want = on_devices(gradient, check_vma=check_vma)
-    with counted() as kernels:
-        got = on_devices(gradient, check_vma=check_vma)
-    close(got, want)
-    assert kernels == KERNEL
+    assert like_laxs(gradient, check_vma=check_vma) == KERNEL
 
 
 @jax.custom_vjp
@@ -100,10 +103,7 @@ def test_the_sum_of_a_backward_pass_is_in_a_kernel() -> None:
         return x + jnp.mean(jnp.tanh(seen @ w["up"]) * (seen @ w["gate"]))
 
     gradient = jax.grad(functools.partial(loss, forward(gated, scan=True)), (0, 1))
-    want = on_devices(gradient)
-    with counted() as kernels:
-        close(on_devices(gradient), want)
-    assert kernels == KERNEL
+    assert like_laxs(gradient) == KERNEL
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -135,20 +135,14 @@ def invarying(x: jax.Array, w: Arrays) -> jax.Array:
 @pytest.mark.parametrize("layer, check_vma", [(over_both, False), (invarying, True)])
 def test_what_no_kernel_gives_is_lowered(layer: Layer, check_vma: bool) -> None:
     run = forward(layer, scan=False)
-    want = on_devices(run, check_vma=check_vma)
-    with counted() as kernels:
-        close(on_devices(run, check_vma=check_vma), want)
-    assert not any(kernels.values())
+    assert not any(like_laxs(run, check_vma=check_vma).values())
 
 
 def test_a_mapped_layer_is_in_kernels() -> None:
     def run(x: jax.Array, w: Arrays) -> jax.Array:
         return jax.vmap(forward(one, scan=True), (0, None))(x[:, None], w)[:, 0]
 
-    want = on_devices(run)
-    with counted() as kernels:
-        close(on_devices(run), want)
-    assert kernels == KERNEL
+    assert like_laxs(run) == KERNEL
 
 
 def odd(x: jax.Array, w: Arrays) -> jax.Array:
