@@ -31,7 +31,7 @@ from pallas_collectives.topology.groups import Group
 # of the rate tiles reach; copies to a peer (bytes/s); and seconds that a kernel takes besides, a
 # call of NCCL's, and what hands a message on; and sums (bytes/s that they read or write).
 _RATE, _PROCESSORS, _TILES = 7.7e14, 132, {(128, 256): 1.0, (128, 128): 1.0, (64, 128): 0.8}
-_WIRE, _KERNEL, _CALL, _HAND, _SUM = 3.4e11, 2e-6, 2.2e-5, 1.2e-5, 3.9e12
+_WIRE, _KERNEL, CALL, _HAND, _SUM = 3.4e11, 2e-6, 2.2e-5, 1.2e-5, 3.9e12
 _CUTS = (1, 2)  # of a block that is to be scattered; the best by the model
 
 
@@ -70,7 +70,7 @@ def seconds(todo: ProductWork) -> tuple[float, float]:
     adds = todo.kind == products.SCATTER and todo.whole
     added = _KERNEL + 3 * todo.block_bytes / _SUM if adds else 0.0
     exposed = hops * (max(wire - hidden, 0.0) + added) + len(todo.parts()) * _HAND
-    return todo.size * each + exposed, whole + hops * wire + _CALL
+    return todo.size * each + exposed, whole + hops * wire + CALL
 
 
 def _multiplied(rows: int, columns: int, depth: float) -> float:

@@ -5,7 +5,14 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives.backends import algorithms, canonical, counters, serving, wire_ways
+from pallas_collectives.backends import (
+    algorithms,
+    canonical,
+    counters,
+    nccl_products,
+    serving,
+    wire_ways,
+)
 from pallas_collectives.backends.plans import UNSERVABLE, WirePlan
 from pallas_collectives.kernels import matmul_plan
 from pallas_collectives.lowering import turns
@@ -90,11 +97,13 @@ def saved_by_wire(step: Step) -> float:
 def longer_in_two(total: Step) -> float | None:
     """The seconds that a scatter and a gather take longer on the core than their psum (modelled).
 
-    None where lax must serve any of them.
+    None where lax must serve any of them. On GPUs the bytes are a psum's, in one call more.
     """
     assert total.eqn is not None
     operand, devices = turns.type_of(total.eqn.invars[0]), group(total.eqn)
     how = dataclasses.replace(total.eqn.params["how"], wire=None, algorithm=None, beside=False)
+    if how.backend == "nccl":
+        return nccl_products.CALL
     nbytes = operand.size * operand.dtype.itemsize
     sizes = {"reduce_scatter": nbytes, "all_gather": nbytes // devices.size, "all_reduce": nbytes}
     found = (algorithms.decided(op, how, size, devices) for op, size in sizes.items())

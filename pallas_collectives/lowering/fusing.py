@@ -219,12 +219,7 @@ class _Turn:
         return self._multiplied(self._terms(scatter.reads[0]), scatter, scatter)
 
     def _summed(self, total: Step, eqn: JaxprEqn) -> float:
-        """A scatter with its products in one kernel, and a gather, in place of a sum.
-
-        On GPUs XLA runs sums beside compute, and no table has NCCL's times.
-        """
-        if eqn.params["how"].backend != "pallas":
-            return 0.0
+        """A scatter with its products in one kernel, and a gather, in place of a sum."""
         (*rows, _), devices = _types(eqn)[0].shape or (0,), collective_times.group(eqn).size
         axis = next((axis for axis, size in enumerate(rows) if size % devices == 0), None)
         terms = self._terms(total.reads[0]) if len(eqn.invars) == 1 else []
