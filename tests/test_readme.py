@@ -36,8 +36,7 @@ for line in sys.stdin.read().splitlines():
 @pytest.mark.full
 def test_examples_run_as_pasted_in_one_session_and_print_what_they_say(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    recipe = "# pallas_collectives/"
-    examples = [block for block in blocks("python") if not block.startswith(recipe)]
+    examples = blocks("python")
     done = subprocess.run(
         [sys.executable, "-c", SESSION],
         input="\n".join(examples),

@@ -1,4 +1,4 @@
-"""The README's recipe: what it adds is found wherever collectives are listed."""
+"""The recipe for an algorithm: what it adds is found wherever collectives are listed."""
 
 import ast
 import dataclasses
@@ -41,14 +41,14 @@ from pallas_collectives.replay import Machine
 from pallas_collectives.replay.program import Program
 from pallas_collectives.tuning import tables
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / ".github/adding-an-algorithm.md"
 NEW = {("all_gather", "in_turn"), ("rotate", "neighbour")}
 
 
 def recipe() -> list[tuple[str, str]]:
     """The recipe's blocks of code: where each belongs, as its first line says, and the code."""
-    section = README.read_text().split("### To add an algorithm, or a collective")[1]
-    return re.findall(r"```python\n# (\S+\.py).*?\n(.*?)```", section.split("\n## ")[0], re.S)
+    return re.findall(r"```python\n# (\S+\.py).*?\n(.*?)```", PAGE.read_text(), re.S)
 
 
 def _as_new_file(path: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
             record = eval(code, dict(vars(catalogue)))
             is_algorithm = isinstance(record, catalogue.Algorithm)
             records.append(("all_gather", record) if is_algorithm else record)
-        elif not (README.parent / path).exists():
+        elif not (ROOT / path).exists():
             _as_new_file(path, code, tmp_path, monkeypatch)
         else:
             name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
