@@ -166,11 +166,11 @@ def _is_key(key: object) -> bool:
 
 
 def obstacle(wire: Wire, dtype: DTypeLike) -> str:
-    """Why numbers of a dtype cannot go over a wire; "" if they can."""
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in ("float32", "bfloat16", "float16"):
+    """Why numbers of a dtype, or keys, cannot go over a wire; "" if they can."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if is_key or jnp.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
         return "a wire takes float32, bfloat16 and float16 only"
-    if dtype.itemsize <= jnp.dtype(wire.dtype).itemsize:
+    if jnp.dtype(dtype).itemsize <= jnp.dtype(wire.dtype).itemsize:
         return f"{wire.dtype} is no narrower"
     return ""
 

@@ -345,3 +345,26 @@ def test_an_unbound_axis_is_a_name_error_as_lax_has_it() -> None:
     for module in (lax, pc):
         with pytest.raises(NameError):
             module.psum(jnp.ones(3), "x")
+
+
+@pytest.mark.parametrize("how", [{}, {"wire": {"all_gather": "int8", "ppermute": "bfloat16"}}])
+def test_random_keys_are_moved_in_a_step(how: dict[str, Any]) -> None:
+    """Keys of devices, as layers with dropout have them; they take no wire."""
+    keys = jax.random.split(jax.random.key(3), 8)
+
+    def step(keys: jax.Array) -> Any:
+        def turn(carry: jax.Array, key: jax.Array) -> Any:
+            return carry + 1.0, lax.all_gather(key[None], "x", tiled=True)
+
+        swapped = lax.ppermute(keys, "x", [(0, 1), (1, 0)])
+        return swapped, lax.all_to_all(keys, "x", 0, 0, tiled=True), lax.scan(turn, 0.0, keys)[1]
+
+    def moved() -> Any:
+        options: Any = {"mesh": harness.mesh(2), "in_specs": P("x"), "out_specs": P("x")}
+        run = jax.jit(lambda keys: jax.shard_map(step, **options)(keys))
+        return jax.tree.map(jax.random.key_data, run(keys))
+
+    want = moved()
+    with pc.override_lax(**how):
+        got = moved()
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -106,11 +106,11 @@ def packs(how: How, dtype: DTypeLike) -> bool:
     return wire is not None and wire.scaled and not wires.obstacle(wire, dtype)
 
 
-def moved_dtype(how: How, dtype: DTypeLike) -> DType:
+def moved_dtype(how: How, dtype: DType) -> DType:
     """The dtype of what a call moves on any engine: its own, or that of a wire without scales."""
     wire = how.wire
     casts = wire is not None and not wire.scaled and not wires.obstacle(wire, dtype)
-    return jnp.dtype(wire.dtype if wire is not None and casts else dtype)
+    return jnp.dtype(wire.dtype) if wire is not None and casts else dtype
 
 
 def settled(

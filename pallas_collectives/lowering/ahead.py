@@ -66,7 +66,7 @@ def register() -> None:
         length, symbols = params["length"], ctx.dim_var_values  # symbols as in `jax.export`
         if symbols or not length or not turns.holds_any(params["jaxpr"]):
             return by_jax(ctx, *args, **params)
-        with placed.devices_known(_compat.mesh_of(ctx)):
+        with placed.devices_known(ctx):
             found = rewritten(Loop.of(params, len(args)))
         if found is None:
             return by_jax(ctx, *args, **params)

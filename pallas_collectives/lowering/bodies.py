@@ -54,7 +54,7 @@ def _as_one(jaxpr: core.Jaxpr) -> core.Jaxpr:
 def _lowered(
     ctx: mlir.LoweringRuleContext, *args: ir.Value, closed: core.ClosedJaxpr
 ) -> Sequence[ir.Value]:
-    with placed.devices_known(_compat.mesh_of(ctx)):
+    with placed.devices_known(ctx):
         found = rewritten(Loop.once(closed))
     run = found.once if found else core.jaxpr_as_fun(closed)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)

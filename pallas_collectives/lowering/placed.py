@@ -15,9 +15,10 @@ from pallas_collectives.topology import placement
 
 
 @contextlib.contextmanager
-def devices_known(mesh: Any) -> Iterator[None]:
-    """Within this context it is known where a mesh's devices are, as far as the mesh tells."""
-    with placement.scope(placement.of_mesh(mesh)), slices.scope(mesh):
+def devices_known(ctx: mlir.LoweringRuleContext) -> Iterator[None]:
+    """Within this context it is known where the mesh's devices are, as far as the mesh tells."""
+    mesh, platforms = _compat.mesh_of(ctx), ctx.module_context.platforms
+    with placement.scope(placement.of_mesh(mesh), platforms), slices.scope(mesh):
         yield
 
 
@@ -38,10 +39,9 @@ def register(
     def lowering(
         ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
     ) -> Sequence[ir.Value]:
-        mesh = _compat.mesh_of(ctx)
-        run = functools.partial(program, mesh=mesh) if takes_mesh else program
+        run = functools.partial(program, mesh=_compat.mesh_of(ctx)) if takes_mesh else program
         lowered = mlir.lower_fun(run, multiple_results=primitive.multiple_results)
-        with devices_known(mesh):
+        with devices_known(ctx):
             return lowered(ctx, *args, **params)
 
     _programs[primitive.name] = program

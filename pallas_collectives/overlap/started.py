@@ -32,8 +32,13 @@ else:
 
         __array__ = __getitem__ = __array_ufunc__
         __bool__ = __int__ = __float__ = __complex__ = __index__ = __array_ufunc__
-        # JAX asks for it before it refuses what is no array. To an AttributeError it is deaf.
-        __jax_array__ = property(__array_ufunc__)
+
+        @property
+        def __jax_array__(self):
+            # JAX asks for it before it refuses what is no array. To an AttributeError it is deaf.
+            what, rule, remedy = _too_early("a collective under way, used as an array")
+            ahead = "`scan_gathered` has the next turn's weights under way"
+            raise CollectiveError(what, rule, f"{remedy}, in a loop in the same turn ({ahead})")
 
         def __getattr__(self, name):
             raise StartedError(*_too_early(f"{name} of a collective under way"))

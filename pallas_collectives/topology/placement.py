@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.errors import BackendError
+from pallas_collectives.errors import BackendError, UnservedError
 from pallas_collectives.topology import chips, reach, ring_orders, torus_axes
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.ring_orders import Place, Torus
@@ -31,6 +31,7 @@ class Places:
 
 
 _in_scope: contextvars.ContextVar[Places | None] = contextvars.ContextVar("places", default=None)
+_platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("for", default=())
 _simulated = jax.make_user_context(None)
 
 
@@ -68,13 +69,27 @@ def torus(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def scope(places: Places | None) -> Iterator[None]:
-    """Within this context the mesh's devices are at these places; None if they are unknown."""
-    token = _in_scope.set(places)
+def scope(places: Places | None, platforms: Sequence[str] = ()) -> Iterator[None]:
+    """Within this context the mesh's devices are at these places; None if they are unknown.
+
+    platforms: for which a program is lowered, if that is known.
+    """
+    tokens = _in_scope.set(places), _platforms.set((*platforms,))
     try:
         yield
     finally:
-        _in_scope.reset(token)
+        _in_scope.reset(tokens[0])
+        _platforms.reset(tokens[1])
+
+
+def check_simulated(what: str) -> None:
+    """Raises UnservedError if a program with a simulated kernel is lowered for no CPU."""
+    if (platforms := _platforms.get()) and "cpu" not in platforms:
+        raise UnservedError(
+            f"{what} for {', '.join(platforms)}",
+            "kernels for a mesh of CPU devices, or of none, are simulated, which only CPUs can run",
+            "make the mesh of TPUs: `jax.experimental.topologies.get_topology_desc` has them",
+        )
 
 
 _settled_later: contextvars.ContextVar[bool] = contextvars.ContextVar("later", default=False)

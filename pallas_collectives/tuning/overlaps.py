@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from pallas_collectives import _compat
+from pallas_collectives.annotations import DType
 from pallas_collectives.topology.chips import Chip
 
 # The engine of gathers that XLA fuses with products of its own, for which kernels are no products.
@@ -107,7 +107,7 @@ def by_xla_on_gpus(op: str, nbytes: int, awaited: bool | None) -> str:
     return f"XLA runs {op} of {_WIDE >> 20} MiB and more beside compute on GPUs"
 
 
-def for_its_reader(nbytes: int, dtype: DTypeLike, chip: Chip) -> str:
+def for_its_reader(nbytes: int, dtype: DType, chip: Chip) -> str:
     """Why lax keeps a gather that brings so many bytes to what follows it; "" where it need not."""
     return _near_by_xla(nbytes, chip) or _narrowed_by_xla(nbytes, dtype)
 
@@ -136,13 +136,13 @@ def _near_by_xla(nbytes: int, chip: Chip) -> str:
     return f"XLA gathers into {chip.name}'s {near}, nearer to products (libtpu {learned().libtpu})"
 
 
-def _narrowed_by_xla(nbytes: int, dtype: DTypeLike) -> str:
+def _narrowed_by_xla(nbytes: int, dtype: DType) -> str:
     """XLA turns what products of default precision read into bfloat16 before it gathers it.
 
     That is half the bytes of float32. A kernel's operand it leaves as it is.
     """
     precision = _compat.default_matmul_precision()
-    if np.dtype(dtype) != np.float32 or nbytes < _WIDE or precision not in _NARROW:
+    if dtype != np.float32 or nbytes < _WIDE or precision not in _NARROW:
         return ""
     return "XLA gathers float32 as bfloat16 if products read it so (cast it before the gather)"
 

@@ -269,3 +269,21 @@ def test_lax_serves_operands_whose_sizes_are_symbols(name: str, op: str) -> None
         assert exported(getattr(pc, name), backend="xla", order="rank", **tiled)
     with pytest.raises(UnservedError, match="leave backend=None"):
         exported(getattr(pc, name), backend="pallas", **tiled)
+
+
+def test_lax_serves_what_is_lowered_for_tpus_with_no_mesh_of_them() -> None:
+    """A kernel for a mesh of CPU devices is simulated, and so one that is named is refused."""
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    options: Any = {"mesh": harness.mesh(2), "in_specs": P("x"), "out_specs": P()}
+
+    def exported(call: Any, **how: Any) -> Any:
+        fn = jax.shard_map(lambda x: call(jnp.tanh(x), "x", **how), **options)
+        return export.export(jax.jit(fn), platforms=["tpu"])(x)
+
+    with pc.override_lax():
+        there = exported(lax.psum)
+    (line,) = pc.override_report().left
+    assert "get_topology_desc" in line.why
+    assert "stablehlo.all_reduce" in there.mlir_module()
+    with pytest.raises(UnservedError, match=r"for tpu: .* simulated"):
+        exported(pc.psum, backend="pallas")

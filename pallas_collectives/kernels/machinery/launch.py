@@ -32,7 +32,7 @@ from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels.machinery import cores as divided
 from pallas_collectives.kernels.machinery import entry, spaces, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Chunking, padded_bytes
-from pallas_collectives.topology import chips
+from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group, Ring
 
 WHOLE = Chunking()
@@ -206,6 +206,8 @@ def call_many(
     }
     if sparsecore.is_wanted():
         sparsecore.check(name, chips.current(), adds=vmem_bytes > 0)
+    if interpret:
+        placement.check_simulated(name)
     if left_out.value:
         return tuple(_stand_in.bind(out_shapes=tuple(out_shapes), interpret=interpret))
     if sparsecore.is_wanted():
